@@ -1,0 +1,1 @@
+"""Raw input to rows, splits and shards by Spark; knows nothing of training."""

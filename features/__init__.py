@@ -1,0 +1,1 @@
+"""What ETL, training and prediction share: schema, encoders, fitted statistics, ids."""

@@ -1,0 +1,1 @@
+"""Thin command-line entries over the rooms; nothing happens at import."""

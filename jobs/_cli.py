@@ -1,0 +1,119 @@
+"""What every job's command line shares: TOML files under flags, four-part errors, exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tomllib
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from storage.errors import ConfigError, LockstepError, NotFoundError
+
+INTERRUPTED = 130  # what a shell reports for a process ended by Ctrl-C
+
+
+class JobParser(argparse.ArgumentParser):
+    """An argument parser whose values may also come from TOML files, table `table`; flags win over files.
+
+    A file is read as if its entries stood first on the command line, so both go through the same checks.
+    Keys are the flags' long names with `_` or `-`; a list gives several values, `true` a bare flag.
+    """
+
+    def __init__(self, job: str, description: str, table: str) -> None:
+        super().__init__(prog=f"python -m jobs.{job}", description=description, allow_abbrev=False)
+        self.table = table
+        self.add_argument(
+            "--config", nargs="+", default=[], metavar="FILE.toml", help=f"TOML files, table [{table}]; later files and flags win"
+        )
+        self.add_argument("--debug", action="store_true", help="show the stack trace of an error")
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(
+            f"{self.prog}: the command line cannot be right",
+            got=message,
+            allowed="the flags that --help lists",
+            next_step=f"Run `{self.prog} --help`.",
+        )
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parse flags over files. Raises ConfigError for an unknown key, a bad value or a file that is not TOML."""
+        files = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        files.add_argument("--config", nargs="+", default=[])
+        known, _ = files.parse_known_args(list(argv))
+        from_files = [flag for path in known.config for flag in self._flags_of(path)]
+        return self.parse_args([*from_files, *argv])
+
+    def _flags_of(self, path: str) -> list[str]:
+        table = read_toml(path).get(self.table, {})
+        if not isinstance(table, dict):
+            raise ConfigError(
+                f"{path}: `{self.table}` is not a table",
+                got=repr(table),
+                allowed=f"a table [{self.table}]",
+                next_step="Mend the file.",
+            )
+        known = {option for action in self._actions for option in action.option_strings}
+        flags: list[str] = []
+        for key, value in table.items():
+            flag = "--" + key.replace("_", "-")
+            if flag not in known or flag in ("--config", "--help", "--debug"):
+                raise ConfigError(
+                    f"{path}: unknown key `{key}` in [{self.table}]",
+                    got=f"{key} = {value!r}",
+                    allowed=", ".join(sorted(o[2:].replace("-", "_") for o in known if o.startswith("--") and len(o) > 2)),
+                    next_step="Correct the key or take it out.",
+                )
+            if value is True:
+                flags.append(flag)
+            elif isinstance(value, list):
+                flags.extend([flag, *map(str, value)])
+            elif value is not False:
+                flags.append(f"{flag}={value}")
+        return flags
+
+
+def read_toml(path: str) -> dict[str, object]:
+    """Read one configuration file. Raises NotFoundError or ConfigError naming the file and the place."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise NotFoundError(
+            f"configuration file {path} cannot be opened",
+            got=type(error).__name__,
+            allowed="a TOML file",
+            next_step="Check --config.",
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"configuration file {path} is not TOML", got=str(error), allowed="TOML 1.0, UTF-8", next_step="Mend the file."
+        ) from None
+
+
+def run_job(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> NoReturn:
+    """Run `main` and end the process with its exit code; an error of ours is told in four parts, without a trace."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = main(args)
+    except LockstepError as error:
+        if "--debug" in args:
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = INTERRUPTED
+    except Exception as error:  # the last net: an unforeseen failure still ends with a sentence and exit code 1
+        if "--debug" in args:
+            traceback.print_exc()
+        first = (str(error).strip() or repr(error)).splitlines()[0]
+        print(
+            f"error: unexpected {type(error).__name__}: {first}\n"
+            "  next: Run again with --debug for the stack trace; if it looks like a fault of Lockstep, report it with that trace.",
+            file=sys.stderr,
+        )
+        code = 1
+    sys.stdout.flush()
+    sys.exit(code)

@@ -1,0 +1,90 @@
+"""The Spark session of a job: settings that results rest on, and the rooms shipped to the executors."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from storage.errors import ConfigError, LockstepError
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("storage", "features", "etl", "training", "jobs")
+
+# Results must not depend on the machine's locale or zone, and a failed cast must fail aloud.
+PINNED = {
+    "spark.sql.session.timeZone": "UTC",
+    "spark.sql.ansi.enabled": "true",
+    "spark.ui.showConsoleProgress": "false",
+    "spark.sql.execution.arrow.pyspark.enabled": "true",
+}
+
+
+def ship_rooms(folder: str) -> str:
+    """Zip the rooms' Python files into `folder`; executors import them from there. Returns the zip's path."""
+    target = os.path.join(folder, "lockstep.zip")
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
+        for room in ROOMS:
+            for path in sorted((ROOT / room).rglob("*.py")):
+                archive.write(path, path.relative_to(ROOT).as_posix())
+    return target
+
+
+@contextmanager
+def spark_session(app_name: str, master: str | None = None) -> Iterator[SparkSession]:
+    """A session with pinned settings, ended with the block.
+
+    `master` is used when given; under spark-submit its master wins unless the flag says otherwise; else `local[*]`.
+    Raises ConfigError where Java cannot be started.
+    """
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
+    from pyspark.errors import PySparkRuntimeError
+    from pyspark.sql import SparkSession
+
+    builder = SparkSession.builder.appName(app_name)
+    for key, value in PINNED.items():
+        builder = builder.config(key, value)
+    submitted = os.environ.get("SPARK_ENV_LOADED") or "pyspark-shell" not in os.environ.get("PYSPARK_SUBMIT_ARGS", "pyspark-shell")
+    if master is not None:
+        builder = builder.master(master)
+    elif not submitted and "MASTER" not in os.environ:
+        builder = builder.master("local[*]")
+    try:
+        spark = builder.getOrCreate()
+    except PySparkRuntimeError as error:
+        raise ConfigError(
+            "Spark cannot start its Java process",
+            got=str(error).splitlines()[0],
+            allowed="a JDK 17 or 21 on the PATH or in JAVA_HOME",
+            next_step="Run `python -m jobs.doctor`.",
+        ) from error
+    spark.sparkContext.setLogLevel("ERROR")
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+        spark.sparkContext.addPyFile(ship_rooms(folder))
+        try:
+            yield spark
+        finally:
+            spark.stop()
+
+
+def hadoop_settings_of(spark: SparkSession) -> dict[str, str]:
+    """The driver's effective fs.* and dfs.* settings, which ranks need to reach the same HDFS."""
+    context = spark.sparkContext._jsc  # pyspark has no public accessor for the Hadoop configuration
+    if context is None:
+        raise LockstepError("this session has no JVM", next_step="Use a classic session; Spark Connect has no barrier mode.")
+    entries = context.hadoopConfiguration().iterator()
+    found: dict[str, str] = {}
+    while entries.hasNext():
+        entry = entries.next()
+        if str(entry.getKey()).startswith(("fs.", "dfs.")):
+            found[str(entry.getKey())] = str(entry.getValue())
+    return found

@@ -1,0 +1,1 @@
+"""How bytes lie: file systems, atomic publication, TFRecord, manifests and their verification."""

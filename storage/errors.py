@@ -1,0 +1,89 @@
+"""Errors in four parts: what happened, what was got, what is allowed, what to do next."""
+
+from __future__ import annotations
+
+
+class LockstepError(Exception):
+    """Base of every error that a user may see; `exit_code` is what a job ends with."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, got: str = "", allowed: str = "", next_step: str = "") -> None:
+        super().__init__(what, got, allowed, next_step)
+        self.what, self.got, self.allowed, self.next_step = what, got, allowed, next_step
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exceptions are rebuilt from args alone; ours has keyword-only parts, so say how (errors cross processes).
+        return _rebuild, (type(self), self.what, self.got, self.allowed, self.next_step, self.__dict__)
+
+    def __str__(self) -> str:
+        parts = [("got", self.got), ("allowed", self.allowed), ("next", self.next_step)]
+        return "\n".join([self.what, *(f"  {name}: {text}" for name, text in parts if text)])
+
+
+def _rebuild(
+    cls: type[LockstepError], what: str, got: str, allowed: str, next_step: str, state: dict[str, object]
+) -> LockstepError:
+    error = cls.__new__(cls)
+    LockstepError.__init__(error, what, got=got, allowed=allowed, next_step=next_step)
+    error.__dict__.update(state)
+    return error
+
+
+class ConfigError(LockstepError):
+    """The call cannot be right: a flag, a path, a combination."""
+
+    exit_code = 2
+
+
+class NotFoundError(ConfigError):
+    """A path that must exist does not."""
+
+
+class ExistsError(ConfigError):
+    """A target that must be new exists already."""
+
+
+class DataError(LockstepError):
+    """The content of an input, dataset or run is not acceptable."""
+
+
+class CorruptionError(DataError):
+    """Bytes differ from what their digest, checksum or length says."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        file: str,
+        record: int | None = None,
+        offset: int | None = None,
+        got: str = "",
+        allowed: str = "",
+        next_step: str = "",
+    ) -> None:
+        place = file + (f", record {record}" if record is not None else "")
+        place += f", offset {offset}" if offset is not None else ""
+        super().__init__(
+            f"{what}: {place}",
+            got=got,
+            allowed=allowed,
+            next_step=next_step or "Run `python -m jobs.verify URL` for the extent, then restore the file or build the dataset anew.",
+        )
+        self.file, self.record, self.offset = file, record, offset
+
+
+class StorageError(LockstepError):
+    """A file system refused or failed an operation."""
+
+
+class StorageTimeoutError(StorageError):
+    """A file system did not answer within the deadline of the call."""
+
+
+class CommunicationError(LockstepError):
+    """A rank, supervisor or driver could not be reached, was not who it said, or sent what it must not."""
+
+
+class TrainingFailedError(LockstepError):
+    """A run ended without its result; `what` names rank, host, step and phase."""

@@ -1,0 +1,1 @@
+"""Shards to batches, steps, checkpoints and a model; knows nothing of ETL."""
