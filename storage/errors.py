@@ -81,6 +81,10 @@ class StorageTimeoutError(StorageError):
     """A file system did not answer within the deadline of the call."""
 
 
+class RetryableStorageError(StorageError):
+    """A file system failed in a way that may pass: a dead DataNode, safe mode, a failover, a lost connection."""
+
+
 class CommunicationError(LockstepError):
     """A rank, supervisor or driver could not be reached, was not who it said, or sent what it must not."""
 

@@ -1,0 +1,258 @@
+"""Local disk: durable by fsync of the file and of its directory, renames that never overwrite."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+import stat as stat_bits
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import BinaryIO
+
+from storage.errors import ConfigError, CorruptionError, ExistsError, NotFoundError, StorageError
+from storage.fs import FileStat, FileSystem, HdfsBlock, Promises, Writer, join, split_url
+
+_AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
+_NOT_THERE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)  # kernels and file systems without renameat2's flag
+
+
+class LocalFileSystem(FileSystem):
+    """Files of this machine, by plain paths or file:/// URLs."""
+
+    promises = Promises(atomic_rename=True, durable_sync=True)
+
+    def open_read(self, url: str) -> BinaryIO:
+        with _translated("open", url):
+            return open(_path(url), "rb")
+
+    def read_range(self, url: str, offset: int, length: int) -> bytes:
+        check_range(url, offset, length)
+        with _translated("read", url), open(_path(url), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if offset + length > size:
+                raise short_file(url, offset, length, size)
+            file.seek(offset)
+            data = file.read(length)
+        if len(data) != length:
+            raise short_file(url, offset, length, offset + len(data))
+        return data
+
+    def create(self, url: str, *, exclusive: bool = True) -> Writer:
+        path = _path(url)
+        with _translated("create", url):
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            flags = os.O_EXCL if exclusive else os.O_TRUNC
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o644)
+        return _LocalWriter(url, path, descriptor)
+
+    def rename_new(self, src: str, dst: str) -> None:
+        source, target = _path(src), _path(dst)
+        with _translated("rename", src, dst):
+            os.lstat(source)
+            if not os.path.isdir(os.path.dirname(target) or "."):
+                raise NotADirectoryError(errno.ENOTDIR, "the parent of the target is not a directory", target)
+            _rename_noreplace(source, target)
+            _sync_directory(target)
+            _sync_directory(source)
+
+    def replace(self, src: str, dst: str) -> None:
+        source, target = _path(src), _path(dst)
+        with _translated("replace", src, dst):
+            if stat_bits.S_ISDIR(os.lstat(source).st_mode):
+                raise StorageError(
+                    f"{src} cannot replace {dst}",
+                    got="a directory",
+                    allowed="a file",
+                    next_step="Use rename_new for directories.",
+                )
+            if os.path.isdir(target):
+                raise FileExistsError(errno.EEXIST, "the target is a directory", target)
+            os.replace(source, target)
+            _sync_directory(target)
+            _sync_directory(source)
+
+    def list(self, url: str) -> list[FileStat]:
+        with _translated("list", url), os.scandir(_path(url)) as entries:
+            names = sorted(entry.name for entry in entries)
+        found = []
+        for name in names:
+            # A file may go between the listing and the look at it: then it is not listed.
+            with suppress(NotFoundError):
+                found.append(self.stat(join(url, name)))
+        return found
+
+    def stat(self, url: str) -> FileStat:
+        path = _path(url)
+        with _translated("stat", url):
+            status = os.stat(path)
+        is_dir = stat_bits.S_ISDIR(status.st_mode)
+        size = 0 if is_dir else status.st_size
+        return FileStat(url, os.path.basename(path.rstrip("/")), is_dir, size, status.st_mtime_ns // 1_000_000)
+
+    def mkdirs(self, url: str, *, mode: int = 0o755) -> None:
+        path = _path(url)
+        with _translated("make", url):
+            if os.path.isdir(path):
+                return
+            os.makedirs(os.path.dirname(path.rstrip("/")) or ".", exist_ok=True)
+            with suppress(FileExistsError):
+                os.mkdir(path, mode)
+            if not os.path.isdir(path):
+                raise FileExistsError(errno.EEXIST, "a file has this name", path)
+            _sync_directory(path)
+
+    def delete(self, url: str, *, recursive: bool = False) -> bool:
+        path = _path(url)
+        with _translated("delete", url):
+            try:
+                is_dir = stat_bits.S_ISDIR(os.lstat(path).st_mode)
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+            try:
+                if not is_dir:
+                    os.unlink(path)
+                elif recursive:
+                    shutil.rmtree(path)
+                else:
+                    os.rmdir(path)
+            except FileNotFoundError:
+                return not os.path.lexists(path)
+            _sync_directory(path)
+        return True
+
+    def block_locations(self, url: str) -> list[HdfsBlock]:
+        size = self.stat(url).size_bytes
+        return [HdfsBlock(0, size, ("localhost",))] if size else []
+
+
+class _LocalWriter(Writer):
+    def __init__(self, url: str, path: str, descriptor: int) -> None:
+        self._url, self._path = url, path
+        self._file = os.fdopen(descriptor, "wb", buffering=1 << 20)
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        with _translated("write", self._url):
+            return self._file.write(data)
+
+    def sync(self) -> None:
+        with _translated("sync", self._url):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            _sync_directory(self._path)
+
+    def close(self) -> None:
+        with _translated("close", self._url):
+            self._file.close()
+
+    def abort(self) -> None:
+        with suppress(OSError):
+            self._file.close()
+        with suppress(OSError):
+            os.unlink(self._path)
+
+
+def check_range(url: str, offset: int, length: int) -> None:
+    """Raise ConfigError for a range with a negative start or length."""
+    if offset < 0 or length < 0:
+        raise ConfigError(
+            f"a range of {url} cannot be read",
+            got=f"offset {offset}, length {length}",
+            allowed="numbers from 0 up",
+            next_step="This is a fault of the caller.",
+        )
+
+
+def short_file(url: str, offset: int, length: int, size: int) -> CorruptionError:
+    """The error for a file that ends before the bytes that must be there."""
+    return CorruptionError(
+        "file is shorter than it must be (cut off, or never closed by its writer)",
+        file=url,
+        offset=min(offset + length, size),
+        got=f"{size} readable bytes",
+        allowed=f"bytes {offset} to {offset + length}",
+    )
+
+
+def _path(url: str) -> str:
+    return split_url(url)[2]
+
+
+def _sync_directory(path: str) -> None:
+    descriptor = os.open(os.path.dirname(path.rstrip("/")) or ".", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _rename_noreplace(source: str, target: str) -> None:
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if hasattr(libc, "renameat2"):
+            names = os.fsencode(source), os.fsencode(target)
+            if libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_NOREPLACE) == 0:
+                return
+            code = ctypes.get_errno()
+            if code not in _NOT_THERE:
+                raise OSError(code, os.strerror(code), source, None, target)
+    rename_noreplace_portable(source, target)
+
+
+def rename_noreplace_portable(source: str, target: str) -> None:
+    """Rename without overwriting where renameat2 is missing: exact for files (a hard link fails on an occupied
+    name); for directories a look beforehand, since rename refuses a target directory with content but not an
+    empty one.
+    """
+    if stat_bits.S_ISDIR(os.lstat(source).st_mode):
+        if os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
+        os.rename(source, target)
+    else:
+        os.link(source, target, follow_symlinks=False)
+        os.unlink(source)
+
+
+@contextmanager
+def _translated(verb: str, url: str, other: str | None = None) -> Iterator[None]:
+    place = f"{url} to {other}" if other else url
+    try:
+        yield
+    except (FileExistsError, IsADirectoryError) as error:
+        if isinstance(error, IsADirectoryError) and verb in ("open", "read"):
+            raise NotFoundError(
+                f"cannot {verb} {place}", got="a directory", allowed="a file", next_step="Check the path."
+            ) from error
+        raise ExistsError(
+            f"cannot {verb} {place}: the name is taken",
+            got=error.strerror or str(error),
+            allowed="a name that is free",
+            next_step="Choose another name, or delete what is there.",
+        ) from error
+    except NotADirectoryError as error:
+        if verb in ("list", "create", "make") and (verb != "list" or os.path.isfile(_path(url))):
+            raise StorageError(
+                f"cannot {verb} {place}", got=error.strerror, allowed="directories", next_step="Check the path."
+            ) from error
+        raise _missing(verb, place, error) from error
+    except FileNotFoundError as error:
+        raise _missing(verb, place, error) from error
+    except OSError as error:
+        raise StorageError(
+            f"cannot {verb} {place}",
+            got=error.strerror or str(error),
+            allowed="a disk that is writable and has room" if verb != "read" else "a readable file",
+            next_step="Check the path, its permissions and the free space.",
+        ) from error
+
+
+def _missing(verb: str, place: str, error: OSError) -> NotFoundError:
+    return NotFoundError(
+        f"cannot {verb} {place}: not there",
+        got=error.strerror,
+        allowed="an existing path",
+        next_step="Check the path.",
+    )

@@ -1,0 +1,163 @@
+"""Publication: a reader sees a file or directory whole or not at all, also when a NameNode or DataNode dies on the way."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable
+
+from storage.canonical import sha256_hex
+from storage.errors import (
+    CorruptionError,
+    ExistsError,
+    NotFoundError,
+    RetryableStorageError,
+    StorageError,
+    StorageTimeoutError,
+)
+from storage.fs import FileSystem, Writer, basename, join, parent
+from storage.layout import MANIFEST_NAME
+from storage.retry import Backoff
+
+_READ_BACK_BYTES = 1 << 22
+
+
+def temporary_name(url: str) -> str:
+    """A fresh hidden sibling of `url`, which no reader, Spark or pyarrow takes for data."""
+    return join(parent(url), f".{basename(url)}.{secrets.token_hex(8)}.tmp")
+
+
+def write_file(fs: FileSystem, url: str, data: bytes, *, exclusive: bool = True) -> None:
+    """Publish `data` at `url`: temporary name, write, sync, close, rename, read back.
+
+    Raises ExistsError where `url` exists and `exclusive`; StorageError or CorruptionError where it cannot be written.
+    """
+    write_stream(fs, url, lambda writer: _write_all(writer, data), exclusive=exclusive)
+    written = fs.read_bytes(url)
+    if exclusive and written != data:
+        raise CorruptionError(
+            "a file reads back otherwise than it was written",
+            file=url,
+            got=f"{len(written)} bytes, sha256 {sha256_hex(written)}",
+            allowed=f"{len(data)} bytes, sha256 {sha256_hex(data)}",
+        )
+
+
+def write_stream(
+    fs: FileSystem, url: str, produce: Callable[[Writer], None], *, exclusive: bool = True, give_up_s: float | None = None
+) -> int:
+    """Publish what `produce` writes; returns its length in bytes.
+
+    `produce` is called again, with a new temporary file, where the storage failed in a way that may pass (a dead
+    DataNode that the NameNode does not know of yet, safe mode, a failover), until `give_up_s` seconds are over (by
+    default the setting lockstep.storage.give-up-s): it must write the same bytes each time.
+    """
+    if exclusive and fs.exists(url):
+        raise occupied(url)
+    backoff = Backoff(give_up_s)
+    while True:
+        temporary = temporary_name(url)
+        try:
+            writer = _Counting(fs.create(temporary))
+            with writer:
+                produce(writer)
+                writer.sync()
+            if fs.stat(temporary).size_bytes != writer.bytes:
+                raise RetryableStorageError(f"{temporary} is not as long as what was written", got="another length")
+            break
+        except (RetryableStorageError, StorageTimeoutError) as error:
+            backoff.wait_or_raise(error, what=f"writing {url}")
+    try:
+        if exclusive:
+            fs.rename_new(temporary, url)
+        else:
+            fs.replace(temporary, url)
+    except StorageError:
+        discard(fs, temporary)
+        raise
+    except ExistsError:
+        discard(fs, temporary)
+        raise occupied(url) from None
+    return writer.bytes
+
+
+def publish_directory(fs: FileSystem, staging_url: str, target_url: str) -> None:
+    """Give a finished directory its final name by one rename.
+
+    Idempotent: where the staging directory is gone and the target holds the same manifest, an earlier attempt (or
+    the in-flight rename of a call that failed) has done it. Raises ExistsError where the target is someone else's,
+    NotFoundError where neither is there.
+    """
+    ours = _manifest_of(fs, staging_url)
+    try:
+        fs.rename_new(staging_url, target_url)
+    except ExistsError:
+        raise occupied(target_url) from None
+    except NotFoundError:
+        if ours is None or fs.exists(staging_url) or _manifest_of(fs, target_url) != ours:
+            raise
+    if ours is not None and _manifest_of(fs, target_url) != ours:
+        raise StorageError(
+            f"{target_url} does not hold what was published",
+            got="another manifest",
+            allowed=f"the manifest of {staging_url}",
+            next_step="Find out who else writes there; choose another output.",
+        )
+
+
+def discard(fs: FileSystem, url: str) -> bool:
+    """Delete a file or directory that nobody needs any more; a failure to do so leaves it behind (False)."""
+    try:
+        return fs.delete(url, recursive=True)
+    except StorageError:
+        return False  # it lies under a temporary name that no reader looks at, and the first error matters more
+
+
+def occupied(url: str) -> ExistsError:
+    """The error for an output that exists already."""
+    return ExistsError(
+        f"{url} exists already",
+        got="an existing file or directory",
+        allowed="a name that is free",
+        next_step="Choose another output, or delete this one first.",
+    )
+
+
+def file_digest(fs: FileSystem, url: str) -> tuple[int, str]:
+    """Length in bytes and SHA-256 (hex) of a file, read once, in constant memory."""
+    digest, total = hashlib.sha256(), 0
+    with fs.open_read(url) as file:
+        while chunk := file.read(_READ_BACK_BYTES):
+            digest.update(chunk)
+            total += len(chunk)
+    return total, digest.hexdigest()
+
+
+class _Counting(Writer):
+    def __init__(self, inner: Writer) -> None:
+        self._inner = inner
+        self.bytes = 0
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        self.bytes += self._inner.write(data)
+        return len(data)
+
+    def sync(self) -> None:
+        self._inner.sync()
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+
+def _write_all(writer: Writer, data: bytes) -> None:
+    writer.write(data)
+
+
+def _manifest_of(fs: FileSystem, url: str) -> bytes | None:
+    try:
+        return fs.read_bytes(join(url, MANIFEST_NAME))
+    except NotFoundError:
+        return None

@@ -1,0 +1,55 @@
+"""Waiting between attempts: short at first, and never longer in all than the storage may take."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from storage.errors import RetryableStorageError, StorageError, StorageTimeoutError
+from storage.settings import give_up_s as default_give_up_s
+
+T = TypeVar("T")
+
+FIRST_WAIT_S = 0.1
+LONGEST_WAIT_S = 2.0
+
+
+class Backoff:
+    """Counts attempts of one operation against a total of `give_up_s` seconds (default: the setting)."""
+
+    def __init__(self, give_up_s: float | None = None) -> None:
+        self._limit = default_give_up_s() if give_up_s is None else give_up_s
+        self._start = time.monotonic()
+        self._wait = FIRST_WAIT_S
+        self.attempts = 0
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the total is used up; not below 0."""
+        return max(0.0, self._start + self._limit - time.monotonic())
+
+    def wait_or_raise(self, error: StorageError, *, what: str) -> None:
+        """Sleep before the next attempt, or raise StorageError from `error` where no time is left for one."""
+        self.attempts += 1
+        if self.left_s <= self._wait:
+            raise StorageError(
+                f"{what} failed for {time.monotonic() - self._start:.0f} s, {self.attempts} attempts",
+                got=error.what + (f" ({error.got})" if error.got else ""),
+                allowed=f"success within {self._limit:.0f} s",
+                next_step=error.next_step or "Check the storage, then run again.",
+            ) from error
+        # Many tasks see the same failure at the same moment; without jitter they come back at the same moment too.
+        time.sleep(self._wait * random.uniform(0.5, 1.0))
+        self._wait = min(2 * self._wait, LONGEST_WAIT_S)
+
+
+def with_retries(call: Callable[[float], T], *, what: str, give_up_s: float | None = None) -> T:
+    """Call `call(seconds_left)` until it succeeds, fails for good, or the total time is over (StorageError)."""
+    backoff = Backoff(give_up_s)
+    while True:
+        try:
+            return call(backoff.left_s)
+        except (RetryableStorageError, StorageTimeoutError) as error:
+            backoff.wait_or_raise(error, what=what)

@@ -1,0 +1,32 @@
+"""Sealed JSON: canonical JSON that carries its own SHA-256, so that a flipped byte in a manifest is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from storage.canonical import canonical_bytes, parse_canonical, sha256_hex
+from storage.errors import CorruptionError, DataError
+
+SEAL = "manifest_sha256"
+
+
+def seal(doc: Mapping[str, Any]) -> bytes:
+    """Canonical JSON of `doc` with the key `manifest_sha256` added, the digest of the JSON without it."""
+    if SEAL in doc:
+        raise DataError(f"a document holds {SEAL} already", got=repr(doc[SEAL]), next_step="Seal it once.")
+    return canonical_bytes({**doc, SEAL: sha256_hex(canonical_bytes(dict(doc)))})
+
+
+def unseal(data: bytes, where: str) -> dict[str, Any]:
+    """The document that `seal` wrote, without the seal. Raises CorruptionError naming `where` if it was changed."""
+    doc = parse_canonical(data, file=where)
+    if not isinstance(doc, dict) or not isinstance(doc.get(SEAL), str):
+        raise CorruptionError("a manifest without its digest", file=where, got=type(doc).__name__, allowed=f"a key {SEAL}")
+    stated = doc.pop(SEAL)
+    actual = sha256_hex(canonical_bytes(doc))
+    if actual != stated:
+        raise CorruptionError(
+            "a manifest does not match its own digest", file=where, got=f"sha256 {actual}", allowed=f"sha256 {stated}"
+        )
+    return doc

@@ -1,0 +1,91 @@
+"""Hadoop settings in effect: our defaults, then the files of HADOOP_CONF_DIR, then what the driver handed over."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from xml.etree import ElementTree
+
+from storage.errors import ConfigError
+
+# Chosen by the measurements in docs/decisions/001-hdfs-deadlines.md.
+DEFAULTS = {
+    "dfs.client.socket-timeout": "15000",
+    "dfs.client.failover.sleep.base.millis": "100",
+    "dfs.client.failover.sleep.max.millis": "1000",
+    "dfs.client.failover.max.attempts": "8",
+    "lockstep.storage.call-deadline-s": "20",
+    "lockstep.storage.data-deadline-s": "45",
+    "lockstep.storage.give-up-s": "60",
+}
+_PREFIXES = ("fs.", "dfs.", "hadoop.security.", "hadoop.rpc.", "lockstep.storage.")
+_FILES = ("core-site.xml", "hdfs-site.xml")
+_handed_over: dict[str, str] = {}
+_from_files: tuple[str | None, dict[str, str]] = (None, {})
+
+
+def hadoop_settings() -> dict[str, str]:
+    """The settings in effect. Raises ConfigError where HADOOP_CONF_DIR holds a file that is not Hadoop's XML."""
+    return DEFAULTS | _conf_dir_settings() | _environment() | _handed_over
+
+
+def set_hadoop_settings(settings: Mapping[str, str]) -> None:
+    """Replace what was handed over: a driver's effective fs.*, dfs.* and lockstep.storage.* settings; others are
+    left out.
+    """
+    _handed_over.clear()
+    _handed_over.update({key: str(value) for key, value in settings.items() if key.startswith(_PREFIXES)})
+
+
+def give_up_s() -> float:
+    """Seconds after which an operation that keeps failing is given up, such as on a NameNode out of reach."""
+    return seconds(hadoop_settings(), "lockstep.storage.give-up-s")
+
+
+def seconds(settings: Mapping[str, str], key: str) -> float:
+    """A setting in seconds. Raises ConfigError unless it is a positive number."""
+    try:
+        value = float(settings[key])
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise ConfigError(
+            f"setting {key} is not a time", got=settings[key], allowed="seconds above 0", next_step="Correct the setting."
+        )
+    return value
+
+
+def _environment() -> dict[str, str]:
+    # LOCKSTEP_STORAGE_GIVE_UP_S=10 sets lockstep.storage.give-up-s: the way into a job started by hand or a test.
+    names = {key: key.upper().replace(".", "_").replace("-", "_") for key in DEFAULTS if key.startswith("lockstep.")}
+    return {key: os.environ[name] for key, name in names.items() if name in os.environ}
+
+
+def _conf_dir_settings() -> dict[str, str]:
+    global _from_files
+    folder = os.environ.get("HADOOP_CONF_DIR")
+    if folder is None or folder == "":
+        return {}
+    if _from_files[0] != folder:
+        found: dict[str, str] = {}
+        for name in _FILES:
+            found |= _properties(Path(folder) / name)
+        _from_files = (folder, found)
+    return _from_files[1]
+
+
+def _properties(path: Path) -> dict[str, str]:
+    if not path.exists():
+        return {}
+    try:
+        root = ElementTree.parse(path).getroot()
+    except (ElementTree.ParseError, OSError) as error:
+        raise ConfigError(
+            f"{path} cannot be read as a Hadoop configuration",
+            got=str(error),
+            allowed="XML with <property> entries",
+            next_step="Mend the file or correct HADOOP_CONF_DIR.",
+        ) from error
+    entries = [(entry.findtext("name"), entry.findtext("value")) for entry in root.iter("property")]
+    return {name.strip(): value.strip() for name, value in entries if name and value and name.strip().startswith(_PREFIXES)}
