@@ -1,0 +1,215 @@
+"""The declared schema of a dataset: what each field is on disk and how it becomes a model's input."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+import pyarrow as pa
+
+from storage.errors import ConfigError
+
+ARROW_TYPES: dict[str, pa.DataType] = {
+    "int64": pa.int64(),
+    "float32": pa.float32(),
+    "float64": pa.float64(),
+    "bool": pa.bool_(),
+    "string": pa.string(),
+    "bytes": pa.binary(),
+    "uint8": pa.uint8(),
+}
+KINDS = ("feature", "label", "id", "weight")
+TENSOR_DTYPES = ("uint8", "float32", "float64", "int64")
+SAMPLE_ID = "sample_id"
+
+Encoding = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Field:
+    """One column of a dataset.
+
+    `shape` is () for a scalar, (None,) for a list of any length, and all positive numbers for a tensor, which lies
+    on disk as its little-endian bytes in C order. `encoding` says what features.encode makes of it when read:
+    None, {"kind": "vocabulary", "file", "max_size", "min_count", "oov_buckets"} or {"kind": "bucketise", "boundaries"}.
+    Raises ConfigError where these do not fit together.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int | None, ...] = ()
+    kind: str = "feature"
+    nullable: bool = False
+    encoding: Encoding | None = None
+    num_classes: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check(bool(self.name) and not self.name.startswith("_"), repr(self.name), "a name not starting with `_`")
+        self._check(self.dtype in ARROW_TYPES, f"dtype {self.dtype!r}", ", ".join(ARROW_TYPES))
+        self._check(self.kind in KINDS, f"kind {self.kind!r}", ", ".join(KINDS))
+        fixed = all(isinstance(size, int) and size > 0 for size in self.shape)
+        self._check(fixed or self.shape == (None,), f"shape {self.shape}", "(), (None,) or positive sizes")
+        self._check(not self.is_tensor or self.dtype in TENSOR_DTYPES, f"a tensor of {self.dtype}", ", ".join(TENSOR_DTYPES))
+        self._check(self.dtype != "uint8" or self.is_tensor, "uint8 outside a tensor", "uint8 in tensors only; int64 for numbers")
+        self._check(not (self.is_list and self.nullable), "a nullable list", "an empty list where there is nothing")
+        self._check(not (self.nullable and self.kind != "feature"), f"a nullable {self.kind}", "null in features only")
+        classes = self.num_classes
+        self._check(classes is None or (self.kind == "label" and classes >= 2), f"num_classes {classes}", "2 or more, on a label")
+        if self.encoding is not None:
+            self._check_encoding(self.encoding)
+
+    @property
+    def is_list(self) -> bool:
+        """Whether a row holds any number of values."""
+        return self.shape == (None,)
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether a row holds an array of fixed shape, as bytes on disk."""
+        return len(self.shape) > 0 and not self.is_list
+
+    @property
+    def arrow_type(self) -> pa.DataType:
+        """The type of the column in Arrow and Parquet."""
+        if self.is_tensor:
+            return pa.binary()
+        # Element nullability is set as Spark and Parquet readers report it, so that schemas compare equal.
+        return pa.list_(ARROW_TYPES[self.dtype]) if self.is_list else ARROW_TYPES[self.dtype]
+
+    def to_json(self) -> dict[str, Any]:
+        """The field as the manifest holds it."""
+        return {
+            "name": self.name,
+            "dtype": self.dtype,
+            "shape": list(self.shape),
+            "kind": self.kind,
+            "nullable": self.nullable,
+            "encoding": None if self.encoding is None else dict(self.encoding),
+            "num_classes": self.num_classes,
+        }
+
+    @classmethod
+    def from_json(cls, document: object) -> Field:
+        """Rebuild a field; raises ConfigError for missing or unknown keys and wrong types."""
+        wanted = {
+            "name": str,
+            "dtype": str,
+            "shape": list,
+            "kind": str,
+            "nullable": bool,
+            "encoding": dict | None,
+            "num_classes": int | None,
+        }
+        _check_keys(document, wanted, "a field")
+        values = cast(dict[str, Any], document)
+        if not all(size is None or (isinstance(size, int) and not isinstance(size, bool)) for size in values["shape"]):
+            raise _bad("a field", f"shape {values['shape']!r}", "numbers or null")
+        return cls(**{**values, "shape": tuple(values["shape"])})
+
+    def _check_encoding(self, encoding: Encoding) -> None:
+        self._check(self.kind == "feature" and not self.is_tensor, "an encoding", "encodings on scalar and list features")
+        if encoding.get("kind") == "vocabulary":
+            keys = {"kind": str, "file": str, "max_size": int, "min_count": int, "oov_buckets": int}
+            _check_keys(encoding, keys, f"the vocabulary of field `{self.name}`")
+            self._check(self.dtype == "string", f"a vocabulary over {self.dtype}", "a vocabulary over string")
+            sizes = (encoding["max_size"] >= 1, encoding["min_count"] >= 1, encoding["oov_buckets"] >= 0)
+            self._check(all(sizes), repr(dict(encoding)), "max_size >= 1, min_count >= 1, oov_buckets >= 0")
+            file = encoding["file"]
+            plain = file.endswith(".json") and "/" not in file and not file.startswith((".", "_"))
+            self._check(plain, f"file {file!r}", "a plain NAME.json")
+        elif encoding.get("kind") == "bucketise":
+            _check_keys(encoding, {"kind": str, "boundaries": list}, f"the buckets of field `{self.name}`")
+            self._check(self.dtype in ("int64", "float32", "float64") and not self.is_list, self.dtype, "a scalar number")
+            bounds = encoding["boundaries"]
+            rising = all(isinstance(b, int | float) for b in bounds) and all(a < b for a, b in zip(bounds, bounds[1:], strict=False))
+            self._check(len(bounds) > 0 and rising, f"boundaries {bounds!r}", "strictly rising numbers, at least one")
+        else:
+            self._check(False, f"encoding kind {encoding.get('kind')!r}", "vocabulary, bucketise")
+
+    def _check(self, good: bool, got: str, allowed: str) -> None:
+        if not good:
+            raise _bad(f"field `{self.name}`", got, allowed)
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The fields of a dataset, in the order of its columns; exactly one `id` field, at most one label."""
+
+    fields: tuple[Field, ...]
+
+    def __post_init__(self) -> None:
+        names = [field.name for field in self.fields]
+        if len(set(names)) != len(names):
+            raise _bad("the schema", f"fields {names}", "each name once")
+        ids = [field for field in self.fields if field.kind == "id"]
+        if len(ids) != 1 or ids[0].dtype != "int64" or ids[0].shape:
+            raise _bad("the schema", f"id fields {[field.name for field in ids]}", "exactly one scalar int64 field of kind id")
+        if sum(field.kind == "label" for field in self.fields) > 1:
+            raise _bad("the schema", "several labels", "at most one")
+        files = [f.encoding["file"] for f in self.fields if f.encoding is not None and f.encoding["kind"] == "vocabulary"]
+        if len(set(files)) != len(files):
+            raise _bad("the schema", f"vocabulary files {files}", "a file for each vocabulary")
+
+    def __iter__(self) -> Iterator[Field]:
+        return iter(self.fields)
+
+    def __getitem__(self, name: str) -> Field:
+        for field in self.fields:
+            if field.name == name:
+                return field
+        raise _bad("the schema", f"no field `{name}`", ", ".join(field.name for field in self.fields))
+
+    @property
+    def id_field(self) -> Field:
+        """The field that holds the sample id."""
+        return next(field for field in self.fields if field.kind == "id")
+
+    @property
+    def label(self) -> Field | None:
+        """The field to predict, or None."""
+        return next((field for field in self.fields if field.kind == "label"), None)
+
+    @property
+    def features(self) -> tuple[Field, ...]:
+        """The fields that a model may see."""
+        return tuple(field for field in self.fields if field.kind == "feature")
+
+    @cached_property
+    def in_byte_order(self) -> tuple[Field, ...]:
+        """The fields in the byte order of their names: their order in a tf.Example."""
+        return tuple(sorted(self.fields, key=lambda field: field.name.encode()))
+
+    def arrow_schema(self) -> pa.Schema:
+        """The columns as Arrow and Parquet hold them."""
+        return pa.schema([pa.field(field.name, field.arrow_type, nullable=field.nullable) for field in self.fields])
+
+    def to_json(self) -> dict[str, Any]:
+        """The schema as the manifest holds it."""
+        return {"fields": [field.to_json() for field in self.fields]}
+
+    @classmethod
+    def from_json(cls, document: object) -> Schema:
+        """Rebuild a schema; raises ConfigError for anything but what to_json gives."""
+        _check_keys(document, {"fields": list}, "the schema")
+        return cls(tuple(Field.from_json(field) for field in cast(dict[str, list[object]], document)["fields"]))
+
+
+def sample_id_field() -> Field:
+    """The field that each dataset of ours has: the sample id, signed int64."""
+    return Field(name=SAMPLE_ID, dtype="int64", kind="id")
+
+
+def _bad(what: str, got: str, allowed: str) -> ConfigError:
+    return ConfigError(f"{what} cannot be declared so", got=got, allowed=allowed, next_step="Correct the schema.")
+
+
+def _check_keys(document: object, wanted: Mapping[str, Any], what: str) -> None:
+    if not isinstance(document, Mapping) or set(document) != set(wanted):
+        got: Sequence[str] | str = sorted(map(str, document)) if isinstance(document, Mapping) else type(document).__name__
+        raise _bad(what, f"keys {got}", f"exactly {', '.join(wanted)}")
+    for key, kind in wanted.items():
+        value = document[key]
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise _bad(what, f"{key} = {value!r}", f"{key} of type {kind}")
