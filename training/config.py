@@ -1,0 +1,113 @@
+"""The configuration of one training run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, get_args
+
+from storage.errors import ConfigError
+
+BatchNorm = Literal["ghost", "local"]
+Precision = Literal["float32", "float64"]
+Launcher = Literal["barrier", "local"]
+
+
+def flag_of(field: str) -> str:
+    """The command line's flag for a field of TrainConfig."""
+    return "--dataset" if field == "datasets" else "--" + field.removesuffix("_s").replace("_", "-")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """All that a run is made from; saved in run.json and handed to every rank."""
+
+    datasets: tuple[str, ...]
+    """URLs of the datasets to train on; one for now."""
+    run: str
+    """URL of the run directory; an existing one is resumed."""
+    model: str
+    """A name of training.models or `module:function`."""
+    num_ranks: int
+    """Training processes."""
+    global_batch: int
+    """Samples of one optimizer step over all ranks."""
+    epochs: int
+    """Passes over the split, in all (a resumed run counts the epochs it has done)."""
+    split: str = "train"
+    """The split of the dataset to train on."""
+    lanes: int | None = None
+    """Streams of samples a global batch is taken from; None is the largest divisor of global_batch up to 64."""
+    window_bytes: int = 8 << 20
+    """Bytes of the window in which a rank shuffles, over all lanes."""
+    batchnorm: BatchNorm = "ghost"
+    """`ghost`: the same statistics at any number of ranks; `local`: Keras' own, over each rank's part."""
+    seed: int = 0
+    """Of the order of samples and the first weights."""
+    checkpoint_every: int = 200
+    """Steps between checkpoints; one more is written at the end."""
+    keep_checkpoints: int = 3
+    """Checkpoints of the chain that stay; older ones are moved to the trash."""
+    audit: bool = False
+    """Whether ranks list each sample id they train on."""
+    precision: Precision = "float32"
+    """Keras' floatx."""
+    learning_rate: float | None = None
+    """None is the model's own."""
+    launcher: Launcher = "barrier"
+    """`barrier`: ranks in a Spark barrier stage; `local`: processes of this host."""
+    start_limit_s: float = 300.0
+    """A rank absent for so long after the start is a failure."""
+    stall_limit_s: float = 600.0
+    """A rank that lives but makes no step for so long is a failure."""
+    max_restarts: int = 3
+    """Restarts in a row without a new checkpoint before the run gives up."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "datasets", tuple(self.datasets))
+        for name in ("num_ranks", "global_batch", "epochs", "checkpoint_every", "keep_checkpoints", "window_bytes"):
+            self._check(name, getattr(self, name) >= 1, "an integer from 1 up")
+        self._check("max_restarts", self.max_restarts >= 0, "an integer from 0 up")
+        self._check("seed", 0 <= self.seed < 2**63, "an integer from 0 to 2^63 - 1")
+        self._check("start_limit_s", self.start_limit_s > 0, "seconds above 0")
+        self._check("stall_limit_s", self.stall_limit_s > 0, "seconds above 0")
+        self._check("datasets", len(self.datasets) == 1 and bool(self.datasets[0]), "exactly one dataset URL")
+        self._check("run", bool(self.run.strip("/")), "the URL of a directory of its own")
+        durable = not self.run.startswith(("webhdfs:", "swebhdfs:"))
+        self._check("run", durable, "a local path or hdfs://, which sync durably")
+        self._check("model", bool(self.model), "a model's name or module:function")
+        self._check("split", bool(self.split), "a split's name")
+        self._check("batchnorm", self.batchnorm in get_args(BatchNorm), " or ".join(get_args(BatchNorm)))
+        self._check("precision", self.precision in get_args(Precision), " or ".join(get_args(Precision)))
+        self._check("launcher", self.launcher in get_args(Launcher), " or ".join(get_args(Launcher)))
+        self._check("learning_rate", self.learning_rate is None or self.learning_rate > 0, "a number above 0")
+        if self.lanes is not None:
+            right = self.lanes >= 1 and self.global_batch % self.lanes == 0
+            self._check("lanes", right, f"a divisor of global_batch={self.global_batch}")
+
+    def _check(self, name: str, right: bool, allowed: str) -> None:
+        if not right:
+            raise ConfigError(
+                f"the training configuration's `{name}` cannot be right",
+                got=f"{name} = {getattr(self, name)!r}",
+                allowed=allowed,
+                next_step=f"Correct {flag_of(name)}.",
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as a JSON object."""
+        return {**asdict(self), "datasets": list(self.datasets)}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> TrainConfig:
+        """The inverse of `to_json`; raises ConfigError for an unknown or missing field."""
+        known = {field.name for field in fields(cls)}
+        try:
+            return cls(**document)
+        except TypeError as error:
+            raise ConfigError(
+                "a stored training configuration does not fit this version",
+                got=str(error),
+                allowed=", ".join(sorted(known)),
+                next_step="Resume the run with the version that began it.",
+            ) from None

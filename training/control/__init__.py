@@ -1,0 +1,1 @@
+"""The control channel between the driver and its ranks."""

@@ -1,0 +1,39 @@
+"""Errors as JSON, so that one raised in a rank is raised in the driver as the same class, and the other way round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import storage.errors
+from storage.errors import ConfigError, DataError, LockstepError
+
+_PLAIN = (str, int, float, bool, type(None))
+
+
+def error_to_json(error: BaseException) -> dict[str, Any]:
+    """The class and four parts of an error of ours; any other error becomes a LockstepError naming its class."""
+    if not isinstance(error, LockstepError):
+        first = (str(error).strip() or repr(error)).splitlines()[0]
+        return {"class": "LockstepError", "parts": [f"{type(error).__name__}: {first}", "", "", ""], "more": {}}
+    parts = ("what", "got", "allowed", "next_step")
+    more = {k: v for k, v in vars(error).items() if isinstance(v, _PLAIN) and k not in parts}
+    kind = next(c.__name__ for c in type(error).__mro__ if c.__module__ == storage.errors.__name__)
+    return {"class": kind, "parts": [error.what, error.got, error.allowed, error.next_step], "more": more}
+
+
+def error_from_json(document: Mapping[str, Any]) -> LockstepError:
+    """The inverse of `error_to_json`; an unknown class becomes a LockstepError."""
+    kind = getattr(storage.errors, str(document.get("class")), None)
+    if not (isinstance(kind, type) and issubclass(kind, LockstepError)):
+        kind = LockstepError
+    what, got, allowed, next_step = (str(part) for part in document["parts"])
+    error: LockstepError = kind.__new__(kind)  # not every class is built from the four parts alone
+    LockstepError.__init__(error, what, got=got, allowed=allowed, next_step=next_step)
+    vars(error).update(document.get("more", {}))
+    return error
+
+
+def is_final(error: BaseException) -> bool:
+    """True for an error that a restart cannot mend: the call or the data is at fault."""
+    return isinstance(error, ConfigError | DataError)

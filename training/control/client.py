@@ -1,0 +1,208 @@
+"""A rank's or supervisor's end of the control channel."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from storage.errors import CommunicationError, LockstepError
+from training.control.carry import error_from_json
+from training.control.protocol import Channel, Role, Tag, present
+
+DRIVER = "the driver's control server"
+
+
+def open_channel(
+    address: tuple[str, int], key: bytes, generation: int, role: Role, rank: int, deadline_s: float
+) -> Channel:
+    """Connect and prove the key; raises CommunicationError when that has not worked within `deadline_s`."""
+    end = time.monotonic() + deadline_s
+    while True:
+        try:
+            sock = socket.create_connection(address, timeout=max(0.1, min(5.0, end - time.monotonic())))
+        except OSError as error:
+            if time.monotonic() + 0.2 > end:
+                raise CommunicationError(
+                    f"{DRIVER} at {address[0]}:{address[1]} cannot be reached",
+                    got=f"{type(error).__name__}: {error}, for {deadline_s:.0f} s",
+                    allowed="a TCP connection from this host",
+                    next_step="Open the network from executors to driver, or set spark.driver.host to what they reach.",
+                ) from error
+            time.sleep(0.2)
+            continue
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            channel = present(sock, key, generation, role, rank, DRIVER)
+        except (OSError, CommunicationError):
+            sock.close()
+            raise
+        sock.settimeout(None)
+        return channel
+
+
+class ControlClient:
+    """A rank's control channel: heartbeats by a thread of its own, requests with deadlines.
+
+    `host` is the address at which other ranks reach this one. Thread-safe.
+    """
+
+    def __init__(self, channel: Channel, host: str, beat_s: float = 1.0) -> None:
+        self.host = host
+        self.lost = threading.Event()
+        self._channel, self._beat_s = channel, beat_s
+        self.step, self.phase = 0, "start"
+        self._lock = threading.Lock()
+        self._next_id = 0
+        self._waiting: dict[int, queue.SimpleQueue[dict[str, Any] | None]] = {}
+        threading.Thread(target=self._read, name="control-read", daemon=True).start()
+        threading.Thread(target=self._beats, name="control-beat", daemon=True).start()
+
+    def rendezvous(self, host: str, port: int, deadline_s: float = 60.0) -> list[tuple[str, int]]:
+        """Say where this rank listens; returns every rank's (host, port) once all have said theirs.
+
+        A collective: the n-th call of one rank belongs to the n-th call of all. Raises CommunicationError naming the
+        ranks that did not come within `deadline_s`.
+        """
+        reply = self.request("rendezvous", deadline_s + 5.0, host=host, port=port, within_s=deadline_s)
+        return [(str(host), int(port)) for host, port in reply["table"]]
+
+    def beat(self, step: int, phase: str) -> None:
+        """Say where this rank is: optimizer steps done, and a word for what it does. Costs no message."""
+        self.step, self.phase = step, phase
+
+    def request(self, kind: str, deadline_s: float, **fields: Any) -> dict[str, Any]:
+        """Ask the driver and wait for its reply.
+
+        Raises the driver's error if it refused, CommunicationError when it is gone or silent for `deadline_s`.
+        """
+        box: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        with self._lock:
+            number = self._next_id
+            self._next_id += 1
+            self._waiting[number] = box
+        try:
+            if self.lost.is_set():
+                raise self._lost(kind)
+            self._channel.send(Tag.REQUEST, {"id": number, "kind": kind, "fields": fields})
+            reply = box.get(timeout=deadline_s)
+        except queue.Empty:
+            raise CommunicationError(
+                f"the driver did not answer the request `{kind}`",
+                got=f"silence for {deadline_s:.0f} s",
+                allowed="an answer",
+                next_step="Look at the driver's log: it or its storage hangs.",
+            ) from None
+        finally:
+            with self._lock:
+                self._waiting.pop(number, None)
+        if reply is None:
+            raise self._lost(kind)
+        if "error" in reply:
+            raise error_from_json(reply["error"])
+        found: dict[str, Any] = reply["reply"]
+        return found
+
+    def notify(self, kind: str, **fields: Any) -> None:
+        """Tell the driver something that needs no answer."""
+        self._channel.send(Tag.NOTICE, {"kind": kind, "fields": fields})
+
+    def send(self, tag: Tag, document: dict[str, Any]) -> None:
+        """Send a frame of another kind (the rank's result or error)."""
+        self._channel.send(tag, document)
+
+    def close(self) -> None:
+        """End the channel."""
+        self._channel.close()
+
+    def _lost(self, kind: str) -> CommunicationError:
+        return CommunicationError(
+            f"the control channel was lost before `{kind}` was answered",
+            got="the end of the connection",
+            allowed="a living driver",
+            next_step="Look at the driver's log for why it ended or stopped this rank.",
+        )
+
+    def _read(self) -> None:
+        try:
+            while True:
+                tag, document = self._channel.receive()
+                if tag is Tag.REPLY:
+                    with self._lock:
+                        box = self._waiting.get(document["id"])
+                    if box is not None:
+                        box.put(document)
+        except LockstepError:
+            pass  # told to whoever waits or asks next, below
+        finally:
+            with self._lock:
+                self.lost.set()
+                for box in self._waiting.values():
+                    box.put(None)
+
+    def _beats(self) -> None:
+        while not self.lost.is_set():
+            try:
+                self._channel.send(Tag.BEAT, {"step": self.step, "phase": self.phase})
+            except LockstepError:
+                return  # the reading thread sees the same end and tells it
+            self.lost.wait(self._beat_s)
+
+
+class SupervisorClient:
+    """A supervisor's control channel: reports, and the driver's word to stop. Reconnects until `lost_s` have passed."""
+
+    def __init__(self, connect: Callable[[], Channel], lost_s: float) -> None:
+        self.stop = threading.Event()
+        self.dead = threading.Event()
+        self._connect, self._lost_s = connect, lost_s
+        self._channel = connect()
+        self._last = time.monotonic()
+        self._hello: tuple[Tag, dict[str, Any]] | None = None
+        self._closed = False
+        threading.Thread(target=self._read, name="supervisor-read", daemon=True).start()
+
+    def report(self, tag: Tag, document: dict[str, Any]) -> bool:
+        """Send one report; False when the driver cannot be reached now (a first report is repeated at reconnection)."""
+        if tag is Tag.STARTED:
+            self._hello = (tag, document)
+        try:
+            self._channel.send(tag, document)
+        except LockstepError:
+            return False
+        return True
+
+    def silent_s(self) -> float:
+        """Seconds since the driver was last heard."""
+        return time.monotonic() - self._last
+
+    def close(self) -> None:
+        """End the channel."""
+        self._closed = True
+        self._channel.close()
+
+    def _read(self) -> None:
+        while not self._closed:
+            try:
+                tag, _ = self._channel.receive()
+                self._last = time.monotonic()
+                if tag is Tag.STOP:
+                    self.stop.set()
+                continue
+            except LockstepError:
+                pass  # reconnect below, as long as the driver may come back
+            self._channel.close()
+            while not self._closed:
+                if self.silent_s() > self._lost_s:
+                    self.dead.set()
+                    return
+                try:
+                    self._channel = self._connect()
+                    if self._hello is not None:
+                        self._channel.send(*self._hello)
+                    break
+                except (OSError, LockstepError):
+                    time.sleep(min(1.0, self._lost_s / 10))

@@ -1,0 +1,108 @@
+"""Which rank failed first, and the error that tells it."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from storage.errors import CommunicationError, LockstepError, TrainingFailedError
+from training.control.carry import is_final
+from training.launch.task import Limits
+
+
+class Weight(IntEnum):
+    """How likely a failure is the cause of the others around it; the smallest one is told."""
+
+    FINAL = 0  # the call or the data is at fault: a restart would meet it again
+    ENDED = 1  # killed, or ended without a word
+    RAISED = 2
+    LOST = 3  # its connection broke, and nobody has said why yet
+    SILENT = 4
+    CONSEQUENCE = 5  # it lost another rank
+
+
+@dataclass
+class RankState:
+    """What the driver knows of one rank."""
+
+    rank: int
+    host: str = "an unknown host"
+    pid: int | None = None
+    step: int = 0
+    phase: str = "not started"
+    joined_at: float | None = None
+    beat_at: float = 0.0
+    moved_at: float = 0.0
+    lost_at: float | None = None
+    error: LockstepError | None = None
+    exit_code: int | None = None
+    result: dict[str, object] | None = None
+    tail: list[str] = field(default_factory=list)
+
+    @property
+    def ended(self) -> bool:
+        """True when its process is known to have ended."""
+        return self.exit_code is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One thing that went wrong: the rank, the reason in words, how it weighs."""
+
+    state: RankState
+    reason: str
+    weight: Weight
+
+
+class RankFailedError(TrainingFailedError):
+    """A rank ended without its result; the text names rank, host, step, phase and ends with its last log lines."""
+
+    def __init__(self, failure: Failure, num_ranks: int) -> None:
+        state = failure.state
+        super().__init__(
+            f"rank {state.rank} of {num_ranks} on {state.host} failed at step {state.step}, phase {state.phase}",
+            got=failure.reason,
+            allowed="every rank running until its entry returns",
+            next_step="Read its last log lines below; a run resumes from its last checkpoint.",
+        )
+        self.rank, self.host, self.step, self.phase = state.rank, state.host, state.step, state.phase
+        self.tail = list(state.tail)
+
+    def __str__(self) -> str:
+        lines = "\n".join(f"  | {line}" for line in self.tail) or "  | (it wrote none)"
+        return f"{super().__str__()}\n  last {len(self.tail)} log lines of rank {self.rank}:\n{lines}"
+
+
+def failure_of(state: RankState, now: float, started: float, limits: Limits) -> Failure | None:
+    """The failure of one rank at `now` (monotonic seconds), or None while it is well."""
+    if state.error is not None:
+        if is_final(state.error):
+            return Failure(state, str(state.error), Weight.FINAL)
+        consequence = isinstance(state.error, CommunicationError)
+        return Failure(state, str(state.error), Weight.CONSEQUENCE if consequence else Weight.RAISED)
+    if state.exit_code is not None and (state.exit_code != 0 or state.result is None):
+        return Failure(state, exit_words(state.exit_code), Weight.ENDED)
+    if state.result is not None:
+        return None
+    if state.joined_at is None:
+        if now - started > limits.start_s:
+            return Failure(state, f"it did not come within {limits.start_s:.0f} s of the start", Weight.SILENT)
+        return None
+    if state.lost_at is not None:
+        return Failure(state, "its control connection broke", Weight.LOST)
+    if now - state.beat_at > limits.silent_s:
+        return Failure(state, f"no heartbeat for {limits.silent_s:.0f} s", Weight.SILENT)
+    if now - state.moved_at > limits.stall_s:
+        return Failure(state, f"alive, but no progress for {limits.stall_s:.0f} s", Weight.SILENT)
+    return None
+
+
+def exit_words(code: int) -> str:
+    """An exit code as words: a signal's name or the number."""
+    if code >= 0:
+        return f"its process ended with exit code {code}"
+    try:
+        return f"its process was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"its process was killed by signal {-code}"

@@ -1,0 +1,193 @@
+"""Authenticated frames between the driver and its ranks.
+
+Hello (fixed sizes, so that a stranger can make nobody allocate):
+
+    driver -> peer   magic 8 | nonce 32
+    peer -> driver   magic 8 | generation u32 | role u8 | rank u32 | nonce 32 | HMAC-SHA256 32
+    driver -> peer   HMAC-SHA256 32
+
+Both prove the key of the generation over both nonces; each direction then has a key derived from them, so that a frame
+of another connection, direction or place in the order is refused:
+
+    length u32 | tag u8 | sequence u64 | body (JSON, UTF-8) | HMAC-SHA256 32 over all before it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import secrets
+import socket
+import struct
+import threading
+from enum import IntEnum
+from typing import Any
+
+from storage.errors import CommunicationError
+
+MAGIC = b"LKSTCTL1"
+NONCE_BYTES = 32
+MAC_BYTES = 32
+HELLO = struct.Struct(">8sIBI32s32s")  # magic, generation, role, rank, nonce, proof
+HEADER = struct.Struct(">IBQ")  # body length, tag, sequence
+MAX_BODY_BYTES = 4 << 20  # the largest true body is a checkpoint's list of files, some KiB
+HELLO_DEADLINE_S = 10.0
+
+
+class Role(IntEnum):
+    """Who speaks: the rank itself or the supervisor that started it."""
+
+    RANK = 1
+    SUPERVISOR = 2
+
+
+class Tag(IntEnum):
+    """What a frame is."""
+
+    BEAT = 1  # rank -> driver: step, phase
+    NOTICE = 2  # rank -> driver: no reply
+    REQUEST = 3  # rank -> driver: id, kind, fields
+    REPLY = 4  # driver -> rank: id, reply or error
+    RESULT = 5  # rank -> driver: what its entry returned
+    ERROR = 6  # rank -> driver: the error that its entry raised
+    STARTED = 7  # supervisor -> driver: host, pid
+    EXIT = 8  # supervisor -> driver: exit code, last log lines
+    STOP = 9  # driver -> supervisor: end your rank
+    PING = 10  # driver -> supervisor: the driver lives
+
+
+class Channel:
+    """One authenticated connection; `send` may be called from any thread, `receive` from one."""
+
+    def __init__(self, sock: socket.socket, whom: str, send_key: bytes, receive_key: bytes) -> None:
+        self.whom = whom
+        self._sock, self._send_key, self._receive_key = sock, send_key, receive_key
+        self._sent = self._received = 0
+        self._lock = threading.Lock()
+
+    def send(self, tag: Tag, document: dict[str, Any]) -> None:
+        """Send one frame. Raises CommunicationError when the peer is gone or takes nothing for long."""
+        body = json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
+        if len(body) > MAX_BODY_BYTES:
+            raise CommunicationError(
+                f"a control message to {self.whom} is too large",
+                got=f"{len(body)} bytes",
+                allowed=f"up to {MAX_BODY_BYTES}",
+                next_step="Write large content to storage and send its name.",
+            )
+        with self._lock:
+            head = HEADER.pack(len(body), tag, self._sent)
+            self._sent += 1
+            try:
+                self._sock.sendall(head + body + _mac(self._send_key, head, body))
+            except OSError as error:
+                raise _gone(self.whom, error) from error
+
+    def receive(self) -> tuple[Tag, dict[str, Any]]:
+        """Wait for the next frame. Raises CommunicationError at the end, at a silence longer than the socket's
+        timeout, and for a frame that is too large, out of order or not from the peer."""
+        head = self._exactly(HEADER.size)
+        length, tag, sequence = HEADER.unpack(head)
+        if length > MAX_BODY_BYTES or sequence != self._received:
+            allowed = f"length up to {MAX_BODY_BYTES}, sequence {self._received}"
+            raise self._refused(f"length {length}, sequence {sequence}", allowed)
+        body = self._exactly(length)
+        if not hmac.compare_digest(self._exactly(MAC_BYTES), _mac(self._receive_key, head, body)):
+            raise self._refused("a wrong authentication code", "the code of this connection's key")
+        self._received += 1
+        try:
+            document = json.loads(body)
+            if not isinstance(document, dict):
+                raise ValueError(f"a JSON {type(document).__name__}, not an object")
+            return Tag(tag), document
+        except ValueError as error:
+            raise self._refused(str(error), "a known tag and a JSON object") from None
+
+    def close(self) -> None:
+        """End the connection at once; a thread that waits in `receive` is woken."""
+        with contextlib.suppress(OSError):  # the peer was faster
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+    def _exactly(self, count: int) -> bytes:
+        return read_exactly(self._sock, count, self.whom)
+
+    def _refused(self, got: str, allowed: str) -> CommunicationError:
+        return CommunicationError(
+            f"a control frame from {self.whom} was refused",
+            got=got,
+            allowed=allowed,
+            next_step="If nobody tampered with the network, ranks and driver run different versions.",
+        )
+
+
+def read_exactly(sock: socket.socket, count: int, whom: str) -> bytes:
+    """Read `count` bytes; raises CommunicationError when the peer ends or stays silent."""
+    buffer = bytearray()
+    while len(buffer) < count:
+        try:
+            piece = sock.recv(min(count - len(buffer), 1 << 16))
+        except OSError as error:
+            raise _gone(whom, error) from error
+        if not piece:
+            raise _gone(whom, None)
+        buffer += piece
+    return bytes(buffer)
+
+
+def greet(sock: socket.socket, key: bytes, generation: int, num_ranks: int, whom: str) -> tuple[Role, int, Channel]:
+    """The driver's half of the hello: who came, and the channel to it. Raises CommunicationError for a stranger."""
+    sock.settimeout(HELLO_DEADLINE_S)
+    ours = secrets.token_bytes(NONCE_BYTES)
+    sock.sendall(MAGIC + ours)
+    hello = read_exactly(sock, HELLO.size, whom)
+    magic, their_generation, role, rank, theirs, proof = HELLO.unpack(hello)
+    claim = HELLO.pack(magic, their_generation, role, rank, theirs, b"")[:-MAC_BYTES]
+    # The proof is looked at first: what an unproven hello says is not worth a message of its own, except in the log.
+    if magic != MAGIC or not hmac.compare_digest(proof, _mac(key, b"peer", ours, claim)):
+        raise _stranger(whom, f"no proof of the key (it says generation {their_generation})", generation)
+    if their_generation != generation or rank >= num_ranks or role not in (Role.RANK, Role.SUPERVISOR):
+        raise _stranger(whom, f"generation {their_generation}, role {role}, rank {rank}", generation)
+    sock.sendall(_mac(key, b"driver", ours, claim))
+    to_driver, to_peer = _mac(key, b"to driver", ours, claim), _mac(key, b"to peer", ours, claim)
+    name = "rank" if role == Role.RANK else "the supervisor of rank"
+    return Role(role), rank, Channel(sock, f"{name} {rank}", to_peer, to_driver)
+
+
+def present(sock: socket.socket, key: bytes, generation: int, role: Role, rank: int, whom: str) -> Channel:
+    """A rank's or supervisor's half of the hello. Raises CommunicationError when `whom` does not know the key."""
+    sock.settimeout(HELLO_DEADLINE_S)
+    greeting = read_exactly(sock, len(MAGIC) + NONCE_BYTES, whom)
+    magic, theirs = greeting[: len(MAGIC)], greeting[len(MAGIC) :]
+    if magic != MAGIC:
+        raise _stranger(whom, f"greeting {magic!r}", generation)
+    ours = secrets.token_bytes(NONCE_BYTES)
+    claim = HELLO.pack(MAGIC, generation, role, rank, ours, b"")[:-MAC_BYTES]
+    sock.sendall(claim + _mac(key, b"peer", theirs, claim))
+    if not hmac.compare_digest(read_exactly(sock, MAC_BYTES, whom), _mac(key, b"driver", theirs, claim)):
+        raise _stranger(whom, "no proof of the key", generation)
+    to_driver, to_peer = _mac(key, b"to driver", theirs, claim), _mac(key, b"to peer", theirs, claim)
+    return Channel(sock, whom, to_driver, to_peer)
+
+
+def _mac(key: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(key, b"".join(parts), "sha256")
+
+
+def _gone(whom: str, error: OSError | None) -> CommunicationError:
+    return CommunicationError(
+        f"the connection to {whom} is lost",
+        got=f"{type(error).__name__}: {error}" if error else "its end",
+        allowed="an open connection",
+        next_step="Look at the log of that process for why it ended.",
+    )
+
+
+def _stranger(whom: str, got: str, generation: int) -> CommunicationError:
+    return CommunicationError(
+        f"{whom} is not of this generation and was refused",
+        got=got,
+        allowed=f"a proof of the key of generation {generation}",
+        next_step="Nothing, if it is a left-over of an earlier generation; else see who connects to this port.",
+    )

@@ -1,0 +1,251 @@
+"""The driver's control server: who is there, what they ask, whether they live."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import struct
+import threading
+import time
+from types import TracebackType
+from typing import Any
+
+from storage.errors import CommunicationError, LockstepError
+from training.control.carry import error_from_json, error_to_json, is_final
+from training.control.failures import Failure, RankFailedError, RankState, failure_of
+from training.control.protocol import Channel, Role, Tag, greet
+from training.control.rendezvous import Rendezvous
+from training.launch.task import Handler, Limits
+
+log = logging.getLogger(__name__)
+
+MAX_STRANGERS = 64  # hellos under way at once; more are closed unread
+PING_EVERY_S = 2.0
+SETTLE_S = 1.0  # a dead rank's neighbours report first now and then: wait for the cause to be heard
+SEND_DEADLINE_S = 10
+
+
+class ControlServer:
+    """Serves one launch of one generation; used as a context manager, which stops the ranks at its end."""
+
+    def __init__(
+        self, key: bytes, generation: int, num_ranks: int, limits: Limits, handler: Handler | None, bind_host: str
+    ) -> None:
+        self._key, self._generation, self._limits, self._handler = key, generation, limits, handler
+        self._states = [RankState(rank) for rank in range(num_ranks)]
+        self._ranks: dict[int, Channel] = {}
+        self._supervisors: dict[int, Channel] = {}
+        self._changed = threading.Condition()
+        self._rendezvous = Rendezvous(num_ranks)
+        self._fault: BaseException | None = None  # of the driver's own side: a handler, the launcher
+        self._stopping = False
+        self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
+        self._started = time.monotonic()
+        self._listener = socket.create_server((bind_host, 0), backlog=max(16, num_ranks * 2))
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, name="control-accept", daemon=True).start()
+        threading.Thread(target=self._ping, name="control-ping", daemon=True).start()
+
+    def __enter__(self) -> ControlServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop("the launch ended" if error is None else str(error))
+        self._listener.close()
+        with self._changed:
+            channels = [*self._ranks.values(), *self._supervisors.values()]
+        for channel in channels:
+            channel.close()
+
+    def fail(self, error: BaseException) -> None:
+        """End the launch with an error of the driver's own side; `wait` raises it."""
+        with self._changed:
+            self._fault = self._fault or error
+            self._changed.notify_all()
+
+    def wait(self) -> list[dict[str, Any]]:
+        """Wait for every rank's result, in order of rank.
+
+        Raises the error of the rank that failed first: the same ConfigError or DataError if the rank raised one,
+        else RankFailedError; or the error of the driver's own side. All ranks are stopped by then.
+        """
+        failed_at: float | None = None
+        with self._changed:
+            while True:
+                now = time.monotonic()
+                if failed_at is None and (self._fault is not None or self._failures(now)):
+                    failed_at = now
+                if failed_at is not None and (now - failed_at > SETTLE_S or all(s.ended for s in self._states)):
+                    break
+                if failed_at is None and all(s.ended and s.result is not None for s in self._states):
+                    return [dict(s.result or {}) for s in self._states]
+                self._changed.wait(0.2)
+            failures = self._failures(time.monotonic())
+        first = min(failures, key=lambda failure: failure.weight) if failures else None
+        self.stop(first.reason if first else str(self._fault))
+        if self._fault is not None:
+            raise self._fault
+        assert first is not None
+        if first.state.error is not None and is_final(first.state.error):
+            raise first.state.error
+        raise RankFailedError(first, len(self._states)) from first.state.error
+
+    def stop(self, reason: str) -> None:
+        """Tell every supervisor to end its rank and wait until all have said that it ended (grace and 5 s)."""
+        self._rendezvous.abort(reason)
+        with self._changed:
+            self._stopping = True
+            supervisors = dict(self._supervisors)
+        for rank, channel in supervisors.items():
+            if not self._states[rank].ended:
+                _try_send(channel, Tag.STOP, {"reason": reason[:1000]})
+        end = time.monotonic() + self._limits.grace_s + 5.0
+        with self._changed:
+            while any(not self._states[r].ended for r in self._supervisors) and time.monotonic() < end:
+                self._changed.wait(0.2)
+
+    def _failures(self, now: float) -> list[Failure]:
+        found = (failure_of(state, now, self._started, self._limits) for state in self._states)
+        return [failure for failure in found if failure is not None]
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, address = self._listener.accept()
+            except OSError:
+                return  # closed at the end
+            if not self._strangers.acquire(blocking=False):
+                log.warning("refused %s: %d hellos are under way", address, MAX_STRANGERS)
+                sock.close()
+                continue
+            threading.Thread(target=self._greet, args=(sock, address), name="control-hello", daemon=True).start()
+
+    def _greet(self, sock: socket.socket, address: tuple[str, int]) -> None:
+        whom = f"{address[0]}:{address[1]}"
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            role, rank, channel = greet(sock, self._key, self._generation, len(self._states), whom)
+            sock.settimeout(None)
+            # Reads wait as long as heartbeats allow; a write to a peer that takes nothing must not hold the driver.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_DEADLINE_S, 0))
+        except (OSError, CommunicationError) as error:
+            log.warning("refused a control connection: %s", str(error).replace("\n", ";"))
+            sock.close()
+            return
+        finally:
+            self._strangers.release()
+        self._serve_rank(rank, channel) if role is Role.RANK else self._serve_supervisor(rank, channel)
+
+    def _serve_rank(self, rank: int, channel: Channel) -> None:
+        state = self._states[rank]
+        with self._changed:
+            if rank in self._ranks:
+                log.warning("refused a second connection as %s", channel.whom)
+                channel.close()
+                return
+            self._ranks[rank] = channel
+            state.joined_at = state.beat_at = state.moved_at = time.monotonic()
+            state.phase = "start"
+        try:
+            while True:
+                self._rank_frame(state, channel, *channel.receive())
+        except CommunicationError as error:
+            if state.result is None and not self._stopping:
+                log.info("%s", str(error).replace("\n", ";"))
+        except Exception as error:  # a frame of the right key and the wrong content: end the launch, not just a thread
+            self.fail(error)
+        finally:
+            with self._changed:
+                state.lost_at = time.monotonic()
+                self._changed.notify_all()
+            channel.close()
+
+    def _rank_frame(self, state: RankState, channel: Channel, tag: Tag, document: dict[str, Any]) -> None:
+        with self._changed:
+            state.beat_at = time.monotonic()
+            if tag is Tag.BEAT:
+                step, phase = int(document["step"]), str(document["phase"])
+                moved = step != state.step
+                if moved or phase != state.phase:
+                    state.step, state.phase, state.moved_at = step, phase, state.beat_at
+            elif tag is Tag.RESULT:
+                state.result = dict(document["result"])
+                self._changed.notify_all()
+            elif tag is Tag.ERROR:
+                state.error = error_from_json(document["error"])
+                state.step, state.phase = int(document["step"]), str(document["phase"])
+                self._changed.notify_all()
+        if tag is Tag.NOTICE:
+            self._handle(state.rank, str(document["kind"]), dict(document["fields"]))
+        elif tag is Tag.REQUEST:
+            # A thread of its own: a request may wait for all ranks while this rank's heartbeats go on.
+            threading.Thread(target=self._reply, args=(state.rank, channel, document), daemon=True).start()
+
+    def _reply(self, rank: int, channel: Channel, document: dict[str, Any]) -> None:
+        kind, fields = str(document["kind"]), dict(document["fields"])
+        answer: dict[str, Any] = {"id": int(document["id"])}
+        try:
+            if kind == "rendezvous":
+                within_s = float(fields["within_s"])
+                table = self._rendezvous.meet(rank, str(fields["host"]), int(fields["port"]), within_s)
+                answer["reply"] = {"table": table}
+            else:
+                answer["reply"] = self._handle(rank, kind, fields)
+        except Exception as error:  # told to the rank; the driver's own faults also end the launch, in _handle
+            answer["error"] = error_to_json(error)
+        _try_send(channel, Tag.REPLY, answer)
+
+    def _handle(self, rank: int, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+        try:
+            if self._handler is None:
+                raise CommunicationError(
+                    f"rank {rank} asked for `{kind}`, which this launch does not serve",
+                    got=kind,
+                    allowed="rendezvous",
+                    next_step="Give the launcher a handler.",
+                )
+            return self._handler(rank, kind, fields)
+        except Exception as error:
+            if not self._stopping:
+                self.fail(error)
+            raise
+
+    def _serve_supervisor(self, rank: int, channel: Channel) -> None:
+        state = self._states[rank]
+        with self._changed:
+            previous, self._supervisors[rank] = self._supervisors.get(rank), channel
+            stopping = self._stopping
+        if previous is not None:
+            previous.close()
+        if stopping:
+            _try_send(channel, Tag.STOP, {"reason": "the launch ends"})
+        try:
+            while True:
+                tag, document = channel.receive()
+                with self._changed:
+                    if tag is Tag.STARTED:
+                        state.host, state.pid = str(document["host"]), int(document["pid"])
+                        state.phase = "starting" if state.joined_at is None else state.phase
+                    elif tag is Tag.EXIT:
+                        state.exit_code, state.tail = int(document["code"]), [str(line) for line in document["tail"]]
+                    self._changed.notify_all()
+        except CommunicationError:
+            pass  # it may reconnect; if it is gone for good, so is its rank, whose own connection tells
+        finally:
+            channel.close()
+
+    def _ping(self) -> None:
+        while self._listener.fileno() >= 0:
+            with self._changed:
+                channels = [c for r, c in self._supervisors.items() if not self._states[r].ended]
+            for channel in channels:
+                _try_send(channel, Tag.PING, {})
+            time.sleep(PING_EVERY_S)
+
+
+def _try_send(channel: Channel, tag: Tag, document: dict[str, Any]) -> None:
+    with contextlib.suppress(LockstepError):  # the reading thread of this channel sees the same end
+        channel.send(tag, document)

@@ -1,0 +1,1 @@
+"""Starting ranks: as processes of this host or inside a Spark barrier stage."""

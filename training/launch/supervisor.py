@@ -1,0 +1,154 @@
+"""One rank's supervisor: starts the rank's process, keeps its log, ends it when it must end.
+
+Runs in a thread of the driver (local launcher) or in a Spark task (barrier launcher).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
+from typing import IO
+
+from training.control.client import SupervisorClient, open_channel
+from training.control.protocol import Role, Tag
+from training.launch.task import Limits, RankTask
+from training.logs import PartWriter
+from training.paths import rank_name
+from training.world import World
+
+TAIL_LINES = 40
+LINE_BYTES = 1 << 16
+POLL_S = 0.05
+CONNECT_DEADLINE_S = 60.0
+DRAIN_S = 2.0  # for the last lines of a dead rank whose own children keep its output open
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """All that a supervisor needs; `host` is the address at which other ranks reach this one."""
+
+    task: RankTask
+    world: World
+    host: str
+    control: tuple[str, int]
+    key: bytes
+    limits: Limits
+
+
+class Supervisor:
+    """Supervises one rank; `run` returns when its process has ended and has been reported."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        logs = order.task.logs
+        self._parts = PartWriter(f"{logs}/{rank_name(order.world.rank)}", "log") if logs else None
+
+    def run(self) -> int:
+        """Start the rank and watch it to its end; returns its exit code (negative: the signal that killed it).
+
+        Raises CommunicationError when the driver cannot be reached at the start.
+        """
+        order = self._order
+        connect = partial(
+            open_channel,
+            order.control,
+            order.key,
+            order.world.generation,
+            Role.SUPERVISOR,
+            order.world.rank,
+            min(CONNECT_DEADLINE_S, order.limits.start_s),
+        )
+        client = SupervisorClient(connect, order.limits.lost_s)
+        try:
+            process = start_rank(order)
+            reader = threading.Thread(target=self._read, args=(process.stdout,), name="rank-output", daemon=True)
+            reader.start()
+            client.report(Tag.STARTED, {"host": order.host, "pid": process.pid})
+            try:
+                self._watch(process, client)
+            finally:
+                if process.poll() is None:
+                    process.kill()
+                code = process.wait()
+                if process.stdin is not None:
+                    process.stdin.close()
+            reader.join(DRAIN_S)
+            client.report(Tag.EXIT, {"code": code, "tail": list(self._tail)})
+            if self._parts is not None:
+                self._parts.try_flush()
+            return code
+        finally:
+            client.close()
+
+    def _watch(self, process: subprocess.Popen[bytes], client: SupervisorClient) -> None:
+        limits = self._order.limits
+        kill_at: float | None = None
+        uploader = threading.Thread(target=self._upload, args=(process,), name="rank-log-upload", daemon=True)
+        uploader.start()
+        while process.poll() is None:
+            now = time.monotonic()
+            if kill_at is None and client.stop.is_set():
+                process.terminate()
+                kill_at = now + limits.grace_s
+            elif kill_at is None and (client.dead.is_set() or client.silent_s() > limits.lost_s):
+                self._tail.append(f"[supervisor: no driver for {limits.lost_s:.0f} s, the rank is killed]")
+                process.kill()
+                kill_at = now
+            elif kill_at is not None and now >= kill_at:
+                process.kill()
+            time.sleep(POLL_S)
+
+    def _upload(self, process: subprocess.Popen[bytes]) -> None:
+        while self._parts is not None and process.poll() is None:
+            self._parts.flush_if_due()
+            time.sleep(1.0)
+
+    def _read(self, output: IO[bytes]) -> None:
+        with output:
+            while line := output.readline(LINE_BYTES):
+                text = line.decode("utf-8", "replace").rstrip("\r\n")
+                self._tail.append(text)
+                if self._parts is not None:
+                    self._parts.add(text)
+
+
+def start_rank(order: Order) -> subprocess.Popen[bytes]:
+    """Start `training.rank` with this process' import path and hand it its order on standard input.
+
+    The key goes through the pipe alone: arguments and environment are readable by others on the host.
+    """
+    paths = [os.path.abspath(path or os.getcwd()) for path in sys.path]
+    # The worker's secrets of Spark are of no use to a rank, and none of its business.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON_WORKER_FACTORY")}
+    environment |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "training.rank"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=environment,
+    )
+    document = {
+        "parent": os.getpid(),
+        "task": order.task.to_json(),
+        "world": order.world.to_json(),
+        "host": order.host,
+        "control": list(order.control),
+        "key": order.key.hex(),
+        "beat_s": order.limits.beat_s,
+    }
+    assert process.stdin is not None
+    try:
+        process.stdin.write(json.dumps(document).encode() + b"\n")
+        process.stdin.flush()
+    except BrokenPipeError:
+        pass  # it died at its start: its exit code and log say why
+    return process

@@ -1,0 +1,100 @@
+"""One rank's process: `python -m training.rank`, started by a supervisor.
+
+Its order (one line of JSON: task, place, key) comes on standard input, which then stays open: its end means that the
+supervisor is gone. Exit codes: 0 the entry returned, 2 a ConfigError or DataError that a restart would meet again,
+1 anything else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from typing import Any
+
+from storage.errors import ConfigError, LockstepError
+from training.control.carry import error_to_json, is_final
+from training.control.client import ControlClient, open_channel
+from training.control.protocol import Role, Tag
+from training.launch.context import RankContext
+from training.launch.task import RankTask
+from training.world import World
+
+EXIT_CRASHED, EXIT_FINAL = 1, 2
+PR_SET_PDEATHSIG = 1
+CONNECT_DEADLINE_S = 30.0
+
+
+def main() -> int:
+    """Run the ordered entry; returns the exit code."""
+    _die_with_parent()
+    # A terminal's Ctrl-C reaches the whole process group; the driver alone decides what it means for ranks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    order = json.loads(sys.stdin.buffer.readline())
+    if os.getppid() != order["parent"]:
+        return EXIT_CRASHED  # the parent died before the death signal was set
+    threading.Thread(target=_watch_stdin, name="stdin-watch", daemon=True).start()
+    world, task, key = World.from_json(order["world"]), RankTask.from_json(order["task"]), bytes.fromhex(order["key"])
+    channel = open_channel(tuple(order["control"]), key, world.generation, Role.RANK, world.rank, CONNECT_DEADLINE_S)
+    control = ControlClient(channel, order["host"], order["beat_s"])
+    try:
+        result = _call(task, RankContext(world, control, task.payload, key, order["host"]))
+        control.send(Tag.RESULT, {"result": result})
+    except Exception as error:  # every failure is told to the driver and becomes the exit code
+        traceback.print_exc()
+        try:
+            control.send(Tag.ERROR, {"error": error_to_json(error), "step": control.step, "phase": control.phase})
+        except LockstepError as lost:
+            print(f"the driver was not told: {lost}", file=sys.stderr)
+        return EXIT_FINAL if is_final(error) else EXIT_CRASHED
+    return 0
+
+
+def _call(task: RankTask, context: RankContext) -> dict[str, Any]:
+    if task.hadoop:
+        from storage.settings import set_hadoop_settings
+
+        set_hadoop_settings(task.hadoop)
+    module, function = task.entry.split(":")
+    try:
+        entry = getattr(importlib.import_module(module), function)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise ConfigError(
+            f"the ranks' entry {task.entry} cannot be imported",
+            got=str(error),
+            allowed="module:function, importable on the executors",
+            next_step="Ship the module with --py-files or put it on PYTHONPATH.",
+        ) from error
+    with context:
+        result = entry(context)
+    if not isinstance(result, dict):
+        raise ConfigError(
+            f"the ranks' entry {task.entry} returned no result",
+            got=type(result).__name__,
+            allowed="a dict of JSON values",
+            next_step="Return a dict.",
+        )
+    return result
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _watch_stdin() -> None:
+    while sys.stdin.buffer.read(4096):
+        pass
+    os._exit(EXIT_CRASHED)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # not sys.exit: a library's thread or exit hook must not keep a finished rank alive
