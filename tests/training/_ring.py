@@ -1,0 +1,52 @@
+"""Rings of threads for tests: the real sockets and frames, without processes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from training.comm import Communicator, SoloCommunicator
+from training.comm.tcp import connect_ring
+
+KEY = b"k" * 32
+
+
+class Table:
+    """A rendezvous within one process."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._barrier = threading.Barrier(num_ranks)
+        self._addresses: dict[int, tuple[str, int]] = {}
+
+    def of(self, rank: int) -> Callable[[str, int], list[tuple[str, int]]]:
+        def rendezvous(host: str, port: int) -> list[tuple[str, int]]:
+            self._addresses[rank] = (host, port)
+            self._barrier.wait(10)
+            return [self._addresses[r] for r in sorted(self._addresses)]
+
+        return rendezvous
+
+
+def run_ring(
+    num_ranks: int, work: Callable[[Communicator], Any], *, deadline_s: float = 20.0, generation: int = 1
+) -> list[Any]:
+    """Results of `work` on each rank; the first exception of a rank is raised."""
+    table = Table(num_ranks)
+
+    def one(rank: int) -> Any:
+        comm = connect_ring(rank, num_ranks, generation, table.of(rank), KEY, 20.0, "127.0.0.1", deadline_s)
+        try:
+            return work(comm)
+        finally:
+            comm.close()
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        return [future.result(60) for future in [pool.submit(one, rank) for rank in range(num_ranks)]]
+
+
+def run_solo(num_ranks: int, work: Callable[[Communicator], Any]) -> list[Any]:
+    """`work` on the communicator of one rank."""
+    assert num_ranks == 1
+    return [work(SoloCommunicator())]

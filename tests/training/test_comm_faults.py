@@ -1,0 +1,292 @@
+"""Strangers, wrong frames, lost and silent ranks: each one a named error, never a wrong sum and never a hang."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from storage.errors import CommunicationError
+from tests.training._ring import KEY, Table, run_ring
+from training.comm import Communicator, auth
+from training.comm.frames import Expected, pack_header, tag_of
+from training.comm.tcp import connect_ring
+
+PAYLOAD = np.ones(4, np.float32)
+TAG = tag_of("broadcast", "", PAYLOAD.dtype)
+
+
+@contextmanager
+def fake_rank_1(
+    work: Callable[[Communicator], Any], *, deadline_s: float = 5.0
+) -> Iterator[tuple[socket.socket, socket.socket, Future[Any]]]:
+    """A real rank 0 of 2 runs `work`; the test plays rank 1: (its socket to rank 0, from rank 0, rank 0's result)."""
+    table = Table(2)
+
+    def rank_0() -> Any:
+        comm = connect_ring(0, 2, 7, table.of(0), KEY, 5.0, "127.0.0.1", deadline_s)
+        try:
+            return work(comm)
+        finally:
+            comm.close()
+
+    with ThreadPoolExecutor(1) as pool, socket.create_server(("127.0.0.1", 0)) as listener:
+        future = pool.submit(rank_0)
+        address = table.of(1)("127.0.0.1", listener.getsockname()[1])[0]
+        until = time.monotonic() + 5
+        with socket.create_connection(address) as to_0:
+            from_0, _ = listener.accept()
+            with from_0:
+                auth.answer(from_0, KEY, 7, 2, 1, 0, until)
+                auth.call(to_0, KEY, 7, 2, 1, 0, until)
+                yield to_0, from_0, future
+
+
+def frame(payload: np.ndarray = PAYLOAD, **changes: int) -> bytes:
+    fields = {"length": payload.nbytes, "tag": TAG, "generation": 7, "sequence": 0, "total": PAYLOAD.nbytes}
+    return pack_header(Expected(**(fields | changes)), payload.view(np.uint8)) + payload.tobytes()
+
+
+def receive_broadcast(comm: Communicator) -> list[float]:
+    buf = np.zeros(4, np.float32)
+    comm.broadcast(buf, root=1)
+    return buf.tolist()
+
+
+def flipped(data: bytes, position: int) -> bytes:
+    return data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :]
+
+
+def test_right_frame_is_taken() -> None:
+    with fake_rank_1(receive_broadcast) as (to_0, _, future):
+        to_0.sendall(frame())
+        assert future.result(5) == [1.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (frame(length=1 << 31), "length 2147483648"),  # nothing is allocated by it
+        (frame(generation=6), "generation 6 where 7"),  # a rank of an older attempt
+        (frame(sequence=1), "sequence 1 where 0"),  # a frame was lost, or comes again
+        (frame(tag=tag_of("all_reduce", "sum", PAYLOAD.dtype)), "tag all_reduce sum float32 where broadcast float32"),
+        (frame(tag=tag_of("broadcast", "", np.dtype("int64"))), "tag broadcast int64"),
+        (frame(total=20), "total 20 where 16"),  # ranks disagree on the buffer's size
+        (flipped(frame(), 36), "checksum"),  # first byte of the payload
+        (flipped(frame(), 51), "checksum"),  # last byte
+        (flipped(frame(), 33), "checksum"),  # the checksum itself
+    ],
+)
+def test_wrong_frames_are_refused(data: bytes, words: str) -> None:
+    with fake_rank_1(receive_broadcast) as (to_0, _, future):
+        to_0.sendall(data)
+        with pytest.raises(CommunicationError, match=words) as caught:
+            future.result(5)
+        assert "rank 1 sent a wrong frame" in str(caught.value)
+
+
+def test_replayed_frame_is_refused() -> None:
+    def twice(comm: Communicator) -> None:
+        receive_broadcast(comm)
+        receive_broadcast(comm)
+
+    with fake_rank_1(twice) as (to_0, _, future):
+        to_0.sendall(frame() + frame())
+        with pytest.raises(CommunicationError, match="sequence 0 where 1"):
+            future.result(5)
+
+
+def test_deadline_names_the_silent_rank() -> None:
+    started = time.monotonic()
+    with fake_rank_1(receive_broadcast, deadline_s=0.6) as (to_0, _, future):
+        to_0.sendall(frame()[:-1])  # all but one byte
+        with pytest.raises(CommunicationError, match=r"waited 1 s for rank 1"):
+            future.result(5)
+    assert time.monotonic() - started < 3
+
+
+@pytest.mark.parametrize("direction", ["to", "from"])
+def test_lost_rank_is_noticed_at_once(direction: str) -> None:
+    big = np.zeros(32 << 20, np.uint8)  # more than the sockets' buffers: rank 0 is in the middle of sending
+    with fake_rank_1(lambda comm: comm.all_reduce(big)) as (to_0, from_0, future):
+        started = time.monotonic()
+        (to_0 if direction == "to" else from_0).close()
+        with pytest.raises(CommunicationError, match="lost rank 1"):
+            future.result(5)
+        assert time.monotonic() - started < 1
+
+
+def test_abort_wakes_a_blocked_call() -> None:
+    seen: list[Communicator] = []
+
+    def blocked(comm: Communicator) -> None:
+        seen.append(comm)
+        receive_broadcast(comm)
+
+    with fake_rank_1(blocked, deadline_s=30) as (_, _, future):
+        while not seen:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        seen[0].abort("the run was stopped")
+        with pytest.raises(CommunicationError, match="the run was stopped"):
+            future.result(1)
+
+
+def test_one_failed_rank_ends_all_of_them() -> None:
+    def work(comm: Communicator) -> str:
+        if comm.rank == 1:
+            return "left"
+        try:
+            comm.all_reduce(np.zeros(1 << 20, np.float32))
+        except CommunicationError as error:
+            return error.what
+        return "no error"
+
+    started = time.monotonic()
+    results = run_ring(4, work, deadline_s=30)
+    assert results[1] == "left"
+    assert all("lost rank" in result for rank, result in enumerate(results) if rank != 1), results
+    assert time.monotonic() - started < 3
+
+
+def test_different_sizes_are_an_error_everywhere() -> None:
+    def work(comm: Communicator) -> str:
+        try:
+            comm.all_reduce(np.zeros(1000 + comm.rank, np.float32))
+        except CommunicationError as error:
+            return error.what
+        return "no error"
+
+    assert all("wrong frame" in what or "lost rank" in what for what in run_ring(3, work))
+
+
+@pytest.mark.parametrize(
+    ("key", "generation", "num_ranks", "rank"),
+    [
+        (b"x" * 32, 7, 2, 1),  # no key
+        (KEY, 6, 2, 1),  # an older attempt
+        (KEY, 7, 3, 1),  # another world
+        (KEY, 7, 2, 0),  # it says that it is the listener
+    ],
+)
+def test_a_stranger_is_turned_away_and_the_real_rank_joins(
+    key: bytes, generation: int, num_ranks: int, rank: int
+) -> None:
+    table = Table(2)
+    ports: list[int] = []
+
+    def rank_0() -> list[float]:
+        def rendezvous(host: str, port: int) -> list[tuple[str, int]]:
+            ports.append(port)
+            return table.of(0)(host, port)
+
+        comm = connect_ring(0, 2, 7, rendezvous, KEY, 10, "127.0.0.1", 10)
+        return receive_broadcast(comm)
+
+    def rank_1() -> None:
+        comm = connect_ring(1, 2, 7, table.of(1), KEY, 10, "127.0.0.1", 10)
+        comm.broadcast(np.ones(4, np.float32), root=1)
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(rank_0)
+        while not ports:
+            time.sleep(0.01)
+        door = ("127.0.0.1", ports[0])
+        with socket.create_connection(door), socket.create_connection(door) as sock:
+            with pytest.raises((auth.HandshakeError, OSError)):  # the first connection stays silent on purpose
+                auth.call(sock, key, generation, num_ranks, rank, 0, time.monotonic() + 3)
+            pool.submit(rank_1).result(10)
+            assert first.result(10) == [1.0] * 4
+
+
+def test_a_recorded_handshake_is_worthless() -> None:
+    def talk(client: Callable[[socket.socket], None]) -> bool:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            thread = threading.Thread(target=client, args=(theirs,))
+            thread.start()
+            try:
+                auth.answer(ours, KEY, 7, 2, 0, 1, time.monotonic() + 2)
+            except (auth.HandshakeError, OSError):
+                return False
+            finally:
+                thread.join(5)
+            return True
+
+    recorded: list[bytes] = []
+
+    class Recorder:
+        """A socket that keeps what it sends."""
+
+        def __init__(self, sock: socket.socket) -> None:
+            self._sock = sock
+            self.settimeout, self.recv = sock.settimeout, sock.recv
+
+        def sendall(self, data: bytes) -> None:
+            recorded.append(data)
+            self._sock.sendall(data)
+
+    def honest(sock: socket.socket) -> None:
+        auth.call(Recorder(sock), KEY, 7, 2, 1, 0, time.monotonic() + 2)  # type: ignore[arg-type]
+
+    def replay(sock: socket.socket) -> None:
+        sock.sendall(b"".join(recorded))
+        sock.shutdown(socket.SHUT_WR)
+
+    assert talk(honest)
+    assert not talk(replay)
+
+
+def test_an_absent_rank_is_named() -> None:
+    table = Table(2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=table.of(1), args=("127.0.0.1", listener.getsockname()[1]), daemon=True).start()
+        with pytest.raises(CommunicationError, match="rank 0 could not join rank 1"):
+            connect_ring(0, 2, 7, table.of(0), KEY, 0.5, "127.0.0.1", 5)
+
+
+def _process(rank: int, pipe: Any) -> None:
+    def rendezvous(host: str, port: int) -> list[tuple[str, int]]:
+        pipe.send((host, port))
+        table: list[tuple[str, int]] = pipe.recv()
+        return table
+
+    comm = connect_ring(rank, 3, 1, rendezvous, KEY, 20, "127.0.0.1", 20)
+    buf = np.full(1_000_003, rank + 1, np.float64)
+    comm.all_reduce(buf)
+    pipe.send((float(buf.min()), float(buf.max())))
+    comm.barrier()
+    if rank == 1:
+        os._exit(9)  # no goodbye: the kernel closes its sockets
+    try:
+        comm.barrier()
+        pipe.send("no error")
+    except CommunicationError as error:
+        pipe.send(error.what)
+
+
+@pytest.mark.slow
+def test_ranks_as_processes_one_of_which_dies() -> None:
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe() for _ in range(3)]
+    processes = [context.Process(target=_process, args=(rank, pipes[rank][1])) for rank in range(3)]
+    for process in processes:
+        process.start()
+    table = [pipe.recv() for pipe, _ in pipes]
+    for pipe, _ in pipes:
+        pipe.send(table)
+    assert [pipe.recv() for pipe, _ in pipes] == [(6.0, 6.0)] * 3
+    for rank in (0, 2):
+        assert pipes[rank][0].poll(5)
+        assert "lost rank" in pipes[rank][0].recv()
+    for process in processes:
+        process.join(10)

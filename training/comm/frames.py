@@ -1,0 +1,82 @@
+"""Frames between ranks.
+
+    offset  size  field
+    0       4     length      bytes of payload, uint32 little-endian
+    4       4     tag         collective, operation and dtype
+    8       8     generation  of the run
+    16      8     sequence    frames sent before on this connection
+    24      8     total       bytes of the whole buffer of this collective
+    32      4     crc32c      of bytes 0..31 and the payload
+    36      ...   payload
+
+The receiver always knows which frame must come next, so all fields are checked against what is expected and
+nothing is allocated by a number read from the wire.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, NamedTuple
+
+import google_crc32c
+import numpy as np
+from numpy.typing import NDArray
+
+_FIELDS = struct.Struct("<IIQQQ")
+_CRC = struct.Struct("<I")
+HEADER_BYTES = _FIELDS.size + _CRC.size
+
+KINDS = {"all_reduce": 1, "broadcast": 2, "all_gather": 3}
+_OPS = {"": 0, "sum": 1, "max": 2}
+_DTYPES = {"uint8": 1, "int64": 2, "float32": 3, "float64": 4}
+
+
+class Expected(NamedTuple):
+    """Fields of the one frame that may come next."""
+
+    length: int
+    tag: int
+    generation: int
+    sequence: int
+    total: int
+
+
+def tag_of(kind: str, op: str, dtype: np.dtype[Any]) -> int:
+    """The tag of a collective: ranks that call different ones, or with another dtype, notice at the first frame."""
+    return KINDS[kind] << 16 | _OPS[op] << 8 | _DTYPES[dtype.name]
+
+
+def describe_tag(tag: int) -> str:
+    """A tag in words, for errors."""
+
+    def name(table: dict[str, int], code: int) -> str:
+        return next((key for key, value in table.items() if value == code), f"unknown({code})")
+
+    return " ".join(
+        part for part in (name(KINDS, tag >> 16), name(_OPS, tag >> 8 & 255), name(_DTYPES, tag & 255)) if part
+    )
+
+
+def pack_header(fields: Expected, payload: NDArray[np.uint8]) -> bytes:
+    """Header of a frame whose payload is the flat, contiguous uint8 array `payload`."""
+    head = _FIELDS.pack(*fields)
+    return head + _CRC.pack(google_crc32c.extend(google_crc32c.value(head), payload))
+
+
+def check_header(header: bytes, expected: Expected) -> str | None:
+    """None if the fields are the expected ones, else what differs, in words (before any payload is read)."""
+    got = Expected(*_FIELDS.unpack_from(header))
+    for name in ("generation", "tag", "total", "sequence", "length"):
+        mine, theirs = getattr(expected, name), getattr(got, name)
+        if mine != theirs:
+            if name == "tag":
+                mine, theirs = describe_tag(mine), describe_tag(theirs)
+            return f"{name} {theirs} where {mine} must come"
+    return None
+
+
+def check_payload(header: bytes, payload: NDArray[np.uint8]) -> str | None:
+    """None if the checksum is right, else what differs, in words."""
+    (stated,) = _CRC.unpack_from(header, _FIELDS.size)
+    crc = google_crc32c.extend(google_crc32c.value(header[: _FIELDS.size]), payload)
+    return None if crc == stated else f"checksum {crc:08x} where the frame says {stated:08x}"
