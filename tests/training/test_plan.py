@@ -1,0 +1,251 @@
+"""The epoch plan's promises, for any small shard table, G, L, W, number of epochs and number of ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from storage.errors import ConfigError, DataError
+from training.lane_count import check_lanes
+from training.plan import EpochPlan, default_lanes
+
+Record = tuple[int, int]  # shard, record
+
+
+def make(shards: tuple[int, ...], *, block: int = 4, batch: int = 4, lanes: int = 2, window: int = 3) -> EpochPlan:
+    return EpochPlan(
+        dataset_digest="ab" * 32,
+        split="train",
+        shard_records=shards,
+        block_records=block,
+        seed=7,
+        global_batch=batch,
+        lanes=lanes,
+        window_records=window,
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    plan: EpochPlan
+    epochs: int
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    lanes = draw(st.integers(1, 6))
+    shards = draw(st.lists(st.integers(0, 30), min_size=1, max_size=5).filter(lambda sizes: sum(sizes) >= lanes))
+    plan = make(
+        tuple(shards),
+        block=draw(st.integers(1, 9)),
+        batch=lanes * draw(st.integers(1, 4)),
+        lanes=lanes,
+        window=draw(st.integers(1, 12)),
+    )
+    return Case(replace(plan, seed=draw(st.integers(-5, 2**63))), draw(st.integers(1, 4)))
+
+
+def records_of(plan: EpochPlan, epoch: int, start: int, stop: int) -> list[Record]:
+    runs = plan.runs(epoch, start, stop)
+    return [(run.shard, run.first_record + i) for run in runs for i in range(run.count)]
+
+
+def stream(plan: EpochPlan, lane: int, start: int, stop: int) -> list[tuple[int, Record]]:
+    """(epoch, record) of samples start..stop-1 of a lane."""
+    found = []
+    for epoch, positions in plan.lane_positions(lane, start, stop):
+        found += [(epoch, records_of(plan, epoch, int(p), int(p) + 1)[0]) for p in positions]
+    return found
+
+
+def batch(plan: EpochPlan, step: int, num_ranks: int = 1) -> list[tuple[int, Record]]:
+    """A global batch as `num_ranks` ranks put it together, rank after rank."""
+    each = plan.global_batch // plan.lanes
+    return [
+        sample
+        for rank in range(num_ranks)
+        for lane in plan.rank_lanes(rank, num_ranks)
+        for sample in stream(plan, lane, step * each, (step + 1) * each)
+    ]
+
+
+@given(cases())
+@settings(max_examples=60, deadline=None)
+def test_each_sample_of_each_epoch_is_used_once_or_left_over(case: Case) -> None:
+    plan, epochs = case.plan, case.epochs
+    used = Counter(sample for step in range(plan.first_step(epochs)) for sample in batch(plan, step))
+    left = [(epoch, records_of(plan, epoch, position, position + 1)[0]) for epoch, position in plan.leftover(epochs)]
+    assert len(left) < plan.global_batch
+    used.update(left)
+    everything = {(e, (s, r)) for e in range(epochs) for s, n in enumerate(plan.shard_records) for r in range(n)}
+    assert set(used) == everything
+    assert set(used.values()) == {1}
+
+
+@given(cases(), st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_global_batch_is_full_and_the_same_at_any_number_of_ranks(case: Case, data: st.DataObject) -> None:
+    plan = case.plan
+    step = data.draw(st.integers(0, plan.first_step(case.epochs)))
+    alone = batch(plan, step)
+    assert len(alone) == plan.global_batch
+    for num_ranks in range(1, plan.lanes + 1):
+        assert batch(plan, step, num_ranks) == alone
+        assert sum(plan.rows(rank, num_ranks) for rank in range(num_ranks)) == plan.global_batch
+        assert min(plan.rows(rank, num_ranks) for rank in range(num_ranks)) > 0
+
+
+@given(cases())
+@settings(max_examples=60, deadline=None)
+def test_spans_tile_each_epoch_and_lanes_never_drift_by_more_than_one(case: Case) -> None:
+    plan = case.plan
+    for epoch in range(case.epochs):
+        spans = [plan.lane_span(epoch, lane) for lane in range(plan.lanes)]
+        assert [span[0] for span in spans] == [0, *(span[1] for span in spans[:-1])]
+        assert spans[-1][1] == plan.total
+        received = [plan.received(lane, epoch + 1) for lane in range(plan.lanes)]
+        assert max(received) - min(received) <= 1
+
+
+@given(cases(), st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_lane_entered_anywhere_goes_on_as_if_read_from_the_start(case: Case, data: st.DataObject) -> None:
+    plan = case.plan
+    lane = data.draw(st.integers(0, plan.lanes - 1))
+    length = plan.received(lane, case.epochs)
+    start = data.draw(st.integers(0, length))
+    assert stream(plan, lane, start, length) == stream(plan, lane, 0, length)[start:]
+    for n in range(length):
+        epoch, offset = plan.lane_at(lane, n)
+        span = plan.lane_span(epoch, lane)
+        assert plan.received(lane, epoch) + offset == n and 0 <= offset < span[1] - span[0]
+
+
+@given(cases())
+@settings(max_examples=60, deadline=None)
+def test_an_epoch_permutes_whole_blocks_and_runs_stay_within_one(case: Case) -> None:
+    plan = case.plan
+    runs = plan.runs(0, 0, plan.total)
+    assert len(runs) == plan.table.num_blocks
+    for run in runs:
+        assert run.first_record % plan.block_records == 0
+        assert run.count == min(plan.block_records, plan.shard_records[run.shard] - run.first_record)
+    assert records_of(plan, 0, 0, plan.total) == [r for p in range(plan.total) for r in records_of(plan, 0, p, p + 1)]
+
+
+@given(cases())
+@settings(max_examples=60, deadline=None)
+def test_keras_epochs_cut_the_steps_without_gap(case: Case) -> None:
+    plan = case.plan
+    for step in range(plan.first_step(case.epochs)):
+        epoch = plan.epoch_of_step(step)
+        assert plan.first_step(epoch) <= step < plan.first_step(epoch + 1)
+
+
+def test_epochs_seeds_splits_and_datasets_have_other_orders() -> None:
+    plan = make((40, 37, 41), block=2, window=25)
+    orders = [
+        records_of(plan, 0, 0, 118),
+        records_of(plan, 1, 0, 118),
+        records_of(replace(plan, seed=8), 0, 0, 118),
+        records_of(replace(plan, split="other"), 0, 0, 118),
+        records_of(replace(plan, dataset_digest="cd" * 32), 0, 0, 118),
+    ]
+    assert len({tuple(order) for order in orders}) == len(orders)
+    assert plan.window_order(0, 0, 0).tolist() != plan.window_order(0, 1, 1).tolist()
+
+
+def test_the_plan_is_pinned_for_ever() -> None:
+    # A run resumed by a later version must go on with the same batches: these are the values of plan version 1.
+    assert batch(make((9, 4)), 2) == PINNED
+
+
+PINNED = [(0, (0, 3)), (0, (1, 0)), (0, (0, 6)), (0, (0, 7))]
+
+
+def test_a_plan_over_a_hundred_million_blocks_is_cheap() -> None:
+    plan = make((250_000_003,) * 1000, block=2500, batch=1024, lanes=64, window=4000)
+    epoch, offset = plan.lane_at(63, 10**10)
+    start, stop = plan.lane_span(epoch, 63)
+    runs = plan.runs(epoch, start + offset, start + offset + 4000)
+    assert stop - start > 3 * 10**9 and sum(run.count for run in runs) == 4000
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "groups", "total", "lanes"),
+    [
+        (64, None, 10**6, 64),  # G itself
+        (192, None, 10**6, 64),  # largest divisor up to 64
+        (100, None, 10**6, 50),
+        (67, None, 10**6, 1),  # a prime above 64 has only 1
+        (61, None, 10**6, 61),
+        (64, None, 10, 8),  # never more lanes than samples
+        (96, 8, 10**6, 48),  # a multiple of the groups
+        (88, 8, 10**6, 8),  # 11 * 8 is above 64
+        (8, 8, 10**6, 8),
+    ],
+)
+def test_default_lanes(batch_size: int, groups: int | None, total: int, lanes: int) -> None:
+    assert default_lanes(batch_size, groups, total) == lanes
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "groups", "rows"),
+    [
+        (1, None, [24]),
+        (3, None, [8, 8, 8]),
+        (5, None, [4, 4, 6, 4, 6]),  # 12 lanes over 5 ranks: uneven
+        (3, 4, [6, 6, 12]),  # whole groups of 3 lanes: 1, 1 and 2 of them
+        (4, 4, [6, 6, 6, 6]),
+    ],
+)
+def test_rows_of_each_rank(num_ranks: int, groups: int | None, rows: list[int]) -> None:
+    plan = make((100,), batch=24, lanes=12)
+    assert [plan.rows(rank, num_ranks, groups) for rank in range(num_ranks)] == rows
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "lanes", "groups", "num_ranks", "hint"),
+    [
+        (30, 4, None, 1, "--lanes 3 or --global-batch 32"),  # L must divide G
+        (3, 4, None, 1, "--lanes 3 or --global-batch 4"),  # more lanes than samples of a batch
+        (32, 4, None, 5, "--lanes 8"),  # more ranks than lanes, a larger divisor will do
+        (30, 4, None, 5, "--lanes 3 or --global-batch 32"),  # the first thing wrong is told first
+        (4, 4, None, 6, "--lanes 6 with --global-batch 6"),  # no divisor of 4 will do
+        (24, 12, 8, 1, "--lanes 16 with a --global-batch that is a multiple of 16"),  # uneven groups
+        (16, 16, 8, 9, "--num-ranks 8 or fewer"),  # ranks own whole groups
+        (20, 8, 8, 1, "Use --global-batch 16"),  # with groups another L is no way out
+    ],
+)
+def test_refusals_name_what_would_do(
+    batch_size: int, lanes: int, groups: int | None, num_ranks: int, hint: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_lanes(batch_size, lanes, groups, num_ranks)
+    assert hint in caught.value.next_step
+
+
+def test_more_lanes_than_samples_are_refused() -> None:
+    with pytest.raises(ConfigError, match="4 lanes are more than the samples") as caught:
+        make((3,), batch=8, lanes=4)
+    assert "--lanes 2" in caught.value.next_step
+
+
+def test_an_empty_split_and_a_run_without_a_step_are_refused() -> None:
+    with pytest.raises(DataError, match="holds no records"):
+        make((0, 0))
+    small = make((3,), batch=8, lanes=2)
+    assert [small.first_step(e) for e in range(4)] == [0, 0, 0, 1]  # two epochs without a step, then one
+    assert small.steps(3) == 1
+    with pytest.raises(ConfigError, match="not one full global batch") as caught:
+        small.steps(2)
+    assert "--global-batch 6" in caught.value.next_step
+
+
+def test_another_version_is_refused() -> None:
+    with pytest.raises(ConfigError, match="version"):
+        replace(make((9,)), version=2)

@@ -1,0 +1,54 @@
+"""How many lanes a global batch may have, and the refusal of what cannot be: each names a G or L that would do."""
+
+from __future__ import annotations
+
+from storage.errors import ConfigError
+
+MAX_DEFAULT_LANES = 64
+
+
+def default_lanes(global_batch: int, groups: int | None = None, total: int = MAX_DEFAULT_LANES) -> int:
+    """The largest divisor of G that is at most 64 and at most `total` samples, and a multiple of `groups` if given.
+
+    Raises ConfigError where G is no multiple of `groups`, naming one that is.
+    """
+    units = groups or 1
+    check_lanes(global_batch, units, groups)
+    return units * largest_divisor(global_batch // units, max(1, min(MAX_DEFAULT_LANES, total) // units))
+
+
+def check_lanes(global_batch: int, lanes: int, groups: int | None = None, num_ranks: int = 1) -> None:
+    """Raise ConfigError where L does not divide G, is no multiple of `groups`, or is smaller than num_ranks.
+
+    With `groups` (ghost BatchNorm) ranks own whole lane groups, so num_ranks is at most `groups`.
+    """
+    if global_batch % lanes:
+        near = max(lanes, round(global_batch / lanes) * lanes)
+        fewer = "" if groups else f"--lanes {largest_divisor(global_batch, lanes)} or "
+        hint = f"{fewer}--global-batch {near}"
+        raise _refuse(f"{lanes} lanes do not divide a global batch of {global_batch}", hint)
+    if groups is not None and lanes % groups:
+        more = -(-lanes // groups) * groups
+        hint = f"--lanes {more} with a --global-batch that is a multiple of {more}"
+        raise _refuse(f"{lanes} lanes are not {groups} groups of equal size", hint)
+    if num_ranks > (groups or lanes):
+        units = f"{groups} lane groups" if groups else f"{lanes} lanes"
+        more = next((size for size in range(num_ranks, global_batch + 1) if global_batch % size == 0), num_ranks)
+        hint = f"--num-ranks {groups} or fewer, or --batchnorm local" if groups else f"--lanes {more}"
+        if not groups and global_batch % more:
+            hint += f" with --global-batch {-(-global_batch // more) * more}"
+        raise _refuse(f"{num_ranks} ranks are more than the {units}", hint)
+
+
+def _refuse(what: str, hint: str) -> ConfigError:
+    return ConfigError(
+        what,
+        got=what,
+        allowed="G a multiple of L, L a multiple of the lane groups, num_ranks at most L and at most the groups",
+        next_step=f"Use {hint}.",
+    )
+
+
+def largest_divisor(number: int, at_most: int) -> int:
+    """The largest divisor of `number` that is at most `at_most` (both >= 1)."""
+    return next(size for size in range(min(number, at_most), 0, -1) if number % size == 0)

@@ -1,0 +1,269 @@
+"""The epoch plan: which samples are in which global batch, at any number of ranks (picture: docs/epoch-plan.md).
+
+Pure functions of the dataset's digest and shard table, seed, global batch G, lanes L and window W: no state, no I/O,
+memory O(shards). Nothing here knows of a number of ranks but `rank_lanes` and `rows`, which only say who reads what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from storage.errors import ConfigError, DataError
+from storage.manifest import DatasetManifest, SplitInfo
+from training.lane_count import check_lanes, default_lanes, largest_divisor
+from training.permute import BlockPermutation, derive_key, shuffled
+from training.positions import BlockTable, EpochOrder, Run
+
+__all__ = ["EpochPlan", "Run", "default_lanes", "split_of"]
+
+PLAN_VERSION = 1
+DEFAULT_WINDOW_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochPlan:
+    """All that decides the order of samples. Raises ConfigError for numbers that cannot be together."""
+
+    dataset_digest: str
+    """sha256 of the dataset, 64 hex digits."""
+    split: str
+    """The split that is trained on."""
+    shard_records: tuple[int, ...]
+    """Records in each shard of the split, in order."""
+    block_records: int
+    """Records in a full block."""
+    seed: int
+    """Chooses the order; any integer."""
+    global_batch: int
+    """G: samples of one optimizer step over all ranks."""
+    lanes: int
+    """L: streams of samples; a divisor of G."""
+    window_records: int
+    """W: a lane shuffles its samples in windows of so many."""
+    version: int = PLAN_VERSION
+    """Of the rules below; another version gives other batches."""
+    total: int = field(init=False, compare=False)
+    """T: samples in an epoch."""
+    _table: BlockTable = field(init=False, repr=False, compare=False)
+    _root: bytes = field(init=False, repr=False, compare=False)
+    _orders: dict[int, EpochOrder] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "total", sum(self.shard_records))
+        self._check("version", self.version == PLAN_VERSION, f"{PLAN_VERSION}, the only plan of this version")
+        for name in ("block_records", "global_batch", "lanes", "window_records"):
+            self._check(name, getattr(self, name) >= 1, "an integer from 1 up")
+        if self.total == 0:
+            raise DataError(
+                f"split `{self.split}` holds no records",
+                got="0 records",
+                allowed="at least one",
+                next_step="Train on another split, or build the dataset with other --split shares.",
+            )
+        check_lanes(self.global_batch, self.lanes)
+        if self.total < self.lanes:
+            raise ConfigError(
+                f"{self.lanes} lanes are more than the samples of split `{self.split}`",
+                got=f"{self.total} samples",
+                allowed="at least one sample a lane",
+                next_step=f"Use --lanes {largest_divisor(self.global_batch, self.total)} or more data.",
+            )
+        object.__setattr__(self, "_table", BlockTable(self.shard_records, self.block_records))
+        root = derive_key(self.dataset_digest.encode(), f"plan {self.version} {self.split}", self.seed)
+        object.__setattr__(self, "_root", root)
+
+    @classmethod
+    def for_dataset(
+        cls,
+        manifest: DatasetManifest,
+        split: str,
+        *,
+        seed: int,
+        global_batch: int,
+        lanes: int | None = None,
+        groups: int | None = None,
+        window_bytes: int = DEFAULT_WINDOW_BYTES,
+    ) -> Self:
+        """The plan for a split. `lanes` None means `default_lanes`; `groups` are the lane groups of ghost BatchNorm.
+
+        `window_bytes` is shared by all lanes: W = window_bytes / (L * mean record size on disk), at least 1.
+        """
+        info = split_of(manifest, split)
+        if lanes is None:
+            lanes = default_lanes(global_batch, groups, max(info.records, 1))
+        check_lanes(global_batch, lanes, groups)
+        disk_bytes = max(sum(shard.bytes for shard in info.shards), 1)
+        return cls(
+            dataset_digest=manifest.digest,
+            split=split,
+            shard_records=tuple(shard.records for shard in info.shards),
+            block_records=info.block_records,
+            seed=seed,
+            global_batch=global_batch,
+            lanes=lanes,
+            window_records=max(1, window_bytes * info.records // (lanes * disk_bytes)),
+        )
+
+    @classmethod
+    def from_identity(cls, identity: Mapping[str, Any], manifest: DatasetManifest) -> Self:
+        """The plan that `identity` describes, over the dataset it was made for; DataError names what differs."""
+        info = split_of(manifest, str(identity.get("split")))
+        numbers = [identity.get(name) for name in ("seed", "global_batch", "lanes", "window_records", "version")]
+        seed, global_batch, lanes, window_records, version = (n if type(n) is int else -1 for n in numbers)
+        plan = cls(
+            dataset_digest=manifest.digest,
+            split=str(identity["split"]),
+            shard_records=tuple(shard.records for shard in info.shards),
+            block_records=info.block_records,
+            seed=seed,
+            global_batch=global_batch,
+            lanes=lanes,
+            window_records=window_records,
+            version=version,
+        )
+        differing = [name for name, value in plan.identity().items() if identity.get(name) != value]
+        if differing or len(plan.identity()) != len(identity):
+            raise DataError(
+                "a stored plan belongs to another dataset",
+                got=f"{', '.join(differing) or 'unknown keys'} differ",
+                allowed=f"dataset {manifest.digest}",
+                next_step="Give the dataset that the run began with.",
+            )
+        return plan
+
+    @property
+    def table(self) -> BlockTable:
+        """The blocks of the split in the order of its files."""
+        return self._table
+
+    def identity(self) -> dict[str, Any]:
+        """JSON that is equal exactly where all batches are; kept in run.json and in every checkpoint."""
+        return {
+            "version": self.version,
+            "dataset_digest": self.dataset_digest,
+            "split": self.split,
+            "records": self.total,
+            "block_records": self.block_records,
+            "seed": self.seed,
+            "global_batch": self.global_batch,
+            "lanes": self.lanes,
+            "window_records": self.window_records,
+        }
+
+    # Steps and epochs
+
+    def first_step(self, epoch: int) -> int:
+        """The step with which an epoch begins: floor(epoch * T / G)."""
+        return epoch * self.total // self.global_batch
+
+    def steps(self, epochs: int) -> int:
+        """Steps of a run of so many epochs. Raises ConfigError where not one global batch fills."""
+        steps = self.first_step(epochs)
+        if steps == 0:
+            raise ConfigError(
+                "the whole run has not one full global batch",
+                got=f"{epochs} epochs of {self.total} samples, global batch {self.global_batch}",
+                allowed="epochs * samples >= global batch",
+                next_step=f"Use --global-batch {max(epochs * self.total, 1)} or less, or more epochs.",
+            )
+        return steps
+
+    def epoch_of_step(self, step: int) -> int:
+        """The epoch (as Keras counts them) in which step `step` lies: the last one with first_step(epoch) <= step."""
+        return ((step + 1) * self.global_batch - 1) // self.total
+
+    # Lanes
+
+    def received(self, lane: int, epochs: int) -> int:
+        """Samples that a lane has been given in the first `epochs` epochs; lanes never differ by more than one."""
+        given = epochs * self.total
+        return given * (lane + 1) // self.lanes - given * lane // self.lanes
+
+    def lane_span(self, epoch: int, lane: int) -> tuple[int, int]:
+        """Positions start..stop-1 of the epoch's order that are this lane's. The spans of all lanes tile 0..T-1."""
+        before, after = epoch * self.total, (epoch + 1) * self.total
+        start = after * lane // self.lanes - before * lane // self.lanes
+        return start, start + self.received(lane, epoch + 1) - self.received(lane, epoch)
+
+    def lane_at(self, lane: int, n: int) -> tuple[int, int]:
+        """Sample n of a lane's endless stream: (epoch, offset within the lane's span of that epoch)."""
+        epoch = max(0, n * self.lanes // self.total - 1)
+        while self.received(lane, epoch + 1) <= n:
+            epoch += 1
+        return epoch, n - self.received(lane, epoch)
+
+    def runs(self, epoch: int, start: int, stop: int) -> list[Run]:
+        """The records at positions start..stop-1 of an epoch, one run a block."""
+        order = self._orders.get(epoch)
+        if order is None:
+            key = derive_key(self._root, "blocks", epoch)
+            order = EpochOrder(self._table, BlockPermutation(key, self._table.num_blocks))
+            # Lanes are at most one sample apart, so two epochs are in use at a time; older ones only cost memory.
+            for old in sorted(self._orders)[:-2]:
+                self._orders.pop(old, None)
+            self._orders[epoch] = order
+        return order.runs(start, stop)
+
+    def window_order(self, epoch: int, lane: int, window: int) -> npt.NDArray[np.int64]:
+        """Order of a window's samples: (n,) int64, n <= W; sample i is the order[i]-th record of the window's part."""
+        start, stop = self.lane_span(epoch, lane)
+        count = max(0, min(self.window_records, stop - start - window * self.window_records))
+        return shuffled(derive_key(self._root, "window", epoch, lane, window), count)
+
+    def lane_positions(self, lane: int, start: int, stop: int) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+        """Samples start..stop-1 of a lane's stream, a part a window: (epoch, positions (n,) int64 in that epoch)."""
+        while start < stop:
+            epoch, offset = self.lane_at(lane, start)
+            window, within = divmod(offset, self.window_records)
+            order = self.window_order(epoch, lane, window)[within : within + stop - start]
+            yield epoch, self.lane_span(epoch, lane)[0] + window * self.window_records + order
+            start += len(order)
+
+    def leftover(self, epochs: int, steps: int | None = None) -> list[tuple[int, int]]:
+        """(epoch, position) of the samples of `epochs` epochs that the first `steps` steps (default: all) leave."""
+        used = (self.first_step(epochs) if steps is None else steps) * (self.global_batch // self.lanes)
+        return sorted(
+            (epoch, int(position))
+            for lane in range(self.lanes)
+            for epoch, positions in self.lane_positions(lane, used, self.received(lane, epochs))
+            for position in positions
+        )
+
+    # Ranks
+
+    def rank_lanes(self, rank: int, num_ranks: int, groups: int | None = None) -> range:
+        """The contiguous lanes of one rank; runs may be uneven. With `groups`, ranks own whole lane groups."""
+        check_lanes(self.global_batch, self.lanes, groups, num_ranks)
+        units = groups or self.lanes
+        width = self.lanes // units
+        return range(rank * units // num_ranks * width, (rank + 1) * units // num_ranks * width)
+
+    def rows(self, rank: int, num_ranks: int, groups: int | None = None) -> int:
+        """n_r: samples of each global batch that are this rank's."""
+        return len(self.rank_lanes(rank, num_ranks, groups)) * (self.global_batch // self.lanes)
+
+    def _check(self, name: str, right: bool, allowed: str) -> None:
+        if not right:
+            raise ConfigError(
+                f"the epoch plan's {name} cannot be right",
+                got=f"{name} = {getattr(self, name)!r}",
+                allowed=allowed,
+                next_step=f"Correct {name}.",
+            )
+
+
+def split_of(manifest: DatasetManifest, split: str) -> SplitInfo:
+    """A split of a dataset; ConfigError names those that there are."""
+    if split not in manifest.splits:
+        raise ConfigError(
+            f"the dataset has no split `{split}`",
+            got=split,
+            allowed=", ".join(sorted(manifest.splits)),
+            next_step="Correct --split, or build the dataset with that split.",
+        )
+    return manifest.splits[split]
