@@ -1,0 +1,166 @@
+"""Small valid datasets for the training tests, written straight through storage and features: no Spark, no ETL.
+
+write_table(root):  float features `a` (1.5 * b + noise), `b`, a yes-or-no label `label` that `a` + `b` decides
+write_images(root): `image` (8, 8, 1) uint8 and `label` int64 in 0..3, the brightest quadrant of the image
+
+Rows depend on the seed alone, not on format or sharding; row i of the dataset has sample id sample_id([str(i)], 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from features.encode import Encoder
+from features.example import encode_batch
+from features.sample_id import sample_id
+from features.schema import Field, Schema
+from storage.canonical import crc32c_hex, sha256_hex
+from storage.fs import filesystem
+from storage.layout import DatasetPaths, index_path, shard_path
+from storage.manifest import Counts, DatasetManifest, FileInfo, ShardInfo, SplitInfo
+from storage.tfrecord import RecordWriter
+
+TABLE_SCHEMA = Schema(
+    (
+        Field(name="sample_id", dtype="int64", kind="id"),
+        Field(name="a", dtype="float32"),
+        Field(name="b", dtype="float32"),
+        Field(name="label", dtype="bool", kind="label"),
+    )
+)
+IMAGE_SCHEMA = Schema(
+    (
+        Field(name="sample_id", dtype="int64", kind="id"),
+        Field(name="image", dtype="uint8", shape=(8, 8, 1)),
+        Field(name="label", dtype="int64", kind="label", num_classes=4),
+    )
+)
+
+
+def write_table(
+    root: object,
+    *,
+    records: Mapping[str, int] | None = None,
+    fmt: str = "tfrecord",
+    shards: int = 2,
+    block_records: int = 8,
+    seed: int = 0,
+) -> DatasetManifest:
+    """Write the table dataset at `root` (a path or URL), by default 100 train and 30 test records."""
+    records = records or {"train": 100, "test": 30}
+    rng = np.random.default_rng(seed)
+    total = sum(records.values())
+    b = rng.standard_normal(total).astype(np.float32)
+    a = (1.5 * b + rng.standard_normal(total)).astype(np.float32)
+    columns = [_ids(total), pa.array(a), pa.array(b), pa.array(a + b > 0)]
+    return _write(str(root), TABLE_SCHEMA, columns, records, fmt, shards, block_records, seed)
+
+
+def write_images(
+    root: object,
+    *,
+    records: Mapping[str, int] | None = None,
+    fmt: str = "parquet",
+    shards: int = 2,
+    block_records: int = 8,
+    seed: int = 0,
+) -> DatasetManifest:
+    """Write the image dataset at `root` (a path or URL), by default 100 train and 30 test records."""
+    records = records or {"train": 100, "test": 30}
+    rng = np.random.default_rng(seed)
+    total = sum(records.values())
+    labels = rng.integers(0, 4, total)
+    images = rng.integers(0, 128, (total, 8, 8, 1), dtype=np.uint8)
+    for image, label in zip(images, labels, strict=True):
+        image[label // 2 * 4 : label // 2 * 4 + 4, label % 2 * 4 : label % 2 * 4 + 4] += 100
+    pixels = pa.array([image.tobytes() for image in images], type=pa.binary())
+    columns = [_ids(total), pixels, pa.array(labels, type=pa.int64())]
+    return _write(str(root), IMAGE_SCHEMA, columns, records, fmt, shards, block_records, seed)
+
+
+def encoder_of(manifest: DatasetManifest) -> Encoder:
+    """The encoder of a tiny dataset, which has no fitted files."""
+    return Encoder(Schema.from_json(manifest.schema), {})
+
+
+def _ids(total: int) -> pa.Array:
+    return pa.array([sample_id([str(row).encode()], 0) for row in range(total)], type=pa.int64())
+
+
+def _write(
+    root: str,
+    schema: Schema,
+    columns: list[pa.Array],
+    records: Mapping[str, int],
+    fmt: str,
+    shards: int,
+    block_records: int,
+    seed: int,
+) -> DatasetManifest:
+    table = pa.RecordBatch.from_arrays(columns, schema=schema.arrow_schema())
+    splits: dict[str, SplitInfo] = {}
+    files: dict[str, FileInfo] = {}
+    row = 0
+    for split, count in records.items():
+        # Uneven shards on purpose: shard i gets the rows from count * i / shards on, so most end in a short block.
+        cuts = [row + count * number // shards for number in range(shards + 1)]
+        parts = [table.slice(start, stop - start) for start, stop in pairwise(cuts)]
+        infos = [_shard(root, schema, part, split, i, fmt, block_records, files) for i, part in enumerate(parts)]
+        splits[split] = SplitInfo(block_records, tuple(infos))
+        row += count
+    manifest = DatasetManifest.build(
+        format=fmt,
+        created_by={"version": "tiny", "config": {}, "seed": seed},
+        schema=schema.to_json(),
+        splits=splits,
+        files=files,
+        counts=Counts(read=row, written=row, quarantined=0, dropped={}),
+        source=(),
+    )
+    _put(DatasetPaths(root).manifest, manifest.to_bytes())
+    return manifest
+
+
+def _shard(
+    root: str,
+    schema: Schema,
+    rows: pa.RecordBatch,
+    split: str,
+    number: int,
+    fmt: str,
+    block_records: int,
+    files: dict[str, FileInfo],
+) -> ShardInfo:
+    sink = pa.BufferOutputStream()
+    if fmt == "tfrecord":
+        writer = RecordWriter(sink)
+        writer.write_many(encode_batch(schema, rows))
+        offsets = tuple(writer.block_offsets(block_records))
+        index = writer.index_bytes()
+        files[index_path(split, number)] = FileInfo(len(index), sha256_hex(index))
+        _put(DatasetPaths(root).index(split, number), index)
+    else:
+        with pq.ParquetWriter(sink, schema.arrow_schema(), compression="zstd", write_page_checksum=True) as parquet:
+            for start in range(0, len(rows), block_records):
+                parquet.write_batch(rows.slice(start, block_records), row_group_size=block_records)
+        offsets = tuple(range(0, len(rows), block_records))
+    data = sink.getvalue().to_pybytes()
+    _put(DatasetPaths(root).shard(split, number, fmt), data)
+    return ShardInfo(
+        path=shard_path(split, number, fmt),
+        records=len(rows),
+        bytes=len(data),
+        sha256=sha256_hex(data),
+        crc32c=crc32c_hex(data),
+        block_offsets=offsets,
+    )
+
+
+def _put(url: str, data: bytes) -> None:
+    with filesystem(url).create(url) as writer:
+        writer.write(data)
