@@ -18,7 +18,7 @@ import traceback
 from typing import Any
 
 from storage.errors import ConfigError, LockstepError
-from training.control.carry import error_to_json, is_final
+from training.control.carry import error_to_json, is_final, json_safe
 from training.control.client import ControlClient, open_channel
 from training.control.protocol import Role, Tag
 from training.launch.context import RankContext
@@ -43,8 +43,8 @@ def main() -> int:
     channel = open_channel(tuple(order["control"]), key, world.generation, Role.RANK, world.rank, CONNECT_DEADLINE_S)
     control = ControlClient(channel, order["host"], order["beat_s"])
     try:
-        result = _call(task, RankContext(world, control, task.payload, key, order["host"]))
-        control.send(Tag.RESULT, {"result": result})
+        result = _call(task, RankContext(world, control, task.payload, key, order["host"], order["stall_s"]))
+        control.send(Tag.RESULT, {"result": json_safe(result)})
     except Exception as error:  # every failure is told to the driver and becomes the exit code
         traceback.print_exc()
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,6 +33,17 @@ def error_from_json(document: Mapping[str, Any]) -> LockstepError:
     LockstepError.__init__(error, what, got=got, allowed=allowed, next_step=next_step)
     vars(error).update(document.get("more", {}))
     return error
+
+
+def json_safe(value: Any) -> Any:
+    """`value` with what JSON cannot hold, infinities and NaN, as the strings "inf", "-inf" and "nan"."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: json_safe(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_safe(item) for item in value]
+    return value
 
 
 def is_final(error: BaseException) -> bool:

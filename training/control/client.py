@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from storage.errors import CommunicationError, LockstepError
-from training.control.carry import error_from_json
+from training.control.carry import error_from_json, json_safe
 from training.control.protocol import Channel, Role, Tag, present
 
 DRIVER = "the driver's control server"
@@ -87,7 +87,7 @@ class ControlClient:
         try:
             if self.lost.is_set():
                 raise self._lost(kind)
-            self._channel.send(Tag.REQUEST, {"id": number, "kind": kind, "fields": fields})
+            self._channel.send(Tag.REQUEST, {"id": number, "kind": kind, "fields": json_safe(fields)})
             reply = box.get(timeout=deadline_s)
         except queue.Empty:
             raise CommunicationError(
@@ -107,8 +107,8 @@ class ControlClient:
         return found
 
     def notify(self, kind: str, **fields: Any) -> None:
-        """Tell the driver something that needs no answer."""
-        self._channel.send(Tag.NOTICE, {"kind": kind, "fields": fields})
+        """Tell the driver something that needs no answer; a loss that is not finite arrives as the string "nan"."""
+        self._channel.send(Tag.NOTICE, {"kind": kind, "fields": json_safe(fields)})
 
     def send(self, tag: Tag, document: dict[str, Any]) -> None:
         """Send a frame of another kind (the rank's result or error)."""

@@ -8,6 +8,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -33,6 +34,7 @@ class ControlServer:
         self, key: bytes, generation: int, num_ranks: int, limits: Limits, handler: Handler | None, bind_host: str
     ) -> None:
         self._key, self._generation, self._limits, self._handler = key, generation, limits, handler
+        self._on_step: Callable[[int], None] | None = getattr(handler, "on_step", None)  # for a progress bar
         self._states = [RankState(rank) for rank in range(num_ranks)]
         self._ranks: dict[int, Channel] = {}
         self._supervisors: dict[int, Channel] = {}
@@ -171,6 +173,8 @@ class ControlServer:
                 moved = step != state.step
                 if moved or phase != state.phase:
                     state.step, state.phase, state.moved_at = step, phase, state.beat_at
+                if moved and state.rank == 0 and self._on_step is not None:
+                    self._on_step(step)
             elif tag is Tag.RESULT:
                 state.result = dict(document["result"])
                 self._changed.notify_all()

@@ -12,26 +12,29 @@ from training.world import World
 if TYPE_CHECKING:
     from training.comm.base import Communicator
 
-COMMUNICATOR_DEADLINE_S = 60.0  # all ranks are there when the first one asks, up to the import of their modules
-
 
 class RankContext(AbstractContextManager["RankContext"]):
     """World, control channel and payload of one rank; `host` is the address other ranks reach it by."""
 
-    def __init__(self, world: World, control: ControlClient, payload: dict[str, Any], key: bytes, host: str) -> None:
+    def __init__(
+        self, world: World, control: ControlClient, payload: dict[str, Any], key: bytes, host: str, stall_s: float
+    ) -> None:
         self.world, self.control, self.payload, self.host = world, control, payload, host
-        self._key = key
+        self._key, self._stall_s = key, stall_s
         self._communicator: Communicator | None = None
 
-    def communicator(self, deadline_s: float = COMMUNICATOR_DEADLINE_S) -> Communicator:
+    def communicator(self, deadline_s: float | None = None) -> Communicator:
         """The ranks' communicator, connected at the first call and closed when the entry returns.
 
-        Raises CommunicationError naming the ranks that did not come within `deadline_s`.
+        `deadline_s` bounds each of its calls; by default the launch's stall limit, since a rank may trace or write a
+        checkpoint while others wait. Raises CommunicationError naming the ranks that did not come in time.
         """
         if self._communicator is None:
             from training.comm import connect
 
-            self._communicator = connect(self.world, self.control, self._key, deadline_s)
+            self._communicator = connect(
+                self.world, self.control, self._key, self._stall_s if deadline_s is None else deadline_s, self.host
+            )
         return self._communicator
 
     def __exit__(

@@ -144,6 +144,7 @@ def start_rank(order: Order) -> subprocess.Popen[bytes]:
         "control": list(order.control),
         "key": order.key.hex(),
         "beat_s": order.limits.beat_s,
+        "stall_s": order.limits.stall_s,
     }
     assert process.stdin is not None
     try:
