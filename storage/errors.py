@@ -68,7 +68,8 @@ class CorruptionError(DataError):
             f"{what}: {place}",
             got=got,
             allowed=allowed,
-            next_step=next_step or "Run `python -m jobs.verify URL` for the extent, then restore the file or build the dataset anew.",
+            next_step=next_step
+            or "Run `python -m jobs.verify URL` for the extent, then restore the file or build the dataset anew.",
         )
         self.file, self.record, self.offset = file, record, offset
 

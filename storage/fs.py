@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import BinaryIO
 
-from storage.errors import ConfigError, NotFoundError
+from storage.errors import ConfigError, LockstepError, NotFoundError
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+):(//)?")
 
@@ -42,6 +42,11 @@ class Promises:
 
     atomic_rename: bool
     durable_sync: bool
+
+
+# Inside FileSystem the name `list` is a method.
+Listing = list[FileStat]
+Blocks = list[HdfsBlock]
 
 
 class Writer(ABC):
@@ -118,7 +123,7 @@ class FileSystem(ABC):
         """
 
     @abstractmethod
-    def list(self, url: str) -> list[FileStat]:
+    def list(self, url: str) -> Listing:
         """List a directory, sorted by name. A file raises StorageError."""
 
     @abstractmethod
@@ -136,8 +141,15 @@ class FileSystem(ABC):
         """
 
     @abstractmethod
-    def block_locations(self, url: str) -> list[HdfsBlock]:
+    def block_locations(self, url: str) -> Blocks:
         """The HDFS blocks of a file, in order; one block for a local file."""
+
+    def discard(self, url: str) -> bool:
+        """Delete what nobody needs any more, content too; where that fails it stays (False) and nothing is raised."""
+        try:
+            return self.delete(url, recursive=True)
+        except LockstepError:
+            return False
 
     def exists(self, url: str) -> bool:
         """Whether a file or directory is there."""

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import BinaryIO
 
 from storage.errors import ConfigError, CorruptionError, ExistsError, NotFoundError, StorageError
-from storage.fs import FileStat, FileSystem, HdfsBlock, Promises, Writer, join, split_url
+from storage.fs import Blocks, FileStat, FileSystem, HdfsBlock, Listing, Promises, Writer, join, split_url
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
@@ -75,7 +75,7 @@ class LocalFileSystem(FileSystem):
             _sync_directory(target)
             _sync_directory(source)
 
-    def list(self, url: str) -> list[FileStat]:
+    def list(self, url: str) -> Listing:
         with _translated("list", url), os.scandir(_path(url)) as entries:
             names = sorted(entry.name for entry in entries)
         found = []
@@ -124,7 +124,7 @@ class LocalFileSystem(FileSystem):
             _sync_directory(path)
         return True
 
-    def block_locations(self, url: str) -> list[HdfsBlock]:
+    def block_locations(self, url: str) -> Blocks:
         size = self.stat(url).size_bytes
         return [HdfsBlock(0, size, ("localhost",))] if size else []
 
@@ -235,7 +235,10 @@ def _translated(verb: str, url: str, other: str | None = None) -> Iterator[None]
     except NotADirectoryError as error:
         if verb in ("list", "create", "make") and (verb != "list" or os.path.isfile(_path(url))):
             raise StorageError(
-                f"cannot {verb} {place}", got=error.strerror, allowed="directories", next_step="Check the path."
+                f"cannot {verb} {place}",
+                got=error.strerror or str(error),
+                allowed="directories",
+                next_step="Check the path.",
             ) from error
         raise _missing(verb, place, error) from error
     except FileNotFoundError as error:
@@ -252,7 +255,7 @@ def _translated(verb: str, url: str, other: str | None = None) -> Iterator[None]
 def _missing(verb: str, place: str, error: OSError) -> NotFoundError:
     return NotFoundError(
         f"cannot {verb} {place}: not there",
-        got=error.strerror,
+        got=error.strerror or str(error),
         allowed="an existing path",
         next_step="Check the path.",
     )

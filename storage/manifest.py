@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -207,9 +208,7 @@ class DatasetManifest:
             )
 
 
-def dataset_digest(
-    schema: Mapping[str, Any], files: Mapping[str, FileInfo], splits: Mapping[str, SplitInfo]
-) -> str:
+def dataset_digest(schema: Mapping[str, Any], files: Mapping[str, FileInfo], splits: Mapping[str, SplitInfo]) -> str:
     """The identity for training: SHA-256 over canonical JSON of schema, fitted files (those of `files` under
     `_fitted/`) and splits with their shards.
     """
@@ -281,12 +280,16 @@ def _read_split(name: str, value: Any, fmt: str, where: str) -> SplitInfo:
     try:
         split_name(name)
     except ConfigError as error:
-        raise DataError(f"{where}: {error.what}", got=error.got, allowed=error.allowed, next_step="Build it anew.") from None
+        raise DataError(
+            f"{where}: {error.what}", got=error.got, allowed=error.allowed, next_step="Build it anew."
+        ) from None
     place = f"{where}: split {name}"
     doc = strict.obj(value, ("block_records", "shards"), where=place)
     size = strict.count(doc["block_records"], where=f"{place}: block_records", least=1)
     shards = strict.items(doc["shards"], where=f"{place}: shards")
-    return SplitInfo(size, tuple(_read_shard(item, shard_path(name, i, fmt), size, fmt, place) for i, item in enumerate(shards)))
+    return SplitInfo(
+        size, tuple(_read_shard(item, shard_path(name, i, fmt), size, fmt, place) for i, item in enumerate(shards))
+    )
 
 
 def _read_shard(value: Any, path: str, block_records: int, fmt: str, where: str) -> ShardInfo:
@@ -307,7 +310,7 @@ def _read_shard(value: Any, path: str, block_records: int, fmt: str, where: str)
     if fmt == "parquet":
         good = starts == tuple(range(0, shard.records, block_records))
     else:
-        rising = all(a < b for a, b in zip(starts, starts[1:], strict=False))
+        rising = all(a < b for a, b in itertools.pairwise(starts))
         good = len(starts) == blocks and rising and (not starts or (starts[0] == 0 and starts[-1] < shard.bytes))
     if not good:
         raise DataError(

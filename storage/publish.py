@@ -1,4 +1,4 @@
-"""Publication: a reader sees a file or directory whole or not at all, also when a NameNode or DataNode dies on the way."""
+"""Publication: a reader sees a file or directory whole or not at all, whatever dies on the way."""
 
 from __future__ import annotations
 
@@ -44,7 +44,12 @@ def write_file(fs: FileSystem, url: str, data: bytes, *, exclusive: bool = True)
 
 
 def write_stream(
-    fs: FileSystem, url: str, produce: Callable[[Writer], None], *, exclusive: bool = True, give_up_s: float | None = None
+    fs: FileSystem,
+    url: str,
+    produce: Callable[[Writer], None],
+    *,
+    exclusive: bool = True,
+    give_up_s: float | None = None,
 ) -> int:
     """Publish what `produce` writes; returns its length in bytes.
 
@@ -58,35 +63,31 @@ def write_stream(
     while True:
         temporary = temporary_name(url)
         try:
-            writer = _Counting(fs.create(temporary))
-            with writer:
-                produce(writer)
-                writer.sync()
-            if fs.stat(temporary).size_bytes != writer.bytes:
-                raise RetryableStorageError(f"{temporary} is not as long as what was written", got="another length")
+            written = _write_once(fs, temporary, produce)
             break
         except (RetryableStorageError, StorageTimeoutError) as error:
-            backoff.wait_or_raise(error, what=f"writing {url}")
+            fs.discard(temporary)
+            backoff.wait_or_raise(error, what=f"`write {url}`")
     try:
         if exclusive:
             fs.rename_new(temporary, url)
         else:
             fs.replace(temporary, url)
-    except StorageError:
-        discard(fs, temporary)
-        raise
     except ExistsError:
-        discard(fs, temporary)
+        fs.discard(temporary)
         raise occupied(url) from None
-    return writer.bytes
+    except StorageError:
+        fs.discard(temporary)
+        raise
+    return written
 
 
 def publish_directory(fs: FileSystem, staging_url: str, target_url: str) -> None:
     """Give a finished directory its final name by one rename.
 
-    Idempotent: where the staging directory is gone and the target holds the same manifest, an earlier attempt (or
-    the in-flight rename of a call that failed) has done it. Raises ExistsError where the target is someone else's,
-    NotFoundError where neither is there.
+    A rename whose answer was lost is settled by reading: where the staging directory is gone and the target holds
+    the same manifest, it has happened. Raises ExistsError where the target is someone else's, NotFoundError where
+    the staging directory is missing.
     """
     ours = _manifest_of(fs, staging_url)
     try:
@@ -103,14 +104,6 @@ def publish_directory(fs: FileSystem, staging_url: str, target_url: str) -> None
             allowed=f"the manifest of {staging_url}",
             next_step="Find out who else writes there; choose another output.",
         )
-
-
-def discard(fs: FileSystem, url: str) -> bool:
-    """Delete a file or directory that nobody needs any more; a failure to do so leaves it behind (False)."""
-    try:
-        return fs.delete(url, recursive=True)
-    except StorageError:
-        return False  # it lies under a temporary name that no reader looks at, and the first error matters more
 
 
 def occupied(url: str) -> ExistsError:
@@ -150,6 +143,14 @@ class _Counting(Writer):
 
     def abort(self) -> None:
         self._inner.abort()
+
+
+def _write_once(fs: FileSystem, url: str, produce: Callable[[Writer], None]) -> int:
+    writer = _Counting(fs.create(url))
+    with writer:
+        produce(writer)
+        writer.sync()
+    return writer.bytes
 
 
 def _write_all(writer: Writer, data: bytes) -> None:

@@ -30,26 +30,26 @@ class Backoff:
         """Seconds until the total is used up; not below 0."""
         return max(0.0, self._start + self._limit - time.monotonic())
 
-    def wait_or_raise(self, error: StorageError, *, what: str) -> None:
+    def wait_or_raise(self, error: StorageError, *, what: str, whom: str = "the storage") -> None:
         """Sleep before the next attempt, or raise StorageError from `error` where no time is left for one."""
         self.attempts += 1
         if self.left_s <= self._wait:
             raise StorageError(
-                f"{what} failed for {time.monotonic() - self._start:.0f} s, {self.attempts} attempts",
+                f"{whom} did not serve {what} within {time.monotonic() - self._start:.0f} s ({self.attempts} attempts)",
                 got=error.what + (f" ({error.got})" if error.got else ""),
                 allowed=f"success within {self._limit:.0f} s",
-                next_step=error.next_step or "Check the storage, then run again.",
+                next_step=error.next_step or f"Check {whom}, then run again.",
             ) from error
         # Many tasks see the same failure at the same moment; without jitter they come back at the same moment too.
         time.sleep(self._wait * random.uniform(0.5, 1.0))
         self._wait = min(2 * self._wait, LONGEST_WAIT_S)
 
 
-def with_retries(call: Callable[[float], T], *, what: str, give_up_s: float | None = None) -> T:
+def with_retries(call: Callable[[float], T], *, what: str, whom: str, give_up_s: float | None = None) -> T:
     """Call `call(seconds_left)` until it succeeds, fails for good, or the total time is over (StorageError)."""
     backoff = Backoff(give_up_s)
     while True:
         try:
             return call(backoff.left_s)
         except (RetryableStorageError, StorageTimeoutError) as error:
-            backoff.wait_or_raise(error, what=what)
+            backoff.wait_or_raise(error, what=what, whom=whom)

@@ -22,7 +22,9 @@ def unseal(data: bytes, where: str) -> dict[str, Any]:
     """The document that `seal` wrote, without the seal. Raises CorruptionError naming `where` if it was changed."""
     doc = parse_canonical(data, file=where)
     if not isinstance(doc, dict) or not isinstance(doc.get(SEAL), str):
-        raise CorruptionError("a manifest without its digest", file=where, got=type(doc).__name__, allowed=f"a key {SEAL}")
+        raise CorruptionError(
+            "a manifest without its digest", file=where, got=type(doc).__name__, allowed=f"a key {SEAL}"
+        )
     stated = doc.pop(SEAL)
     actual = sha256_hex(canonical_bytes(doc))
     if actual != stated:

@@ -51,7 +51,10 @@ def seconds(settings: Mapping[str, str], key: str) -> float:
         value = -1.0
     if not 0 < value < float("inf"):
         raise ConfigError(
-            f"setting {key} is not a time", got=settings[key], allowed="seconds above 0", next_step="Correct the setting."
+            f"setting {key} is not a time",
+            got=settings[key],
+            allowed="seconds above 0",
+            next_step="Correct the setting.",
         )
     return value
 
@@ -88,4 +91,6 @@ def _properties(path: Path) -> dict[str, str]:
             next_step="Mend the file or correct HADOOP_CONF_DIR.",
         ) from error
     entries = [(entry.findtext("name"), entry.findtext("value")) for entry in root.iter("property")]
-    return {name.strip(): value.strip() for name, value in entries if name and value and name.strip().startswith(_PREFIXES)}
+    return {
+        name.strip(): value.strip() for name, value in entries if name and value and name.strip().startswith(_PREFIXES)
+    }

@@ -144,8 +144,8 @@ def parse_records(
         length = _checked_length(bytes(view[position : position + HEADER_BYTES]), file, number, place)
         start = position + HEADER_BYTES
         if length > end - start - FOOTER_BYTES:
-            raise _cut(file, number, base_offset + end, f"{length} data bytes and {FOOTER_BYTES} of checksum",
-                       f"{end - start} bytes")  # fmt: skip
+            allowed = f"{length} data bytes and {FOOTER_BYTES} of checksum"
+            raise _cut(file, number, base_offset + end, allowed, f"{end - start} bytes")
         data = view[start : start + length]
         _check_data(bytes(data), bytes(view[start + length : start + length + FOOTER_BYTES]), file, number, place)
         found.append(data)
@@ -169,8 +169,9 @@ def read_records(source: BinaryIO | bytes, *, file: str) -> Iterator[bytes]:
         data = _read_up_to(source, length)
         footer = _read_up_to(source, FOOTER_BYTES) if len(data) == length else b""
         if len(footer) < FOOTER_BYTES:
-            raise _cut(file, number, place + HEADER_BYTES + len(data) + len(footer),
-                       f"{length} data bytes and {FOOTER_BYTES} of checksum", f"{len(data) + len(footer)} bytes")  # fmt: skip
+            got = len(data) + len(footer)
+            allowed = f"{length} data bytes and {FOOTER_BYTES} of checksum"
+            raise _cut(file, number, place + HEADER_BYTES + got, allowed, f"{got} bytes")
         _check_data(data, footer, file, number, place)
         yield data
         number += 1

@@ -1,0 +1,259 @@
+"""hdfs:// by hdfs-native, with what it leaves to its caller: deadlines, retries, settled renames, compared lengths."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from io import BufferedReader
+from typing import Any, BinaryIO, TypeVar
+
+from storage.deadline import call_with_deadline
+from storage.errors import (
+    ExistsError,
+    LockstepError,
+    NotFoundError,
+    RetryableStorageError,
+    StorageError,
+    StorageTimeoutError,
+)
+from storage.fs import Blocks, FileStat, FileSystem, HdfsBlock, Listing, Promises, Writer, join, split_url
+from storage.hdfs_errors import translate
+from storage.hdfs_streams import READ_BUFFER_BYTES, HdfsRaw, HdfsWriter
+from storage.local import check_range, short_file
+from storage.retry import with_retries
+from storage.settings import seconds
+
+T = TypeVar("T")
+
+_DISCARD_S = 5.0
+PIECE_BYTES = 1 << 23  # one call's worth of data: small enough to come well within a deadline at 1 MB/s
+
+
+class HdfsFileSystem(FileSystem):
+    """One HDFS, by authority ("host:port", a name service, or "" for fs.defaultFS) and settings.
+
+    Each call ends: `lockstep.storage.call-deadline-s` an attempt for the NameNode, `...data-deadline-s` for data,
+    `...give-up-s` in all. An attempt that timed out leaves its thread and its client behind.
+    """
+
+    promises = Promises(atomic_rename=True, durable_sync=True)
+
+    def __init__(self, authority: str, settings: Mapping[str, str]) -> None:
+        self._settings = dict(settings)
+        self._authority = authority
+        self.whom = _whom(authority, self._settings)
+        self.call_deadline_s = seconds(settings, "lockstep.storage.call-deadline-s")
+        self.data_deadline_s = seconds(settings, "lockstep.storage.data-deadline-s")
+        self.give_up_s = seconds(settings, "lockstep.storage.give-up-s")
+        self._lock = threading.Lock()
+        self._raw: Any = None
+
+    def open_read(self, url: str) -> BinaryIO:
+        return BufferedReader(HdfsRaw(self, url, self._file(url).size_bytes), READ_BUFFER_BYTES)
+
+    def read_range(self, url: str, offset: int, length: int) -> bytes:
+        check_range(url, offset, length)
+        with HdfsRaw(self, url, offset + length) as raw:
+            pieces = []
+            for start in range(offset, offset + length, PIECE_BYTES):
+                pieces.append(raw.read_at(start, min(PIECE_BYTES, offset + length - start)))
+            if not length and offset > (size := self._file(url).size_bytes):
+                raise short_file(url, offset, 0, size)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def create(self, url: str, *, exclusive: bool = True) -> Writer:
+        from hdfs_native import WriteOptions
+
+        path = _path(url)
+        options = WriteOptions(overwrite=not exclusive, create_parent=True)
+
+        attempts = 0
+
+        def attempt(left_s: float) -> Any:
+            nonlocal attempts
+            attempts += 1
+            try:
+                return self.once(
+                    lambda raw: raw.create(path, options), "create", url, min(left_s, self.call_deadline_s)
+                )
+            except StorageTimeoutError as error:
+                raise _Unsettled(error) from None
+            except ExistsError as error:
+                if attempts == 1:
+                    raise
+                # Perhaps our own earlier attempt, whose answer was lost: only a new name is safe, and only the
+                # caller can choose one.
+                raise _Unsettled(RetryableStorageError(error.what, got=error.got)) from None
+
+        try:
+            inner = with_retries(attempt, what=f"creating {url}", whom=self.whom, give_up_s=self.give_up_s)
+        except _Unsettled as unsettled:
+            raise unsettled.error from None
+        return HdfsWriter(self, url, inner)
+
+    def rename_new(self, src: str, dst: str) -> None:
+        self._rename(src, dst, overwrite=False)
+
+    def replace(self, src: str, dst: str) -> None:
+        self._rename(src, dst, overwrite=True)
+
+    def list(self, url: str) -> Listing:
+        path = _path(url)
+
+        found = self.call(lambda raw: [*raw.list_status(path, False)], "list", url)
+        if len(found) == 1 and not found[0].isdir and found[0].path.rstrip("/") == path:
+            raise StorageError(f"cannot list {url}", got="a file", allowed="a directory", next_step="Check the path.")
+        return sorted((_stat(join(url, _name(item.path)), item) for item in found), key=lambda entry: entry.name)
+
+    def stat(self, url: str) -> FileStat:
+        path = _path(url)
+        return _stat(url, self.call(lambda raw: raw.get_file_info(path), "stat", url))
+
+    def mkdirs(self, url: str, *, mode: int = 0o755) -> None:
+        path = _path(url)
+        self.call(lambda raw: raw.mkdirs(path, mode, True), "make", url)
+
+    def delete(self, url: str, *, recursive: bool = False) -> bool:
+        path, attempts = _path(url), 0
+
+        def remove(raw: Any) -> bool:
+            nonlocal attempts
+            attempts += 1
+            return bool(raw.delete(path, recursive))
+
+        # Where a second attempt finds nothing, the first one may have removed it without an answer.
+        existed = self.exists(url)
+        return self.call(remove, "delete", url) or (existed and attempts > 1)
+
+    def discard(self, url: str) -> bool:
+        path = _path(url)
+        try:
+            return bool(self.once(lambda raw: raw.delete(path, True), "delete", url, _DISCARD_S))
+        except LockstepError:
+            return False  # what lies under a temporary name may stay; the caller has a first error to tell
+
+    def block_locations(self, url: str) -> Blocks:
+        # hdfs-native tells the size of HDFS blocks but not where they lie, so there are no hosts.
+        path = _path(url)
+        status = self.call(lambda raw: raw.get_file_info(path), "stat", url)
+        size, block = status.length, status.blocksize or status.length
+        return [HdfsBlock(start, min(block, size - start), ()) for start in range(0, size, block)] if size else []
+
+    def call(self, fn: Callable[[Any], T], verb: str, url: str, *, deadline_s: float | None = None) -> T:
+        """Run `fn(client)` until it succeeds, fails for good, or the total time is over."""
+        limit = self.call_deadline_s if deadline_s is None else deadline_s
+        return with_retries(
+            lambda left_s: self.once(fn, verb, url, min(left_s, limit)),
+            what=f"`{verb} {url}`",
+            whom=self.whom,
+            give_up_s=self.give_up_s,
+        )
+
+    def once(self, fn: Callable[[Any], T], verb: str, url: str, deadline_s: float) -> T:
+        """One attempt, ended at its deadline; hdfs-native's errors become ours."""
+        made: list[Any] = []
+
+        def run() -> T:
+            made.append(self._client())
+            return fn(made[0])
+
+        try:
+            return call_with_deadline(run, deadline_s, what=f"cannot {verb} {url}", whom=self.whom)
+        except StorageTimeoutError:
+            self._forget(made)
+            raise
+        except LockstepError:
+            raise
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:  # hdfs-native panics are BaseExceptions
+            if isinstance(error, OSError) and not isinstance(error, (FileNotFoundError, FileExistsError)):
+                self._forget(made)
+            raise translate(error, verb=verb, place=url, whom=self.whom) from error
+
+    def _client(self) -> Any:
+        with self._lock:
+            if self._raw is None:
+                from hdfs_native import Client
+
+                url = f"hdfs://{self._authority}" if self._authority else None
+                config = {key: value for key, value in self._settings.items() if not key.startswith("lockstep.")}
+                # The inner client: the wrapper's writers close in their finaliser, which blocks 15 s after a failure.
+                self._raw = Client(url, config).inner
+            return self._raw
+
+    def _forget(self, clients: Sequence[Any]) -> None:
+        with self._lock:
+            if clients and self._raw is clients[0]:
+                self._raw = None
+
+    def _file(self, url: str) -> FileStat:
+        status = self.stat(url)
+        if status.is_dir:
+            raise NotFoundError(f"cannot read {url}", got="a directory", allowed="a file", next_step="Check the path.")
+        return status
+
+    def _rename(self, src: str, dst: str, *, overwrite: bool) -> None:
+        source, target = _path(src), _path(dst)
+        before = self.stat(src)
+        if overwrite and before.is_dir:
+            raise StorageError(
+                f"{src} cannot replace {dst}", got="a directory", allowed="a file", next_step="Use rename_new."
+            )
+        attempts = 0
+
+        def attempt(left_s: float) -> None:
+            nonlocal attempts
+            attempts += 1
+            limit = min(left_s, self.call_deadline_s)
+            try:
+                self.once(lambda raw: raw.rename(source, target, overwrite), "rename", f"{src} to {dst}", limit)
+            except (NotFoundError, ExistsError):
+                # An attempt without an answer may have happened, now or while this one was on its way.
+                if attempts == 1 or not self._moved(before, src, dst, limit):
+                    raise
+
+        with_retries(attempt, what=f"`rename {src} to {dst}`", whom=self.whom, give_up_s=self.give_up_s)
+
+    def _moved(self, before: FileStat, src: str, dst: str, limit_s: float) -> bool:
+        """Whether `src` is gone and what lies at `dst` is it; sources bear a nonce, so nobody else moved them."""
+
+        def look(url: str) -> FileStat | None:
+            path = _path(url)
+            try:
+                return _stat(url, self.once(lambda raw: raw.get_file_info(path), "stat", url, limit_s))
+            except NotFoundError:
+                return None
+
+        there = look(dst)
+        if look(src) is not None or there is None or there.is_dir != before.is_dir:
+            return False
+        return before.is_dir or (there.size_bytes, there.mtime_ms) == (before.size_bytes, before.mtime_ms)
+
+
+class _Unsettled(Exception):
+    """Carries past the retries the failure of a create that may have happened, or may happen later."""
+
+    def __init__(self, error: StorageError) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+def _path(url: str) -> str:
+    return re.sub("/+", "/", split_url(url)[2]).rstrip("/") or "/"
+
+
+def _name(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]
+
+
+def _stat(url: str, status: Any) -> FileStat:
+    size = 0 if status.isdir else status.length
+    return FileStat(url, _name(_path(url)), status.isdir, size, status.modification_time)
+
+
+def _whom(authority: str, settings: Mapping[str, str]) -> str:
+    place = authority or split_url(settings.get("fs.defaultFS", "hdfs://(no fs.defaultFS is set)"))[1]
+    nodes = [settings[key] for key in sorted(settings) if key.startswith(f"dfs.namenode.rpc-address.{place}.")]
+    return f"the NameNode at {place}" if not nodes else f"the NameNodes of {place} at {', '.join(nodes)}"
