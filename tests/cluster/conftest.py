@@ -1,0 +1,28 @@
+"""The fixture `hadoop`: one real HDFS (and YARN, when asked for) for all tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster.daemons import Cluster
+
+
+@pytest.fixture(scope="session")
+def hadoop_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path_factory.mktemp("hadoop"))
+    try:
+        yield cluster.start_hdfs()
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture
+def hadoop(hadoop_session: Cluster) -> Iterator[Cluster]:
+    """A serving HDFS; a test may kill or pause its daemons: what it leaves broken is mended after it.
+
+    `.hdfs_url`, `.conf_dir`, `.env`, `.start_yarn()`, `.submit_conf`; `.kill/.pause/.resume/.start(name)`.
+    """
+    yield hadoop_session
+    hadoop_session.heal()
