@@ -122,9 +122,11 @@ class HdfsFileSystem(FileSystem):
             attempts += 1
             return bool(raw.delete(path, recursive))
 
-        # Where a second attempt finds nothing, the first one may have removed it without an answer.
-        existed = self.exists(url)
-        return self.call(remove, "delete", url) or (existed and attempts > 1)
+        try:
+            # Where a second attempt finds nothing, the first one may have removed it without an answer.
+            return self.call(remove, "delete", url) or attempts > 1
+        except NotFoundError:
+            return False  # something above it is a file
 
     def discard(self, url: str) -> bool:
         path = _path(url)

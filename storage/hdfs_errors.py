@@ -35,7 +35,7 @@ def translate(error: BaseException, *, verb: str, place: str, whom: str) -> Lock
             allowed="a name that is free",
             next_step="Choose another name, or delete what is there.",
         )
-    if java == "ParentNotDirectoryException":
+    if java == "ParentNotDirectoryException" or "(is not a directory" in text:
         if verb in ("create", "make"):
             return StorageError(what, got=text, allowed="directories above it", next_step="Check the path.")
         return NotFoundError(f"{what}: not there", got=text, allowed="an existing path", next_step="Check the path.")

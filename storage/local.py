@@ -44,7 +44,7 @@ class LocalFileSystem(FileSystem):
     def create(self, url: str, *, exclusive: bool = True) -> Writer:
         path = _path(url)
         with _translated("create", url):
-            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            _make_parents(path)
             flags = os.O_EXCL if exclusive else os.O_TRUNC
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o644)
         return _LocalWriter(url, path, descriptor)
@@ -98,7 +98,7 @@ class LocalFileSystem(FileSystem):
         with _translated("make", url):
             if os.path.isdir(path):
                 return
-            os.makedirs(os.path.dirname(path.rstrip("/")) or ".", exist_ok=True)
+            _make_parents(path)
             with suppress(FileExistsError):
                 os.mkdir(path, mode)
             if not os.path.isdir(path):
@@ -179,6 +179,14 @@ def short_file(url: str, offset: int, length: int, size: int) -> CorruptionError
 
 def _path(url: str) -> str:
     return split_url(url)[2]
+
+
+def _make_parents(path: str) -> None:
+    folder = os.path.dirname(path.rstrip("/")) or "."
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except FileExistsError as error:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder) from error
 
 
 def _sync_directory(path: str) -> None:

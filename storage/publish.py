@@ -59,15 +59,7 @@ def write_stream(
     """
     if exclusive and fs.exists(url):
         raise occupied(url)
-    backoff = Backoff(give_up_s)
-    while True:
-        temporary = temporary_name(url)
-        try:
-            written = _write_once(fs, temporary, produce)
-            break
-        except (RetryableStorageError, StorageTimeoutError) as error:
-            fs.discard(temporary)
-            backoff.wait_or_raise(error, what=f"`write {url}`")
+    temporary, written = _write_temporary(fs, url, produce, Backoff(give_up_s))
     try:
         if exclusive:
             fs.rename_new(temporary, url)
@@ -143,6 +135,16 @@ class _Counting(Writer):
 
     def abort(self) -> None:
         self._inner.abort()
+
+
+def _write_temporary(fs: FileSystem, url: str, produce: Callable[[Writer], None], backoff: Backoff) -> tuple[str, int]:
+    while True:
+        temporary = temporary_name(url)
+        try:
+            return temporary, _write_once(fs, temporary, produce)
+        except (RetryableStorageError, StorageTimeoutError) as error:
+            fs.discard(temporary)
+            backoff.wait_or_raise(error, what=f"`write {url}`")
 
 
 def _write_once(fs: FileSystem, url: str, produce: Callable[[Writer], None]) -> int:

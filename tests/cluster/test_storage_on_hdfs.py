@@ -1,0 +1,67 @@
+"""The contract on a real HDFS, and what only HDFS has."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from storage.errors import CorruptionError, ExistsError
+from storage.fs import FileSystem, filesystem, join
+from tests.fs_contract import FileSystemContract, put
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture
+def root(hadoop: Any) -> Iterator[str]:
+    url = join(hadoop.hdfs_url, f"contract-{uuid.uuid4().hex}")
+    filesystem(url).mkdirs(url)
+    yield url
+    filesystem(url).delete(url, recursive=True)
+
+
+@pytest.fixture
+def fs(root: str) -> FileSystem:
+    return filesystem(root)
+
+
+class TestHdfs(FileSystemContract):
+    """The whole contract."""
+
+
+def test_an_unclosed_file_is_refused(fs: FileSystem, root: str) -> None:
+    url = join(root, "f")
+    writer = fs.create(url)
+    writer.write(b"x" * 1000)
+    writer.sync()
+    assert fs.stat(url).size_bytes == 1000
+    with pytest.raises(CorruptionError, match="never closed"):
+        fs.read_bytes(url)
+    with pytest.raises(CorruptionError, match="never closed"), fs.open_read(url) as file:
+        file.read()
+    writer.close()
+
+
+def test_a_writer_whose_file_was_taken_does_not_pass_for_written(fs: FileSystem, root: str) -> None:
+    url = join(root, "f")
+    writer = fs.create(url)
+    writer.write(b"x")
+    fs.delete(url)
+    with pytest.raises(Exception, match="taken away"):
+        writer.close()
+    writer.abort()
+
+
+def test_blocks_of_a_large_file(fs: FileSystem, root: str) -> None:
+    url = put(fs, join(root, "f"), b"x" * 100)
+    assert [(block.offset, block.length) for block in fs.block_locations(url)] == [(0, 100)]
+
+
+def test_urls_of_a_listing_keep_their_authority(fs: FileSystem, root: str) -> None:
+    put(fs, join(root, "f"))
+    assert fs.list(root + "/")[0].url == join(root, "f")
+    with pytest.raises(ExistsError):
+        fs.rename_new(join(root, "f"), root)
