@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from jobs._cli import run_job
@@ -104,7 +105,7 @@ Point a shell at them:
     return 0
 
 
-def main(argv: list[str] | tuple[str, ...]) -> int:
+def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.cluster", description=__doc__)
     parser.add_argument("action", choices=["up", "down", "status"])
     parser.add_argument("--dir", default=".cluster", type=Path, help="where configuration, logs and data lie")
