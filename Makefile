@@ -1,0 +1,46 @@
+# `make demo` and `make test` set up all that they need; `make help` tells the rest.
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help demo test check cluster cluster-stop venv airflow-venv jars clean
+
+PYTHON_VENV := .venv/bin/python
+# The JDK that setup.sh found, for Spark and Maven alike; read when a recipe runs, since setup.sh may just have installed it.
+WITH_JAVA = export JAVA_HOME="$$(scripts/setup.sh java-home)";
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
+
+demo: venv ## web log and images: ETL, training on two ranks, evaluation, report (under 4 minutes)
+	@$(WITH_JAVA) $(PYTHON_VENV) -m jobs.pipeline --config conf/demo_weblog.toml conf/demo_images.toml
+
+test: venv airflow-venv jars lint ## all checks and all tests, on a real HDFS and YARN too (under 9 minutes)
+	@$(WITH_JAVA) $(PYTHON_VENV) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+
+check: venv lint ## the fast loop: checks and the tests that start no process (under 3 minutes)
+	@$(WITH_JAVA) $(PYTHON_VENV) -m pytest -q -n 2 --dist loadgroup -m "not slow and not cluster"
+
+.PHONY: lint
+lint: venv ## ruff, mypy, import-linter
+	@.venv/bin/ruff check --quiet .
+	@.venv/bin/mypy --no-error-summary
+	@told=$$(.venv/bin/lint-imports --no-logo 2>&1) || { echo "$$told"; exit 1; }
+
+cluster: venv jars ## start NameNode, two DataNodes, ResourceManager and NodeManager, and tell how to use them
+	@$(WITH_JAVA) $(PYTHON_VENV) -m tests.cluster up
+
+cluster-stop: venv ## end just those five processes
+	@$(PYTHON_VENV) -m tests.cluster down
+
+venv: ## .venv with the pinned requirements, and a JDK where none is
+	@scripts/setup.sh venv
+
+airflow-venv: ## .venv-airflow, which only the DAG's test and Airflow itself need
+	@scripts/setup.sh airflow
+
+jars: venv
+	@$(WITH_JAVA) scripts/setup.sh jars
+
+clean: ## results and caches; the environments stay
+	@rm -rf .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info spark-warehouse metastore_db derby.log
+	@find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

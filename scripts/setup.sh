@@ -1,0 +1,93 @@
+#!/usr/bin/env bash
+# Makes the environments that `make` needs. Says nothing and installs nothing where all is there.
+#   scripts/setup.sh venv      .venv from requirements-dev.txt, and a JDK 17 or 21
+#   scripts/setup.sh airflow   .venv-airflow from requirements-airflow.txt
+#   scripts/setup.sh jars      the test cluster's jars
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+fail() {
+    echo "error: $1" >&2
+    exit 2
+}
+
+# The Python that makes the environments: $PYTHON, else the first of these names that is 3.11 or later.
+find_python() {
+    local name
+    for name in ${PYTHON:-python3 python3.11 python3.12 python3.13 python}; do
+        if command -v "$name" >/dev/null 2>&1 &&
+            "$name" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
+            echo "$name"
+            return
+        fi
+    done
+    fail "Python 3.11 or later with its venv module is missing; install it (Debian: apt-get install python3 python3-venv) or name it: make PYTHON=/path/to/python3.11"
+}
+
+# make_venv FOLDER REQUIREMENTS FILE...: the folder is made anew where FILEs differ from those it was made from.
+make_venv() {
+    local folder=$1 requirements=$2 digest
+    shift 2
+    digest=$(cat "$@" | sha256sum | cut -d' ' -f1)
+    if [ "$(cat "$folder/.stamp" 2>/dev/null)" = "$digest" ] && [ -x "$folder/bin/python" ]; then
+        return
+    fi
+    local python
+    python=$(find_python)
+    echo "Installing $requirements into $folder (some minutes, once) ..."
+    rm -f "$folder/.stamp"
+    if ! "$folder/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
+        "$python" -m venv --clear "$folder"
+    fi
+    "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --requirement "$requirements"
+    if [ "$folder" = .venv ]; then
+        "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+    fi
+    echo "$digest" >"$folder/.stamp"
+}
+
+java_works() {
+    local version
+    version=$("$1" -version 2>&1 | sed -n 's/.*version "\([0-9]*\).*/\1/p')
+    [ "$version" = 17 ] || [ "$version" = 21 ]
+}
+
+# A JDK 17 or 21: JAVA_HOME, the PATH, /usr/lib/jvm. Prints its home; nothing where there is none.
+find_java() {
+    local home
+    for home in "${JAVA_HOME:-}" "$(dirname "$(dirname "$(readlink -f "$(command -v java || echo /)")")")" /usr/lib/jvm/*; do
+        if [ -x "$home/bin/java" ] && java_works "$home/bin/java"; then
+            echo "$home"
+            return
+        fi
+    done
+}
+
+need_java() {
+    [ -n "$(find_java)" ] && return
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        echo "Installing a JDK 17 with apt ..."
+        (apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install --yes --no-install-recommends openjdk-17-jdk-headless) >/dev/null ||
+            (DEBIAN_FRONTEND=noninteractive apt-get -qq install --yes --no-install-recommends openjdk-21-jdk-headless) >/dev/null || true
+    fi
+    [ -n "$(find_java)" ] || fail "Spark needs a JDK 17 or 21; install one (Debian: apt-get install openjdk-17-jdk-headless) or set JAVA_HOME."
+}
+
+case "${1:-}" in
+venv)
+    make_venv .venv requirements-dev.txt requirements.txt requirements-dev.txt
+    need_java
+    ;;
+airflow)
+    make_venv .venv-airflow requirements-airflow.txt requirements-airflow.txt
+    ;;
+jars)
+    .venv/bin/python -c 'from tests.cluster.jars import hadoop_jars; hadoop_jars()'
+    ;;
+java-home)
+    find_java
+    ;;
+*)
+    fail "usage: scripts/setup.sh venv | airflow | jars | java-home"
+    ;;
+esac
