@@ -61,7 +61,7 @@ class ControlClient:
         threading.Thread(target=self._read, name="control-read", daemon=True).start()
         threading.Thread(target=self._beats, name="control-beat", daemon=True).start()
 
-    def rendezvous(self, host: str, port: int, deadline_s: float = 60.0) -> list[tuple[str, int]]:
+    def rendezvous(self, host: str, port: int, deadline_s: float = 120.0) -> list[tuple[str, int]]:
         """Say where this rank listens; returns every rank's (host, port) once all have said theirs.
 
         A collective: the n-th call of one rank belongs to the n-th call of all. Raises CommunicationError naming the

@@ -55,6 +55,10 @@ class Failure:
     weight: Weight
 
 
+class LauncherError(TrainingFailedError):
+    """What holds the ranks (a Spark stage, a supervisor) failed; each rank's own failure says more, if there is one."""
+
+
 class RankFailedError(TrainingFailedError):
     """A rank ended without its result; the text names rank, host, step, phase and ends with its last log lines."""
 

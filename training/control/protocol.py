@@ -35,6 +35,11 @@ MAX_BODY_BYTES = 4 << 20  # the largest true body is a checkpoint's list of file
 HELLO_DEADLINE_S = 10.0
 
 
+def new_key() -> bytes:
+    """The secret of one launch of one generation."""
+    return secrets.token_bytes(32)
+
+
 class Role(IntEnum):
     """Who speaks: the rank itself or the supervisor that started it."""
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from storage.errors import CommunicationError, LockstepError
 from training.control.carry import error_from_json, error_to_json, is_final
-from training.control.failures import Failure, RankFailedError, RankState, failure_of
+from training.control.failures import Failure, LauncherError, RankFailedError, RankState, failure_of
 from training.control.protocol import Channel, Role, Tag, greet
 from training.control.rendezvous import Rendezvous
 from training.launch.task import Handler, Limits
@@ -88,7 +88,8 @@ class ControlServer:
             failures = self._failures(time.monotonic())
         first = min(failures, key=lambda failure: failure.weight) if failures else None
         self.stop(first.reason if first else str(self._fault))
-        if self._fault is not None:
+        # A lost executor ends its rank and the launcher's stage: the rank's own story says more than the stage's.
+        if self._fault is not None and (first is None or not isinstance(self._fault, LauncherError)):
             raise self._fault
         assert first is not None
         if first.state.error is not None and is_final(first.state.error):

@@ -12,6 +12,8 @@ from training.world import World
 if TYPE_CHECKING:
     from training.comm.base import Communicator
 
+JOIN_S = 120.0  # ranks start at the same time; what differs is the import of their modules
+
 
 class RankContext(AbstractContextManager["RankContext"]):
     """World, control channel and payload of one rank; `host` is the address other ranks reach it by."""
@@ -23,18 +25,16 @@ class RankContext(AbstractContextManager["RankContext"]):
         self._key, self._stall_s = key, stall_s
         self._communicator: Communicator | None = None
 
-    def communicator(self, deadline_s: float | None = None) -> Communicator:
+    def communicator(self, join_s: float = JOIN_S) -> Communicator:
         """The ranks' communicator, connected at the first call and closed when the entry returns.
 
-        `deadline_s` bounds each of its calls; by default the launch's stall limit, since a rank may trace or write a
-        checkpoint while others wait. Raises CommunicationError naming the ranks that did not come in time.
+        Its collectives wait as long as the launch's stall limit, since a rank may trace or write a checkpoint while
+        others wait. Raises CommunicationError naming the rank that did not join within `join_s`.
         """
         if self._communicator is None:
             from training.comm import connect
 
-            self._communicator = connect(
-                self.world, self.control, self._key, self._stall_s if deadline_s is None else deadline_s, self.host
-            )
+            self._communicator = connect(self.world, self.control, self._key, join_s, self._stall_s)
         return self._communicator
 
     def __exit__(

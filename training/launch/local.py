@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 from typing import Any
 
+from training.control.protocol import new_key
 from training.control.server import ControlServer
 from training.launch.supervisor import Order, Supervisor
 from training.launch.task import Handler, Limits, RankTask
@@ -28,7 +28,7 @@ def run_local(
     alive in any case.
     """
     limits = limits or Limits()
-    key = secrets.token_bytes(32)
+    key = new_key()
     threads: list[threading.Thread] = []
     try:
         with ControlServer(key, generation, num_ranks, limits, handler, LOOPBACK) as server:

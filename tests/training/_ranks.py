@@ -1,0 +1,204 @@
+"""Entries for ranks without TensorFlow; tests put this folder on the ranks' import path (`rank_path`)."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from storage.errors import ConfigError, CorruptionError
+from storage.fs import filesystem, join
+from storage.manifest import load_dataset
+from training.config import TrainConfig
+from training.launch.context import RankContext
+from training.paths import staged_checkpoint, staged_model
+from training.planning import plan_for
+
+HERE = str(Path(__file__).parent)
+
+
+def rank_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ranks import this module by its name `_ranks`."""
+    monkeypatch.syspath_prepend(HERE)
+
+
+def hello(context: RankContext) -> dict[str, Any]:
+    """Meets the others and asks the driver."""
+    print(f"rank {context.world.rank} says hello")
+    context.control.beat(1, "hello")
+    table = context.control.rendezvous(context.host, 1000 + context.world.rank)
+    return {
+        "world": context.world.to_json(),
+        "table": table,
+        "reply": context.control.request("ask", 10.0, number=context.world.rank),
+        "argv": sys.argv,
+        "environment": sorted(f"{k}={v}" for k, v in os.environ.items()),
+        "pid": os.getpid(),
+        "session": os.getsid(0),
+    }
+
+
+def solo(context: RankContext) -> dict[str, Any]:
+    """Only returns."""
+    return {"rank": context.world.rank, "payload": context.payload, "loss": float("nan")}
+
+
+def one_killed(context: RankContext) -> dict[str, Any]:
+    """Rank 1 writes 60 lines and is killed at step 7; the others wait for it."""
+    if context.world.rank == 1:
+        context.control.beat(7, "train")
+        for number in range(60):
+            print(f"line {number}")
+        sys.stdout.flush()
+        time.sleep(1.5)  # a heartbeat says the step
+        os.kill(os.getpid(), signal.SIGKILL)
+    context.control.rendezvous("nowhere", 1)
+    return {}
+
+
+def one_refuses(context: RankContext) -> dict[str, Any]:
+    """Rank 0 raises an error that no restart can mend."""
+    if context.world.rank == 0:
+        raise ConfigError("no such model", got="nonsense", allowed="logistic", next_step="Correct --model.")
+    context.control.rendezvous("nowhere", 1)
+    return {}
+
+
+def one_reads_rot(context: RankContext) -> dict[str, Any]:
+    """Raises an error whose class has fields of its own."""
+    raise CorruptionError("a checksum is wrong", file="/data/part-00000", record=7, offset=812)
+
+
+def one_breaks(context: RankContext) -> dict[str, Any]:
+    """Raises what nobody foresaw."""
+    raise RuntimeError("out of luck")
+
+
+def one_stopped(context: RankContext) -> dict[str, Any]:
+    """Rank 0 stops its own process, heartbeats and all."""
+    if context.world.rank == 0:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(60)
+    return {}
+
+
+def one_stalled(context: RankContext) -> dict[str, Any]:
+    """Rank 1 lives and makes no step; rank 0 goes on."""
+    for step in range(600):
+        context.control.beat(step if context.world.rank == 0 else 3, "train")
+        time.sleep(0.1)
+    return {}
+
+
+def deaf(context: RankContext) -> dict[str, Any]:
+    """Ignores SIGTERM; rank 1 breaks."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if context.world.rank == 1:
+        time.sleep(0.5)
+        raise RuntimeError("rank 1 breaks")
+    time.sleep(60)
+    return {}
+
+
+def tells_pid(context: RankContext) -> dict[str, Any]:
+    """Writes its process number into payload["folder"] and waits."""
+    Path(context.payload["folder"], f"pid-{context.world.rank}").write_text(str(os.getpid()))
+    time.sleep(120)
+    return {}
+
+
+def slow_result(context: RankContext) -> dict[str, Any]:
+    """Leaves a thread behind that would keep a Python process alive."""
+    threading.Thread(target=time.sleep, args=(60,)).start()
+    return {"rank": context.world.rank}
+
+
+def train(context: RankContext) -> dict[str, Any]:
+    """A training run in miniature: `weights` is a pure function of the steps done, kept by checkpoints."""
+    return _train(context, lambda step: None)
+
+
+def train_killed_once(context: RankContext) -> dict[str, Any]:
+    """`train`, but rank 1 of generation 1 is killed at step 15."""
+
+    def perhaps(step: int) -> None:
+        if context.world.generation == 1 and context.world.rank == context.world.num_ranks - 1 and step == 15:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return _train(context, perhaps)
+
+
+def train_never(context: RankContext) -> dict[str, Any]:
+    """`train`, but it breaks at its third step in every generation."""
+    start = int(context.control.request("restore", 10.0)["step"])
+
+    def always(step: int) -> None:
+        if step == start + 3:
+            raise RuntimeError("it never works")
+
+    return _train(context, always)
+
+
+def train_slowly(context: RankContext) -> dict[str, Any]:
+    """`train` with 50 ms a step."""
+    return _train(context, lambda step: time.sleep(0.05))
+
+
+def _train(context: RankContext, hurdle: Any) -> dict[str, Any]:
+    world, control = context.world, context.control
+    config = TrainConfig.from_json(context.payload["config"])
+    plan = plan_for(load_dataset(config.datasets[0]), config)
+    assert plan.identity() == context.payload["plan"]
+    place = control.request("restore", 30.0)
+    weights = np.zeros(4)
+    if place["checkpoint"]:
+        weights = np.frombuffer(filesystem(config.run).read_bytes(join(place["checkpoint"], _file(0))), np.float64)
+    began, total = time.monotonic(), plan.steps(config.epochs)
+    for step in range(int(place["step"]), total):
+        hurdle(step)
+        weights = np.sqrt(weights + step + 1)
+        done = step + 1
+        control.beat(done, "train")
+        if world.is_leader:
+            control.notify(
+                "metrics", rows=[{"step": done, "epoch": plan.epoch_of_step(step), "loss": float(weights[0])}]
+            )
+        if done % config.checkpoint_every == 0 or done == total:
+            _checkpoint(context, config, str(place["staging"]), done, weights)
+    if world.is_leader:
+        url = join(staged_model(str(place["staging"])), "model.bin")
+        control.request("model", 30.0, files=[_upload(url, weights.tobytes())])
+    return {
+        "steps": total,
+        "metrics": {"loss": float(weights[0])},
+        "samples": (total - int(place["step"])) * config.global_batch,
+        "seconds": time.monotonic() - began,
+        "left_over": [f"{position:016x}" for _, position in plan.leftover(config.epochs)],
+    }
+
+
+def _checkpoint(context: RankContext, config: TrainConfig, staging: str, step: int, weights: Any) -> None:
+    file = _upload(join(staged_checkpoint(staging, step), _file(context.world.rank)), weights.tobytes())
+    state = {"callbacks": {}} if context.world.is_leader else {}
+    reply = context.control.request("checkpoint", 60.0, step=step, files=[file], audit=[], state=state)
+    assert reply == {"committed": True}
+
+
+def _file(rank: int) -> str:
+    return f"rank-{rank:05d}.bin"
+
+
+def _upload(url: str, data: bytes) -> dict[str, Any]:
+    with filesystem(url).create(url) as writer:
+        writer.write(data)
+        writer.sync()
+    return {"name": url.rpartition("/")[2], "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}

@@ -1,0 +1,325 @@
+"""The driver's loop on real processes: restarts, resumption, refusals, the results on disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from storage.errors import ConfigError, LockstepError, TrainingFailedError
+from storage.fs import filesystem, walk
+from storage.sealed import unseal
+from tests.training._ranks import HERE, rank_path
+from tests.training._tiny import write_table
+from training.chain import find_model, find_result, find_tip, read_checkpoint
+from training.claims import read_claims
+from training.config import TrainConfig
+from training.driver import Hooks, RunResult, train
+from training.launch.local import run_local
+from training.launch.task import Limits
+from training.paths import RunPaths
+
+pytestmark = pytest.mark.slow
+
+QUICK = Limits(grace_s=1.0, silent_s=5.0)
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
+    rank_path(monkeypatch)
+    write_table(tmp_path / "data")  # 100 training records: 12 steps of 8 an epoch, and 4 left over after one
+    return TrainConfig(
+        datasets=(str(tmp_path / "data"),),
+        run=str(tmp_path / "run"),
+        model="tiny",
+        num_ranks=2,
+        global_batch=8,
+        epochs=2,
+        checkpoint_every=5,
+        launcher="local",
+        stall_limit_s=30.0,
+    )
+
+
+def go(config: TrainConfig, entry: str = "train", **hooks: object) -> RunResult:
+    return train(config, run_local, hooks=Hooks(entry=f"_ranks:{entry}", limits=QUICK, **hooks))
+
+
+def tip_weights(config: TrainConfig) -> np.ndarray:
+    tip = find_tip(filesystem(config.run), RunPaths(config.run))
+    assert tip is not None
+    return np.fromfile(Path(tip.url, "rank-00000.bin"))
+
+
+def test_run_from_start_to_end(config: TrainConfig) -> None:
+    result = go(config)
+    run, paths, fs = Path(config.run), RunPaths(config.run), filesystem(config.run)
+    assert (result.steps, result.epochs, result.generation, result.restarts) == (25, 2, 1, 0)
+    assert result.checkpoint == "step-0000000025.g0001"
+    assert len(result.left_over) == 2 * 100 - 25 * 8
+    # The three newest checkpoints stay; older ones wait in the trash for a later claimant.
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == [
+        f"step-00000000{step}.g0001" for step in (15, 20, 25)
+    ]
+    assert len(list((run / ".trash/g0001").iterdir())) == 2
+    for url in (paths.result(1), paths.claim(1), paths.run_json, paths.model(1) + "/_manifest.json"):
+        unseal(fs.read_bytes(url), url)
+    assert find_model(fs, paths) == paths.model(1)
+    rows = [json.loads(line) for part in sorted((run / "metrics/g0001").iterdir()) for line in part.open()]
+    assert [row["step"] for row in rows] == list(range(1, 26))
+    assert not list((run / ".staging").iterdir())
+    assert json.loads((run / "lease.json").read_text())["closed"] is True
+    assert not [f.url for f in walk(fs, config.run) if f.name.endswith(".tmp")]
+
+
+def test_no_secret_is_kept(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = bytes(range(100, 132))
+    monkeypatch.setattr("training.launch.local.new_key", lambda: key)
+    go(config)
+    for file in Path(config.run).rglob("*"):
+        if file.is_file():
+            content = file.read_bytes()
+            assert key not in content and key.hex().encode() not in content, file
+
+
+def test_killed_rank_goes_on_from_its_checkpoint(
+    config: TrainConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole = dataclasses.replace(config, run=str(tmp_path / "whole"))
+    go(whole)
+    result = go(config, "train_killed_once")
+    assert (result.generation, result.restarts, result.steps) == (2, 1, 25)
+    claims = read_claims(filesystem(config.run), RunPaths(config.run))
+    assert claims[1].parent is None
+    assert claims[2].parent is not None
+    assert str(claims[2].parent) == "step-0000000015.g0001"
+    assert np.array_equal(tip_weights(config), tip_weights(whole))
+    assert "rank 1 of 2 on 127.0.0.1 failed" in capfd.readouterr().err
+
+
+def test_gives_up_without_progress(config: TrainConfig) -> None:
+    with pytest.raises(TrainingFailedError, match="it never works"):
+        go(dataclasses.replace(config, max_restarts=1), "train_never")
+    assert len(read_claims(filesystem(config.run), RunPaths(config.run))) == 2
+
+
+def test_final_errors_are_not_retried(config: TrainConfig) -> None:
+    with pytest.raises(ConfigError, match="no such model"):
+        go(config, "one_refuses")
+    assert len(read_claims(filesystem(config.run), RunPaths(config.run))) == 1
+
+
+def test_resume(config: TrainConfig) -> None:
+    first = go(config)
+    began = time.monotonic()
+    assert go(config) == first  # complete: nothing is claimed or launched
+    assert time.monotonic() - began < 2
+    assert len(read_claims(filesystem(config.run), RunPaths(config.run))) == 1
+    more = go(dataclasses.replace(config, epochs=3, num_ranks=1))
+    assert (more.generation, more.steps, more.samples) == (2, 37, 12 * 8)
+    assert not list(Path(config.run, ".trash/g0001").iterdir())  # emptied by the later claimant
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"epochs": 1}, "epochs"),
+        ({"model": "other"}, "model"),
+        ({"seed": 5}, "seed"),
+        ({"global_batch": 16}, "global_batch"),
+        ({"lanes": 8, "batchnorm": "local"}, "batchnorm"),
+        ({"precision": "float64"}, "precision"),
+    ],
+)
+def test_resume_with_another_field_is_refused(config: TrainConfig, change: dict[str, object], named: str) -> None:
+    if not Path(config.run).exists():
+        go(dataclasses.replace(config, num_ranks=1, checkpoint_every=1000))
+    with pytest.raises(ConfigError, match=f"another `{named}`") as caught:
+        go(dataclasses.replace(config, **change))
+    assert caught.value.exit_code == 2
+
+
+def test_resume_with_another_dataset_is_refused(config: TrainConfig, tmp_path: Path) -> None:
+    go(config)
+    write_table(tmp_path / "other", seed=1)
+    with pytest.raises(ConfigError, match="another `dataset_digest`"):
+        go(dataclasses.replace(config, datasets=(str(tmp_path / "other"),)))
+
+
+def test_strange_directory_is_refused(config: TrainConfig) -> None:
+    Path(config.run).mkdir()
+    Path(config.run, "thesis.doc").write_text("mine")
+    with pytest.raises(ConfigError, match="is no run"):
+        go(config)
+
+
+def test_flipped_tip_is_refused_and_its_parent_used(config: TrainConfig, caplog: pytest.LogCaptureFixture) -> None:
+    go(config)
+    weights = tip_weights(config)
+    file = Path(config.run, "checkpoints/step-0000000025.g0001/rank-00000.bin")
+    data = bytearray(file.read_bytes())
+    data[3] ^= 1
+    file.write_bytes(data)
+    result = go(dataclasses.replace(config, epochs=3))
+    assert "step-0000000025.g0001 is refused" in caplog.text
+    claim = read_claims(filesystem(config.run), RunPaths(config.run))[2]
+    assert str(claim.parent) == "step-0000000020.g0001"
+    assert result.steps == 37
+    assert not np.array_equal(tip_weights(config), weights)
+
+
+def test_late_rename_of_an_older_generation_changes_nothing(config: TrainConfig, tmp_path: Path) -> None:
+    """An old driver's process is stopped between upload and rename while a new driver goes on, then woken."""
+    whole = dataclasses.replace(config, run=str(tmp_path / "whole"))
+    go(whole)
+    held = subprocess.Popen(
+        [sys.executable, "-c", HELD, json.dumps(config.to_json()), HERE],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert held.stdout is not None
+        assert held.stdout.readline() == "held\n"
+        os.kill(held.pid, signal.SIGSTOP)
+        more = dataclasses.replace(config, num_ranks=1)
+        result = go(more, lease_watch_s=2.0)
+        assert (result.generation, result.checkpoint) == (2, "step-0000000025.g0002")
+        fs, paths = filesystem(config.run), RunPaths(config.run)
+        before = _state(config)
+        os.kill(held.pid, signal.SIGCONT)
+        held.communicate("go\n", timeout=60)
+        assert held.returncode == 3  # it saw that it is superseded
+    finally:
+        held.kill()
+        held.wait()
+    orphan = paths.checkpoint(10, 1)
+    assert fs.exists(orphan)  # the rename itself did happen
+    read_checkpoint(fs, orphan, type(find_tip(fs, paths).ref)(10, 1))
+    assert _state(config) == before
+    assert np.array_equal(tip_weights(config), tip_weights(whole))
+
+
+HELD = """
+import json, sys
+sys.path.insert(0, sys.argv[2])
+from training.claims import SupersededError
+from training.config import TrainConfig
+from training.driver import Hooks, train
+from training.launch.local import run_local
+from training.launch.task import Limits
+
+commits = []
+
+def before_rename():
+    commits.append(1)
+    if len(commits) == 2:  # step 10
+        print("held", flush=True)
+        sys.stdin.readline()
+
+try:
+    train(
+        TrainConfig.from_json(json.loads(sys.argv[1])),
+        run_local,
+        hooks=Hooks(entry="_ranks:train", before_rename=before_rename, limits=Limits(grace_s=1.0, silent_s=60.0)),
+    )
+except SupersededError:
+    sys.exit(3)
+"""
+
+
+def _state(config: TrainConfig) -> object:
+    fs, paths = filesystem(config.run), RunPaths(config.run)
+    tip = find_tip(fs, paths)
+    assert tip is not None
+    kept = sorted(p.name for p in Path(config.run, "checkpoints").iterdir() if p.name.endswith(".g0002"))
+    trash = sorted(p.name for p in Path(config.run, ".trash").rglob("step-*"))
+    return tip.ref, tip_weights(config).tolist(), kept, trash, find_result(fs, paths), find_model(fs, paths)
+
+
+def test_two_drivers_do_not_work_on_one_run(config: TrainConfig) -> None:
+    code = (
+        "import json, sys; sys.path.insert(0, sys.argv[2])\n"
+        "from training.config import TrainConfig\n"
+        "from training.driver import Hooks, train\n"
+        "from training.launch.local import run_local\n"
+        "train(TrainConfig.from_json(json.loads(sys.argv[1])), run_local, hooks=Hooks(entry='_ranks:train_slowly'))\n"
+    )
+    slow = dataclasses.replace(config, epochs=40)
+    first = subprocess.Popen([sys.executable, "-c", code, json.dumps(slow.to_json()), HERE], stderr=subprocess.DEVNULL)
+    try:
+        lease = Path(config.run, "lease.json")
+        deadline = time.monotonic() + 30
+        while not lease.exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        with pytest.raises(ConfigError, match="another driver is at work"):
+            go(slow)
+        # The end of the first driver: its ranks go with it, and its lease is closed.
+        pids = _ranks_of(first.pid)
+        assert len(pids) == 2
+        first.send_signal(signal.SIGTERM)
+        assert first.wait(30) == 143
+        assert not [pid for pid in pids if _lives(pid)]
+        assert json.loads(lease.read_text())["closed"] is True
+    finally:
+        first.kill()
+        first.wait()
+
+
+def test_dead_driver_takes_its_ranks_along_and_is_not_waited_for(config: TrainConfig) -> None:
+    code = HELD.replace(
+        'Hooks(entry="_ranks:train", before_rename=before_rename, ', 'Hooks(entry="_ranks:train_slowly", '
+    )
+    slow = dataclasses.replace(config, epochs=4)
+    first = subprocess.Popen([sys.executable, "-c", code, json.dumps(slow.to_json()), HERE], stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 30
+        while find_tip(filesystem(config.run), RunPaths(config.run)) is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        pids = _ranks_of(first.pid)
+        assert len(pids) == 2
+    finally:
+        first.kill()
+        first.wait()
+    time.sleep(1.0)
+    assert not [pid for pid in pids if _lives(pid)]
+    result = go(slow, lease_watch_s=60.0)  # a dead process of this host: nothing to watch
+    assert (result.generation, result.steps) == (2, 50)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        # A zombie has ended: only its parent (here perhaps a container's first process) has not looked yet.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def _ranks_of(driver: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                command = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if int(fields[1]) == driver and b"training.rank" in command:
+                found.append(int(entry.name))
+    return found
+
+
+def test_storage_failure_names_the_missing_dataset(config: TrainConfig) -> None:
+    with pytest.raises(LockstepError) as caught:
+        go(dataclasses.replace(config, datasets=("/no/such/dataset",)))
+    assert caught.value.exit_code == 2
+    assert not Path(config.run).exists()  # refused before anything is written

@@ -1,0 +1,156 @@
+"""The chain of parents: which checkpoints, model and result count, judged by the claims and by nothing else."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from storage.errors import CorruptionError, DataError, NotFoundError
+from storage.fs import FileSystem, join
+from storage.layout import MANIFEST_NAME, safe_relative
+from storage.publish import file_digest
+from storage.sealed import unseal
+from training.claims import CheckpointRef, Claim, read_claims
+from training.paths import RunPaths, checkpoint_of, generation_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A whole checkpoint: where it lies and its manifest."""
+
+    ref: CheckpointRef
+    url: str
+    manifest: dict[str, Any]
+
+
+def lineage(claims: Mapping[int, Claim], refs: Iterable[CheckpointRef]) -> list[CheckpointRef]:
+    """The checkpoints of `refs` that are in the newest claim's chain, newest first.
+
+    Those of the newest generation; then its parent and what that one's generation wrote before it; and so back. A
+    commit that an older generation made after its successor's claim is later than the claim's parent, so it is out.
+    """
+    by_generation: dict[int, list[int]] = {}
+    for ref in refs:
+        by_generation.setdefault(ref.generation, []).append(ref.step)
+    chain: list[CheckpointRef] = []
+    generation = max(claims, default=None)
+    last: int | None = None
+    while generation is not None:
+        steps = sorted(by_generation.get(generation, []), reverse=True)
+        chain += [CheckpointRef(step, generation) for step in steps if last is None or step <= last]
+        parent = claims[generation].parent if generation in claims else None
+        generation, last = (parent.generation, parent.step) if parent else (None, None)
+    return chain
+
+
+def checkpoints(fs: FileSystem, paths: RunPaths) -> dict[CheckpointRef, str]:
+    """All checkpoint directories and their URLs: committed ones, and those that lie in the trash."""
+    found: dict[CheckpointRef, str] = {}
+    for name in _directories(fs, paths.trashes):
+        if generation_of(name) is not None:
+            found |= _checkpoints_in(fs, join(paths.trashes, name))
+    return found | _checkpoints_in(fs, paths.checkpoints)
+
+
+def find_tip(fs: FileSystem, paths: RunPaths) -> Checkpoint | None:
+    """The newest whole checkpoint of the chain, None before the first one.
+
+    A torn or changed checkpoint is refused aloud and its parent used. Raises DataError when none of several is whole.
+    """
+    urls = checkpoints(fs, paths)
+    chain = lineage(read_claims(fs, paths), urls)
+    for ref in chain:
+        try:
+            return Checkpoint(ref, urls[ref], read_checkpoint(fs, urls[ref], ref))
+        except (DataError, NotFoundError) as error:
+            log.error("checkpoint %s is refused, its parent is used: %s", ref, error)
+    if chain:
+        raise DataError(
+            f"no checkpoint of {paths.root} is whole",
+            got=", ".join(map(str, chain)),
+            allowed="at least one whose digests hold",
+            next_step=f"Run `python -m jobs.verify {paths.root}`; restore a checkpoint or begin a new run.",
+        )
+    return None
+
+
+def read_checkpoint(fs: FileSystem, url: str, ref: CheckpointRef) -> dict[str, Any]:
+    """The manifest of a checkpoint, all of whose files have been read and match; raises CorruptionError naming one."""
+    where = join(url, MANIFEST_NAME)
+    manifest = unseal(fs.read_bytes(where), where)
+    if (manifest.get("kind"), manifest.get("step"), manifest.get("generation")) != (
+        "checkpoint",
+        ref.step,
+        ref.generation,
+    ):
+        raise CorruptionError("a manifest that contradicts its directory's name", file=where, got=str(ref))
+    for name, info in manifest["files"].items():
+        file = join(url, safe_relative(name, where=where))
+        try:
+            size, digest = file_digest(fs, file)
+        except NotFoundError:
+            raise CorruptionError("a file of a checkpoint is missing", file=file) from None
+        if (size, digest) != (info["bytes"], info["sha256"]):
+            raise CorruptionError(
+                "a file of a checkpoint was changed",
+                file=file,
+                got=f"{size} bytes, sha256 {digest}",
+                allowed=f"{info['bytes']} bytes, sha256 {info['sha256']}",
+            )
+    return manifest
+
+
+def find_result(fs: FileSystem, paths: RunPaths) -> dict[str, Any] | None:
+    """The result that counts: the newest claim's, else the newest one at whose checkpoint a later generation of the
+    chain began. None before the first.
+
+    An older generation's late result names a checkpoint past its successor's parent and is passed over.
+    """
+    claims = read_claims(fs, paths)
+    generation = max(claims, default=None)
+    began: CheckpointRef | None = None
+    while generation is not None and generation in claims:
+        url = paths.result(generation)
+        if fs.exists(url):
+            result = unseal(fs.read_bytes(url), url)
+            if began is None or result.get("checkpoint") == str(began):
+                return result
+        began = claims[generation].parent
+        generation = began.generation if began else None
+    return None
+
+
+def find_model(fs: FileSystem, paths: RunPaths) -> str:
+    """URL of the model directory that counts, by the same rule as `find_result`.
+
+    Raises NotFoundError while the run has none.
+    """
+    result = find_result(fs, paths)
+    url = None if result is None else paths.model(int(result["generation"]))
+    if url is None or not fs.exists(url):
+        raise NotFoundError(
+            f"{paths.root} has no finished model",
+            got="no result of its newest generation" if url is None else f"{url} is missing",
+            allowed="a run that ended",
+            next_step="Let the run end: `python -m jobs.train --run` with the same flags goes on with it.",
+        )
+    return url
+
+
+def _checkpoints_in(fs: FileSystem, directory: str) -> dict[CheckpointRef, str]:
+    found = {}
+    for name in _directories(fs, directory):
+        if (place := checkpoint_of(name)) is not None:
+            found[CheckpointRef(*place)] = join(directory, name)
+    return found
+
+
+def _directories(fs: FileSystem, url: str) -> list[str]:
+    try:
+        return [entry.name for entry in fs.list(url) if entry.is_dir]
+    except NotFoundError:
+        return []

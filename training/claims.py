@@ -1,0 +1,128 @@
+"""Generation claims: which driver may change a run.
+
+HDFS has no compare-and-swap. A claim is a file that a driver renames onto the next free number, which only one can;
+it names the checkpoint that the generation starts from. What an older generation does later is then not in the chain.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import secrets
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+from storage.errors import ConfigError, CorruptionError, ExistsError, NotFoundError, TrainingFailedError
+from storage.fs import FileSystem
+from storage.publish import write_file
+from storage.sealed import seal, unseal
+from training.paths import RunPaths, checkpoint_name, claim_of
+
+FORMAT_VERSION = 1
+
+
+class SupersededError(TrainingFailedError):
+    """A newer driver has claimed the run: this one must change nothing more."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class CheckpointRef:
+    """A checkpoint by step and the generation that wrote it."""
+
+    step: int
+    generation: int
+
+    def __str__(self) -> str:
+        return checkpoint_name(self.step, self.generation)
+
+    def to_json(self) -> dict[str, int]:
+        """The fields as a JSON object."""
+        return {"step": self.step, "generation": self.generation}
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One generation: its nonce, its parent checkpoint (None: the start), and what it was asked for."""
+
+    generation: int
+    nonce: str
+    parent: CheckpointRef | None
+    epochs: int
+    num_ranks: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The claim's file, unsealed."""
+        return {
+            "format_version": FORMAT_VERSION,
+            "kind": "claim",
+            "generation": self.generation,
+            "nonce": self.nonce,
+            "parent": self.parent.to_json() if self.parent else None,
+            "epochs": self.epochs,
+            "num_ranks": self.num_ranks,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "claimed_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        }
+
+
+def read_claims(fs: FileSystem, paths: RunPaths) -> dict[int, Claim]:
+    """All claims by generation; raises CorruptionError for one whose bytes were changed."""
+    return {generation: _read(fs, paths, generation) for generation in claimed(fs, paths)}
+
+
+def claimed(fs: FileSystem, paths: RunPaths) -> list[int]:
+    """The claimed generations in order."""
+    try:
+        names = [entry.name for entry in fs.list(paths.claims)]
+    except NotFoundError:
+        return []
+    return sorted(generation for name in names if (generation := claim_of(name)) is not None)
+
+
+def claim_next(fs: FileSystem, paths: RunPaths, parent: CheckpointRef | None, *, epochs: int, num_ranks: int) -> Claim:
+    """Claim the next generation; raises ConfigError when another driver took it in the same moment."""
+    generation = max(claimed(fs, paths), default=0) + 1
+    claim = Claim(generation, secrets.token_hex(8), parent, epochs, num_ranks)
+    try:
+        write_file(fs, paths.claim(generation), seal(claim.to_json()))
+    except ExistsError:
+        raise ConfigError(
+            f"another driver claimed generation {generation} of {paths.root} in the same moment",
+            got=paths.claim(generation),
+            allowed="one driver at a time",
+            next_step="Let that one work, or stop it and start again.",
+        ) from None
+    return claim
+
+
+def check_newest(fs: FileSystem, paths: RunPaths, generation: int) -> None:
+    """Raise SupersededError when a newer generation than `generation` is claimed."""
+    newest = max(claimed(fs, paths), default=0)
+    if newest > generation:
+        raise SupersededError(
+            f"generation {generation} of {paths.root} is superseded",
+            got=f"a claim of generation {newest}",
+            allowed=f"generation {generation} as the newest",
+            next_step="Nothing: a newer driver goes on with this run from the checkpoint that its claim names.",
+        )
+
+
+def _read(fs: FileSystem, paths: RunPaths, generation: int) -> Claim:
+    url = paths.claim(generation)
+    document = unseal(fs.read_bytes(url), url)
+    try:
+        parent = document["parent"]
+        claim = Claim(
+            int(document["generation"]),
+            str(document["nonce"]),
+            None if parent is None else CheckpointRef(int(parent["step"]), int(parent["generation"])),
+            int(document["epochs"]),
+            int(document["num_ranks"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptionError("not a claim", file=url, got=repr(error), allowed="the fields of a claim") from None
+    if claim.generation != generation or (claim.parent and claim.parent.generation >= generation):
+        raise CorruptionError("a claim that contradicts its name", file=url, got=repr(claim))
+    return claim

@@ -1,0 +1,254 @@
+"""The driver of a run: claims a generation, launches its ranks, begins again from the chain's tip when one fails."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, Protocol
+
+from storage.errors import LockstepError, TrainingFailedError
+from storage.fs import FileSystem, filesystem
+from storage.manifest import DatasetManifest, load_dataset
+from storage.progress import Progress
+from storage.publish import write_file
+from storage.sealed import seal
+from storage.settings import hadoop_settings
+from training.chain import find_result, find_tip
+from training.claims import CheckpointRef, Claim, SupersededError, check_newest, claim_next
+from training.commit import CommitHandler
+from training.config import TrainConfig
+from training.control.carry import is_final
+from training.handler import RunHandler
+from training.launch.task import Handler, Limits, RankTask
+from training.lease import WATCH_S, Lease
+from training.paths import RunPaths
+from training.plan import EpochPlan
+from training.planning import plan_for
+from training.retention import drop_stagings, take_over
+from training.run_json import open_run
+
+log = logging.getLogger(__name__)
+
+ENTRY = "training.fit:main"
+FORMAT_VERSION = 1
+COMMIT_WAIT_S = 60.0
+TERMINATED = 128 + signal.SIGTERM  # what a shell reports
+
+
+class Launch(Protocol):
+    """`run_local`, or `run_barrier` with its session bound."""
+
+    def __call__(
+        self,
+        task: RankTask,
+        num_ranks: int,
+        *,
+        generation: int = 1,
+        limits: Limits | None = None,
+        handler: Handler | None = None,
+    ) -> list[dict[str, Any]]: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hooks:
+    """What tests and unusual storages change."""
+
+    entry: str = ENTRY
+    """The ranks' entry."""
+    before_rename: Callable[[], None] = lambda: None
+    """Called between the manifest and the rename of each commit."""
+    lease_watch_s: float = WATCH_S
+    """Seconds for which an open lease is watched."""
+    limits: Limits = field(default_factory=Limits)
+    """Deadlines other than the configured ones."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunResult:
+    """What a finished run leaves in results/gNNNN.json."""
+
+    run: str
+    generation: int
+    steps: int
+    epochs: int
+    metrics: dict[str, Any]
+    """Of the last epoch."""
+    samples: int
+    """Trained on by this generation."""
+    seconds: float
+    """That this generation trained for."""
+    samples_per_s: float
+    restarts: int
+    """By this driver."""
+    checkpoint: str | None
+    """The chain's tip: a name in checkpoints/."""
+    model: str | None
+    """URL of the final export."""
+    left_over: list[str]
+    """Sample ids (hex) that fill no global batch."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as a JSON object, the form of the result's file (unsealed)."""
+        return {
+            "format_version": FORMAT_VERSION,
+            "kind": "result",
+            **{name: getattr(self, name) for name in self.__dataclass_fields__},
+            "finished_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        }
+
+
+def train(config: TrainConfig, launch: Launch, *, hooks: Hooks | None = None) -> RunResult:
+    """Train to the end of `config.epochs`, through restarts; a run that is complete already returns its result.
+
+    Raises ConfigError where the call cannot be right or contradicts the run, DataError for a dataset or run whose
+    bytes are wrong, TrainingFailedError when ranks failed `max_restarts` times without a new checkpoint.
+    """
+    hooks = hooks or Hooks()
+    manifest = load_dataset(config.datasets[0])
+    plan = plan_for(manifest, config)
+    steps = plan.steps(config.epochs)
+    fs, paths = filesystem(config.run), RunPaths(config.run)
+    with _sigterm_raises(), Lease(fs, paths.lease, hooks.lease_watch_s):
+        open_run(fs, paths, config, manifest, plan)
+        done = find_result(fs, paths)
+        if done is not None and int(done["epochs"]) >= config.epochs:
+            return RunResult(**{name: done[name] for name in RunResult.__dataclass_fields__})
+        with Progress("training", steps, "steps") as progress:
+            return _Driver(config, plan, manifest, fs, paths, hooks, progress).run(launch)
+
+
+class _Driver:
+    def __init__(
+        self,
+        config: TrainConfig,
+        plan: EpochPlan,
+        manifest: DatasetManifest,
+        fs: FileSystem,
+        paths: RunPaths,
+        hooks: Hooks,
+        progress: Progress,
+    ) -> None:
+        self._config, self._plan, self._manifest = config, plan, manifest
+        self._fs, self._paths, self._hooks, self._progress = fs, paths, hooks, progress
+        self._ended: set[int] = set()  # generations of this driver whose ranks are surely dead
+
+    def run(self, launch: Launch) -> RunResult:
+        failures = restarts = 0  # failures: in a row, without a new checkpoint between
+        while True:
+            tip = find_tip(self._fs, self._paths)
+            began = tip.ref if tip else None
+            claim = claim_next(
+                self._fs, self._paths, began, epochs=self._config.epochs, num_ranks=self._config.num_ranks
+            )
+            take_over(self._fs, self._paths, claim.generation, tip, self._config.keep_checkpoints)
+            drop_stagings(self._fs, self._paths, claim.generation - 1, self._ended)
+            # The tip may have come back out of the trash.
+            tip = find_tip(self._fs, self._paths) if tip and "/.trash/" in tip.url else tip
+            commits = self._commits(claim)
+            try:
+                with RunHandler(self._paths, claim, tip, commits, self._progress) as handler:
+                    results = launch(
+                        self._task(claim),
+                        self._config.num_ranks,
+                        generation=claim.generation,
+                        limits=self._limits(),
+                        handler=handler,
+                    )
+                self._progress.set(int(results[0]["steps"]))
+                return self._finish(claim, commits.tip, results[0], restarts)
+            except LockstepError as error:
+                commits.close(COMMIT_WAIT_S)
+                if is_final(error) or isinstance(error, SupersededError):
+                    raise
+                failures = 1 if commits.tip != began else failures + 1
+                if failures > self._config.max_restarts:
+                    raise self._given_up(error) from error
+                restarts += 1
+                self._ended.add(claim.generation)
+                where = commits.tip or "the start"
+                print(f"generation {claim.generation} failed, going on from {where}: {error}", file=sys.stderr)
+
+    def _task(self, claim: Claim) -> RankTask:
+        payload = {"config": self._config.to_json(), "plan": self._plan.identity()}
+        settings = hadoop_settings()
+        return RankTask(self._hooks.entry, payload, hadoop=settings, logs=self._paths.logs(claim.generation))
+
+    def _limits(self) -> Limits:
+        base = self._hooks.limits
+        return Limits(
+            start_s=self._config.start_limit_s,
+            stall_s=self._config.stall_limit_s,
+            beat_s=base.beat_s,
+            silent_s=base.silent_s,
+            grace_s=base.grace_s,
+            lost_s=base.lost_s,
+        )
+
+    def _commits(self, claim: Claim) -> CommitHandler:
+        return CommitHandler(
+            self._fs,
+            self._paths,
+            claim,
+            self._plan.identity(),
+            keep=self._config.keep_checkpoints,
+            deadline_s=self._config.stall_limit_s,
+            before_rename=self._hooks.before_rename,
+        )
+
+    def _finish(self, claim: Claim, tip: CheckpointRef | None, first: dict[str, Any], restarts: int) -> RunResult:
+        generation, seconds = claim.generation, float(first["seconds"])
+        model = self._paths.model(generation)
+        result = RunResult(
+            run=self._paths.root,
+            generation=generation,
+            steps=int(first["steps"]),
+            epochs=self._config.epochs,
+            metrics=dict(first["metrics"]),
+            samples=int(first["samples"]),
+            seconds=seconds,
+            samples_per_s=round(int(first["samples"]) / seconds, 3) if seconds > 0 else 0.0,
+            restarts=restarts,
+            checkpoint=str(tip) if tip else None,
+            model=model if self._fs.exists(model) else None,
+            left_over=[str(sample) for sample in first.get("left_over", [])],
+        )
+        check_newest(self._fs, self._paths, generation)
+        write_file(self._fs, self._paths.result(generation), seal(result.to_json()))
+        drop_stagings(self._fs, self._paths, generation - 1, self._ended | {generation})
+        return result
+
+    def _given_up(self, error: LockstepError) -> LockstepError:
+        limit = self._config.max_restarts
+        log.error("%d failures in a row without a new checkpoint: --max-restarts %d", limit + 1, limit)
+        if isinstance(error, TrainingFailedError):
+            return error
+        return TrainingFailedError(
+            f"{self._paths.root} failed {limit + 1} times without a new checkpoint between",
+            got=str(error),
+            allowed=f"up to {limit} restarts in a row",
+            next_step="Mend the cause and start again with the same flags: the run goes on from its last checkpoint.",
+        )
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """SIGTERM unwinds the driver like Ctrl-C does, so that ranks, lease and parts are ended in order."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(TERMINATED)
+
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

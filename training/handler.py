@@ -1,0 +1,87 @@
+"""The driver's answers to the ranks of one generation."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any
+
+from storage.canonical import canonical_bytes
+from storage.errors import CommunicationError, LockstepError
+from storage.progress import Progress
+from training.chain import Checkpoint
+from training.claims import Claim
+from training.commit import CommitHandler
+from training.logs import PartWriter
+from training.paths import RunPaths
+
+LOOK_EVERY_S = 1.0
+
+
+class RunHandler:
+    """Called by the control server: `handler(rank, kind, fields)`; used as a context manager around the launch."""
+
+    def __init__(
+        self, paths: RunPaths, claim: Claim, tip: Checkpoint | None, commits: CommitHandler, progress: Progress
+    ) -> None:
+        self.commits = commits
+        self._paths, self._claim, self._tip, self._progress = paths, claim, tip, progress
+        self._metrics = PartWriter(paths.metrics(claim.generation), "jsonl")
+        self._note = ""
+        self._bar = threading.Lock()
+        self._ended = threading.Event()
+        self._uploader = threading.Thread(target=self._upload, name="metrics-upload", daemon=True)
+
+    def __enter__(self) -> RunHandler:
+        self._uploader.start()
+        self.on_step(self._tip.ref.step if self._tip else 0)
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.commits.abort(error if isinstance(error, LockstepError) else LockstepError(str(error)))
+        self._ended.set()
+        self._uploader.join()
+        self._metrics.try_flush()
+
+    def __call__(self, rank: int, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+        """Answer one request or take one notice; an unknown kind raises CommunicationError."""
+        if kind == "restore":
+            return {
+                "checkpoint": self._tip.url if self._tip else None,
+                "step": self._tip.ref.step if self._tip else 0,
+                "staging": self._paths.staging(self._claim.generation, self._claim.nonce),
+                "generation": self._claim.generation,
+                "parent": self._claim.parent.to_json() if self._claim.parent else None,
+            }
+        if kind == "checkpoint":
+            reply = self.commits.checkpoint(rank, fields)
+            self._metrics.try_flush()
+            return reply
+        if kind == "model":
+            return self.commits.model(rank, fields)
+        if kind == "metrics":
+            self._take_metrics(fields["rows"])
+            return {}
+        raise CommunicationError(
+            f"rank {rank} asked for `{kind}`",
+            got=kind,
+            allowed="restore, checkpoint, metrics, model",
+            next_step="Ranks and driver run different versions; ship one.",
+        )
+
+    def on_step(self, step: int) -> None:
+        """Show that rank 0 has done so many steps."""
+        with self._bar:
+            self._progress.set(step, self._note)
+
+    def _take_metrics(self, rows: list[dict[str, Any]]) -> None:
+        for row in rows:
+            self._metrics.add(canonical_bytes(row).decode())
+            loss = row.get("loss")
+            if isinstance(loss, float) and math.isfinite(loss):
+                self._note = f"loss {loss:.4f}"
+
+    def _upload(self) -> None:
+        while not self._ended.wait(LOOK_EVERY_S):
+            self._metrics.flush_if_due()

@@ -1,0 +1,119 @@
+"""Ranks inside a Spark barrier stage: each task is a supervisor."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from training.control.failures import LauncherError
+from training.control.protocol import new_key
+from training.control.server import ControlServer
+from training.launch.slots import check_slots, classic_context
+from training.launch.supervisor import Order, Supervisor
+from training.launch.task import Handler, Limits, RankTask
+from training.world import World
+
+if TYPE_CHECKING:
+    from pyspark import SparkContext
+    from pyspark.sql import SparkSession
+
+log = logging.getLogger(__name__)
+
+ANY_HOST = "0.0.0.0"
+
+
+@dataclass(frozen=True, slots=True)
+class SuperviseOnTask:
+    """The function of the barrier stage; picklable by reference, so that executors import it."""
+
+    task: RankTask
+    generation: int
+    control: tuple[str, int]
+    key: bytes
+    limits: Limits
+
+    def __call__(self, rows: Iterable[int]) -> Iterator[tuple[int, int]]:
+        """Supervise the rank of this task; yields (rank, exit code)."""
+        from pyspark import BarrierTaskContext
+
+        if self.task.hadoop:
+            from storage.settings import set_hadoop_settings
+
+            set_hadoop_settings(self.task.hadoop)  # the rank's log is uploaded from here
+        context = BarrierTaskContext.get()
+        hosts = [info.address.rpartition(":")[0] or info.address for info in context.getTaskInfos()]
+        rank = context.partitionId()
+        world = World.from_hosts(rank, hosts, self.generation)
+        yield rank, Supervisor(Order(self.task, world, hosts[rank], self.control, self.key, self.limits)).run()
+
+
+def run_barrier(
+    spark: SparkSession,
+    task: RankTask,
+    num_ranks: int,
+    *,
+    generation: int = 1,
+    limits: Limits | None = None,
+    handler: Handler | None = None,
+) -> list[dict[str, Any]]:
+    """`run_local` on a Spark cluster: one barrier task a rank.
+
+    Raises ConfigError at once where the session has fewer task slots than ranks, or is a Spark Connect session.
+    """
+    limits = limits or Limits()
+    context = classic_context(spark)
+    check_slots(context, num_ranks, limits.start_s)
+    key = new_key()
+    group = f"lockstep-{secrets.token_hex(8)}"
+    host = context.getConf().get("spark.driver.host") or "localhost"
+    stage: threading.Thread | None = None
+    try:
+        with ControlServer(key, generation, num_ranks, limits, handler, ANY_HOST) as server:
+            supervise = SuperviseOnTask(task, generation, (host, server.port), key, limits)
+            stage = _start(context, group, supervise, num_ranks, server)
+            return server.wait()
+    finally:
+        if stage is not None:
+            _end(context, group, stage, limits)
+
+
+def _start(
+    context: SparkContext, group: str, supervise: SuperviseOnTask, num_ranks: int, server: ControlServer
+) -> threading.Thread:
+    from pyspark import InheritableThread
+
+    def run() -> None:
+        context.setJobGroup(group, f"{num_ranks} training ranks", interruptOnCancel=True)
+        try:
+            context.parallelize(range(num_ranks), num_ranks).barrier().mapPartitions(supervise).collect()
+        except Exception as error:  # py4j's and Spark's errors have no common base; told where the driver waits
+            log.info("the barrier stage ended: %s", error)
+            server.fail(
+                LauncherError(
+                    "the barrier stage of the ranks failed",
+                    got=_first_line(error),
+                    allowed="a stage that lasts as long as its ranks",
+                    next_step="Look at the executors' logs: an executor that was lost takes its rank along.",
+                )
+            )
+
+    thread: threading.Thread = InheritableThread(target=run, name="barrier-stage", daemon=True)
+    thread.start()
+    return thread
+
+
+def _end(context: SparkContext, group: str, stage: threading.Thread, limits: Limits) -> None:
+    stage.join(2.0)  # all ranks have ended: so do their tasks
+    if stage.is_alive():
+        context.cancelJobGroup(group)
+        stage.join(limits.grace_s + 5.0)
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    causes = [line for line in lines if "Error: " in line or "Exception: " in line]
+    return (causes or lines or [type(error).__name__])[0]

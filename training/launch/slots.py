@@ -1,0 +1,68 @@
+"""Whether a Spark session can hold all ranks at once, told before anything starts."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from storage.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pyspark import SparkContext
+    from pyspark.sql import SparkSession
+
+LOOK_EVERY_S = 1.0
+
+
+def classic_context(spark: SparkSession) -> SparkContext:
+    """The session's SparkContext; raises ConfigError for Spark Connect, which has no barrier mode."""
+    if type(spark).__module__.startswith("pyspark.sql.connect"):
+        raise ConfigError(
+            "Spark Connect has no barrier mode",
+            got="a Spark Connect session",
+            allowed="a classic session (local, YARN, Kubernetes, standalone)",
+            next_step="Start the job by spark-submit or with --master, without a remote URL; or use --launcher local.",
+        )
+    return spark.sparkContext
+
+
+def check_slots(context: SparkContext, num_ranks: int, wait_s: float) -> None:
+    """Raise ConfigError unless `num_ranks` tasks fit at once.
+
+    On a cluster, executors that are still being started are waited for up to `wait_s`, unless what was asked for
+    cannot be enough.
+    """
+    settings = context.getConf()
+    if settings.get("spark.dynamicAllocation.enabled", "false") == "true":
+        raise ConfigError(
+            "a barrier stage cannot run under dynamic allocation",
+            got="spark.dynamicAllocation.enabled=true",
+            allowed="a fixed number of executors",
+            next_step="Set spark.dynamicAllocation.enabled=false and spark.executor.instances.",
+        )
+    master = context.master or ""
+    local = master.startswith("local") and not master.startswith("local-cluster")
+    end = time.monotonic() + (0.0 if local else wait_s)
+    while (slots := slots_now(context)) < num_ranks:
+        asked = settings.get("spark.executor.instances")
+        cores = int(settings.get("spark.executor.cores", "1") or 1) // int(settings.get("spark.task.cpus", "1") or 1)
+        hopeless = asked is not None and int(asked) * cores < num_ranks
+        if hopeless or time.monotonic() >= end:
+            how = (
+                f"give --master 'local[{num_ranks}]'"
+                if local
+                else "raise --num-executors (spark.executor.instances) or --executor-cores (spark.executor.cores)"
+            )
+            raise ConfigError(
+                f"num_ranks={num_ranks} exceeds the {slots} task slots of this Spark session",
+                got=f"{slots} slots on {context.master}",
+                allowed="a slot for every rank at once, as a barrier stage needs",
+                next_step=f"Lower --num-ranks to {slots} or fewer, or {how}.",
+            )
+        time.sleep(LOOK_EVERY_S)
+
+
+def slots_now(context: SparkContext) -> int:
+    """Tasks of one stage that the registered executors can run at once, as Spark's own barrier check counts them."""
+    scala = context._jsc.sc()  # neither pyspark nor its Java API has a public accessor for this count
+    return int(scala.maxNumConcurrentTasks(scala.resourceProfileManager().defaultResourceProfile()))

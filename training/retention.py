@@ -1,0 +1,85 @@
+"""What becomes of checkpoints that are no longer needed.
+
+A driver that was stopped may wake in the middle of a deletion and take what its successor starts from. So a generation
+only moves checkpoints, into a trash of its own; a later claimant empties that, and only outside its own chain.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from storage.errors import ExistsError, NotFoundError, StorageError
+from storage.fs import FileSystem, basename, join
+from training.chain import Checkpoint, checkpoints, lineage
+from training.claims import CheckpointRef, read_claims
+from training.paths import RunPaths, checkpoint_of, generation_of
+
+log = logging.getLogger(__name__)
+
+
+def retire(fs: FileSystem, paths: RunPaths, generation: int, keep: int) -> None:
+    """Move all but the `keep` newest checkpoints of the chain into this generation's trash."""
+    urls = _committed(fs, paths)
+    for ref in lineage(read_claims(fs, paths), urls)[keep:]:
+        _trash(fs, paths, generation, urls[ref])
+
+
+def take_over(fs: FileSystem, paths: RunPaths, generation: int, tip: Checkpoint | None, keep: int) -> None:
+    """A new claimant's tidying: the tip comes back out of the trash, older trash outside the chain is deleted, and
+    orphans (late commits of older generations) are moved into the trash.
+    """
+    if tip is not None and tip.url != paths.checkpoint(tip.ref.step, tip.ref.generation):
+        fs.mkdirs(paths.checkpoints)
+        fs.rename_new(tip.url, paths.checkpoint(tip.ref.step, tip.ref.generation))
+    everything = checkpoints(fs, paths)
+    chain = lineage(read_claims(fs, paths), everything)
+    needed = set(chain[:keep])
+    for name in _names(fs, paths.trashes):
+        owner = generation_of(name)
+        if owner is None or owner >= generation:
+            continue
+        for entry in _names(fs, join(paths.trashes, name)):
+            place = checkpoint_of(entry)
+            if place is not None and CheckpointRef(*place) not in needed:
+                _delete(fs, join(paths.trashes, name, entry))
+    for ref, url in _committed(fs, paths).items():
+        if ref not in chain and ref.generation < generation:
+            _trash(fs, paths, generation, url)
+
+
+def drop_stagings(fs: FileSystem, paths: RunPaths, before: int, ended: set[int]) -> None:
+    """Delete staging directories of generations below `before`, and of those in `ended` (whose ranks are dead)."""
+    for name in _names(fs, paths.stagings):
+        owner = generation_of(name)
+        if owner is not None and (owner < before or owner in ended):
+            _delete(fs, join(paths.stagings, name))
+
+
+def _committed(fs: FileSystem, paths: RunPaths) -> dict[CheckpointRef, str]:
+    return {
+        CheckpointRef(*place): join(paths.checkpoints, name)
+        for name in _names(fs, paths.checkpoints)
+        if (place := checkpoint_of(name)) is not None
+    }
+
+
+def _trash(fs: FileSystem, paths: RunPaths, generation: int, url: str) -> None:
+    fs.mkdirs(paths.trash(generation))
+    try:
+        fs.rename_new(url, join(paths.trash(generation), basename(url)))
+    except (StorageError, NotFoundError, ExistsError) as error:
+        log.warning("%s stays where it is: %s", url, error.what)  # space is lost, nothing else
+
+
+def _delete(fs: FileSystem, url: str) -> None:
+    try:
+        fs.delete(url, recursive=True)
+    except StorageError as error:
+        log.warning("%s was not deleted: %s", url, error.what)  # space is lost, nothing else
+
+
+def _names(fs: FileSystem, url: str) -> list[str]:
+    try:
+        return [entry.name for entry in fs.list(url) if entry.is_dir]
+    except NotFoundError:
+        return []

@@ -1,0 +1,117 @@
+"""What a run was begun with, and whether a later call may go on with it."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from storage.errors import ConfigError, NotFoundError
+from storage.fs import FileSystem, parent
+from storage.manifest import DatasetManifest
+from storage.publish import write_file
+from storage.sealed import seal, unseal
+from training.claims import read_claims
+from training.config import TrainConfig, flag_of
+from training.paths import RunPaths
+from training.plan import EpochPlan
+
+FORMAT_VERSION = 1
+PACKAGES = ("lockstep", "pyspark", "numpy", "pyarrow", "keras", "tensorflow", "safetensors", "hdfs-native")
+MODEL_FIELDS = ("model", "batchnorm", "precision", "learning_rate")  # with the plan, what decides every weight
+PLAN_FIELDS = {
+    "dataset_digest": "datasets",
+    "records": "datasets",
+    "block_records": "datasets",
+    "window_records": "window_bytes",
+}
+
+
+def open_run(fs: FileSystem, paths: RunPaths, config: TrainConfig, manifest: DatasetManifest, plan: EpochPlan) -> None:
+    """Write run.json for a new run; check an existing one.
+
+    Raises ConfigError naming the first field in which the call contradicts the run, and where the directory holds
+    something else than a run.
+    """
+    try:
+        found = unseal(fs.read_bytes(paths.run_json), paths.run_json)
+    except NotFoundError:
+        _refuse_strange_directory(fs, paths)
+        fs.mkdirs(paths.root)
+        write_file(fs, paths.run_json, seal(_document(config, manifest, plan)))
+        return
+    identity, stored = plan.identity(), found["plan"]
+    for name in sorted(identity.keys() | stored.keys()):
+        _same(paths, PLAN_FIELDS.get(name, name), name, stored.get(name), identity.get(name))
+    for name in MODEL_FIELDS:
+        _same(paths, name, name, found["config"].get(name), getattr(config, name))
+    epochs = max((claim.epochs for claim in read_claims(fs, paths).values()), default=0)
+    if config.epochs < epochs:
+        _differ(paths, "epochs", "epochs", f"{epochs} or more", config.epochs)
+
+
+def _same(paths: RunPaths, field: str, name: str, stored: Any, given: Any) -> None:
+    if stored != given:
+        _differ(paths, field, name, stored, given)
+
+
+def _differ(paths: RunPaths, field: str, name: str, stored: Any, given: Any) -> None:
+    raise ConfigError(
+        f"{paths.root} was begun with another `{name}`",
+        got=f"{name} = {given!r}",
+        allowed=f"{name} = {stored!r}",
+        next_step=f"Give the run's own {flag_of(field)}, or a --run that does not exist yet.",
+    )
+
+
+def _refuse_strange_directory(fs: FileSystem, paths: RunPaths) -> None:
+    try:
+        names = [entry.name for entry in fs.list(paths.root)]
+    except NotFoundError:
+        return
+    # A driver that died between its first lease and run.json leaves a lease (and temporary names) alone.
+    strange = [name for name in names if name != "lease.json" and not name.startswith(".")]
+    if strange:
+        raise ConfigError(
+            f"{paths.root} exists and is no run",
+            got=f"a directory with {', '.join(strange[:5])}",
+            allowed="a directory with run.json, an empty one or none",
+            next_step="Choose another --run.",
+        )
+
+
+def _document(config: TrainConfig, manifest: DatasetManifest, plan: EpochPlan) -> dict[str, Any]:
+    return {
+        "format_version": FORMAT_VERSION,
+        "kind": "run",
+        "config": config.to_json(),
+        "dataset_digest": manifest.digest,
+        "plan": plan.identity(),
+        "versions": {"python": platform.python_version(), **_versions()},
+        "git_revision": _git_revision(),
+        "created_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue  # what is not installed here has no version to record
+    return found
+
+
+def _git_revision() -> str | None:
+    root = parent(parent(str(Path(__file__).resolve())))
+    try:
+        done = subprocess.run(
+            ["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
