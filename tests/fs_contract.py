@@ -106,8 +106,7 @@ class FileSystemContract:
             file.seek(10)
             file.seek(5, io.SEEK_CUR)
             assert file.tell() == 15 and file.read(1) == data[15:16]
-            target = bytearray(1000)
-            assert file.readinto(target) == 1000 and bytes(target) == data[16:1016]
+            assert file.readline(1000) == data[16 : 16 + data[16:1016].find(b"\n") + 1 or 1016]
         assert file.closed
 
     def test_reader_works_below_gzip_and_text(self, fs: FileSystem, root: str) -> None:
@@ -316,15 +315,17 @@ class FileSystemContract:
         assert [entry.name for entry in fs.list(parent(url))] == ["f"]  # no temporary file is left
 
     def test_write_stream_cleans_up_after_its_producer(self, fs: FileSystem, root: str) -> None:
-        def fail(writer: object) -> None:
+        def fail(writer: Writer) -> None:
             raise ZeroDivisionError
+
+        def produce(writer: Writer) -> None:
+            for _ in range(3):
+                writer.write(b"xyz")
 
         with pytest.raises(ZeroDivisionError):
             write_stream(fs, join(root, "f"), fail)
         assert fs.list(root) == []
-        assert (
-            write_stream(fs, join(root, "f"), lambda writer: [writer.write(b"xyz") for _ in range(3)][-1] and None) == 9
-        )
+        assert write_stream(fs, join(root, "f"), produce) == 9
 
     def test_publish_directory_once(self, fs: FileSystem, root: str) -> None:
         target = join(root, "out")

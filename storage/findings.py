@@ -1,0 +1,168 @@
+"""What a verification collects: findings with their place, and the digest check of one listed file."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, BinaryIO
+
+import google_crc32c
+
+from storage.errors import ConfigError, CorruptionError, DataError, NotFoundError
+from storage.fs import FileSystem, join, walk
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+CHUNK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One fault: the file (relative to what is verified), record number and byte offset where known, and what."""
+
+    path: str
+    record: int | None
+    offset: int | None
+    what: str
+
+    def __str__(self) -> str:
+        place = self.path
+        if self.record is not None:
+            place += f", record {self.record}"
+        if self.offset is not None:
+            place += f", offset {self.offset}"
+        return f"{place}: {self.what}"
+
+
+class Check:
+    """A verification under way: where it looks, what it has found, whom it tells.
+
+    `on_ok(path, text)` is called for each file that is right, `on_bytes(n)` as bytes are read.
+    """
+
+    def __init__(
+        self,
+        fs: FileSystem,
+        root: str,
+        on_ok: Callable[[str, str], None],
+        on_bytes: Callable[[int], None],
+    ) -> None:
+        self.fs, self.root = fs, root.rstrip("/") or "/"
+        self.on_ok, self.on_bytes = on_ok, on_bytes
+        self.findings: list[Finding] = []
+
+    def url(self, path: str) -> str:
+        """The URL of a path below the root."""
+        return join(self.root, path)
+
+    def bad(self, path: str, what: str, *, record: int | None = None, offset: int | None = None) -> None:
+        """Note a fault."""
+        self.findings.append(Finding(path, record, offset, what))
+
+    def caught(self, path: str, error: ConfigError | DataError) -> None:
+        """Note a fault that reading `path` raised."""
+        if isinstance(error, NotFoundError):
+            self.bad(path, "missing")
+        elif isinstance(error, CorruptionError):
+            what = error.what.removesuffix(f": {error.file}").split(f": {error.file}, ")[0]
+            self.bad(path, what + _detail(error), record=error.record, offset=error.offset)
+        else:
+            self.bad(path, error.what + _detail(error))
+
+    def extra_files(self, expected: Iterable[str], below: str = "") -> None:
+        """Note every file under `below` that is not one of `expected` (both relative to the root)."""
+        wanted = set(expected)
+        top = self.url(below) if below else self.root
+        try:
+            found = [entry.url[len(self.root) :].lstrip("/") for entry in walk(self.fs, top)]
+        except NotFoundError:
+            return
+        for path in found:
+            if path not in wanted:
+                self.bad(path, "an extra file that no manifest lists")
+
+    def file(self, path: str, size: int, sha256: str, *, crc32c: str | None = None) -> bool:
+        """Read one listed file whole and compare length and digests; returns whether they are right."""
+        try:
+            with self.fs.open_read(self.url(path)) as file:
+                hashed = HashedReader(file, self.on_bytes)
+                hashed.drain()
+        except (NotFoundError, CorruptionError) as error:
+            self.caught(path, error)
+            return False
+        return self.compare(path, hashed, size, sha256, crc32c=crc32c)
+
+    def compare(
+        self,
+        path: str,
+        hashed: HashedReader,
+        size: int,
+        sha256: str,
+        *,
+        crc32c: str | None = None,
+        silent: bool = False,
+    ) -> bool:
+        """Compare what was read with what is listed; `silent` where a finer finding was noted already."""
+        if hashed.bytes != size:
+            kind = "cut short" if hashed.bytes < size else "longer than listed"
+            what = f"{kind}: {hashed.bytes} bytes instead of {size}"
+            self.bad(path, what, offset=min(hashed.bytes, size))
+            return False
+        if hashed.sha256 != sha256:
+            if not silent:
+                self.bad(path, f"changed: sha256 is {hashed.sha256}, listed is {sha256}")
+            return False
+        if crc32c is not None and hashed.crc32c != crc32c:
+            self.bad(path, f"crc32c is {hashed.crc32c}, the manifest says {crc32c}")
+            return False
+        return True
+
+
+class HashedReader(io.RawIOBase):
+    """Reads a file in order while its SHA-256 and CRC-32C are worked out; for use below io.BufferedReader."""
+
+    def __init__(self, file: BinaryIO, on_bytes: Callable[[int], None]) -> None:
+        super().__init__()
+        self._file, self._on_bytes = file, on_bytes
+        self._sha256 = hashlib.sha256()
+        self._crc32c = 0
+        self.bytes = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        view = memoryview(buffer).cast("B")
+        data = self._file.read(len(view))
+        view[: len(data)] = data
+        self._count(data)
+        return len(data)
+
+    def drain(self) -> None:
+        """Read what is left."""
+        while data := self._file.read(CHUNK_BYTES):
+            self._count(data)
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of the bytes so far, in hex."""
+        return self._sha256.hexdigest()
+
+    @property
+    def crc32c(self) -> str:
+        """CRC-32C of the bytes so far, 8 hex digits."""
+        return f"{self._crc32c:08x}"
+
+    def _count(self, data: bytes) -> None:
+        self._sha256.update(data)
+        self._crc32c = google_crc32c.extend(self._crc32c, data)
+        self.bytes += len(data)
+        self._on_bytes(len(data))
+
+
+def _detail(error: ConfigError | DataError) -> str:
+    parts = [text for text in (error.got and f"got {error.got}", error.allowed and f"allowed {error.allowed}") if text]
+    return f" ({', '.join(parts)})" if parts else ""

@@ -1,0 +1,92 @@
+"""Verification of a dataset, checkpoint or run: every listed byte by its digest, and nothing that is not listed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from storage.errors import ConfigError, DataError, NotFoundError
+from storage.findings import Check, Finding
+from storage.fs import FileSystem, basename, filesystem, join
+from storage.layout import MANIFEST_NAME
+from storage.manifest import DatasetManifest
+from storage.sealed import unseal
+from storage.verify_dataset import check_dataset
+from storage.verify_run import RUN_JSON, check_checkpoint, check_model, check_run
+
+__all__ = ["Finding", "kind_of", "total_bytes", "verify"]
+
+KINDS = ("dataset", "checkpoint", "model", "run")
+
+
+def verify(
+    url: str,
+    *,
+    on_ok: Callable[[str, str], None] = lambda path, text: None,
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> list[Finding]:
+    """Read everything that belongs to the dataset, checkpoint, exported model or run at `url`.
+
+    Returns one finding for each fault, in the order found; none means whole. `on_ok(path, text)` is told each file
+    that is right, `on_bytes(n)` how many bytes were just read. Raises NotFoundError where nothing is at `url`,
+    ConfigError where it is none of the kinds, StorageError where the storage fails.
+    """
+    fs = filesystem(url)
+    check = Check(fs, url, on_ok, on_bytes)
+    kind = kind_of(fs, url)
+    try:
+        {"dataset": check_dataset, "checkpoint": check_checkpoint, "model": check_model, "run": check_run}[kind](check)
+    except DataError as error:  # the manifest itself cannot be used, so nothing else can be held against it
+        check.caught(RUN_JSON if kind == "run" else MANIFEST_NAME, error)
+    except NotFoundError as error:
+        check.caught(RUN_JSON if kind == "run" else MANIFEST_NAME, error)
+    return check.findings
+
+
+def kind_of(fs: FileSystem, url: str) -> str:
+    """Which of KINDS lies at `url`, told by its files even where the manifest is damaged or missing."""
+    status = fs.stat(url)
+    if not status.is_dir:
+        raise ConfigError(f"{url} is a file", got="a file", allowed=_ALLOWED, next_step="Give the directory.")
+    names = {entry.name for entry in fs.list(url)}
+    if RUN_JSON in names or {"generations", "checkpoints"} <= names:
+        return "run"
+    if any(name.startswith("split=") for name in names):
+        return "dataset"
+    if MANIFEST_NAME in names:
+        return _kind_of_manifest(fs, url)
+    if basename(url).startswith("step-") and any(name.startswith("rank-") for name in names):
+        return "checkpoint"
+    raise ConfigError(
+        f"{url} is neither a dataset, a checkpoint nor a run",
+        got=f"a directory with {', '.join(sorted(names)[:5]) or 'nothing in it'}",
+        allowed=_ALLOWED,
+        next_step="Check the path.",
+    )
+
+
+def total_bytes(url: str) -> int | None:
+    """About how many bytes `verify` will read, for a progress display; None where the manifest does not tell."""
+    fs = filesystem(url)
+    try:
+        data = fs.read_bytes(join(url, MANIFEST_NAME))
+        if kind_of(fs, url) != "dataset":
+            return None
+        manifest = DatasetManifest.from_bytes(data, url)
+    except (NotFoundError, DataError):
+        return None
+    shards = sum(shard.bytes for split in manifest.splits.values() for shard in split.shards)
+    return shards + sum(info.bytes for info in manifest.files.values())
+
+
+_ALLOWED = "a directory with _manifest.json (dataset, checkpoint, model) or run.json (run)"
+
+
+def _kind_of_manifest(fs: FileSystem, url: str) -> str:
+    guess = "checkpoint" if basename(url).startswith("step-") else "dataset"
+    try:
+        doc: dict[str, Any] = unseal(fs.read_bytes(join(url, MANIFEST_NAME)), url)
+    except DataError:
+        return guess  # damaged: verification says how
+    kind = doc.get("kind", "dataset")
+    return kind if kind in KINDS else guess

@@ -1,0 +1,203 @@
+"""Verification of a run: claims, checkpoints and models by their sealed manifests, audits by their checkpoints."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from storage import strict
+from storage.errors import ConfigError, CorruptionError, DataError, NotFoundError
+from storage.findings import Check
+from storage.fs import basename, filesystem, parent
+from storage.layout import MANIFEST_NAME, safe_relative
+from storage.sealed import unseal
+
+RUN_JSON = "run.json"
+_STEP = re.compile(r"step-(\d{10})\.g(\d{4,})")
+_CLAIM = re.compile(r"(\d{6,})\.json")
+_RESULT = re.compile(r"g(\d{4,})\.json")
+_PART = re.compile(r"part-(\d{5,})\.(jsonl|log)")
+_TEMPORARY = re.compile(r"\..*\.[0-9a-f]{16}\.tmp")
+
+
+def check_checkpoint(check: Check) -> None:
+    """Check one checkpoint directory, and its audit files where the run around it is there."""
+    manifest = _check_sealed_directory(check, "", "checkpoint")
+    run = parent(parent(check.root))
+    if manifest["audit"] and filesystem(run).exists(f"{run}/{RUN_JSON}"):
+        around = Check(check.fs, run, check.on_ok, check.on_bytes)
+        _check_files(around, "", manifest["audit"])
+        check.findings += around.findings
+
+
+def check_model(check: Check) -> None:
+    """Check one exported model directory."""
+    _check_sealed_directory(check, "", "model")
+
+
+def check_run(check: Check) -> None:
+    """Check a run directory. Raises DataError or NotFoundError where run.json is unusable."""
+    unseal(check.fs.read_bytes(check.url(RUN_JSON)), check.url(RUN_JSON))
+    check.on_ok(RUN_JSON, "sealed")
+    _check_claims(check)
+    for name in _names(check, "results"):
+        path = f"results/{name}"
+        found = _RESULT.fullmatch(name)
+        if found is None:
+            _unexpected(check, path)
+        elif (doc := _sealed(check, path)) is not None:
+            if doc.get("generation") != int(found[1]):
+                check.bad(path, f"the generation inside is {doc.get('generation')!r}")
+            else:
+                check.on_ok(path, "sealed")
+    for name in _names(check, "checkpoints"):
+        _check_commit(check, f"checkpoints/{name}", "checkpoint")
+    for name in _names(check, "models"):
+        _check_commit(check, f"models/{name}", "model")
+    _check_trashed_audits(check)
+    for folder, rooms in (("metrics", _names(check, "metrics")), ("logs", _log_folders(check))):
+        for room in rooms:
+            _check_parts(check, f"{folder}/{room}")
+
+
+def _check_claims(check: Check) -> None:
+    numbers = []
+    for name in _names(check, "generations"):
+        path = f"generations/{name}"
+        found = _CLAIM.fullmatch(name)
+        if found is None:
+            _unexpected(check, path)
+            continue
+        numbers.append(int(found[1]))
+        doc = _sealed(check, path)
+        if doc is not None and doc.get("generation") != numbers[-1]:
+            check.bad(path, f"the generation inside is {doc.get('generation')!r}")
+        elif doc is not None:
+            check.on_ok(path, "sealed")
+    for number in sorted(set(range(1, max(numbers, default=0) + 1)) - set(numbers)):
+        check.bad(f"generations/{number:06d}.json", "missing")
+
+
+def _check_commit(check: Check, path: str, kind: str) -> None:
+    try:
+        manifest = _check_sealed_directory(check, path, kind)
+    except (DataError, NotFoundError) as error:
+        check.caught(f"{path}/{MANIFEST_NAME}", error)
+        return
+    if kind == "checkpoint":
+        _check_files(check, "", manifest["audit"])
+
+
+def _check_sealed_directory(check: Check, path: str, kind: str) -> dict[str, Any]:
+    below = f"{path}/" if path else ""
+    where = check.url(f"{below}{MANIFEST_NAME}")
+    manifest = unseal(check.fs.read_bytes(where), where)
+    strict.string(manifest.get("kind"), where=f"{where}: kind", choices=(kind,))
+    files = _listed(manifest, "files", where)
+    if kind == "checkpoint":
+        manifest["audit"] = _listed(manifest, "audit", where)
+        name = _STEP.fullmatch(basename(where.removesuffix(f"/{MANIFEST_NAME}")))
+        if name is not None and (int(name[1]), int(name[2])) != (manifest.get("step"), manifest.get("generation")):
+            raise CorruptionError("a manifest that contradicts its directory's name", file=where, got=name[0])
+    check.on_ok(f"{below}{MANIFEST_NAME}", f"{len(files)} files")
+    _check_files(check, below, files)
+    check.extra_files({f"{below}{MANIFEST_NAME}", *(below + name for name in files)}, path)
+    return manifest
+
+
+def _listed(manifest: dict[str, Any], key: str, where: str) -> dict[str, tuple[int, str]]:
+    listed = {}
+    for name, value in strict.mapping(manifest.get(key), where=f"{where}: {key}").items():
+        info = strict.obj(value, ("bytes", "sha256"), where=f"{where}: {name}")
+        size = strict.count(info["bytes"], where=f"{where}: {name}")
+        listed[safe_relative(name, where=where)] = (size, strict.sha256(info["sha256"], where=f"{where}: {name}"))
+    return listed
+
+
+def _check_files(check: Check, below: str, files: dict[str, tuple[int, str]]) -> None:
+    for name, (size, digest) in files.items():
+        if check.file(below + name, size, digest):
+            check.on_ok(below + name, f"{size} bytes")
+
+
+def _check_trashed_audits(check: Check) -> None:
+    # Retention moves old checkpoints into the trash, but their audits stay part of the record of the run.
+    for trash in _names(check, ".trash"):
+        for name in _names(check, f".trash/{trash}"):
+            where = check.url(f".trash/{trash}/{name}/{MANIFEST_NAME}")
+            try:
+                files = _listed(unseal(check.fs.read_bytes(where), where), "audit", where)
+            except (DataError, NotFoundError):
+                continue  # half deleted, as trash may be
+            _check_files(check, "", files)
+
+
+def _check_parts(check: Check, folder: str) -> None:
+    """Closed parts: numbered without gaps, whole lines; those of metrics hold one JSON object a line."""
+    numbers: list[int] = []
+    for name in _names(check, folder):
+        path, found = f"{folder}/{name}", _PART.fullmatch(name)
+        if found is None:
+            _unexpected(check, path)
+            continue
+        numbers.append(int(found[1]))
+        try:
+            data = check.fs.read_bytes(check.url(path))
+        except (CorruptionError, NotFoundError) as error:
+            check.caught(path, error)
+            continue
+        check.on_bytes(len(data))
+        place = _bad_line(data, json_lines=found[2] == "jsonl")
+        if place is None:
+            check.on_ok(path, f"{len(data)} bytes")
+        else:
+            check.bad(
+                path, "not a whole line" + (" of JSON" if found[2] == "jsonl" else ""), record=place[0], offset=place[1]
+            )
+    for number in sorted(set(range(max(numbers, default=-1) + 1)) - set(numbers)):
+        check.bad(f"{folder}/part-{number:05d}", "missing")
+
+
+def _bad_line(data: bytes, *, json_lines: bool) -> tuple[int, int] | None:
+    offset, lines = 0, data.split(b"\n")
+    if lines[-1]:
+        return len(lines) - 1, len(data)
+    for number, line in enumerate(lines[:-1] if json_lines else []):
+        try:
+            good = isinstance(json.loads(line), dict)
+        except ValueError:
+            good = False
+        if not good:
+            return number, offset
+        offset += len(line) + 1
+    return None
+
+
+def _log_folders(check: Check) -> Iterable[str]:
+    for generation in _names(check, "logs"):
+        for rank in _names(check, f"logs/{generation}"):
+            yield f"{generation}/{rank}"
+
+
+def _sealed(check: Check, path: str) -> dict[str, Any] | None:
+    try:
+        return unseal(check.fs.read_bytes(check.url(path)), check.url(path))
+    except (DataError, ConfigError) as error:
+        check.caught(path, error)
+        return None
+
+
+def _unexpected(check: Check, path: str) -> None:
+    # What a writer that died left under a temporary or growing name is no part of the run.
+    name = basename(path)
+    if not (_TEMPORARY.fullmatch(name) or name.endswith(".part")):
+        check.bad(path, "an extra file that does not belong here")
+
+
+def _names(check: Check, path: str) -> list[str]:
+    try:
+        return [entry.name for entry in check.fs.list(check.url(path))]
+    except NotFoundError:
+        return []
