@@ -1,0 +1,65 @@
+"""The feed as a tf.data pipeline: same batches, static shapes, repeatable, and errors keep their class."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from storage.errors import CorruptionError
+from tests.training._tiny import write_images, write_table
+from training.batches import Batch, RankFeed
+from training.dataset import FeedPipeline, as_tf_dataset
+from training.plan import EpochPlan
+from training.reader import OpenSplit
+from training.world import World
+
+
+def feed(root: Path, rank: int = 1) -> RankFeed:
+    opened = OpenSplit.at(str(root), "train")
+    plan = EpochPlan.for_dataset(opened.manifest, "train", seed=3, global_batch=20, lanes=10)
+    return RankFeed(plan, opened.reader, opened.encoder, World.local(rank, 3), read_ahead_bytes=2000)
+
+
+def batch_labels(batch: Batch) -> list[int]:
+    assert batch.y is not None
+    return list(batch.y.tolist())
+
+
+def test_batches_are_the_feeds_with_static_shapes_each_time(tmp_path: Path) -> None:
+    write_images(tmp_path / "d")
+    dataset = as_tf_dataset(feed(tmp_path / "d"), 2, 9)
+    x, y = dataset.element_spec
+    assert x["image"].shape == (6, 8, 8, 1) and x["image"].dtype == tf.uint8
+    assert y.shape == (6,) and y.dtype == tf.int64
+    assert int(dataset.cardinality()) == 7
+    assert dataset.options().autotune.enabled is False
+    expected = list(feed(tmp_path / "d").batches(2, 9))
+    for _ in range(2):  # Keras may look at a first batch and begin again
+        found = list(dataset.as_numpy_iterator())
+        assert len(found) == len(expected)
+        for (images, labels), batch in zip(found, expected, strict=True):
+            assert np.array_equal(images["image"], batch.x["image"]) and labels.tolist() == batch_labels(batch)
+
+
+def test_every_batch_is_shown_once_in_order(tmp_path: Path) -> None:
+    write_table(tmp_path / "d")
+    seen: list[Batch] = []
+    with FeedPipeline(feed(tmp_path / "d"), 0, 6, seen.append) as pipeline:
+        assert len(list(pipeline.dataset)) == 6
+    assert [batch.step for batch in seen] == list(range(6))
+
+
+def test_the_original_error_is_kept(tmp_path: Path) -> None:
+    write_table(tmp_path / "d", fmt="tfrecord")
+    reading = feed(tmp_path / "d", 0)
+    for shard in (tmp_path / "d" / "split=train").iterdir():
+        data = bytearray(shard.read_bytes())
+        data[1000::400] = bytes(len(data[1000::400]))
+        shard.write_bytes(data)
+    with FeedPipeline(reading, 0, 9) as pipeline:
+        with pytest.raises(tf.errors.OpError, match="CorruptionError"):
+            list(pipeline.dataset)
+        assert isinstance(pipeline.failure, CorruptionError)

@@ -1,0 +1,132 @@
+"""Runs are read exactly, and what is damaged is refused with its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from storage.errors import ConfigError, CorruptionError, LockstepError
+from storage.manifest import DatasetManifest, load_dataset
+from tests.training._tiny import encoder_of, write_images, write_table
+from training.positions import Run
+from training.reader import OpenSplit, SplitReader
+
+Write = Callable[..., DatasetManifest]
+FORMATS = ("tfrecord", "parquet")
+
+
+def opened(root: Path, split: str = "train") -> SplitReader:
+    return OpenSplit.at(str(root), split).reader
+
+
+def everything(reader: SplitReader) -> pa.RecordBatch:
+    return reader.read_all([reader.table.run(block) for block in range(reader.table.num_blocks)])
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("write", [write_table, write_images])
+def test_every_run_of_a_block_is_the_slice_of_all_rows(tmp_path: Path, fmt: str, write: Write) -> None:
+    write(tmp_path / "d", fmt=fmt, records={"train": 43}, shards=3)
+    reader = opened(tmp_path / "d")
+    rows = everything(reader)
+    assert len(rows) == 43 and rows.column("sample_id").null_count == 0
+    before = 0
+    for shard, records in enumerate(reader.table.shard_records.tolist()):
+        for first in range(0, records, 8):
+            for skip in range(min(8, records - first)):
+                for count in range(1, min(8, records - first) - skip + 1):
+                    run = Run(shard, first + skip, count)
+                    assert reader.read(run).equals(rows.slice(before + first + skip, count)), run
+        before += records
+
+
+def test_both_formats_hold_the_same_rows(tmp_path: Path) -> None:
+    write_images(tmp_path / "t", fmt="tfrecord")
+    write_images(tmp_path / "p", fmt="parquet")
+    assert everything(opened(tmp_path / "t")).equals(everything(opened(tmp_path / "p")))
+
+
+def test_an_unknown_split_is_refused_by_naming_those_there_are(tmp_path: Path) -> None:
+    write_table(tmp_path / "d")
+    with pytest.raises(ConfigError) as caught:
+        opened(tmp_path / "d", "validation")
+    assert caught.value.allowed == "test, train"
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 0x10
+    path.write_bytes(data)
+
+
+def test_a_flipped_record_is_named_by_file_record_and_offset(tmp_path: Path) -> None:
+    manifest = write_table(tmp_path / "d", fmt="tfrecord")
+    shard = tmp_path / "d" / "split=train" / "part-00001.tfrecord"
+    block = manifest.splits["train"].shards[1].block_offsets[2]  # record 16
+    flip(shard, block + 20)
+    with pytest.raises(CorruptionError) as caught:
+        everything(opened(tmp_path / "d"))
+    assert (caught.value.file, caught.value.record, caught.value.offset) == (str(shard), 16, block)
+
+
+def test_a_flipped_page_is_named_by_file_and_first_record(tmp_path: Path) -> None:
+    write_images(tmp_path / "d", fmt="parquet")
+    shard = tmp_path / "d" / "split=train" / "part-00000.parquet"
+    pages = shard.read_bytes().index(b"PAR1", 4) - 2000  # well before the footer
+    flip(shard, pages)
+    with pytest.raises(CorruptionError) as caught:
+        everything(opened(tmp_path / "d"))
+    assert caught.value.file == str(shard)
+    assert caught.value.record is None or caught.value.record % 8 == 0
+
+
+@pytest.mark.parametrize(
+    ("fmt", "path", "damage", "message"),
+    [
+        ("tfrecord", "split=train/part-00000.tfrecord", "cut", "another length"),  # a cut at a record's end looks whole
+        ("tfrecord", "split=train/part-00000.tfrecord", "remove", "a shard is missing"),
+        ("tfrecord", "_index/train/part-00001.idx", "flip", "does not match its digest"),
+        ("tfrecord", "_index/train/part-00001.idx", "cut", "another length"),
+        ("parquet", "split=train/part-00001.parquet", "cut", "another length"),
+        ("parquet", "split=train/part-00001.parquet", "magic", "footer is damaged"),
+        ("tfrecord", "_manifest.json", "flip", "manifest"),
+    ],
+)
+def test_damage_is_refused_at_the_start(tmp_path: Path, fmt: str, path: str, damage: str, message: str) -> None:
+    write_table(tmp_path / "d", fmt=fmt)
+    file = tmp_path / "d" / path
+    data = file.read_bytes()
+    if damage == "remove":
+        file.unlink()
+    elif damage == "cut":
+        file.write_bytes(data[:-1])
+    else:
+        flip(file, len(data) - 1 if damage == "magic" else len(data) // 2)
+    with pytest.raises(LockstepError, match=message) as caught:
+        opened(tmp_path / "d")
+    assert str(file) in str(caught.value)
+
+
+def test_no_flipped_byte_of_a_parquet_shard_changes_what_is_read(tmp_path: Path) -> None:
+    """The manifest has no digest of the footer alone: every change is refused, or leaves all values as they were."""
+    write_table(tmp_path / "d", fmt="parquet", records={"train": 19}, shards=1)
+    shard = tmp_path / "d" / "split=train" / "part-00000.parquet"
+    manifest = load_dataset(str(tmp_path / "d"))
+    encoder = encoder_of(manifest)
+    whole = shard.read_bytes()
+    rows = everything(SplitReader(str(tmp_path / "d"), manifest, "train", encoder))
+    refused = 0
+    for offset in range(0, len(whole), 7):
+        damaged = bytearray(whole)
+        damaged[offset] ^= 1 << offset % 8
+        shard.write_bytes(damaged)
+        try:
+            found = everything(SplitReader(str(tmp_path / "d"), manifest, "train", encoder))
+        except CorruptionError:
+            refused += 1
+        else:
+            assert found.equals(rows), f"byte {offset} changed what is read"
+    assert refused > len(whole) // 20

@@ -1,0 +1,158 @@
+"""A rank's part of every global batch, and its share of a split for evaluation."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from features.encode import Encoded, Encoder
+from storage.errors import ConfigError
+from training.lanes import LaneStream
+from training.plan import EpochPlan
+from training.read_ahead import ReadAhead
+from training.reader import SplitReader
+from training.world import World
+
+READ_AHEAD_BYTES = 48 << 20
+DEADLINE_S = 300.0  # below the driver's stall limit of 600 s, so that the rank says itself what it waits for
+# Encoding many batches at once spares per-call costs; beyond some thousand rows nothing is gained (docs/epoch-plan.md).
+_CHUNK_ROWS = 4096
+_CHUNKS_IN_MEMORY = 3  # one being made, one finished, one in use
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One rank's rows of global batch `step` (the batches are counted from 0), lanes in order.
+
+    `x` by feature name, arrays of n_r rows; `y` (n_r,) or None; `sample_ids` and `epochs` (n_r,) int64.
+    """
+
+    step: int
+    x: dict[str, npt.NDArray[Any]]
+    y: npt.NDArray[Any] | None
+    sample_ids: npt.NDArray[np.int64]
+    epochs: npt.NDArray[np.int64]
+
+
+class RankFeed:
+    """The batches of one rank, from any step on, without reading what lies before.
+
+    `groups` are the lane groups of ghost BatchNorm, which ranks own whole. Raises ConfigError for more ranks than lanes
+    or groups. Memory: a window and, for Parquet, a row group for each lane, and `read_ahead_bytes` of encoded batches
+    (at least three batches).
+    """
+
+    def __init__(
+        self,
+        plan: EpochPlan,
+        reader: SplitReader,
+        encoder: Encoder,
+        world: World,
+        start_step: int = 0,
+        *,
+        groups: int | None = None,
+        read_ahead_bytes: int = READ_AHEAD_BYTES,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        if reader.split != plan.split or tuple(reader.table.shard_records.tolist()) != plan.shard_records:
+            raise ConfigError(
+                "a reader and a plan of different splits",
+                got=f"split `{reader.split}`",
+                allowed=f"split `{plan.split}`",
+                next_step="Open the reader on the plan's split.",
+            )
+        self.plan, self.encoder, self.start_step = plan, encoder, start_step
+        self.lanes = plan.rank_lanes(world.rank, world.num_ranks, groups)
+        self.rows = plan.rows(world.rank, world.num_ranks, groups)
+        self._each = plan.global_batch // plan.lanes
+        self._streams = [LaneStream(plan, reader, lane) for lane in self.lanes]
+        reader.keep_blocks = len(self.lanes) + 1
+        self._deadline_s = deadline_s
+        self._lock = threading.Lock()
+        self._at = "the first batch"
+        chunk_bytes = read_ahead_bytes // _CHUNKS_IN_MEMORY
+        chunk_rows = min(_CHUNK_ROWS, chunk_bytes // _row_bytes(encoder))
+        self._chunk_steps = max(1, chunk_rows // self.rows)
+
+    def batch(self, step: int) -> Batch:
+        """This rank's rows of one global batch."""
+        return self._assemble(step, 1)[0]
+
+    def batches(self, first_step: int, last_step: int) -> Generator[Batch, None, None]:
+        """Batches first_step..last_step-1, read ahead by a thread that ends with the iterator (exhausted or closed)."""
+
+        def chunks() -> Iterator[list[Batch]]:
+            for step in range(first_step, last_step, self._chunk_steps):
+                yield self._assemble(step, min(self._chunk_steps, last_step - step))
+
+        with ReadAhead(chunks(), lambda: self._at, self._deadline_s) as ahead:
+            for chunk in ahead:
+                yield from chunk
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Batches from `start_step` on, without end."""
+        return self.batches(self.start_step, sys.maxsize)
+
+    def _assemble(self, step: int, steps: int) -> list[Batch]:
+        """Batches step..step+steps-1, encoded in one call."""
+        rows: list[pa.RecordBatch] = []
+        epochs: list[npt.NDArray[np.int64]] = []
+        with self._lock:  # one set of streams: batch() may be called while a thread reads ahead
+            for lane, stream in zip(self.lanes, self._streams, strict=True):
+                self._at = f"lane {lane} of split `{self.plan.split}` at step {step}"
+                stream.seek(step * self._each)
+                part = stream.take(steps * self._each)
+                rows.extend(part.batches)
+                epochs.append(part.epochs)
+        # Rows lie lane after lane; a batch takes `each` of every lane: (lanes, steps, each) -> (steps, lanes, each).
+        shape = (len(self.lanes), steps, self._each)
+        order = np.arange(math.prod(shape)).reshape(shape).transpose(1, 0, 2).ravel()
+        encoded = self.encoder.encode(pa.concat_batches(rows).take(pa.array(order)))
+        of_epoch = np.concatenate(epochs)[order]
+        return [self._cut(encoded, of_epoch, step, number) for number in range(steps)]
+
+    def _cut(self, encoded: Encoded, epochs: npt.NDArray[np.int64], step: int, number: int) -> Batch:
+        part = slice(number * self.rows, (number + 1) * self.rows)
+        return Batch(
+            step=step + number,
+            x={name: values[part] for name, values in encoded.x.items()},
+            y=None if encoded.y is None else encoded.y[part],
+            sample_ids=encoded.sample_id[part],
+            epochs=epochs[part],
+        )
+
+
+def eval_batches(
+    reader: SplitReader, encoder: Encoder, rank: int, num_ranks: int, batch_size: int
+) -> Iterator[Encoded]:
+    """A rank's contiguous share of the blocks of a split, in the order of the files, `batch_size` rows at a time.
+
+    The last batch is as short as it comes: nothing is padded, and a rank without a block yields nothing, so no
+    collective may be called before all ranks are done. All ranks together give each sample once.
+    """
+    blocks = reader.table.num_blocks
+    pending: list[pa.RecordBatch] = []
+    for block in range(rank * blocks // num_ranks, (rank + 1) * blocks // num_ranks):
+        pending.append(reader.read(reader.table.run(block)))
+        if sum(map(len, pending)) >= batch_size:
+            rows = pa.concat_batches(pending)
+            full = len(rows) // batch_size * batch_size
+            for start in range(0, full, batch_size):
+                yield encoder.encode(rows.slice(start, batch_size))
+            pending = [rows.slice(full)] if full < len(rows) else []
+    if pending:
+        yield encoder.encode(pa.concat_batches(pending))
+
+
+def _row_bytes(encoder: Encoder) -> int:
+    """Bytes of one encoded row."""
+    specs = encoder.signature.features.values()
+    return 24 + sum(math.prod(spec.shape) * np.dtype(spec.dtype).itemsize for spec in specs)

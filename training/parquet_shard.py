@@ -1,0 +1,144 @@
+"""One Parquet shard: a block is a row group, fetched by one range read, its page checksums checked."""
+
+from __future__ import annotations
+
+import io
+import struct
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from features.schema import Schema
+from storage.errors import CorruptionError
+from storage.fs import FileSystem
+from storage.manifest import ShardInfo
+
+_MAGIC = b"PAR1"
+_TAIL = struct.Struct("<I4s")  # the last 8 bytes of a file: length of the footer, magic
+_FIRST_GUESS_BYTES = 1 << 16
+
+
+class ParquetShard:
+    """Reads blocks of one shard. The footer is read once and held against the manifest and the schema.
+
+    The checks leave no way in which a changed footer could change what is read: row groups and their sizes, the
+    types, and that column chunks lie within the file; what is in them is covered by page checksums.
+    """
+
+    def __init__(self, fs: FileSystem, url: str, info: ShardInfo, block_records: int, schema: Schema) -> None:
+        self._fs, self._url, self._info, self._block_records = fs, url, info, block_records
+        self._schema = schema.arrow_schema()
+        self._metadata = self._read_footer()
+        self._check_footer()
+
+    def read_block(self, block: int) -> pa.RecordBatch:
+        """All rows of a block. Raises CorruptionError naming file, first record of the block and offset."""
+        first = block * self._block_records
+        size = min(self._block_records, self._info.records - first)
+        start, stop = self._extent(block)
+        data = self._fs.read_range(self._url, start, stop - start)
+        source = pa.PythonFile(_Stretch(data, start, self._info.bytes), mode="r")
+        try:
+            with pq.ParquetFile(source, metadata=self._metadata, page_checksum_verification=True) as file:
+                table = file.read_row_group(block, use_threads=False)
+        # Arrow reports a failed checksum or an undecodable page as any of these.
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise CorruptionError(
+                "a block of rows cannot be read",
+                file=self._url,
+                record=first,
+                offset=start,
+                got=str(error).splitlines()[0],
+                allowed="pages that match their checksums",
+            ) from error
+        if table.num_rows != size:
+            raise self._footer_error(f"{table.num_rows} rows in row group {block}", f"{size} rows")
+        columns = [
+            column.combine_chunks().cast(field.type) for field, column in zip(self._schema, table.columns, strict=True)
+        ]
+        for field, column in zip(self._schema, columns, strict=True):
+            if column.null_count and not field.nullable:
+                raise self._footer_error(f"nulls in `{field.name}`, records from {first} on", "none")
+        return pa.RecordBatch.from_arrays(columns, schema=self._schema)
+
+    def _read_footer(self) -> pq.FileMetaData:
+        size = self._info.bytes
+        if size < _TAIL.size + len(_MAGIC):
+            raise self._footer_error(f"{size} bytes", "a Parquet file")
+        tail = self._fs.read_range(self._url, max(0, size - _FIRST_GUESS_BYTES), min(size, _FIRST_GUESS_BYTES))
+        length, magic = _TAIL.unpack(tail[-_TAIL.size :])
+        need = length + _TAIL.size
+        if magic != _MAGIC or need > size - len(_MAGIC):
+            raise self._footer_error(f"a footer of {length} bytes, {magic!r}", f"{_MAGIC!r} after a footer that fits")
+        if need > len(tail):
+            tail = self._fs.read_range(self._url, size - need, need)
+        try:
+            return pq.read_metadata(pa.BufferReader(tail))
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise self._footer_error(str(error).splitlines()[0], "a Parquet footer") from error
+
+    def _check_footer(self) -> None:
+        metadata, rows = self._metadata, self._info.records
+        wanted = [min(self._block_records, rows - first) for first in range(0, rows, self._block_records)]
+        groups = range(metadata.num_row_groups)
+        try:
+            found = [metadata.row_group(number).num_rows for number in groups]
+            schema = metadata.schema.to_arrow_schema()
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise self._footer_error(str(error).splitlines()[0], "a readable schema") from error
+        if found != wanted or metadata.num_rows != rows:
+            raise self._footer_error(f"row groups of {found[:5]}... rows", f"{len(wanted)} of {wanted[:1]}... rows")
+        columns = [(field.name, _plain(field.type)) for field in schema]
+        declared = [(field.name, _plain(field.type)) for field in self._schema]
+        if columns != declared:
+            raise self._footer_error(f"columns {columns}", f"columns {declared}")
+        for number in groups:
+            self._extent(number)
+
+    def _extent(self, block: int) -> tuple[int, int]:
+        """First byte of a row group and the one after its last; CorruptionError where it is not in the file."""
+        group = self._metadata.row_group(block)
+        chunks = [group.column(number) for number in range(group.num_columns)]
+        starts = [chunk.dictionary_page_offset or chunk.data_page_offset for chunk in chunks]
+        stops = [start + chunk.total_compressed_size for start, chunk in zip(starts, chunks, strict=True)]
+        if min(starts) < len(_MAGIC) or max(stops) > self._info.bytes or max(starts) > max(stops):
+            raise self._footer_error(f"row group {block} at bytes {min(starts)} to {max(stops)}", "a place in the file")
+        return min(starts), max(stops)
+
+    def _footer_error(self, got: str, allowed: str) -> CorruptionError:
+        what = "a Parquet footer is damaged or not the one published"
+        return CorruptionError(what, file=self._url, got=got, allowed=allowed)
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    # Element names and nullability of lists differ between writers: what matters is what the elements are.
+    return pa.list_(kind.value_type) if pa.types.is_list(kind) else kind
+
+
+class _Stretch(io.RawIOBase):
+    """The bytes `data` at `offset` of a file of `size` bytes, as a file; nothing else of it can be read."""
+
+    def __init__(self, data: bytes, offset: int, size: int) -> None:
+        super().__init__()
+        self._data, self._offset, self._size, self._position = memoryview(data), offset, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence] + offset
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        start = self._position - self._offset
+        stop = len(self._data) if size < 0 else start + size
+        if start < 0 or stop > len(self._data):
+            raise OSError(f"bytes {self._position} to {self._position + size} lie outside the row group")
+        self._position += stop - start
+        return bytes(self._data[start:stop])

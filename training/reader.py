@@ -1,0 +1,131 @@
+"""A split read by the epoch plan's runs; everything that is read is checked against the dataset's manifest."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Self
+
+import pyarrow as pa
+
+from features.encode import Encoder
+from features.fitted import Vocabulary
+from features.schema import Schema
+from storage.errors import CorruptionError, DataError, NotFoundError
+from storage.fs import FileSystem, filesystem, join
+from storage.layout import fitted_path, index_path
+from storage.manifest import DatasetManifest, ShardInfo, load_dataset, read_checked
+from training.parquet_shard import ParquetShard
+from training.plan import split_of
+from training.positions import BlockTable, Run
+from training.tfrecord_shard import TFRecordShard
+
+
+def load_encoder(dataset_url: str, manifest: DatasetManifest) -> Encoder:
+    """The encoder of a dataset; its fitted files are checked by digest. Raises CorruptionError, DataError."""
+    schema = Schema.from_json(manifest.schema)
+    fs = filesystem(dataset_url)
+    fitted: dict[str, Vocabulary] = {}
+    for field in schema:
+        if field.encoding is None or field.encoding["kind"] != "vocabulary":
+            continue
+        path = fitted_path(field.encoding["file"])
+        if path not in manifest.files:
+            raise DataError(
+                f"the vocabulary of field `{field.name}` is not in the dataset",
+                got=f"no {path} in the manifest",
+                allowed="each fitted file that the schema names",
+                next_step="Build the dataset anew.",
+            )
+        data = read_checked(fs, dataset_url, path, manifest.files[path])
+        fitted[field.name] = Vocabulary.from_json(json.loads(data))
+    return Encoder(schema, fitted)
+
+
+class SplitReader:
+    """Reads runs of records of one split; not safe for several threads at once.
+
+    At the start the length of every shard, TFRecord indexes by digest and Parquet footers by content are checked, so
+    that a dataset that was cut or exchanged is refused before the first step; checksums of records and pages while
+    reading. Memory: O(blocks) for the block tables, and `keep_blocks` decoded Parquet row groups.
+    """
+
+    def __init__(self, dataset_url: str, manifest: DatasetManifest, split: str, encoder: Encoder) -> None:
+        self.split = split
+        self.keep_blocks = 2
+        info = split_of(manifest, split)
+        self.table = BlockTable(tuple(shard.records for shard in info.shards), info.block_records)
+        self.schema = encoder.schema
+        self._kept: OrderedDict[tuple[int, int], pa.RecordBatch] = OrderedDict()
+        self._shards: list[TFRecordShard | ParquetShard] = []
+        fs = filesystem(dataset_url)
+        for number, shard in enumerate(info.shards):
+            url = join(dataset_url, shard.path)
+            _check_length(fs, url, shard)
+            if manifest.format == "parquet":
+                self._shards.append(ParquetShard(fs, url, shard, info.block_records, self.schema))
+                continue
+            path = index_path(split, number)
+            index = read_checked(fs, dataset_url, path, manifest.files[path])
+            place = join(dataset_url, path)
+            self._shards.append(TFRecordShard(fs, url, shard, info.block_records, self.schema, place, index))
+
+    def read(self, run: Run) -> pa.RecordBatch:
+        """The records of a run (within one block) as columns of the dataset's schema.
+
+        Raises CorruptionError naming file, record and offset.
+        """
+        shard = self._shards[run.shard]
+        if isinstance(shard, TFRecordShard):
+            return shard.read(run.first_record, run.count)
+        block, skip = divmod(run.first_record, self.table.block_records)
+        # A row group can only be read whole, but windows and lanes cut it: keep the last few for their other parts.
+        batch = self._kept.pop((run.shard, block), None)
+        if batch is None:
+            batch = shard.read_block(block)
+        if skip + run.count < len(batch):
+            self._kept[run.shard, block] = batch
+        while len(self._kept) > self.keep_blocks:
+            self._kept.popitem(last=False)
+        return batch.slice(skip, run.count)
+
+    def read_all(self, runs: list[Run]) -> pa.RecordBatch:
+        """Several runs, one after another, in one batch."""
+        batches = [self.read(run) for run in runs]
+        if len(batches) == 1:
+            return batches[0]
+        if not batches:
+            return pa.RecordBatch.from_pylist([], schema=self.schema.arrow_schema())
+        return pa.concat_batches(batches)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSplit:
+    """A split ready to read, with what it was opened by."""
+
+    manifest: DatasetManifest
+    encoder: Encoder
+    reader: SplitReader
+
+    @classmethod
+    def at(cls, dataset_url: str, split: str) -> Self:
+        """Open a split of the dataset at `dataset_url`; everything that is checked at the start is."""
+        manifest = load_dataset(dataset_url)
+        encoder = load_encoder(dataset_url, manifest)
+        return cls(manifest, encoder, SplitReader(dataset_url, manifest, split, encoder))
+
+
+def _check_length(fs: FileSystem, url: str, info: ShardInfo) -> None:
+    try:
+        size = fs.stat(url).size_bytes
+    except NotFoundError:
+        raise CorruptionError("a shard is missing", file=url, got="nothing", allowed=f"{info.bytes} bytes") from None
+    if size != info.bytes:
+        raise CorruptionError(
+            "a shard has another length than its manifest says",
+            file=url,
+            offset=min(size, info.bytes),
+            got=f"{size} bytes",
+            allowed=f"{info.bytes} bytes",
+        )
