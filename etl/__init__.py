@@ -1,1 +1,3 @@
-"""Raw input to rows, splits and shards by Spark; knows nothing of training."""
+"""Raw input to rows, splits and shards, on Spark; knows nothing of training."""
+
+VERSION = "0.1.0"

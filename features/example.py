@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from features.schema import ARROW_TYPES, Field, Schema
+from features.schema import Field, Schema
 from storage.errors import DataError
 
 BytesLike = bytes | bytearray | memoryview
@@ -243,11 +243,7 @@ def _decode_column(field: Field, bodies: list[bytes | None]) -> pa.Array:
     if field.dtype == "float32" and not field.is_list and not field.is_tensor:
         mask = np.array([value is None for value in values], dtype=bool)
         return pa.array(np.array([0.0 if v is None else v for v in values], dtype=np.float32), mask=mask)
-    return pa.array(values, type=pa.binary() if field.is_tensor else _list_type(field))
-
-
-def _list_type(field: Field) -> pa.DataType:
-    return pa.list_(ARROW_TYPES[field.dtype]) if field.is_list else ARROW_TYPES[field.dtype]
+    return pa.array(values, type=field.arrow_type)
 
 
 def _reader(field: Field) -> Callable[[bytes], list[Any]]:

@@ -75,8 +75,9 @@ class Field:
         """The type of the column in Arrow and Parquet."""
         if self.is_tensor:
             return pa.binary()
-        # Element nullability is set as Spark and Parquet readers report it, so that schemas compare equal.
-        return pa.list_(ARROW_TYPES[self.dtype]) if self.is_list else ARROW_TYPES[self.dtype]
+        item = ARROW_TYPES[self.dtype]
+        # Spark and Parquet call a list's values so: with the same name, schemas compare equal everywhere.
+        return pa.list_(pa.field("element", item)) if self.is_list else item
 
     def to_json(self) -> dict[str, Any]:
         """The field as the manifest holds it."""

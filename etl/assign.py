@@ -1,0 +1,114 @@
+"""The second pass, in the tasks: each row's sample id, split, place in its split and encoded size."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from etl import columns as c
+from etl.spark_errors import in_task
+from etl.splits import NAMES, SplitSpec
+from features.example import encode_batch
+from features.sample_id import sample_id, shard_keys
+from features.schema import SAMPLE_ID, Schema
+from storage.errors import DataError
+from storage.tfrecord import FRAMING_BYTES
+
+_ID = struct.Struct("<q")
+_SIGN = np.uint64(1 << 63)
+
+
+@dataclass(frozen=True)
+class Assign:
+    """The function for mapInArrow: rows of the caller in, rows of `ddl()` out; dropped rows keep only their reason.
+
+    TFRecord rows are encoded here, once: their exact size is needed before the number of shards is known.
+    """
+
+    schema: Schema
+    id_columns: tuple[str, ...]
+    split: SplitSpec
+    seed: int
+    fmt: str
+
+    def ddl(self) -> str:
+        """The rows that come out, in Spark's notation."""
+        kept = self.schema.fields if self.fmt == "parquet" else (self.schema.id_field, *c.vocabulary_fields(self.schema))
+        record = [f"{c.RECORD} binary"] if self.fmt == "tfrecord" else []
+        own = [f"{c.SPLIT} string", f"{c.DROPPED} string", f"{c.KEY} bigint", f"{c.BYTES} bigint"]
+        return ", ".join([*own, f"{c.SOURCE} int", f"{c.POSITION} bigint", *record, *c.ddl(kept)])
+
+    @in_task
+    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Raises DataError for a null in an id column, or for a row that does not fit the schema."""
+        groups: dict[str, str] = {}
+        for batch in batches:
+            if batch.num_rows:
+                yield self.rows(batch, groups)
+
+    def rows(self, batch: pa.RecordBatch, groups: dict[str, str]) -> pa.RecordBatch:
+        """One batch; `groups` remembers the splits of groups seen before."""
+        if c.DROPPED in batch.schema.names and batch.column(c.DROPPED).null_count < batch.num_rows:
+            reasons = batch.column(c.DROPPED)
+            kept = self._kept(batch.filter(reasons.is_null()), groups)
+            lost = reasons.filter(reasons.is_valid())
+            nulls = [lost if f.name == c.DROPPED else pa.nulls(len(lost), f.type) for f in kept.schema]
+            return pa.concat_batches([kept, pa.RecordBatch.from_arrays(nulls, schema=kept.schema)])
+        return self._kept(batch, groups)
+
+    def _kept(self, batch: pa.RecordBatch, groups: dict[str, str]) -> pa.RecordBatch:
+        ids = np.array(self._ids(batch), dtype=np.int64)
+        full = {field.name: batch.column(field.name) for field in self.schema if field.name != SAMPLE_ID}
+        full[SAMPLE_ID] = pa.array(ids)
+        fields = pa.RecordBatch.from_arrays([full[f.name].cast(f.arrow_type) for f in self.schema], names=[f.name for f in self.schema])
+        keys = (shard_keys(ids, self.seed) ^ _SIGN).view(np.int64)  # flipping the sign keeps unsigned order
+        out: dict[str, Any] = {
+            c.SPLIT: pa.array(self._splits(batch, ids, groups), pa.string()),
+            c.DROPPED: pa.nulls(batch.num_rows, pa.string()),
+            c.KEY: pa.array(keys),
+        }
+        records = encode_batch(self.schema, fields) if self.fmt == "tfrecord" else None
+        if records is None:
+            sizes = [c.logical_bytes(field, fields.column(field.name)) for field in self.schema]
+            out[c.BYTES] = pa.array(np.sum([np.asarray(size) for size in sizes], axis=0, dtype=np.int64))
+        else:
+            out[c.BYTES] = pa.array([len(record) + FRAMING_BYTES for record in records], pa.int64())
+        out |= {c.SOURCE: batch.column(c.SOURCE), c.POSITION: batch.column(c.POSITION)}
+        if records is not None:
+            out[c.RECORD] = pa.array(records, pa.binary())
+        for field in self.schema.fields if records is None else (self.schema.id_field, *c.vocabulary_fields(self.schema)):
+            out[field.name] = fields.column(field.name)
+        return pa.RecordBatch.from_pydict(out)
+
+    def _ids(self, batch: pa.RecordBatch) -> list[int]:
+        parts = [_as_bytes(name, batch.column(name)) for name in self.id_columns]
+        occurrences = batch.column(c.OCCURRENCE).to_pylist()
+        return [sample_id(fields, n) for fields, n in zip(zip(*parts, strict=True), occurrences, strict=True)]
+
+    def _splits(self, batch: pa.RecordBatch, ids: np.ndarray, groups: dict[str, str]) -> Sequence[str]:
+        if self.split.given:
+            return batch.column(c.SPLIT).to_pylist()
+        if self.split.column is None:
+            return [NAMES[self.split.place(_ID.pack(value), self.seed)] for value in ids.tolist()]
+        values = batch.column(self.split.column).to_pylist()
+        for value in set(values):
+            if value not in groups:
+                groups[value] = NAMES[self.split.place(str(value).encode(), self.seed)]
+        return [groups[value] for value in values]
+
+
+def _as_bytes(name: str, column: pa.Array) -> list[bytes]:
+    """The values of an id column as the bytes that are hashed: UTF-8, decimal digits, or themselves."""
+    if column.null_count:
+        raise DataError(
+            f"id column `{name}` is null", got="null", allowed="a value in each row", next_step="Fill or drop those rows."
+        )
+    if pa.types.is_binary(column.type):
+        return list(column.to_pylist())
+    return list(pc.cast(column.cast(pa.string()), pa.binary()).to_pylist())

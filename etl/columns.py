@@ -1,0 +1,60 @@
+"""The columns that rows have on their way to a shard, and how declared fields look to Spark."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from features.schema import Field, Schema
+
+# What a data frame for write_dataset may hold besides the fields: where a row comes from (needed), which repetition of
+# its id columns it is, which split its input names, and why it is not written.
+SOURCE, POSITION, OCCURRENCE, SPLIT, DROPPED = "_source", "_position", "_occurrence", "_split", "_dropped"
+# What the writer adds: the order in a split as a signed number, the encoded size, and the encoded record (TFRecord).
+KEY, BYTES, RECORD, SHARD = "_key", "_bytes", "_record", "_shard"
+
+_DDL = {
+    "int64": "bigint",
+    "float32": "float",
+    "float64": "double",
+    "bool": "boolean",
+    "string": "string",
+    "bytes": "binary",
+}
+_FIXED_BYTES = {"int64": 8, "float32": 4, "float64": 8, "bool": 1}
+_LENGTH_BYTES = 4
+
+
+def ddl_type(field: Field) -> str:
+    """The field's type in Spark's notation."""
+    if field.is_tensor:
+        return "binary"
+    return f"array<{_DDL[field.dtype]}>" if field.is_list else _DDL[field.dtype]
+
+
+def ddl(fields: tuple[Field, ...]) -> list[str]:
+    """Columns in Spark's notation."""
+    return [f"`{field.name}` {ddl_type(field)}" for field in fields]
+
+
+def vocabulary_fields(schema: Schema) -> tuple[Field, ...]:
+    """The fields with a vocabulary to fit."""
+    return tuple(f for f in schema if f.encoding is not None and f.encoding["kind"] == "vocabulary")
+
+
+def logical_bytes(field: Field, column: pa.Array) -> pa.Array:
+    """The bytes that each row of a column takes in Arrow: values and 4 for each length, whatever codec comes after.
+
+    Returns (n,) int64. docs/decisions/011-parquet-sizes.md says why a Parquet shard is measured so.
+    """
+    if field.is_list:
+        per_item = logical_bytes(Field(name=field.name, dtype=field.dtype), column.flatten())
+        lengths = pc.fill_null(pc.list_value_length(column), 0)
+        totals = pc.cumulative_sum(pa.concat_arrays([pa.array([0], pa.int64()), per_item]))
+        ends = pc.cumulative_sum(lengths.cast(pa.int64()))
+        starts = pc.subtract(ends, lengths)
+        return pc.add(pc.subtract(totals.take(ends), totals.take(starts)), _LENGTH_BYTES)
+    if field.dtype in _FIXED_BYTES and not field.is_tensor:
+        return pa.repeat(pa.scalar(_FIXED_BYTES[field.dtype], pa.int64()), len(column))
+    lengths = pc.fill_null(pc.binary_length(column), 0).cast(pa.int64())
+    return pc.add(lengths, _LENGTH_BYTES)

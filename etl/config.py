@@ -1,0 +1,130 @@
+"""What an ETL job is told, checked before anything is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from etl.splits import SplitSpec
+from storage.errors import ConfigError
+from storage.layout import FORMATS
+
+DEFAULT_SHARD_BYTES = 128 << 20
+DEFAULT_SPLIT_BYTES = 64 << 20
+SESSION_S = 1800
+DEFAULT_LABEL = (
+    f"CASE WHEN count(*) OVER (PARTITION BY visitor ORDER BY time RANGE BETWEEN 1 FOLLOWING AND {SESSION_S} FOLLOWING) > 0"
+    f" THEN true WHEN time + {SESSION_S} > log_end THEN NULL ELSE false END"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputConfig:
+    """What both ETL jobs are told. Raises ConfigError for values that cannot be right."""
+
+    inputs: tuple[str, ...]
+    """Files or directories (read in order of their names; what begins with `_` or `.` is left out)."""
+    output: str
+    """The dataset's URL; must not exist."""
+    fmt: str = "tfrecord"
+    """tfrecord or parquet."""
+    split: str = "80/20"
+    """See SplitSpec."""
+    max_bad: str = "1%"
+    """The largest share of quarantined records that still counts as a success, as a percentage or a fraction."""
+    shard_bytes: int = DEFAULT_SHARD_BYTES
+    """Encoded bytes of a shard at most, on average over a split."""
+    seed: int = 0
+    """Seed of the split and of the order of records."""
+    split_bytes: int = DEFAULT_SPLIT_BYTES
+    """Bytes of input that one task reads; never changes the output."""
+
+    def __post_init__(self) -> None:
+        _check(len(self.inputs) > 0, "--input", "nothing", "one URL or more")
+        _check(self.fmt in FORMATS, "--format", self.fmt, ", ".join(FORMATS))
+        _check(self.shard_bytes >= 1, "--shard-bytes", str(self.shard_bytes), "1 or more")
+        _check(self.split_bytes >= 1, "split_bytes", str(self.split_bytes), "1 or more")
+        _check(0 <= self.seed < 1 << 63, "--seed", str(self.seed), "0 to 2^63 - 1")
+        SplitSpec.parse(self.split)
+        parse_share(self.max_bad)
+
+    @property
+    def split_spec(self) -> SplitSpec:
+        """The split, parsed."""
+        return SplitSpec.parse(self.split)
+
+    @property
+    def max_bad_share(self) -> Fraction:
+        """The largest share of quarantined records, 0 to 1."""
+        return parse_share(self.max_bad)
+
+    def to_json(self) -> dict[str, Any]:
+        """What the content of the dataset follows from, besides the input and the seed."""
+        return {"format": self.fmt, "split": self.split, "max_bad": self.max_bad, "shard_bytes": self.shard_bytes}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogsConfig(OutputConfig):
+    """What `jobs.etl_logs` is told."""
+
+    log_format: str = "common"
+    """Only common: the Common Log Format."""
+    label: str = DEFAULT_LABEL
+    """A SQL expression over visitor, page, query, time and log_end (seconds since 1970, UTC): true, false, or NULL for censored."""
+
+    def __post_init__(self) -> None:
+        super(LogsConfig, self).__post_init__()
+        _check(self.log_format == "common", "--log-format", self.log_format, "common")
+        _check(not self.split_spec.given, "--split", self.split, "80/20 or group:COLUMN:80/20: a log does not name its split")
+
+    def to_json(self) -> dict[str, Any]:
+        """What the content of the dataset follows from, besides the input and the seed."""
+        return {**super(LogsConfig, self).to_json(), "job": "etl_logs", "log_format": self.log_format, "label": self.label}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImagesConfig(OutputConfig):
+    """What `jobs.etl_images` is told."""
+
+    source: str = "idx"
+    """Only idx: pairs of *-images-idx3-ubyte and *-labels-idx1-ubyte files, plain or gzip."""
+    image_size: tuple[int, int] | None = None
+    """Height and width to resize to; None keeps the files' size."""
+    num_classes: int = 10
+    """Labels are 0 to num_classes - 1; others go to quarantine."""
+
+    def __post_init__(self) -> None:
+        super(ImagesConfig, self).__post_init__()
+        _check(self.source == "idx", "--source", self.source, "idx")
+        _check(2 <= self.num_classes <= 256, "--num-classes", str(self.num_classes), "2 to 256: an IDX label is one byte")
+        if self.image_size is not None:
+            _check(all(1 <= size <= 4096 for size in self.image_size), "--image-size", str(self.image_size), "1 to 4096")
+
+    def to_json(self) -> dict[str, Any]:
+        """What the content of the dataset follows from, besides the input and the seed."""
+        size = None if self.image_size is None else list(self.image_size)
+        own = {"job": "etl_images", "source": self.source, "image_size": size, "num_classes": self.num_classes}
+        return {**super(ImagesConfig, self).to_json(), **own}
+
+
+def parse_share(text: str) -> Fraction:
+    """Read "1%" or "0.01" exactly. Raises ConfigError outside 0 to 1."""
+    try:
+        share = Fraction(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except (ValueError, ZeroDivisionError):
+        share = Fraction(-1)
+    _check(0 <= share <= 1, "--max-bad", text, "0% to 100%, or 0 to 1")
+    return share
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Read "HxW". Raises ConfigError for another form."""
+    height, _, width = text.partition("x")
+    _check(height.isdigit() and width.isdigit(), "--image-size", text, "HxW such as 28x28")
+    return int(height), int(width)
+
+
+def _check(good: bool, what: str, got: str, allowed: str) -> None:
+    if not good:
+        raise ConfigError(f"{what} cannot be right", got=got, allowed=allowed, next_step="Correct it; --help lists the flags.")

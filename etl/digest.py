@@ -1,0 +1,62 @@
+"""SHA-256 of the input files, worked out in tasks: a file each."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from etl.ranges import Source
+from etl.spark_errors import in_task
+from storage.errors import DataError
+from storage.fs import filesystem
+from storage.manifest import SourceInfo
+from storage.settings import hadoop_settings, set_hadoop_settings
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+DDL = "number int, url string, bytes bigint, sha256 string"
+_READ_BYTES = 4 << 20
+_SCHEMA = pa.schema([("number", pa.int32()), ("url", pa.string()), ("bytes", pa.int64()), ("sha256", pa.string())])
+
+
+class DigestSources:
+    """The function for mapInArrow: rows (number, url, planned bytes) in, the same with what was found out."""
+
+    def __init__(self, settings: dict[str, str]) -> None:
+        self._settings = settings
+
+    @in_task
+    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Raises DataError for a file whose length is not the planned one."""
+        set_hadoop_settings(self._settings)
+        for batch in batches:
+            rows = [_digest(row["number"], row["url"], row["bytes"]) for row in batch.to_pylist()]
+            yield pa.RecordBatch.from_pylist(rows, schema=_SCHEMA)
+
+
+def digest_sources(spark: SparkSession, sources: Sequence[Source]) -> tuple[SourceInfo, ...]:
+    """Length and SHA-256 of each input file, in order. The rows of ranges are read anew: a digest needs a file's whole order."""
+    rows = [(number, source.url, source.size_bytes) for number, source in enumerate(sources)]
+    planned = spark.createDataFrame(spark.sparkContext.parallelize(rows, len(rows)), "number int, url string, bytes bigint")
+    found = planned.mapInArrow(DigestSources(hadoop_settings()), DDL).collect()
+    return tuple(SourceInfo(row["url"], row["bytes"], row["sha256"]) for row in sorted(found, key=lambda row: row["number"]))
+
+
+def _digest(number: int, url: str, planned_bytes: int) -> dict[str, object]:
+    digest, size = hashlib.sha256(), 0
+    with filesystem(url).open_read(url) as file:
+        while data := file.read(_READ_BYTES):
+            digest.update(data)
+            size += len(data)
+    if size != planned_bytes:
+        raise DataError(
+            f"input {url} changed while it was read",
+            got=f"{size} bytes",
+            allowed=f"{planned_bytes} bytes as at the start",
+            next_step="Run again when nothing writes to the input.",
+        )
+    return {"number": number, "url": url, "bytes": size, "sha256": digest.hexdigest()}

@@ -1,0 +1,187 @@
+"""Lines of a byte range: a line belongs to the range in which it begins; positions count decompressed bytes."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from etl.ranges import Range
+from storage.errors import DataError
+from storage.fs import filesystem
+
+CHUNK_BYTES = 1 << 20
+MAX_LINE_BYTES = 1 << 20  # longer lines are hashed and counted in passing, never held
+RAW_BYTES = 64 << 10
+
+_NEWLINE, _RETURN = 10, 13
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """Whole lines without their ends: positions of their first bytes (n,) int64, and their bytes (n,) binary."""
+
+    positions: NDArray[np.int64]
+    values: pa.Array
+
+
+@dataclass(frozen=True, slots=True)
+class LongLine:
+    """A line of more than MAX_LINE_BYTES: its first RAW_BYTES, whole length and SHA-256 (hex)."""
+
+    position: int
+    raw: bytes
+    length: int
+    sha256: str
+
+
+def read_lines(part: Range, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Lines | LongLine]:
+    """Yield the lines that begin in the range, some thousand at a time.
+
+    Raises DataError naming the file where a gzip stream is cut or damaged, or where the file is shorter than planned.
+    """
+    with filesystem(part.url).open_read(part.url) as file:
+        if part.codec == "gzip":
+            yield from _split(_gunzip(part, file, chunk_bytes), 0, None)
+            return
+        begin = max(part.start - 1, 0)
+        file.seek(begin)
+        pieces = _plain(part, file, begin, chunk_bytes)
+        if part.start:
+            # The byte before decides: a newline there means that a line begins at `start`, else its end is found first.
+            begin, pieces = _skip_line(pieces, begin)
+        yield from _split(pieces, begin, part.start + part.length)
+
+
+def _plain(part: Range, file: BinaryIO, begin: int, chunk_bytes: int) -> Iterator[bytes]:
+    read = begin
+    while data := file.read(chunk_bytes):
+        read += len(data)
+        yield data
+    if read < part.start + part.length:
+        raise DataError(
+            f"input {part.url} became shorter while it was read",
+            got=f"{read} bytes",
+            allowed=f"at least {part.start + part.length} bytes",
+            next_step="Run again when nothing writes to the input.",
+        )
+
+
+def _gunzip(part: Range, file: BinaryIO, chunk_bytes: int) -> Iterator[bytes]:
+    done = 0
+    with gzip.GzipFile(fileobj=file, mode="rb") as stream:
+        while True:
+            try:
+                data = stream.read(chunk_bytes)
+            except (EOFError, OSError, zlib.error) as error:
+                raise bad_gzip(part.url, done, error) from None
+            if not data:
+                return
+            done += len(data)
+            yield data
+
+
+def bad_gzip(url: str, done: int, error: Exception) -> DataError:
+    """The error for a gzip stream that is cut or damaged behind `done` decompressed bytes."""
+    return DataError(
+        f"input {url} is a damaged gzip file",
+        got=f"{str(error) or type(error).__name__}, behind {done} decompressed bytes",
+        allowed="a whole gzip stream",
+        next_step="Fetch the file again; compare its length and digest with the origin's.",
+    )
+
+
+def _skip_line(pieces: Iterator[bytes], begin: int) -> tuple[int, Iterator[bytes]]:
+    """Drop bytes through the first newline; returns the position behind it and what follows."""
+    position = begin
+    for piece in pieces:
+        found = piece.find(b"\n")
+        if found >= 0:
+            rest = piece[found + 1 :]
+            return position + found + 1, _chain(rest, pieces)
+        position += len(piece)
+    return position, iter(())
+
+
+def _chain(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
+    if first:
+        yield first
+    yield from rest
+
+
+def _split(pieces: Iterator[bytes], begin: int, end: int | None) -> Iterator[Lines | LongLine]:
+    """Cut the bytes from position `begin` on into lines that begin before `end` (None: all)."""
+    position, pending = begin, b""  # `position` is that of pending's first byte, which begins a line
+    long: _Long | None = None
+    for piece in pieces:
+        if end is not None and position >= end:
+            return
+        if long is not None:
+            found = piece.find(b"\n")
+            long.add(piece if found < 0 else piece[:found])
+            if found < 0:
+                continue
+            yield long.finish()
+            position, long, piece = long.position + long.length + 1, None, piece[found + 1 :]
+        data = pending + piece if pending else piece
+        used = data.rfind(b"\n") + 1
+        yield from _whole_lines(data[:used], position, end)
+        position, pending = position + used, data[used:]
+        if len(pending) > MAX_LINE_BYTES:
+            long, pending = _Long(position, pending), b""
+    if end is not None and position >= end:
+        return
+    if long is not None:
+        yield long.finish()
+    elif pending:
+        yield from _whole_lines(pending + b"\n", position, end)
+
+
+def _whole_lines(data: bytes, position: int, end: int | None) -> Iterator[Lines | LongLine]:
+    """The lines of `data`, which begins a line at `position` and ends with a newline (or is empty)."""
+    array = np.frombuffer(data, dtype=np.uint8)
+    ends = np.flatnonzero(array == _NEWLINE)
+    starts = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1] + 1]) if len(ends) else ends
+    if end is not None:
+        within = position + starts < end
+        starts, ends = starts[within], ends[within]
+    too_long = ends - starts > MAX_LINE_BYTES
+    for start, stop in zip(starts[too_long].tolist(), ends[too_long].tolist(), strict=True):
+        yield _Long(position + start, data[start:stop]).finish()
+    starts, ends = starts[~too_long], ends[~too_long]
+    if not len(starts):
+        return
+    stops = ends - ((ends > starts) & (array[np.maximum(ends - 1, 0)] == _RETURN))
+    # Lengths of lines without their ends add up to Arrow's offsets once the bytes in between are taken out.
+    edges = np.zeros(len(array) + 1, dtype=np.int8)
+    edges[starts] += 1
+    edges[stops] -= 1
+    kept = array[np.cumsum(edges[:-1], dtype=np.int8).view(bool)]
+    offsets = np.zeros(len(starts) + 1, dtype=np.int32)
+    np.cumsum(stops - starts, out=offsets[1:])
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(kept)]
+    yield Lines(position + starts, pa.Array.from_buffers(pa.binary(), len(starts), buffers))
+
+
+class _Long:
+    """A line too long to be held: hashed and counted."""
+
+    def __init__(self, position: int, data: bytes) -> None:
+        self.position, self.length, self._raw = position, 0, b""
+        self._sha256 = hashlib.sha256()
+        self.add(data)
+
+    def add(self, data: bytes) -> None:
+        self._raw += data[: RAW_BYTES - len(self._raw)]
+        self._sha256.update(data)
+        self.length += len(data)
+
+    def finish(self) -> LongLine:
+        return LongLine(self.position, self._raw, self.length, self._sha256.hexdigest())

@@ -1,0 +1,226 @@
+"""The last pass, in the tasks: a partition is a shard; it is written under a name of its own, and the driver renames it."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import IO, Any
+
+import google_crc32c
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from etl import columns as c
+from etl.spark_errors import in_task
+from features.sample_id import shard_of
+from features.schema import SAMPLE_ID, Schema
+from storage.errors import DataError, StorageError
+from storage.fs import Writer, filesystem, join
+from storage.publish import write_stream
+from storage.settings import set_hadoop_settings
+from storage.tfrecord import RecordWriter
+
+COPY_BYTES = 4 << 20
+RESULT_DDL = (
+    "shard int, path string, records bigint, bytes bigint, sha256 string, crc32c string, blocks array<bigint>,"
+    " index_path string, index_bytes bigint, index_sha256 string"
+)
+_RESULT = pa.schema(
+    [
+        ("shard", pa.int32()),
+        ("path", pa.string()),
+        ("records", pa.int64()),
+        ("bytes", pa.int64()),
+        ("sha256", pa.string()),
+        ("crc32c", pa.string()),
+        ("blocks", pa.list_(pa.int64())),
+        ("index_path", pa.string()),
+        ("index_bytes", pa.int64()),
+        ("index_sha256", pa.string()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class ShardTable:
+    """How partitions and shards correspond: split by split; per split its name, number of shards and block size."""
+
+    splits: tuple[tuple[str, int, int], ...]
+
+    @property
+    def total(self) -> int:
+        """Shards of all splits, which is the number of partitions."""
+        return sum(count for _, count, _ in self.splits)
+
+    def locate(self, partition: int) -> tuple[str, int, int, int]:
+        """(split, shard in it, shards of it, block_records) of a partition."""
+        for name, count, block_records in self.splits:
+            if partition < count:
+                return name, partition, count, block_records
+            partition -= count
+        raise AssertionError(f"no shard {partition} behind {self.splits}")
+
+
+@dataclass(frozen=True)
+class WriteShards:
+    """The function for mapInArrow: a partition's rows in order in, one row of RESULT_DDL out.
+
+    Raises DataError for two rows with one sample id, naming both.
+    """
+
+    schema: Schema
+    fmt: str
+    table: ShardTable
+    attempts: str
+    source_urls: tuple[str, ...]
+    settings: dict[str, str]
+
+    @in_task
+    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Write the shard of this partition, also an empty one."""
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        assert context is not None
+        set_hadoop_settings(self.settings)
+        yield self.write(context.partitionId(), batches)
+
+    def write(self, partition: int, batches: Iterable[pa.RecordBatch]) -> pa.RecordBatch:
+        """Write the shard of `partition`; returns its row."""
+        _, shard, count, block_records = self.table.locate(partition)
+        rows = self._checked(partition, shard, count, batches)
+        with tempfile.TemporaryFile(prefix="lockstep-shard-") as file:
+            index: bytes | None = None
+            if self.fmt == "tfrecord":
+                writer = RecordWriter(file)
+                for batch in rows:
+                    writer.write_many(batch.column(c.RECORD).to_pylist())
+                records, size, blocks, index = writer.records, writer.bytes, writer.block_offsets(block_records), writer.index_bytes()
+                sha256, crc32c = writer.sha256, writer.crc32c
+            else:
+                records = _write_parquet(file, self.schema, rows, block_records)
+                blocks = list(range(0, records, block_records))
+                size, sha256, crc32c = _digests(file)
+            path = upload(self.attempts, f"shard-{partition:05d}", file)
+        result: dict[str, Any] = {"shard": partition, "path": path, "records": records, "bytes": size}
+        result |= {"sha256": sha256, "crc32c": crc32c, "blocks": blocks}
+        if index is not None:
+            result["index_path"] = upload_bytes(self.attempts, f"index-{partition:05d}", index)
+            result |= {"index_bytes": len(index), "index_sha256": hashlib.sha256(index).hexdigest()}
+        return pa.RecordBatch.from_pylist([result], schema=_RESULT)
+
+    def _checked(self, partition: int, shard: int, count: int, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        last: tuple[int, int, int] | None = None
+        for batch in batches:
+            if not batch.num_rows:
+                continue
+            keys = np.asarray(batch.column(c.KEY)).view(np.uint64) ^ np.uint64(1 << 63)
+            ends = [int(keys[0]), int(keys[-1])]  # keys rise, so the ends speak for all
+            inside = all(shard_of(key, count) == shard for key in ends)
+            assert inside and bool((keys[1:] >= keys[:-1]).all()), f"partition {partition} holds foreign rows"
+            assert set(batch.column(c.SHARD).to_pylist()) == {partition}
+            ids = np.asarray(batch.column(SAMPLE_ID))
+            first = (int(ids[0]), batch.column(c.SOURCE)[0].as_py(), batch.column(c.POSITION)[0].as_py())
+            if last is not None and last[0] == first[0]:
+                raise self._collision(*last, *first[1:])
+            same = np.flatnonzero(ids[1:] == ids[:-1])
+            if len(same):
+                at = int(same[0])
+                place = [(batch.column(c.SOURCE)[i].as_py(), batch.column(c.POSITION)[i].as_py()) for i in (at, at + 1)]
+                raise self._collision(int(ids[at]), *place[0], *place[1])
+            last = (int(ids[-1]), batch.column(c.SOURCE)[-1].as_py(), batch.column(c.POSITION)[-1].as_py())
+            yield batch
+
+    def _collision(self, sample: int, source: int, position: int, other: int, other_position: int) -> DataError:
+        return DataError(
+            f"two records have one sample id, {sample & (1 << 64) - 1:016x}",
+            got=f"{self.source_urls[source]} at {position}, {self.source_urls[other]} at {other_position}",
+            allowed="a sample id for each record of a dataset",
+            next_step="Name more id columns, or take the record in twice only once.",
+        )
+
+
+def _write_parquet(file: IO[bytes], schema: Schema, batches: Iterable[pa.RecordBatch], block_records: int) -> int:
+    """Write rows as row groups of `block_records`; returns how many rows."""
+    arrow, records = schema.arrow_schema(), 0
+    with pq.ParquetWriter(file, arrow, **parquet_options(schema)) as writer:
+        for block in _blocks(batches, arrow, block_records):
+            writer.write_table(block, row_group_size=block_records)
+            records += block.num_rows
+    return records
+
+
+def parquet_options(schema: Schema) -> dict[str, Any]:
+    """How Parquet is written: zstd, each page with its checksum, nothing that depends on time or place.
+
+    Tensors are pixels or embeddings that a dictionary cannot shrink: it is left out for them.
+    """
+    plain = [field.name for field in schema if not field.is_tensor]
+    return {
+        "compression": "zstd",
+        "compression_level": 1,
+        "use_dictionary": plain or False,
+        "write_page_checksum": True,
+        "write_statistics": True,
+        "version": "2.6",
+    }
+
+
+def _blocks(batches: Iterable[pa.RecordBatch], arrow: pa.Schema, block_records: int) -> Iterator[pa.Table]:
+    held: list[pa.RecordBatch] = []
+    rows = 0
+    for batch in batches:
+        held.append(pa.RecordBatch.from_arrays([batch.column(f.name).cast(f.type) for f in arrow], schema=arrow))
+        rows += batch.num_rows
+        if rows < block_records:
+            continue
+        table = pa.Table.from_batches(held, arrow)
+        whole = rows // block_records * block_records
+        for start in range(0, whole, block_records):
+            yield table.slice(start, block_records)
+        held, rows = table.slice(whole).to_batches(), rows - whole
+    if rows:
+        yield pa.Table.from_batches(held, arrow)
+
+
+def _digests(file: IO[bytes]) -> tuple[int, str, str]:
+    sha256, crc, size = hashlib.sha256(), 0, 0
+    file.seek(0)
+    while data := file.read(COPY_BYTES):
+        sha256.update(data)
+        crc, size = google_crc32c.extend(crc, data), size + len(data)
+    return size, sha256.hexdigest(), f"{crc:08x}"
+
+
+def upload(folder: str, name: str, file: IO[bytes]) -> str:
+    """Copy a local file into the attempts' folder under a name that no other attempt has; returns its URL."""
+
+    def produce(writer: Writer) -> None:
+        file.seek(0)
+        while data := file.read(COPY_BYTES):
+            writer.write(data)
+
+    return _upload(folder, name, produce)
+
+
+def upload_bytes(folder: str, name: str, data: bytes) -> str:
+    """The same for bytes."""
+    return _upload(folder, name, lambda writer: _write(writer, data))
+
+
+def _upload(folder: str, name: str, produce: Callable[[Writer], None]) -> str:
+    fs, url = filesystem(folder), join(folder, f"{name}-{secrets.token_hex(8)}")
+    if not fs.exists(folder):  # a task that outlives its job must not bring a removed staging folder back
+        raise StorageError(
+            f"{folder} is gone", got="no folder", allowed="the folder that the driver made", next_step="Run the job again."
+        )
+    write_stream(fs, url, produce)
+    return url
+
+
+def _write(writer: Writer, data: bytes) -> None:
+    writer.write(data)

@@ -1,0 +1,111 @@
+"""Errors of ours on their way out of Spark: a task's error reaches the user as itself, without Java's stack."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+
+from storage import errors
+from storage.errors import LockstepError
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+P = ParamSpec("P")
+S = TypeVar("S")
+T = TypeVar("T")
+
+_MARK = re.compile(r"LOCKSTEP-ERROR:([A-Za-z0-9+/=]+):END")
+_PART_CHARACTERS = 4000  # a message crosses several logs on its way
+_CLASS = re.compile(r"\[([A-Z][A-Z0-9_.]+)\][^\n]*")
+_LOUD = (
+    "org.apache.spark.executor.Executor",
+    "org.apache.spark.scheduler.TaskSetManager",
+    "org.apache.spark.scheduler.DAGScheduler",
+    "org.apache.spark.sql.execution.adaptive.AdaptiveSparkPlanExec",
+    "org.apache.spark.util.Utils",
+)
+
+
+class TaskError(RuntimeError):
+    """Carries a LockstepError through Spark, which keeps nothing but the text."""
+
+
+def to_wire(error: LockstepError) -> str:
+    """The error as one line of text."""
+    parts = {"class": type(error).__name__, "what": error.what, "got": error.got, "allowed": error.allowed, "next": error.next_step}
+    text = json.dumps({key: value[:_PART_CHARACTERS] for key, value in parts.items()})
+    return f"LOCKSTEP-ERROR:{base64.b64encode(text.encode()).decode()}:END"
+
+
+def from_text(text: str) -> LockstepError | None:
+    """The error that to_wire wrote somewhere into `text`, or None."""
+    found = _MARK.search(text)
+    if found is None:
+        return None
+    parts = json.loads(base64.b64decode(found.group(1)))
+    kind = getattr(errors, parts["class"], LockstepError)
+    error: LockstepError = kind.__new__(kind)
+    LockstepError.__init__(error, parts["what"], got=parts["got"], allowed=parts["allowed"], next_step=parts["next"])
+    return error
+
+
+def in_task(function: Callable[Concatenate[S, P], Iterator[T]]) -> Callable[Concatenate[S, P], Iterator[T]]:
+    """Make a generator that runs in a task send its LockstepErrors through Spark."""
+
+    @functools.wraps(function)
+    def wrapped(self: S, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        try:
+            yield from function(self, *args, **kwargs)
+        except LockstepError as error:
+            raise TaskError(to_wire(error)) from None
+
+    return wrapped
+
+
+@contextmanager
+def translated(spark: SparkSession, what: str) -> Iterator[None]:
+    """Run Spark jobs; a task's LockstepError is raised here, anything else of Spark's as a LockstepError naming `what`.
+
+    Java's loggers that print each failed attempt with its stack are silent meanwhile.
+    """
+    from py4j.protocol import Py4JError
+    from pyspark.errors import PySparkException
+
+    restore = _hush(spark)
+    try:
+        yield
+    except (PySparkException, Py4JError) as error:
+        text = str(error)
+        ours = from_text(text)
+        if ours is not None:
+            raise ours from error
+        found = _CLASS.search(text)
+        raise LockstepError(
+            f"Spark failed while {what}",
+            got=(found.group(0) if found else text.strip().splitlines()[0])[:500],
+            allowed="jobs that end",
+            next_step="Run again with --debug for the whole trace, and look into the executors' logs.",
+        ) from error
+    finally:
+        restore()
+
+
+def _hush(spark: SparkSession) -> Callable[[], None]:
+    jvm = spark.sparkContext._jvm  # pyspark has no public way to a single logger
+    if jvm is None:
+        return lambda: None
+    log4j = jvm.org.apache.logging.log4j
+    before = {name: log4j.LogManager.getLogger(name).getLevel() for name in _LOUD}
+
+    def put(levels: dict[str, object]) -> None:
+        for name, level in levels.items():
+            log4j.core.config.Configurator.setLevel(name, level)
+
+    put(dict.fromkeys(_LOUD, log4j.Level.OFF))
+    return lambda: put(before)

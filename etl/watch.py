@@ -1,0 +1,46 @@
+"""What Spark is doing, while it does it: finished tasks, polled in a thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from storage.progress import Progress
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+POLL_S = 0.5
+
+
+@contextmanager
+def watched(spark: SparkSession, label: str) -> Iterator[None]:
+    """Show the tasks that Spark finishes meanwhile; any failure to ask Spark ends the display, not the job."""
+    stop = threading.Event()
+    with Progress(label, None, "tasks") as progress:
+        thread = threading.Thread(target=_poll, args=(spark, progress, stop), name="lockstep-watch", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join(timeout=10 * POLL_S)
+
+
+def _poll(spark: SparkSession, progress: Progress, stop: threading.Event) -> None:
+    from py4j.protocol import Py4JError
+
+    tracker = spark.sparkContext.statusTracker()
+    finished: dict[int, int] = {}
+    while not stop.wait(POLL_S):
+        try:
+            stages = [tracker.getStageInfo(stage) for stage in tracker.getActiveStageIds()]
+        except (Py4JError, OSError):
+            return  # the session ends; whoever runs the job hears of it there
+        for stage in stages:
+            if stage is not None:
+                finished[stage.stageId] = max(finished.get(stage.stageId, 0), stage.numCompletedTasks)
+        active = ", ".join(f"stage {s.stageId}: {s.numCompletedTasks}/{s.numTasks}" for s in stages if s is not None)
+        progress.set(sum(finished.values()), note=active)
