@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from storage.errors import LockstepError, TrainingFailedError
-from storage.fs import FileSystem, filesystem
+from storage.fs import FileSystem, filesystem, split_url
 from storage.manifest import DatasetManifest, load_dataset
 from storage.progress import Progress
 from storage.publish import write_file
@@ -102,6 +102,21 @@ class RunResult:
             **{name: getattr(self, name) for name in self.__dataclass_fields__},
             "finished_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         }
+
+    def summary(self) -> str:
+        """What was done, in a few lines."""
+        numbers = ", ".join(f"{name} {value:.4f}" for name, value in self.metrics.items() if isinstance(value, float))
+        return (
+            f"{self.run}: {self.steps} steps, {self.epochs} epochs, {self.samples_per_s:.0f} samples/s, "
+            f"{self.restarts} restarts, {len(self.left_over)} samples left over\n"
+            f"last epoch: {numbers}\ncheckpoint {self.checkpoint}\nmodel {self.model}"
+        )
+
+
+def check(config: TrainConfig) -> None:
+    """Raise what `train` would raise for a local dataset, before anything is started; others need Spark's settings."""
+    if split_url(config.datasets[0])[0] == "file":
+        plan_for(load_dataset(config.datasets[0]), config).steps(config.epochs)
 
 
 def train(config: TrainConfig, launch: Launch, *, hooks: Hooks | None = None) -> RunResult:

@@ -188,7 +188,7 @@ def _train(context: RankContext, hurdle: Any) -> dict[str, Any]:
 
 def _checkpoint(context: RankContext, config: TrainConfig, staging: str, step: int, weights: Any) -> None:
     file = _upload(join(staged_checkpoint(staging, step), _file(context.world.rank)), weights.tobytes())
-    state = {"callbacks": {}} if context.world.is_leader else {}
+    state: dict[str, Any] = {"callbacks": {}} if context.world.is_leader else {}
     reply = context.control.request("checkpoint", 60.0, step=step, files=[file], audit=[], state=state)
     assert reply == {"committed": True}
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +18,11 @@ import pytest
 from storage.errors import ConfigError, LockstepError, TrainingFailedError
 from storage.fs import filesystem, walk
 from storage.sealed import unseal
+from storage.verify import verify
 from tests.training._ranks import HERE, rank_path
 from tests.training._tiny import write_table
 from training.chain import find_model, find_result, find_tip, read_checkpoint
-from training.claims import read_claims
+from training.claims import CheckpointRef, read_claims
 from training.config import TrainConfig
 from training.driver import Hooks, RunResult, train
 from training.launch.local import run_local
@@ -49,7 +51,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
     )
 
 
-def go(config: TrainConfig, entry: str = "train", **hooks: object) -> RunResult:
+def go(config: TrainConfig, entry: str = "train", **hooks: Any) -> RunResult:
     return train(config, run_local, hooks=Hooks(entry=f"_ranks:{entry}", limits=QUICK, **hooks))
 
 
@@ -70,6 +72,7 @@ def test_run_from_start_to_end(config: TrainConfig) -> None:
         f"step-00000000{step}.g0001" for step in (15, 20, 25)
     ]
     assert len(list((run / ".trash/g0001").iterdir())) == 2
+    assert verify(config.run) == []
     for url in (paths.result(1), paths.claim(1), paths.run_json, paths.model(1) + "/_manifest.json"):
         unseal(fs.read_bytes(url), url)
     assert find_model(fs, paths) == paths.model(1)
@@ -139,7 +142,7 @@ def test_resume(config: TrainConfig) -> None:
         ({"precision": "float64"}, "precision"),
     ],
 )
-def test_resume_with_another_field_is_refused(config: TrainConfig, change: dict[str, object], named: str) -> None:
+def test_resume_with_another_field_is_refused(config: TrainConfig, change: dict[str, Any], named: str) -> None:
     if not Path(config.run).exists():
         go(dataclasses.replace(config, num_ranks=1, checkpoint_every=1000))
     with pytest.raises(ConfigError, match=f"another `{named}`") as caught:
@@ -204,7 +207,7 @@ def test_late_rename_of_an_older_generation_changes_nothing(config: TrainConfig,
         held.wait()
     orphan = paths.checkpoint(10, 1)
     assert fs.exists(orphan)  # the rename itself did happen
-    read_checkpoint(fs, orphan, type(find_tip(fs, paths).ref)(10, 1))
+    read_checkpoint(fs, orphan, CheckpointRef(10, 1))
     assert _state(config) == before
     assert np.array_equal(tip_weights(config), tip_weights(whole))
 

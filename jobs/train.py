@@ -1,0 +1,88 @@
+"""Train a Keras model on a dataset by N ranks; the same call goes on with a run that was interrupted."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+ROOT = str(Path(__file__).resolve().parent.parent)
+if sys.path[0] != ROOT:
+    sys.path[:1] = [ROOT]
+
+from jobs._cli import JobParser, run_job
+from jobs._session import hadoop_settings_of, spark_session
+from storage.settings import set_hadoop_settings
+from training.config import TrainConfig
+from training.driver import RunResult, check, train
+from training.launch.barrier import run_barrier
+from training.launch.local import run_local
+
+
+def parser() -> JobParser:
+    """The command line."""
+    job = JobParser("train", __doc__ or "", "train")
+    add = job.add_argument
+    add("--dataset", nargs="+", required=True, metavar="URL", help="a published dataset (one)")
+    add(
+        "--run",
+        required=True,
+        metavar="URL",
+        help="the run's directory, on local disk or hdfs://; an existing run goes on",
+    )
+    add("--model", required=True, metavar="NAME", help="logistic | resnet20 | ... | module:function")
+    add("--num-ranks", type=int, required=True, metavar="N", help="training processes")
+    add("--global-batch", type=int, required=True, metavar="G", help="samples of one step over all ranks")
+    add("--epochs", type=int, required=True, metavar="E", help="passes over the split, in all")
+    add("--split", default="train", metavar="NAME", help="the split to train on (default train)")
+    add("--lanes", type=int, metavar="L", help="streams of samples; divides G (default: its largest divisor up to 64)")
+    add("--window-bytes", type=int, default=8 << 20, metavar="N", help="shuffle window of all lanes (default 8 MiB)")
+    add("--batchnorm", choices=["ghost", "local"], default="ghost", help="ghost (default): the same at any N, N <= 8")
+    add("--learning-rate", type=float, metavar="X", help="default: the model's own")
+    add("--precision", choices=["float32", "float64"], default="float32", help="default float32")
+    add("--seed", type=int, default=0, metavar="N", help="of samples' order and first weights (default 0)")
+    add("--checkpoint-every", type=int, default=200, metavar="N", help="steps between checkpoints (default 200)")
+    add("--keep-checkpoints", type=int, default=3, metavar="K", help="checkpoints that stay (default 3)")
+    add("--audit", action="store_true", help="list each sample that counts, in RUN/audit")
+    add(
+        "--launcher", choices=["barrier", "local"], default="barrier", help="Spark barrier stage (default) or this host"
+    )
+    add("--master", metavar="URL", help="Spark master, such as local[2] (default: spark-submit's)")
+    add("--start-limit", type=float, default=300.0, metavar="S", help="seconds for ranks to appear (default 300)")
+    add("--stall-limit", type=float, default=600.0, metavar="S", help="seconds without a step (default 600)")
+    add("--max-restarts", type=int, default=3, metavar="N", help="in a row without a checkpoint (default 3)")
+    return job
+
+
+def config_of(args: Namespace) -> TrainConfig:
+    """The configuration that the flags say."""
+    values = {k: v for k, v in vars(args).items() if k not in ("config", "debug", "dataset", "master")}
+    limits = {f"{name}_s": values.pop(name) for name in ("start_limit", "stall_limit")}
+    return TrainConfig(datasets=tuple(args.dataset), **limits, **values)
+
+
+def launch(config: TrainConfig, master: str | None) -> RunResult:
+    """Train with the configured launcher; only `barrier` starts Spark."""
+    if config.launcher == "local":
+        return train(config, run_local)
+    with spark_session("lockstep train", master) as spark:
+        set_hadoop_settings(hadoop_settings_of(spark))
+        return train(config, partial(run_barrier, spark))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the job; returns the exit code."""
+    args = parser().parse(argv)
+    config = config_of(args)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    check(config)
+    result = launch(config, args.master)
+    print(result.summary())
+    return 0
+
+
+if __name__ == "__main__":
+    run_job(main)
