@@ -28,6 +28,10 @@ find_python() {
 make_venv() {
     local folder=$1 requirements=$2 digest
     shift 2
+    if command -v flock >/dev/null; then # of two makes at once the second waits, and finds the work done
+        exec 9<"$requirements"
+        flock 9
+    fi
     digest=$(cat "$@" | sha256sum | cut -d' ' -f1)
     if [ "$(cat "$folder/.stamp" 2>/dev/null)" = "$digest" ] && [ -x "$folder/bin/python" ]; then
         return
@@ -56,7 +60,7 @@ java_works() {
 find_java() {
     local home
     for home in "${JAVA_HOME:-}" "$(dirname "$(dirname "$(readlink -f "$(command -v java || echo /)")")")" /usr/lib/jvm/*; do
-        if [ -x "$home/bin/java" ] && java_works "$home/bin/java"; then
+        if [ -n "$home" ] && [ -x "$home/bin/java" ] && java_works "$home/bin/java"; then
             echo "$home"
             return
         fi

@@ -1,0 +1,60 @@
+"""`python -m jobs.doctor`: can this machine, this Spark and this HDFS run Lockstep? One OK or FAIL line a check."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+ROOT = str(Path(__file__).resolve().parent.parent)
+if sys.path[0] != ROOT:
+    sys.path[:1] = [ROOT]
+
+from jobs._checks import check_disk, check_java, check_pins, check_python, check_spark, check_storage
+from jobs._cli import JobParser, run_job
+from storage.errors import LockstepError
+
+
+def tell(name: str, check: Callable[[], str]) -> bool:
+    """Run one check and print its line; True where it passed."""
+    try:
+        found = check()
+    except LockstepError as error:
+        first = f"{error.what} ({error.got})" if error.got else error.what
+        print(f"FAIL {name}: {' '.join(first.split())}\n     next: {error.next_step or 'See the message.'}", flush=True)
+        return False
+    except Exception as error:  # a check that breaks is a check that fails; the next ones still run
+        print(f"FAIL {name}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}", flush=True)
+        print("     next: Read the message; `python -m jobs.doctor --help` tells what is checked.", flush=True)
+        return False
+    print(f"OK   {name}: {found}", flush=True)
+    return True
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = JobParser("doctor", __doc__, "doctor")
+    parser.add_argument(
+        "--master", help="Spark master, for example local[2] or yarn; by default spark-submit's, else local[*]"
+    )
+    parser.add_argument(
+        "--hdfs", metavar="URL", help="also write, sync, rename, read back and delete a small file here"
+    )
+    options = parser.parse(argv)
+    checks: list[tuple[str, Callable[[], str]]] = [
+        ("python", check_python),
+        ("java", check_java),
+        ("pins", check_pins),
+        ("disk", check_disk),
+        ("spark", lambda: check_spark(options.master)),
+    ]
+    if options.hdfs:
+        checks.append(("hdfs", lambda: check_storage(options.hdfs)))
+    passed = [tell(name, check) for name, check in checks]
+    if all(passed):
+        return 0
+    print(f"{passed.count(False)} of {len(passed)} checks failed")
+    return 1
+
+
+if __name__ == "__main__":
+    run_job(main)

@@ -1,0 +1,99 @@
+"""jobs.doctor: one line a check, exit 1 on a FAIL, never the environment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jobs import _checks, doctor
+from storage.errors import LockstepError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_doctor(*flags: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "jobs" / "doctor.py"), *flags],
+        cwd=cwd,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.slow
+def test_a_healthy_machine_gets_an_ok_for_each_check(tmp_path: Path) -> None:
+    done = run_doctor("--master", "local[2]", "--hdfs", str(tmp_path), cwd=tmp_path, LOCKSTEP_SECRET="hunter2")
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.split(":")[0] for line in lines] == [
+        f"OK   {name}" for name in ("python", "java", "pins", "disk", "spark", "hdfs")
+    ]
+    assert "hunter2" not in done.stdout + done.stderr
+    assert list(tmp_path.iterdir()) == []  # what was written is gone
+
+
+@pytest.mark.slow
+def test_a_session_with_one_slot_fails_and_says_what_to_do(tmp_path: Path) -> None:
+    done = run_doctor("--master", "local[1]", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "FAIL spark: Spark 4" in done.stdout and "local[2]" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_a_java_that_does_not_start_is_a_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    with pytest.raises(_checks.CheckFailed, match="JAVA_HOME does not start"):
+        _checks.check_java()
+
+
+@pytest.mark.parametrize(
+    ("version", "right"),
+    [("17.0.15", True), ("21.0.2", True), ("11.0.1", False), ("25", False), ("1.8.0_402", False)],
+)
+def test_only_java_17_and_21_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, right: bool) -> None:
+    java = tmp_path / "bin" / "java"
+    java.parent.mkdir()
+    java.write_text(f"#!/bin/sh\necho 'openjdk version \"{version}\" 2026-01-01' >&2\n")
+    java.chmod(0o755)
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    if right:
+        assert version in _checks.check_java()
+    else:
+        with pytest.raises(_checks.CheckFailed, match=version):
+            _checks.check_java()
+
+
+def test_a_package_in_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_checks, "pins", lambda: {"pyarrow": "1.0", "no-such-package": "2.0"})
+    with pytest.raises(_checks.CheckFailed, match=r"pyarrow is \d.*pinned 1.0; no-such-package==2.0 is missing"):
+        _checks.check_pins()
+
+
+def test_a_full_disk_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(_checks, "FREE_DISK_GIB", 1 << 30)
+    with pytest.raises(_checks.CheckFailed, match="GiB free"):
+        _checks.check_disk(str(tmp_path))
+
+
+def test_each_line_begins_with_ok_or_fail_and_a_fail_tells_the_next_step(capsys: pytest.CaptureFixture[str]) -> None:
+    def breaks() -> str:
+        raise LockstepError("it is broken", next_step="Mend it.")
+
+    def surprises() -> str:
+        raise ZeroDivisionError("by nought\nsecond line")
+
+    assert doctor.tell("good", lambda: "fine")
+    assert not doctor.tell("bad", breaks)
+    assert not doctor.tell("odd", surprises)
+    assert capsys.readouterr().out.splitlines()[:4] == [
+        "OK   good: fine",
+        "FAIL bad: it is broken",
+        "     next: Mend it.",
+        "FAIL odd: ZeroDivisionError: by nought",
+    ]
