@@ -82,7 +82,7 @@ class Cluster:
 
     @property
     def submit_conf(self) -> list[str]:
-        """Arguments for spark-submit: Spark's jars are on each node already, so none is uploaded (400 MB otherwise)."""
+        """Arguments for spark-submit: Spark's jars are on each node already, so none is uploaded (460 MB otherwise)."""
         import importlib.util
 
         spec = importlib.util.find_spec("pyspark")
