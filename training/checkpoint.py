@@ -1,0 +1,111 @@
+"""A rank's file of a checkpoint: tensors as safetensors, loaded strictly. No TensorFlow and no pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+from numpy.typing import NDArray
+
+from storage.canonical import sha256_hex
+from storage.errors import CorruptionError, DataError
+from storage.fs import filesystem, join
+from storage.layout import MANIFEST_NAME
+from storage.publish import write_file
+from storage.sealed import unseal
+from training.paths import rank_name
+
+Tensors = dict[str, NDArray[Any]]
+FORMAT_VERSION = 1
+
+
+class TensorSpec(NamedTuple):
+    """What a tensor must be."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def file_name(rank: int) -> str:
+    """`rank-00000.safetensors`."""
+    return f"{rank_name(rank)}.safetensors"
+
+
+def write_bytes(directory: str, name: str, data: bytes) -> dict[str, Any]:
+    """Write a file durably; returns what is reported to the driver: {name, bytes, sha256}."""
+    fs = filesystem(directory)
+    fs.mkdirs(directory)
+    write_file(fs, join(directory, name), data)
+    return {"name": name, "bytes": len(data), "sha256": sha256_hex(data)}
+
+
+def write_rank_file(directory: str, rank: int, tensors: Tensors) -> dict[str, Any]:
+    """Write a rank's tensors into `directory`; returns {name, bytes, sha256}. Equal tensors give equal bytes."""
+    whole = {name: np.ascontiguousarray(tensors[name]).reshape(tensors[name].shape) for name in sorted(tensors)}
+    return write_bytes(directory, file_name(rank), safetensors.numpy.save(whole))
+
+
+def read_manifest(url: str) -> dict[str, Any]:
+    """The manifest of the checkpoint at `url`. Raises CorruptionError for a changed one, DataError for another kind."""
+    where = join(url, MANIFEST_NAME)
+    manifest = unseal(filesystem(url).read_bytes(where), where)
+    if (manifest.get("kind"), manifest.get("format_version")) != ("checkpoint", FORMAT_VERSION):
+        raise DataError(
+            f"{where} is no checkpoint that this version reads",
+            got=f"kind {manifest.get('kind')!r}, format_version {manifest.get('format_version')!r}",
+            allowed=f"kind 'checkpoint', format_version {FORMAT_VERSION}",
+            next_step="Give a checkpoint of this version of Lockstep.",
+        )
+    return manifest
+
+
+def read_rank_file(url: str, rank: int, manifest: Mapping[str, Any]) -> Tensors:
+    """A rank's tensors of the checkpoint at `url`, checked by digest. Raises CorruptionError naming the file."""
+    name = file_name(rank)
+    where = join(url, name)
+    info = manifest["files"].get(name)
+    if info is None:
+        raise CorruptionError("a checkpoint without a rank's file", file=where, got="no entry in the manifest")
+    data = filesystem(url).read_bytes(where)
+    got = (len(data), sha256_hex(data))
+    if got != (info["bytes"], info["sha256"]):
+        raise CorruptionError(
+            "a file of a checkpoint was changed",
+            file=where,
+            got=f"{got[0]} bytes, sha256 {got[1]}",
+            allowed=f"{info['bytes']} bytes, sha256 {info['sha256']}",
+        )
+    try:
+        return safetensors.numpy.load(data)
+    except safetensors.SafetensorError as error:
+        raise CorruptionError("a file of a checkpoint is not safetensors", file=where, got=str(error)) from error
+
+
+def take(tensors: Tensors, expected: Mapping[str, TensorSpec], where: str) -> list[NDArray[Any]]:
+    """The tensors named in `expected`, in its order. Raises DataError for a name, shape or dtype that differs.
+
+    Tensors of another kind (another first part of the name) may be there; of these kinds every one must be expected.
+    """
+    kinds = {name.split("/")[0] for name in expected}
+    present = {name for name in tensors if name.split("/")[0] in kinds}
+    if missing := [name for name in expected if name not in present]:
+        raise _unlike(where, f"no tensor {missing[0]} ({len(missing)} missing)", "the model's own tensors")
+    if extra := sorted(present - set(expected)):
+        raise _unlike(where, f"a tensor {extra[0]} ({len(extra)} too many)", "the model's own tensors alone")
+    for name, spec in expected.items():
+        got = TensorSpec(tensors[name].shape, tensors[name].dtype.name)
+        if got != spec:
+            raise _unlike(where, f"{name}: {got.dtype} {got.shape}", f"{name}: {spec.dtype} {spec.shape}")
+    return [tensors[name] for name in expected]
+
+
+def _unlike(where: str, got: str, allowed: str) -> DataError:
+    return DataError(
+        f"the checkpoint {where} does not fit the model",
+        got=got,
+        allowed=allowed,
+        next_step="Resume with the model, options and versions that the run began with, or begin a new run.",
+    )

@@ -1,0 +1,57 @@
+"""The final model as plain Keras: it loads without Lockstep."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from features.signature import Signature
+from storage.canonical import canonical_bytes
+from storage.fs import filesystem
+from storage.layout import fitted_path
+from storage.manifest import DatasetManifest, read_checked
+from training.batchnorm import GhostBatchNormalization
+from training.checkpoint import write_bytes
+
+MODEL_FILE, SCHEMA_FILE, SIGNATURE_FILE, FITTED_PREFIX = "model.keras", "schema.json", "signature.json", "fitted-"
+
+
+def export(
+    model: keras.Model, directory: str, dataset_url: str, manifest: DatasetManifest, signature: Signature
+) -> list[dict[str, Any]]:
+    """Write model.keras, the feature schema, the fitted files and the signature; returns {name, bytes, sha256} each.
+
+    Ghost batch normalisation is saved as Keras' BatchNormalization, which computes the same in inference. The
+    optimizer's state is left out: a checkpoint has it.
+    """
+    with tempfile.TemporaryDirectory() as folder, _plain_layers(model):
+        path = Path(folder, MODEL_FILE)
+        model.save(path, include_optimizer=False)
+        files = [write_bytes(directory, MODEL_FILE, path.read_bytes())]
+    files.append(write_bytes(directory, SCHEMA_FILE, canonical_bytes(manifest.schema)))
+    files.append(write_bytes(directory, SIGNATURE_FILE, canonical_bytes(signature.to_json())))
+    fs = filesystem(dataset_url)
+    for path_of_file, info in sorted(manifest.files.items()):
+        name = path_of_file.rpartition("/")[2]
+        if name.endswith(".json") and path_of_file == fitted_path(name):
+            data = read_checked(fs, dataset_url, path_of_file, info)
+            files.append(write_bytes(directory, FITTED_PREFIX + name, data))
+    return files
+
+
+@contextmanager
+def _plain_layers(model: keras.Model) -> Iterator[None]:
+    """Ghost layers take their base class while the model is saved: same variables, same inference."""
+    ghosts = [layer for layer in model._flatten_layers() if isinstance(layer, GhostBatchNormalization)]
+    try:
+        for layer in ghosts:
+            object.__setattr__(layer, "__class__", keras.layers.BatchNormalization)
+        yield
+    finally:
+        for layer in ghosts:
+            object.__setattr__(layer, "__class__", GhostBatchNormalization)

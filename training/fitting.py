@@ -1,0 +1,238 @@
+"""The run inside one rank: build, restore, `model.fit` epoch by epoch, checkpoints, export."""
+
+from __future__ import annotations
+
+import platform
+import time
+from contextlib import AbstractContextManager
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from storage.canonical import canonical_bytes, parse_canonical
+from storage.errors import ConfigError, LockstepError
+from training.audit import AuditLog, left_over, sample_hex
+from training.batches import RankFeed
+from training.batchnorm import statistics_of
+from training.callbacks import RunCallbacks
+from training.config import TrainConfig
+from training.control.carry import json_safe
+from training.dataset import FeedPipeline
+from training.distribute import distribute, exchange_of, finalize
+from training.export import export
+from training.launch.context import RankContext
+from training.models import ModelOptions, build
+from training.paths import staged_model
+from training.plan import EpochPlan
+from training.planning import lane_groups
+from training.reader import OpenSplit
+from training.reports import StepReports
+from training.saving import Progress, Saver
+from training.state import as_floats, build_all, model_identity, summed_metrics, weights_digest
+
+COMPARED_PACKAGES = ("numpy", "keras", "tensorflow", "pyarrow")
+
+
+class Fit(AbstractContextManager["Fit"]):
+    """One rank's part of a run. Every rank makes the same calls in the same order."""
+
+    def __init__(self, context: RankContext, config: TrainConfig) -> None:
+        self._context, self._config, world = context, config, context.world
+        context.control.beat(0, "open the dataset")
+        self._split = OpenSplit.at(config.datasets[0], config.split)
+        self._signature = self._split.encoder.signature
+        self._plan = EpochPlan.from_identity(context.payload["plan"], self._split.manifest)
+        groups = lane_groups(config)
+        self._feed = RankFeed(self._plan, self._split.reader, self._split.encoder, world, groups=groups)
+        self._steps = self._plan.steps(config.epochs)
+        context.control.beat(0, "build the model")
+        options = ModelOptions(
+            seed=config.seed,
+            group_rows=self._plan.global_batch // groups if groups else None,
+            learning_rate=config.learning_rate,
+            global_batch=self._plan.global_batch,
+            steps=self._steps,
+        )
+        self._model, callbacks = build(config.model, self._signature, options)
+        if self._model.steps_per_execution != 1:
+            raise ConfigError(
+                f"the model {config.model} takes several steps at once",
+                got=f"steps_per_execution={self._model.steps_per_execution}",
+                allowed="1: ranks agree after each step",
+                next_step="Compile the model without steps_per_execution.",
+            )
+        self._model.jit_compile = False  # the exchange calls Python; and XLA makes these models slower on a CPU
+        build_all(self._model, self._signature, self._feed.rows)
+        context.control.beat(0, "join the ranks")
+        self._comm = context.communicator()
+        self._comm.deadline_s = config.stall_limit_s
+        statistics = statistics_of(self._model)
+        distribute(
+            self._model.optimizer, self._comm, scale=self._feed.rows / self._plan.global_batch, statistics=statistics
+        )
+        self._exchange = exchange_of(self._model.optimizer)
+        per_epoch = max(1, self._plan.total // self._plan.global_batch)
+        self._callbacks = RunCallbacks(callbacks, self._model, self, epochs=config.epochs, steps=per_epoch)
+        self._audit = AuditLog() if config.audit else None
+        self._reports = StepReports(context.control) if world.is_leader else None
+        self._saver = Saver(context, config, self._model, self._comm, self._callbacks.callbacks, self._audit)
+        self._progress = Progress(step=0, stopped=False, metrics={})
+        self._stop_wanted = False
+
+    def __exit__(self, *_: object) -> None:
+        self._exchange.close()
+
+    def run(self) -> dict[str, Any]:
+        """Train what is left of the run; returns the rank's result."""
+        control, plan, model = self._context.control, self._plan, self._model
+        control.beat(0, "restore")
+        restored = self._saver.find()
+        self._callbacks.begin()
+        if restored is not None:
+            self._progress = self._saver.restore(restored)
+            self._exchange.step = self._progress.step
+        self._compare()
+        began_at, began = self._progress.step, time.monotonic()
+        control.beat(began_at, "train")
+        while self._progress.step < self._steps and not self._progress.stopped:
+            self._fit_epoch(plan.epoch_of_step(self._progress.step))
+        seconds = time.monotonic() - began
+        if self._saver.last_step != self._progress.step:
+            self._saver.save(self._progress)
+        finalize(model.optimizer, model.trainable_variables)
+        self._callbacks.end(self._progress.metrics)
+        if self._reports is not None:
+            self._reports.flush()
+            self._export()
+        step = self._progress.step
+        return {
+            "steps": step,
+            "epochs": plan.epoch_of_step(step - 1) + 1,
+            "metrics": json_safe(self._progress.metrics),
+            "samples": (step - began_at) * plan.global_batch,
+            "seconds": seconds,
+            "left_over": self._left_over(step) if self._context.world.is_leader else [],
+        }
+
+    def _fit_epoch(self, epoch: int) -> None:
+        step, last = self._progress.step, self._plan.first_step(epoch + 1)
+        self._callbacks.starts_at(step - self._plan.first_step(epoch))
+        on_batch = self._audit.add if self._audit is not None else None
+        with FeedPipeline(self._feed, step, last, on_batch) as pipeline:
+            # Keras begins a dataset of known length anew at the end of an epoch, which would read it twice.
+            dataset = pipeline.dataset.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
+            try:
+                self._model.fit(
+                    dataset,
+                    initial_epoch=epoch,
+                    epochs=epoch + 1,
+                    steps_per_epoch=last - step,
+                    callbacks=self._callbacks,
+                    verbose=0,
+                    shuffle=False,
+                )
+            except Exception as error:
+                # TensorFlow repeats the text of an exception in Python code, not the exception.
+                cause = self._exchange.error or pipeline.failure or error
+                if cause is error:
+                    raise
+                raise cause from None
+
+    # What RunCallbacks tells
+
+    def epoch_begins(self, epoch: int) -> bool:
+        """Where the epoch goes on, its metrics do too."""
+        if self._progress.step == self._plan.first_step(epoch):
+            return True
+        self._saver.restore_metrics()
+        return False
+
+    def step_ends(self, epoch: int) -> None:
+        """Reports, agreements and checkpoints of a step."""
+        agreement = self._exchange.agreement
+        if agreement is None or agreement.step != self._progress.step + 1:
+            raise LockstepError(
+                f"step {self._progress.step + 1} was not exchanged between the ranks",
+                got="a train_step that does not call optimizer.apply_gradients once",
+                allowed="one call a step",
+                next_step="Call self.optimizer.apply_gradients or apply once in the model's train_step.",
+            )
+        self._progress.step = agreement.step
+        self._context.control.beat(agreement.step, "train")
+        if self._reports is not None:
+            self._reports.step(agreement.step, epoch, agreement.loss)
+        if self._model.stop_training:
+            # One rank's callback: all must stop after the same step, so they are asked first.
+            self._model.stop_training, self._stop_wanted = False, True
+            self._exchange.want("stop")
+        if agreement.stop:
+            self._model.stop_training = self._progress.stopped = True
+        due = agreement.step % self._config.checkpoint_every == 0 or agreement.checkpoint
+        # At the end of an epoch callbacks come first: a run that goes on from there must not miss them.
+        if due and agreement.step < self._plan.first_step(epoch + 1) and not agreement.stop:
+            self._saver.save(self._progress, in_epoch=True)
+
+    def epoch_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
+        """Metrics over all ranks, the same on each."""
+        summed_metrics(self._model, self._comm)
+        result = as_floats(self._model.get_metrics_result())
+        if set(result) == set(logs):
+            return result
+        # A train_step of the user's that returns other values: their mean, weighted by the ranks' rows.
+        names = sorted(logs)
+        values = np.array([float(logs[name]) for name in names]) * self._exchange.scale
+        self._comm.all_reduce(values)
+        return dict(zip(names, values.tolist(), strict=True))
+
+    def epoch_ends(self, epoch: int, logs: dict[str, Any]) -> None:
+        """Agree on stopping, report, and write the checkpoint that is due."""
+        self._progress.metrics = as_floats(logs)
+        stop = np.array([self._model.stop_training or self._stop_wanted], np.uint8)
+        self._comm.all_reduce(stop, "max")
+        self._progress.stopped = self._model.stop_training = bool(stop[0])
+        if self._reports is not None:
+            self._reports.epoch(self._progress.step, epoch, json_safe(self._progress.metrics))
+        agreement = self._exchange.agreement
+        asked = agreement is not None and agreement.checkpoint
+        if self._progress.step % self._config.checkpoint_every == 0 or asked:
+            self._saver.save(self._progress)
+
+    # Before and after
+
+    def _compare(self) -> None:
+        """Raise ConfigError, on every rank alike, unless all ranks run the same on the same."""
+        self._context.control.beat(self._progress.step, "compare with the other ranks")
+        mine = {
+            "python": platform.python_version(),
+            **{package: version(package) for package in COMPARED_PACKAGES},
+            "dataset": self._split.manifest.digest,
+            "plan": self._plan.identity(),
+            "model": model_identity(self._model, self._signature),
+            "weights": weights_digest(self._model),
+            "step": self._progress.step,
+        }
+        everyone = [parse_canonical(data, file="a rank") for data in self._comm.all_gather_bytes(canonical_bytes(mine))]
+        for name, value in everyone[0].items():
+            for rank, other in enumerate(everyone):
+                if other.get(name) != value:
+                    raise ConfigError(
+                        f"rank {rank} differs from rank 0 in `{name}`",
+                        got=f"{other.get(name)}",
+                        allowed=f"{value}",
+                        next_step="Ship the same packages and files to every host; draw weights by the seed alone.",
+                    )
+
+    def _export(self) -> None:
+        control = self._context.control
+        control.beat(self._progress.step, "export")
+        directory = staged_model(self._saver.staging)
+        files = export(self._model, directory, self._config.datasets[0], self._split.manifest, self._signature)
+        control.request("model", self._config.stall_limit_s, files=files)
+
+    def _left_over(self, step: int) -> list[str]:
+        epochs = self._plan.epoch_of_step(step - 1) + 1
+        if step != self._plan.first_step(epochs):
+            return []  # stopped early, in the middle of an epoch
+        return [sample_hex(sample) for _, sample in left_over(self._plan, self._split.reader, epochs)]

@@ -1,0 +1,97 @@
+"""Models by name, or the user's own by `module:function`.
+
+A model's function takes the signature of what it is fed and the options of the run, and returns a compiled
+`keras.Model`, or (model, list of Keras callbacks). Importing this loads no TensorFlow; building does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from features.signature import Signature
+from storage.errors import ConfigError
+
+if TYPE_CHECKING:
+    import keras
+
+NAMES = ("logistic", "resnet20", "resnet{6n+2}", "module:function")
+_RESNET = re.compile(r"resnet(\d{1,4})")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelOptions:
+    """What a run tells the function that builds its model."""
+
+    seed: int = 0
+    """Of the first weights; already set in Keras when the function is called."""
+    group_rows: int | None = None
+    """Rows of a lane group: batch normalisation is over these (ghost); None for Keras' own, over a rank's rows."""
+    learning_rate: float | None = None
+    """None is the model's own."""
+    global_batch: int = 1
+    """Rows of one optimizer step over all ranks."""
+    steps: int = 1
+    """Optimizer steps of the whole run."""
+
+
+class Built(NamedTuple):
+    """A compiled model and the callbacks that came with it."""
+
+    model: keras.Model
+    callbacks: list[Any]
+
+
+def build(name: str, signature: Signature, options: ModelOptions) -> Built:
+    """Build and compile the model `name`. Raises ConfigError for an unknown name or what a function returns."""
+    return check_built(name, function_of(name)(signature, options))
+
+
+def function_of(name: str) -> Callable[[Signature, ModelOptions], Any]:
+    """The function behind a model's name; raises ConfigError listing the names that there are."""
+    if name == "logistic":
+        from training.models.logistic import logistic
+
+        return logistic
+    match = _RESNET.fullmatch(name)
+    if match and int(match[1]) >= 8 and int(match[1]) % 6 == 2:
+        from training.models.resnet import resnet
+
+        return lambda signature, options: resnet(signature, options, depth=int(match[1]))
+    module, _, function = name.partition(":")
+    if not module or not function.isidentifier():
+        raise ConfigError(
+            f"there is no model `{name}`",
+            got=name,
+            allowed=", ".join(NAMES),
+            next_step="Correct --model; a ResNet's depth is 6n + 2, as in resnet20.",
+        )
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise ConfigError(
+            f"the model {name} cannot be imported",
+            got=str(error),
+            allowed="module:function, importable where the ranks run",
+            next_step="Ship the module with --py-files or put it on PYTHONPATH.",
+        ) from error
+    return found
+
+
+def check_built(name: str, returned: Any) -> Built:
+    """A function's return value as Built; raises ConfigError for anything but a compiled model and callbacks."""
+    import keras
+
+    model, callbacks = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, [])
+    right = isinstance(model, keras.Model) and model.compiled and isinstance(callbacks, list)
+    if not right or not all(isinstance(callback, keras.callbacks.Callback) for callback in callbacks):
+        raise ConfigError(
+            f"the model {name} returned what cannot be trained",
+            got=f"{type(returned).__name__}, {'not ' if not getattr(model, 'compiled', False) else ''}compiled",
+            allowed="a compiled keras.Model, or (model, list of Keras callbacks)",
+            next_step="Call model.compile(...) and return the model.",
+        )
+    return Built(model, callbacks)

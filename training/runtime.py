@@ -1,0 +1,37 @@
+"""Settings of TensorFlow and Keras in a rank's process, made before they are imported."""
+
+from __future__ import annotations
+
+import os
+
+from training.world import World
+
+# Set here, before the first import of TensorFlow: it reads them once. Level 3 keeps fatal errors alone; what matters
+# reaches Python as an exception.
+ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow", "GRPC_VERBOSITY": "ERROR"}
+# The exchange's await blocks one of these while it waits; the other goes on with the graph and with the input.
+INTER_OP_THREADS = 2
+
+
+def configure(world: World, *, precision: str, seed: int) -> None:
+    """Import TensorFlow and Keras for a rank: threads by the cores of its share of the host, floatx, seed, determinism.
+
+    To be called once in a process, before anything else of Keras.
+    """
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    import keras
+    import tensorflow as tf
+
+    # One thread a rank on two cores: more threads than cores only take turns, and each rank waits for the slowest.
+    tf.config.threading.set_intra_op_parallelism_threads(threads_of(world, len(os.sched_getaffinity(0))))
+    tf.config.threading.set_inter_op_parallelism_threads(INTER_OP_THREADS)
+    keras.config.set_floatx(precision)
+    # Keras' seed must fit 32 bits; the plan uses the whole one.
+    keras.utils.set_random_seed(seed % 2**32)
+    tf.config.experimental.enable_op_determinism()
+
+
+def threads_of(world: World, cores: int) -> int:
+    """Threads for one rank's arithmetic: its share of `cores`, at least 1."""
+    return max(1, cores // world.ranks_per_node)

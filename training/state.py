@@ -1,0 +1,129 @@
+"""A model's state as named tensors, and back: weights, optimizer, metrics, seed generators."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from numpy.typing import NDArray
+
+from features.signature import Signature
+from storage.canonical import canonical_bytes, sha256_hex
+from training.checkpoint import Tensors, TensorSpec, take
+from training.comm.base import Communicator
+
+WEIGHTS, OPTIMIZER, METRICS, SEEDS = "weights", "optimizer", "metrics", "seeds"
+
+
+def build_all(model: keras.Model, signature: Signature, rows: int) -> None:
+    """Create every variable that training will need, so that a checkpoint can be loaded before the first step."""
+    # Keras has no public way to build metrics and loss; this one is what its JAX and PyTorch trainers use.
+    x = {name: np.zeros((rows, *spec.shape), spec.dtype) for name, spec in signature.features.items()}
+    label = signature.label
+    y = None if label is None else np.zeros((rows, *label.shape), label.dtype)
+    model._symbolic_build(data_batch=x if y is None else (x, y))
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+
+
+def variables_of(model: keras.Model, kind: str) -> list[keras.Variable]:
+    """The variables of one kind, in Keras' order, which is the order of construction."""
+    if kind == WEIGHTS:
+        return list(model.weights)
+    if kind == OPTIMIZER:
+        return list(model.optimizer.variables)
+    if kind == METRICS:
+        return list(model.metrics_variables)
+    others = {id(variable) for other in (WEIGHTS, METRICS) for variable in variables_of(model, other)}
+    return [variable for variable in model.variables if id(variable) not in others]
+
+
+def tensors_of(model: keras.Model, *kinds: str) -> Tensors:
+    """Name -> array of every variable of these kinds; names are kind, number and Keras path."""
+    return {name: np.asarray(variable.numpy()) for kind in kinds for name, variable in _named(model, kind).items()}
+
+
+def load(model: keras.Model, tensors: Tensors, kinds: Sequence[str], where: str) -> None:
+    """Assign what `tensors_of` gave. Raises DataError for a name, shape or dtype that differs; then nothing changed."""
+    variables = {name: variable for kind in kinds for name, variable in _named(model, kind).items()}
+    expected = {name: _spec(variable) for name, variable in variables.items()}
+    for variable, value in zip(variables.values(), take(tensors, expected, where), strict=True):
+        variable.assign(value)
+
+
+def load_metrics(model: keras.Model, parts: Sequence[Tensors], where: str) -> None:
+    """Set metric states to the sum of several ranks' (none: zero), for a run that goes on with other ranks."""
+    expected = {name: _spec(variable) for name, variable in _named(model, METRICS).items()}
+    if not parts:
+        model.reset_metrics()
+        return
+    columns = zip(*(take(part, expected, where) for part in parts), strict=True)
+    for variable, values in zip(variables_of(model, METRICS), columns, strict=True):
+        variable.assign(np.sum(np.stack(values), axis=0, dtype=_wide(values[0].dtype)).astype(values[0].dtype))
+
+
+def derive_seeds(model: keras.Model, seed: int, step: int, rank: int) -> None:
+    """Give each seed generator a state of its own for this rank, derived from (seed, step, rank, its number).
+
+    Ranks that draw equal dropout masks for different samples would train on less randomness than one rank.
+    """
+    for number, variable in enumerate(variables_of(model, SEEDS)):
+        digest = hashlib.sha256(f"seed generator {seed} {step} {rank} {number}".encode()).digest()
+        state = np.frombuffer(digest, np.uint32)[: int(np.prod(variable.shape))]
+        variable.assign(state.reshape(variable.shape).astype(variable.dtype))
+
+
+def summed_metrics(model: keras.Model, communicator: Communicator) -> None:
+    """Replace metric states by their sums over ranks: AUC or R2 of all samples is no mean of the ranks' values."""
+    variables = variables_of(model, METRICS)
+    values = [np.asarray(variable.numpy()) for variable in variables]
+    for dtype in sorted({_wide(value.dtype) for value in values}, key=str):
+        chosen = [i for i, value in enumerate(values) if _wide(value.dtype) == dtype]
+        flat = np.concatenate([values[i].reshape(-1).astype(dtype) for i in chosen])
+        communicator.all_reduce(flat)
+        start = 0
+        for i in chosen:
+            part = flat[start : start + values[i].size].reshape(values[i].shape)
+            variables[i].assign(part.astype(values[i].dtype))
+            start += values[i].size
+
+
+def weights_digest(model: keras.Model) -> str:
+    """sha256 over all weights' names and bytes: equal where two models are, bit for bit."""
+    digest = hashlib.sha256()
+    for name, value in tensors_of(model, WEIGHTS).items():
+        digest.update(name.encode() + b"\0")
+        digest.update(np.ascontiguousarray(value).data)
+    return digest.hexdigest()
+
+
+def model_identity(model: keras.Model, signature: Signature) -> str:
+    """sha256 over names, shapes and dtypes of weights and optimizer state, and over what the model is fed."""
+    variables = {name: list(_spec(v)) for kind in (WEIGHTS, OPTIMIZER) for name, v in _named(model, kind).items()}
+    document: dict[str, Any] = {"variables": variables, "signature": signature.to_json()}
+    return sha256_hex(canonical_bytes(document))
+
+
+def _named(model: keras.Model, kind: str) -> dict[str, keras.Variable]:
+    return {f"{kind}/{i:04d}/{variable.path}": variable for i, variable in enumerate(variables_of(model, kind))}
+
+
+def _spec(variable: keras.Variable) -> TensorSpec:
+    return TensorSpec(tuple(variable.shape), str(variable.dtype))
+
+
+def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return np.dtype(np.float64 if np.issubdtype(dtype, np.floating) else np.int64)
+
+
+def as_floats(logs: dict[str, Any]) -> dict[str, Any]:
+    """Logs with NumPy and TensorFlow scalars as Python numbers; arrays (one value an output) as lists."""
+
+    def plain(value: Any) -> Any:
+        array: NDArray[Any] = np.asarray(value)
+        return array.item() if array.size == 1 else array.tolist()
+
+    return {name: plain(value) for name, value in logs.items()}
