@@ -74,10 +74,14 @@ class Writer(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self.close()
-        else:
+        if kind is not None:
             self.abort()
+            return
+        try:
+            self.close()
+        except BaseException:
+            self.abort()  # what could not be finished must not lie there as if it were
+            raise
 
 
 class FileSystem(ABC):

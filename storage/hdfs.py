@@ -69,21 +69,26 @@ class HdfsFileSystem(FileSystem):
         options = WriteOptions(overwrite=not exclusive, create_parent=True)
 
         attempts = 0
+        lost: StorageTimeoutError | None = None
 
         def attempt(left_s: float) -> Any:
-            nonlocal attempts
+            nonlocal attempts, lost
             attempts += 1
+            limit = min(left_s, self.call_deadline_s)
+            if lost is not None:
+                # A create that timed out may still happen, so only a new name is safe, and only the caller can
+                # choose one; it is told so as soon as the NameNode answers again.
+                self.once(lambda raw: raw.get_file_info("/"), "create", url, limit)
+                raise _Unsettled(lost)
             try:
-                return self.once(
-                    lambda raw: raw.create(path, options), "create", url, min(left_s, self.call_deadline_s)
-                )
+                return self.once(lambda raw: raw.create(path, options), "create", url, limit)
             except StorageTimeoutError as error:
-                raise _Unsettled(error) from None
+                lost = error
+                raise
             except ExistsError as error:
                 if attempts == 1:
                     raise
-                # Perhaps our own earlier attempt, whose answer was lost: only a new name is safe, and only the
-                # caller can choose one.
+                # Perhaps our own earlier attempt, whose answer was lost.
                 raise _Unsettled(RetryableStorageError(error.what, got=error.got)) from None
 
         try:

@@ -18,6 +18,7 @@ from storage.errors import (
 from storage.fs import FileSystem, Writer, basename, join, parent
 from storage.layout import MANIFEST_NAME
 from storage.retry import Backoff
+from storage.settings import write_give_up_s
 
 _READ_BACK_BYTES = 1 << 22
 
@@ -33,8 +34,10 @@ def write_file(fs: FileSystem, url: str, data: bytes, *, exclusive: bool = True)
     Raises ExistsError where `url` exists and `exclusive`; StorageError or CorruptionError where it cannot be written.
     """
     write_stream(fs, url, lambda writer: _write_all(writer, data), exclusive=exclusive)
+    if not exclusive:
+        return  # another writer may have replaced it since
     written = fs.read_bytes(url)
-    if exclusive and written != data:
+    if written != data:
         raise CorruptionError(
             "a file reads back otherwise than it was written",
             file=url,
@@ -55,11 +58,13 @@ def write_stream(
 
     `produce` is called again, with a new temporary file, where the storage failed in a way that may pass (a dead
     DataNode that the NameNode does not know of yet, safe mode, a failover), until `give_up_s` seconds are over (by
-    default the setting lockstep.storage.give-up-s): it must write the same bytes each time.
+    default `settings.write_give_up_s()`): it must write the same bytes each time.
     """
     if exclusive and fs.exists(url):
         raise occupied(url)
-    temporary, written = _write_temporary(fs, url, produce, Backoff(give_up_s))
+    temporary, written = _write_temporary(
+        fs, url, produce, Backoff(write_give_up_s() if give_up_s is None else give_up_s)
+    )
     try:
         if exclusive:
             fs.rename_new(temporary, url)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from storage.errors import RetryableStorageError, StorageError, StorageTimeoutEr
 from storage.settings import give_up_s as default_give_up_s
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 FIRST_WAIT_S = 0.1
 LONGEST_WAIT_S = 2.0
@@ -24,6 +27,7 @@ class Backoff:
         self._start = time.monotonic()
         self._wait = FIRST_WAIT_S
         self.attempts = 0
+        self._cause: StorageError | None = None
 
     @property
     def left_s(self) -> float:
@@ -33,13 +37,18 @@ class Backoff:
     def wait_or_raise(self, error: StorageError, *, what: str, whom: str = "the storage") -> None:
         """Sleep before the next attempt, or raise StorageError from `error` where no time is left for one."""
         self.attempts += 1
+        # The last attempt is often cut short by the total; what stopped the one before tells more.
+        if self._cause is None or not isinstance(error, StorageTimeoutError):
+            self._cause = error
         if self.left_s <= self._wait:
             raise StorageError(
                 f"{whom} did not serve {what} within {time.monotonic() - self._start:.0f} s ({self.attempts} attempts)",
-                got=error.what + (f" ({error.got})" if error.got else ""),
+                got=self._cause.what + (f" ({self._cause.got})" if self._cause.got else ""),
                 allowed=f"success within {self._limit:.0f} s",
                 next_step=error.next_step or f"Check {whom}, then run again.",
             ) from error
+        if self.attempts == 1:
+            log.warning("%s: %s; trying again for %.0f s", what, error.what, self._limit)
         # Many tasks see the same failure at the same moment; without jitter they come back at the same moment too.
         time.sleep(self._wait * random.uniform(0.5, 1.0))
         self._wait = min(2 * self._wait, LONGEST_WAIT_S)

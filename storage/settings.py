@@ -11,13 +11,21 @@ from storage.errors import ConfigError
 
 # Chosen by the measurements in docs/decisions/001-hdfs-deadlines.md.
 DEFAULTS = {
-    "dfs.client.socket-timeout": "15000",
+    "dfs.client.socket-timeout": "10000",
     "dfs.client.failover.sleep.base.millis": "100",
     "dfs.client.failover.sleep.max.millis": "1000",
     "dfs.client.failover.max.attempts": "8",
     "lockstep.storage.call-deadline-s": "20",
     "lockstep.storage.data-deadline-s": "45",
     "lockstep.storage.give-up-s": "60",
+}
+# What Hadoop's own defaults say. A driver hands them over with its settings though nobody chose them, and hdfs-native
+# fares badly with them: they do not win over ours.
+_HADOOP_DEFAULTS = {
+    "dfs.client.socket-timeout": "60000",
+    "dfs.client.failover.sleep.base.millis": "500",
+    "dfs.client.failover.sleep.max.millis": "15000",
+    "dfs.client.failover.max.attempts": "15",
 }
 _PREFIXES = ("fs.", "dfs.", "hadoop.security.", "hadoop.rpc.", "lockstep.storage.")
 _FILES = ("core-site.xml", "hdfs-site.xml")
@@ -35,7 +43,9 @@ def set_hadoop_settings(settings: Mapping[str, str]) -> None:
     left out.
     """
     _handed_over.clear()
-    _handed_over.update({key: str(value) for key, value in settings.items() if key.startswith(_PREFIXES)})
+    for key, value in settings.items():
+        if key.startswith(_PREFIXES) and _HADOOP_DEFAULTS.get(key) != str(value):
+            _handed_over[key] = str(value)
 
 
 def give_up_s() -> float:
@@ -43,10 +53,22 @@ def give_up_s() -> float:
     return seconds(hadoop_settings(), "lockstep.storage.give-up-s")
 
 
+def write_give_up_s() -> float:
+    """Seconds for which a write is begun anew when DataNodes fail: the time in which a NameNode takes a dead one out
+    of service (2 x recheck + 10 heartbeats: 630 s unless configured), and a little more.
+    """
+    settings = hadoop_settings()
+    if "lockstep.storage.write-give-up-s" in settings:
+        return seconds(settings, "lockstep.storage.write-give-up-s")
+    found = {"dfs.namenode.heartbeat.recheck-interval": "300000", "dfs.heartbeat.interval": "3"} | settings
+    recheck_s = seconds(found, "dfs.namenode.heartbeat.recheck-interval") / 1000
+    return max(give_up_s(), 2 * recheck_s + 10 * seconds(found, "dfs.heartbeat.interval") + 15)
+
+
 def seconds(settings: Mapping[str, str], key: str) -> float:
     """A setting in seconds. Raises ConfigError unless it is a positive number."""
     try:
-        value = float(settings[key])
+        value = float(settings[key].removesuffix("s"))
     except ValueError:
         value = -1.0
     if not 0 < value < float("inf"):
@@ -61,7 +83,8 @@ def seconds(settings: Mapping[str, str], key: str) -> float:
 
 def _environment() -> dict[str, str]:
     # LOCKSTEP_STORAGE_GIVE_UP_S=10 sets lockstep.storage.give-up-s: the way into a job started by hand or a test.
-    names = {key: key.upper().replace(".", "_").replace("-", "_") for key in DEFAULTS if key.startswith("lockstep.")}
+    keys = [*(key for key in DEFAULTS if key.startswith("lockstep.")), "lockstep.storage.write-give-up-s"]
+    names = {key: key.upper().replace(".", "_").replace("-", "_") for key in keys}
     return {key: os.environ[name] for key, name in names.items() if name in os.environ}
 
 

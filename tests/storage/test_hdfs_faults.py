@@ -1,0 +1,217 @@
+"""HDFS calls against servers that refuse or never answer, and answers that are lost; no Hadoop is needed."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from storage.errors import ConfigError, ExistsError, NotFoundError, RetryableStorageError, StorageError
+from storage.hdfs import HdfsFileSystem
+from storage.hdfs_errors import translate
+from storage.publish import write_file
+from storage.settings import DEFAULTS, hadoop_settings, set_hadoop_settings, write_give_up_s
+from tests.storage.fake_hdfs import FakeClient
+
+def _rpc(java: str, text: str) -> RuntimeError:
+    return RuntimeError(f'RPCError("org.apache.hadoop.{java}", "{text}\\n\\tat org.apache.hadoop.X")')
+
+
+QUICK = {"lockstep.storage.call-deadline-s": "0.3", "lockstep.storage.give-up-s": "1.2"}
+
+
+@pytest.fixture
+def black_hole() -> Iterator[str]:
+    """A server that accepts connections and never answers, as a frozen NameNode does."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[HdfsFileSystem, FakeClient]]:
+    client = FakeClient()
+    monkeypatch.setattr("hdfs_native.Client", lambda url, config: SimpleNamespace(inner=client))
+    set_hadoop_settings(QUICK)
+    yield HdfsFileSystem("nn:1", DEFAULTS | QUICK), client
+    set_hadoop_settings({})
+
+
+def test_a_frozen_namenode_ends_in_one_clear_error(black_hole: str) -> None:
+    fs = HdfsFileSystem(black_hole, DEFAULTS | QUICK)
+    start = time.monotonic()
+    with pytest.raises(StorageError) as caught:
+        fs.stat(f"hdfs://{black_hole}/x")
+    assert time.monotonic() - start < 2.5
+    assert type(caught.value) is StorageError  # final: nobody tries again
+    assert black_hole in caught.value.what
+    assert caught.value.got and caught.value.allowed and caught.value.next_step
+
+
+@pytest.mark.parametrize("call", ["create", "rename_new", "delete", "mkdirs", "list", "read_bytes", "open_read"])
+def test_every_call_ends(black_hole: str, call: str) -> None:
+    fs = HdfsFileSystem(black_hole, DEFAULTS | {**QUICK, "lockstep.storage.give-up-s": "0.5"})
+    url = f"hdfs://{black_hole}/x"
+    start = time.monotonic()
+    with pytest.raises(StorageError, match=black_hole):
+        getattr(fs, call)(*([url, url + "2"] if call == "rename_new" else [url]))
+    assert time.monotonic() - start < 2
+
+
+def test_a_refused_connection_names_address_and_cause() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    quick = {**QUICK, "lockstep.storage.call-deadline-s": "1", "dfs.client.failover.max.attempts": "1"}
+    with pytest.raises(StorageError, match=address) as caught:
+        HdfsFileSystem(address, DEFAULTS | quick).stat(f"hdfs://{address}/x")
+    assert "Connection refused" in caught.value.got
+
+
+def test_a_timed_out_call_leaves_its_client_behind(fake: tuple[HdfsFileSystem, FakeClient]) -> None:
+    fs, client = fake
+    client.files["/a"] = b"1"
+    release = threading.Event()
+    client.before["get_file_info"] = [lambda: release.wait(5) and None]
+    assert fs.stat("hdfs://nn:1/a").size_bytes == 1  # the second attempt, while the first still hangs
+    release.set()
+
+
+@pytest.mark.parametrize("error", [OSError("RPC listener disconnected"), OSError("Connection reset by peer")])
+def test_a_rename_whose_answer_is_lost_is_settled(fake: tuple[HdfsFileSystem, FakeClient], error: OSError) -> None:
+    fs, client = fake
+    client.files["/a"] = b"mine"
+    client.after["rename"] = [_raise(error)]
+    fs.rename_new("hdfs://nn:1/a", "hdfs://nn:1/b")
+    assert client.files == {"/b": b"mine"}
+
+
+def test_a_rename_that_did_not_happen_is_done_again(fake: tuple[HdfsFileSystem, FakeClient]) -> None:
+    fs, client = fake
+    client.files["/a"] = b"mine"
+    client.before["rename"] = [_raise(OSError("RPC listener disconnected"))]
+    fs.rename_new("hdfs://nn:1/a", "hdfs://nn:1/b")
+    assert client.files == {"/b": b"mine"}
+
+
+def test_a_lost_race_is_not_taken_for_a_success(fake: tuple[HdfsFileSystem, FakeClient]) -> None:
+    fs, client = fake
+    client.files["/a"] = b"mine"
+
+    def another_wins() -> None:
+        client.files["/b"] = b"theirs"
+        raise OSError("RPC listener disconnected")
+
+    client.before["rename"] = [another_wins]
+    with pytest.raises(ExistsError):
+        fs.rename_new("hdfs://nn:1/a", "hdfs://nn:1/b")
+    client.files.pop("/a")
+    client.files["/a"] = b"long"
+    client.before["rename"] = [lambda: client.files.pop("/a") and _raise(OSError("RPC listener disconnected"))()]
+    with pytest.raises(NotFoundError):
+        fs.rename_new("hdfs://nn:1/a", "hdfs://nn:1/c")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError('RPCError("org.apache.hadoop.ipc.RetriableException", "o.a.SafeModeException: Cannot create")'),
+        RuntimeError('RPCError("org.apache.hadoop.ipc.StandbyException", "Operation category READ is not supported")'),
+        RuntimeError('RPCError("org.apache.hadoop.hdfs.server.namenode.SafeModeException", "Cannot")'),
+    ],
+)
+def test_states_that_pass_are_waited_for(fake: tuple[HdfsFileSystem, FakeClient], error: RuntimeError) -> None:
+    fs, client = fake
+    client.before["mkdirs"] = [_raise(error), _raise(error)]
+    fs.mkdirs("hdfs://nn:1/d")
+    assert "/d" in client.folders
+
+
+@pytest.mark.parametrize("step", ["create", "write", "hsync", "close"])
+def test_a_failed_write_is_begun_anew_under_another_name(fake: tuple[HdfsFileSystem, FakeClient], step: str) -> None:
+    fs, client = fake
+    client.before[step] = [_raise(OSError("Connection refused (os error 111)"))]
+    write_file(fs, "hdfs://nn:1/f", b"data")
+    assert client.files == {"/f": b"data"}
+    assert len(set(client.created)) == (1 if step == "create" else 2)
+
+
+def test_a_create_whose_answer_is_lost_takes_another_name(fake: tuple[HdfsFileSystem, FakeClient]) -> None:
+    fs, client = fake
+    client.after["create"] = [_raise(OSError("RPC listener disconnected"))]
+    write_file(fs, "hdfs://nn:1/f", b"data")
+    assert client.files == {"/f": b"data"}
+    assert len(set(client.created)) == 2
+
+
+def test_a_file_that_lost_bytes_is_not_published(fake: tuple[HdfsFileSystem, FakeClient]) -> None:
+    fs, client = fake
+    client.lose_bytes = 1
+    with pytest.raises(StorageError, match="another length"):
+        write_file(fs, "hdfs://nn:1/f", b"data")
+    assert client.files == {}
+
+
+def test_a_panic_of_the_library_is_an_error_of_ours(fake: tuple[HdfsFileSystem, FakeClient]) -> None:
+    class PanicException(BaseException):
+        pass
+
+    fs, client = fake
+    client.before["get_file_info"] = [_raise(PanicException("Cannot read past end of the file"))]
+    with pytest.raises(StorageError, match="stat"):
+        fs.stat("hdfs://nn:1/f")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "word"),
+    [
+        (FileNotFoundError("File does not exist: /p\n\tat org.apache.X"), NotFoundError, "File does not exist: /p"),
+        (FileExistsError("/p already exists as a directory\n\tat x"), ExistsError, "already exists"),
+        (_rpc("security.AccessControlException", "Permission denied: user=bob"), StorageError, "denied: user=bob"),
+        (_rpc("hdfs.protocol.DSQuotaExceededException", "quota of /q"), StorageError, "quota of /q"),
+        (RuntimeError('DataTransferError("All DataNodes failed: [x]")'), RetryableStorageError, "All DataNodes"),
+        (RuntimeError('InvalidArgument("No NameNode hosts found")'), ConfigError, "No NameNode"),
+        (RuntimeError("GSSAPIError(GssMajorCodes { GSS_S_NO_CRED })"), StorageError, "GSS_S_NO_CRED"),
+        (OSError("failed to lookup address information: Name or service not known"), StorageError, "Name or service"),
+        (OSError("No data received for 3000ms"), RetryableStorageError, "No data"),
+    ],
+)  # fmt: skip
+def test_one_class_each_and_no_java_stack(error: Exception, kind: type[Exception], word: str) -> None:
+    ours = translate(error, verb="stat", place="hdfs://nn/p", whom="the NameNode at nn")
+    assert type(ours) is kind
+    assert word in ours.got and "\tat" not in str(ours) and "\\n" not in str(ours)
+    assert ours.allowed and ours.next_step
+
+
+def test_settings_of_a_driver_win_unless_they_are_only_hadoops_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HADOOP_CONF_DIR", raising=False)
+    given = {"dfs.client.socket-timeout": "60000", "dfs.replication": "1", "spark.x": "y", "fs.defaultFS": "hdfs://n"}
+    set_hadoop_settings(given)
+    try:
+        assert hadoop_settings() == DEFAULTS | {"dfs.replication": "1", "fs.defaultFS": "hdfs://n"}
+        set_hadoop_settings({"dfs.client.socket-timeout": "7000"})
+        assert hadoop_settings()["dfs.client.socket-timeout"] == "7000"
+        assert write_give_up_s() == 645
+    finally:
+        set_hadoop_settings({})
+
+
+def test_a_broken_configuration_is_named(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "core-site.xml").write_text("<configuration>")
+    monkeypatch.setenv("HADOOP_CONF_DIR", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"core-site\.xml"):
+        hadoop_settings()
+    monkeypatch.delenv("HADOOP_CONF_DIR")
+    monkeypatch.setenv("LOCKSTEP_STORAGE_GIVE_UP_S", "soon")
+    with pytest.raises(ConfigError, match="give-up-s"):
+        HdfsFileSystem("nn:1", hadoop_settings())
+
+
+def _raise(error: BaseException) -> Any:
+    def fail() -> None:
+        raise error
+
+    return fail
