@@ -39,7 +39,9 @@ class Assign:
 
     def ddl(self) -> str:
         """The rows that come out, in Spark's notation."""
-        kept = self.schema.fields if self.fmt == "parquet" else (self.schema.id_field, *c.vocabulary_fields(self.schema))
+        kept = (
+            self.schema.fields if self.fmt == "parquet" else (self.schema.id_field, *c.vocabulary_fields(self.schema))
+        )
         record = [f"{c.RECORD} binary"] if self.fmt == "tfrecord" else []
         own = [f"{c.SPLIT} string", f"{c.DROPPED} string", f"{c.KEY} bigint", f"{c.BYTES} bigint"]
         return ", ".join([*own, f"{c.SOURCE} int", f"{c.POSITION} bigint", *record, *c.ddl(kept)])
@@ -66,7 +68,9 @@ class Assign:
         ids = np.array(self._ids(batch), dtype=np.int64)
         full = {field.name: batch.column(field.name) for field in self.schema if field.name != SAMPLE_ID}
         full[SAMPLE_ID] = pa.array(ids)
-        fields = pa.RecordBatch.from_arrays([full[f.name].cast(f.arrow_type) for f in self.schema], names=[f.name for f in self.schema])
+        fields = pa.RecordBatch.from_arrays(
+            [full[f.name].cast(f.arrow_type) for f in self.schema], names=[f.name for f in self.schema]
+        )
         keys = (shard_keys(ids, self.seed) ^ _SIGN).view(np.int64)  # flipping the sign keeps unsigned order
         out: dict[str, Any] = {
             c.SPLIT: pa.array(self._splits(batch, ids, groups), pa.string()),
@@ -82,7 +86,9 @@ class Assign:
         out |= {c.SOURCE: batch.column(c.SOURCE), c.POSITION: batch.column(c.POSITION)}
         if records is not None:
             out[c.RECORD] = pa.array(records, pa.binary())
-        for field in self.schema.fields if records is None else (self.schema.id_field, *c.vocabulary_fields(self.schema)):
+        for field in (
+            self.schema.fields if records is None else (self.schema.id_field, *c.vocabulary_fields(self.schema))
+        ):
             out[field.name] = fields.column(field.name)
         return pa.RecordBatch.from_pydict(out)
 
@@ -107,7 +113,10 @@ def _as_bytes(name: str, column: pa.Array) -> list[bytes]:
     """The values of an id column as the bytes that are hashed: UTF-8, decimal digits, or themselves."""
     if column.null_count:
         raise DataError(
-            f"id column `{name}` is null", got="null", allowed="a value in each row", next_step="Fill or drop those rows."
+            f"id column `{name}` is null",
+            got="null",
+            allowed="a value in each row",
+            next_step="Fill or drop those rows.",
         )
     if pa.types.is_binary(column.type):
         return list(column.to_pylist())

@@ -76,7 +76,9 @@ def _as_text(lines: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
     except pa.ArrowInvalid:
         values = lines.to_pylist()  # some line is broken: rare, so a call a line may find which
         broken |= np.array([not _is_utf8(value) for value in values], dtype=bool)
-        text = pa.array([None if bad else value.decode() for bad, value in zip(broken, values, strict=True)], type=pa.string())
+        text = pa.array(
+            [None if bad else value.decode() for bad, value in zip(broken, values, strict=True)], type=pa.string()
+        )
     return pc.if_else(pa.array(~broken), text, ""), broken
 
 
@@ -99,7 +101,9 @@ def _integers(digits: pa.Array) -> NDArray[np.int64]:
 def _seconds(parts: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Seconds since 1970 UTC, and where they are a time that exists (a leap second counts as the next second)."""
     month = np.asarray(pc.fill_null(pc.index_in(_part(parts, "month"), value_set=_MONTHS), -1)).astype(np.int64)
-    year, day, hour, minute, second = (_integers(_part(parts, name)) for name in ("year", "day", "hour", "minute", "second"))
+    year, day, hour, minute, second = (
+        _integers(_part(parts, name)) for name in ("year", "day", "hour", "minute", "second")
+    )
     months = (year - 1970) * 12 + np.maximum(month, 0)
     first = months.astype("datetime64[M]").astype("datetime64[D]").astype(np.int64)
     after = (months + 1).astype("datetime64[M]").astype("datetime64[D]").astype(np.int64)

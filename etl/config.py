@@ -14,7 +14,8 @@ DEFAULT_SHARD_BYTES = 128 << 20
 DEFAULT_SPLIT_BYTES = 64 << 20
 SESSION_S = 1800
 DEFAULT_LABEL = (
-    f"CASE WHEN count(*) OVER (PARTITION BY visitor ORDER BY time RANGE BETWEEN 1 FOLLOWING AND {SESSION_S} FOLLOWING) > 0"
+    "CASE WHEN count(*) OVER"
+    f" (PARTITION BY visitor ORDER BY time RANGE BETWEEN 1 FOLLOWING AND {SESSION_S} FOLLOWING) > 0"
     f" THEN true WHEN time + {SESSION_S} > log_end THEN NULL ELSE false END"
 )
 
@@ -71,16 +72,26 @@ class LogsConfig(OutputConfig):
     log_format: str = "common"
     """Only common: the Common Log Format."""
     label: str = DEFAULT_LABEL
-    """A SQL expression over visitor, page, query, time and log_end (seconds since 1970, UTC): true, false, or NULL for censored."""
+    """A SQL expression over visitor, page, query, time and log_end (seconds since 1970, UTC); NULL means censored."""
 
     def __post_init__(self) -> None:
         super(LogsConfig, self).__post_init__()
         _check(self.log_format == "common", "--log-format", self.log_format, "common")
-        _check(not self.split_spec.given, "--split", self.split, "80/20 or group:COLUMN:80/20: a log does not name its split")
+        _check(
+            not self.split_spec.given,
+            "--split",
+            self.split,
+            "80/20 or group:COLUMN:80/20: a log does not name its split",
+        )
 
     def to_json(self) -> dict[str, Any]:
         """What the content of the dataset follows from, besides the input and the seed."""
-        return {**super(LogsConfig, self).to_json(), "job": "etl_logs", "log_format": self.log_format, "label": self.label}
+        return {
+            **super(LogsConfig, self).to_json(),
+            "job": "etl_logs",
+            "log_format": self.log_format,
+            "label": self.label,
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,9 +108,13 @@ class ImagesConfig(OutputConfig):
     def __post_init__(self) -> None:
         super(ImagesConfig, self).__post_init__()
         _check(self.source == "idx", "--source", self.source, "idx")
-        _check(2 <= self.num_classes <= 256, "--num-classes", str(self.num_classes), "2 to 256: an IDX label is one byte")
+        _check(
+            2 <= self.num_classes <= 256, "--num-classes", str(self.num_classes), "2 to 256: an IDX label is one byte"
+        )
         if self.image_size is not None:
-            _check(all(1 <= size <= 4096 for size in self.image_size), "--image-size", str(self.image_size), "1 to 4096")
+            _check(
+                all(1 <= size <= 4096 for size in self.image_size), "--image-size", str(self.image_size), "1 to 4096"
+            )
 
     def to_json(self) -> dict[str, Any]:
         """What the content of the dataset follows from, besides the input and the seed."""
@@ -127,4 +142,6 @@ def parse_size(text: str) -> tuple[int, int]:
 
 def _check(good: bool, what: str, got: str, allowed: str) -> None:
     if not good:
-        raise ConfigError(f"{what} cannot be right", got=got, allowed=allowed, next_step="Correct it; --help lists the flags.")
+        raise ConfigError(
+            f"{what} cannot be right", got=got, allowed=allowed, next_step="Correct it; --help lists the flags."
+        )

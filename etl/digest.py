@@ -39,11 +39,18 @@ class DigestSources:
 
 
 def digest_sources(spark: SparkSession, sources: Sequence[Source]) -> tuple[SourceInfo, ...]:
-    """Length and SHA-256 of each input file, in order. The rows of ranges are read anew: a digest needs a file's whole order."""
+    """Length and SHA-256 of each input file, in order.
+
+    Files are read a second time for it: a range's digest says nothing of its file's.
+    """
     rows = [(number, source.url, source.size_bytes) for number, source in enumerate(sources)]
-    planned = spark.createDataFrame(spark.sparkContext.parallelize(rows, len(rows)), "number int, url string, bytes bigint")
+    planned = spark.createDataFrame(
+        spark.sparkContext.parallelize(rows, len(rows)), "number int, url string, bytes bigint"
+    )
     found = planned.mapInArrow(DigestSources(hadoop_settings()), DDL).collect()
-    return tuple(SourceInfo(row["url"], row["bytes"], row["sha256"]) for row in sorted(found, key=lambda row: row["number"]))
+    return tuple(
+        SourceInfo(row["url"], row["bytes"], row["sha256"]) for row in sorted(found, key=lambda row: row["number"])
+    )
 
 
 def _digest(number: int, url: str, planned_bytes: int) -> dict[str, object]:

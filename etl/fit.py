@@ -27,12 +27,16 @@ def fit_vocabularies(rows: DataFrame, schema: Schema) -> dict[str, Vocabulary]:
 
     trained = rows.where(f.col(c.SPLIT).isin(*FITTED_ON))
     pairs = f.concat(*(_pairs(number, field) for number, field in enumerate(fields)))
-    tokens = trained.select(f.explode(pairs).alias("pair")).select("pair.field", "pair.token").where("token IS NOT NULL")
+    tokens = (
+        trained.select(f.explode(pairs).alias("pair")).select("pair.field", "pair.token").where("token IS NOT NULL")
+    )
     counted = tokens.groupBy("field", "token").agg(f.count(f.lit(1)).alias("n"))
     least = f.element_at(f.array(*(f.lit(_setting(field, "min_count")) for field in fields)), f.col("field") + 1)
     most = f.element_at(f.array(*(f.lit(_setting(field, "max_size")) for field in fields)), f.col("field") + 1)
     order = Window.partitionBy("field").orderBy(f.col("n").desc(), "token")
-    ranked = counted.where(f.col("n") >= least).withColumn("rank", f.row_number().over(order)).where(f.col("rank") <= most)
+    ranked = (
+        counted.where(f.col("n") >= least).withColumn("rank", f.row_number().over(order)).where(f.col("rank") <= most)
+    )
     found = sorted((row["field"], row["rank"], row["token"], row["n"]) for row in ranked.collect())
     return {
         field.name: Vocabulary(

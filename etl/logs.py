@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from etl import weblog
 from etl.config import LogsConfig
 from etl.digest import digest_sources
 from etl.parse import BAD, NO_TIME, OUTPUT_DDL, PAGE, RANGE_DDL, SUMMARY, ParseLog
+from etl.quality import check_bad
 from etl.ranges import Range, Source, find_sources, plan_ranges
 from etl.session import tuned
 from etl.spark_errors import translated
 from etl.watch import watched
 from etl.write import Origin, refuse_existing, write_dataset
-from storage.errors import ConfigError, DataError
+from storage.errors import ConfigError
 from storage.manifest import DatasetManifest
 from storage.settings import hadoop_settings
 
@@ -31,7 +31,10 @@ def check(config: LogsConfig) -> list[Source]:
     column = config.split_spec.column
     if column is not None and column not in weblog.ID_COLUMNS:
         raise ConfigError(
-            f"--split names the column `{column}`", got=config.split, allowed=", ".join(weblog.ID_COLUMNS), next_step="Correct --split."
+            f"--split names the column `{column}`",
+            got=config.split,
+            allowed=", ".join(weblog.ID_COLUMNS),
+            next_step="Correct --split.",
         )
     return find_sources(config.inputs)
 
@@ -45,7 +48,9 @@ def run(spark: SparkSession, config: LogsConfig) -> DatasetManifest:
         parsed = _parsed(spark, ranges).persist()
         try:
             read, bad, not_pages, log_end = _totals(parsed)
-            check_bad(parsed.where(f"kind = {BAD}"), [s.url for s in sources], bad, read, config.max_bad_share, config.max_bad)
+            check_bad(
+                parsed.where(f"kind = {BAD}"), [s.url for s in sources], bad, read, config.max_bad_share, config.max_bad
+            )
             origin = Origin(
                 sources=digest_sources(spark, sources),
                 read=read,
@@ -72,16 +77,20 @@ def run(spark: SparkSession, config: LogsConfig) -> DatasetManifest:
 
 def rows_of(pages: DataFrame, label: str, log_end: int) -> DataFrame:
     """Page requests (visitor, page, query, time, source, position) with label, features and the writer's columns."""
-    seen = pages.select("visitor", "page", "query", "time", "source", "position").selectExpr("*", f"{log_end}L AS log_end")
+    seen = pages.select("visitor", "page", "query", "time", "source", "position").selectExpr(
+        "*", f"{log_end}L AS log_end"
+    )
     labelled = seen.selectExpr("*", f"({label}) AS {weblog.LABEL}")
     return labelled.selectExpr(*weblog.WINDOWS).selectExpr(*weblog.COLUMNS)
 
 
 def check_label(spark: SparkSession, label: str) -> None:
-    """Raise ConfigError for an expression that is no SQL, names unknown columns, is not boolean or depends on chance."""
+    """Raise ConfigError for what is no SQL, names unknown columns, is not boolean or depends on chance."""
     from pyspark.errors import AnalysisException, ParseException
 
-    empty = spark.createDataFrame([], weblog.LABEL_COLUMNS).selectExpr("visitor", "page", "query", "time", "0L AS log_end")
+    empty = spark.createDataFrame([], weblog.LABEL_COLUMNS).selectExpr(
+        "visitor", "page", "query", "time", "0L AS log_end"
+    )
     try:
         labelled = empty.selectExpr(f"({label}) AS {weblog.LABEL}")
         kind = dict(labelled.dtypes)[weblog.LABEL]
@@ -90,20 +99,6 @@ def check_label(spark: SparkSession, label: str) -> None:
         raise _bad_label(label, str(error).strip().splitlines()[0]) from None
     if kind != "boolean" or not certain:
         raise _bad_label(label, f"type {kind}" if kind != "boolean" else "an expression that depends on chance")
-
-
-def check_bad(bad_rows: DataFrame, urls: Sequence[str], bad: int, read: int, allowed: Fraction, told: str) -> None:
-    """Raise DataError where more than the share `allowed` of the records is bad, naming the first three places."""
-    if bad == 0 or Fraction(bad, read) <= allowed:
-        return
-    first = bad_rows.orderBy("source", "position").select("source", "position", "reason").limit(3).collect()
-    places = "; ".join(f"{urls[row['source']]} at {row['position']}: {row['reason']}" for row in first)
-    raise DataError(
-        f"{bad} of {read} records are bad, more than --max-bad allows",
-        got=f"{100 * bad / read:.2f} %, first {places}",
-        allowed=told,
-        next_step="Check that the input is what the job reads; raise --max-bad to go on with the rest.",
-    )
 
 
 def _parsed(spark: SparkSession, ranges: Sequence[Range]) -> DataFrame:
@@ -115,7 +110,11 @@ def _parsed(spark: SparkSession, ranges: Sequence[Range]) -> DataFrame:
 
 def _totals(parsed: DataFrame) -> tuple[int, int, int, int]:
     """(lines, bad lines, requests that are no page, last time) over all ranges, from their summaries."""
-    found = parsed.where(f"kind = {SUMMARY}").agg({"lines": "sum", "bad": "sum", "dropped": "sum", "last_time": "max"}).collect()[0]
+    found = (
+        parsed.where(f"kind = {SUMMARY}")
+        .agg({"lines": "sum", "bad": "sum", "dropped": "sum", "last_time": "max"})
+        .collect()[0]
+    )
     lines, last = int(found["sum(lines)"]), int(found["max(last_time)"])
     return lines, int(found["sum(bad)"]), int(found["sum(dropped)"]), 0 if last == NO_TIME else last
 

@@ -43,17 +43,26 @@ def find_sources(urls: Sequence[str]) -> list[Source]:
             status = fs.stat(url)
         except NotFoundError:
             raise NotFoundError(
-                f"input {url} does not exist", got="nothing there", allowed="a file or directory", next_step="Check --input."
+                f"input {url} does not exist",
+                got="nothing there",
+                allowed="a file or directory",
+                next_step="Check --input.",
             ) from None
         files = [file for file in walk(fs, url) if not file.name.startswith(("_", "."))] if status.is_dir else [status]
         if not files:
             raise NotFoundError(
-                f"input {url} holds no file", got="an empty directory", allowed="a file or more", next_step="Check --input."
+                f"input {url} holds no file",
+                got="an empty directory",
+                allowed="a file or more",
+                next_step="Check --input.",
             )
         for file in files:
             if file.size_bytes == 0:
                 raise DataError(
-                    f"input {file.url} is empty", got="0 bytes", allowed="content", next_step="Take the file out or fetch it again."
+                    f"input {file.url} is empty",
+                    got="0 bytes",
+                    allowed="content",
+                    next_step="Take the file out or fetch it again.",
                 )
             magic = fs.read_range(file.url, 0, min(2, file.size_bytes))
             sources.append(Source(file.url, file.size_bytes, "gzip" if magic == GZIP_MAGIC else "none"))
@@ -61,7 +70,7 @@ def find_sources(urls: Sequence[str]) -> list[Source]:
 
 
 def plan_ranges(sources: Sequence[Source], split_bytes: int) -> list[Range]:
-    """Cut plain files at each `split_bytes` bytes; a gzip file stays whole, since it can only be read from its start."""
+    """Cut plain files at each `split_bytes` bytes; a gzip file, which can only be read from its start, stays whole."""
     ranges = []
     for index, source in enumerate(sources):
         step = source.size_bytes if source.codec == "gzip" else split_bytes

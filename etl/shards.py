@@ -1,4 +1,4 @@
-"""The last pass, in the tasks: a partition is a shard; it is written under a name of its own, and the driver renames it."""
+"""The last pass, in the tasks: a partition is a shard, written under a name of its own that the driver changes."""
 
 from __future__ import annotations
 
@@ -99,7 +99,12 @@ class WriteShards:
                 writer = RecordWriter(file)
                 for batch in rows:
                     writer.write_many(batch.column(c.RECORD).to_pylist())
-                records, size, blocks, index = writer.records, writer.bytes, writer.block_offsets(block_records), writer.index_bytes()
+                records, size, blocks, index = (
+                    writer.records,
+                    writer.bytes,
+                    writer.block_offsets(block_records),
+                    writer.index_bytes(),
+                )
                 sha256, crc32c = writer.sha256, writer.crc32c
             else:
                 records = _write_parquet(file, self.schema, rows, block_records)
@@ -113,7 +118,9 @@ class WriteShards:
             result |= {"index_bytes": len(index), "index_sha256": hashlib.sha256(index).hexdigest()}
         return pa.RecordBatch.from_pylist([result], schema=_RESULT)
 
-    def _checked(self, partition: int, shard: int, count: int, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    def _checked(
+        self, partition: int, shard: int, count: int, batches: Iterable[pa.RecordBatch]
+    ) -> Iterator[pa.RecordBatch]:
         last: tuple[int, int, int] | None = None
         for batch in batches:
             if not batch.num_rows:
@@ -216,7 +223,10 @@ def _upload(folder: str, name: str, produce: Callable[[Writer], None]) -> str:
     fs, url = filesystem(folder), join(folder, f"{name}-{secrets.token_hex(8)}")
     if not fs.exists(folder):  # a task that outlives its job must not bring a removed staging folder back
         raise StorageError(
-            f"{folder} is gone", got="no folder", allowed="the folder that the driver made", next_step="Run the job again."
+            f"{folder} is gone",
+            got="no folder",
+            allowed="the folder that the driver made",
+            next_step="Run the job again.",
         )
     write_stream(fs, url, produce)
     return url

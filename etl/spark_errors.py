@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import base64
-import functools
 import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from storage import errors
 from storage.errors import LockstepError
@@ -16,7 +15,7 @@ from storage.errors import LockstepError
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-P = ParamSpec("P")
+P = TypeVar("P")
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -38,7 +37,13 @@ class TaskError(RuntimeError):
 
 def to_wire(error: LockstepError) -> str:
     """The error as one line of text."""
-    parts = {"class": type(error).__name__, "what": error.what, "got": error.got, "allowed": error.allowed, "next": error.next_step}
+    parts = {
+        "class": type(error).__name__,
+        "what": error.what,
+        "got": error.got,
+        "allowed": error.allowed,
+        "next": error.next_step,
+    }
     text = json.dumps({key: value[:_PART_CHARACTERS] for key, value in parts.items()})
     return f"LOCKSTEP-ERROR:{base64.b64encode(text.encode()).decode()}:END"
 
@@ -55,13 +60,12 @@ def from_text(text: str) -> LockstepError | None:
     return error
 
 
-def in_task(function: Callable[Concatenate[S, P], Iterator[T]]) -> Callable[Concatenate[S, P], Iterator[T]]:
-    """Make a generator that runs in a task send its LockstepErrors through Spark."""
+def in_task(function: Callable[[S, P], Iterator[T]]) -> Callable[[S, P], Iterator[T]]:
+    """Make a generator method that runs in a task send its LockstepErrors through Spark."""
 
-    @functools.wraps(function)
-    def wrapped(self: S, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+    def wrapped(self: S, batches: P) -> Iterator[T]:
         try:
-            yield from function(self, *args, **kwargs)
+            yield from function(self, batches)
         except LockstepError as error:
             raise TaskError(to_wire(error)) from None
 

@@ -28,7 +28,9 @@ class SplitSpec:
         if text.startswith("group:"):
             column, _, shares = text.removeprefix("group:").rpartition(":")
         parts = shares.split("/")
-        good = len(parts) == len(NAMES) and all(part.isascii() and part.isdigit() and 0 < int(part) < 10**6 for part in parts)
+        good = len(parts) == len(NAMES) and all(
+            part.isascii() and part.isdigit() and 0 < int(part) < 10**6 for part in parts
+        )
         if not good or column == "":
             raise ConfigError(
                 "--split cannot be read", got=text, allowed=_ALLOWED, next_step="Write for example --split 80/20."
@@ -36,5 +38,5 @@ class SplitSpec:
         return cls(weights=tuple(int(part) for part in parts), column=column)
 
     def place(self, value: bytes, seed: int) -> int:
-        """The index into NAMES of the split for a record (its sample id as 8 little-endian bytes) or a group (UTF-8)."""
+        """The split, as an index into NAMES, of a record (sample id, 8 little-endian bytes) or a group (UTF-8)."""
         return share_of(unit_hash(value, seed), self.weights)

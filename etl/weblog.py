@@ -51,10 +51,14 @@ def schema() -> Schema:
             Field(name=LABEL, dtype="bool", kind="label"),
             Field(name="page", dtype="string", encoding=_vocabulary("page.json", 2000, 3)),
             Field(name="page_tokens", dtype="string", shape=(None,), encoding=_vocabulary("page_tokens.json", 1000, 5)),
-            Field(name="query_tokens", dtype="string", shape=(None,), encoding=_vocabulary("query_tokens.json", 500, 5)),
+            Field(
+                name="query_tokens", dtype="string", shape=(None,), encoding=_vocabulary("query_tokens.json", 500, 5)
+            ),
             Field(name="prev_page", dtype="string", nullable=True, encoding=_vocabulary("prev_page.json", 1000, 5)),
             Field(name="hour", dtype="int64", encoding=_buckets(*range(1, 24))),
-            Field(name="requests_so_far", dtype="int64", encoding=_buckets(1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256)),
+            Field(
+                name="requests_so_far", dtype="int64", encoding=_buckets(1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256)
+            ),
             Field(name="seconds_since_prev", dtype="int64", nullable=True, encoding=_SECONDS),
             Field(name="mean_gap_s", dtype="int64", nullable=True, encoding=_SECONDS),
         )
@@ -79,8 +83,8 @@ WINDOWS = (
 COLUMNS = (
     "page",
     # "/a/", "/a/b/", ... for each leading part of the path, and the words of the whole path
-    f"array_distinct(slice(concat(transform({_PARTS}, (p, i) -> concat('/', array_join(slice({_PARTS}, 1, i + 1), '/'), '/')),"
-    f" {_WORDS.format('page')}), 1, 64)) AS page_tokens",
+    f"array_distinct(slice(concat(transform({_PARTS},"
+    f" (p, i) -> concat('/', array_join(slice({_PARTS}, 1, i + 1), '/'), '/')), {_WORDS.format('page')}), 1, 64)) AS page_tokens",
     f"array_distinct(slice({_WORDS.format('query')}, 1, 64)) AS query_tokens",
     "prev_page",
     "CAST(pmod(time, 86400) DIV 3600 AS BIGINT) AS hour",

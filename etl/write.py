@@ -64,8 +64,8 @@ def write_dataset(
 ) -> DatasetManifest:
     """Split, order, encode and publish the rows of `df` as the dataset `url`.
 
-    `df` holds the schema's fields but the sample id, the id columns, `_source` (int), `_position` (bigint), and may hold
-    `_occurrence` (bigint; worked out when missing), `_dropped` (string: why a row is not written) and, for the split
+    `df` holds the schema's fields but the sample id, the id columns, `_source` (int), `_position` (bigint), and may
+    hold `_occurrence` (bigint; worked out when missing), `_dropped` (string: why a row is not written) and, for the split
     `given`, `_split`. Nothing is seen at `url` before all of it is there. Raises ExistsError for an existing output,
     ConfigError for columns that do not fit, DataError where a split would be empty or two records have one id.
     """
@@ -95,11 +95,13 @@ def _build(
     sizes, late_drops = _sizes(rows)
     table = _plan(sizes, shard_bytes, origin)
     fitted = fit_vocabularies(rows, schema)
-    splits, files = _write_shards(fs, paths, rows, table, WriteShards(schema, fmt, table, attempts, urls, hadoop_settings()))
+    splits, files = _write_shards(
+        fs, paths, rows, table, WriteShards(schema, fmt, table, attempts, urls, hadoop_settings())
+    )
     files |= _write_fitted(fs, paths, schema, fitted)
     if origin.quarantine is not None:
         files |= _place_quarantine(fs, paths, origin, attempts, urls)
-    dropped = {reason: n for reason, n in sorted({**origin.dropped, **late_drops}.items())}
+    dropped = dict(sorted({**origin.dropped, **late_drops}.items()))
     written = sum(info.records for info in splits.values())
     counted = written + origin.quarantined + sum(dropped.values())
     assert origin.read == counted, f"{origin.read} records read, but {counted} accounted for"
@@ -128,7 +130,10 @@ def _checked(df: DataFrame, schema: Schema, id_columns: Sequence[str], split: Sp
     for name, kind in wanted.items():
         if have.get(name) != kind:
             raise ConfigError(
-                f"column `{name}` cannot be used", got=have.get(name, "no such column"), allowed=kind, next_step=f"Columns are: {', '.join(have)}."
+                f"column `{name}` cannot be used",
+                got=have.get(name, "no such column"),
+                allowed=kind,
+                next_step=f"Columns are: {', '.join(have)}.",
             )
     optional = [name for name in (c.OCCURRENCE, c.DROPPED) if name in have]
     return df.select(*wanted, *optional)
@@ -150,7 +155,9 @@ def _sizes(rows: DataFrame) -> tuple[dict[str, tuple[int, int]], dict[str, int]]
 
     found = rows.groupBy(c.SPLIT, c.DROPPED).agg(f.count(f.lit(1)).alias("n"), f.sum(c.BYTES).alias("bytes")).collect()
     sizes = {row[c.SPLIT]: (row["n"], row["bytes"]) for row in found if row[c.DROPPED] is None}
-    return {name: sizes[name] for name in sorted(sizes)}, {row[c.DROPPED]: row["n"] for row in found if row[c.DROPPED] is not None}
+    return {name: sizes[name] for name in sorted(sizes)}, {
+        row[c.DROPPED]: row["n"] for row in found if row[c.DROPPED] is not None
+    }
 
 
 def _plan(sizes: Mapping[str, tuple[int, int]], shard_bytes: int, origin: Origin) -> ShardTable:
@@ -163,11 +170,13 @@ def _plan(sizes: Mapping[str, tuple[int, int]], shard_bytes: int, origin: Origin
             allowed=f"records in each of {', '.join(NAMES)}",
             next_step="Look at the input and the label; give more input or another --split.",
         )
-    return ShardTable(tuple((name, -(-size // shard_bytes), block_records(count, size)) for name, (count, size) in sizes.items()))
+    return ShardTable(
+        tuple((name, -(-size // shard_bytes), block_records(count, size)) for name, (count, size) in sizes.items())
+    )
 
 
 def block_records(records: int, encoded_bytes: int) -> int:
-    """Records in a block of a split: 2 MiB on average, but at least MIN_BLOCKS blocks so that a small set is permuted."""
+    """Records in a block of a split: 2 MiB on average, but MIN_BLOCKS blocks or more, to have some to permute."""
     return max(1, min(BLOCK_BYTES * records // max(encoded_bytes, 1), -(-records // MIN_BLOCKS)))
 
 
@@ -195,7 +204,9 @@ def _write_shards(
         name, number, _, _ = table.locate(row["shard"])
         relative = shard_path(name, number, write.fmt)
         _move(fs, row["path"], join(paths.root, relative))
-        shards[name].append(ShardInfo(relative, row["records"], row["bytes"], row["sha256"], row["crc32c"], tuple(row["blocks"])))
+        shards[name].append(
+            ShardInfo(relative, row["records"], row["bytes"], row["sha256"], row["crc32c"], tuple(row["blocks"]))
+        )
         if row["index_path"] is not None:
             _move(fs, row["index_path"], paths.index(name, number))
             files[index_path(name, number)] = FileInfo(row["index_bytes"], row["index_sha256"])
@@ -211,7 +222,9 @@ def _shard_of(count: int) -> Any:
     return f.shiftrightunsigned(high * count + f.shiftrightunsigned(low * count, 32), 32)
 
 
-def _write_fitted(fs: FileSystem, paths: DatasetPaths, schema: Schema, fitted: Mapping[str, Vocabulary]) -> dict[str, FileInfo]:
+def _write_fitted(
+    fs: FileSystem, paths: DatasetPaths, schema: Schema, fitted: Mapping[str, Vocabulary]
+) -> dict[str, FileInfo]:
     files = {}
     for name, vocabulary in sorted(fitted.items()):
         encoding = schema[name].encoding
@@ -228,7 +241,11 @@ def _place_quarantine(
     assert origin.quarantine is not None
     fs.mkdirs(paths.quarantine, mode=0o700)
     written = write_quarantine(
-        origin.quarantine, count=origin.quarantined, raw_bytes=origin.quarantined_raw_bytes, attempts=attempts, source_urls=urls
+        origin.quarantine,
+        count=origin.quarantined,
+        raw_bytes=origin.quarantined_raw_bytes,
+        attempts=attempts,
+        source_urls=urls,
     )
     files = {}
     for number, (attempt, info) in enumerate(written):
@@ -241,4 +258,3 @@ def _place_quarantine(
 def _move(fs: FileSystem, source: str, target: str) -> None:
     fs.mkdirs(parent(target))
     fs.rename_new(source, target)
-

@@ -50,7 +50,11 @@ class Encoder:
         specs: dict[str, TensorSpec] = {}
         for field in schema.in_byte_order:
             if field.kind == "weight":
-                raise _unfit(field, "a weight field", "features, a label and the sample id; sample weights are not applied in training")
+                raise _unfit(
+                    field,
+                    "a weight field",
+                    "features, a label and the sample id; sample weights are not applied in training",
+                )
             if field.kind == "feature":
                 specs[field.name], self._transforms[field.name] = _plan(field, fitted)
         label = schema.label
@@ -65,13 +69,19 @@ class Encoder:
         """Encode rows. Raises DataError for a null where none may be and for a label outside its classes."""
         x = {name: transform(batch.column(name)) for name, transform in self._transforms.items()}
         ids = _numbers(self.schema.id_field, batch.column(self.schema.id_field.name), np.int64)
-        return Encoded(x, None if self._label is None else self._labels(self._label, batch.column(self._label.name)), ids)
+        return Encoded(
+            x, None if self._label is None else self._labels(self._label, batch.column(self._label.name)), ids
+        )
 
     def _labels(self, field: Field, column: pa.Array) -> NDArray[Any]:
         if field.dtype == "bool":
             column = column.cast(pa.uint8())
         labels = _numbers(field, column, np.int64 if field.dtype == "int64" else np.float32)
-        if field.num_classes is not None and len(labels) and not (labels.min() >= 0 and labels.max() < field.num_classes):
+        if (
+            field.num_classes is not None
+            and len(labels)
+            and not (labels.min() >= 0 and labels.max() < field.num_classes)
+        ):
             raise DataError(
                 f"label `{field.name}` lies outside its classes",
                 got=f"{labels.min()} to {labels.max()}",
@@ -99,7 +109,9 @@ def _plan(field: Field, fitted: Mapping[str, Vocabulary]) -> tuple[TensorSpec, T
         size = vocabulary_size(field.encoding, vocabulary)
         if size == 0:
             raise _unfit(field, "an empty vocabulary without an oov bucket", "at least one column")
-        return TensorSpec(shape=(size,), dtype="float32"), _vocabulary_transform(field, field.encoding, vocabulary, size)
+        return TensorSpec(shape=(size,), dtype="float32"), _vocabulary_transform(
+            field, field.encoding, vocabulary, size
+        )
     if field.encoding is not None:
         boundaries = np.array(field.encoding["boundaries"], dtype=np.float64)
         return TensorSpec(shape=(len(boundaries) + 1,), dtype="float32"), _bucket_transform(boundaries)
@@ -107,7 +119,11 @@ def _plan(field: Field, fitted: Mapping[str, Vocabulary]) -> tuple[TensorSpec, T
         shape = tuple(size for size in field.shape if size is not None)
         return TensorSpec(shape=shape, dtype=field.dtype), _tensor_transform(field, shape)
     if field.is_list or field.nullable or field.dtype in ("string", "bytes"):
-        raise _unfit(field, f"{field.dtype}, shape {field.shape}, nullable={field.nullable}, no encoding", "an encoding, or a plain number")
+        raise _unfit(
+            field,
+            f"{field.dtype}, shape {field.shape}, nullable={field.nullable}, no encoding",
+            "an encoding, or a plain number",
+        )
 
     def number(column: pa.Array) -> NDArray[Any]:
         plain = column.cast(pa.uint8()) if field.dtype == "bool" else column
@@ -141,7 +157,7 @@ def _vocabulary_transform(field: Field, encoding: Encoding, vocabulary: Vocabula
 
 
 def _bucket_transform(boundaries: NDArray[np.float64]) -> Transform:
-    """One-hot of the bucket: bucket i holds boundaries[i-1] <= value < boundaries[i]; a null or NaN row is all zeros."""
+    """One-hot: bucket i holds boundaries[i-1] <= value < boundaries[i]; a null or NaN row is all zeros."""
 
     def transform(column: pa.Array) -> NDArray[Any]:
         values = np.array(column.cast(pa.float64(), safe=False).fill_null(np.nan), dtype=np.float64)
@@ -185,11 +201,17 @@ def _numbers(field: Field, column: pa.Array, dtype: Any) -> NDArray[Any]:
 
 def _null(field: Field) -> DataError:
     return DataError(
-        f"field `{field.name}` is null", got="null", allowed="a value in each row", next_step="Run `python -m jobs.verify URL`."
+        f"field `{field.name}` is null",
+        got="null",
+        allowed="a value in each row",
+        next_step="Run `python -m jobs.verify URL`.",
     )
 
 
 def _unfit(field: Field, got: str, allowed: str) -> ConfigError:
     return ConfigError(
-        f"field `{field.name}` cannot be fed to a model", got=got, allowed=allowed, next_step="Give the field an encoding in its schema."
+        f"field `{field.name}` cannot be fed to a model",
+        got=got,
+        allowed=allowed,
+        next_step="Give the field an encoding in its schema.",
     )

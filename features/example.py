@@ -7,10 +7,10 @@ An Example is a protobuf message; each feature of it lies so (lengths and int64 
         0a LENGTH NAME
         12 LENGTH                 Feature
           0a | 12 | 1a  LENGTH    bytes_list | float_list | int64_list
-            0a LENGTH DATA ...    one each for bytes; float and int64 are packed into one; left out where the list is empty
+            0a LENGTH DATA ...    one each for bytes; numbers are packed into one; absent where the list is empty
 
-int64 and bool become int64, float32 float, strings UTF-8 bytes; float64 values and tensors are little-endian bytes. A null is
-an absent feature, an empty list a present and empty one. tf.train.Example serialises to the same entries; its
+int64 and bool become int64, float32 float, strings UTF-8 bytes; float64 values and tensors are little-endian bytes. A null
+is an absent feature, an empty list a present and empty one. tf.train.Example serialises to the same entries; its
 deterministic order differs from byte order in one case only: it puts a name behind the longer names that begin with it.
 """
 
@@ -133,7 +133,10 @@ def _encode_column(field: Field, column: pa.Array) -> list[bytes]:
         )
     if field.is_list and column.flatten().null_count:
         raise DataError(
-            f"field `{field.name}` holds a null inside a list", got="null", allowed="values", next_step="Drop nulls from the lists."
+            f"field `{field.name}` holds a null inside a list",
+            got="null",
+            allowed="values",
+            next_step="Drop nulls from the lists.",
         )
     if field.is_tensor:
         _check_tensor_lengths(field, pc.binary_length(column).to_pylist())
@@ -189,7 +192,8 @@ def _split(record: bytes, plans: list[tuple[bytes, int, Field]], bodies: list[li
     try:
         size, at = _read_varint(record, 1)
         good = record[0] == 0x0A and at + size == len(record)
-        for (name, tag, field), column in zip(plans, bodies, strict=True):
+        for (name, tag, current), column in zip(plans, bodies, strict=True):
+            field = current
             if not good:
                 break
             if at == len(record):

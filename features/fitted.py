@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from storage.errors import DataError
@@ -22,9 +23,13 @@ class Vocabulary:
 
     def __post_init__(self) -> None:
         order = [(-count, token.encode()) for token, count in zip(self.tokens, self.counts, strict=False)]
-        good = len(self.tokens) == len(self.counts) and all(a < b for a, b in zip(order, order[1:], strict=False))
+        good = len(self.tokens) == len(self.counts) and all(a < b for a, b in pairwise(order))
         if not good or len(set(self.tokens)) != len(self.tokens):
-            raise _bad(self.name, f"{len(self.tokens)} tokens, {len(self.counts)} counts", "distinct tokens by falling count, then bytes")
+            raise _bad(
+                self.name,
+                f"{len(self.tokens)} tokens, {len(self.counts)} counts",
+                "distinct tokens by falling count, then bytes",
+            )
 
     def to_json(self) -> dict[str, Any]:
         """The vocabulary as _fitted/NAME.json holds it."""
@@ -57,5 +62,8 @@ class Vocabulary:
 
 def _bad(name: str, got: str, allowed: str) -> DataError:
     return DataError(
-        f"the fitted vocabulary `{name}` is not one", got=got, allowed=allowed, next_step="Build the dataset anew with its ETL job."
+        f"the fitted vocabulary `{name}` is not one",
+        got=got,
+        allowed=allowed,
+        next_step="Build the dataset anew with its ETL job.",
     )

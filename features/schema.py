@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, cast
 
 import pyarrow as pa
@@ -51,12 +52,22 @@ class Field:
         self._check(self.kind in KINDS, f"kind {self.kind!r}", ", ".join(KINDS))
         fixed = all(isinstance(size, int) and size > 0 for size in self.shape)
         self._check(fixed or self.shape == (None,), f"shape {self.shape}", "(), (None,) or positive sizes")
-        self._check(not self.is_tensor or self.dtype in TENSOR_DTYPES, f"a tensor of {self.dtype}", ", ".join(TENSOR_DTYPES))
-        self._check(self.dtype != "uint8" or self.is_tensor, "uint8 outside a tensor", "uint8 in tensors only; int64 for numbers")
+        self._check(
+            not self.is_tensor or self.dtype in TENSOR_DTYPES, f"a tensor of {self.dtype}", ", ".join(TENSOR_DTYPES)
+        )
+        self._check(
+            self.dtype != "uint8" or self.is_tensor,
+            "uint8 outside a tensor",
+            "uint8 in tensors only; int64 for numbers",
+        )
         self._check(not (self.is_list and self.nullable), "a nullable list", "an empty list where there is nothing")
         self._check(not (self.nullable and self.kind != "feature"), f"a nullable {self.kind}", "null in features only")
         classes = self.num_classes
-        self._check(classes is None or (self.kind == "label" and classes >= 2), f"num_classes {classes}", "2 or more, on a label")
+        self._check(
+            classes is None or (self.kind == "label" and classes >= 2),
+            f"num_classes {classes}",
+            "2 or more, on a label",
+        )
         if self.encoding is not None:
             self._check_encoding(self.encoding)
 
@@ -110,7 +121,9 @@ class Field:
         return cls(**{**values, "shape": tuple(values["shape"])})
 
     def _check_encoding(self, encoding: Encoding) -> None:
-        self._check(self.kind == "feature" and not self.is_tensor, "an encoding", "encodings on scalar and list features")
+        self._check(
+            self.kind == "feature" and not self.is_tensor, "an encoding", "encodings on scalar and list features"
+        )
         if encoding.get("kind") == "vocabulary":
             keys = {"kind": str, "file": str, "max_size": int, "min_count": int, "oov_buckets": int}
             _check_keys(encoding, keys, f"the vocabulary of field `{self.name}`")
@@ -122,9 +135,11 @@ class Field:
             self._check(plain, f"file {file!r}", "a plain NAME.json")
         elif encoding.get("kind") == "bucketise":
             _check_keys(encoding, {"kind": str, "boundaries": list}, f"the buckets of field `{self.name}`")
-            self._check(self.dtype in ("int64", "float32", "float64") and not self.is_list, self.dtype, "a scalar number")
+            self._check(
+                self.dtype in ("int64", "float32", "float64") and not self.is_list, self.dtype, "a scalar number"
+            )
             bounds = encoding["boundaries"]
-            rising = all(isinstance(b, int | float) for b in bounds) and all(a < b for a, b in zip(bounds, bounds[1:], strict=False))
+            rising = all(isinstance(b, int | float) for b in bounds) and all(a < b for a, b in pairwise(bounds))
             self._check(len(bounds) > 0 and rising, f"boundaries {bounds!r}", "strictly rising numbers, at least one")
         else:
             self._check(False, f"encoding kind {encoding.get('kind')!r}", "vocabulary, bucketise")
@@ -146,10 +161,14 @@ class Schema:
             raise _bad("the schema", f"fields {names}", "each name once")
         ids = [field for field in self.fields if field.kind == "id"]
         if len(ids) != 1 or ids[0].dtype != "int64" or ids[0].shape:
-            raise _bad("the schema", f"id fields {[field.name for field in ids]}", "exactly one scalar int64 field of kind id")
+            raise _bad(
+                "the schema", f"id fields {[field.name for field in ids]}", "exactly one scalar int64 field of kind id"
+            )
         if sum(field.kind == "label" for field in self.fields) > 1:
             raise _bad("the schema", "several labels", "at most one")
-        files = [f.encoding["file"] for f in self.fields if f.encoding is not None and f.encoding["kind"] == "vocabulary"]
+        files = [
+            f.encoding["file"] for f in self.fields if f.encoding is not None and f.encoding["kind"] == "vocabulary"
+        ]
         if len(set(files)) != len(files):
             raise _bad("the schema", f"vocabulary files {files}", "a file for each vocabulary")
 
@@ -208,7 +227,9 @@ def _bad(what: str, got: str, allowed: str) -> ConfigError:
 
 def _check_keys(document: object, wanted: Mapping[str, Any], what: str) -> None:
     if not isinstance(document, Mapping) or set(document) != set(wanted):
-        got: Sequence[str] | str = sorted(map(str, document)) if isinstance(document, Mapping) else type(document).__name__
+        got: Sequence[str] | str = (
+            sorted(map(str, document)) if isinstance(document, Mapping) else type(document).__name__
+        )
         raise _bad(what, f"keys {got}", f"exactly {', '.join(wanted)}")
     for key, kind in wanted.items():
         value = document[key]

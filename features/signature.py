@@ -23,7 +23,11 @@ class TensorSpec:
     @classmethod
     def from_json(cls, document: object) -> TensorSpec:
         """Rebuild a spec; raises ConfigError for anything but what to_json gives."""
-        if not isinstance(document, dict) or set(document) != {"shape", "dtype"} or not isinstance(document["dtype"], str):
+        if (
+            not isinstance(document, dict)
+            or set(document) != {"shape", "dtype"}
+            or not isinstance(document["dtype"], str)
+        ):
             raise _bad(repr(document)[:80], "an object of shape and dtype")
         shape = document["shape"]
         if not isinstance(shape, list) or not all(isinstance(size, int) and size > 0 for size in shape):
@@ -67,4 +71,6 @@ class Signature:
 
 
 def _bad(got: str, allowed: str) -> ConfigError:
-    return ConfigError("this is not a model signature", got=got, allowed=allowed, next_step="Take the signature that the export wrote.")
+    return ConfigError(
+        "this is not a model signature", got=got, allowed=allowed, next_step="Take the signature that the export wrote."
+    )

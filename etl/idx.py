@@ -1,0 +1,137 @@
+"""The IDX format of MNIST and its kin, plain or gzip, checked byte for byte against what its header promises.
+
+offset 0   two zero bytes, the type of the values (08: unsigned byte), the number of dimensions d
+offset 4   d big-endian uint32: the sizes; for images n, height, width (and channels), for labels n
+behind     the values in C order, nothing else
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import struct
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import BinaryIO, cast
+
+from etl.lines import bad_gzip
+from etl.ranges import Source
+from storage.errors import DataError
+from storage.fs import filesystem
+
+_UNSIGNED_BYTE = 0x08
+MAX_SIDE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class IdxFile:
+    """An IDX file of unsigned bytes: place, codec and dimensions, the first being the number of records."""
+
+    url: str
+    codec: str
+    shape: tuple[int, ...]
+
+    @property
+    def header_bytes(self) -> int:
+        """Where the values begin."""
+        return 4 + 4 * len(self.shape)
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of one record."""
+        return math.prod(self.shape[1:])
+
+    @property
+    def total_bytes(self) -> int:
+        """Decompressed length of the file."""
+        return self.header_bytes + self.shape[0] * self.record_bytes
+
+    def position(self, record: int) -> int:
+        """Where a record begins, in decompressed bytes."""
+        return self.header_bytes + record * self.record_bytes
+
+
+def read_header(source: Source) -> IdxFile:
+    """Read and check the header, and for a plain file its length. Raises DataError naming the file."""
+    with _opened(source.url, source.codec) as stream:
+        head = _read(stream, source.url, 4)
+        if len(head) < 4 or head[:3] != bytes([0, 0, _UNSIGNED_BYTE]) or not 1 <= head[3] <= 4:
+            raise _bad(
+                source.url, f"it begins with {head.hex(' ')}", "00 00 08 and 1 to 4 dimensions", "IDX of unsigned bytes"
+            )
+        sizes = _read(stream, source.url, 4 * head[3])
+    if len(sizes) < 4 * head[3]:
+        raise _short(source.url, 4 + len(sizes), f"a header of {4 + 4 * head[3]} bytes")
+    file = IdxFile(source.url, source.codec, struct.unpack(f">{head[3]}I", sizes))
+    if not all(1 <= size <= MAX_SIDE for size in file.shape[1:]) or file.shape[0] < 1:
+        raise _bad(source.url, f"dimensions {file.shape}", f"a record or more, sides 1 to {MAX_SIDE}", "an image set")
+    if source.codec == "none" and source.size_bytes != file.total_bytes:
+        raise _length(file, source.size_bytes)
+    return file
+
+
+def read_records(file: IdxFile, first: int, count: int, batch: int) -> Iterator[bytes]:
+    """Yield the bytes of records `first` to `first + count`, `batch` records at a time.
+
+    A gzip file is read through, to its end where the range ends there, so that a cut or overlong one is noticed.
+    Raises DataError.
+    """
+    with _opened(file.url, file.codec) as stream:
+        if file.codec == "none":
+            stream.seek(file.position(first))
+        else:
+            _skip(stream, file, file.position(first))
+        for start in range(first, first + count, batch):
+            wanted = min(batch, first + count - start) * file.record_bytes
+            data = _read(stream, file.url, wanted)
+            if len(data) < wanted:
+                raise _length(file, file.position(start) + len(data))
+            yield data
+        if first + count == file.shape[0] and (rest := _read(stream, file.url, 1 << 20)):
+            raise _length(file, file.total_bytes + len(rest), "or more")
+
+
+@contextmanager
+def _opened(url: str, codec: str) -> Iterator[BinaryIO]:
+    with filesystem(url).open_read(url) as raw:
+        if codec == "none":
+            yield raw
+            return
+        with gzip.GzipFile(fileobj=raw, mode="rb") as stream:
+            yield cast(BinaryIO, stream)
+
+
+def _read(stream: BinaryIO, url: str, size: int) -> bytes:
+    try:
+        return stream.read(size)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise bad_gzip(url, stream.tell(), error) from None
+
+
+def _skip(stream: BinaryIO, file: IdxFile, size: int) -> None:
+    while size:
+        data = _read(stream, file.url, min(size, 1 << 20))
+        if not data:
+            raise _length(file, file.total_bytes - size)
+        size -= len(data)
+
+
+def _length(file: IdxFile, got: int, more: str = "") -> DataError:
+    return _short(
+        file.url, got, f"{file.total_bytes} bytes, as its header says: {' x '.join(map(str, file.shape))}", more
+    )
+
+
+def _short(url: str, got: int, allowed: str, more: str = "") -> DataError:
+    return DataError(
+        f"IDX file {url} has the wrong length",
+        got=f"{got} bytes {more}".strip(),
+        allowed=allowed,
+        next_step="Fetch the file again; compare its digest with the origin's.",
+    )
+
+
+def _bad(url: str, got: str, allowed: str, what: str) -> DataError:
+    return DataError(f"{url} is not {what}", got=got, allowed=allowed, next_step="Check --input and --source.")
