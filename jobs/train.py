@@ -78,8 +78,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse(argv)
     config = config_of(args)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    check(config)
-    result = launch(config, args.master)
+    result = check(config) or launch(config, args.master)
     print(result.summary())
     return 0
 

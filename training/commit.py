@@ -124,7 +124,7 @@ class CommitHandler:
             )
         generation = self._claim.generation
         staged = staged_checkpoint(self._staging, step)
-        audit = {str(f["path"]): _digest(f) for report in reports for f in report.get("audit", [])}
+        audit = self._audits(reports)
         manifest = {
             "format_version": FORMAT_VERSION,
             "kind": "checkpoint",
@@ -135,7 +135,7 @@ class CommitHandler:
             "next_step": step,
             "num_ranks": self._claim.num_ranks,
             "files": _files(reports, staged),
-            "audit": {safe_relative(path, where=staged): info for path, info in audit.items()},
+            "audit": audit,
             "state": reports[0].get("state", {}),
         }
         self._publish(staged, self._paths.checkpoint(step, generation), manifest)
@@ -159,6 +159,15 @@ class CommitHandler:
             # A driver that was held before the rename has left an orphan, or found its uploads swept away: either way
             # it must not go on to retention or a result.
             check_newest(self._fs, self._paths, self._claim.generation)
+
+    def _audits(self, reports: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        found = {}
+        for file in (file for report in reports for file in report.get("audit", [])):
+            path = safe_relative(file["path"], where=self._paths.root)
+            url, found[path] = join(self._paths.root, path), _digest(file)
+            if self._fs.stat(url).size_bytes != found[path]["bytes"]:
+                raise CorruptionError("an audit file is not what its rank reported", file=url, got="another length")
+        return found
 
     def _check_uploads(self, staged: str, files: dict[str, dict[str, Any]]) -> None:
         try:

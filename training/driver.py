@@ -32,7 +32,7 @@ from training.paths import RunPaths
 from training.plan import EpochPlan
 from training.planning import plan_for
 from training.retention import drop_stagings, take_over
-from training.run_json import open_run
+from training.run_json import check_run, open_run
 
 log = logging.getLogger(__name__)
 
@@ -113,10 +113,17 @@ class RunResult:
         )
 
 
-def check(config: TrainConfig) -> None:
-    """Raise what `train` would raise for a local dataset, before anything is started; others need Spark's settings."""
-    if split_url(config.datasets[0])[0] == "file":
-        plan_for(load_dataset(config.datasets[0]), config).steps(config.epochs)
+def check(config: TrainConfig) -> RunResult | None:
+    """What `train` would refuse or return at once, as far as local paths tell it: before anything is started.
+
+    Other file systems may need Spark's settings, so there `train` itself tells.
+    """
+    if _is_local(config.datasets[0]):
+        plan = plan_for(load_dataset(config.datasets[0]), config)
+        plan.steps(config.epochs)
+        if _is_local(config.run) and check_run(filesystem(config.run), RunPaths(config.run), config, plan):
+            return _finished(filesystem(config.run), RunPaths(config.run), config)
+    return None
 
 
 def train(config: TrainConfig, launch: Launch, *, hooks: Hooks | None = None) -> RunResult:
@@ -130,13 +137,23 @@ def train(config: TrainConfig, launch: Launch, *, hooks: Hooks | None = None) ->
     plan = plan_for(manifest, config)
     steps = plan.steps(config.epochs)
     fs, paths = filesystem(config.run), RunPaths(config.run)
+    if check_run(fs, paths, config, plan) and (finished := _finished(fs, paths, config)):
+        return finished
     with _sigterm_raises(), Lease(fs, paths.lease, hooks.lease_watch_s):
         open_run(fs, paths, config, manifest, plan)
-        done = find_result(fs, paths)
-        if done is not None and int(done["epochs"]) >= config.epochs:
-            return RunResult(**{name: done[name] for name in RunResult.__dataclass_fields__})
         with Progress("training", steps, "steps") as progress:
             return _Driver(config, plan, manifest, fs, paths, hooks, progress).run(launch)
+
+
+def _finished(fs: FileSystem, paths: RunPaths, config: TrainConfig) -> RunResult | None:
+    done = find_result(fs, paths)
+    if done is None or int(done["epochs"]) < config.epochs:
+        return None
+    return RunResult(**{name: done[name] for name in RunResult.__dataclass_fields__})
+
+
+def _is_local(url: str) -> bool:
+    return split_url(url)[0] == "file"
 
 
 class _Driver:

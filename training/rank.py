@@ -8,6 +8,7 @@ supervisor is gone. Exit codes: 0 the entry returned, 2 a ConfigError or DataErr
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import importlib
 import json
 import os
@@ -32,6 +33,7 @@ CONNECT_DEADLINE_S = 30.0
 
 def main() -> int:
     """Run the ordered entry; returns the exit code."""
+    faulthandler.enable()  # a crash in native code then leaves a trace in the rank's log
     _die_with_parent()
     # A terminal's Ctrl-C reaches the whole process group; the driver alone decides what it means for ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -30,8 +30,8 @@ PLAN_FIELDS = {
 }
 
 
-def open_run(fs: FileSystem, paths: RunPaths, config: TrainConfig, manifest: DatasetManifest, plan: EpochPlan) -> None:
-    """Write run.json for a new run; check an existing one.
+def check_run(fs: FileSystem, paths: RunPaths, config: TrainConfig, plan: EpochPlan) -> bool:
+    """Whether the run exists; changes nothing.
 
     Raises ConfigError naming the first field in which the call contradicts the run, and where the directory holds
     something else than a run.
@@ -40,9 +40,7 @@ def open_run(fs: FileSystem, paths: RunPaths, config: TrainConfig, manifest: Dat
         found = unseal(fs.read_bytes(paths.run_json), paths.run_json)
     except NotFoundError:
         _refuse_strange_directory(fs, paths)
-        fs.mkdirs(paths.root)
-        write_file(fs, paths.run_json, seal(_document(config, manifest, plan)))
-        return
+        return False
     identity, stored = plan.identity(), found["plan"]
     for name in sorted(identity.keys() | stored.keys()):
         _same(paths, PLAN_FIELDS.get(name, name), name, stored.get(name), identity.get(name))
@@ -51,6 +49,14 @@ def open_run(fs: FileSystem, paths: RunPaths, config: TrainConfig, manifest: Dat
     epochs = max((claim.epochs for claim in read_claims(fs, paths).values()), default=0)
     if config.epochs < epochs:
         _differ(paths, "epochs", "epochs", f"{epochs} or more", config.epochs)
+    return True
+
+
+def open_run(fs: FileSystem, paths: RunPaths, config: TrainConfig, manifest: DatasetManifest, plan: EpochPlan) -> None:
+    """Write run.json for a new run; check an existing one as `check_run` does."""
+    if not check_run(fs, paths, config, plan):
+        fs.mkdirs(paths.root)
+        write_file(fs, paths.run_json, seal(_document(config, manifest, plan)))
 
 
 def _same(paths: RunPaths, field: str, name: str, stored: Any, given: Any) -> None:

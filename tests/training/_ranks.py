@@ -30,6 +30,25 @@ def rank_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(HERE)
 
 
+def lives(pid: int) -> bool:
+    """Whether a process runs; a zombie has ended, only its parent has not looked yet."""
+    return _stat(pid)[:1] not in ([], ["Z"], ["X"])
+
+
+def living_ranks(parent: int) -> list[int]:
+    """The rank processes that `parent` started."""
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    mine = [pid for pid in pids if _stat(pid)[1:2] == [str(parent)] and lives(pid)]
+    return [pid for pid in mine if b"training.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def _stat(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
 def hello(context: RankContext) -> dict[str, Any]:
     """Meets the others and asks the driver."""
     print(f"rank {context.world.rank} says hello")

@@ -19,7 +19,7 @@ from storage.errors import ConfigError, LockstepError, TrainingFailedError
 from storage.fs import filesystem, walk
 from storage.sealed import unseal
 from storage.verify import verify
-from tests.training._ranks import HERE, rank_path
+from tests.training._ranks import HERE, lives, living_ranks, rank_path
 from tests.training._tiny import write_table
 from training.chain import find_model, find_result, find_tip, read_checkpoint
 from training.claims import CheckpointRef, read_claims
@@ -131,23 +131,22 @@ def test_resume(config: TrainConfig) -> None:
     assert not list(Path(config.run, ".trash/g0001").iterdir())  # emptied by the later claimant
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
+def test_resume_with_another_field_is_refused(config: TrainConfig) -> None:
+    changes: list[tuple[dict[str, Any], str]] = [
         ({"epochs": 1}, "epochs"),
         ({"model": "other"}, "model"),
         ({"seed": 5}, "seed"),
         ({"global_batch": 16}, "global_batch"),
-        ({"lanes": 8, "batchnorm": "local"}, "batchnorm"),
+        ({"lanes": 8, "batchnorm": "local", "global_batch": 8}, "batchnorm"),
         ({"precision": "float64"}, "precision"),
-    ],
-)
-def test_resume_with_another_field_is_refused(config: TrainConfig, change: dict[str, Any], named: str) -> None:
-    if not Path(config.run).exists():
-        go(dataclasses.replace(config, num_ranks=1, checkpoint_every=1000))
-    with pytest.raises(ConfigError, match=f"another `{named}`") as caught:
-        go(dataclasses.replace(config, **change))
-    assert caught.value.exit_code == 2
+        ({"learning_rate": 0.5}, "learning_rate"),
+    ]
+    go(dataclasses.replace(config, num_ranks=1, checkpoint_every=1000))
+    for change, named in changes:
+        with pytest.raises(ConfigError, match=f"another `{named}`") as caught:
+            go(dataclasses.replace(config, **change))
+        assert caught.value.exit_code == 2
+    assert len(read_claims(filesystem(config.run), RunPaths(config.run))) == 1
 
 
 def test_resume_with_another_dataset_is_refused(config: TrainConfig, tmp_path: Path) -> None:
@@ -162,6 +161,7 @@ def test_strange_directory_is_refused(config: TrainConfig) -> None:
     Path(config.run, "thesis.doc").write_text("mine")
     with pytest.raises(ConfigError, match="is no run"):
         go(config)
+    assert [path.name for path in Path(config.run).iterdir()] == ["thesis.doc"]  # nothing of ours was put there
 
 
 def test_flipped_tip_is_refused_and_its_parent_used(config: TrainConfig, caplog: pytest.LogCaptureFixture) -> None:
@@ -267,11 +267,11 @@ def test_two_drivers_do_not_work_on_one_run(config: TrainConfig) -> None:
         with pytest.raises(ConfigError, match="another driver is at work"):
             go(slow)
         # The end of the first driver: its ranks go with it, and its lease is closed.
-        pids = _ranks_of(first.pid)
+        pids = living_ranks(first.pid)
         assert len(pids) == 2
         first.send_signal(signal.SIGTERM)
         assert first.wait(30) == 143
-        assert not [pid for pid in pids if _lives(pid)]
+        assert not [pid for pid in pids if lives(pid)]
         assert json.loads(lease.read_text())["closed"] is True
     finally:
         first.kill()
@@ -288,37 +288,15 @@ def test_dead_driver_takes_its_ranks_along_and_is_not_waited_for(config: TrainCo
         deadline = time.monotonic() + 30
         while find_tip(filesystem(config.run), RunPaths(config.run)) is None and time.monotonic() < deadline:
             time.sleep(0.1)
-        pids = _ranks_of(first.pid)
+        pids = living_ranks(first.pid)
         assert len(pids) == 2
     finally:
         first.kill()
         first.wait()
     time.sleep(1.0)
-    assert not [pid for pid in pids if _lives(pid)]
+    assert not [pid for pid in pids if lives(pid)]
     result = go(slow, lease_watch_s=60.0)  # a dead process of this host: nothing to watch
     assert (result.generation, result.steps) == (2, 50)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        # A zombie has ended: only its parent (here perhaps a container's first process) has not looked yet.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
-
-
-def _ranks_of(driver: int) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                command = (entry / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if int(fields[1]) == driver and b"training.rank" in command:
-                found.append(int(entry.name))
-    return found
 
 
 def test_storage_failure_names_the_missing_dataset(config: TrainConfig) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from storage.errors import CommunicationError, LockstepError
 from training.control.carry import error_from_json, json_safe
-from training.control.protocol import Channel, Role, Tag, present
+from training.control.protocol import Channel, ConnectionLostError, Role, Tag, present
 
 DRIVER = "the driver's control server"
 
@@ -24,24 +24,23 @@ def open_channel(
     while True:
         try:
             sock = socket.create_connection(address, timeout=max(0.1, min(5.0, end - time.monotonic())))
-        except OSError as error:
+            try:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                channel = present(sock, key, generation, role, rank, DRIVER)
+                sock.settimeout(None)
+                return channel
+            except BaseException:
+                sock.close()
+                raise
+        except (OSError, ConnectionLostError) as error:  # also a driver that has too many hellos under way
             if time.monotonic() + 0.2 > end:
                 raise CommunicationError(
                     f"{DRIVER} at {address[0]}:{address[1]} cannot be reached",
-                    got=f"{type(error).__name__}: {error}, for {deadline_s:.0f} s",
+                    got=f"{str(error).splitlines()[0]}, for {deadline_s:.0f} s",
                     allowed="a TCP connection from this host",
                     next_step="Open the network from executors to driver, or set spark.driver.host to what they reach.",
                 ) from error
             time.sleep(0.2)
-            continue
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        try:
-            channel = present(sock, key, generation, role, rank, DRIVER)
-        except (OSError, CommunicationError):
-            sock.close()
-            raise
-        sock.settimeout(None)
-        return channel
 
 
 class ControlClient:

@@ -35,6 +35,10 @@ MAX_BODY_BYTES = 4 << 20  # the largest true body is a checkpoint's list of file
 HELLO_DEADLINE_S = 10.0
 
 
+class ConnectionLostError(CommunicationError):
+    """The peer's end, a reset, or a silence longer than the socket's timeout."""
+
+
 def new_key() -> bytes:
     """The secret of one launch of one generation."""
     return secrets.token_bytes(32)
@@ -180,8 +184,8 @@ def _mac(key: bytes, *parts: bytes) -> bytes:
     return hmac.digest(key, b"".join(parts), "sha256")
 
 
-def _gone(whom: str, error: OSError | None) -> CommunicationError:
-    return CommunicationError(
+def _gone(whom: str, error: OSError | None) -> ConnectionLostError:
+    return ConnectionLostError(
         f"the connection to {whom} is lost",
         got=f"{type(error).__name__}: {error}" if error else "its end",
         allowed="an open connection",

@@ -107,6 +107,7 @@ class ControlServer:
                 _try_send(channel, Tag.STOP, {"reason": reason[:1000]})
         end = time.monotonic() + self._limits.grace_s + 5.0
         with self._changed:
+            # A supervisor whose connection is lost is not waited for: its host is gone, and its rank with it.
             while any(not self._states[r].ended for r in self._supervisors) and time.monotonic() < end:
                 self._changed.wait(0.2)
 
@@ -240,6 +241,10 @@ class ControlServer:
         except CommunicationError:
             pass  # it may reconnect; if it is gone for good, so is its rank, whose own connection tells
         finally:
+            with self._changed:
+                if self._supervisors.get(rank) is channel:
+                    del self._supervisors[rank]
+                self._changed.notify_all()
             channel.close()
 
     def _ping(self) -> None:

@@ -129,6 +129,8 @@ def start_rank(order: Order) -> subprocess.Popen[bytes]:
     # The worker's secrets of Spark are of no use to a rank, and none of its business.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON_WORKER_FACTORY")}
     environment |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    # Without a word from the user, the ranks of one host share its cores instead of each taking all of them.
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // order.world.ranks_per_node)))
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "training.rank"],
         stdin=subprocess.PIPE,

@@ -1,0 +1,254 @@
+"""The control port against strangers, replays, old generations, changed and oversized frames."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from storage.errors import CommunicationError, ConfigError, LockstepError, StorageError
+from training.control.carry import error_from_json, error_to_json
+from training.control.client import ControlClient, open_channel
+from training.control.protocol import HEADER, HELLO, MAGIC, MAX_BODY_BYTES, Role, Tag, present
+from training.control.rendezvous import Rendezvous
+from training.control.server import ControlServer
+from training.launch.task import Limits
+from training.world import World
+
+KEY = bytes(range(32))
+
+
+@pytest.fixture
+def server() -> Iterator[ControlServer]:
+    found = ControlServer(KEY, 7, 2, Limits(grace_s=0.1), lambda rank, kind, fields: {"kind": kind}, "127.0.0.1")
+    yield found
+    found._listener.close()
+
+
+def dial(server: ControlServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=5)
+
+
+def ended(sock: socket.socket) -> bool:
+    """True when the driver has closed the connection."""
+    sock.settimeout(5)
+    try:
+        while sock.recv(4096):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+def client(server: ControlServer, rank: int = 0) -> ControlClient:
+    return ControlClient(open_channel(("127.0.0.1", server.port), KEY, 7, Role.RANK, rank, 5.0), "here")
+
+
+def test_right_key_is_served(server: ControlServer) -> None:
+    assert client(server).request("anything", 5.0) == {"kind": "anything"}
+
+
+@pytest.mark.parametrize(
+    ("key", "generation", "rank", "told"),
+    [
+        (bytes(32), 7, 0, "no proof"),  # a stranger
+        (KEY, 6, 0, "generation 6"),  # a rank of an older generation
+        (KEY, 7, 2, "rank 2"),  # a rank that is not there
+    ],
+)
+def test_strangers_are_refused_and_logged(
+    server: ControlServer, caplog: pytest.LogCaptureFixture, key: bytes, generation: int, rank: int, told: str
+) -> None:
+    with dial(server) as sock, caplog.at_level(logging.WARNING):
+        with pytest.raises(CommunicationError):
+            present(sock, key, generation, Role.RANK, rank, "the driver")
+        deadline = time.monotonic() + 5
+        while told not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert told in caplog.text
+    assert server._ranks == {}
+
+
+def test_a_false_driver_is_refused_by_the_rank() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def pretend() -> None:
+        sock, _ = listener.accept()
+        with sock:
+            sock.sendall(MAGIC + bytes(32))
+            sock.recv(HELLO.size)
+            sock.sendall(bytes(32))
+
+    threading.Thread(target=pretend, daemon=True).start()
+    with pytest.raises(CommunicationError, match="not of this generation"):
+        open_channel(listener.getsockname(), KEY, 7, Role.RANK, 0, 5.0)
+    listener.close()
+
+
+def test_replayed_hello_is_refused(server: ControlServer) -> None:
+    """What a listener on the network recorded is worth nothing: each greeting has a nonce of its own."""
+
+    class Tap:
+        def __init__(self, sock: socket.socket) -> None:
+            self.sock, self.sent = sock, b""
+
+        def sendall(self, data: bytes) -> None:
+            self.sent += data
+            self.sock.sendall(data)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.sock, name)
+
+    tap = Tap(dial(server))
+    channel = present(tap, KEY, 7, Role.RANK, 0, "the driver")  # type: ignore[arg-type]
+    channel.send(Tag.RESULT, {"result": {}})
+    channel.close()
+    with dial(server) as sock:
+        sock.sendall(tap.sent)
+        assert ended(sock)
+
+
+def test_replayed_frame_is_refused(server: ControlServer) -> None:
+    sock = dial(server)
+    sent: list[bytes] = []
+    channel = present(sock, KEY, 7, Role.RANK, 0, "the driver")
+    original = channel._sock.sendall
+
+    class Recording:
+        def sendall(self, data: bytes) -> None:
+            sent.append(data)
+            original(data)
+
+    channel._sock = Recording()  # type: ignore[assignment]
+    channel.send(Tag.BEAT, {"step": 1, "phase": "train"})
+    original(sent[0])
+    assert ended(sock)
+
+
+def test_changed_frame_is_refused(server: ControlServer) -> None:
+    sock = dial(server)
+    channel = present(sock, KEY, 7, Role.RANK, 0, "the driver")
+    body = b'{"step":9,"phase":"x"}'
+    sock.sendall(HEADER.pack(len(body), Tag.BEAT, 0) + body + bytes(32))
+    assert ended(sock)
+    assert server._states[0].step == 0
+    channel.close()
+
+
+@pytest.mark.parametrize("length", [MAX_BODY_BYTES + 1, 2**32 - 1])
+def test_oversized_frame_is_refused_unread(server: ControlServer, length: int) -> None:
+    sock = dial(server)
+    present(sock, KEY, 7, Role.RANK, 0, "the driver")
+    sock.sendall(HEADER.pack(length, Tag.BEAT, 0))  # and nothing more: who waited for the body would hang here
+    assert ended(sock)
+
+
+def test_noise_is_refused_without_allocating(server: ControlServer) -> None:
+    import tracemalloc
+
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    for _ in range(5):
+        with dial(server) as sock:
+            sock.sendall(struct.pack(">I", 2**31) + b"GET / HTTP/1.1\r\n" * 10)
+            assert ended(sock)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak - before < 1 << 20
+
+
+def test_many_silent_strangers_are_limited_and_a_rank_gets_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("training.control.server.MAX_STRANGERS", 4)
+    server = ControlServer(KEY, 7, 2, Limits(), lambda rank, kind, fields: {"kind": kind}, "127.0.0.1")
+    strangers = [dial(server) for _ in range(6)]
+    assert sum(ended_now(sock) for sock in strangers) == 2
+    threading.Timer(0.5, lambda: list(map(socket.socket.close, strangers))).start()
+    assert client(server).request("anything", 5.0) == {"kind": "anything"}  # it tried again until there was room
+    server._listener.close()
+
+
+def ended_now(sock: socket.socket) -> bool:
+    sock.settimeout(0.5)
+    try:
+        return len(sock.recv(8)) == 0
+    except ConnectionResetError:
+        return True
+
+
+def test_second_connection_of_a_rank_is_refused(server: ControlServer) -> None:
+    first = client(server)
+    second = client(server)
+    assert second.lost.wait(5)
+    assert first.request("anything", 5.0) == {"kind": "anything"}
+
+
+def test_lost_driver_is_told_to_waiting_requests() -> None:
+    gate = threading.Event()
+    server = ControlServer(KEY, 7, 1, Limits(), lambda r, k, f: {"done": gate.wait(10)}, "127.0.0.1")
+    rank = client(server)
+    threading.Timer(0.3, lambda: server._ranks[0].close()).start()
+    with pytest.raises(CommunicationError, match="before `slow` was answered"):
+        rank.request("slow", 20.0)
+    gate.set()
+    server._listener.close()
+
+
+def test_request_has_a_deadline(server: ControlServer) -> None:
+    server._handler = lambda rank, kind, fields: {"done": threading.Event().wait(2)}
+    with pytest.raises(CommunicationError, match=r"did not answer the request `slow`"):
+        client(server).request("slow", 0.3)
+
+
+def test_rendezvous_names_who_is_missing() -> None:
+    meeting = Rendezvous(3)
+    with pytest.raises(CommunicationError, match="rank 1 waited in vain for rank 0, 2"):
+        meeting.meet(1, "host", 1, 0.1)
+
+
+def test_rendezvous_rounds_do_not_mix() -> None:
+    meeting = Rendezvous(2)
+    tables: dict[tuple[int, int], list[tuple[str, int]]] = {}
+
+    def go(rank: int) -> None:
+        for round_ in range(3):
+            tables[rank, round_] = meeting.meet(rank, "h", 10 * round_ + rank, 5.0)
+
+    threads = [threading.Thread(target=go, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(tables[key] == [("h", 10 * key[1]), ("h", 10 * key[1] + 1)] for key in tables)
+    assert len(tables) == 6
+
+
+def test_unreachable_driver_is_told_within_the_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(CommunicationError, match=f"127.0.0.1:{port} cannot be reached"):
+        open_channel(("127.0.0.1", port), KEY, 7, Role.RANK, 0, 0.5)
+
+
+def test_errors_travel() -> None:
+    error = ConfigError("what", got="g", allowed="a", next_step="n")
+    there = error_from_json(error_to_json(error))
+    assert (type(there), str(there)) == (ConfigError, str(error))
+
+    class Special(StorageError):
+        pass
+
+    assert type(error_from_json(error_to_json(Special("x")))) is StorageError
+    assert "ZeroDivisionError" in str(error_from_json(error_to_json(ZeroDivisionError("by zero"))))
+    assert type(error_from_json({"class": "os.system", "parts": ["x", "", "", ""]})) is LockstepError
+
+
+def test_world_from_hosts() -> None:
+    assert World.from_hosts(2, ["a", "b", "a", "b", "a"], 3) == World(2, 5, 1, 3, 3)
+    with pytest.raises(ConfigError):
+        World(2, 2, 0, 1, 1)

@@ -1,0 +1,144 @@
+"""Ranks inside a Spark barrier stage: the same task, results and failures as on one host."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from storage.errors import ConfigError
+from tests.training._ranks import HERE, lives, rank_path
+from tests.training._tiny import write_table
+from training.config import TrainConfig
+from training.control.failures import RankFailedError
+from training.driver import Hooks, train
+from training.launch.barrier import run_barrier
+from training.launch.slots import check_slots, classic_context, slots_now
+from training.launch.task import Limits, RankTask
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = pytest.mark.slow
+
+QUICK = Limits(grace_s=1.0, silent_s=5.0)
+
+
+@pytest.fixture
+def session(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> SparkSession:
+    """The shared session; its workers find the entries of `_ranks`."""
+    rank_path(monkeypatch)
+    spark.sparkContext.addPyFile(str(Path(HERE, "_ranks.py")))
+    return spark
+
+
+def test_same_results_as_local(session: SparkSession) -> None:
+    results = run_barrier(session, RankTask("_ranks:hello"), 2, generation=3, handler=lambda r, k, f: {"rank": r})
+    assert [result["reply"] for result in results] == [{"rank": 0}, {"rank": 1}]
+    assert results[1]["world"] == {
+        "rank": 1,
+        "num_ranks": 2,
+        "rank_of_node": 1,
+        "ranks_per_node": 2,
+        "generation": 3,
+    }
+    # Spark's own secrets stay with Spark's worker.
+    assert not [line for line in results[0]["environment"] if line.startswith("PYTHON_WORKER_FACTORY")]
+
+
+def test_failed_rank_ends_the_stage_and_leaves_the_slots_free(session: SparkSession, tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError, match="SIGKILL") as caught:
+        run_barrier(session, RankTask("_ranks:one_killed", logs=str(tmp_path / "logs")), 2, limits=QUICK)
+    assert str(caught.value).endswith("  | line 59")
+    assert caught.value.host not in ("", "an unknown host")
+    assert (tmp_path / "logs/rank-00001/part-00000.log").read_text().startswith("line 0\n")
+    assert run_barrier(session, RankTask("_ranks:solo"), 2)[1]["rank"] == 1
+
+
+def test_final_error_comes_as_it_was_raised(session: SparkSession) -> None:
+    with pytest.raises(ConfigError, match="no such model"):
+        run_barrier(session, RankTask("_ranks:one_refuses"), 2, limits=QUICK)
+
+
+def test_more_ranks_than_slots_are_refused_at_once(session: SparkSession) -> None:
+    assert slots_now(session.sparkContext) == 2
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match="num_ranks=3 exceeds the 2 task slots") as caught:
+        run_barrier(session, RankTask("_ranks:solo"), 3)
+    assert (caught.value.exit_code, "local[3]" in caught.value.next_step) == (2, True)
+    assert time.monotonic() - began < 2
+
+
+def test_cancelled_stage_takes_its_ranks_along(session: SparkSession, tmp_path: Path) -> None:
+    """The driver loses patience: the ranks' processes end though they would wait for two minutes."""
+
+    def handler(rank: int, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+        return {}
+
+    task = RankTask("_ranks:tells_pid", {"folder": str(tmp_path)})
+    with pytest.raises(RankFailedError, match="no progress for 3 s"):
+        run_barrier(session, task, 2, limits=Limits(stall_s=3.0, grace_s=1.0), handler=handler)
+    pids = [int(path.read_text()) for path in tmp_path.iterdir()]
+    assert len(pids) == 2
+    assert not [pid for pid in pids if lives(pid)]
+
+
+def test_training_survives_a_killed_rank(session: SparkSession, tmp_path: Path) -> None:
+    write_table(tmp_path / "data")
+    config = TrainConfig(
+        datasets=(str(tmp_path / "data"),),
+        run=str(tmp_path / "run"),
+        model="tiny",
+        num_ranks=2,
+        global_batch=8,
+        epochs=2,
+        checkpoint_every=10,
+    )
+    hooks = Hooks(entry="_ranks:train_killed_once", limits=QUICK)
+    result = train(config, partial(run_barrier, session), hooks=hooks)
+    assert (result.generation, result.restarts, result.checkpoint) == (2, 1, "step-0000000025.g0002")
+
+
+def test_spark_connect_is_refused_by_name() -> None:
+    session = type("SparkSession", (), {"__module__": "pyspark.sql.connect.session"})()
+    with pytest.raises(ConfigError, match="Spark Connect has no barrier mode"):
+        classic_context(session)
+
+
+class FakeContext:
+    """A context whose executors appear one a second."""
+
+    master = "yarn"
+
+    def __init__(self, **settings: str) -> None:
+        self._settings, self._asked = settings, 0
+
+    def getConf(self) -> Any:
+        return type("Conf", (), {"get": staticmethod(lambda key, default=None: self._settings.get(key, default))})
+
+    @property
+    def _jsc(self) -> Any:
+        self._asked += 1
+        slots = self._asked
+        manager = type("Manager", (), {"defaultResourceProfile": staticmethod(lambda: None)})
+        scala = type(
+            "Sc",
+            (),
+            {
+                "maxNumConcurrentTasks": staticmethod(lambda profile: slots),
+                "resourceProfileManager": staticmethod(lambda: manager),
+            },
+        )
+        return type("Jsc", (), {"sc": staticmethod(lambda: scala)})
+
+
+def test_executors_on_their_way_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("training.launch.slots.LOOK_EVERY_S", 0.01)
+    check_slots(FakeContext(**{"spark.executor.instances": "3"}), 3, 10.0)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="exceeds"):  # two were asked for: three never come
+        check_slots(FakeContext(**{"spark.executor.instances": "2"}), 3, 10.0)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="dynamic allocation"):
+        check_slots(FakeContext(**{"spark.dynamicAllocation.enabled": "true"}), 1, 10.0)  # type: ignore[arg-type]
