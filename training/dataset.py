@@ -32,14 +32,16 @@ class FeedPipeline:
         self._feed, self._last_step, self._on_batch = feed, last_step, on_batch
         self._batches: Generator[Batch, None, None] | None = None
         self._next_step = -1
+        self._closed = False
         self._lock = threading.Lock()
         self._signature = feed.encoder.signature
         self._names = list(self._signature.features)
         self.dataset = self._pipeline(first_step)
 
     def close(self) -> None:
-        """End the read-ahead thread."""
+        """End the read-ahead thread, and any iteration that TensorFlow has not ended yet."""
         with self._lock:
+            self._closed = True
             self._end()
 
     def __enter__(self) -> Self:
@@ -81,6 +83,8 @@ class FeedPipeline:
 
     def _batch(self, step: int) -> Batch:
         with self._lock:
+            if self._closed:  # a prefetch thread of TensorFlow's may outlive the caller's loop for a moment
+                raise RuntimeError("the pipeline of batches is closed")
             if self._batches is None or step != self._next_step:
                 self._end()
                 self._batches = self._feed.batches(step, self._last_step)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 _CHECKPOINT = re.compile(r"step-(\d{10})\.g(\d{4,})")
 _CLAIM = re.compile(r"(\d{6,})\.json")
+_AUDIT = re.compile(r"step-(\d{10})\.csv")
 _GENERATION = re.compile(r"g(\d{4,})(?:-[0-9a-f]+)?")
 
 
@@ -30,6 +31,12 @@ def checkpoint_of(name: str) -> tuple[int, int] | None:
     """(step, generation) of a checkpoint directory's name; None for any other name."""
     match = _CHECKPOINT.fullmatch(name)
     return (int(match[1]), int(match[2])) if match else None
+
+
+def audit_step_of(name: str) -> int | None:
+    """The step of an audit file's name; None for any other name."""
+    match = _AUDIT.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def claim_of(name: str) -> int | None:
@@ -120,9 +127,13 @@ class RunPaths:
         """Directory of one rank's closed log parts."""
         return f"{self.logs(generation)}/{rank_name(rank)}"
 
+    def audits(self, generation: int) -> str:
+        """Directory of a generation's audits, one directory a rank in it."""
+        return f"{self.root}/audit/{generation_name(generation)}"
+
     def audit(self, generation: int, rank: int, step: int) -> str:
         """The audit file that belongs to the checkpoint of `step`."""
-        return f"{self.root}/audit/{generation_name(generation)}/{rank_name(rank)}/step-{step:010d}.csv"
+        return f"{self.audits(generation)}/{rank_name(rank)}/step-{step:010d}.csv"
 
     @property
     def events(self) -> str:

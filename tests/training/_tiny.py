@@ -17,11 +17,12 @@ import pyarrow.parquet as pq
 
 from features.encode import Encoder
 from features.example import encode_batch
+from features.fitted import Vocabulary
 from features.sample_id import sample_id
 from features.schema import Field, Schema
-from storage.canonical import crc32c_hex, sha256_hex
+from storage.canonical import canonical_bytes, crc32c_hex, sha256_hex
 from storage.fs import filesystem
-from storage.layout import DatasetPaths, index_path, shard_path
+from storage.layout import DatasetPaths, fitted_path, index_path, shard_path
 from storage.manifest import Counts, DatasetManifest, FileInfo, ShardInfo, SplitInfo
 from storage.tfrecord import RecordWriter
 
@@ -58,7 +59,8 @@ def write_table(
     b = rng.standard_normal(total).astype(np.float32)
     a = (1.5 * b + rng.standard_normal(total)).astype(np.float32)
     columns = [_ids(total), pa.array(a), pa.array(b), pa.array(a + b > 0)]
-    return _write(str(root), TABLE_SCHEMA, columns, records, fmt, shards, block_records, seed)
+    rows = pa.RecordBatch.from_arrays(columns, schema=TABLE_SCHEMA.arrow_schema())
+    return write_rows(str(root), TABLE_SCHEMA, rows, records, fmt, shards, block_records, seed)
 
 
 def write_images(
@@ -80,7 +82,8 @@ def write_images(
         image[label // 2 * 4 : label // 2 * 4 + 4, label % 2 * 4 : label % 2 * 4 + 4] += 100
     pixels = pa.array([image.tobytes() for image in images], type=pa.binary())
     columns = [_ids(total), pixels, pa.array(labels, type=pa.int64())]
-    return _write(str(root), IMAGE_SCHEMA, columns, records, fmt, shards, block_records, seed)
+    rows = pa.RecordBatch.from_arrays(columns, schema=IMAGE_SCHEMA.arrow_schema())
+    return write_rows(str(root), IMAGE_SCHEMA, rows, records, fmt, shards, block_records, seed)
 
 
 def encoder_of(manifest: DatasetManifest) -> Encoder:
@@ -92,24 +95,29 @@ def _ids(total: int) -> pa.Array:
     return pa.array([sample_id([str(row).encode()], 0) for row in range(total)], type=pa.int64())
 
 
-def _write(
+def write_rows(
     root: str,
     schema: Schema,
-    columns: list[pa.Array],
+    rows: pa.RecordBatch,
     records: Mapping[str, int],
     fmt: str,
     shards: int,
     block_records: int,
     seed: int,
+    fitted: tuple[Vocabulary, ...] = (),
 ) -> DatasetManifest:
-    table = pa.RecordBatch.from_arrays(columns, schema=schema.arrow_schema())
+    """Write any rows as a dataset, cut into splits of `records` rows each, in order; `fitted` under their names."""
     splits: dict[str, SplitInfo] = {}
     files: dict[str, FileInfo] = {}
+    for vocabulary in fitted:
+        document = canonical_bytes(vocabulary.to_json())
+        files[fitted_path(f"{vocabulary.name}.json")] = FileInfo(len(document), sha256_hex(document))
+        _put(DatasetPaths(root).fitted(f"{vocabulary.name}.json"), document)
     row = 0
     for split, count in records.items():
         # Uneven shards on purpose: shard i gets the rows from count * i / shards on, so most end in a short block.
         cuts = [row + count * number // shards for number in range(shards + 1)]
-        parts = [table.slice(start, stop - start) for start, stop in pairwise(cuts)]
+        parts = [rows.slice(start, stop - start) for start, stop in pairwise(cuts)]
         infos = [_shard(root, schema, part, split, i, fmt, block_records, files) for i, part in enumerate(parts)]
         splits[split] = SplitInfo(block_records, tuple(infos))
         row += count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -63,3 +64,14 @@ def test_the_original_error_is_kept(tmp_path: Path) -> None:
         with pytest.raises(tf.errors.OpError, match="CorruptionError"):
             list(pipeline.dataset)
         assert isinstance(pipeline.failure, CorruptionError)
+
+
+def test_a_closed_pipeline_starts_no_thread_again(tmp_path: Path) -> None:
+    write_table(tmp_path / "d")
+    pipeline = FeedPipeline(feed(tmp_path / "d"), 0, 1000)
+    iterator = iter(pipeline.dataset)
+    next(iterator)
+    pipeline.close()
+    with pytest.raises(tf.errors.OpError, match="closed"):
+        list(iterator)
+    assert not any(thread.name == "read-ahead" for thread in threading.enumerate())

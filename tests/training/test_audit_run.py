@@ -1,0 +1,116 @@
+"""Which audit files of a run count: those along the chain of claims, up to where each next generation began."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from storage.canonical import sha256_hex
+from storage.errors import DataError
+from storage.fs import filesystem
+from storage.manifest import load_dataset
+from storage.publish import write_file
+from storage.sealed import seal
+from tests.training._tiny import write_table
+from training.audit import AuditLog
+from training.audit_run import audit_files, check_run_audit
+from training.batches import RankFeed
+from training.claims import CheckpointRef, claim_next
+from training.config import TrainConfig
+from training.paths import RunPaths
+from training.plan import EpochPlan
+from training.reader import OpenSplit
+from training.run_json import open_run
+from training.world import World
+
+EPOCHS = 2
+
+
+class TinyRun:
+    """A run directory as the driver and its ranks leave it, without training."""
+
+    def __init__(self, folder: Path, *, audit: bool = True) -> None:
+        self.dataset = str(folder / "dataset")
+        write_table(self.dataset)
+        manifest = load_dataset(self.dataset)
+        self.plan = EpochPlan.for_dataset(manifest, "train", seed=0, global_batch=20, window_bytes=3000)
+        self.paths = RunPaths(str(folder / "run"))
+        self.fs = filesystem(self.paths.root)
+        config = TrainConfig(
+            datasets=(self.dataset,),
+            run=self.paths.root,
+            model="logistic",
+            num_ranks=2,
+            global_batch=20,
+            epochs=EPOCHS,
+            audit=audit,
+        )
+        open_run(self.fs, self.paths, config, manifest, self.plan)
+
+    def generation(self, parent: CheckpointRef | None, num_ranks: int, committed: list[int], uploaded: int = 0) -> int:
+        """Claim, and train on to each checkpoint in turn; `uploaded` is one whose audit alone came to lie there."""
+        claim = claim_next(self.fs, self.paths, parent, epochs=EPOCHS, num_ranks=num_ranks)
+        for rank in range(num_ranks):
+            opened = OpenSplit.at(self.dataset, "train")
+            feed = RankFeed(self.plan, opened.reader, opened.encoder, World.local(rank, num_ranks))
+            log, step = AuditLog(), parent.step if parent else 0
+            for stop in [*committed, *([uploaded] if uploaded else [])]:
+                for batch in feed.batches(step, stop):
+                    log.add(batch)
+                write_file(self.fs, self.paths.audit(claim.generation, rank, stop), log.take(stop))
+                step = stop
+        for stop in committed:
+            self._commit(CheckpointRef(stop, claim.generation))
+        return claim.generation
+
+    def _commit(self, ref: CheckpointRef) -> None:
+        directory = self.paths.checkpoint(ref.step, ref.generation)
+        write_file(self.fs, f"{directory}/weights", b"w")
+        files = {"weights": {"bytes": 1, "sha256": sha256_hex(b"w")}}
+        document = {"kind": "checkpoint", "step": ref.step, "generation": ref.generation, "files": files}
+        write_file(self.fs, f"{directory}/_manifest.json", seal(document))
+
+
+def test_a_run_in_one_go(tmp_path: Path) -> None:
+    run = TinyRun(tmp_path)
+    run.generation(None, 2, [4, 10])
+    report = check_run_audit(run.paths.root)
+    assert report.ok and report.steps == 10 and report.samples == 200 and not report.left_over
+
+
+def test_generations_that_failed_in_between_count_up_to_where_the_next_began(tmp_path: Path) -> None:
+    run = TinyRun(tmp_path)
+    first = run.generation(None, 2, [2, 4], uploaded=6)  # step 6 was uploaded, never committed
+    second = run.generation(CheckpointRef(4, first), 4, [])  # died before its first checkpoint
+    third = run.generation(CheckpointRef(4, first), 3, [7, 10])
+    files = audit_files(run.fs, run.paths, CheckpointRef(10, third))
+    assert len(files) == 2 * 2 + 3 * 2 and second == 2
+    assert not any("g0002" in url or "step-0000000006" in url for url in files)
+    report = check_run_audit(run.paths.root)
+    assert report.ok and report.steps == 10
+
+
+def test_a_lost_file_is_noticed(tmp_path: Path) -> None:
+    run = TinyRun(tmp_path)
+    run.generation(None, 2, [5, 10])
+    run.fs.delete(run.paths.audit(1, 1, 5))
+    report = check_run_audit(run.paths.root)
+    assert len(report.missing) == 50 and report.short_steps == (1, 2, 3, 4, 5)
+
+
+def test_a_moved_dataset_is_given_and_another_one_refused(tmp_path: Path) -> None:
+    run = TinyRun(tmp_path)
+    run.generation(None, 1, [10])
+    (tmp_path / "dataset").rename(tmp_path / "moved")
+    assert check_run_audit(run.paths.root, str(tmp_path / "moved")).ok
+    write_table(tmp_path / "other", seed=1)
+    with pytest.raises(DataError, match="another dataset"):
+        check_run_audit(run.paths.root, str(tmp_path / "other"))
+
+
+@pytest.mark.parametrize("audit", [False, True])
+def test_a_run_without_audit_or_checkpoint_is_told_so(tmp_path: Path, audit: bool) -> None:
+    run = TinyRun(tmp_path, audit=audit)
+    with pytest.raises(DataError, match="no audit to check"):
+        check_run_audit(run.paths.root)

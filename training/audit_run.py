@@ -1,0 +1,84 @@
+"""The audit of a whole run: which files count along its chain of claims, held against its data set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from storage.errors import CorruptionError, DataError, NotFoundError
+from storage.fs import FileSystem, filesystem, join
+from storage.sealed import unseal
+from training.audit import AuditReport, check_audit
+from training.chain import find_tip
+from training.claims import CheckpointRef, read_claims
+from training.paths import RunPaths, audit_step_of
+from training.plan import EpochPlan
+from training.reader import OpenSplit
+
+
+def audit_files(fs: FileSystem, paths: RunPaths, tip: CheckpointRef) -> list[str]:
+    """URLs of the audit files that lead to `tip`, oldest first.
+
+    Those of its generation up to its step, then those of that claim's parent up to the parent's step, and so back.
+    The claims decide, since retention removes old checkpoints but no audit; a part that was uploaded for a checkpoint
+    that was never committed lies past the step from which the next generation began, and does not count.
+    """
+    claims = read_claims(fs, paths)
+    found: list[list[str]] = []
+    place: CheckpointRef | None = tip
+    while place is not None:
+        if place.generation not in claims:
+            raise DataError(
+                f"{paths.root} has no claim of generation {place.generation}",
+                got=f"claims {sorted(claims)}",
+                allowed="a claim for each generation of the chain",
+                next_step=f"Run `python -m jobs.verify {paths.root}`.",
+            )
+        found.append(_files_of(fs, paths, place))
+        place = claims[place.generation].parent
+    return [url for urls in reversed(found) for url in urls]
+
+
+def check_run_audit(run_url: str, dataset_url: str | None = None) -> AuditReport:
+    """Check the audits of a run up to its tip. `dataset_url` where the dataset has moved since the run began.
+
+    Raises DataError for a run without `--audit` or without a checkpoint, or another dataset than the run's.
+    """
+    fs, paths = filesystem(run_url), RunPaths(run_url)
+    document = unseal(fs.read_bytes(paths.run_json), paths.run_json)
+    config: dict[str, Any] = document["config"]
+    if not config["audit"]:
+        raise _unchecked(run_url, "a run without --audit")
+    tip = find_tip(fs, paths)
+    if tip is None:
+        raise _unchecked(run_url, "a run without a checkpoint")
+    opened = OpenSplit.at(dataset_url or config["datasets"][0], config["split"])
+    plan = EpochPlan.from_identity(document["plan"], opened.manifest)
+    epochs = max(claim.epochs for claim in read_claims(fs, paths).values())
+    files = audit_files(fs, paths, tip.ref)
+    return check_audit(plan, opened.reader, files, steps=tip.ref.step, epochs=epochs)
+
+
+def _files_of(fs: FileSystem, paths: RunPaths, upto: CheckpointRef) -> list[str]:
+    directory = paths.audits(upto.generation)
+    urls: list[tuple[int, str]] = []
+    try:
+        ranks = [entry.name for entry in fs.list(directory) if entry.is_dir]
+    except NotFoundError:
+        return []
+    for rank in ranks:
+        for entry in fs.list(join(directory, rank)):
+            step = audit_step_of(entry.name)
+            if step is None:
+                raise CorruptionError("a file that is no part of an audit", file=entry.url, got=entry.name)
+            if step <= upto.step:
+                urls.append((step, entry.url))
+    return [url for _, url in sorted(urls)]
+
+
+def _unchecked(run_url: str, got: str) -> DataError:
+    return DataError(
+        f"{run_url} has no audit to check",
+        got=got,
+        allowed="a run with `audit` in its config and at least one checkpoint",
+        next_step="Train with --audit.",
+    )
