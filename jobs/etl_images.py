@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,10 +29,9 @@ def parser() -> JobParser:
     return job
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the job; returns the exit code."""
-    args = parser().parse(argv)
-    config = ImagesConfig(
+def config_of(args: Namespace) -> ImagesConfig:
+    """The configuration that the flags say."""
+    return ImagesConfig(
         inputs=tuple(args.input),
         output=args.output,
         source=args.source,
@@ -43,6 +43,12 @@ def main(argv: Sequence[str]) -> int:
         shard_bytes=args.shard_bytes,
         seed=args.seed,
     )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the job; returns the exit code."""
+    args = parser().parse(argv)
+    config = config_of(args)
     image_sets.check(config)
     with spark_session("lockstep etl_images", args.master) as spark:
         set_hadoop_settings(hadoop_settings_of(spark))

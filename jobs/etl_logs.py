@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,10 +29,9 @@ def parser() -> JobParser:
     return job
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the job; returns the exit code."""
-    args = parser().parse(argv)
-    config = LogsConfig(
+def config_of(args: Namespace) -> LogsConfig:
+    """The configuration that the flags say."""
+    return LogsConfig(
         inputs=tuple(args.input),
         output=args.output,
         log_format=args.log_format,
@@ -42,6 +42,12 @@ def main(argv: Sequence[str]) -> int:
         shard_bytes=args.shard_bytes,
         seed=args.seed,
     )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the job; returns the exit code."""
+    args = parser().parse(argv)
+    config = config_of(args)
     logs.check(config)
     with spark_session("lockstep etl_logs", args.master) as spark:
         set_hadoop_settings(hadoop_settings_of(spark))

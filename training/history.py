@@ -1,0 +1,65 @@
+"""What a run measured, step by step, read back from its closed metric parts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from storage.errors import CorruptionError, NotFoundError
+from storage.fs import filesystem
+from training.claims import claimed
+from training.paths import RunPaths
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """`steps` rows {step, epoch, loss, seconds} and `epochs` rows {step, epoch, metrics, seconds}, in order of step.
+
+    Where a generation went back to a checkpoint and did steps again, the newest generation's row stands.
+    """
+
+    steps: list[dict[str, Any]]
+    epochs: list[dict[str, Any]]
+    generations: int
+    """Generations that were claimed: one more than the restarts and resumptions of the run."""
+
+
+def read_history(run: str) -> History:
+    """Read the metrics of the run at URL `run`. Raises NotFoundError for no run, CorruptionError for a bad part."""
+    fs, paths = filesystem(run), RunPaths(run)
+    if not fs.exists(paths.run_json):
+        raise NotFoundError(
+            f"{run} is no run",
+            got="no run.json",
+            allowed="a directory that jobs.train wrote",
+            next_step="Check the URL.",
+        )
+    kept: dict[str, dict[int, dict[str, Any]]] = {"step": {}, "epoch": {}}
+    generations = sorted(claimed(fs, paths))
+    for generation in generations:
+        for row in _rows(paths.metrics(generation)):
+            kept[row["kind"]][row["step"]] = row
+    return History(*([rows[step] for step in sorted(rows)] for rows in kept.values()), len(generations))
+
+
+def _rows(directory: str) -> list[dict[str, Any]]:
+    fs = filesystem(directory)
+    try:
+        parts = [part for part in fs.list(directory) if part.name.endswith(".jsonl")]
+    except NotFoundError:
+        return []  # a generation that failed before its first step measured nothing
+    rows = []
+    for part in parts:
+        for number, line in enumerate(fs.read_bytes(part.url).splitlines()):
+            try:
+                row = json.loads(line)
+                known = row["kind"] in ("step", "epoch") and isinstance(row["step"], int)
+            except (ValueError, KeyError, TypeError):
+                known = False
+            if not known:
+                raise CorruptionError(
+                    "a metrics file holds a line that is no measurement", file=part.url, record=number, got=repr(line[:80])
+                )
+            rows.append(row)
+    return rows

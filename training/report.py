@@ -1,0 +1,162 @@
+"""A run's report: one HTML file with its curves, readable without a network and without Lockstep."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment
+from markupsafe import Markup
+
+from storage.errors import NotFoundError
+from storage.fs import filesystem
+from storage.manifest import DatasetManifest
+from storage.publish import write_file
+from training.chain import find_result
+from training.history import History, read_history
+from training.paths import RunPaths
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SMOOTHED_STEPS = 20  # the curve's dark line: a single batch's loss says little
+
+# The headings are the sections of a run's life; everything that comes from data is escaped by the template engine.
+_PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string("""\
+<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
+<style>
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
+table { border-collapse: collapse; margin: 1rem 0 } td, th { border: 1px solid #ccc; padding: .2rem .6rem; text-align: left }
+td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere } svg { max-width: 100%; height: auto }
+</style></head><body>
+<h1>{{ title }}</h1>
+{% for name, rows in tables %}
+<h2>{{ name }}</h2>
+<table>{% for key, value in rows %}<tr><th>{{ key }}</th><td>{{ value }}</td></tr>{% endfor %}</table>
+{% endfor %}
+{% for name, svg in curves %}
+<h2>{{ name }}</h2>
+{{ svg }}
+{% endfor %}
+</body></html>
+""")
+
+
+def write_report(run: str, manifest: DatasetManifest, evaluation: Mapping[str, Any] | None) -> str:
+    """Write the report of the newest result of `run`; returns its URL.
+
+    `evaluation` is what training.evaluate returned: {split, rows, metrics, baseline}. A report that is there already is
+    replaced: it holds nothing that the run does not. Raises NotFoundError while the run has no result.
+    """
+    fs, paths = filesystem(run), RunPaths(run)
+    result = find_result(fs, paths)
+    if result is None:
+        raise NotFoundError(
+            f"{run} has no result yet",
+            got="a run that has not ended",
+            allowed="a run that jobs.train finished",
+            next_step="Run jobs.train with this --run to its end.",
+        )
+    url = paths.report(int(result["generation"]))
+    page = render(run, result, read_history(run), manifest, evaluation)
+    fs.mkdirs(url.rpartition("/")[0])
+    write_file(fs, url, page.encode(), exclusive=False)
+    return url
+
+
+def render(
+    run: str,
+    result: Mapping[str, Any],
+    history: History,
+    manifest: DatasetManifest,
+    evaluation: Mapping[str, Any] | None,
+) -> str:
+    """The page's HTML."""
+    counts = manifest.counts
+    tables = [
+        (
+            "Data",
+            [
+                ("read", counts.read),
+                ("written", counts.written),
+                ("quarantined", counts.quarantined),
+                *((f"dropped: {reason}", n) for reason, n in sorted(counts.dropped.items())),
+                *((f"split {name}", f"{split.records} records") for name, split in sorted(manifest.splits.items())),
+                ("digest", manifest.digest),
+            ],
+        ),
+        (
+            "Training",
+            [
+                ("steps", result["steps"]),
+                ("epochs", result["epochs"]),
+                ("samples/s", f"{result['samples_per_s']:.0f}"),
+                ("generations", history.generations),
+                ("left over", len(result["left_over"])),
+                *((f"last epoch: {name}", _number(value)) for name, value in sorted(result["metrics"].items())),
+                ("checkpoint", result["checkpoint"]),
+                ("model", result["model"]),
+            ],
+        ),
+    ]
+    if evaluation is not None:
+        tables.append((f"Evaluation on {evaluation['split']}", _evaluation_rows(evaluation)))
+    metrics = sorted({name for row in history.epochs for name in row["metrics"]} - {"loss"})
+    curves = [("Loss over the global batch", _loss_curve(history))] if history.steps else []
+    curves += [(f"{name} by epoch", _epoch_curve(history, name)) for name in metrics]
+    return _PAGE.render(title=f"Lockstep run {run}", tables=tables, curves=curves)
+
+
+def _evaluation_rows(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
+    rows = [("records", str(evaluation["rows"]))]
+    baseline = evaluation.get("baseline")
+    for name, value in sorted(evaluation["metrics"].items()):
+        beside = f"   (baseline {baseline['name']}: {_number(baseline['metrics'][name])})" if baseline else ""
+        rows.append((name, _number(value) + beside))
+    return rows
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def _loss_curve(history: History) -> Markup:
+    steps = [row["step"] for row in history.steps]
+    losses = [row["loss"] for row in history.steps]
+    smooth = [_mean(losses[max(0, i - SMOOTHED_STEPS + 1) : i + 1]) for i in range(len(losses))]
+    return _curve(steps, [("one step", losses, "#b9cbe0"), (f"mean of {SMOOTHED_STEPS} steps", smooth, "#1f4e89")], "step")
+
+
+def _epoch_curve(history: History, name: str) -> Markup:
+    rows = [row for row in history.epochs if isinstance(row["metrics"].get(name), (int, float))]
+    return _curve([row["epoch"] + 1 for row in rows], [(name, [row["metrics"][name] for row in rows], "#1f4e89")], "epoch")
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _curve(x: Sequence[int], lines: Sequence[tuple[str, Sequence[float], str]], x_label: str) -> Markup:
+    from matplotlib.figure import Figure  # half a second that only a report needs
+
+    figure = Figure(figsize=(8, 3))
+    axes = figure.add_subplot()
+    for name, y, colour in lines:
+        axes.plot(x, y, color=colour, label=name, marker="o" if len(x) == 1 else None)
+    axes.set_xlabel(x_label)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    return _svg(figure)
+
+
+def _svg(figure: Figure) -> Markup:
+    from matplotlib import rc_context
+
+    target = io.StringIO()
+    with rc_context({"svg.hashsalt": "lockstep", "svg.fonttype": "none"}):
+        figure.savefig(target, format="svg", metadata={"Date": None}, bbox_inches="tight")
+    text = target.getvalue()
+    # Made by matplotlib from numbers and the metric names, which it escapes; the XML head has no place inside HTML.
+    return Markup(text[text.index("<svg") :])
