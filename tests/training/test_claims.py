@@ -1,0 +1,244 @@
+"""Claims, the chain of parents, the lease: which checkpoint, model and result count."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from storage.errors import ConfigError, CorruptionError, DataError, NotFoundError
+from storage.fs import filesystem, join
+from storage.sealed import seal
+from training.chain import find_model, find_result, find_tip, lineage
+from training.claims import CheckpointRef, Claim, SupersededError, check_newest, claim_next, read_claims
+from training.lease import Lease
+from training.paths import RunPaths
+from training.retention import retire, take_over
+
+Ref = CheckpointRef
+
+
+def claim(generation: int, parent: Ref | None) -> Claim:
+    return Claim(generation, "00", parent, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("claims", "there", "expected"),
+    [
+        ({}, [], []),
+        ({1: None}, [], []),  # claimed, nothing committed yet
+        ({1: None}, [(10, 1), (5, 1)], [(10, 1), (5, 1)]),
+        ({1: None, 2: (10, 1)}, [(10, 1), (5, 1)], [(10, 1), (5, 1)]),  # before its first commit: its parent
+        ({1: None, 2: (10, 1)}, [(10, 1), (15, 2), (20, 1)], [(15, 2), (10, 1)]),  # step 20 of 1 came late
+        ({1: None, 2: None}, [(5, 1)], []),  # 2 began before 1 committed anything
+        ({1: None, 2: (5, 1), 3: (10, 2)}, [(5, 1), (10, 2), (12, 2), (15, 3)], [(15, 3), (10, 2), (5, 1)]),
+        ({1: None, 2: (10, 1), 3: (10, 1)}, [(10, 1), (15, 2)], [(10, 1)]),  # 3 began where 2 did: 2's commit was late
+        ({1: None, 2: (10, 1)}, [(5, 1)], [(5, 1)]),  # the parent itself is lost: what is before it
+    ],
+)
+def test_lineage(claims: dict[int, Any], there: list[tuple[int, int]], expected: list[tuple[int, int]]) -> None:
+    made = {g: claim(g, Ref(*parent) if parent else None) for g, parent in claims.items()}
+    assert lineage(made, [Ref(*r) for r in there]) == [Ref(*r) for r in expected]
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    return RunPaths(str(tmp_path / "run"))
+
+
+def put(paths: RunPaths, step: int, generation: int, *, where: str | None = None) -> str:
+    url = where or paths.checkpoint(step, generation)
+    Path(url).mkdir(parents=True)
+    data = f"weights {step} {generation}".encode()
+    Path(url, "rank-00000.bin").write_bytes(data)
+    import hashlib
+
+    files = {"rank-00000.bin": {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}}
+    manifest = {"kind": "checkpoint", "step": step, "generation": generation, "files": files}
+    Path(url, "_manifest.json").write_bytes(seal(manifest))
+    return url
+
+
+def start(paths: RunPaths, parent: Ref | None) -> Claim:
+    return claim_next(filesystem(paths.root), paths, parent, epochs=1, num_ranks=1)
+
+
+def tip(paths: RunPaths) -> Ref | None:
+    found = find_tip(filesystem(paths.root), paths)
+    return found.ref if found else None
+
+
+def test_claims_count_up_and_name_their_parent(paths: RunPaths) -> None:
+    fs = filesystem(paths.root)
+    assert (start(paths, None).generation, start(paths, Ref(5, 1)).generation) == (1, 2)
+    claims = read_claims(fs, paths)
+    assert (claims[1].parent, claims[2].parent) == (None, Ref(5, 1))
+    check_newest(fs, paths, 2)
+    with pytest.raises(SupersededError, match="generation 1"):
+        check_newest(fs, paths, 1)
+
+
+def test_only_one_of_many_drivers_gets_a_generation(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("training.claims.claimed", lambda fs, paths: [])  # all look at the same moment
+    won: list[int] = []
+    lost: list[ConfigError] = []
+
+    def go() -> None:
+        try:
+            won.append(start(paths, None).generation)
+        except ConfigError as error:
+            lost.append(error)
+
+    threads = [threading.Thread(target=go) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (won, len(lost)) == ([1], 7)
+    assert "in the same moment" in str(lost[0])
+
+
+def test_changed_claim_is_refused(paths: RunPaths) -> None:
+    start(paths, None)
+    file = Path(paths.claim(1))
+    file.write_bytes(file.read_bytes().replace(b'"epochs":1', b'"epochs":2'))
+    with pytest.raises(CorruptionError, match=r"000001\.json"):
+        read_claims(filesystem(paths.root), paths)
+
+
+def test_tip_passes_over_what_is_not_whole(paths: RunPaths, caplog: pytest.LogCaptureFixture) -> None:
+    start(paths, None)
+    for step in (5, 10, 15, 20):
+        put(paths, step, 1)
+    Path(paths.checkpoint(20, 1), "_manifest.json").unlink()  # torn
+    Path(paths.checkpoint(15, 1), "rank-00000.bin").write_bytes(b"weights 15 2")  # flipped, the same length
+    assert tip(paths) == Ref(10, 1)
+    assert "step-0000000020.g0001 is refused" in caplog.text
+    assert "step-0000000015.g0001 is refused" in caplog.text
+    Path(paths.checkpoint(10, 1), "rank-00000.bin").unlink()
+    put(paths, 7, 9)  # of a generation that nobody claimed
+    assert tip(paths) == Ref(5, 1)
+    Path(paths.checkpoint(5, 1), "_manifest.json").write_bytes(b"{}")
+    with pytest.raises(DataError, match=r"no checkpoint of .* is whole"):
+        tip(paths)
+
+
+def test_manifest_may_not_lead_out_of_its_directory(paths: RunPaths) -> None:
+    start(paths, None)
+    url = put(paths, 5, 1)
+    files = {"../../secret": {"bytes": 1, "sha256": "00"}}
+    manifest = {"kind": "checkpoint", "step": 5, "generation": 1, "files": files}
+    Path(url, "_manifest.json").write_bytes(seal(manifest))
+    with pytest.raises(DataError):
+        tip(paths)
+
+
+def names(url: str) -> list[str]:
+    return sorted(p.name for p in Path(url).iterdir()) if Path(url).exists() else []
+
+
+def test_retention_moves_and_only_a_later_claimant_deletes(paths: RunPaths) -> None:
+    fs = filesystem(paths.root)
+    start(paths, None)
+    for step in (5, 10, 15, 20):
+        put(paths, step, 1)
+    retire(fs, paths, 1, keep=2)
+    assert names(paths.checkpoints) == ["step-0000000015.g0001", "step-0000000020.g0001"]
+    assert names(paths.trash(1)) == ["step-0000000005.g0001", "step-0000000010.g0001"]
+    found = find_tip(fs, paths)
+    start(paths, Ref(20, 1))
+    take_over(fs, paths, 2, found, keep=2)
+    assert names(paths.trash(1)) == []
+    assert names(paths.checkpoints) == ["step-0000000015.g0001", "step-0000000020.g0001"]
+
+
+def test_tip_that_an_old_driver_threw_away_comes_back(paths: RunPaths) -> None:
+    """A driver stopped in its retention wakes and moves what its successor's chain rests on."""
+    fs = filesystem(paths.root)
+    start(paths, None)
+    put(paths, 5, 1, where=join(paths.trash(1), "step-0000000005.g0001"))
+    found = find_tip(fs, paths)
+    assert found is not None and found.ref == Ref(5, 1)
+    start(paths, found.ref)
+    take_over(fs, paths, 2, found, keep=3)
+    assert names(paths.checkpoints) == ["step-0000000005.g0001"]
+    assert tip(paths) == Ref(5, 1)
+
+
+def test_orphans_go_to_the_trash_of_the_next_claimant(paths: RunPaths) -> None:
+    fs = filesystem(paths.root)
+    start(paths, None)
+    put(paths, 5, 1)
+    start(paths, Ref(5, 1))
+    put(paths, 10, 1)  # late
+    retire(fs, paths, 2, keep=1)
+    assert names(paths.checkpoints) == ["step-0000000005.g0001", "step-0000000010.g0001"]  # not generation 2's business
+    start(paths, Ref(5, 1))
+    take_over(fs, paths, 3, find_tip(fs, paths), keep=1)
+    assert names(paths.checkpoints) == ["step-0000000005.g0001"]
+    assert names(paths.trash(3)) == ["step-0000000010.g0001"]
+
+
+def result(paths: RunPaths, generation: int, checkpoint: str) -> None:
+    Path(paths.result(generation)).parent.mkdir(parents=True, exist_ok=True)
+    Path(paths.result(generation)).write_bytes(seal({"generation": generation, "checkpoint": checkpoint}))
+    Path(paths.model(generation)).mkdir(parents=True)
+
+
+def test_late_result_of_an_older_generation_does_not_count(paths: RunPaths) -> None:
+    fs = filesystem(paths.root)
+    start(paths, None)
+    put(paths, 5, 1)
+    start(paths, Ref(5, 1))
+    result(paths, 1, "step-0000000010.g0001")  # it ended although generation 2 had begun from step 5
+    assert find_result(fs, paths) is None
+    with pytest.raises(NotFoundError, match="no finished model"):
+        find_model(fs, paths)
+    result(paths, 2, "step-0000000010.g0002")
+    assert find_model(fs, paths) == paths.model(2)
+    start(paths, Ref(10, 2))  # more epochs: until they are done, the finished generation's result counts
+    assert find_model(fs, paths) == paths.model(2)
+    put(paths, 12, 3)
+    start(paths, Ref(12, 3))
+    assert find_model(fs, paths) == paths.model(2)
+
+
+def test_lease_of_a_living_driver_is_respected(paths: RunPaths) -> None:
+    fs = filesystem(paths.root)
+    Path(paths.root).mkdir()
+    with Lease(fs, paths.lease, every_s=0.1):
+        began = time.monotonic()
+        with pytest.raises(ConfigError, match="another driver is at work") as caught, Lease(fs, paths.lease, 5.0):
+            pass
+        assert time.monotonic() - began < 3
+        assert str(os.getpid()) in caught.value.got
+    began = time.monotonic()
+    with Lease(fs, paths.lease, 60.0):  # closed: nothing to watch
+        pass
+    assert time.monotonic() - began < 1
+
+
+def test_lease_of_another_host_is_watched_and_taken(paths: RunPaths) -> None:
+    fs = filesystem(paths.root)
+    Path(paths.root).mkdir()
+    foreign = {"nonce": "aa", "counter": 3, "closed": False, "host": "elsewhere", "boot": "b", "pid": 1, "started": "1"}
+    Path(paths.lease).write_text(json.dumps(foreign))
+    began = time.monotonic()
+    with Lease(fs, paths.lease, 1.0):
+        assert time.monotonic() - began >= 1.0
+        assert json.loads(Path(paths.lease).read_text())["pid"] == os.getpid()
+
+
+def test_woken_driver_does_not_fight_over_the_lease(paths: RunPaths) -> None:
+    fs = filesystem(paths.root)
+    Path(paths.root).mkdir()
+    with Lease(fs, paths.lease, every_s=0.1):
+        Path(paths.lease).write_text(json.dumps({"nonce": "successor", "counter": 1, "closed": False}))
+        time.sleep(0.4)
+        assert json.loads(Path(paths.lease).read_text())["nonce"] == "successor"
+    assert json.loads(Path(paths.lease).read_text())["nonce"] == "successor"

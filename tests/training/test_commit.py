@@ -1,0 +1,193 @@
+"""Commits: all ranks or none, the manifest last, and a late rename that changes nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from storage.errors import CommunicationError, CorruptionError, LockstepError
+from storage.fs import filesystem
+from storage.sealed import unseal
+from training.chain import find_tip, read_checkpoint
+from training.claims import CheckpointRef, Claim, SupersededError, claim_next
+from training.commit import CommitHandler
+from training.logs import PartWriter
+from training.paths import RunPaths, staged_checkpoint, staged_model
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    return RunPaths(str(tmp_path / "run"))
+
+
+def generation(
+    paths: RunPaths, parent: CheckpointRef | None = None, *, ranks: int = 2, hook: Callable[[], None] = lambda: None
+) -> tuple[Claim, CommitHandler]:
+    fs = filesystem(paths.root)
+    claim = claim_next(fs, paths, parent, epochs=1, num_ranks=ranks)
+    return claim, CommitHandler(fs, paths, claim, {"seed": 0}, keep=3, deadline_s=5.0, before_rename=hook)
+
+
+def upload(paths: RunPaths, claim: Claim, step: int, rank: int, *, folder: str | None = None) -> dict[str, Any]:
+    staging = folder or staged_checkpoint(paths.staging(claim.generation, claim.nonce), step)
+    Path(staging).mkdir(parents=True, exist_ok=True)
+    data = f"{step} {rank} {claim.generation}".encode()
+    name = f"rank-{rank:05d}.bin"
+    Path(staging, name).write_bytes(data)
+    return {"name": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def commit(paths: RunPaths, claim: Claim, commits: CommitHandler, step: int) -> list[Any]:
+    """All ranks upload and report at once; returns each one's answer or error."""
+    answers: list[Any] = [None] * claim.num_ranks
+
+    def go(rank: int) -> None:
+        try:
+            fields = {"step": step, "files": [upload(paths, claim, step, rank)], "audit": [], "state": {"rank": rank}}
+            answers[rank] = commits.checkpoint(rank, fields)
+        except LockstepError as error:
+            answers[rank] = error
+
+    threads = [threading.Thread(target=go, args=(rank,)) for rank in range(claim.num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return answers
+
+
+def test_commit_is_one_directory_with_a_sealed_manifest(paths: RunPaths) -> None:
+    claim, commits = generation(paths)
+    assert commit(paths, claim, commits, 10) == [{"committed": True}] * 2
+    assert commit(paths, claim, commits, 20) == [{"committed": True}] * 2
+    url = paths.checkpoint(20, 1)
+    manifest = unseal(Path(url, "_manifest.json").read_bytes(), url)
+    assert (manifest["step"], manifest["next_step"], manifest["num_ranks"]) == (20, 20, 2)
+    assert manifest["parent"] == {"step": 10, "generation": 1}
+    assert (manifest["plan"], manifest["state"]) == ({"seed": 0}, {"rank": 0})
+    assert sorted(manifest["files"]) == ["rank-00000.bin", "rank-00001.bin"]
+    found = find_tip(filesystem(paths.root), paths)
+    assert found is not None and found.ref == CheckpointRef(20, 1)
+    assert not list(Path(paths.staging(1, claim.nonce)).iterdir())
+
+
+def test_absent_rank_is_named_and_nothing_published(paths: RunPaths) -> None:
+    claim, _ = generation(paths)
+    commits = CommitHandler(filesystem(paths.root), paths, claim, {}, keep=3, deadline_s=0.2)
+    with pytest.raises(CommunicationError, match="step 10 was not committed") as caught:
+        commits.checkpoint(0, {"step": 10, "files": [upload(paths, claim, 10, 0)]})
+    assert caught.value.got == "no report of rank 1"
+    assert not Path(paths.checkpoints).exists()
+
+
+def test_report_that_is_not_what_was_uploaded_is_refused(paths: RunPaths) -> None:
+    claim, commits = generation(paths, ranks=1)
+    file = upload(paths, claim, 10, 0)
+    with pytest.raises(CorruptionError, match="not what it reported"):
+        commits.checkpoint(0, {"step": 10, "files": [{**file, "bytes": 3}]})
+    _, commits = generation(paths, ranks=1)
+    with pytest.raises(LockstepError, match="leads out"):
+        commits.checkpoint(0, {"step": 10, "files": [{**file, "name": "../../evil"}]})
+    assert not Path(paths.checkpoints).exists()
+
+
+def test_failed_launch_wakes_the_waiting_ranks(paths: RunPaths) -> None:
+    claim, commits = generation(paths)
+    threading.Timer(0.2, lambda: commits.abort(LockstepError("rank 1 died"))).start()
+    with pytest.raises(LockstepError, match="rank 1 died"):
+        commits.checkpoint(0, {"step": 10, "files": [upload(paths, claim, 10, 0)]})
+
+
+def test_step_may_not_go_back(paths: RunPaths) -> None:
+    claim, commits = generation(paths, ranks=1)
+    commit(paths, claim, commits, 20)
+    assert commit(paths, claim, commits, 20) == [{"committed": True}]  # resumed at its very end: it is there
+    (answer,) = commit(paths, claim, commits, 10)
+    assert "does not follow step-0000000020.g0001" in str(answer)
+
+
+def test_late_rename_is_an_orphan(paths: RunPaths) -> None:
+    """Generation 1 is held between manifest and rename of step 20, while 2 begins from step 10 and goes on."""
+    reached, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        if Path(paths.checkpoint(10, 1)).exists():
+            reached.set()
+            assert release.wait(20)
+
+    fs = filesystem(paths.root)
+    old, old_commits = generation(paths, hook=hold)
+    commit(paths, old, old_commits, 10)
+    answers: list[Any] = []
+    thread = threading.Thread(target=lambda: answers.extend(commit(paths, old, old_commits, 20)))
+    thread.start()
+    assert reached.wait(10)
+
+    new, commits = generation(paths, CheckpointRef(10, 1))
+    for step in (20, 30):
+        assert commit(paths, new, commits, step) == [{"committed": True}] * 2
+    before = find_tip(fs, paths)
+    release.set()
+    thread.join(20)
+
+    assert all(isinstance(answer, SupersededError) for answer in answers) and len(answers) == 2
+    read_checkpoint(fs, paths.checkpoint(20, 1), CheckpointRef(20, 1))  # it was renamed, whole
+    assert find_tip(fs, paths) == before
+    assert before is not None and before.ref == CheckpointRef(30, 2)
+    assert old_commits.tip == CheckpointRef(10, 1)
+    assert not Path(paths.trashes).exists()  # its retention did not run
+    assert commit(paths, new, commits, 40) == [{"committed": True}] * 2
+
+
+def test_superseded_driver_publishes_nothing(paths: RunPaths) -> None:
+    old, old_commits = generation(paths, ranks=1)
+    generation(paths)
+    (answer,) = commit(paths, old, old_commits, 10)
+    assert isinstance(answer, SupersededError)
+    folder = staged_model(paths.staging(old.generation, old.nonce))
+    with pytest.raises(SupersededError):
+        old_commits.model(0, {"files": [upload(paths, old, 10, 0, folder=folder)]})
+    assert not Path(paths.checkpoints).exists()
+    assert not Path(paths.model(1)).exists()
+
+
+def test_model_is_published_with_its_manifest(paths: RunPaths) -> None:
+    claim, commits = generation(paths, ranks=1)
+    folder = staged_model(paths.staging(claim.generation, claim.nonce))
+    file = upload(paths, claim, 10, 0, folder=folder)
+    assert commits.model(0, {"files": [file]}) == {"committed": True, "model": paths.model(1)}
+    manifest = unseal(Path(paths.model(1), "_manifest.json").read_bytes(), "model")
+    assert manifest["files"] == {file["name"]: {"bytes": file["bytes"], "sha256": file["sha256"]}}
+
+
+def test_parts_are_closed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = PartWriter(str(tmp_path / "parts"), "log")
+    parts.flush()
+    assert not (tmp_path / "parts").exists()  # no empty part
+    parts.add("one")
+    parts.flush()
+    parts.add("two")
+    assert not parts.due
+    monkeypatch.setattr("training.logs.PART_BYTES", 3)
+    assert parts.due
+    parts.flush_if_due()
+    assert [p.read_text() for p in sorted((tmp_path / "parts").iterdir())] == ["one\n", "two\n"]
+
+
+def test_parts_wait_for_a_storage_that_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    parts = PartWriter(str(tmp_path / "file" / "parts"), "log")
+    parts.add("one")
+    parts.try_flush()  # below a file nothing can be made
+    (tmp_path / "file").unlink()
+    monkeypatch.setattr("training.logs.MAX_WAITING_BYTES", 10)
+    for word in ("two", "three", "four"):
+        parts.add(word)
+    parts.flush()
+    (part,) = (tmp_path / "file" / "parts").iterdir()
+    assert part.read_text() == "[3 lines dropped while the storage was away]\nfour\n"
