@@ -84,7 +84,8 @@ COLUMNS = (
     "page",
     # "/a/", "/a/b/", ... for each leading part of the path, and the words of the whole path
     f"array_distinct(slice(concat(transform({_PARTS},"
-    f" (p, i) -> concat('/', array_join(slice({_PARTS}, 1, i + 1), '/'), '/')), {_WORDS.format('page')}), 1, 64)) AS page_tokens",
+    f" (p, i) -> concat('/', array_join(slice({_PARTS}, 1, i + 1), '/'), '/')),"
+    f" {_WORDS.format('page')}), 1, 64)) AS page_tokens",
     f"array_distinct(slice({_WORDS.format('query')}, 1, 64)) AS query_tokens",
     "prev_page",
     "CAST(pmod(time, 86400) DIV 3600 AS BIGINT) AS hour",
