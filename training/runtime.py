@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from training.world import World
 
 # Set here, before the first import of TensorFlow: it reads them once. Level 3 keeps fatal errors alone; what matters
 # reaches Python as an exception.
 ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow", "GRPC_VERBOSITY": "ERROR"}
+_CHATTER = ("I0000 ", "W0000 ", "WARNING: All log messages before absl::InitializeLog()")
 # The exchange's await blocks one of these while it waits; the other goes on with the graph and with the input.
 INTER_OP_THREADS = 2
 
@@ -20,8 +25,9 @@ def configure(world: World, *, precision: str, seed: int) -> None:
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    import keras
-    import tensorflow as tf
+    with _quiet():
+        import keras
+        import tensorflow as tf
 
     # One thread a rank on two cores: more threads than cores only take turns, and each rank waits for the slowest.
     tf.config.threading.set_intra_op_parallelism_threads(threads_of(world, len(os.sched_getaffinity(0))))
@@ -30,6 +36,27 @@ def configure(world: World, *, precision: str, seed: int) -> None:
     # Keras' seed must fit 32 bits; the plan uses the whole one.
     keras.utils.set_random_seed(seed % 2**32)
     tf.config.experimental.enable_op_determinism()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hold back what TensorFlow's libraries print while they load: facts about the machine, no level hides them.
+
+    Whatever else is printed to standard error in that time follows afterwards.
+    """
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as caught:
+        os.dup2(caught.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+            caught.seek(0)
+            lines = caught.read().decode(errors="replace").splitlines(keepends=True)
+            sys.stderr.write("".join(line for line in lines if not line.startswith(_CHATTER)))
 
 
 def threads_of(world: World, cores: int) -> int:

@@ -78,7 +78,11 @@ def derive_seeds(model: keras.Model, seed: int, step: int, rank: int) -> None:
 
 def summed_metrics(model: keras.Model, communicator: Communicator) -> None:
     """Replace metric states by their sums over ranks: AUC or R2 of all samples is no mean of the ranks' values."""
-    variables = variables_of(model, METRICS)
+    sum_variables(variables_of(model, METRICS), communicator)
+
+
+def sum_variables(variables: Sequence[keras.Variable], communicator: Communicator) -> None:
+    """Replace each variable by its sum over ranks, formed in float64 or int64."""
     values = [np.asarray(variable.numpy()) for variable in variables]
     for dtype in sorted({_wide(value.dtype) for value in values}, key=str):
         chosen = [i for i, value in enumerate(values) if _wide(value.dtype) == dtype]

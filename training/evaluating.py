@@ -1,0 +1,219 @@
+"""A rank's part of an evaluation: the model's and the baseline's metrics over its share of the rows."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pyarrow as pa
+import tensorflow as tf
+
+from features.encode import Encoded, Encoder
+from features.signature import Signature
+from storage.canonical import parse_canonical, sha256_hex
+from storage.errors import ConfigError, CorruptionError, LockstepError
+from storage.fs import filesystem, join
+from storage.layout import MANIFEST_NAME, fitted_path
+from storage.manifest import DatasetManifest
+from storage.sealed import unseal
+from training import models, state
+from training.baseline import Baseline
+from training.batches import eval_batches
+from training.checkpoint import read_manifest, read_rank_file
+from training.config import TrainConfig
+from training.control.carry import json_safe
+from training.export import FITTED_PREFIX, MODEL_FILE, SCHEMA_FILE
+from training.launch.context import RankContext
+from training.models import ModelOptions
+from training.planning import lane_groups
+from training.reader import OpenSplit
+
+SHOWN_BATCH_ROWS = 8  # of the batch of zeros that builds the metrics
+
+
+def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
+    """Load, evaluate without any collective until this rank is done, then sum the metrics' state."""
+    payload, world = context.payload, context.world
+    context.control.beat(0, "open the dataset")
+    split = OpenSplit.at(payload["dataset"], payload["split"])
+    signature = split.encoder.signature
+    context.control.beat(0, "load the model")
+    if payload["model"] is not None:
+        model = _load_export(payload["model"], config, split.manifest)
+    else:
+        model = _load_checkpoint(payload["checkpoint"], config, split.manifest, signature)
+    model.jit_compile = False
+    state.build_all(model, signature, SHOWN_BATCH_ROWS)
+    comm = context.communicator()
+    comm.deadline_s = config.stall_limit_s
+    scored: _Scored | None = None
+    if payload["baseline"] is not None:
+        context.control.beat(0, "count the baseline")
+        baseline = Baseline(payload["baseline"], split.encoder.schema)
+        baseline.fit(OpenSplit.at(payload["dataset"], config.split).reader, comm)
+        scored = _Scored(model, baseline, binary=signature.num_classes is None)
+    context.control.beat(0, "evaluate")
+    watched = _Watched(split.encoder)
+    share = _Share(eval_batches(split.reader, watched, world.rank, world.num_ranks, payload["batch"]), watched, scored)
+    model.reset_metrics()
+    if share.start():
+        model.evaluate(share.dataset(signature), verbose=0)
+        if share.failure is not None:
+            raise share.failure
+    context.control.beat(1, "sum the metrics")
+    state.summed_metrics(model, comm)
+    samples = np.array([share.samples], np.int64)
+    comm.all_reduce(samples)
+    return {
+        "samples": int(samples[0]),
+        "metrics": json_safe(state.as_floats(model.get_metrics_result())),
+        "baseline": None if scored is None else {"name": scored.baseline.name, "metrics": scored.result(comm)},
+    }
+
+
+class _Watched(Encoder):
+    """An encoder that keeps the rows it encoded last: the baseline is computed from a raw column of them."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self._inner = encoder
+        self.rows = pa.RecordBatch.from_pylist([], schema=encoder.schema.arrow_schema())
+
+    def encode(self, batch: pa.RecordBatch) -> Encoded:
+        self.rows = batch
+        return self._inner.encode(batch)
+
+
+class _Scored:
+    """The model's own metric classes, fed with the baseline's predictions."""
+
+    def __init__(self, model: keras.Model, baseline: Baseline, *, binary: bool) -> None:
+        self.baseline, self._binary = baseline, binary
+        own = [metric for metric in model.metrics for metric in getattr(metric, "metrics", [])]
+        self._metrics = [type(metric).from_config(metric.get_config()) for metric in own]
+        self._loss = _loss_of(model)
+        self._logits = self._loss is not None and bool(self._loss.get_config().get("from_logits", False))
+        self._mean_loss = keras.metrics.Mean(name="loss")
+
+    def update(self, rows: pa.RecordBatch, labels: Any) -> None:
+        predicted: Any = self.baseline.predict(rows, binary=self._binary)
+        if self._logits:
+            # What the model's metrics and loss expect: log-odds, or logarithms of probabilities.
+            safe = np.clip(predicted, 1e-7, 1 - 1e-7)
+            predicted = np.log(safe / (1 - safe)) if self._binary else np.log(safe)
+        for metric in self._metrics:
+            metric.update_state(labels, predicted)
+        if self._loss is not None:
+            truth = labels.reshape(-1, 1) if self._binary else labels  # (n,) -> (n, 1) as the model's output
+            self._mean_loss.update_state(self._loss(truth, predicted), sample_weight=len(labels))
+
+    def result(self, communicator: Any) -> dict[str, Any]:
+        """Over all ranks; a rank without rows adds zeros."""
+        metrics = [*self._metrics, *([self._mean_loss] if self._loss is not None else [])]
+        for metric in metrics:
+            if not metric.variables:  # built by its first update, which this rank never made
+                zeros = np.zeros((1, 1), np.float32)
+                metric.update_state(zeros, zeros)
+                metric.reset_state()
+            state.sum_variables(metric.variables, communicator)
+        return json_safe(state.as_floats({metric.name: metric.result() for metric in metrics}))
+
+
+class _Share:
+    """This rank's batches as a tf.data pipeline; the baseline sees each batch as it passes."""
+
+    def __init__(self, batches: Iterator[Encoded], watched: _Watched, scored: _Scored | None) -> None:
+        self._batches, self._watched, self._scored = batches, watched, scored
+        self._first: Encoded | None = None
+        self.samples = 0
+        self.failure: BaseException | None = None
+
+    def start(self) -> bool:
+        """Read the first batch; False where this rank has none."""
+        self._first = next(self._batches, None)
+        return self._first is not None
+
+    def dataset(self, signature: Signature) -> tf.data.Dataset:
+        """(x by name, y), uneven last batch; to be gone through once."""
+        specs: Any = {n: tf.TensorSpec((None, *s.shape), s.dtype) for n, s in signature.features.items()}
+        if signature.label is not None:
+            specs = (specs, tf.TensorSpec((None, *signature.label.shape), signature.label.dtype))
+        options = tf.data.Options()
+        options.autotune.enabled = False  # TensorFlow 2.21's holds up the end of an iteration
+        return tf.data.Dataset.from_generator(self._generate, output_signature=specs).with_options(options)
+
+    def _generate(self) -> Iterator[Any]:
+        batch = self._first
+        try:
+            while batch is not None:
+                labels = batch.y
+                self.samples += len(batch.sample_id)
+                if self._scored is not None and labels is not None:
+                    self._scored.update(self._watched.rows, labels)
+                yield batch.x if labels is None else (batch.x, labels)
+                batch = next(self._batches, None)
+        except Exception as error:
+            self.failure = error  # TensorFlow repeats only the text; the caller raises this one
+            raise
+
+
+def _loss_of(model: keras.Model) -> Any:
+    """The one loss function of the model, None where it has several or its own way to compute one."""
+    losses = getattr(model._compile_loss, "_user_loss", None)
+    return losses if isinstance(losses, keras.losses.Loss) else None
+
+
+def _load_export(url: str, config: TrainConfig, dataset: DatasetManifest) -> keras.Model:
+    fs, where = filesystem(url), join(url, MANIFEST_NAME)
+    files = unseal(fs.read_bytes(where), where)["files"]
+
+    def checked(name: str) -> bytes:
+        data = fs.read_bytes(join(url, name))
+        if sha256_hex(data) != files.get(name, {}).get("sha256"):
+            raise CorruptionError("a file of a model was changed", file=join(url, name), got=sha256_hex(data))
+        return data
+
+    if parse_canonical(checked(SCHEMA_FILE), file=join(url, SCHEMA_FILE)) != dataset.schema:
+        raise _other_data("schema")
+    for name in sorted(files):
+        if name.startswith(FITTED_PREFIX):
+            path = fitted_path(name.removeprefix(FITTED_PREFIX))
+            if path not in dataset.files or dataset.files[path].sha256 != files[name]["sha256"]:
+                raise _other_data(f"fitted file {path}")
+    if ":" in config.model:
+        models.function_of(config.model)  # importing it registers its layers and metrics
+    with tempfile.TemporaryDirectory() as folder:
+        path_of_model = Path(folder, MODEL_FILE)
+        path_of_model.write_bytes(checked(MODEL_FILE))
+        try:
+            return keras.models.load_model(path_of_model)
+        except (TypeError, ValueError) as error:
+            raise LockstepError(
+                f"the model {url} cannot be loaded",
+                got=str(error).splitlines()[0],
+                allowed="layers and metrics that Keras knows, or that the model's module registers",
+                next_step="Decorate own classes with keras.saving.register_keras_serializable().",
+            ) from error
+
+
+def _load_checkpoint(url: str, config: TrainConfig, dataset: DatasetManifest, signature: Signature) -> keras.Model:
+    manifest = read_manifest(url)
+    if manifest["plan"]["dataset_digest"] != dataset.digest:
+        raise _other_data("digest")
+    groups = lane_groups(config)
+    options = ModelOptions(seed=config.seed, group_rows=config.global_batch // groups if groups else None)
+    model = models.build(config.model, signature, options).model
+    state.load(model, read_rank_file(url, 0, manifest), (state.WEIGHTS,), url)
+    return model
+
+
+def _other_data(what: str) -> ConfigError:
+    return ConfigError(
+        f"the model was trained on data with another {what}",
+        got="a dataset that differs",
+        allowed="the dataset of the run, or one with the same schema and fitted files",
+        next_step="Correct --dataset.",
+    )
