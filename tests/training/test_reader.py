@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
 from storage.errors import ConfigError, CorruptionError, LockstepError
+from storage.fs import filesystem
+from storage.layout import DatasetPaths
 from storage.manifest import DatasetManifest, load_dataset
 from tests.training._tiny import encoder_of, write_images, write_table
 from training.positions import Run
 from training.reader import OpenSplit, SplitReader
+from training.tfrecord_shard import TFRecordShard
 
 Write = Callable[..., DatasetManifest]
 FORMATS = ("tfrecord", "parquet")
@@ -119,7 +123,7 @@ def test_no_flipped_byte_of_a_parquet_shard_changes_what_is_read(tmp_path: Path)
     whole = shard.read_bytes()
     rows = everything(SplitReader(str(tmp_path / "d"), manifest, "train", encoder))
     refused = 0
-    for offset in range(0, len(whole), 7):
+    for offset in range(0, len(whole), 13):
         damaged = bytearray(whole)
         damaged[offset] ^= 1 << offset % 8
         shard.write_bytes(damaged)
@@ -129,4 +133,22 @@ def test_no_flipped_byte_of_a_parquet_shard_changes_what_is_read(tmp_path: Path)
             refused += 1
         else:
             assert found.equals(rows), f"byte {offset} changed what is read"
-    assert refused > len(whole) // 20
+    assert refused > len(whole) // 40
+
+
+def test_a_block_table_that_contradicts_the_shard_is_refused(tmp_path: Path) -> None:
+    manifest = write_table(tmp_path / "d", records={"train": 40}, shards=1)
+    fs = filesystem(str(tmp_path))
+    paths = DatasetPaths(str(tmp_path / "d"))
+    index = fs.read_bytes(paths.index("train", 0))
+    info = manifest.splits["train"].shards[0]
+    ninth = int(index.split()[2 * 9])  # where record 9 begins, one past the first block's end
+    moved = replace(info, block_offsets=(0, ninth, *info.block_offsets[2:]))
+    url, index_url = paths.shard("train", 0, "tfrecord"), paths.index("train", 0)
+    shard = TFRecordShard(fs, url, moved, 8, encoder_of(manifest).schema, index_url, index)
+    with pytest.raises(CorruptionError, match="another number of records"):
+        shard.read(0, 8)
+    with pytest.raises(CorruptionError, match="index lines do not fit"):
+        shard.read(8, 3)
+    with pytest.raises(CorruptionError, match="not one line a record"):
+        TFRecordShard(fs, url, info, 8, encoder_of(manifest).schema, index_url, index[: index.rindex(b"\n", 0, -1) + 1])
