@@ -43,6 +43,7 @@ def take_over(fs: FileSystem, paths: RunPaths, generation: int, tip: Checkpoint 
             if place is not None and CheckpointRef(*place) not in needed:
                 _delete(fs, join(paths.trashes, name, entry))
     for ref, url in _committed(fs, paths).items():
+        # A newer generation may have claimed and committed since the chain was read.
         if ref not in chain and ref.generation < generation:
             _trash(fs, paths, generation, url)
 

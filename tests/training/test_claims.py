@@ -170,6 +170,18 @@ def test_tip_that_an_old_driver_threw_away_comes_back(paths: RunPaths) -> None:
     assert tip(paths) == Ref(5, 1)
 
 
+def test_trash_inside_the_chain_is_kept(paths: RunPaths) -> None:
+    fs = filesystem(paths.root)
+    start(paths, None)
+    put(paths, 15, 1)
+    for step in (5, 10):
+        put(paths, step, 1, where=join(paths.trash(1), f"step-{step:010d}.g0001"))
+    found = find_tip(fs, paths)
+    start(paths, Ref(15, 1))
+    take_over(fs, paths, 2, found, keep=2)  # 15 and 10 are what a flipped byte may send us back to
+    assert names(paths.trash(1)) == ["step-0000000010.g0001"]
+
+
 def test_orphans_go_to_the_trash_of_the_next_claimant(paths: RunPaths) -> None:
     fs = filesystem(paths.root)
     start(paths, None)
