@@ -9,11 +9,13 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from features.schema import Schema
 from storage.errors import ConfigError, CorruptionError, LockstepError
 from storage.fs import filesystem
 from storage.layout import DatasetPaths
 from storage.manifest import DatasetManifest, load_dataset
 from tests.training._tiny import encoder_of, write_images, write_table
+from training.parquet_shard import ParquetShard
 from training.positions import Run
 from training.reader import OpenSplit, SplitReader
 from training.tfrecord_shard import TFRecordShard
@@ -152,3 +154,15 @@ def test_a_block_table_that_contradicts_the_shard_is_refused(tmp_path: Path) -> 
         shard.read(8, 3)
     with pytest.raises(CorruptionError, match="not one line a record"):
         TFRecordShard(fs, url, info, 8, encoder_of(manifest).schema, index_url, index[: index.rindex(b"\n", 0, -1) + 1])
+
+
+def test_a_parquet_file_that_is_not_the_one_published_is_refused(tmp_path: Path) -> None:
+    manifest = write_table(tmp_path / "d", fmt="parquet", records={"train": 40}, shards=1)
+    info = manifest.splits["train"].shards[0]
+    fs, url = filesystem(str(tmp_path)), str(tmp_path / "d" / info.path)
+    schema = encoder_of(manifest).schema
+    assert len(ParquetShard(fs, url, info, 8, schema).read_block(4)) == 8
+    with pytest.raises(CorruptionError, match="row groups of"):
+        ParquetShard(fs, url, info, 10, schema)  # blocks of another size
+    with pytest.raises(CorruptionError, match="columns"):
+        ParquetShard(fs, url, info, 8, Schema(schema.fields[:-1]))  # a column more than declared
