@@ -290,6 +290,7 @@ def test_dead_driver_takes_its_ranks_along_and_is_not_waited_for(config: TrainCo
             time.sleep(0.1)
         pids = living_ranks(first.pid)
         assert len(pids) == 2
+        os.kill(pids[0], signal.SIGSTOP)  # it cannot see the end of its standard input: the kernel ends it
     finally:
         first.kill()
         first.wait()
