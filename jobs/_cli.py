@@ -25,9 +25,8 @@ class JobParser(argparse.ArgumentParser):
     def __init__(self, job: str, description: str, table: str) -> None:
         super().__init__(prog=f"python -m jobs.{job}", description=description, allow_abbrev=False)
         self.table = table
-        self.add_argument(
-            "--config", nargs="+", default=[], metavar="FILE.toml", help=f"TOML files, table [{table}]; later files and flags win"
-        )
+        told = f"TOML files, table [{table}]; later files and flags win"
+        self.add_argument("--config", nargs="+", default=[], metavar="FILE.toml", help=told)
         self.add_argument("--debug", action="store_true", help="show the stack trace of an error")
 
     def error(self, message: str) -> NoReturn:
@@ -55,7 +54,7 @@ class JobParser(argparse.ArgumentParser):
                 allowed=f"a table [{self.table}]",
                 next_step="Mend the file.",
             )
-        known = {option for action in self._actions for option in action.option_strings}
+        known = {option for action in self._actions for option in action.option_strings if option.startswith("--")}
         flags: list[str] = []
         for key, value in table.items():
             flag = "--" + key.replace("_", "-")
@@ -63,7 +62,7 @@ class JobParser(argparse.ArgumentParser):
                 raise ConfigError(
                     f"{path}: unknown key `{key}` in [{self.table}]",
                     got=f"{key} = {value!r}",
-                    allowed=", ".join(sorted(o[2:].replace("-", "_") for o in known if o.startswith("--") and len(o) > 2)),
+                    allowed=", ".join(sorted(option[2:].replace("-", "_") for option in known)),
                     next_step="Correct the key or take it out.",
                 )
             if value is True:
@@ -88,7 +87,10 @@ def read_toml(path: str) -> dict[str, object]:
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"configuration file {path} is not TOML", got=str(error), allowed="TOML 1.0, UTF-8", next_step="Mend the file."
+            f"configuration file {path} is not TOML",
+            got=str(error),
+            allowed="TOML 1.0, UTF-8",
+            next_step="Mend the file.",
         ) from None
 
 
@@ -111,7 +113,7 @@ def run_job(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = N
         first = (str(error).strip() or repr(error)).splitlines()[0]
         print(
             f"error: unexpected {type(error).__name__}: {first}\n"
-            "  next: Run again with --debug for the stack trace; if it looks like a fault of Lockstep, report it with that trace.",
+            "  next: Run again with --debug for the stack trace, and report it with that trace if the fault is ours.",
             file=sys.stderr,
         )
         code = 1

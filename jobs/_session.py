@@ -53,10 +53,10 @@ def spark_session(app_name: str, master: str | None = None) -> Iterator[SparkSes
     builder = SparkSession.builder.appName(app_name)
     for key, value in PINNED.items():
         builder = builder.config(key, value)
-    submitted = os.environ.get("SPARK_ENV_LOADED") or "pyspark-shell" not in os.environ.get("PYSPARK_SUBMIT_ARGS", "pyspark-shell")
+    submitted = "SPARK_ENV_LOADED" in os.environ  # what spark-submit's own launcher sets
     if master is not None:
         builder = builder.master(master)
-    elif not submitted and "MASTER" not in os.environ:
+    elif not submitted:
         builder = builder.master("local[*]")
     try:
         spark = builder.getOrCreate()
@@ -80,7 +80,12 @@ def hadoop_settings_of(spark: SparkSession) -> dict[str, str]:
     """The driver's effective fs.* and dfs.* settings, which ranks need to reach the same HDFS."""
     context = spark.sparkContext._jsc  # pyspark has no public accessor for the Hadoop configuration
     if context is None:
-        raise LockstepError("this session has no JVM", next_step="Use a classic session; Spark Connect has no barrier mode.")
+        raise LockstepError(
+            "this session has no JVM",
+            got="Spark Connect",
+            allowed="a classic session: Spark Connect has no barrier mode",
+            next_step="Start the job with spark-submit or --master.",
+        )
     entries = context.hadoopConfiguration().iterator()
     found: dict[str, str] = {}
     while entries.hasNext():

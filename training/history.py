@@ -40,7 +40,8 @@ def read_history(run: str) -> History:
     for generation in generations:
         for row in _rows(paths.metrics(generation)):
             kept[row["kind"]][row["step"]] = row
-    return History(*([rows[step] for step in sorted(rows)] for rows in kept.values()), len(generations))
+    steps, epochs = ([rows[step] for step in sorted(rows)] for rows in kept.values())
+    return History(steps, epochs, len(generations))
 
 
 def _rows(directory: str) -> list[dict[str, Any]]:
@@ -52,14 +53,17 @@ def _rows(directory: str) -> list[dict[str, Any]]:
     rows = []
     for part in parts:
         for number, line in enumerate(fs.read_bytes(part.url).splitlines()):
-            try:
-                row = json.loads(line)
-                known = row["kind"] in ("step", "epoch") and isinstance(row["step"], int)
-            except (ValueError, KeyError, TypeError):
-                known = False
-            if not known:
-                raise CorruptionError(
-                    "a metrics file holds a line that is no measurement", file=part.url, record=number, got=repr(line[:80])
-                )
-            rows.append(row)
+            rows.append(_row(line, part.url, number))
     return rows
+
+
+def _row(line: bytes, url: str, number: int) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+        if row["kind"] in ("step", "epoch") and isinstance(row["step"], int):
+            return dict(row)
+        problem = "neither a step nor an epoch"
+    except (ValueError, KeyError, TypeError) as error:
+        problem = repr(error)
+    what = f"a metrics file holds a line that is no measurement ({problem})"
+    raise CorruptionError(what, file=url, record=number, got=repr(line[:80]))

@@ -22,13 +22,16 @@ if TYPE_CHECKING:
 
 SMOOTHED_STEPS = 20  # the curve's dark line: a single batch's loss says little
 
+LIGHT, DARK = "#b9cbe0", "#1f4e89"
+
 # The headings are the sections of a run's life; everything that comes from data is escaped by the template engine.
 _PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string("""\
 <!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
 <style>
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
-table { border-collapse: collapse; margin: 1rem 0 } td, th { border: 1px solid #ccc; padding: .2rem .6rem; text-align: left }
+table { border-collapse: collapse; margin: 1rem 0 }
+td, th { border: 1px solid #ccc; padding: .2rem .6rem; text-align: left }
 td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere } svg { max-width: 100%; height: auto }
 </style></head><body>
 <h1>{{ title }}</h1>
@@ -47,8 +50,8 @@ td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere } svg { max-wid
 def write_report(run: str, manifest: DatasetManifest, evaluation: Mapping[str, Any] | None) -> str:
     """Write the report of the newest result of `run`; returns its URL.
 
-    `evaluation` is what training.evaluate returned: {split, rows, metrics, baseline}. A report that is there already is
-    replaced: it holds nothing that the run does not. Raises NotFoundError while the run has no result.
+    `evaluation` is what training.evaluate returned: {split, samples, metrics, baseline}. A report that is there
+    already is replaced: it holds nothing that the run does not. Raises NotFoundError while the run has no result.
     """
     fs, paths = filesystem(run), RunPaths(run)
     result = find_result(fs, paths)
@@ -110,7 +113,7 @@ def render(
 
 
 def _evaluation_rows(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
-    rows = [("records", str(evaluation["rows"]))]
+    rows = [("records", str(evaluation["samples"]))]
     baseline = evaluation.get("baseline")
     for name, value in sorted(evaluation["metrics"].items()):
         beside = f"   (baseline {baseline['name']}: {_number(baseline['metrics'][name])})" if baseline else ""
@@ -126,12 +129,16 @@ def _loss_curve(history: History) -> Markup:
     steps = [row["step"] for row in history.steps]
     losses = [row["loss"] for row in history.steps]
     smooth = [_mean(losses[max(0, i - SMOOTHED_STEPS + 1) : i + 1]) for i in range(len(losses))]
-    return _curve(steps, [("one step", losses, "#b9cbe0"), (f"mean of {SMOOTHED_STEPS} steps", smooth, "#1f4e89")], "step")
+    return _curve(
+        steps, [("one step", losses, "#b9cbe0"), (f"mean of {SMOOTHED_STEPS} steps", smooth, "#1f4e89")], "step"
+    )
 
 
 def _epoch_curve(history: History, name: str) -> Markup:
     rows = [row for row in history.epochs if isinstance(row["metrics"].get(name), (int, float))]
-    return _curve([row["epoch"] + 1 for row in rows], [(name, [row["metrics"][name] for row in rows], "#1f4e89")], "epoch")
+    return _curve(
+        [row["epoch"] + 1 for row in rows], [(name, [row["metrics"][name] for row in rows], "#1f4e89")], "epoch"
+    )
 
 
 def _mean(values: Sequence[float]) -> float:

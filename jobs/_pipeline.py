@@ -1,0 +1,213 @@
+"""One pipeline: the steps of the jobs, called as functions in one session."""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from etl import image_sets, logs
+from jobs import etl_images, etl_logs, evaluate, train
+from jobs._cli import JobParser, read_toml
+from storage.errors import ConfigError, CorruptionError
+from storage.fs import join
+from storage.manifest import DatasetManifest
+from storage.verify import verify
+from training.driver import Launch, RunResult
+from training.driver import check as check_training
+from training.driver import train as train_run
+from training.evaluate import evaluate as evaluate_run
+from training.launch.barrier import run_barrier
+from training.launch.local import run_local
+from training.report import write_report
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+T = TypeVar("T")
+
+TABLES = ("pipeline", "etl_logs", "etl_images", "train", "evaluate")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What one pipeline did, for the table at the end."""
+
+    name: str
+    manifest: DatasetManifest
+    result: RunResult
+    evaluation: dict[str, Any]
+    metric: str
+    """The metric that is held against `bar`."""
+    bar: float
+    bar_name: str
+    """What the bar is: a baseline's name, or `configured`."""
+    seconds: float
+    dataset: str
+    report: str
+
+    @property
+    def value(self) -> float:
+        """The model's metric on the evaluated split."""
+        return float(self.evaluation["metrics"][self.metric])
+
+    @property
+    def good(self) -> bool:
+        """Whether the model reaches its bar."""
+        return self.value >= self.bar
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pipeline:
+    """One configuration file: its steps' own command lines, with dataset and run inside `folder`."""
+
+    name: str
+    metric: str
+    at_least: str
+    etl: Callable[[SparkSession], DatasetManifest]
+    check_etl: Callable[[], object]
+    train_args: Namespace
+    evaluate_args: Namespace
+    dataset: str
+    run_url: str
+
+    @classmethod
+    def load(cls, path: str, folder: str) -> Self:
+        """Read a file. Raises ConfigError for unknown tables, keys and values, before anything is run."""
+        document = read_toml(path)
+        unknown = sorted(set(document) - set(TABLES))
+        etls = [name for name in ("etl_logs", "etl_images") if name in document]
+        if unknown or len(etls) != 1:
+            raise ConfigError(
+                f"{path} is no pipeline",
+                got=f"tables {', '.join(sorted(document)) or 'none'}",
+                allowed="[pipeline], one of [etl_logs] and [etl_images], [train], [evaluate]",
+                next_step="Take conf/demo_weblog.toml as an example.",
+            )
+        own = _own(path)
+        dataset, run_url = join(folder, own.name, "dataset"), join(folder, own.name, "run")
+        steps: tuple[Callable[[SparkSession], DatasetManifest], Callable[[], object]]
+        if etls == ["etl_logs"]:
+            logs_config = etl_logs.config_of(etl_logs.parser().parse(["--config", path, "--output", dataset]))
+            steps = (lambda spark: logs.run(spark, logs_config)), (lambda: logs.check(logs_config))
+        else:
+            images_config = etl_images.config_of(etl_images.parser().parse(["--config", path, "--output", dataset]))
+            steps = (lambda spark: image_sets.run(spark, images_config)), (lambda: image_sets.check(images_config))
+        where = ["--config", path, "--dataset", dataset, "--run", run_url]
+        return cls(
+            name=own.name,
+            metric=own.metric,
+            at_least=own.at_least,
+            etl=steps[0],
+            check_etl=steps[1],
+            train_args=train.parser().parse(where),
+            evaluate_args=evaluate.parser().parse(where),
+            dataset=dataset,
+            run_url=run_url,
+        )
+
+    def check(self) -> None:
+        """What can be checked before Spark starts. Raises ConfigError."""
+        train.config_of(self.train_args)
+        self.check_etl()
+
+    def run(self, spark: SparkSession) -> Outcome:
+        """Every step in order; the first that fails ends the pipeline with its error."""
+        began = time.monotonic()
+        manifest = self._step("etl", lambda: self.etl(spark))
+        self._step("verify", self._verify)
+        config = train.config_of(self.train_args)
+        check_training(config)
+        launch = partial(run_barrier, spark)
+        result = self._step("train", lambda: train_run(config, launch))
+        evaluation = self._step("evaluate", lambda: self._evaluate(launch))
+        report = self._step("report", lambda: write_report(self.run_url, manifest, evaluation))
+        bar, bar_name = self._bar(evaluation)
+        return Outcome(
+            name=self.name,
+            manifest=manifest,
+            result=result,
+            evaluation=evaluation,
+            metric=self.metric,
+            bar=bar,
+            bar_name=bar_name,
+            seconds=time.monotonic() - began,
+            dataset=self.dataset,
+            report=report,
+        )
+
+    def _step(self, name: str, step: Callable[[], T]) -> T:
+        print(f"== {self.name}: {name}", flush=True)
+        return step()
+
+    def _verify(self) -> None:
+        findings = verify(self.dataset)
+        if findings:
+            raise CorruptionError(f"{len(findings)} faults in the new dataset", file=self.dataset, got=str(findings[0]))
+
+    def _evaluate(self, launch: Launch) -> dict[str, Any]:
+        args = self.evaluate_args
+        chosen = launch if args.launcher == "barrier" else run_local
+        return evaluate_run(
+            args.run,
+            args.dataset,
+            args.split,
+            chosen,
+            num_ranks=args.num_ranks,
+            batch=args.batch,
+            baseline=args.baseline,
+        )
+
+    def _bar(self, evaluation: dict[str, Any]) -> tuple[float, str]:
+        if self.at_least == "baseline":
+            return float(evaluation["baseline"]["metrics"][self.metric]), evaluation["baseline"]["name"]
+        return float(self.at_least), "configured"
+
+
+def _own(path: str) -> Namespace:
+    job = JobParser("pipeline", "The table [pipeline].", "pipeline")
+    job.add_argument("--name", required=True)
+    job.add_argument("--metric", required=True)
+    job.add_argument("--at-least", default="baseline")
+    own = job.parse(["--config", path])
+    if own.at_least != "baseline":
+        try:
+            float(own.at_least)
+        except ValueError:
+            job.error(f"at_least = {own.at_least}: neither a number nor `baseline`")
+    return own
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """All outcomes side by side, a row a fact."""
+    return "\n".join(
+        [_line("", [o.name for o in outcomes])]
+        + [_line(name, [str(value(o)) for o in outcomes]) for name, value in _FACTS]
+        + [f"{o.name}: dataset {o.dataset}\n{o.name}: run     {o.result.run}\n{o.name}: model   {o.result.model}"
+           f"\n{o.name}: report  {o.report}" for o in outcomes]
+    )  # fmt: skip
+
+
+def _line(name: str, cells: Sequence[str]) -> str:
+    return f"{name:<22}" + "".join(f"{cell:>24}" for cell in cells)
+
+
+_FACTS: tuple[tuple[str, Callable[[Outcome], object]], ...] = (
+    ("read", lambda o: o.manifest.counts.read),
+    ("written", lambda o: o.manifest.counts.written),
+    ("quarantined", lambda o: o.manifest.counts.quarantined),
+    ("dropped", lambda o: ", ".join(f"{n} {why}" for why, n in sorted(o.manifest.counts.dropped.items())) or 0),
+    ("steps", lambda o: o.result.steps),
+    ("samples/s in training", lambda o: f"{o.result.samples_per_s:.0f}"),
+    ("metric", lambda o: f"{o.metric} {o.value:.4f}"),
+    ("baseline", lambda o: _baseline(o)),
+    ("seconds in all", lambda o: f"{o.seconds:.0f}"),
+)
+
+
+def _baseline(outcome: Outcome) -> str:
+    baseline = outcome.evaluation.get("baseline")
+    return f"{baseline['metrics'][outcome.metric]:.4f} ({baseline['name']})" if baseline else "-"

@@ -1,0 +1,70 @@
+"""ETL, verify, train, evaluate and report, for each configuration file, in one Spark session."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import secrets
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = str(Path(__file__).resolve().parent.parent)
+if sys.path[0] != ROOT:
+    sys.path[:1] = [ROOT]
+
+from jobs._cli import JobParser, run_job
+from jobs._pipeline import Outcome, Pipeline, table
+from jobs._session import hadoop_settings_of, spark_session
+from storage.errors import DataError
+from storage.fs import join
+from storage.settings import set_hadoop_settings
+
+
+def parser() -> JobParser:
+    """The command line."""
+    job = JobParser("pipeline", __doc__ or "", "pipeline")
+    job.add_argument("--out", default=".demo", metavar="URL", help="results go to a new folder in it (default .demo)")
+    job.add_argument("--master", metavar="URL", help="Spark master (default: spark-submit's, else local[*])")
+    return job
+
+
+def new_folder(out: str) -> str:
+    """A folder of this call's own in `out`: time (UTC) and a few random digits."""
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
+    return join(out, f"{now}-{secrets.token_hex(2)}")
+
+
+def run(args: Namespace, folder: str) -> list[Outcome]:
+    """Run every configured pipeline in one session; all are checked before the first begins."""
+    pipelines = [Pipeline.load(path, folder) for path in args.config]
+    for pipeline in pipelines:
+        pipeline.check()
+    with spark_session("lockstep pipeline", args.master) as spark:
+        set_hadoop_settings(hadoop_settings_of(spark))
+        return [pipeline.run(spark) for pipeline in pipelines]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the job; returns the exit code."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    job = parser()
+    args = job.parse_args(argv)
+    if not args.config:
+        job.error("--config is missing")
+    outcomes = run(args, new_folder(args.out))
+    print(table(outcomes))
+    short = [outcome for outcome in outcomes if not outcome.good]
+    if short:
+        raise DataError(
+            "a model is worse than its configuration asks",
+            got="; ".join(f"{o.name}: {o.metric} {o.value:.4f}" for o in short),
+            allowed="; ".join(f"{o.name}: {o.metric} at least {o.bar:.4f} ({o.bar_name})" for o in short),
+            next_step="Look at the report's curves; more epochs or another learning rate may be needed.",
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    run_job(main)
