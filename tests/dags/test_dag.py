@@ -17,7 +17,7 @@ AIRFLOW = ROOT / ".venv-airflow" / "bin" / "python"
 LOG = ROOT / "data" / "weblogs" / "nasa_access_log_1995-07-09.log.gz"
 LINES = 1500
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(560)]
 
 
 def airflow(folder: Path, *arguments: str, limit_s: float) -> str:
@@ -32,7 +32,10 @@ def airflow(folder: Path, *arguments: str, limit_s: float) -> str:
         "AIRFLOW__CORE__UNIT_TEST_MODE": "False",
         "AIRFLOW_CONN_SPARK_DEFAULT": json.dumps({"conn_type": "spark", "host": "local[2]"}),
         "PYSPARK_PYTHON": sys.executable,
+        "SPARK_CONF_DIR": str(folder / "spark"),
     }
+    (folder / "spark").mkdir(exist_ok=True)
+    (folder / "spark" / "spark-defaults.conf").write_text("spark.ui.enabled false\nspark.sql.shuffle.partitions 4\n")
     done = subprocess.run(
         [str(AIRFLOW), *arguments], env=environment, cwd=folder, capture_output=True, text=True, timeout=limit_s
     )
@@ -54,7 +57,7 @@ def test_the_dag_runs_from_log_to_evaluation(tmp_path: Path) -> None:
     (tmp_path / "conf.json").write_text(json.dumps(conf))
     airflow(tmp_path, "-m", "airflow", "db", "migrate", limit_s=120)
     output = airflow(
-        tmp_path, str(Path(__file__).with_name("_run_dag.py")), str(DAG_FILE), str(tmp_path / "conf.json"), limit_s=300
+        tmp_path, str(Path(__file__).with_name("_run_dag.py")), str(DAG_FILE), str(tmp_path / "conf.json"), limit_s=420
     )
     told = next((line for line in output.splitlines() if line.startswith("RESULT ")), None)
     assert told is not None, output[-6000:]
