@@ -64,10 +64,11 @@ def write_dataset(
 ) -> DatasetManifest:
     """Split, order, encode and publish the rows of `df` as the dataset `url`.
 
-    `df` holds the schema's fields but the sample id, the id columns, `_source` (int), `_position` (bigint), and may
-    hold `_occurrence` (bigint; worked out when missing), `_dropped` (string: why a row is not written) and,
-    for the split `given`, `_split`. Nothing is seen at `url` before all of it is there. Raises ExistsError for an existing output,
-    ConfigError for columns that do not fit, DataError where a split would be empty or two records have one id.
+    `df` holds the schema's fields but the sample id, the id columns, `_source` (int), `_position` (bigint), and
+    may hold `_occurrence` (bigint; worked out when missing), `_dropped` (string: why a row is not written) and,
+    for the split `given`, `_split`. Nothing is seen at `url` before all of it is there. Raises ExistsError for an
+    existing output, ConfigError for columns that do not fit, DataError where a split would be empty or two
+    records have one id.
     """
     refuse_existing(url)
     df = _with_occurrence(_checked(df, schema, id_columns, split), id_columns)

@@ -10,8 +10,9 @@ An Example is a protobuf message; each feature of it lies so (lengths and int64 
             0a LENGTH DATA ...    one each for bytes; numbers are packed into one; absent where the list is empty
 
 int64 and bool become int64, float32 float, strings UTF-8 bytes; float64 values and tensors are little-endian
-bytes. A null is an absent feature, an empty list a present and empty one. tf.train.Example serialises to the same entries; its
-deterministic order differs from byte order in one case only: it puts a name behind the longer names that begin with it.
+bytes. A null is an absent feature, an empty list a present and empty one. tf.train.Example serialises to the same
+entries; its deterministic order differs from byte order in one case only: it puts a name behind the longer names
+that begin with it.
 """
 
 from __future__ import annotations

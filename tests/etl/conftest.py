@@ -1,0 +1,52 @@
+"""What the tests of ETL share: small logs and image sets, and a look at what was published."""
+
+from __future__ import annotations
+
+import gzip
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NASA = ROOT / "data" / "weblogs" / "nasa_access_log_1995-07-09.log.gz"
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """All files below a folder, by relative path."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def nasa_lines(count: int) -> bytes:
+    """The first lines of the NASA day, as bytes."""
+    with gzip.open(NASA) as file:
+        return b"".join(line for line, _ in zip(file, range(count), strict=False))
+
+
+@pytest.fixture(scope="session")
+def small_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """4,000 lines of the NASA day, four of them made unreadable."""
+    lines = nasa_lines(4000).split(b"\n")
+    for number in (100, 1500, 1501, 3999):
+        lines[number] = b"\xff" + lines[number]
+    path = tmp_path_factory.mktemp("log") / "access.log"
+    path.write_bytes(b"\n".join(lines))
+    return path
+
+
+def write_images(
+    folder: Path, stem: str, count: int, *, packed: bool = False, bad_labels: tuple[int, ...] = ()
+) -> None:
+    """A pair of IDX files: 6 x 4 images whose pixels follow from their number, labels number % 3 (9 where bad)."""
+    pixels = (np.arange(count * 24) % 251).astype(np.uint8).tobytes()
+    labels = np.arange(count, dtype=np.uint8) % 3
+    labels[list(bad_labels)] = 9
+    images = struct.pack(">4I", 0x803, count, 6, 4) + pixels
+    classes = struct.pack(">2I", 0x801, count) + labels.tobytes()
+    for kind, content in (("images-idx3", images), ("labels-idx1", classes)):
+        path = folder / f"{stem}-{kind}-ubyte"
+        if packed:
+            path.with_name(path.name + ".gz").write_bytes(gzip.compress(content))
+        else:
+            path.write_bytes(content)

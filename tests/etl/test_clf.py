@@ -1,0 +1,116 @@
+"""The Common Log Format, line by line, with the reason for each case."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from etl.clf import BAD_TIME, NOT_COMMON_LOG, NOT_UTF8, parse
+from etl.weblog import is_page
+
+STAMP = "09/Jul/1995:00:00:07 -0400"
+SECONDS = int(datetime(1995, 7, 9, 4, 0, 7, tzinfo=UTC).timestamp())
+
+
+def line(
+    host: str = "h", stamp: str = STAMP, request: str = "GET /a HTTP/1.0", status: str = "200", size: str = "5"
+) -> bytes:
+    return f'{host} - - [{stamp}] "{request}" {status} {size}'.encode()
+
+
+def parsed(*lines: bytes):
+    return parse(pa.array(list(lines), type=pa.binary()))
+
+
+@pytest.mark.parametrize(
+    ("request_line", "method", "page", "query"),
+    [
+        ("GET /a/b.html HTTP/1.0", "GET", "/a/b.html", ""),
+        ("GET /a/b.html", "GET", "/a/b.html", ""),  # HTTP/0.9 names no protocol
+        ("GET /cgi?99,1?2 HTTP/1.0", "GET", "/cgi", "99,1?2"),  # only the first ? parts
+        ("HEAD / HTTP/1.1", "HEAD", "/", ""),
+        ("GET /a b.html HTTP/1.0", "GET", "/a b.html", ""),  # real clients sent blanks
+        ('GET /a" HTTP/1.0', "GET", '/a"', ""),  # and quotes
+        ("GET  /a  HTTP/1.0 ", "GET", "/a", ""),
+        ("-", "", "", ""),  # a connection without a request
+        ("", "", "", ""),
+        ("GET /ü HTTP/1.0", "GET", "/ü", ""),
+    ],
+)
+def test_requests(request_line: str, method: str, page: str, query: str) -> None:
+    found = parsed(line(request=request_line))
+    assert found.reasons.tolist() == [None]
+    assert [found.method[0].as_py(), found.page[0].as_py(), found.query[0].as_py()] == [method, page, query]
+
+
+@pytest.mark.parametrize(
+    ("stamp", "seconds"),
+    [
+        (STAMP, SECONDS),
+        ("09/Jul/1995:04:00:07 +0000", SECONDS),
+        ("09/Jul/1995:09:30:07 +0530", SECONDS),
+        ("29/Feb/1996:00:00:00 +0000", 825552000),  # a leap day
+        ("31/Dec/1995:23:59:60 +0000", 820454400),  # a leap second counts as the next
+        ("31/Dec/1969:23:59:59 +0000", -1),
+    ],
+)
+def test_times(stamp: str, seconds: int) -> None:
+    found = parsed(line(stamp=stamp))
+    assert found.reasons.tolist() == [None] and found.time.tolist() == [seconds]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (b"", NOT_COMMON_LOG),
+        (b"noise", NOT_COMMON_LOG),
+        (line() + b' "-" "Mozilla"', NOT_COMMON_LOG),  # the combined format has two fields more
+        (line(status="2000"), NOT_COMMON_LOG),
+        (line(size="x"), NOT_COMMON_LOG),
+        (line(host="two words"), NOT_COMMON_LOG),
+        (line(stamp="9/Jul/1995:00:00:07 -0400"), NOT_COMMON_LOG),
+        (line(stamp="29/Feb/1995:00:00:00 +0000"), BAD_TIME),
+        (line(stamp="00/Jul/1995:00:00:00 +0000"), BAD_TIME),
+        (line(stamp="09/Jux/1995:00:00:00 +0000"), BAD_TIME),
+        (line(stamp="09/Jul/1995:24:00:00 +0000"), BAD_TIME),
+        (line(stamp="09/Jul/1995:00:60:00 +0000"), BAD_TIME),
+        (line(stamp="09/Jul/1995:00:00:00 +0060"), BAD_TIME),
+        (line(stamp="09/Jul/0000:00:00:00 +0000"), BAD_TIME),
+        (b"\xff" + line(), NOT_UTF8),
+        (line(host="a\0b"), NOT_UTF8),
+    ],
+)
+def test_refused_lines_leave_their_neighbours_alone(text: bytes, reason: str) -> None:
+    found = parsed(line(), text, line(host="other"))
+    assert found.reasons.tolist() == [None, reason, None]
+    assert found.visitor[2].as_py() == "other" and found.time[2] == SECONDS
+
+
+@pytest.mark.parametrize(
+    ("request_line", "status", "page"),
+    [
+        ("GET /a.html HTTP/1.0", "200", True),
+        ("GET /a HTTP/1.0", "206", True),
+        ("GET /a.html HTTP/1.0", "304", True),
+        ("GET /cgi.pl?a.gif HTTP/1.0", "200", True),  # the suffix of a query says nothing
+        ("GET /a.txt HTTP/1.0", "200", True),  # text is read
+        ("GET /a.html HTTP/1.0", "302", False),
+        ("GET /a.html HTTP/1.0", "404", False),
+        ("POST /a.html HTTP/1.0", "200", False),
+        ("get /a.html HTTP/1.0", "200", False),  # methods have one case
+        ("GET /a.GIF HTTP/1.0", "200", False),
+        ("GET /a.mpeg HTTP/1.0", "200", False),
+        ("-", "200", False),
+    ],
+)
+def test_what_is_a_page(request_line: str, status: str, page: bool) -> None:
+    found = parsed(line(request=request_line, status=status))
+    assert is_page(found.method, found.page, found.status).tolist() == [page]
+
+
+def test_no_lines() -> None:
+    found = parsed()
+    assert len(found.reasons) == 0 and found.time.dtype == np.int64

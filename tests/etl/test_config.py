@@ -1,0 +1,83 @@
+"""What ETL jobs are told: bad values are refused before anything is read."""
+
+from __future__ import annotations
+
+import tomllib
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import etl
+from etl.config import ImagesConfig, LogsConfig, parse_share, parse_size
+from etl.spark_errors import from_text, to_wire
+from etl.splits import SplitSpec
+from storage.errors import ConfigError, CorruptionError, DataError, LockstepError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"inputs": ()},
+        {"fmt": "csv"},
+        {"split": "80"},
+        {"split": "80/20/10"},
+        {"split": "80/0"},
+        {"split": "group::80/20"},
+        {"split": "given"},
+        {"split": "-80/20"},
+        {"max_bad": "2"},
+        {"max_bad": "x%"},
+        {"max_bad": "1/0"},
+        {"max_bad": "-1%"},
+        {"shard_bytes": 0},
+        {"seed": -1},
+        {"log_format": "combined"},
+    ],
+)
+def test_bad_log_options(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LogsConfig(**{"inputs": ("a",), "output": "b", **wrong})
+    assert caught.value.exit_code == 2 and caught.value.got and caught.value.allowed and caught.value.next_step
+
+
+@pytest.mark.parametrize("wrong", [{"source": "tar"}, {"num_classes": 1}, {"num_classes": 257}, {"image_size": (0, 5)}])
+def test_bad_image_options(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        ImagesConfig(**{"inputs": ("a",), "output": "b", **wrong})
+
+
+def test_shares_sizes_and_splits() -> None:
+    assert parse_share("1%") == parse_share("0.01") == Fraction(1, 100)
+    assert parse_share("0") == 0 and parse_share("100%") == 1
+    assert parse_size("28x32") == (28, 32)
+    with pytest.raises(ConfigError):
+        parse_size("28")
+    assert SplitSpec.parse("group:a:b:70/30") == SplitSpec(weights=(70, 30), column="a:b")
+    assert SplitSpec.parse("given").given
+
+
+def test_the_version_is_the_projects() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["project"]["version"] == etl.VERSION
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        DataError("what\nélse", got="g", allowed="a", next_step="n"),
+        CorruptionError("bad", file="f", record=3, offset=9),
+        ConfigError("x" * 10_000),
+    ],
+)
+def test_errors_survive_the_way_through_a_stack_trace(error: LockstepError) -> None:
+    text = (
+        f"org.apache.spark.SparkException: ...\n  File x\netl.spark_errors.TaskError: {to_wire(error)}\n\tat java.base"
+    )
+    found = from_text(text)
+    assert type(found) is type(error) and found is not None and found.exit_code == error.exit_code
+    assert str(found) == str(error)[:4000] or found.what == error.what[:4000]
+    assert from_text("no such thing") is None

@@ -1,0 +1,290 @@
+"""From a log to a published dataset, on Spark."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+import pytest
+
+from etl import logs, weblog
+from etl.config import DEFAULT_LABEL, LogsConfig
+from features.encode import Encoder
+from features.example import decode_batch
+from features.fitted import Vocabulary
+from features.schema import Schema
+from storage.errors import ConfigError, DataError, ExistsError, NotFoundError
+from storage.manifest import DatasetManifest
+from storage.tfrecord import parse_index, parse_records
+from storage.verify import verify
+
+from .conftest import NASA, nasa_lines, tree
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = pytest.mark.slow
+
+START, HALF_HOUR = 805_262_400, 1800
+
+
+def config(source: Path, output: Path, **more: Any) -> LogsConfig:
+    return LogsConfig(**{"inputs": (str(source),), "output": str(output), "split": "group:visitor:80/20", **more})
+
+
+@pytest.fixture(scope="module")
+def nasa(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, DatasetManifest]:
+    output = tmp_path_factory.mktemp("nasa") / "dataset"
+    return output, logs.run(spark, config(NASA, output))
+
+
+@pytest.fixture(scope="module")
+def small(spark: SparkSession, small_log: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("small") / "dataset"
+    logs.run(spark, config(small_log, output, shard_bytes=100_000))
+    return output
+
+
+def rows_of_shards(folder: Path, manifest: DatasetManifest, split: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for shard in manifest.splits[split].shards:
+        data = (folder / shard.path).read_bytes()
+        rows += decode_batch(Schema.from_json(manifest.schema), parse_records(data, file=shard.path)).to_pylist()
+    return rows
+
+
+def test_the_nasa_day(nasa: tuple[Path, DatasetManifest]) -> None:
+    folder, manifest = nasa
+    counts = manifest.counts
+    assert (counts.read, counts.quarantined) == (35_272, 0)
+    assert counts.dropped == {"not_a_page": 22_861, "censored": 104}
+    assert counts.written == 35_272 - 22_861 - 104
+    labels = [row["stays"] for split in ("train", "test") for row in rows_of_shards(folder, manifest, split)]
+    assert len(labels) == counts.written
+    assert abs(sum(labels) / len(labels) - 0.775) < 0.001
+    assert not list(verify(str(folder)))
+    source = manifest.source[0]
+    assert (source.bytes, source.sha256) == (NASA.stat().st_size, hashlib.sha256(NASA.read_bytes()).hexdigest())
+    assert [path.name for path in folder.parent.iterdir()] == ["dataset"], "no staging folder stays"
+
+
+def test_no_visitor_leaves_the_job(nasa: tuple[Path, DatasetManifest]) -> None:
+    folder, _ = nasa
+    hosts = {line.split(b" ")[0] for line in nasa_lines(300).splitlines()}
+    content = b"".join(tree(folder).values())
+    assert not [host for host in hosts if len(host) > 8 and host in content]
+
+
+def test_records_lie_in_order_and_blocks_begin_where_the_manifest_says(nasa: tuple[Path, DatasetManifest]) -> None:
+    from features.sample_id import shard_key
+
+    folder, manifest = nasa
+    for name, split in manifest.splits.items():
+        rows = rows_of_shards(folder, manifest, name)
+        keys = [shard_key(row["sample_id"], 0) for row in rows]
+        assert keys == sorted(keys) and len(set(keys)) == len(keys)
+        (shard,) = split.shards
+        index = parse_index((folder / f"_index/{name}/part-00000.idx").read_bytes(), file="index")
+        assert list(shard.block_offsets) == [start for start, _ in index[:: split.block_records]]
+        assert 60 <= len(shard.block_offsets) <= 64
+
+
+def test_vocabularies_come_of_the_training_split_alone(nasa: tuple[Path, DatasetManifest]) -> None:
+    folder, manifest = nasa
+    rows = rows_of_shards(folder, manifest, "train")
+    vocabulary = Vocabulary.from_json(json.loads((folder / "_fitted/page.json").read_bytes()))
+    assert vocabulary.fitted_on == ("train",)
+    pages = [row["page"] for row in rows]
+    assert [pages.count(token) for token in vocabulary.tokens] == list(vocabulary.counts)
+    assert {page for page in pages if pages.count(page) >= 3} == set(vocabulary.tokens)
+    everything = {path: vocabulary_at(folder, path) for path in manifest.files if path.startswith("_fitted/")}
+    encoder = Encoder(Schema.from_json(manifest.schema), {v.name: v for v in everything.values()})
+    assert encoder.signature.features["page"].shape == (len(vocabulary.tokens) + 1,)
+    assert encoder.signature.label is not None and encoder.signature.label.dtype == "float32"
+
+
+def vocabulary_at(folder: Path, path: str) -> Vocabulary:
+    return Vocabulary.from_json(json.loads((folder / path).read_bytes()))
+
+
+@pytest.mark.parametrize("fmt", ["tfrecord", "parquet"])
+def test_the_same_bytes_however_the_input_is_cut(
+    spark: SparkSession, small: Path, small_log: Path, tmp_path: Path, fmt: str
+) -> None:
+    size = small_log.stat().st_size
+    cuts = [-(-size // 2), -(-size // 4)] if fmt == "tfrecord" else [size, -(-size // 4)]
+    found = []
+    for number, cut in enumerate(cuts):
+        output = tmp_path / str(number)
+        logs.run(spark, config(small_log, output, shard_bytes=100_000, split_bytes=cut, fmt=fmt))
+        found.append(tree(output))
+    expected = tree(small) if fmt == "tfrecord" else found[0]
+    assert len(expected) > 8 and all(files == expected for files in found)
+
+
+def test_shards_are_as_many_as_their_bytes_ask_for(small: Path) -> None:
+    manifest = DatasetManifest.from_bytes((small / "_manifest.json").read_bytes(), "manifest")
+    for split in manifest.splits.values():
+        assert len(split.shards) == -(-sum(shard.bytes for shard in split.shards) // 100_000)
+    assert len(manifest.splits["train"].shards) > 2
+    assert not list(verify(str(small)))
+
+
+def test_the_quarantine_keeps_place_reason_and_bytes(small: Path, small_log: Path) -> None:
+    data, rows = small_log.read_bytes(), pq.read_table(small / "_quarantine" / "part-00000.parquet").to_pylist()
+    assert [row["reason"] for row in rows] == ["not_utf8"] * 4
+    for row in rows:
+        raw = data[row["position"] :].split(b"\n")[0]
+        assert (row["source"], row["raw"], row["length"]) == (str(small_log), raw, len(raw))
+        assert row["sha256"] == hashlib.sha256(raw).hexdigest() and raw.startswith(b"\xff")
+    assert stat.S_IMODE((small / "_quarantine").stat().st_mode) == 0o700
+
+
+def test_other_readers_need_no_help(spark: SparkSession, small: Path, small_log: Path, tmp_path: Path) -> None:
+    import tensorflow as tf
+
+    output = tmp_path / "parquet"
+    manifest = logs.run(spark, config(small_log, output, shard_bytes=100_000, fmt="parquet"))
+    count = manifest.splits["train"].records
+    columns = [field.name for field in weblog.schema()]
+    by_spark = spark.read.parquet(str(output / "split=train")).select(*columns).toPandas()
+    by_arrow = ds.dataset(output / "split=train").to_table().to_pylist()
+    assert len(by_spark) == len(by_arrow) == count
+    assert spark.read.parquet(str(output)).where("split = 'train'").count() == count
+    files = sorted(str(path) for path in (small / "split=train").glob("*.tfrecord"))
+    wanted = {
+        "sample_id": tf.io.FixedLenFeature([], tf.int64),
+        "page": tf.io.FixedLenFeature([], tf.string),
+        "page_tokens": tf.io.RaggedFeature(tf.string),
+        "seconds_since_prev": tf.io.VarLenFeature(tf.int64),
+    }
+    by_id = {row["sample_id"]: row for row in by_arrow}
+    seen = 0
+    for batch in tf.data.TFRecordDataset(files).batch(1000):
+        parsed = tf.io.parse_example(batch, wanted)
+        gaps = tf.sparse.to_dense(parsed["seconds_since_prev"], default_value=-1)[:, 0].numpy().tolist()
+        ids, pages = parsed["sample_id"].numpy().tolist(), parsed["page"].numpy().tolist()
+        for sample, page, tokens, gap in zip(ids, pages, parsed["page_tokens"].to_list(), gaps, strict=True):
+            row = by_id[sample]
+            assert (row["page"].encode(), [token.encode() for token in row["page_tokens"]]) == (page, tokens)
+            assert row["seconds_since_prev"] == (None if gap == -1 else gap)
+            seen += 1
+    assert seen == count
+
+
+def requests(spark: SparkSession, *rows: tuple[str, int, str]):
+    columns = "visitor string, time bigint, page string, query string, source int, position bigint"
+    return spark.createDataFrame([(*row, "", 0, number) for number, row in enumerate(rows)], columns)
+
+
+def test_the_default_label(spark: SparkSession) -> None:
+    end = START + 10_000
+    pages = requests(
+        spark,
+        ("a", START, "/"),  # another one 1,800 s later: stays
+        ("a", START + HALF_HOUR, "/x"),  # the next comes too late
+        ("a", START + 2 * HALF_HOUR + 1, "/"),  # alone, and the half hour ends before the log
+        ("b", START + 5, "/"),
+        ("b", START + 5, "/y"),  # of the same second: not later
+        ("c", end - HALF_HOUR, "/"),  # the half hour ends with the log
+        ("d", end - HALF_HOUR + 1, "/"),  # nobody can know
+        ("e", end - 2, "/"),
+        ("e", end - 1, "/"),
+    )
+    found = {
+        (row["visitor"], row["_position"]): (row["stays"], row["_dropped"])
+        for row in logs.rows_of(pages, DEFAULT_LABEL, end).collect()
+    }
+    yes, no, unknown = (True, None), (False, None), (None, "censored")
+    assert [found[key] for key in sorted(found)] == [yes, no, no, no, no, no, unknown, yes, unknown]
+
+
+def test_features_of_a_small_log(spark: SparkSession) -> None:
+    pages = requests(
+        spark,
+        ("a", START + 3600, "/A/b-c/d.html"),
+        ("b", START, "/"),
+        ("a", START + 3610, "/"),
+        ("a", START + 3650, "/"),
+    )
+    rows = sorted(logs.rows_of(pages, "true", START).collect(), key=lambda row: row["_position"])
+    assert rows[0]["page_tokens"] == ["/a/", "/a/b-c/", "/a/b-c/d.html/", "a", "b", "c", "d", "html"]
+    assert [row["requests_so_far"] for row in rows] == [0, 0, 1, 2]
+    assert [row["prev_page"] for row in rows] == [None, None, "/A/b-c/d.html", "/"]
+    assert [row["seconds_since_prev"] for row in rows] == [None, None, 10, 40]
+    assert [row["mean_gap_s"] for row in rows] == [None, None, 10, 25]
+    assert [row["hour"] for row in rows] == [5, 4, 5, 5]
+    assert [row["_occurrence"] for row in rows] == [0, 0, 0, 0]
+
+
+def test_nothing_later_than_a_request_enters_its_features(spark: SparkSession, tmp_path: Path) -> None:
+    whole, cut = (tmp_path / name for name in ("whole.log", "cut.log"))
+    whole.write_bytes(nasa_lines(3000))
+    cut.write_bytes(nasa_lines(1500))
+    found = []
+    for path in (whole, cut):
+        from etl.parse import PAGE
+
+        parsed = logs._parsed(spark, logs.plan_ranges(logs.find_sources([str(path)]), 1 << 30))
+        rows = logs.rows_of(parsed.where(f"kind = {PAGE}"), DEFAULT_LABEL, START).drop("stays", "_dropped").collect()
+        found.append({row["_position"]: row for row in rows})
+    later, earlier = found
+    assert len(earlier) > 300 and len(later) > 1.5 * len(earlier)
+    assert {position: later[position] for position in earlier} == earlier
+
+
+@pytest.mark.parametrize(
+    ("label", "why"),
+    [
+        ("time >", "no SQL"),
+        ("host = 'a'", "an unknown column"),
+        ("time + 1", "no boolean"),
+        ("rand() > 0.5", "chance"),
+    ],
+)
+def test_a_label_that_is_none_is_told_before_the_input_is_read(
+    spark: SparkSession, small_log: Path, tmp_path: Path, label: str, why: str
+) -> None:
+    with pytest.raises(ConfigError, match="--label is not a label") as caught:
+        logs.run(spark, config(small_log, tmp_path / "out", label=label))
+    assert caught.value.got and caught.value.allowed and caught.value.next_step, why
+    assert not list(tmp_path.iterdir())
+
+
+def test_wrong_input_publishes_nothing(spark: SparkSession, small_log: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "noise").write_bytes(bytes(range(256)) * 100)
+    (folder / "empty").touch()
+    packed = NASA.read_bytes()
+    (folder / "cut.gz").write_bytes(packed[: len(packed) // 2])
+    (folder / "one.log").write_bytes(nasa_lines(1))
+    (tmp_path / "there").mkdir()
+    output = tmp_path / "out"
+    cases: list[tuple[LogsConfig, type[Exception], str]] = [
+        (config(folder / "noise", output), DataError, "are bad, more than --max-bad allows"),
+        (config(folder / "empty", output), DataError, "is empty"),
+        (config(folder / "cut.gz", output), DataError, "damaged gzip"),
+        (config(folder / "none", output), NotFoundError, "does not exist"),
+        (config(folder / "one.log", output), DataError, "no record was left to write"),
+        (config(small_log, output, max_bad="0.09%"), DataError, "4 of 4000 records are bad"),
+        (config(small_log, output, label="CAST(NULL AS BOOLEAN)"), DataError, "no record was left"),
+        (config(small_log, output, label="1 DIV (time - time) > 0"), Exception, "DIVIDE_BY_ZERO"),
+        (config(small_log, tmp_path / "there"), ExistsError, "exists already"),
+        (config(small_log, output, split="group:host:80/20"), ConfigError, "names the column `host`"),
+    ]
+    for told, kind, text in cases:
+        with pytest.raises(kind) as caught:
+            logs.run(spark, told)
+        assert text in str(caught.value), str(caught.value)
+        assert str(caught.value).count("\n") == 3, str(caught.value)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "there"]
+
+
+def test_settings_of_the_session_are_put_back(spark: SparkSession, nasa: tuple[Path, DatasetManifest]) -> None:
+    assert spark.conf.get("spark.sql.shuffle.partitions") == "4"

@@ -1,0 +1,150 @@
+"""write_dataset: what holds whatever the rows are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pytest
+
+from etl.assign import Assign
+from etl.columns import logical_bytes
+from etl.shards import ShardTable
+from etl.splits import SplitSpec
+from etl.write import Origin, block_records, write_dataset
+from features.schema import Field, Schema, sample_id_field
+from storage.errors import ConfigError, DataError
+from storage.manifest import SourceInfo
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+SCHEMA = Schema((sample_id_field(), Field(name="n", dtype="int64"), Field(name="s", dtype="string", shape=(None,))))
+
+
+def batch(
+    numbers: list[int], occurrences: list[int] | None = None, dropped: dict[int, str] | None = None
+) -> pa.RecordBatch:
+    count = len(numbers)
+    return pa.RecordBatch.from_pydict(
+        {
+            "n": pa.array(numbers, pa.int64()),
+            "s": pa.array([["x"] * (n % 3) for n in numbers], pa.list_(pa.string())),
+            "key": [f"k{n}" for n in numbers],
+            "group": [f"g{n % 7}" for n in numbers],
+            "_source": pa.array([0] * count, pa.int32()),
+            "_position": pa.array(range(count), pa.int64()),
+            "_occurrence": pa.array(occurrences or [0] * count, pa.int64()),
+            "_dropped": pa.array([(dropped or {}).get(n) for n in numbers], pa.string()),
+        }
+    )
+
+
+def assign(split: str, fmt: str = "tfrecord", seed: int = 0) -> Assign:
+    return Assign(SCHEMA, ("key",), SplitSpec.parse(split), seed, fmt)
+
+
+def splits_of(rows: pa.RecordBatch) -> dict[int, str]:
+    return dict(zip(rows.column("sample_id").to_pylist(), rows.column("_split").to_pylist(), strict=True))
+
+
+@pytest.mark.parametrize("split", ["80/20", "group:group:80/20"])
+def test_more_data_moves_no_sample(split: str) -> None:
+    few, many = (splits_of(assign(split).rows(batch(list(range(n))), {})) for n in (500, 2000))
+    assert {sample: many[sample] for sample in few} == few
+    assert 0.1 < list(many.values()).count("test") / 2000 < 0.35
+    other = splits_of(assign(split, seed=1).rows(batch(list(range(2000))), {}))
+    assert other != many
+
+
+def test_a_group_is_in_one_split() -> None:
+    numbers = list(range(500))
+    rows = assign("group:group:50/50").rows(batch(numbers), {})
+    groups: dict[int, set[str]] = {}
+    for number, split in zip(numbers, rows.column("_split").to_pylist(), strict=True):
+        groups.setdefault(number % 7, set()).add(split)
+    assert all(len(found) == 1 for found in groups.values()) and len(groups) == 7
+
+
+def test_dropped_rows_keep_their_reason_alone() -> None:
+    rows = assign("80/20", "parquet").rows(batch([1, 2, 3], dropped={2: "why"}), {})
+    assert rows.column("_dropped").to_pylist() == [None, None, "why"]
+    assert rows.column("sample_id").null_count == 1 and rows.column("n").to_pylist() == [1, 3, None]
+
+
+def test_parquet_is_measured_in_arrow_bytes() -> None:
+    words = pa.array([["ab", "c"], [], ["defg"]], pa.list_(pa.string()))
+    assert logical_bytes(SCHEMA["s"], words).to_pylist() == [4 + 4 + 2 + 4 + 1, 4, 4 + 4 + 4]
+    field = Field(name="n", dtype="int64", nullable=True)
+    assert logical_bytes(field, pa.array([1, None], pa.int64())).to_pylist() == [8, 8]
+    tensor = Field(name="t", dtype="uint8", shape=(3,))
+    assert logical_bytes(tensor, pa.array([b"abc"], pa.binary())).to_pylist() == [7]
+
+
+@pytest.mark.parametrize(
+    ("records", "size", "expected"),
+    [
+        (1_000_000, 1_000_000 * 100, 20971),  # 2 MiB of 100 bytes each
+        (10_000, 10_000 * 800, 157),  # a small set: 64 blocks
+        (10, 10 * 800, 1),  # a tiny one: a record a block
+        (100, 100 << 23, 1),  # a record is larger than a block
+    ],
+)
+def test_block_sizes(records: int, size: int, expected: int) -> None:
+    assert block_records(records, size) == expected
+
+
+def test_partitions_and_shards_correspond() -> None:
+    table = ShardTable((("test", 2, 5), ("train", 3, 7)))
+    assert [table.locate(n)[:2] for n in range(table.total)] == [
+        ("test", 0), ("test", 1), ("train", 0), ("train", 1), ("train", 2),
+    ]  # fmt: skip
+
+
+def frame(spark: SparkSession, rows: pa.RecordBatch) -> DataFrame:
+    ddl = "n bigint, s array<string>, key string, group string, _source int, _position bigint, _occurrence bigint"
+    return spark.createDataFrame(rows.select(ddl_names(ddl)).to_pandas().to_dict("records"), ddl)
+
+
+def ddl_names(ddl: str) -> list[str]:
+    return [column.split()[0] for column in ddl.split(", ")]
+
+
+def write(df: DataFrame, url: Path, read: int, **more: Any) -> None:
+    options: dict[str, Any] = {"split": SplitSpec.parse("50/50"), "fmt": "tfrecord", "shard_bytes": 1 << 20, "seed": 0}
+    source = SourceInfo("in.csv", 1, "0" * 64)
+    write_dataset(
+        df,
+        str(url),
+        schema=SCHEMA,
+        id_columns=("key",),
+        origin=Origin(sources=(source,), read=read),
+        **{**options, **more},
+    )
+
+
+@pytest.mark.slow
+def test_one_sample_id_twice_names_both_records(spark: SparkSession, tmp_path: Path) -> None:
+    from etl.spark_errors import translated
+
+    rows = batch([1, 2, 3, 4, 5, 6, 7, 8, 3])  # occurrence 0 both times
+    with pytest.raises(DataError, match="two records have one sample id") as caught, translated(spark, "testing"):
+        write(frame(spark, rows), tmp_path / "out", 9)
+    assert caught.value.got == "in.csv at 2, in.csv at 8"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_repeated_records_are_numbered(spark: SparkSession, tmp_path: Path) -> None:
+    write(frame(spark, batch([1, 2, 3, 4, 5, 6, 7, 8, 3])).drop("_occurrence"), tmp_path / "out", 9)
+    assert (tmp_path / "out" / "_manifest.json").exists()
+
+
+@pytest.mark.slow
+def test_columns_that_do_not_fit_are_refused(spark: SparkSession, tmp_path: Path) -> None:
+    df = frame(spark, batch([1, 2]))
+    for wrong in (df.drop("n"), df.selectExpr("*", "'x' AS t").drop("key"), df.withColumn("n", df["n"].cast("int"))):
+        with pytest.raises(ConfigError, match="cannot be used"):
+            write(wrong, tmp_path / "out", 2)
+    assert not list(tmp_path.iterdir())
