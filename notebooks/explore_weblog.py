@@ -1,0 +1,122 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # A web log, from raw lines to a trained model
+#
+# This notebook makes a dataset from a day of a web server's log, looks at what was kept and what was put in quarantine,
+# trains a logistic regression on two ranks from a cell, and draws its curves. Start it with the project's environment
+# (`.venv`) from the folder `notebooks/`; set `LOCKSTEP_LOG` to another log in the Common Log Format to explore that one.
+
+# %%
+import os
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pandas as pd
+
+from etl import logs
+from etl.config import LogsConfig
+from jobs._session import ROOT, spark_session
+from storage.layout import DatasetPaths
+from training.config import TrainConfig
+from training.driver import train
+from training.evaluate import evaluate
+from training.history import read_history
+from training.launch.barrier import run_barrier
+from training.launch.local import run_local
+
+log = os.environ.get("LOCKSTEP_LOG", str(ROOT / "data/weblogs/nasa_access_log_1995-07-09.log.gz"))
+folder = Path(tempfile.mkdtemp(prefix="lockstep-notebook-"))
+dataset, run = str(folder / "dataset"), str(folder / "run")
+folder
+
+# %% [markdown]
+# ## A session and a dataset
+#
+# Two task slots are enough: a barrier stage needs one for each rank. To see a quarantine at work, three broken lines are
+# added to the log; a job refuses more than 1 % of them, which `max_bad` changes.
+
+# %%
+session = spark_session("lockstep notebook", master="local[2]")
+spark = session.__enter__()
+
+broken = folder / "broken.log"
+broken.write_bytes(b"not a log line\n\xff\xfe\x00 noise\nhost - - [no time] \"GET / HTTP/1.0\" 200 1\n")
+manifest = logs.run(spark, LogsConfig(inputs=(log, str(broken)), output=dataset, split="group:visitor:80/20"))
+pd.Series({"read": manifest.counts.read, "written": manifest.counts.written, "quarantined": manifest.counts.quarantined,
+           **{f"dropped: {why}": n for why, n in manifest.counts.dropped.items()}})
+
+# %% [markdown]
+# ## What was rejected, and why
+#
+# Every rejected line is kept with its source, its byte position and a reason.
+
+# %%
+quarantine = pd.read_parquet(DatasetPaths(dataset).quarantine)
+quarantine[["source", "position", "reason"]]
+
+# %% [markdown]
+# ## What the shards hold
+#
+# The schema says for each column what it is; vocabularies lie beside the shards and are applied when a shard is read.
+
+# %%
+pd.DataFrame(manifest.schema["fields"])[["name", "dtype", "kind"]]
+
+# %%
+pd.DataFrame(
+    [(name, split.records, len(split.shards), split.block_records) for name, split in manifest.splits.items()],
+    columns=["split", "records", "shards", "records of a block"],
+)
+
+# %% [markdown]
+# ## Training on two ranks
+#
+# Each rank is a process of its own inside a barrier stage; they add their gradients over TCP after each step.
+
+# %%
+config = TrainConfig(
+    datasets=(dataset,), run=run, model="logistic", num_ranks=2, global_batch=128, epochs=2, checkpoint_every=100
+)
+result = train(config, partial(run_barrier, spark))
+print(result.summary())
+
+# %% [markdown]
+# ## Curves
+
+# %%
+history = read_history(run)
+steps = pd.DataFrame(history.steps).set_index("step")
+ax = steps["loss"].plot(alpha=0.3, label="one step", figsize=(8, 3))
+steps["loss"].rolling(20, min_periods=1).mean().plot(ax=ax, label="mean of 20 steps")
+ax.set_ylabel("loss over the global batch")
+ax.legend()
+plt.show()
+
+# %%
+pd.DataFrame([{"epoch": row["epoch"] + 1, **row["metrics"]} for row in history.epochs]).set_index("epoch")
+
+# %% [markdown]
+# ## The model and a baseline on the same rows
+#
+# `rate:page` is the mean label of each page in the training split: what one knows without looking at the visitor.
+
+# %%
+evaluation = evaluate(run, dataset, "test", run_local, baseline="rate:page")
+pd.DataFrame({"model": evaluation["metrics"], evaluation["baseline"]["name"]: evaluation["baseline"]["metrics"]})
+
+# %%
+session.__exit__(None, None, None)
