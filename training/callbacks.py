@@ -81,7 +81,8 @@ class RunCallbacks(keras.callbacks.CallbackList):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Passed on with the metrics over all ranks."""
         values = self._loop.epoch_logs(dict(logs or {}))
-        super().on_epoch_end(epoch, values)
+        for callback in self.callbacks:  # one dict for all: ReduceLROnPlateau adds the learning rate to it
+            callback.on_epoch_end(epoch, values)
         self._loop.epoch_ends(epoch, values)
 
 

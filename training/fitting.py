@@ -30,7 +30,7 @@ from training.planning import lane_groups
 from training.reader import OpenSplit
 from training.reports import StepReports
 from training.saving import Progress, Saver
-from training.state import as_floats, build_all, model_identity, summed_metrics, weights_digest
+from training.state import as_floats, build_all, derive_seeds, model_identity, summed_metrics, weights_digest
 
 COMPARED_PACKAGES = ("numpy", "keras", "tensorflow", "pyarrow")
 
@@ -90,7 +90,10 @@ class Fit(AbstractContextManager["Fit"]):
         control.beat(0, "restore")
         restored = self._saver.find()
         self._callbacks.begin()
-        if restored is not None:
+        if restored is None:
+            if self._comm.num_ranks > 1:
+                derive_seeds(model, self._config.seed, 0, self._comm.rank)
+        else:
             self._progress = self._saver.restore(restored)
             self._exchange.step = self._progress.step
         self._compare()

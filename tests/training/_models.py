@@ -1,0 +1,64 @@
+"""Models of the tests, by `tests.training._models:NAME`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from features.signature import Signature
+from training.models import ModelOptions
+from training.models.logistic import logistic
+
+FAIL_AT: dict[str, int] = {}  # {"step": n, "rank": r}: set by a test to make one rank fail once
+
+
+def with_callbacks(signature: Signature, options: ModelOptions) -> tuple[keras.Model, list[Any]]:
+    """Logistic regression with dropout, EarlyStopping, ReduceLROnPlateau and a rank that fails when told to."""
+    inputs = {n: keras.Input(s.shape, dtype=s.dtype, name=n) for n, s in signature.features.items()}
+    x = keras.layers.Concatenate()(list(inputs.values()))
+    x = keras.layers.Dense(8, activation="relu")(x)
+    x = keras.layers.Dropout(0.3, seed=5)(x)
+    model = keras.Model(inputs, keras.layers.Dense(1, activation="sigmoid")(x))
+    model.compile("adam", "binary_crossentropy", metrics=[keras.metrics.AUC(name="auc")], jit_compile=False)
+    callbacks = [
+        keras.callbacks.ReduceLROnPlateau(monitor="auc", mode="max", factor=0.5, patience=0, min_delta=0.05),
+        keras.callbacks.EarlyStopping(monitor="loss", patience=50, restore_best_weights=True),
+        FailOnce(),
+    ]
+    return model, callbacks
+
+
+def diverging(signature: Signature, options: ModelOptions) -> keras.Model:
+    """A model whose loss overflows after some steps."""
+    model = logistic(signature, options)
+    model.compile(keras.optimizers.SGD(1e30), "mean_squared_error", jit_compile=False)
+    model.get_layer("probability").activation = keras.activations.linear
+    return model
+
+
+def stops(signature: Signature, options: ModelOptions) -> tuple[keras.Model, list[Any]]:
+    """A model whose training one rank alone wants to stop."""
+    return logistic(signature, options), [StopOnOneRank()]
+
+
+class FailOnce(keras.callbacks.Callback):
+    """Raises at the step in FAIL_AT, on whichever rank comes first."""
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Called after each step."""
+        if FAIL_AT and int(self.model.optimizer.iterations.numpy()) == FAIL_AT.get("step"):
+            FAIL_AT.clear()
+            raise RuntimeError("told to fail")
+
+
+class StopOnOneRank(keras.callbacks.Callback):
+    """Only the first model to get to step 5 stops."""
+
+    asked = False
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Called after each step."""
+        if batch == 4 and not StopOnOneRank.asked:
+            StopOnOneRank.asked = True
+            self.model.stop_training = True

@@ -1,0 +1,152 @@
+"""Whole runs with ranks as threads of this process: the real driver, sockets, plan and `model.fit`, one TensorFlow.
+
+A process that imports TensorFlow costs five seconds; a thread costs none. What differs from a process: threads of
+arithmetic and the seed are set here once, and models are built one after another, since Keras' seed is global.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+# Read when TensorFlow makes its threads, which no import does. An await blocks one; several ranks wait at once.
+os.environ["TF_NUM_INTEROP_THREADS"] = "12"
+os.environ["TF_NUM_INTRAOP_THREADS"] = "1"
+
+from storage.errors import ConfigError, DataError, TrainingFailedError
+from storage.fs import filesystem
+from tests.training._ring import KEY, Table
+from training.chain import find_tip
+from training.checkpoint import Tensors, read_rank_file
+from training.comm import Communicator, SoloCommunicator
+from training.comm.tcp import connect_ring
+from training.config import TrainConfig
+from training.driver import Hooks, RunResult, train
+from training.exchange import NonFiniteError
+from training.launch.task import Handler, Limits, RankTask
+from training.paths import RunPaths
+from training.world import World
+
+
+class Control:
+    """The control client of a thread: requests are calls of the driver's handler."""
+
+    host = "127.0.0.1"
+
+    def __init__(self, rank: int, handler: Handler | None) -> None:
+        self._rank, self._handler = rank, handler
+
+    def beat(self, step: int, phase: str) -> None:
+        """Nothing watches."""
+
+    def request(self, kind: str, deadline_s: float, **fields: Any) -> dict[str, Any]:
+        """The handler's answer."""
+        assert self._handler is not None
+        return self._handler(self._rank, kind, fields)
+
+    def notify(self, kind: str, **fields: Any) -> None:
+        """As `request`, without an answer."""
+        self.request(kind, 0, **fields)
+
+
+class Context:
+    """The part of RankContext that an entry uses."""
+
+    def __init__(self, world: World, control: Control, payload: dict[str, Any], comm: Communicator) -> None:
+        self.world, self.control, self.payload, self._comm = world, control, payload, comm
+
+    def communicator(self) -> Communicator:
+        """Connected before."""
+        return self._comm
+
+
+def run_threads(
+    task: RankTask,
+    num_ranks: int,
+    *,
+    generation: int = 1,
+    limits: Limits | None = None,
+    handler: Handler | None = None,
+) -> list[dict[str, Any]]:
+    """`run_local` with threads: same signature, same results; a failed rank is a TrainingFailedError."""
+    import keras
+
+    from training.fitting import Fit
+
+    config = TrainConfig.from_json(task.payload["config"])
+    keras.config.set_floatx(config.precision)
+    comms = _join(num_ranks, generation)
+    fits = []
+    for comm in comms:
+        keras.utils.clear_session()
+        keras.utils.set_random_seed(config.seed)
+        world = World.local(comm.rank, num_ranks, generation)
+        context: Any = Context(world, Control(comm.rank, handler), task.payload, comm)
+        fits.append(Fit(context, config))
+
+    def one(comm: Communicator, fit: Fit) -> dict[str, Any]:
+        try:
+            with fit:
+                return fit.run()
+        except BaseException as error:
+            comm.abort(str(error))
+            raise
+        finally:
+            comm.close()
+
+    try:
+        with ThreadPoolExecutor(num_ranks) as pool:
+            futures = [pool.submit(one, comm, fit) for comm, fit in zip(comms, fits, strict=True)]
+        errors = [future.exception() for future in futures]
+        final = [error for error in errors if isinstance(error, ConfigError | DataError)]
+        if final:
+            if isinstance(final[0], NonFiniteError):
+                assert len({str(error) for error in errors}) == 1, errors  # every rank stops by itself, at one step
+            raise final[0]
+        if any(errors):
+            raise TrainingFailedError("; ".join(f"rank {r}: {error}" for r, error in enumerate(errors)))
+        return [future.result() for future in futures]
+    finally:
+        keras.config.set_floatx("float32")
+
+
+def run(config: TrainConfig, hooks: Hooks | None = None) -> RunResult:
+    """A whole run by the real driver."""
+    return train(config, run_threads, hooks=hooks or Hooks(lease_watch_s=0.1))
+
+
+def final_tensors(run_url: str, rank: int = 0) -> Tensors:
+    """A rank's tensors in the chain's newest checkpoint."""
+    tip = find_tip(filesystem(run_url), RunPaths(run_url))
+    assert tip is not None
+    return read_rank_file(tip.url, rank, tip.manifest)
+
+
+def final_state(run_url: str) -> dict[str, Any]:
+    """The JSON state in the chain's newest checkpoint."""
+    tip = find_tip(filesystem(run_url), RunPaths(run_url))
+    assert tip is not None
+    return dict(tip.manifest["state"])
+
+
+def rows_of(run_url: str, kind: str) -> dict[int, dict[str, Any]]:
+    """Step -> the newest row of this kind in the run's metrics."""
+    import json
+    from pathlib import Path
+
+    parts = sorted(Path(run_url, "metrics").glob("g*/part-*.jsonl"))
+    rows = [json.loads(line) for part in parts for line in part.read_text().splitlines()]
+    return {row["step"]: row for row in rows if row["kind"] == kind}
+
+
+def _join(num_ranks: int, generation: int) -> list[Communicator]:
+    if num_ranks == 1:
+        return [SoloCommunicator(generation)]
+    table = Table(num_ranks)
+
+    def join(rank: int) -> Communicator:
+        return connect_ring(rank, num_ranks, generation, table.of(rank), KEY, 20, "127.0.0.1", 60)
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        return list(pool.map(join, range(num_ranks)))

@@ -1,0 +1,155 @@
+"""Whole runs: the same model at any number of ranks, and after a restart in the middle of an epoch."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from storage.errors import ConfigError, CorruptionError, DataError
+from tests.training._threads import final_state, final_tensors, rows_of, run
+from tests.training._tiny import write_images, write_table
+from training.config import TrainConfig
+from training.driver import RunResult
+
+pytestmark = pytest.mark.slow
+OWN = "tests.training._models"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("data")
+    write_table(folder / "table", records={"train": 200, "test": 30})
+    write_images(folder / "images", records={"train": 400, "test": 30})
+    return {"table": str(folder / "table"), "images": str(folder / "images")}
+
+
+def train(dataset: str, url: Path, num_ranks: int, model: str, **more: Any) -> RunResult:
+    defaults = {"global_batch": 24, "epochs": 6, "checkpoint_every": 1000, "launcher": "local", "seed": 7}
+    return run(TrainConfig(datasets=(dataset,), run=str(url), num_ranks=num_ranks, model=model, **(defaults | more)))
+
+
+def assert_same(mine: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
+    """The project's measure: max|a - b| <= 1e-9 * max(max|a|, 1e-3) for each tensor."""
+    mine, other = ({k: v for k, v in t.items() if k.split("/")[0] in ("weights", "optimizer")} for t in (mine, other))
+    assert set(mine) == set(other)
+    for name, value in mine.items():
+        worst = float(np.max(np.abs(value.astype(np.float64) - other[name]), initial=0.0))
+        assert worst <= 1e-9 * max(float(np.max(np.abs(value), initial=0.0)), 1e-3), (name, worst)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "model", "ranks", "more"),
+    [
+        ("table", "logistic", 3, {}),  # 8 lane groups on 3 ranks: 2, 3 and 3, so shares are uneven
+        ("images", "resnet8", 3, {"learning_rate": 0.05, "epochs": 3}),  # batch statistics by ghost groups
+    ],
+)
+def test_n_ranks_are_one_rank_in_float64(
+    data: dict[str, str], tmp_path: Path, dataset: str, model: str, ranks: int, more: dict[str, Any]
+) -> None:
+    alone = train(data[dataset], tmp_path / "one", 1, model, precision="float64", **more)
+    together = train(data[dataset], tmp_path / "many", ranks, model, precision="float64", **more)
+    assert alone.steps == together.steps == 50
+    mine, other = final_tensors(str(tmp_path / "one")), final_tensors(str(tmp_path / "many"))
+    assert {value.dtype.name for name, value in mine.items() if name.startswith("weights")} == {"float64"}
+    assert_same(mine, other)
+    assert alone.left_over == together.left_over
+    for name, value in alone.metrics.items():
+        assert together.metrics[name] == pytest.approx(value, rel=1e-9), name
+
+
+def test_losses_of_each_step_in_float32(data: dict[str, str], tmp_path: Path) -> None:
+    for ranks in (1, 2):
+        train(data["images"], tmp_path / str(ranks), ranks, "resnet8", learning_rate=0.05, epochs=3)
+    alone, together = (rows_of(str(tmp_path / str(ranks)), "step") for ranks in (1, 2))
+    assert sorted(alone) == sorted(together) == list(range(1, 51))
+    losses = [np.array([rows[step]["loss"] for step in sorted(rows)]) for rows in (alone, together)]
+    assert np.max(np.abs(losses[0] - losses[1])) <= 1e-4
+    assert losses[0][-1] < 0.5 * losses[0][0], "it learns"
+
+
+def test_a_restart_in_the_middle_of_an_epoch_changes_no_bit(data: dict[str, str], tmp_path: Path) -> None:
+    """200 samples, batches of 24: 8 or 9 steps an epoch; the checkpoint of step 30 lies within the fourth."""
+    from tests.training import _models  # imports TensorFlow
+
+    options: dict[str, Any] = {"checkpoint_every": 15, "audit": True}
+    whole = train(data["table"], tmp_path / "whole", 2, f"{OWN}:with_callbacks", **options)
+    _models.FAIL_AT.update(step=37)
+    broken = train(data["table"], tmp_path / "broken", 2, f"{OWN}:with_callbacks", **options)
+    assert not _models.FAIL_AT, "it did fail"
+    assert (broken.restarts, whole.restarts, broken.steps) == (1, 0, 50)
+    masks = []
+    for rank in (0, 1):  # weights, optimizer, dropout's seeds, EarlyStopping's best weights
+        mine, other = (final_tensors(str(tmp_path / name), rank) for name in ("whole", "broken"))
+        assert sorted(mine) == sorted(other)
+        assert all(mine[name].tobytes() == other[name].tobytes() for name in mine)
+        masks.append([value.tobytes() for name, value in mine.items() if name.startswith("seeds/")])
+    assert masks[0] and masks[0] != masks[1], "each rank has dropout masks of its own"
+    mine_state, other_state = (final_state(str(tmp_path / name)) for name in ("whole", "broken"))
+    assert mine_state == other_state
+    plateau = next(c["state"] for c in mine_state["callbacks"] if c["class"] == "ReduceLROnPlateau")
+    assert plateau["best"] is not None
+    assert whole.metrics == broken.metrics
+    assert whole.metrics["learning_rate"] < 0.001, "ReduceLROnPlateau has acted, so its state counts"
+    losses = [{s: r["loss"] for s, r in rows_of(str(tmp_path / n), "step").items()} for n in ("whole", "broken")]
+    assert losses[0] == losses[1]
+
+
+def test_other_ranks_go_on_with_a_run(data: dict[str, str], tmp_path: Path) -> None:
+    """More epochs and other ranks: float64, so that the order of sums does not count."""
+    straight = train(data["table"], tmp_path / "a", 1, "logistic", precision="float64", epochs=5)
+    train(data["table"], tmp_path / "b", 3, "logistic", precision="float64", epochs=2, checkpoint_every=10)
+    later = train(data["table"], tmp_path / "b", 2, "logistic", precision="float64", epochs=5)
+    assert later.steps == straight.steps == 41
+    assert_same(final_tensors(str(tmp_path / "a")), final_tensors(str(tmp_path / "b")))
+
+
+def test_a_loss_that_is_not_finite_stops_all_ranks_at_the_same_step(data: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"step \d+: .* is not finite") as caught:
+        train(data["table"], tmp_path / "run", 2, f"{OWN}:diverging")
+    assert "none has applied it" in str(caught.value)
+    assert rows_of(str(tmp_path / "run"), "step").keys() <= set(range(1, 10))
+
+
+def test_one_rank_that_wants_to_stop_stops_all_of_them(data: dict[str, str], tmp_path: Path) -> None:
+    from tests.training import _models  # imports TensorFlow
+
+    _models.StopOnOneRank.asked = False
+    result = train(data["table"], tmp_path / "run", 3, f"{OWN}:stops")
+    assert _models.StopOnOneRank.asked
+    assert result.steps == 6, "asked after step 5, agreed with step 6"
+    assert final_state(str(tmp_path / "run"))["stopped"]
+
+
+def test_a_changed_checkpoint_is_refused_and_its_parent_used(data: dict[str, str], tmp_path: Path) -> None:
+    url = tmp_path / "run"
+    train(data["table"], url, 1, "logistic", epochs=2, checkpoint_every=8)
+    newest = max((url / "checkpoints").iterdir())
+    file = newest / "rank-00000.safetensors"
+    damaged = bytearray(file.read_bytes())
+    damaged[-1] ^= 1
+    file.write_bytes(damaged)
+    shutil.rmtree(url / "results")
+    assert train(data["table"], url, 1, "logistic", epochs=2, checkpoint_every=8).steps == 16
+    assert len(rows_of(str(url), "step")) == 16
+
+
+def test_another_model_cannot_go_on_with_a_run(data: dict[str, str], tmp_path: Path) -> None:
+    train(data["table"], tmp_path / "run", 1, "logistic", epochs=1)
+    with pytest.raises(ConfigError, match="model"):
+        train(data["table"], tmp_path / "run", 1, f"{OWN}:stops", epochs=2)
+
+
+def test_a_dataset_that_was_damaged_is_refused(data: dict[str, str], tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(data["table"], copy)
+    shard = sorted((copy / "split=train").iterdir())[0]
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CorruptionError, match=shard.name):
+        train(str(copy), tmp_path / "run", 2, "logistic", epochs=1)
