@@ -251,6 +251,7 @@ def walk(fs: FileSystem, url: str) -> Iterator[FileStat]:
 
 
 _cache: dict[tuple[str, str, str], FileSystem] = {}
+_of_the_parent: list[object] = []
 _lock = threading.Lock()
 
 
@@ -262,10 +263,12 @@ def _cached(key: tuple[str, str, str], make: Callable[[], FileSystem]) -> FileSy
 
 
 def _forget_after_fork() -> None:
-    # A forked child has none of its parent's threads, so a client that lives on threads would wait for ever.
-    global _lock
+    # A forked child has none of its parent's threads: a client that lives on threads would wait for ever, and so would
+    # its destructor, so the parent's clients are neither used nor dropped here.
+    global _lock, _cache
     _lock = threading.Lock()
-    _cache.clear()
+    _of_the_parent.append(_cache)
+    _cache = {}
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)

@@ -101,7 +101,7 @@ def index_bytes(offsets: Iterable[int], total_bytes: int) -> bytes:
     """The offset index of a file of `total_bytes` whose records begin at `offsets`."""
     starts = list(offsets)
     ends = [*starts[1:], total_bytes]
-    return "".join(f"{start} {end - start}\n" for start, end in zip(starts, ends, strict=True)).encode("ascii")
+    return "".join(f"{start} {end - start}\n" for start, end in zip(starts, ends, strict=False)).encode("ascii")
 
 
 def parse_index(data: bytes, *, file: str) -> list[tuple[int, int]]:

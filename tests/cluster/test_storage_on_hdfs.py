@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -65,3 +67,19 @@ def test_urls_of_a_listing_keep_their_authority(fs: FileSystem, root: str) -> No
     assert fs.list(root + "/")[0].url == join(root, "f")
     with pytest.raises(ExistsError):
         fs.rename_new(join(root, "f"), root)
+
+
+def test_a_forked_child_neither_hangs_nor_shares_the_client(fs: FileSystem, root: str) -> None:
+    """As Spark's Python workers and `subprocess` with a preexec_fn are made: clients live on threads, a fork has none."""
+    put(fs, join(root, "f"), b"data")
+    code = f"""
+import os, sys
+from storage.fs import filesystem
+url = {join(root, "f")!r}
+assert filesystem(url).read_bytes(url) == b"data"
+child = os.fork()
+if child == 0:
+    os._exit(0 if filesystem(url).read_bytes(url) == b"data" else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -18,6 +18,7 @@ from storage.publish import write_file
 from storage.settings import DEFAULTS, hadoop_settings, set_hadoop_settings, write_give_up_s
 from tests.storage.fake_hdfs import FakeClient
 
+
 def _rpc(java: str, text: str) -> RuntimeError:
     return RuntimeError(f'RPCError("org.apache.hadoop.{java}", "{text}\\n\\tat org.apache.hadoop.X")')
 

@@ -1,0 +1,237 @@
+"""jobs.verify on datasets: any flipped byte, cut, missing or extra file is found, with its place."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.verify import main
+from storage.canonical import canonical_bytes, crc32c_hex, sha256_hex
+from storage.errors import ConfigError, NotFoundError
+from storage.sealed import seal, unseal
+from storage.tfrecord import frame
+from storage.verify import Finding, verify
+from tests.storage.make_dataset import make_dataset
+
+ROOT = Path(__file__).resolve().parents[2]
+SHARD = "split=train/part-00001"
+FORMATS = ("tfrecord", "parquet")
+
+
+@pytest.fixture(scope="module")
+def masters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("masters")
+    for fmt in FORMATS:
+        make_dataset(str(folder / fmt), fmt=fmt)
+    return {fmt: folder / fmt for fmt in FORMATS}
+
+
+@pytest.fixture
+def copy(masters: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
+    return lambda fmt: Path(shutil.copytree(masters[fmt], tmp_path / fmt))
+
+
+def flip(path: Path, place: int, bit: int = 0) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def only(findings: list[Finding]) -> Finding:
+    assert len(findings) == 1, [str(finding) for finding in findings]
+    return findings[0]
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_whole_dataset(masters: dict[str, Path], fmt: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(masters[fmt])]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    files = [path.relative_to(masters[fmt]).as_posix() for path in masters[fmt].rglob("*") if path.is_file()]
+    assert sorted(line.split()[1].rstrip(":") for line in lines if line.startswith("ok ")) == sorted(files)
+    assert lines[-1].endswith("whole")
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_every_flipped_byte_of_every_file(copy: Callable[[str], Path], fmt: str) -> None:
+    root = copy(fmt)
+    for path in sorted(root.rglob("*")):
+        if path.is_dir():
+            continue
+        data = path.read_bytes()
+        # All of the small files, some of the large ones; the first and the last byte of each.
+        for place in {*range(0, len(data), max(1, len(data) // 40)), len(data) - 1}:
+            flip(path, place, place % 8)
+            findings = verify(str(root))
+            assert findings and {finding.path for finding in findings} == {path.relative_to(root).as_posix()}, place
+            path.write_bytes(data)
+    assert verify(str(root)) == []
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("size", [0, 1, -1, -20])
+def test_every_cut_file(copy: Callable[[str], Path], fmt: str, size: int) -> None:
+    root = copy(fmt)
+    for path in sorted(root.rglob("*")):
+        if path.is_dir() or path.stat().st_size <= abs(size):
+            continue
+        data = path.read_bytes()
+        path.write_bytes(data[:size])
+        findings = verify(str(root))
+        assert {finding.path for finding in findings} == {path.relative_to(root).as_posix()}
+        if path.name != "_manifest.json":
+            assert len(data[:size]) in {finding.offset for finding in findings}, [str(item) for item in findings]
+        path.write_bytes(data + b"x")
+        assert {finding.path for finding in verify(str(root))} == {path.relative_to(root).as_posix()}
+        path.write_bytes(data)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_every_missing_file(copy: Callable[[str], Path], fmt: str) -> None:
+    root = copy(fmt)
+    for path in sorted(root.rglob("*")):
+        if path.is_file():
+            data = path.read_bytes()
+            path.unlink()
+            finding = only(verify(str(root)))
+            assert (finding.path, finding.what) == (path.relative_to(root).as_posix(), "missing")
+            path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["split=train/part-00002.tfrecord", ".f.0123456789abcdef.tmp", "_index/x", "new/a b"])
+def test_an_extra_file(copy: Callable[[str], Path], name: str) -> None:
+    root = copy("tfrecord")
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    (root / name).write_bytes(b"")
+    finding = only(verify(str(root) + "/"))
+    assert finding.path == name and "extra" in finding.what
+
+
+def test_record_and_offset_of_a_flipped_byte(copy: Callable[[str], Path]) -> None:
+    root = copy("tfrecord")
+    shard = root / f"{SHARD}.tfrecord"
+    offsets = [int(line.split()[0]) for line in (root / "_index/train/part-00001.idx").read_text().splitlines()]
+    flip(shard, offsets[7] + 12)
+    finding = only(verify(str(root)))
+    assert (finding.path, finding.record, finding.offset) == (f"{SHARD}.tfrecord", 7, offsets[7])
+    assert str(finding).startswith(f"{SHARD}.tfrecord, record 7, offset {offsets[7]}: a record's data")
+
+
+def test_row_group_of_a_flipped_byte_in_parquet(copy: Callable[[str], Path]) -> None:
+    import pyarrow.parquet as pq
+
+    root = copy("parquet")
+    shard = root / f"{SHARD}.parquet"
+    column = pq.ParquetFile(shard).metadata.row_group(1).column(0)
+    start = column.dictionary_page_offset or column.data_page_offset
+    flip(shard, start + column.total_compressed_size - 2)
+    finding = only(verify(str(root)))
+    assert (finding.path, finding.record, finding.offset) == (f"{SHARD}.parquet", 8, start)
+    assert "row group 1, column x" in finding.what
+
+
+def test_a_cut_at_a_record_boundary_is_a_cut(copy: Callable[[str], Path]) -> None:
+    root = copy("tfrecord")
+    shard = root / f"{SHARD}.tfrecord"
+    shard.write_bytes(shard.read_bytes()[: 16 + len(b"train 1 0 ")])
+    findings = verify(str(root))
+    assert any("cut short" in item.what and item.offset == 26 for item in findings)
+    assert any(item.record == 1 for item in findings)
+
+
+def _rewrite(root: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    doc = unseal((root / "_manifest.json").read_bytes(), "m")
+    change(doc)
+    fitted = {path: info for path, info in doc["files"].items() if path.startswith("_fitted/")}
+    doc["digest"] = sha256_hex(canonical_bytes({"schema": doc["schema"], "fitted": fitted, "splits": doc["splits"]}))
+    (root / "_manifest.json").write_bytes(seal(doc))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_block_offsets_are_held_against_the_shard(copy: Callable[[str], Path], fmt: str) -> None:
+    root = copy(fmt)
+
+    def change(doc: dict[str, Any]) -> None:
+        shard = doc["splits"]["train"]["shards"][1]
+        if fmt == "parquet":
+            doc["splits"]["train"]["block_records"] = 5
+            for item in doc["splits"]["train"]["shards"]:
+                item["block_offsets"] = list(range(0, item["records"], 5))
+        else:
+            shard["block_offsets"][1] += 1
+
+    _rewrite(root, change)
+    findings = verify(str(root))
+    assert f"{SHARD}.{fmt}" in {item.path for item in findings}
+    assert all("begin" in item.what for item in findings)
+
+
+def test_index_offsets_are_held_against_the_shard(copy: Callable[[str], Path]) -> None:
+    root = copy("tfrecord")
+    index = root / "_index/train/part-00000.idx"
+    lines = index.read_bytes().splitlines(keepends=True)
+    lines[3] = lines[3].replace(lines[3].split()[1], b"%d" % (int(lines[3].split()[1]) + 1))
+    data = b"".join(lines)
+    index.write_bytes(data)
+    _rewrite(
+        root, lambda doc: doc["files"]["_index/train/part-00000.idx"].update(bytes=len(data), sha256=sha256_hex(data))
+    )
+    finding = only(verify(str(root)))
+    assert (finding.path, finding.record) == ("_index/train/part-00000.idx", 3)
+
+
+def test_record_counts_are_held_against_the_shard(copy: Callable[[str], Path]) -> None:
+    root = copy("tfrecord")
+    shard = root / "split=test/part-00000.tfrecord"
+    data = shard.read_bytes() + frame(b"one more")
+    shard.write_bytes(data)
+    digests = {"bytes": len(data), "sha256": sha256_hex(data), "crc32c": crc32c_hex(data)}
+    _rewrite(root, lambda doc: doc["splits"]["test"]["shards"][0].update(digests))
+    assert any(item.record == 5 and "5 records instead of 4" in item.what for item in verify(str(root)))
+
+
+def test_what_cannot_be_verified(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError):
+        verify(str(tmp_path / "none"))
+    (tmp_path / "file").write_bytes(b"")
+    for path in (tmp_path, tmp_path / "file"):
+        with pytest.raises(ConfigError):
+            verify(str(path))
+
+
+@pytest.mark.parametrize("form", ["module", "file"])
+def test_exit_codes_of_the_job(copy: Callable[[str], Path], tmp_path: Path, form: str) -> None:
+    root = copy("tfrecord")
+    command = [sys.executable, *(["-m", "jobs.verify"] if form == "module" else [str(ROOT / "jobs" / "verify.py")])]
+    where = ROOT if form == "module" else tmp_path
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+
+    def run(*args: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*command, *args], cwd=where, env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+
+    assert run(str(root)).returncode == 0
+    flip(root / f"{SHARD}.tfrecord", 100)
+    found = run(str(root))
+    assert found.returncode == 1 and f"WRONG {SHARD}.tfrecord, record" in found.stdout
+    for args in ([str(tmp_path / "none")], [str(tmp_path)], ["--bad"], []):
+        found = run(*args)
+        assert found.returncode == 2 and "Traceback" not in found.stderr, found.stderr
+        assert all(part in found.stderr for part in ("error:", "got:", "allowed:", "next:"))
+
+
+def test_storage_loads_neither_tensorflow_nor_spark_nor_hdfs() -> None:
+    names = sorted(path.stem for path in (ROOT / "storage").glob("*.py") if path.stem != "__init__")
+    code = "import sys\n" + "".join(f"import storage.{name}\n" for name in names)
+    code += "print([m for m in ('tensorflow', 'pyspark', 'hdfs_native', 'pyarrow') if m in sys.modules])"
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert found.stdout.strip() == "[]"
