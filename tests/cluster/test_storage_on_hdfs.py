@@ -70,7 +70,7 @@ def test_urls_of_a_listing_keep_their_authority(fs: FileSystem, root: str) -> No
 
 
 def test_a_forked_child_neither_hangs_nor_shares_the_client(fs: FileSystem, root: str) -> None:
-    """As Spark's Python workers and `subprocess` with a preexec_fn are made: clients live on threads, a fork has none."""
+    """Spark's Python workers and preexec_fn fork: a client lives on threads, and a fork has none of them."""
     put(fs, join(root, "f"), b"data")
     code = f"""
 import os, sys
