@@ -50,7 +50,7 @@ def main() -> int:
     except Exception as error:  # every failure is told to the driver and becomes the exit code
         traceback.print_exc()
         try:
-            control.send(Tag.ERROR, {"error": error_to_json(error), "step": control.step, "phase": control.phase})
+            control.send(Tag.ERROR, {"error": error_to_json(error)})
         except LockstepError as lost:
             print(f"the driver was not told: {lost}", file=sys.stderr)
         return EXIT_FINAL if is_final(error) else EXIT_CRASHED

@@ -107,7 +107,7 @@ def test_replayed_hello_is_refused(server: ControlServer) -> None:
 
     tap = Tap(dial(server))
     channel = present(tap, KEY, 7, Role.RANK, 0, "the driver")  # type: ignore[arg-type]
-    channel.send(Tag.RESULT, {"result": {}})
+    channel.send(Tag.RESULT, {"step": 0, "phase": "", "result": {}})
     channel.close()
     with dial(server) as sock:
         sock.sendall(tap.sent)
@@ -252,3 +252,13 @@ def test_world_from_hosts() -> None:
     assert World.from_hosts(2, ["a", "b", "a", "b", "a"], 3) == World(2, 5, 1, 3, 3)
     with pytest.raises(ConfigError):
         World(2, 2, 0, 1, 1)
+
+
+def test_rank_that_is_heard_again_before_anything_was_done_has_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("training.control.server.SETTLE_S", 5.0)
+    server = ControlServer(KEY, 7, 1, Limits(silent_s=0.5, grace_s=0.1), None, "127.0.0.1")
+    rank = ControlClient(open_channel(("127.0.0.1", server.port), KEY, 7, Role.RANK, 0, 5.0), "here", beat_s=1.5)
+    threading.Timer(2.0, lambda: rank.send(Tag.RESULT, {"result": {"done": 1}})).start()
+    threading.Timer(2.0, lambda: setattr(server._states[0], "exit_code", 0)).start()
+    assert server.wait() == [{"done": 1}]
+    server._listener.close()

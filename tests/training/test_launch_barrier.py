@@ -51,7 +51,13 @@ def test_same_results_as_local(session: SparkSession) -> None:
 
 def test_failed_rank_ends_the_stage_and_leaves_the_slots_free(session: SparkSession, tmp_path: Path) -> None:
     with pytest.raises(RankFailedError, match="SIGKILL") as caught:
-        run_barrier(session, RankTask("_ranks:one_killed", logs=str(tmp_path / "logs")), 2, limits=QUICK)
+        run_barrier(
+            session,
+            RankTask("_ranks:one_killed", logs=str(tmp_path / "logs")),
+            2,
+            limits=QUICK,
+            handler=lambda r, k, f: {},
+        )
     assert str(caught.value).endswith("  | line 59")
     assert caught.value.host not in ("", "an unknown host")
     assert (tmp_path / "logs/rank-00001/part-00000.log").read_text().startswith("line 0\n")

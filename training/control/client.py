@@ -86,7 +86,7 @@ class ControlClient:
         try:
             if self.lost.is_set():
                 raise self._lost(kind)
-            self._channel.send(Tag.REQUEST, {"id": number, "kind": kind, "fields": json_safe(fields)})
+            self.send(Tag.REQUEST, {"id": number, "kind": kind, "fields": json_safe(fields)})
             reply = box.get(timeout=deadline_s)
         except queue.Empty:
             raise CommunicationError(
@@ -107,11 +107,11 @@ class ControlClient:
 
     def notify(self, kind: str, **fields: Any) -> None:
         """Tell the driver something that needs no answer; a loss that is not finite arrives as the string "nan"."""
-        self._channel.send(Tag.NOTICE, {"kind": kind, "fields": json_safe(fields)})
+        self.send(Tag.NOTICE, {"kind": kind, "fields": json_safe(fields)})
 
     def send(self, tag: Tag, document: dict[str, Any]) -> None:
-        """Send a frame of another kind (the rank's result or error)."""
-        self._channel.send(tag, document)
+        """Send a frame; each one tells where the rank is."""
+        self._channel.send(tag, {"step": self.step, "phase": self.phase, **document})
 
     def close(self) -> None:
         """End the channel."""
@@ -145,7 +145,7 @@ class ControlClient:
     def _beats(self) -> None:
         while not self.lost.is_set():
             try:
-                self._channel.send(Tag.BEAT, {"step": self.step, "phase": self.phase})
+                self.send(Tag.BEAT, {})
             except LockstepError:
                 return  # the reading thread sees the same end and tells it
             self.lost.wait(self._beat_s)

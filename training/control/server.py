@@ -78,14 +78,16 @@ class ControlServer:
         with self._changed:
             while True:
                 now = time.monotonic()
-                if failed_at is None and (self._fault is not None or self._failures(now)):
+                failures = self._failures(now)
+                if self._fault is None and not failures:
+                    failed_at = None  # all is well, or well again: a silent rank was heard before anything was done
+                elif failed_at is None:
                     failed_at = now
-                if failed_at is not None and (now - failed_at > SETTLE_S or all(s.ended for s in self._states)):
+                elif now - failed_at > SETTLE_S or all(s.ended for s in self._states):
                     break
                 if failed_at is None and all(s.ended and s.result is not None for s in self._states):
                     return [dict(s.result or {}) for s in self._states]
                 self._changed.wait(0.2)
-            failures = self._failures(time.monotonic())
         first = min(failures, key=lambda failure: failure.weight) if failures else None
         self.stop(first.reason if first else str(self._fault))
         # A lost executor ends its rank and the launcher's stage: the rank's own story says more than the stage's.
@@ -170,19 +172,17 @@ class ControlServer:
     def _rank_frame(self, state: RankState, channel: Channel, tag: Tag, document: dict[str, Any]) -> None:
         with self._changed:
             state.beat_at = time.monotonic()
-            if tag is Tag.BEAT:
-                step, phase = int(document["step"]), str(document["phase"])
-                moved = step != state.step
-                if moved or phase != state.phase:
-                    state.step, state.phase, state.moved_at = step, phase, state.beat_at
-                if moved and state.rank == 0 and self._on_step is not None:
-                    self._on_step(step)
-            elif tag is Tag.RESULT:
+            step, phase = int(document["step"]), str(document["phase"])
+            moved = step != state.step
+            if moved or phase != state.phase:
+                state.step, state.phase, state.moved_at = step, phase, state.beat_at
+            if moved and state.rank == 0 and self._on_step is not None:
+                self._on_step(step)
+            if tag is Tag.RESULT:
                 state.result = dict(document["result"])
                 self._changed.notify_all()
             elif tag is Tag.ERROR:
                 state.error = error_from_json(document["error"])
-                state.step, state.phase = int(document["step"]), str(document["phase"])
                 self._changed.notify_all()
         if tag is Tag.NOTICE:
             self._handle(state.rank, str(document["kind"]), dict(document["fields"]))
