@@ -92,7 +92,7 @@ class HdfsFileSystem(FileSystem):
                 raise _Unsettled(RetryableStorageError(error.what, got=error.got)) from None
 
         try:
-            inner = with_retries(attempt, what=f"creating {url}", whom=self.whom, give_up_s=self.give_up_s)
+            inner = with_retries(attempt, what=f"`create {url}`", whom=self.whom, give_up_s=self.give_up_s)
         except _Unsettled as unsettled:
             raise unsettled.error from None
         return HdfsWriter(self, url, inner)

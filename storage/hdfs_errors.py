@@ -80,7 +80,7 @@ def _parts(error: BaseException) -> tuple[str, str]:
     found = _RPC.match(message)
     java, text = (found["java"].rpartition(".")[2], found["text"]) if found else ("", message)
     # Inside RPCError the text is a Rust literal, so its line ends are written out.
-    return java, re.split(r"\\n|\n|\\t|\t", text)[0].strip().rstrip('")')
+    return java, re.split(r"\\n|\n|\\t|\t", text)[0].strip().removesuffix('")')
 
 
 def _check(whom: str) -> str:

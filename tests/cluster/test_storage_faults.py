@@ -6,6 +6,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -88,12 +89,12 @@ def test_a_namenode_dies_and_comes_back(hadoop: Cluster, root: str) -> None:
         fs.read_bytes(join(root, "f"))
     set_hadoop_settings({})
     fs = filesystem(root)
-    starter = threading.Thread(target=hadoop.start, args=("namenode",))
-    starter.start()
-    try:
-        write_file(fs, join(root, "g"), b"data")  # waits for it, and through its safe mode
-    finally:
-        starter.join(90)
+    with ThreadPoolExecutor(1) as pool:
+        written = pool.submit(write_file, fs, join(root, "g"), b"data")  # waits for it, and through its safe mode
+        # Here, not in the pool: a daemon dies with the thread that started it.
+        hadoop.start("namenode")
+        written.result(90)
+    assert fs.read_bytes(join(root, "g")) == b"data"
     assert fs.read_bytes(join(root, "f")) == b"data"
 
 
