@@ -45,23 +45,23 @@ def run(spark: SparkSession, config: LogsConfig) -> DatasetManifest:
     ranges = plan_ranges(sources, config.split_bytes)
     with translated(spark, "reading the log"), tuned(spark, sources), watched(spark, "etl logs"):
         check_label(spark, config.label)
-        parsed = _parsed(spark, ranges).persist()
+        rows = parsed(spark, ranges).persist()
         try:
-            read, bad, not_pages, log_end = _totals(parsed)
+            read, bad, not_pages, log_end = _totals(rows)
             check_bad(
-                parsed.where(f"kind = {BAD}"), [s.url for s in sources], bad, read, config.max_bad_share, config.max_bad
+                rows.where(f"kind = {BAD}"), [s.url for s in sources], bad, read, config.max_bad_share, config.max_bad
             )
             origin = Origin(
                 sources=digest_sources(spark, sources),
                 read=read,
                 dropped={weblog.NOT_A_PAGE: not_pages},
                 quarantined=bad,
-                quarantined_raw_bytes=_raw_bytes(parsed) if bad else 0,
-                quarantine=parsed.where(f"kind = {BAD}"),
+                quarantined_raw_bytes=_raw_bytes(rows) if bad else 0,
+                quarantine=rows.where(f"kind = {BAD}"),
                 created_config=config.to_json(),
             )
             return write_dataset(
-                rows_of(parsed.where(f"kind = {PAGE}"), config.label, log_end),
+                rows_of(rows.where(f"kind = {PAGE}"), config.label, log_end),
                 config.output,
                 schema=weblog.schema(),
                 id_columns=weblog.ID_COLUMNS,
@@ -72,7 +72,7 @@ def run(spark: SparkSession, config: LogsConfig) -> DatasetManifest:
                 origin=origin,
             )
         finally:
-            parsed.unpersist()
+            rows.unpersist()
 
 
 def rows_of(pages: DataFrame, label: str, log_end: int) -> DataFrame:
@@ -101,7 +101,8 @@ def check_label(spark: SparkSession, label: str) -> None:
         raise _bad_label(label, f"type {kind}" if kind != "boolean" else "an expression that depends on chance")
 
 
-def _parsed(spark: SparkSession, ranges: Sequence[Range]) -> DataFrame:
+def parsed(spark: SparkSession, ranges: Sequence[Range]) -> DataFrame:
+    """The rows of etl.parse over all ranges, a task each."""
     rows = [(part.source_index, part.url, part.start, part.length, part.codec) for part in ranges]
     partitions = min(len(rows), MAX_RANGES_A_JOB)
     planned = spark.createDataFrame(spark.sparkContext.parallelize(rows, partitions), RANGE_DDL)

@@ -1,6 +1,7 @@
 """Run one ETL job whose tasks die: the first attempt of a reading and of a writing task kills its own process.
 
-Usage: python killed_tasks.py LOG OUTPUT SHARD_BYTES. The classes live in __main__, so that Spark ships them by value.
+Usage: python killed_tasks.py LOG OUTPUT SHARD_BYTES, the rooms on PYTHONPATH. The classes live in
+__main__, so that Spark ships them by value.
 """
 
 from __future__ import annotations
@@ -9,16 +10,11 @@ import os
 import signal
 import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
-
-ROOT = str(Path(__file__).resolve().parents[2])
-if sys.path[0] != ROOT:
-    sys.path[:1] = [ROOT]
+from unittest import mock
 
 import pyarrow as pa
 
-import etl.logs
-import etl.write
+from etl import logs
 from etl.config import LogsConfig
 from etl.parse import ParseLog
 from etl.shards import WriteShards
@@ -51,8 +47,6 @@ class DyingWrite(WriteShards):
 
 if __name__ == "__main__":
     log, output, shard_bytes = sys.argv[1:]
-    etl.logs.ParseLog = DyingParse
-    etl.write.WriteShards = DyingWrite
     config = LogsConfig(
         inputs=(log,),
         output=output,
@@ -60,5 +54,9 @@ if __name__ == "__main__":
         shard_bytes=int(shard_bytes),
         split_bytes=-(-os.path.getsize(log) // 3),
     )
-    with spark_session("killed tasks", "local[2,3]") as spark:
-        etl.logs.run(spark, config)
+    with (
+        mock.patch("etl.logs.ParseLog", DyingParse),
+        mock.patch("etl.write.WriteShards", DyingWrite),
+        spark_session("killed tasks", "local[2,3]") as spark,
+    ):
+        logs.run(spark, config)

@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 
 
 def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYSPARK_SUBMIT_ARGS": "--conf spark.ui.enabled=false pyspark-shell"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PYSPARK_SUBMIT_ARGS": "--conf spark.ui.enabled=false pyspark-shell",
+    }
     return subprocess.run(
         [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=220
     )

@@ -93,7 +93,7 @@ def test_several_gzip_members_are_one_file(tmp_path: Path) -> None:
 def test_a_cut_gzip_file_is_named(tmp_path: Path, keep: int) -> None:
     path = tmp_path / "log.gz"
     path.write_bytes(gzip.compress(np.random.default_rng(0).bytes(500))[:keep])
-    with pytest.raises(DataError, match="log.gz is a damaged gzip file") as caught:
+    with pytest.raises(DataError, match=r"log\.gz is a damaged gzip file") as caught:
         read(path, 1, 1 << 20)
     assert caught.value.got and caught.value.allowed and caught.value.next_step
 

@@ -14,6 +14,8 @@ import pytest
 
 from etl import logs, weblog
 from etl.config import DEFAULT_LABEL, LogsConfig
+from etl.parse import PAGE
+from etl.ranges import find_sources, plan_ranges
 from features.encode import Encoder
 from features.example import decode_batch
 from features.fitted import Vocabulary
@@ -228,9 +230,7 @@ def test_nothing_later_than_a_request_enters_its_features(spark: SparkSession, t
     cut.write_bytes(nasa_lines(1500))
     found = []
     for path in (whole, cut):
-        from etl.parse import PAGE
-
-        parsed = logs._parsed(spark, logs.plan_ranges(logs.find_sources([str(path)]), 1 << 30))
+        parsed = logs.parsed(spark, plan_ranges(find_sources([str(path)]), 1 << 30))
         rows = logs.rows_of(parsed.where(f"kind = {PAGE}"), DEFAULT_LABEL, START).drop("stays", "_dropped").collect()
         found.append({row["_position"]: row for row in rows})
     later, earlier = found

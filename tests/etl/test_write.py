@@ -85,7 +85,7 @@ def test_parquet_is_measured_in_arrow_bytes() -> None:
 @pytest.mark.parametrize(
     ("records", "size", "expected"),
     [
-        (1_000_000, 1_000_000 * 100, 20971),  # 2 MiB of 100 bytes each
+        (10_000_000, 10_000_000 * 100, 20971),  # 2 MiB of 100 bytes each
         (10_000, 10_000 * 800, 157),  # a small set: 64 blocks
         (10, 10 * 800, 1),  # a tiny one: a record a block
         (100, 100 << 23, 1),  # a record is larger than a block
@@ -104,7 +104,7 @@ def test_partitions_and_shards_correspond() -> None:
 
 def frame(spark: SparkSession, rows: pa.RecordBatch) -> DataFrame:
     ddl = "n bigint, s array<string>, key string, group string, _source int, _position bigint, _occurrence bigint"
-    return spark.createDataFrame(rows.select(ddl_names(ddl)).to_pandas().to_dict("records"), ddl)
+    return spark.createDataFrame(rows.select(ddl_names(ddl)).to_pylist(), ddl)
 
 
 def ddl_names(ddl: str) -> list[str]:
