@@ -43,19 +43,19 @@ class Baseline:
         assert schema.label is not None
         self.name, self._label = name, schema.label
         self._column = check_baseline(name, schema)
-        self._classes = schema.label.num_classes or 2
-        self._prior: NDArray[np.float64] = np.full(self._classes, 1.0 / self._classes)
+        self.classes = schema.label.num_classes or 2
+        self._prior: NDArray[np.float64] = np.full(self.classes, 1.0 / self.classes)
         self._rates: dict[str, float] = {}
 
     def fit(self, reader: SplitReader, communicator: Communicator) -> None:
         """Count the training split, each rank its share; every rank gets the same rates."""
         blocks, rank, ranks = reader.table.num_blocks, communicator.rank, communicator.num_ranks
-        classes = np.zeros(self._classes, np.int64)
+        classes = np.zeros(self.classes, np.int64)
         counts: dict[str, list[int]] = {}
         for block in range(rank * blocks // ranks, (rank + 1) * blocks // ranks):
             rows = reader.read(reader.table.run(block))
             labels = self._labels(rows)
-            classes += np.bincount(labels, minlength=self._classes)
+            classes += np.bincount(labels, minlength=self.classes)
             if self._column is not None:
                 for value, label in zip(_values(rows.column(self._column)), labels.tolist(), strict=True):
                     found = counts.setdefault(value, [0, 0])

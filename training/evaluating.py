@@ -30,7 +30,7 @@ from training.export import FITTED_PREFIX, MODEL_FILE, SCHEMA_FILE
 from training.launch.context import RankContext
 from training.models import ModelOptions
 from training.planning import lane_groups
-from training.reader import OpenSplit
+from training.reader import OpenSplit, SplitReader
 
 SHOWN_BATCH_ROWS = 8  # of the batch of zeros that builds the metrics
 
@@ -58,12 +58,15 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
         scored = _Scored(model, baseline, binary=signature.num_classes is None)
     context.control.beat(0, "evaluate")
     watched = _Watched(split.encoder)
-    share = _Share(eval_batches(split.reader, watched, world.rank, world.num_ranks, payload["batch"]), watched, scored)
+    batches = eval_batches(split.reader, watched, world.rank, world.num_ranks, payload["batch"])
+    share = _Share(batches, watched, scored)
     model.reset_metrics()
-    if share.start():
-        model.evaluate(share.dataset(signature), verbose=0)
-        if share.failure is not None:
-            raise share.failure
+    rows = _rows(split.reader, world.rank, world.num_ranks)
+    if rows:  # a rank without a block has nothing to do until the sums
+        try:
+            model.evaluate(share.dataset(signature), steps=-(-rows // payload["batch"]), verbose=0)
+        except Exception as error:
+            raise share.failure or error from None
     context.control.beat(1, "sum the metrics")
     state.summed_metrics(model, comm)
     samples = np.array([share.samples], np.int64)
@@ -73,6 +76,12 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
         "metrics": json_safe(state.as_floats(model.get_metrics_result())),
         "baseline": None if scored is None else {"name": scored.baseline.name, "metrics": scored.result(comm)},
     }
+
+
+def _rows(reader: SplitReader, rank: int, num_ranks: int) -> int:
+    """Rows of this rank's share of the blocks, as `eval_batches` cuts it."""
+    blocks = reader.table.num_blocks
+    return sum(reader.table.run(i).count for i in range(rank * blocks // num_ranks, (rank + 1) * blocks // num_ranks))
 
 
 class _Watched(Encoder):
@@ -97,6 +106,10 @@ class _Scored:
         self._loss = _loss_of(model)
         self._logits = self._loss is not None and bool(self._loss.get_config().get("from_logits", False))
         self._mean_loss = keras.metrics.Mean(name="loss")
+        columns = 1 if binary else baseline.classes
+        for metric in self._metrics:  # some make their variables at the first update, which a rank may never come to
+            metric.update_state(np.zeros(1, np.float32), np.zeros((1, columns), np.float32))
+            metric.reset_state()
 
     def update(self, rows: pa.RecordBatch, labels: Any) -> None:
         predicted: Any = self.baseline.predict(rows, binary=self._binary)
@@ -114,10 +127,6 @@ class _Scored:
         """Over all ranks; a rank without rows adds zeros."""
         metrics = [*self._metrics, *([self._mean_loss] if self._loss is not None else [])]
         for metric in metrics:
-            if not metric.variables:  # built by its first update, which this rank never made
-                zeros = np.zeros((1, 1), np.float32)
-                metric.update_state(zeros, zeros)
-                metric.reset_state()
             state.sum_variables(metric.variables, communicator)
         return json_safe(state.as_floats({metric.name: metric.result() for metric in metrics}))
 
@@ -127,14 +136,8 @@ class _Share:
 
     def __init__(self, batches: Iterator[Encoded], watched: _Watched, scored: _Scored | None) -> None:
         self._batches, self._watched, self._scored = batches, watched, scored
-        self._first: Encoded | None = None
         self.samples = 0
         self.failure: BaseException | None = None
-
-    def start(self) -> bool:
-        """Read the first batch; False where this rank has none."""
-        self._first = next(self._batches, None)
-        return self._first is not None
 
     def dataset(self, signature: Signature) -> tf.data.Dataset:
         """(x by name, y), uneven last batch; to be gone through once."""
@@ -146,15 +149,13 @@ class _Share:
         return tf.data.Dataset.from_generator(self._generate, output_signature=specs).with_options(options)
 
     def _generate(self) -> Iterator[Any]:
-        batch = self._first
         try:
-            while batch is not None:
+            for batch in self._batches:
                 labels = batch.y
                 self.samples += len(batch.sample_id)
                 if self._scored is not None and labels is not None:
                     self._scored.update(self._watched.rows, labels)
                 yield batch.x if labels is None else (batch.x, labels)
-                batch = next(self._batches, None)
         except Exception as error:
             self.failure = error  # TensorFlow repeats only the text; the caller raises this one
             raise

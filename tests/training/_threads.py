@@ -72,22 +72,28 @@ def run_threads(
     """`run_local` with threads: same signature, same results; a failed rank is a TrainingFailedError."""
     import keras
 
+    from training import evaluating
     from training.fitting import Fit
 
     config = TrainConfig.from_json(task.payload["config"])
     keras.config.set_floatx(config.precision)
     comms = _join(num_ranks, generation)
-    fits = []
+    contexts: list[Any] = []
+    fits: list[Fit] = []
     for comm in comms:
         keras.utils.clear_session()
         keras.utils.set_random_seed(config.seed)
         world = World.local(comm.rank, num_ranks, generation)
         context: Any = Context(world, Control(comm.rank, handler), task.payload, comm)
-        fits.append(Fit(context, config))
+        contexts.append(context)
+        if task.entry == "training.fit:main":
+            fits.append(Fit(context, config))
 
-    def one(comm: Communicator, fit: Fit) -> dict[str, Any]:
+    def one(comm: Communicator) -> dict[str, Any]:
         try:
-            with fit:
+            if not fits:
+                return evaluating.run(contexts[comm.rank], config)
+            with fits[comm.rank] as fit:
                 return fit.run()
         except BaseException as error:
             comm.abort(str(error))
@@ -97,7 +103,7 @@ def run_threads(
 
     try:
         with ThreadPoolExecutor(num_ranks) as pool:
-            futures = [pool.submit(one, comm, fit) for comm, fit in zip(comms, fits, strict=True)]
+            futures = [pool.submit(one, comm) for comm in comms]
         errors = [future.exception() for future in futures]
         final = [error for error in errors if isinstance(error, ConfigError | DataError)]
         if final:

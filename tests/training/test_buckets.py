@@ -55,7 +55,7 @@ def step(
         posted = [gradients[i] for i in layout.posted(bucket)]
         if posted:
             exchange.post(bucket, *posted)
-    return exchange.finish(np.float32(loss), *statistics)
+    return exchange.finish(np.array(loss, np.float32), *statistics)
 
 
 def test_shares_weigh_by_rows() -> None:
@@ -66,6 +66,7 @@ def test_shares_weigh_by_rows() -> None:
         exchange = Exchange(comm, shares[comm.rank])
         rank = comm.rank
         gradients = [np.full((2, 3), rank, np.float32), np.full(40, 10.0 * rank, np.float32)]
+        sums: list[np.ndarray] = []
         for _ in range(3):
             sums = step(exchange, gradients, [np.full(4, float(rank), np.float64)], loss=rank)
         exchange.close()

@@ -28,7 +28,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def train(dataset: str, url: Path, num_ranks: int, model: str, **more: Any) -> RunResult:
-    defaults = {"global_batch": 24, "epochs": 6, "checkpoint_every": 1000, "launcher": "local", "seed": 7}
+    defaults: dict[str, Any] = {
+        "global_batch": 24,
+        "epochs": 6,
+        "checkpoint_every": 1000,
+        "launcher": "local",
+        "seed": 7,
+    }
     return run(TrainConfig(datasets=(dataset,), run=str(url), num_ranks=num_ranks, model=model, **(defaults | more)))
 
 

@@ -1,0 +1,176 @@
+"""distribute(optimizer) inside Keras: what the optimizer sees, and what a saved model shows."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from storage.errors import ConfigError
+from tests.training import _threads  # sets TensorFlow's threads before it makes them
+from training.comm import Communicator, SoloCommunicator
+
+pytestmark = pytest.mark.slow
+ROWS = 12
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((ROWS, 5)).astype(np.float32)
+    return x, (x[:, 0] > 0).astype(np.float32)
+
+
+def fit_ranks(make: Any, shares: list[slice], **options: Any) -> list[Any]:
+    """Models after three steps on the same twelve rows, shared out by `shares`."""
+    from training.distribute import distribute, undistribute
+
+    x, y = data()
+    comms: list[Communicator] = _threads._join(len(shares), 1)
+    models = [make() for _ in shares]
+    for model, comm, share in zip(models, comms, shares, strict=True):
+        model.optimizer.build(model.trainable_variables)
+        distribute(model.optimizer, comm, scale=len(y[share]) / ROWS, **options)
+
+    def one(model: Any, comm: Communicator, share: slice) -> None:
+        model.fit(x[share], y[share], batch_size=ROWS, epochs=3, verbose=0, shuffle=False)
+        comm.close()
+
+    with ThreadPoolExecutor(len(shares)) as pool:
+        list(pool.map(one, models, comms, shares))
+    for model in models:
+        undistribute(model.optimizer)
+    return models
+
+
+def small(optimizer: Any) -> Any:
+    import keras
+
+    def make() -> Any:
+        keras.utils.clear_session()
+        keras.utils.set_random_seed(1)
+        layers = [keras.Input((5,)), keras.layers.Dense(7, "tanh"), keras.layers.Dense(1, "sigmoid")]
+        model = keras.Sequential(layers)
+        model.compile(optimizer(), "binary_crossentropy", jit_compile=False)
+        return model
+
+    return make
+
+
+UNEVEN = [slice(0, 3), slice(3, 4), slice(4, 12)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"clipnorm": 0.01},  # of the global gradient: clipping each rank's first gives another sum
+        {"global_clipnorm": 0.01, "weight_decay": 0.1},
+    ],
+)
+def test_uneven_ranks_step_like_plain_keras(options: dict[str, Any]) -> None:
+    import keras
+
+    make = small(lambda: keras.optimizers.SGD(0.5, momentum=0.9, **options))
+    x, y = data()
+    plain = make()
+    plain.fit(x, y, batch_size=ROWS, epochs=3, verbose=0, shuffle=False)
+    ranks = fit_ranks(make, UNEVEN, bucket_bytes=64)
+    for mine, *others in zip(plain.get_weights(), *(model.get_weights() for model in ranks), strict=True):
+        np.testing.assert_allclose(others[0], mine, rtol=1e-5, atol=1e-6)
+        assert all(np.array_equal(others[0], other) for other in others[1:]), "ranks differ in a bit"
+
+
+def test_sparse_and_absent_gradients_and_ema() -> None:
+    import keras
+
+    class Odd(keras.Model):
+        """An embedding (sparse gradient) and a variable that the loss never sees."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = keras.layers.Embedding(4, 3)
+            self.unused = keras.layers.Dense(2)
+            self.out = keras.layers.Dense(1, "sigmoid")
+
+        def call(self, x: Any) -> Any:
+            self.unused(x)
+            return self.out(keras.ops.mean(self.table(keras.ops.cast(x > 0, "int32")), axis=1))
+
+    def make() -> Any:
+        keras.utils.clear_session()
+        keras.utils.set_random_seed(1)
+        model = Odd()
+        model.compile(keras.optimizers.SGD(0.5, use_ema=True), "binary_crossentropy", jit_compile=False)
+        model(data()[0])
+        return model
+
+    x, y = data()
+    plain = make()
+    plain.fit(x, y, batch_size=ROWS, epochs=3, verbose=0, shuffle=False)
+    averages = [np.asarray(v) for v in plain.trainable_variables]
+    from training.distribute import finalize
+
+    first, second = fit_ranks(make, [slice(0, 5), slice(5, 12)])
+    assert [v.tolist() for v in first.get_weights()] == [v.tolist() for v in second.get_weights()]
+    assert not np.allclose(averages[0], first.trainable_variables[0]), "averages are taken at the run's end alone"
+    from training.distribute import distribute
+
+    distribute(first.optimizer, SoloCommunicator(), scale=1.0)
+    finalize(first.optimizer, first.trainable_variables)
+    for mine, average in zip(first.trainable_variables, averages, strict=True):
+        np.testing.assert_allclose(np.asarray(mine), average, rtol=1e-4, atol=1e-5)
+
+
+def test_an_optimizer_that_keeps_its_gradients_keeps_them() -> None:
+    """TensorFlow lets a variable share an assigned array's memory; the exchange must not write over it."""
+    import keras
+
+    class Keeps(keras.optimizers.SGD):
+        """Remembers the gradient of the step before, and uses it."""
+
+        def build(self, variables: Any) -> None:
+            super().build(variables)
+            self.last = [self.add_variable_from_reference(v, name="last") for v in variables]
+
+        def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+            last = self.last[self._get_variable_index(variable)]
+            self.assign_sub(variable, (gradient + 0.5 * last) * learning_rate)
+            self.assign(last, gradient)
+
+    make = small(lambda: Keeps(0.5))
+    x, y = data()
+    plain = make()
+    plain.fit(x, y, batch_size=ROWS, epochs=3, verbose=0, shuffle=False)
+    (ours,) = fit_ranks(make, [slice(0, 12)])
+    for mine, other in zip(plain.optimizer.variables, ours.optimizer.variables, strict=True):
+        np.testing.assert_allclose(np.asarray(mine), np.asarray(other), rtol=1e-5, atol=1e-7, err_msg=mine.path)
+
+
+def test_a_model_saved_during_training_loads_without_lockstep(tmp_path: Path) -> None:
+    import keras
+
+    from training.distribute import distribute, exchange_of
+
+    model = small(lambda: keras.optimizers.Adam(0.1))()
+    distribute(model.optimizer, SoloCommunicator(), scale=1.0)
+    model.fit(*data(), verbose=0)
+    assert exchange_of(model.optimizer).step == 1
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert type(loaded.optimizer) is keras.optimizers.Adam
+    assert isinstance(model.optimizer, keras.optimizers.Adam)
+
+
+def test_what_cannot_be_distributed() -> None:
+    import keras
+
+    from training.distribute import distribute
+
+    with pytest.raises(ConfigError, match="loss scale"):
+        distribute(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), SoloCommunicator(), scale=1.0)
+    optimizer = distribute(keras.optimizers.SGD(), SoloCommunicator(), scale=1.0)
+    with pytest.raises(ConfigError, match="already"):
+        distribute(optimizer, SoloCommunicator(), scale=1.0)

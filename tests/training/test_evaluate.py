@@ -1,0 +1,93 @@
+"""Evaluation: the same at any number of ranks and rows at a time, and what plain Keras says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from storage.errors import ConfigError, CorruptionError, DataError
+from tests.training._threads import run, run_threads
+from tests.training._tiny import write_images, write_table
+from training.config import TrainConfig
+from training.evaluate import evaluate, summary
+from training.reader import OpenSplit
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """(run, dataset): 30 test rows in 4 blocks."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    write_table(folder / "data")
+    options: dict[str, Any] = {"global_batch": 16, "epochs": 2, "launcher": "local", "num_ranks": 1}
+    run(TrainConfig(datasets=(str(folder / "data"),), run=str(folder / "run"), model="logistic", **options))
+    return str(folder / "run"), str(folder / "data")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "batch"),
+    [
+        (1, 512),  # all at once
+        (2, 7),  # uneven last batches
+        (5, 512),  # a rank without a row
+    ],
+)
+def test_ranks_and_batches_change_no_result(trained: tuple[str, str], num_ranks: int, batch: int) -> None:
+    import keras
+
+    url, dataset = trained
+    result = evaluate(url, dataset, "test", run_threads, num_ranks=num_ranks, batch=batch, baseline="majority")
+    split = OpenSplit.at(dataset, "test")
+    table = split.reader.table
+    rows = split.encoder.encode(split.reader.read_all([table.run(i) for i in range(table.num_blocks)]))
+    assert rows.y is not None
+    model = keras.models.load_model(Path(result["model"], "model.keras"))
+    plain = model.evaluate(rows.x, rows.y, batch_size=30, verbose=0, return_dict=True)
+    assert result["samples"] == 30
+    assert result["metrics"] == pytest.approx(plain, rel=1e-5)
+    train = OpenSplit.at(dataset, "train")
+    labels = train.encoder.encode(train.reader.read_all([train.reader.table.run(i) for i in range(14)])).y
+    assert labels is not None
+    of_majority = np.mean(rows.y == (labels.mean() > 0.5))
+    assert result["baseline"]["metrics"]["accuracy"] == pytest.approx(of_majority)
+    assert result["baseline"]["metrics"]["auc"] == pytest.approx(0.5)
+    assert "majority" in summary(result)
+
+
+def test_an_unfinished_run_is_evaluated_by_its_checkpoint(trained: tuple[str, str], tmp_path: Path) -> None:
+    import shutil
+
+    url, dataset = trained
+    whole = evaluate(url, dataset, "test", run_threads)
+    shutil.copytree(url, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "results")
+    part = evaluate(str(tmp_path / "run"), dataset, "test", run_threads)
+    assert "step-0000000012" in part["model"]
+    assert part["metrics"] == whole["metrics"]
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    with pytest.raises(DataError, match="neither a model nor a checkpoint"):
+        evaluate(str(tmp_path / "run"), dataset, "test", run_threads)
+
+
+def test_what_cannot_be_evaluated(trained: tuple[str, str], tmp_path: Path) -> None:
+    import shutil
+
+    url, dataset = trained
+    with pytest.raises(ConfigError, match="no split"):
+        evaluate(url, dataset, "validation", run_threads)
+    with pytest.raises(ConfigError, match="baseline"):
+        evaluate(url, dataset, "test", run_threads, baseline="rate:a")
+    write_images(tmp_path / "images")
+    with pytest.raises(ConfigError, match="another schema"):
+        evaluate(url, str(tmp_path / "images"), "test", run_threads)
+    shutil.copytree(url, tmp_path / "run")
+    file = tmp_path / "run" / "models" / "g0001" / "model.keras"
+    content = bytearray(file.read_bytes())
+    content[100] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CorruptionError, match=r"model\.keras"):
+        evaluate(str(tmp_path / "run"), dataset, "test", run_threads)

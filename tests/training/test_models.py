@@ -1,0 +1,107 @@
+"""Models by name: what they are made of, what they refuse, and how they are exported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from features.signature import Signature, TensorSpec
+from storage.errors import ConfigError
+from tests.training._tiny import encoder_of, write_images
+from training.models import ModelOptions, build, function_of
+
+pytestmark = pytest.mark.slow
+
+NUMBER = TensorSpec(shape=(), dtype="float32")
+TABLE = Signature(
+    features={"a": TensorSpec(shape=(1,), dtype="float32"), "page": TensorSpec(shape=(5,), dtype="float32")},
+    label=NUMBER,
+    num_classes=None,
+)
+
+
+def images(height: int, width: int, channels: int) -> Signature:
+    image = TensorSpec(shape=(height, width, channels), dtype="uint8")
+    return Signature(features={"image": image}, label=TensorSpec(shape=(), dtype="int64"), num_classes=10)
+
+
+def test_resnet20_has_the_papers_layers() -> None:
+    """0.27 M parameters and 20 weighted layers: He et al., table 6; two more convolutions on the shortcuts."""
+    import keras
+
+    model = build("resnet20", images(32, 32, 3), ModelOptions()).model
+    assert 0.27e6 < model.count_params() < 0.28e6
+    main = [x for x in model.layers if isinstance(x, keras.layers.Conv2D) and x.kernel_size == (3, 3)]
+    assert len(main) + 1 == 20
+    assert model.layers[-2].input.shape[1:] == (8, 8, 64)
+
+
+@pytest.mark.parametrize(("size", "depth"), [((28, 28, 1), 8), ((17, 9, 4), 14)])  # any size and channels
+def test_resnets_of_other_sizes(size: tuple[int, int, int], depth: int) -> None:
+    from training.batchnorm import GhostBatchNormalization, statistics_of
+
+    model = build(f"resnet{depth}", images(*size), ModelOptions(group_rows=2)).model
+    assert model(np.zeros((3, *size), np.uint8)).shape == (3, 10)
+    ghosts = [x for x in model.layers if isinstance(x, GhostBatchNormalization)]
+    assert len(ghosts) == depth - 1
+    assert len(statistics_of(model)) == 2 * len(ghosts)
+
+
+def test_logistic_begins_at_one_half() -> None:
+    model = build("logistic", TABLE, ModelOptions(learning_rate=0.25)).model
+    out = model({"a": np.ones((3, 1), np.float32), "page": np.ones((3, 5), np.float32)})
+    assert np.asarray(out).tolist() == [[0.5]] * 3
+    assert float(model.optimizer.learning_rate.numpy()) == 0.25
+    assert model.count_params() == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "signature", "words"),
+    [
+        ("resnet21", images(8, 8, 1), "no model `resnet21`"),  # not 6n + 2
+        ("transformer", TABLE, "no model `transformer`"),
+        ("no_such_module:f", TABLE, "cannot be imported"),
+        ("tests.training._tiny:nothing", TABLE, "cannot be imported"),
+        ("resnet20", TABLE, "one image and one class"),
+        ("logistic", images(8, 8, 1), "yes-or-no label"),
+    ],
+)
+def test_what_cannot_be_built(name: str, signature: Signature, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build(name, signature, ModelOptions())
+
+
+@pytest.mark.parametrize("returned", [None, "model", ("a", "b")])
+def test_a_function_must_return_a_compiled_model(returned: Any) -> None:
+    from training.models import check_built
+
+    with pytest.raises(ConfigError, match="cannot be trained"):
+        check_built("mine:model", returned)
+
+
+def test_names_are_found_without_building() -> None:
+    assert callable(function_of("resnet56"))
+
+
+def test_an_export_loads_as_plain_keras(tmp_path: Path) -> None:
+    import keras
+
+    from training.batchnorm import GhostBatchNormalization
+    from training.export import export
+
+    manifest = write_images(tmp_path / "data")
+    signature = encoder_of(manifest).signature
+    model = build("resnet8", signature, ModelOptions(group_rows=2)).model
+    for layer in model.layers:
+        if isinstance(layer, GhostBatchNormalization):
+            layer.moving_mean.assign(np.linspace(-1, 1, layer.moving_mean.shape[0]))
+    files = export(model, str(tmp_path / "out"), str(tmp_path / "data"), manifest, signature)
+    assert sorted(file["name"] for file in files) == ["model.keras", "schema.json", "signature.json"]
+    loaded = keras.models.load_model(tmp_path / "out" / "model.keras")
+    assert {type(layer).__module__.split(".")[0] for layer in loaded.layers} == {"keras"}
+    x = np.random.default_rng(0).integers(0, 255, (4, 8, 8, 1), dtype=np.uint8)
+    np.testing.assert_array_equal(np.asarray(loaded(x)), np.asarray(model(x)))
+    assert any(isinstance(layer, GhostBatchNormalization) for layer in model.layers), "the model itself is unchanged"
