@@ -1,0 +1,169 @@
+"""The jobs on a real HDFS and YARN: from raw log and images to a trained, evaluated and verified run."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from storage.fs import filesystem
+from storage.manifest import load_dataset
+from storage.settings import set_hadoop_settings
+from tests.cluster.daemons import Cluster
+from training.audit_run import check_run_audit
+from training.chain import find_result
+from training.paths import RunPaths
+
+ROOT = Path(__file__).resolve().parents[2]
+LOG = ROOT / "data" / "weblogs" / "nasa_access_log_1995-07-09.log.gz"
+IDX = ROOT / "data" / "fashion-mnist"
+SMALL = "spark.ui.enabled false\nspark.sql.shuffle.partitions 4\n"
+WAIT_S = 120.0
+
+
+@pytest.fixture
+def on_hdfs(hadoop: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """The cluster as this process and its children see it."""
+    (tmp_path / "spark").mkdir()
+    (tmp_path / "spark" / "spark-defaults.conf").write_text(SMALL)
+    for name, value in {**hadoop.env, "SPARK_CONF_DIR": str(tmp_path / "spark")}.items():
+        monkeypatch.setenv(name, value)
+    set_hadoop_settings({})  # forget what an earlier test's session handed over; HADOOP_CONF_DIR is read anew
+    yield hadoop
+
+
+def job(name: str, *flags: str, folder: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", f"jobs.{name}", *flags],
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    output, _ = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, output[-6000:]
+    return output
+
+
+def cut_log(target: Path, lines: int) -> str:
+    with gzip.open(LOG) as whole:
+        target.write_bytes(b"".join(line for line, _ in zip(whole, range(lines), strict=False)))
+    return str(target)
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    found = []
+    for child in psutil.Process(process.pid).children(recursive=True):
+        try:
+            if "training.rank" in child.cmdline():
+                found.append(child)
+        except psutil.NoSuchProcess:
+            continue  # ended between the two calls
+    return found
+
+
+@pytest.mark.timeout(400)
+def test_web_log_on_hdfs_through_a_killed_rank(on_hdfs: Cluster, tmp_path: Path) -> None:
+    dataset, run = f"{on_hdfs.hdfs_url}/weblog/dataset", f"{on_hdfs.hdfs_url}/weblog/run"
+    log = cut_log(tmp_path / "access.log", 12_000)
+    split = ("--split", "group:visitor:80/20")
+    ended(job("etl_logs", "--input", log, "--output", dataset, *split, "--master", "local[2]", folder=tmp_path))
+    manifest = load_dataset(dataset)
+    assert manifest.counts.read == 12_000
+    assert "whole" in ended(job("verify", dataset, folder=tmp_path))
+
+    training = job(
+        "train", "--dataset", dataset, "--run", run, "--model", "logistic", "--num-ranks", "2", "--audit",
+        "--global-batch", "16", "--epochs", "6", "--checkpoint-every", "40", "--master", "local[2]", folder=tmp_path,
+    )  # fmt: skip
+    fs, paths = filesystem(run), RunPaths(run)
+    deadline = time.monotonic() + WAIT_S
+    while not (fs.exists(paths.checkpoints) and fs.list(paths.checkpoints)):
+        assert training.poll() is None, training.communicate()[0][-6000:]
+        assert time.monotonic() < deadline, "no checkpoint on HDFS"
+        time.sleep(0.2)
+    victims = ranks_of(training)
+    assert len(victims) == 2, [process.cmdline() for process in victims]
+    os.kill(victims[1].pid, signal.SIGKILL)
+    told = ended(training)
+
+    result = find_result(fs, paths)
+    assert result is not None, told
+    assert result["restarts"] == 1 and result["generation"] == 2, told
+    records = manifest.splits["train"].records
+    assert result["steps"] == 6 * records // 16
+    report = check_run_audit(run)
+    assert report.ok, report
+    assert len(report.left_over) == 6 * records % 16 == len(result["left_over"])
+    assert "whole" in ended(job("verify", run, folder=tmp_path))
+    evaluation = ended(job("evaluate", "--run", run, "--dataset", dataset, "--baseline", "rate:page", folder=tmp_path))
+    assert "rate:page" in evaluation and "auc" in evaluation
+
+
+@pytest.mark.timeout(300)
+def test_pipelines_on_yarn_in_client_mode(on_hdfs: Cluster, tmp_path: Path) -> None:
+    """Log and images, ETL to evaluation, in one session whose executors are YARN's."""
+    on_hdfs.start_yarn()
+    conf = tmp_path / "images.toml"
+    files = ", ".join(f'"{path}"' for path in cut_images(tmp_path / "idx", 600, 200))
+    conf.write_text(
+        f"""
+        [pipeline]
+        name = "images"
+        metric = "accuracy"
+        at_least = 0.0
+        [etl_images]
+        input = [{files}]
+        split = "given"
+        format = "parquet"
+        [train]
+        model = "resnet8"
+        num_ranks = 2
+        global_batch = 32
+        epochs = 1
+        audit = true
+        [evaluate]
+        split = "test"
+        baseline = "majority"
+        launcher = "barrier"
+        """
+    )
+    done = subprocess.run(
+        [
+            str(Path(sys.executable).with_name("spark-submit")), *on_hdfs.submit_conf,
+            "--num-executors", "2", "--executor-memory", "512m",
+            str(ROOT / "jobs" / "pipeline.py"), "--config", str(conf), "--out", f"{on_hdfs.hdfs_url}/demo",
+        ],
+        cwd=tmp_path, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    (folder,) = filesystem(on_hdfs.hdfs_url).list(f"{on_hdfs.hdfs_url}/demo")
+    assert load_dataset(f"{folder.url}/images/dataset").splits["train"].records == 600
+    run = f"{folder.url}/images/run"
+    report = check_run_audit(run)
+    assert report.ok and len(report.left_over) == 600 % 32
+    for url in (run, f"{folder.url}/images/dataset"):
+        assert "whole" in ended(job("verify", url, folder=tmp_path))
+    (page,) = filesystem(run).list(f"{run}/reports")
+    assert b"<svg" in filesystem(run).read_bytes(page.url)
+
+
+def cut_images(folder: Path, train: int, test: int) -> list[Path]:
+    """The first images of each split as IDX files of their own; returns their paths."""
+    folder.mkdir()
+    made = []
+    for prefix, count in (("train", train), ("t10k", test)):
+        for kind, head, size in (("images-idx3-ubyte", 16, 28 * 28), ("labels-idx1-ubyte", 8, 1)):
+            whole = gzip.decompress((IDX / f"{prefix}-{kind}.gz").read_bytes())
+            path = folder / f"{prefix}-{kind}"
+            path.write_bytes(whole[:4] + count.to_bytes(4, "big") + whole[8:head] + whole[head : head + count * size])
+            made.append(path)
+    return made
