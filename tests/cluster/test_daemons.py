@@ -56,22 +56,41 @@ def test_a_paused_namenode_answers_again_when_resumed(hadoop: Cluster) -> None:
     assert live_datanodes(hadoop) == 2
 
 
-def test_a_daemon_that_cannot_start_shows_its_last_log_lines(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path)
+def test_a_daemon_that_cannot_start_shows_its_last_log_lines(hadoop: Cluster) -> None:
+    with pytest.raises(ClusterError, match="runs already"):
+        hadoop.start("datanode-1")
+    hadoop.kill("datanode-1")
+    data, aside = hadoop.folder / "datanode-1", hadoop.folder / "aside"
+    data.rename(aside)
+    data.write_text("no folder")
     try:
-        cluster.start_hdfs()
-        with pytest.raises(ClusterError, match="runs already"):
-            cluster.start("namenode")
-        cluster.kill("datanode-1")
-        (tmp_path / "datanode-1").rename(tmp_path / "moved")
-        (tmp_path / "datanode-1").write_text("no folder")
         with pytest.raises(ClusterError, match="datanode-1 ended while it was starting") as caught:
-            cluster.start("datanode-1")
-        assert "Too many failed volumes" in str(caught.value) or "datanode-1" in caught.value.got
-        processes = list(cluster.processes.values())
+            hadoop.start("datanode-1")
+        assert "Too many failed volumes" in caught.value.got
+        assert str(hadoop.log("datanode-1")) in caught.value.got
     finally:
-        cluster.stop()
-    assert not any(process.alive for process in processes)
+        data.unlink()
+        aside.rename(data)
+
+
+def test_what_a_test_left_broken_is_mended(hadoop: Cluster) -> None:
+    hadoop.kill("datanode-2")
+    hadoop.pause("datanode-1")
+    hadoop.heal()
+    assert all(hadoop.running(name) for name in HDFS) and live_datanodes(hadoop) == 2
+
+
+def test_stop_ends_every_process(hadoop: Cluster, tmp_path: Path) -> None:
+    other = Cluster(tmp_path)
+    other.processes = {
+        name: spawn(name, ["sleep", "300"], dict(os.environ), tmp_path / name, keep=False) for name in (*HDFS, *YARN)
+    }
+    started = list(other.processes.values())
+    assert all(process.alive for process in started)
+    other.pause("datanode-1")
+    other.stop()
+    assert not any(process.alive for process in started)
+    assert hadoop.running("namenode")
 
 
 def test_a_pid_given_to_another_process_is_never_signalled() -> None:
