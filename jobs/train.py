@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 ROOT = str(Path(__file__).resolve().parent.parent)
@@ -17,8 +15,8 @@ from jobs._cli import JobParser, run_job
 from jobs._session import hadoop_settings_of, spark_session
 from storage.settings import set_hadoop_settings
 from training.config import TrainConfig
-from training.driver import RunResult, check, train
-from training.launch.barrier import run_barrier
+from training.driver import check, train
+from training.launch.barrier import OnSpark
 from training.launch.local import run_local
 
 
@@ -26,7 +24,7 @@ def parser() -> JobParser:
     """The command line."""
     job = JobParser("train", __doc__ or "", "train")
     add = job.add_argument
-    add("--dataset", nargs="+", required=True, metavar="URL", help="a published dataset (one)")
+    add("--dataset", nargs="+", dest="datasets", required=True, metavar="URL", help="a published dataset (one)")
     add(
         "--run",
         required=True,
@@ -51,34 +49,42 @@ def parser() -> JobParser:
         "--launcher", choices=["barrier", "local"], default="barrier", help="Spark barrier stage (default) or this host"
     )
     add("--master", metavar="URL", help="Spark master, such as local[2] (default: spark-submit's)")
-    add("--start-limit", type=float, default=300.0, metavar="S", help="seconds for ranks to appear (default 300)")
-    add("--stall-limit", type=float, default=600.0, metavar="S", help="seconds without a step (default 600)")
+    add(
+        "--start-limit",
+        dest="start_limit_s",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="seconds for ranks to appear (default 300)",
+    )
+    add(
+        "--stall-limit",
+        dest="stall_limit_s",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="seconds without a step (default 600)",
+    )
     add("--max-restarts", type=int, default=3, metavar="N", help="in a row without a checkpoint (default 3)")
     return job
 
 
 def config_of(args: Namespace) -> TrainConfig:
     """The configuration that the flags say."""
-    values = {k: v for k, v in vars(args).items() if k not in ("config", "debug", "dataset", "master")}
-    limits = {f"{name}_s": values.pop(name) for name in ("start_limit", "stall_limit")}
-    return TrainConfig(datasets=tuple(args.dataset), **limits, **values)
-
-
-def launch(config: TrainConfig, master: str | None) -> RunResult:
-    """Train with the configured launcher; only `barrier` starts Spark."""
-    if config.launcher == "local":
-        return train(config, run_local)
-    with spark_session("lockstep train", master) as spark:
-        set_hadoop_settings(hadoop_settings_of(spark))
-        return train(config, partial(run_barrier, spark))
+    return TrainConfig(**{k: v for k, v in vars(args).items() if k not in ("config", "debug", "master")})
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the job; returns the exit code."""
     args = parser().parse(argv)
     config = config_of(args)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    result = check(config) or launch(config, args.master)
+    result = check(config)
+    if result is None and config.launcher == "local":
+        result = train(config, run_local)
+    elif result is None:
+        with spark_session("lockstep train", args.master) as spark:
+            set_hadoop_settings(hadoop_settings_of(spark))
+            result = train(config, OnSpark(spark))
     print(result.summary())
     return 0
 

@@ -43,7 +43,7 @@ TERMINATED = 128 + signal.SIGTERM  # what a shell reports
 
 
 class Launch(Protocol):
-    """`run_local`, or `run_barrier` with its session bound."""
+    """`run_local`, or `OnSpark(spark)`, whose method `ready` is asked before a run is begun."""
 
     def __call__(
         self,
@@ -139,6 +139,9 @@ def train(config: TrainConfig, launch: Launch, *, hooks: Hooks | None = None) ->
     fs, paths = filesystem(config.run), RunPaths(config.run)
     if check_run(fs, paths, config, plan) and (finished := _finished(fs, paths, config)):
         return finished
+    ready = getattr(launch, "ready", None)
+    if ready is not None:
+        ready(config.num_ranks, config.start_limit_s)
     with _sigterm_raises(), Lease(fs, paths.lease, hooks.lease_watch_s):
         open_run(fs, paths, config, manifest, plan)
         with Progress("training", steps, "steps") as progress:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from tests.training._tiny import write_table
 from training.config import TrainConfig
 from training.control.failures import RankFailedError
 from training.driver import Hooks, train
-from training.launch.barrier import run_barrier
+from training.launch.barrier import OnSpark, run_barrier
 from training.launch.slots import check_slots, classic_context, slots_now
 from training.launch.task import Limits, RankTask
 
@@ -33,6 +33,20 @@ def session(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> SparkSessio
     rank_path(monkeypatch)
     spark.sparkContext.addPyFile(str(Path(HERE, "_ranks.py")))
     return spark
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TrainConfig:
+    write_table(tmp_path / "data")
+    return TrainConfig(
+        datasets=(str(tmp_path / "data"),),
+        run=str(tmp_path / "run"),
+        model="tiny",
+        num_ranks=2,
+        global_batch=8,
+        epochs=2,
+        checkpoint_every=10,
+    )
 
 
 def test_same_results_as_local(session: SparkSession) -> None:
@@ -78,6 +92,12 @@ def test_more_ranks_than_slots_are_refused_at_once(session: SparkSession) -> Non
     assert time.monotonic() - began < 2
 
 
+def test_run_that_cannot_start_leaves_nothing(session: SparkSession, config: TrainConfig) -> None:
+    with pytest.raises(ConfigError, match="exceeds the 2 task slots"):
+        train(dataclasses.replace(config, num_ranks=4), OnSpark(session))
+    assert not Path(config.run).exists()
+
+
 def test_cancelled_stage_takes_its_ranks_along(session: SparkSession, tmp_path: Path) -> None:
     """The driver loses patience: the ranks' processes end though they would wait for two minutes."""
 
@@ -92,19 +112,9 @@ def test_cancelled_stage_takes_its_ranks_along(session: SparkSession, tmp_path: 
     assert not [pid for pid in pids if lives(pid)]
 
 
-def test_training_survives_a_killed_rank(session: SparkSession, tmp_path: Path) -> None:
-    write_table(tmp_path / "data")
-    config = TrainConfig(
-        datasets=(str(tmp_path / "data"),),
-        run=str(tmp_path / "run"),
-        model="tiny",
-        num_ranks=2,
-        global_batch=8,
-        epochs=2,
-        checkpoint_every=10,
-    )
+def test_training_survives_a_killed_rank(session: SparkSession, config: TrainConfig) -> None:
     hooks = Hooks(entry="_ranks:train_killed_once", limits=QUICK)
-    result = train(config, partial(run_barrier, session), hooks=hooks)
+    result = train(config, OnSpark(session), hooks=hooks)
     assert (result.generation, result.restarts, result.checkpoint) == (2, 1, "step-0000000025.g0002")
 
 

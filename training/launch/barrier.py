@@ -51,6 +51,29 @@ class SuperviseOnTask:
         yield rank, Supervisor(Order(self.task, world, hosts[rank], self.control, self.key, self.limits)).run()
 
 
+@dataclass(frozen=True, slots=True)
+class OnSpark:
+    """`run_barrier` with its session bound, for the driver: which asks `ready` before it writes anything."""
+
+    spark: SparkSession
+
+    def ready(self, num_ranks: int, wait_s: float) -> None:
+        """Raise ConfigError unless the session can hold all ranks at once; see `check_slots`."""
+        check_slots(classic_context(self.spark), num_ranks, wait_s)
+
+    def __call__(
+        self,
+        task: RankTask,
+        num_ranks: int,
+        *,
+        generation: int = 1,
+        limits: Limits | None = None,
+        handler: Handler | None = None,
+    ) -> list[dict[str, Any]]:
+        """See `run_barrier`."""
+        return run_barrier(self.spark, task, num_ranks, generation=generation, limits=limits, handler=handler)
+
+
 def run_barrier(
     spark: SparkSession,
     task: RankTask,

@@ -1,0 +1,82 @@
+"""jobs.train: its flags are the configuration, and what cannot be right is told before anything starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jobs.train import ROOT, config_of, main, parser
+from storage.errors import ConfigError, NotFoundError
+from tests.training._tiny import write_table
+from training.config import TrainConfig
+
+NEEDED = ("--model", "logistic", "--num-ranks", "2", "--global-batch", "8", "--epochs", "1")
+
+
+def flags(tmp_path: Path, *more: str) -> list[str]:
+    return ["--dataset", str(tmp_path / "data"), "--run", str(tmp_path / "run"), *NEEDED, *more]
+
+
+def test_defaults_are_the_configuration_s(tmp_path: Path) -> None:
+    config = config_of(parser().parse(flags(tmp_path)))
+    plain = TrainConfig(
+        datasets=(str(tmp_path / "data"),),
+        run=str(tmp_path / "run"),
+        model="logistic",
+        num_ranks=2,
+        global_batch=8,
+        epochs=1,
+    )
+    assert config == plain
+    assert TrainConfig.from_json(config.to_json()) == config
+
+
+def test_every_field_has_a_flag(tmp_path: Path) -> None:
+    text = parser().format_help()
+    for field in dataclasses.fields(TrainConfig):
+        name = {"datasets": "dataset"}.get(field.name, field.name.removesuffix("_s")).replace("_", "-")
+        assert f"--{name} " in text or f"--{name}\n" in text or f"[--{name}]" in text, field.name
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        (("--epochs", "0"), "epochs"),
+        (("--lanes", "3"), "lanes"),
+        (("--run", "webhdfs://host:1/run"), "run"),
+        (("--dataset", "a", "b"), "datasets"),
+        (("--precision", "float16"), "--precision"),
+        (("--learning-rate", "-1"), "learning_rate"),
+        (("--canonical",), "--canonical"),  # belongs to a later version: absent, no stub
+    ],
+)
+def test_wrong_flags_are_named(tmp_path: Path, more: tuple[str, ...], named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        main(flags(tmp_path, *more))
+    assert named in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_missing_dataset_and_lanes_that_do_not_fit(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError):
+        main(flags(tmp_path))
+    write_table(tmp_path / "data")
+    with pytest.raises(ConfigError, match="9 ranks are more"):
+        main(flags(tmp_path, "--num-ranks", "9"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_help_from_any_folder_loads_neither_tensorflow_nor_spark(tmp_path: Path) -> None:
+    code = (
+        f"import runpy, sys\nsys.argv = ['train.py', '--help']\n"
+        f"try:\n    runpy.run_path({str(Path(ROOT, 'jobs', 'train.py'))!r}, run_name='__main__')\n"
+        "except SystemExit as end:\n    assert not end.code\n"
+        "assert not {'tensorflow', 'keras', 'pyspark'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "--global-batch" in done.stdout
