@@ -25,12 +25,7 @@ def parser() -> JobParser:
     job = JobParser("train", __doc__ or "", "train")
     add = job.add_argument
     add("--dataset", nargs="+", dest="datasets", required=True, metavar="URL", help="a published dataset (one)")
-    add(
-        "--run",
-        required=True,
-        metavar="URL",
-        help="the run's directory, on local disk or hdfs://; an existing run goes on",
-    )
+    add("--run", required=True, metavar="URL", help="directory of the run, local or hdfs://; an existing run goes on")
     add("--model", required=True, metavar="NAME", help="logistic | resnet20 | ... | module:function")
     add("--num-ranks", type=int, required=True, metavar="N", help="training processes")
     add("--global-batch", type=int, required=True, metavar="G", help="samples of one step over all ranks")
@@ -45,26 +40,10 @@ def parser() -> JobParser:
     add("--checkpoint-every", type=int, default=200, metavar="N", help="steps between checkpoints (default 200)")
     add("--keep-checkpoints", type=int, default=3, metavar="K", help="checkpoints that stay (default 3)")
     add("--audit", action="store_true", help="list each sample that counts, in RUN/audit")
-    add(
-        "--launcher", choices=["barrier", "local"], default="barrier", help="Spark barrier stage (default) or this host"
-    )
+    add("--launcher", choices=["barrier", "local"], default="barrier", help="Spark barrier stage (default) | this host")
     add("--master", metavar="URL", help="Spark master, such as local[2] (default: spark-submit's)")
-    add(
-        "--start-limit",
-        dest="start_limit_s",
-        type=float,
-        default=300.0,
-        metavar="S",
-        help="seconds for ranks to appear (default 300)",
-    )
-    add(
-        "--stall-limit",
-        dest="stall_limit_s",
-        type=float,
-        default=600.0,
-        metavar="S",
-        help="seconds without a step (default 600)",
-    )
+    add("--start-limit", dest="start_limit_s", type=float, default=300.0, metavar="S", help="for ranks to come (300 s)")
+    add("--stall-limit", dest="stall_limit_s", type=float, default=600.0, metavar="S", help="without a step (600 s)")
     add("--max-restarts", type=int, default=3, metavar="N", help="in a row without a checkpoint (default 3)")
     return job
 
