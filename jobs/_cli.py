@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from storage.deadline import end_process
 from storage.errors import ConfigError, LockstepError, NotFoundError
 
 INTERRUPTED = 130  # what a shell reports for a process ended by Ctrl-C
@@ -118,4 +119,4 @@ def run_job(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = N
         )
         code = 1
     sys.stdout.flush()
-    sys.exit(code)
+    end_process(code)

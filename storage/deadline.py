@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from storage.errors import StorageTimeoutError
 
@@ -29,7 +33,7 @@ def call_with_deadline(fn: Callable[[], T], seconds: float, *, what: str, whom: 
         raise
     if not finished and job.abandon():
         raise StorageTimeoutError(
-            f"{what}: no answer from {whom} within {seconds:.0f} s",
+            f"{what}: no answer from {whom} within {seconds:.3g} s",
             got="nothing",
             allowed="an answer",
             next_step=f"Check that {whom} is alive and not overloaded.",
@@ -38,6 +42,28 @@ def call_with_deadline(fn: Callable[[], T], seconds: float, *, what: str, whom: 
         raise job.error
     result: T = job.result
     return result
+
+
+def left_behind() -> int:
+    """How many abandoned calls are still under way."""
+    return len(_abandoned)
+
+
+def end_process(code: int) -> NoReturn:
+    """End the process with `code`, as sys.exit does, also where calls were left behind.
+
+    A thread that comes back from native code while the interpreter is torn down is unwound by force, which Rust does
+    not bear: the process then aborts (exit 134 in place of `code`). So with such threads the interpreter's end is
+    left out: exit functions run, streams are flushed, the process ends.
+    """
+    if left_behind():
+        atexit._run_exitfuncs()
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # a closed pipe cannot be flushed, and there is nobody to tell
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 class _Job:
@@ -62,12 +88,15 @@ class _Job:
             if not self._abandoned:
                 self.result, self.error = result, error
                 self.done.set()
+            _abandoned.discard(self)
             return not self._abandoned
 
     def abandon(self) -> bool:
         """Stop waiting; returns False where the result has come in the meantime."""
         with self._lock:
             self._abandoned = not self.done.is_set()
+            if self._abandoned:
+                _abandoned.add(self)
             return self._abandoned
 
 
@@ -83,6 +112,7 @@ class _Worker:
 
 
 _idle: list[_Worker] = []
+_abandoned: set[_Job] = set()
 
 
 def _take() -> _Worker:
@@ -92,4 +122,9 @@ def _take() -> _Worker:
         return _Worker()
 
 
-os.register_at_fork(after_in_child=_idle.clear)  # threads do not survive a fork
+def _forget_after_fork() -> None:
+    _idle.clear()  # threads do not survive a fork
+    _abandoned.clear()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)

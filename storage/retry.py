@@ -42,9 +42,9 @@ class Backoff:
             self._cause = error
         if self.left_s <= self._wait:
             raise StorageError(
-                f"{whom} did not serve {what} within {time.monotonic() - self._start:.0f} s ({self.attempts} attempts)",
+                f"{whom} did not serve {what} within {time.monotonic() - self._start:.3g} s ({self.attempts} attempts)",
                 got=self._cause.what + (f" ({self._cause.got})" if self._cause.got else ""),
-                allowed=f"success within {self._limit:.0f} s",
+                allowed=f"success within {self._limit:.3g} s",
                 next_step=error.next_step or f"Check {whom}, then run again.",
             ) from error
         if self.attempts == 1:

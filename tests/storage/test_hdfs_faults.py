@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from storage.deadline import left_behind
 from storage.errors import ConfigError, ExistsError, NotFoundError, RetryableStorageError, StorageError
 from storage.hdfs import HdfsFileSystem
 from storage.hdfs_errors import translate
@@ -19,11 +23,25 @@ from storage.settings import DEFAULTS, hadoop_settings, set_hadoop_settings, wri
 from tests.storage.fake_hdfs import FakeClient
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _no_call_left_behind() -> Iterator[None]:
+    yield
+    end = time.monotonic() + 30  # pytest itself ends by sys.exit, which a thread coming back late would abort
+    while left_behind() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not left_behind()
+
+
 def _rpc(java: str, text: str) -> RuntimeError:
     return RuntimeError(f'RPCError("org.apache.hadoop.{java}", "{text}\\n\\tat org.apache.hadoop.X")')
 
 
-QUICK = {"lockstep.storage.call-deadline-s": "0.3", "lockstep.storage.give-up-s": "1.2"}
+ROOT = Path(__file__).resolve().parents[2]
+QUICK = {
+    "lockstep.storage.call-deadline-s": "0.3",
+    "lockstep.storage.give-up-s": "1.2",
+    "dfs.client.failover.max.attempts": "1",
+}
 
 
 @pytest.fixture
@@ -70,6 +88,35 @@ def test_a_refused_connection_names_address_and_cause() -> None:
     with pytest.raises(StorageError, match=address) as caught:
         HdfsFileSystem(address, DEFAULTS | quick).stat(f"hdfs://{address}/x")
     assert "Connection refused" in caught.value.got
+
+
+def test_a_job_ends_with_its_own_exit_code() -> None:
+    """The server goes while the interpreter ends, so that the call left behind comes back at the worst moment."""
+    code = """
+import os, socket, time
+from jobs import verify
+from jobs._cli import run_job
+from storage.settings import set_hadoop_settings
+
+class Late:
+    def __init__(self):
+        self.server, self.sleep = socket.create_server(("127.0.0.1", 0)), time.sleep
+
+    def __del__(self):
+        self.server.close()
+        self.sleep(2)
+
+late = Late()
+set_hadoop_settings({"dfs.client.failover.max.attempts": "1"})
+os.environ.update(LOCKSTEP_STORAGE_CALL_DEADLINE_S="0.2", LOCKSTEP_STORAGE_GIVE_UP_S="0.5")
+run_job(verify.main, [f"hdfs://127.0.0.1:{late.server.getsockname()[1]}/x"])
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (found.returncode, found.stderr.count("error:")) == (1, 1), found.stderr
+    assert all(part in found.stderr for part in ("the NameNode at 127.0.0.1:", "got:", "allowed:", "next:"))
+    assert "Traceback" not in found.stderr and "FATAL" not in found.stderr
 
 
 def test_a_timed_out_call_leaves_its_client_behind(fake: tuple[HdfsFileSystem, FakeClient]) -> None:
