@@ -34,6 +34,16 @@ def write_state(cluster: Cluster) -> None:
     temporary.replace(cluster.folder / STATE)
 
 
+def write_environment(cluster: Cluster) -> Path:
+    """`env.sh` beside the daemons' folders: what a shell needs to use them, to be sourced."""
+    arguments = " ".join(cluster.submit_conf)
+    values = {**cluster.env, "HDFS": cluster.hdfs_url, "YARN": arguments}
+    path = cluster.folder / "env.sh"
+    lines = [f"export {name}={shlex.quote(value)}\n" for name, value in values.items()]
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
+
+
 def up(folder: Path) -> int:
     """Start an empty HDFS and YARN that outlive this command; tell how to point a shell at them."""
     _, processes = read_state(folder)
@@ -89,11 +99,12 @@ def status(folder: Path) -> int:
         print(f"  {name:16} {state:14} {cluster.log(name) if process else ''}")
     if not all(cluster.running(name) for name in (*HDFS, *YARN)):
         return 1
+    environment = write_environment(cluster)
     arguments = " ".join(shlex.quote(part) for part in cluster.submit_conf)
     print(
         f"""
 HDFS {cluster.hdfs_url} (pages at http://127.0.0.1:{ports["namenode-http"]}), YARN {cluster.yarn_url}
-Point a shell at them:
+Point a shell at them by `source {os.path.relpath(environment)}`, or by hand:
 
   export HADOOP_CONF_DIR={shlex.quote(cluster.conf_dir)}
   export JAVA_HOME={shlex.quote(cluster.env["JAVA_HOME"])} PYSPARK_PYTHON={shlex.quote(sys.executable)}
