@@ -45,7 +45,7 @@ def vocabulary_fields(schema: Schema) -> tuple[Field, ...]:
 def logical_bytes(field: Field, column: pa.Array) -> pa.Array:
     """The bytes that each row of a column takes in Arrow: values and 4 for each length, whatever codec comes after.
 
-    Returns (n,) int64. docs/decisions/011-parquet-sizes.md says why a Parquet shard is measured so.
+    Returns (n,) int64. docs/decisions/010-blocks-and-sizes.md says why a Parquet shard is measured so.
     """
     if field.is_list:
         per_item = logical_bytes(Field(name=field.name, dtype=field.dtype), column.flatten())

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 BLOCK_BYTES = 2 << 20
-MIN_BLOCKS = 64  # docs/decisions/010-blocks.md
+MIN_BLOCKS = 64  # docs/decisions/010-blocks-and-sizes.md
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import os
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +14,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 NASA = ROOT / "data" / "weblogs" / "nasa_access_log_1995-07-09.log.gz"
+
+
+def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a Python script in a process of its own."""
+    own = {"PYTHONPATH": str(ROOT), "PYSPARK_SUBMIT_ARGS": "--conf spark.ui.enabled=false pyspark-shell"}
+    return subprocess.run(
+        [sys.executable, *command], cwd=cwd, env={**os.environ, **own}, capture_output=True, text=True, timeout=220
+    )
 
 
 def tree(folder: Path) -> dict[str, bytes]:

@@ -1,35 +1,15 @@
-"""The ETL jobs as a user runs them: exit codes, four-part errors, nothing half-published; and dying tasks."""
+"""The ETL jobs as a user runs them: exit codes, four-part errors, nothing half-published."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-from etl import logs
-from etl.config import LogsConfig
 from jobs import etl_images, etl_logs
 from storage.errors import ConfigError, DataError, ExistsError, LockstepError, NotFoundError
 
-from .conftest import ROOT, tree
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
-
-def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "PYSPARK_SUBMIT_ARGS": "--conf spark.ui.enabled=false pyspark-shell",
-    }
-    return subprocess.run(
-        [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=220
-    )
+from .conftest import ROOT, run
 
 
 @pytest.mark.slow
@@ -46,24 +26,6 @@ def test_a_log_of_noise_ends_with_one_clear_error(tmp_path: Path) -> None:
     for trace in ("Traceback", "\tat ", "Exception in task"):
         assert trace not in done.stderr + done.stdout
     assert sorted(path.name for path in tmp_path.iterdir() if path.name not in ("spark-warehouse",)) == ["noise"]
-
-
-@pytest.mark.slow
-def test_the_same_bytes_when_tasks_are_killed(spark: SparkSession, small_log: Path, tmp_path: Path) -> None:
-    done = run(
-        str(Path(__file__).with_name("killed_tasks.py")),
-        str(small_log),
-        str(tmp_path / "killed"),
-        "100000",
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    calm = LogsConfig(
-        inputs=(str(small_log),), output=str(tmp_path / "calm"), split="group:visitor:80/20", shard_bytes=100_000
-    )
-    logs.run(spark, calm)
-    assert tree(tmp_path / "killed") == tree(tmp_path / "calm")
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "spark-warehouse") == ["calm", "killed"]
 
 
 def test_what_is_told_before_spark_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
