@@ -170,3 +170,13 @@ def test_other_fields_than_the_schemas_are_refused() -> None:
         decode_batch(fewer, [encode_example(SCHEMA, ROW)])
     with pytest.raises(DataError, match="no such feature"):
         decode_batch(SCHEMA, [encode_example(fewer, {k: v for k, v in ROW.items() if k != "pixels"})])
+
+
+def test_a_list_of_another_type_is_refused() -> None:
+    reals, blobs = (
+        Schema((sample_id_field(), Field(name="a", dtype=dtype, shape=(None,)))) for dtype in ("float32", "bytes")
+    )
+    record = encode_example(blobs, {"sample_id": 1, "a": [b"\x00\x00\x80\x3f"]})  # the same body as one packed float
+    assert decode_batch(blobs, [record]).num_rows == 1
+    with pytest.raises(DataError, match="field `a`"):
+        decode_batch(reals, [record])
