@@ -194,9 +194,9 @@ def _split(record: bytes, plans: list[tuple[bytes, int, Field]], bodies: list[li
         size, at = _read_varint(record, 1)
         good = record[0] == 0x0A and at + size == len(record)
         for (name, tag, current), column in zip(plans, bodies, strict=True):
-            field = current
             if not good:
                 break
+            field = current
             if at == len(record):
                 column.append(None)
                 continue
