@@ -6,7 +6,6 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from etl import image_sets, logs
@@ -20,7 +19,7 @@ from training.driver import Launch, RunResult
 from training.driver import check as check_training
 from training.driver import train as train_run
 from training.evaluate import evaluate as evaluate_run
-from training.launch.barrier import run_barrier
+from training.launch.barrier import OnSpark
 from training.launch.local import run_local
 from training.report import write_report
 
@@ -121,7 +120,7 @@ class Pipeline:
         self._step("verify", self._verify)
         config = train.config_of(self.train_args)
         check_training(config)
-        launch = partial(run_barrier, spark)
+        launch = OnSpark(spark)
         result = self._step("train", lambda: train_run(config, launch))
         evaluation = self._step("evaluate", lambda: self._evaluate(launch))
         report = self._step("report", lambda: write_report(self.run_url, manifest, evaluation))

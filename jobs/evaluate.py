@@ -16,7 +16,7 @@ from jobs._cli import JobParser, run_job
 from jobs._session import hadoop_settings_of, spark_session
 from storage.settings import set_hadoop_settings
 from training.evaluate import evaluate, summary
-from training.launch.barrier import run_barrier
+from training.launch.barrier import OnSpark
 from training.launch.local import run_local
 
 
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         with spark_session("lockstep evaluate", args.master) as spark:
             set_hadoop_settings(hadoop_settings_of(spark))
-            result = call(launch=partial(run_barrier, spark))
+            result = call(launch=OnSpark(spark))
     print(summary(result))
     print(json.dumps(result, sort_keys=True))
     return 0

@@ -21,7 +21,6 @@
 # %%
 import os
 import tempfile
-from functools import partial
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -35,7 +34,7 @@ from training.config import TrainConfig
 from training.driver import train
 from training.evaluate import evaluate
 from training.history import read_history
-from training.launch.barrier import run_barrier
+from training.launch.barrier import OnSpark
 from training.launch.local import run_local
 
 log = os.environ.get("LOCKSTEP_LOG", str(ROOT / "data/weblogs/nasa_access_log_1995-07-09.log.gz"))
@@ -91,7 +90,7 @@ pd.DataFrame(
 config = TrainConfig(
     datasets=(dataset,), run=run, model="logistic", num_ranks=2, global_batch=128, epochs=2, checkpoint_every=100
 )
-result = train(config, partial(run_barrier, spark))
+result = train(config, OnSpark(spark))
 print(result.summary())
 
 # %% [markdown]

@@ -147,12 +147,14 @@ def _mean(values: Sequence[float]) -> float:
 
 def _curve(x: Sequence[int], lines: Sequence[tuple[str, Sequence[float], str]], x_label: str) -> Markup:
     from matplotlib.figure import Figure  # half a second that only a report needs
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 3))
     axes = figure.add_subplot()
     for name, y, colour in lines:
         axes.plot(x, y, color=colour, label=name, marker="o" if len(x) == 1 else None)
     axes.set_xlabel(x_label)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     return _svg(figure)

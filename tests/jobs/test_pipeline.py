@@ -1,0 +1,111 @@
+"""The pipeline's configuration, its bar and its table; whole pipelines run on YARN and in the demo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from jobs import pipeline
+from jobs._pipeline import Outcome, Pipeline, table
+from storage.errors import ConfigError, DataError, LockstepError, NotFoundError
+
+LOG = """
+[pipeline]
+name = "log"
+metric = "auc"
+[etl_logs]
+input = ["access.log"]
+[train]
+model = "logistic"
+num_ranks = 2
+global_batch = 16
+epochs = 1
+[evaluate]
+baseline = "rate:page"
+"""
+
+
+@pytest.fixture
+def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("access.log").write_bytes(b'a - - [01/Jul/1995:00:00:01 -0400] "GET / HTTP/1.0" 200 1\n')
+    path = Path("conf.toml")
+    path.write_text(LOG)
+    return path
+
+
+def test_steps_share_dataset_and_run_in_one_folder(conf: Path) -> None:
+    loaded = Pipeline.load(str(conf), "out/now")
+    assert (loaded.dataset, loaded.run_url) == ("out/now/log/dataset", "out/now/log/run")
+    assert loaded.train_args.datasets == [loaded.dataset] and loaded.evaluate_args.run == loaded.run_url
+    loaded.check()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ("[evaluate]", "[evaluation]", "is no pipeline"),
+        ("[etl_logs]", "[etl_images]\nsource = 'idx'\n[etl_logs]", "is no pipeline"),  # two sources of one dataset
+        ("num_ranks = 2", "num_ranks = 2\nranks = 2", "unknown key `ranks`"),
+        ("epochs = 1", "epochs = 'many'", "the command line cannot be right"),
+        ("epochs = 1", "epochs = 0", "`epochs` cannot be right"),
+        ('metric = "auc"', "", "the command line cannot be right"),
+        ('metric = "auc"', 'metric = "auc"\nat_least = "much"', "the command line cannot be right"),
+        ("[pipeline]", "pipeline = 3\n[other]", "`pipeline`"),
+        ("access.log", "absent.log", "absent.log"),
+        ("name =", "name", "is not TOML"),
+    ],
+)
+def test_wrong_configurations_are_refused_before_spark_starts(conf: Path, old: str, new: str, named: str) -> None:
+    assert old in LOG
+    conf.write_text(LOG.replace(old, new, 1))
+    with pytest.raises(ConfigError) as caught:
+        pipeline.main(["--config", str(conf)])
+    assert named in str(caught.value) or named == "`pipeline`"
+    assert caught.value.exit_code == 2 and caught.value.next_step
+    assert not Path(".demo").exists()
+
+
+def test_missing_files_are_named() -> None:
+    with pytest.raises(NotFoundError, match=r"absent\.toml"):
+        pipeline.main(["--config", "absent.toml"])
+    with pytest.raises(ConfigError, match="command line"):
+        pipeline.main([])
+
+
+def outcome(value: float, bar: float) -> Outcome:
+    counts = SimpleNamespace(read=10, written=7, quarantined=1, dropped={"censored": 2})
+    result = SimpleNamespace(steps=5, samples_per_s=9.6, run="r", model="m")
+    evaluation: dict[str, Any] = {"metrics": {"auc": value}, "baseline": {"name": "rate:page", "metrics": {"auc": bar}}}
+    return Outcome(
+        name="log", manifest=cast(Any, SimpleNamespace(counts=counts)), result=cast(Any, result), metric="auc",
+        evaluation=evaluation, bar=bar, bar_name="rate:page", seconds=3.0, dataset="d", report="h",
+    )  # fmt: skip
+
+
+def test_table_tells_every_count_and_path() -> None:
+    lines = [" ".join(line.split()) for line in table([outcome(0.71, 0.68)]).splitlines()]
+    for line in ("read 10", "written 7", "quarantined 1", "dropped 2 censored", "steps 5", "metric auc 0.7100"):
+        assert line in lines
+    assert "baseline 0.6800 (rate:page)" in lines
+    assert lines[-4:] == ["log: dataset d", "log: run r", "log: model m", "log: report h"]
+
+
+@pytest.mark.parametrize(
+    ("value", "good"),
+    [(0.70, True), (0.68, True), (0.67, False), (float("nan"), False)],  # a model of NaN reaches no bar
+)
+def test_a_model_below_its_bar_fails_the_job(
+    conf: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], value: float, good: bool
+) -> None:
+    monkeypatch.setattr(pipeline, "run", lambda args, folder: [outcome(value, 0.68)])
+    error: LockstepError | None = None
+    try:
+        pipeline.main(["--config", str(conf)])
+    except DataError as caught:
+        error = caught
+    assert (error is None) is good
+    assert "metric" in capsys.readouterr().out  # the table is told in any case

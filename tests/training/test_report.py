@@ -1,0 +1,88 @@
+"""A run's history over several generations, and its report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from storage.errors import CorruptionError, NotFoundError
+from storage.fs import filesystem
+from storage.manifest import load_dataset
+from tests.training._tiny import write_table
+from training.claims import CheckpointRef, claim_next
+from training.history import read_history
+from training.paths import RunPaths
+from training.report import render, write_report
+
+HOSTILE = "<script>alert(1)</script>"
+
+
+def rows(first: int, last: int, loss: float) -> list[dict[str, Any]]:
+    return [{"kind": "step", "step": s, "epoch": 0, "loss": loss, "seconds": 0.1 * s} for s in range(first, last + 1)]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> str:
+    """Generation 1 did steps 1-5; generation 2 went on from step 3 and did 4-6."""
+    paths, fs = RunPaths(str(tmp_path / "run")), filesystem(str(tmp_path))
+    fs.mkdirs(paths.root)
+    Path(paths.run_json).write_text("{}")
+    claim_next(fs, paths, None, epochs=1, num_ranks=1)
+    claim_next(fs, paths, CheckpointRef(3, 1), epochs=1, num_ranks=1)
+    epoch = {"kind": "epoch", "step": 6, "epoch": 0, "metrics": {"loss": 0.2, HOSTILE: 0.5}, "seconds": 1.0}
+    for generation, part in ((1, rows(1, 5, 1.0)), (2, [*rows(4, 6, 0.5), epoch])):
+        folder = Path(paths.metrics(generation))
+        folder.mkdir(parents=True)
+        (folder / "part-00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    return paths.root
+
+
+def test_the_newest_generation_of_a_step_counts(run: str) -> None:
+    history = read_history(run)
+    assert [(row["step"], row["loss"]) for row in history.steps] == [
+        (1, 1.0), (2, 1.0), (3, 1.0), (4, 0.5), (5, 0.5), (6, 0.5),
+    ]  # fmt: skip
+    assert [row["step"] for row in history.epochs] == [6]
+    assert history.generations == 2
+
+
+@pytest.mark.parametrize(
+    "line", ["{", "{}", '{"kind": "step"}', '{"kind": "x", "step": 1}', '{"kind":"step","step":"1"}']
+)
+def test_a_line_that_is_no_measurement_is_named(run: str, line: str) -> None:
+    part = Path(RunPaths(run).metrics(2)) / "part-00000.jsonl"
+    part.write_text(part.read_text() + line + "\n")
+    with pytest.raises(CorruptionError) as caught:
+        read_history(run)
+    assert caught.value.file.endswith("part-00000.jsonl") and caught.value.record == 4
+
+
+def test_a_directory_that_is_no_run_and_a_run_without_result(run: str, tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="is no run"):
+        read_history(str(tmp_path))
+    write_table(tmp_path / "data")
+    with pytest.raises(NotFoundError, match="no result yet"):
+        write_report(run, load_dataset(str(tmp_path / "data")), None)
+
+
+def test_the_page_stands_alone_and_escapes_what_comes_from_data(run: str, tmp_path: Path) -> None:
+    write_table(tmp_path / "data")
+    result = {
+        "steps": 6, "epochs": 1, "samples_per_s": 12.3, "left_over": ["00ff"], "metrics": {HOSTILE: 0.5},
+        "checkpoint": "step-0000000006.g0002", "model": HOSTILE,
+    }  # fmt: skip
+    evaluation = {
+        "split": HOSTILE, "samples": 25, "metrics": {"auc": 0.75},
+        "baseline": {"name": "rate:page", "metrics": {"auc": 0.5}},
+    }  # fmt: skip
+    page = render(run, result, read_history(run), load_dataset(str(tmp_path / "data")), evaluation)
+    assert "<script" not in page and "&lt;script&gt;" in page
+    assert "http" not in page.replace("http://www.w3.org/", "").replace("https://matplotlib.org/", "").replace(
+        "http://purl.org/", ""
+    ).replace("http://creativecommons.org/", "")  # names of XML vocabularies; nothing is fetched
+    assert page.count("<svg") == 2  # loss, and the one other metric
+    assert "0.7500   (baseline rate:page: 0.5000)" in page and "12" in page
+    assert page == render(run, result, read_history(run), load_dataset(str(tmp_path / "data")), evaluation)
