@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from typing import Any
+
 from etl.config import DEFAULT_SHARD_BYTES
 from jobs._cli import JobParser
 from storage.manifest import DatasetManifest
@@ -19,6 +22,12 @@ def add_output_flags(job: JobParser, split: str) -> None:
     )
     job.add_argument("--seed", type=int, default=0, metavar="N", help="seed of split and order (default 0)")
     job.add_argument("--master", metavar="URL", help="Spark master (default: spark-submit's, else local[*])")
+
+
+def output_values(args: Namespace) -> dict[str, Any]:
+    """The fields of OutputConfig that those flags say."""
+    names = ("output", "max_bad", "fmt", "split", "shard_bytes", "seed")
+    return {"inputs": tuple(args.input), **{name: getattr(args, name) for name in names}}
 
 
 def summary(manifest: DatasetManifest, output: str) -> str:

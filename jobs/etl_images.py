@@ -14,7 +14,7 @@ if sys.path[0] != ROOT:
 from etl import image_sets
 from etl.config import ImagesConfig, parse_size
 from jobs._cli import JobParser, run_job
-from jobs._etl import add_output_flags, summary
+from jobs._etl import add_output_flags, output_values, summary
 from jobs._session import hadoop_settings_of, spark_session
 from storage.settings import set_hadoop_settings
 
@@ -32,16 +32,10 @@ def parser() -> JobParser:
 def config_of(args: Namespace) -> ImagesConfig:
     """The configuration that the flags say."""
     return ImagesConfig(
-        inputs=tuple(args.input),
-        output=args.output,
         source=args.source,
         image_size=None if args.image_size is None else parse_size(args.image_size),
         num_classes=args.num_classes,
-        max_bad=args.max_bad,
-        fmt=args.fmt,
-        split=args.split,
-        shard_bytes=args.shard_bytes,
-        seed=args.seed,
+        **output_values(args),
     )
 
 

@@ -14,7 +14,7 @@ if sys.path[0] != ROOT:
 from etl import logs
 from etl.config import DEFAULT_LABEL, LogsConfig
 from jobs._cli import JobParser, run_job
-from jobs._etl import add_output_flags, summary
+from jobs._etl import add_output_flags, output_values, summary
 from jobs._session import hadoop_settings_of, spark_session
 from storage.settings import set_hadoop_settings
 
@@ -32,15 +32,9 @@ def parser() -> JobParser:
 def config_of(args: Namespace) -> LogsConfig:
     """The configuration that the flags say."""
     return LogsConfig(
-        inputs=tuple(args.input),
-        output=args.output,
         log_format=args.log_format,
         label=args.label,
-        max_bad=args.max_bad,
-        fmt=args.fmt,
-        split=args.split,
-        shard_bytes=args.shard_bytes,
-        seed=args.seed,
+        **output_values(args),
     )
 
 
