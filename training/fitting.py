@@ -6,6 +6,7 @@ import platform
 import time
 from contextlib import AbstractContextManager
 from importlib.metadata import version
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,11 @@ class Fit(AbstractContextManager["Fit"]):
         self._progress = Progress(step=0, stopped=False, metrics={})
         self._stop_wanted = False
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:  # the exchange's thread may wait for ranks that will never come
+            self._comm.abort(str(error))
         self._exchange.close()
 
     def run(self) -> dict[str, Any]:

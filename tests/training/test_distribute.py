@@ -65,7 +65,6 @@ UNEVEN = [slice(0, 3), slice(3, 4), slice(4, 12)]
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"clipnorm": 0.01},  # of the global gradient: clipping each rank's first gives another sum
         {"global_clipnorm": 0.01, "weight_decay": 0.1},
     ],

@@ -14,6 +14,7 @@ from training.models import ModelOptions
 WEIGHT_DECAY = 1e-4
 # Fashion-MNIST, 10,000 images, global batch 128, 2 epochs, ghost of 16 rows, one seed, accuracy on 2,000 test images:
 # SGD 0.1 with warm-up and cosine 0.861, 0.2 0.860; constant SGD 0.05 0.804; Adam 1e-3 0.839, 3e-3 with cosine 0.852.
+# The default on 2 ranks, seeds 0 to 4: 0.8615, 0.8630, 0.8555, 0.8635, 0.8595.
 LEARNING_RATE = 0.1  # at its peak, for a global batch of 128; grows with the batch (Goyal et al., 2017)
 WARM_UP = 0.2  # of the run
 MOMENTUM = 0.9  # of the moving averages: two epochs of a small set are too few steps for Keras' 0.99
