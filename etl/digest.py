@@ -11,7 +11,7 @@ import pyarrow as pa
 from etl.ranges import Source
 from etl.spark_errors import in_task
 from storage.errors import DataError
-from storage.fs import filesystem
+from storage.fs import absolute, filesystem
 from storage.manifest import SourceInfo
 from storage.settings import hadoop_settings, set_hadoop_settings
 
@@ -43,13 +43,14 @@ def digest_sources(spark: SparkSession, sources: Sequence[Source]) -> tuple[Sour
 
     Files are read a second time for it: a range's digest says nothing of its file's.
     """
-    rows = [(number, source.url, source.size_bytes) for number, source in enumerate(sources)]
+    rows = [(number, absolute(source.url), source.size_bytes) for number, source in enumerate(sources)]
     planned = spark.createDataFrame(
         spark.sparkContext.parallelize(rows, len(rows)), "number int, url string, bytes bigint"
     )
     found = planned.mapInArrow(DigestSources(hadoop_settings()), DDL).collect()
     return tuple(
-        SourceInfo(row["url"], row["bytes"], row["sha256"]) for row in sorted(found, key=lambda row: row["number"])
+        SourceInfo(sources[row["number"]].url, row["bytes"], row["sha256"])
+        for row in sorted(found, key=lambda row: row["number"])
     )
 
 

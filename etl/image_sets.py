@@ -21,7 +21,7 @@ from etl.watch import watched
 from etl.write import Origin, refuse_existing, write_dataset
 from features.schema import Field, Schema, sample_id_field
 from storage.errors import ConfigError, DataError, NotFoundError
-from storage.fs import parent
+from storage.fs import absolute, parent
 from storage.manifest import DatasetManifest
 from storage.settings import hadoop_settings
 
@@ -204,11 +204,11 @@ def _ranges(pairs: Sequence[Pair], split_bytes: int) -> list[tuple[object, ...]]
         for first in range(0, images.shape[0], step):
             count = min(step, images.shape[0] - first)
             files = (
-                images.url,
+                absolute(images.url),
                 images.codec,
                 list(images.shape),
                 pair.images_source,
-                labels.url,
+                absolute(labels.url),
                 labels.codec,
                 pair.labels_source,
             )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from storage.errors import DataError, NotFoundError
-from storage.fs import basename, filesystem, walk
+from storage.fs import absolute, basename, filesystem, walk
 
 GZIP_MAGIC = b"\x1f\x8b"
 
@@ -75,7 +75,7 @@ def plan_ranges(sources: Sequence[Source], split_bytes: int) -> list[Range]:
     for index, source in enumerate(sources):
         step = source.size_bytes if source.codec == "gzip" else split_bytes
         for start in range(0, source.size_bytes, step):
-            ranges.append(Range(index, source.url, start, min(step, source.size_bytes - start), source.codec))
+            ranges.append(Range(index, absolute(source.url), start, min(step, source.size_bytes - start), source.codec))
     return ranges
 
 

@@ -18,7 +18,7 @@ from features.fitted import Vocabulary
 from features.schema import SAMPLE_ID, Schema
 from storage.canonical import canonical_bytes, sha256_hex
 from storage.errors import ConfigError, DataError
-from storage.fs import FileSystem, filesystem, join, parent
+from storage.fs import FileSystem, absolute, filesystem, join, parent
 from storage.layout import DatasetPaths, fitted_path, index_path, shard_path
 from storage.manifest import Counts, DatasetManifest, FileInfo, ShardInfo, SourceInfo, SplitInfo
 from storage.publish import occupied, publish_directory, write_file
@@ -71,6 +71,7 @@ def write_dataset(
     records have one id.
     """
     refuse_existing(url)
+    url = absolute(url)
     df = _with_occurrence(_checked(df, schema, id_columns, split), id_columns)
     assign = Assign(schema, tuple(id_columns), split, seed, fmt)
     rows = df.mapInArrow(assign, assign.ddl()).persist()

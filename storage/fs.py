@@ -221,6 +221,12 @@ def filesystem(url: str) -> FileSystem:
     )
 
 
+def absolute(url: str) -> str:
+    """`url` with a relative local path made absolute: executors and ranks have another working folder than the call."""
+    scheme, _, path = split_url(url)
+    return os.path.abspath(path) if scheme == "file" and not path.startswith("/") else url
+
+
 def join(url: str, *parts: str) -> str:
     """Append path parts to a URL or path."""
     return "/".join([url.rstrip("/") if url.strip("/") else "", *(part.strip("/") for part in parts)])

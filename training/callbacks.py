@@ -30,8 +30,8 @@ class Loop(Protocol):
 class RunCallbacks(keras.callbacks.CallbackList):
     """Keras' CallbackList whose training begins and ends when `begin` and `end` say so.
 
-    At the end of an epoch callbacks get the metrics over all ranks, the same on each; after a batch the loss is that of
-    the global batch, the metrics are those of this rank so far. Callbacks without batch hooks cost nothing a step.
+    At the end of an epoch callbacks get the metrics over all ranks, the same on each; after a batch loss and
+    metrics are those of this rank so far. Callbacks without batch hooks cost nothing a step.
     """
 
     def __init__(self, callbacks: list[Any], model: keras.Model, loop: Loop, *, epochs: int, steps: int) -> None:

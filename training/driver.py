@@ -9,12 +9,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any, Protocol
 
 from storage.errors import LockstepError, TrainingFailedError
-from storage.fs import FileSystem, filesystem, split_url
+from storage.fs import FileSystem, absolute, filesystem, split_url
 from storage.manifest import DatasetManifest, load_dataset
 from storage.progress import Progress
 from storage.publish import write_file
@@ -133,6 +133,7 @@ def train(config: TrainConfig, launch: Launch, *, hooks: Hooks | None = None) ->
     bytes are wrong, TrainingFailedError when ranks failed `max_restarts` times without a new checkpoint.
     """
     hooks = hooks or Hooks()
+    config = replace(config, datasets=tuple(map(absolute, config.datasets)), run=absolute(config.run))
     manifest = load_dataset(config.datasets[0])
     plan = plan_for(manifest, config)
     steps = plan.steps(config.epochs)

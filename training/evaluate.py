@@ -7,7 +7,7 @@ from typing import Any
 
 from features.schema import Schema
 from storage.errors import ConfigError, DataError, NotFoundError
-from storage.fs import filesystem
+from storage.fs import absolute, filesystem
 from storage.manifest import load_dataset
 from storage.sealed import unseal
 from storage.settings import hadoop_settings
@@ -47,6 +47,7 @@ def evaluate(
             allowed="integers from 1 up",
             next_step="Correct --batch or --num-ranks.",
         )
+    run, dataset = absolute(run), absolute(dataset)
     fs, paths = filesystem(run), RunPaths(run)
     config = TrainConfig.from_json(unseal(fs.read_bytes(paths.run_json), paths.run_json)["config"])
     manifest = load_dataset(dataset)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from storage.errors import ConfigError, ExistsError, NotFoundError, StorageError
-from storage.fs import FileSystem, basename, filesystem, join, parent, split_url
+from storage.fs import FileSystem, absolute, basename, filesystem, join, parent, split_url
 from storage.local import LocalFileSystem, rename_noreplace_portable
 from tests.fs_contract import FileSystemContract, put
 
@@ -133,3 +133,19 @@ def test_backends_are_shared(tmp_path: Path) -> None:
     assert filesystem(str(tmp_path)) is filesystem("file:///x")
     with pytest.raises(NotFoundError):
         filesystem("x").stat(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ("a/b", "{cwd}/a/b"),
+        ("./a//b/", "{cwd}/a/b"),
+        ("/a/b", "/a/b"),  # what is absolute stays as it is written
+        ("file:///a/b", "file:///a/b"),
+        ("hdfs://nn:1/a", "hdfs://nn:1/a"),
+        ("2024:log", "{cwd}/2024:log"),  # a colon alone makes no URL
+    ],
+)
+def test_absolute(given: str, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert absolute(given) == wanted.format(cwd=tmp_path)
