@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -13,6 +14,8 @@ from storage.layout import FORMATS
 DEFAULT_SHARD_BYTES = 128 << 20
 DEFAULT_SPLIT_BYTES = 64 << 20
 SESSION_S = 1800
+_SHARE = re.compile(r"(?P<number>[0-9]{1,20}([.][0-9]{0,20}|/[0-9]{1,20})?|[.][0-9]{1,20})(?P<percent>%?)")
+_SIDE = re.compile(r"[0-9]{1,9}")
 DEFAULT_LABEL = (
     "CASE WHEN count(*) OVER"
     f" (PARTITION BY visitor ORDER BY time RANGE BETWEEN 1 FOLLOWING AND {SESSION_S} FOLLOWING) > 0"
@@ -125,9 +128,11 @@ class ImagesConfig(OutputConfig):
 
 def parse_share(text: str) -> Fraction:
     """Read "1%" or "0.01" exactly. Raises ConfigError outside 0 to 1."""
+    # Fraction reads more forms than these; 1e99999999 it would work out digit by digit.
+    found = _SHARE.fullmatch(text)
     try:
-        share = Fraction(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except (ValueError, ZeroDivisionError):
+        share = Fraction(found["number"]) / (100 if found["percent"] else 1) if found else Fraction(-1)
+    except ZeroDivisionError:
         share = Fraction(-1)
     _check(0 <= share <= 1, "--max-bad", text, "0% to 100%, or 0 to 1")
     return share
@@ -136,7 +141,7 @@ def parse_share(text: str) -> Fraction:
 def parse_size(text: str) -> tuple[int, int]:
     """Read "HxW". Raises ConfigError for another form."""
     height, _, width = text.partition("x")
-    _check(height.isdigit() and width.isdigit(), "--image-size", text, "HxW such as 28x28")
+    _check(bool(_SIDE.fullmatch(height) and _SIDE.fullmatch(width)), "--image-size", text, "HxW such as 28x28")
     return int(height), int(width)
 
 

@@ -23,6 +23,9 @@ from storage.fs import filesystem
 
 _UNSIGNED_BYTE = 0x08
 MAX_SIDE = 4096
+MAX_RECORDS = (1 << 31) - 1
+# A gzip file does not tell its length, so its header must not be able to ask for all memory.
+MAX_RECORD_BYTES = MAX_SIDE * MAX_SIDE * 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +68,10 @@ def read_header(source: Source) -> IdxFile:
     if len(sizes) < 4 * head[3]:
         raise _short(source.url, 4 + len(sizes), f"a header of {4 + 4 * head[3]} bytes")
     file = IdxFile(source.url, source.codec, struct.unpack(f">{head[3]}I", sizes))
-    if not all(1 <= size <= MAX_SIDE for size in file.shape[1:]) or file.shape[0] < 1:
-        raise _bad(source.url, f"dimensions {file.shape}", f"a record or more, sides 1 to {MAX_SIDE}", "an image set")
+    sides = all(1 <= size <= MAX_SIDE for size in file.shape[1:])
+    if not (sides and 1 <= file.shape[0] <= MAX_RECORDS and file.record_bytes <= MAX_RECORD_BYTES):
+        allowed = f"1 to {MAX_RECORDS} records, sides 1 to {MAX_SIDE}, {MAX_RECORD_BYTES} bytes a record at most"
+        raise _bad(source.url, f"dimensions {file.shape}", allowed, "an image set")
     if source.codec == "none" and source.size_bytes != file.total_bytes:
         raise _length(file, source.size_bytes)
     return file

@@ -85,20 +85,31 @@ def rows_of(pages: DataFrame, label: str, log_end: int) -> DataFrame:
 
 
 def check_label(spark: SparkSession, label: str) -> None:
-    """Raise ConfigError for what is no SQL, names unknown columns, is not boolean or depends on chance."""
+    """Raise ConfigError for what is no SQL, names unknown columns, is not boolean, does not give one value for each
+    row, or depends on chance or the clock.
+    """
     from pyspark.errors import AnalysisException, ParseException
 
     empty = spark.createDataFrame([], weblog.LABEL_COLUMNS).selectExpr(
         "visitor", "page", "query", "time", "0L AS log_end"
     )
     try:
-        labelled = empty.selectExpr(f"({label}) AS {weblog.LABEL}")
+        labelled = empty.selectExpr("*", f"({label}) AS {weblog.LABEL}")
         kind = dict(labelled.dtypes)[weblog.LABEL]
-        certain = bool(labelled._jdf.queryExecution().analyzed().deterministic())
+        plan = labelled._jdf.queryExecution().analyzed()
     except (AnalysisException, ParseException) as error:
         raise _bad_label(label, str(error).strip().splitlines()[0]) from None
-    if kind != "boolean" or not certain:
-        raise _bad_label(label, f"type {kind}" if kind != "boolean" else "an expression that depends on chance")
+    if kind != "boolean":
+        raise _bad_label(label, f"type {kind}")
+    jvm = spark.sparkContext._jvm  # pyspark tells nothing of a plan's expressions
+    assert jvm is not None
+    patterns = jvm.org.apache.spark.sql.catalyst.trees.TreePattern
+    if not plan.deterministic():
+        raise _bad_label(label, "an expression that depends on chance")
+    if plan.containsPattern(patterns.CURRENT_LIKE()):
+        raise _bad_label(label, "an expression that depends on the clock")
+    if plan.containsPattern(patterns.GENERATE()) or plan.containsPattern(patterns.PLAN_EXPRESSION()):
+        raise _bad_label(label, "an expression that makes rows or asks another table")
 
 
 def parsed(spark: SparkSession, ranges: Sequence[Range]) -> DataFrame:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ _LOUD = (
     "org.apache.spark.sql.execution.adaptive.AdaptiveSparkPlanExec",
     "org.apache.spark.util.Utils",
 )
+_LOUD_IN_PYTHON = ("SQLQueryContextLogger", "DataFrameQueryContextLogger")
 
 
 class TaskError(RuntimeError):
@@ -76,7 +78,7 @@ def in_task(function: Callable[[S, P], Iterator[T]]) -> Callable[[S, P], Iterato
 def translated(spark: SparkSession, what: str) -> Iterator[None]:
     """Run Spark jobs; a task's LockstepError is raised here, anything else of Spark's as a LockstepError naming `what`.
 
-    Java's loggers that print each failed attempt with its stack are silent meanwhile.
+    Loggers of Java and of pyspark that print each failed attempt with its stack are silent meanwhile.
     """
     from py4j.protocol import Py4JError
     from pyspark.errors import PySparkException
@@ -101,6 +103,23 @@ def translated(spark: SparkSession, what: str) -> Iterator[None]:
 
 
 def _hush(spark: SparkSession) -> Callable[[], None]:
+    from pyspark.logger import PySparkLogger
+
+    ours = [PySparkLogger.getLogger(name) for name in _LOUD_IN_PYTHON]
+    levels = [logger.level for logger in ours]
+    for logger in ours:
+        logger.setLevel(logging.CRITICAL + 1)
+    restore_java = _hush_java(spark)
+
+    def restore() -> None:
+        restore_java()
+        for logger, level in zip(ours, levels, strict=True):
+            logger.setLevel(level)
+
+    return restore
+
+
+def _hush_java(spark: SparkSession) -> Callable[[], None]:
     jvm = spark.sparkContext._jvm  # pyspark has no public way to a single logger
     if jvm is None:
         return lambda: None

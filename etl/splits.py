@@ -29,7 +29,7 @@ class SplitSpec:
             column, _, shares = text.removeprefix("group:").rpartition(":")
         parts = shares.split("/")
         good = len(parts) == len(NAMES) and all(
-            part.isascii() and part.isdigit() and 0 < int(part) < 10**6 for part in parts
+            part.isascii() and part.isdigit() and len(part) < 10 and 0 < int(part) < 10**6 for part in parts
         )
         if not good or column == "":
             raise ConfigError(

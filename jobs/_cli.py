@@ -40,8 +40,9 @@ class JobParser(argparse.ArgumentParser):
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse flags over files. Raises ConfigError for an unknown key, a bad value or a file that is not TOML."""
+        # `*` and not `+`: a bare --config is refused below, by the parser whose errors have our form.
         files = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        files.add_argument("--config", nargs="+", default=[])
+        files.add_argument("--config", nargs="*", default=[])
         known, _ = files.parse_known_args(list(argv))
         from_files = [flag for path in known.config for flag in self._flags_of(path)]
         return self.parse_args([*from_files, *argv])
@@ -79,10 +80,10 @@ def read_toml(path: str) -> dict[str, object]:
     """Read one configuration file. Raises NotFoundError or ConfigError naming the file and the place."""
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (FileNotFoundError, IsADirectoryError) as error:
+    except OSError as error:
         raise NotFoundError(
             f"configuration file {path} cannot be opened",
-            got=type(error).__name__,
+            got=error.strerror or type(error).__name__,
             allowed="a TOML file",
             next_step="Check --config.",
         ) from None

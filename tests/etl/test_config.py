@@ -33,6 +33,9 @@ ROOT = Path(__file__).resolve().parents[2]
         {"max_bad": "x%"},
         {"max_bad": "1/0"},
         {"max_bad": "-1%"},
+        {"max_bad": "1e99999999"},
+        {"max_bad": "nan"},
+        {"split": "9" * 5000 + "/20"},
         {"shard_bytes": 0},
         {"seed": -1},
         {"log_format": "combined"},
@@ -54,8 +57,9 @@ def test_shares_sizes_and_splits() -> None:
     assert parse_share("1%") == parse_share("0.01") == Fraction(1, 100)
     assert parse_share("0") == 0 and parse_share("100%") == 1
     assert parse_size("28x32") == (28, 32)
-    with pytest.raises(ConfigError):
-        parse_size("28")
+    for wrong in ("28", "²x3", "9" * 5000 + "x3"):
+        with pytest.raises(ConfigError):
+            parse_size(wrong)
     assert SplitSpec.parse("group:a:b:70/30") == SplitSpec(weights=(70, 30), column="a:b")
     assert SplitSpec.parse("given").given
 

@@ -74,6 +74,14 @@ def test_what_is_no_idx_file(tmp_path: Path, content: bytes) -> None:
     assert caught.value.got and caught.value.allowed and caught.value.next_step
 
 
+@pytest.mark.parametrize("shape", [(5, 4096, 4096, 4096), (2**32 - 1, 2, 3), (5, 0, 3), (0, 2, 3)])
+def test_a_packed_header_that_promises_what_no_image_set_has(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    path = idx(tmp_path / "x", shape, bytes(30), packed=True)
+    with pytest.raises(DataError, match="is not an image set") as caught:
+        header(path)
+    assert caught.value.got and caught.value.allowed and caught.value.next_step
+
+
 def config(folder: Path, split: str = "80/20") -> ImagesConfig:
     return ImagesConfig(inputs=(str(folder),), output=str(folder / "out"), split=split)
 

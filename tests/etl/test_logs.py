@@ -256,15 +256,21 @@ def test_nothing_later_than_a_request_enters_its_features(spark: SparkSession, t
         ("host = 'a'", "an unknown column"),
         ("time + 1", "no boolean"),
         ("rand() > 0.5", "chance"),
+        ("time > unix_timestamp()", "the clock"),
+        ("year(current_date()) > 2000", "the clock"),
+        ("count(*) > 1", "one value for all rows"),
+        ("explode(array(true, false))", "two rows for each"),
+        ("exists(SELECT 1 FROM range(3))", "another table"),
     ],
 )
 def test_a_label_that_is_none_is_told_before_the_input_is_read(
-    spark: SparkSession, small_log: Path, tmp_path: Path, label: str, why: str
+    spark: SparkSession, small_log: Path, tmp_path: Path, label: str, why: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ConfigError, match="--label is not a label") as caught:
         logs.run(spark, config(small_log, tmp_path / "out", label=label))
     assert caught.value.got and caught.value.allowed and caught.value.next_step, why
     assert not list(tmp_path.iterdir())
+    assert "SQLSTATE" not in capfd.readouterr().err, "pyspark has told the error, with Java's stack, before us"
 
 
 def test_wrong_input_publishes_nothing(spark: SparkSession, small_log: Path, tmp_path: Path) -> None:

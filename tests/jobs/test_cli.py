@@ -1,0 +1,48 @@
+"""What every job's command line does with a wrong configuration file: one error of ours, exit code 2."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from jobs._cli import JobParser, run_job
+
+
+def parsed(argv: Sequence[str]) -> int:
+    job = JobParser("some", "A job.", "some")
+    job.add_argument("--number", type=int)
+    return int(job.parse(argv).number)
+
+
+@pytest.mark.parametrize(
+    ("content", "argv"),
+    [
+        (None, ["--config"]),
+        (None, ["--config", "absent.toml"]),
+        (None, ["--config", "."]),
+        ("", ["--config", "a.toml/b.toml"]),
+        ("", ["--config", "x" * 300]),
+        ("x = [", ["--config", "a.toml"]),
+        ("some = 1", ["--config", "a.toml"]),
+        ("[some]\ncolour = 1", ["--config", "a.toml"]),
+        ("[some]\nnumber = [1, 2]", ["--config", "a.toml"]),
+        ("[some]\nnumber = {a = 1}", ["--config", "a.toml"]),
+    ],
+)
+def test_a_wrong_file_is_one_error_of_four_parts(
+    content: str | None,
+    argv: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        Path("a.toml").write_text(content)
+    with pytest.raises(SystemExit) as ended:
+        run_job(parsed, argv)
+    assert ended.value.code == 2
+    told = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0].strip() for line in told] == ["error", "got", "allowed", "next"]
