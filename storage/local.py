@@ -10,6 +10,7 @@ import stat as stat_bits
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import BinaryIO
 
 from storage.errors import ConfigError, CorruptionError, ExistsError, NotFoundError, StorageError
@@ -27,11 +28,11 @@ class LocalFileSystem(FileSystem):
 
     def open_read(self, url: str) -> BinaryIO:
         with _translated("open", url):
-            return open(_path(url), "rb")
+            return open(_path(url), "rb", opener=_open_regular)
 
     def read_range(self, url: str, offset: int, length: int) -> bytes:
         check_range(url, offset, length)
-        with _translated("read", url), open(_path(url), "rb") as file:
+        with _translated("read", url), open(_path(url), "rb", opener=_open_regular) as file:
             size = os.fstat(file.fileno()).st_size
             if offset + length > size:
                 raise short_file(url, offset, length, size)
@@ -78,20 +79,13 @@ class LocalFileSystem(FileSystem):
     def list(self, url: str) -> Listing:
         with _translated("list", url), os.scandir(_path(url)) as entries:
             names = sorted(entry.name for entry in entries)
-        found = []
-        for name in names:
-            # A file may go between the listing and the look at it: then it is not listed.
-            with suppress(NotFoundError):
-                found.append(self.stat(join(url, name)))
-        return found
+        found = (_entry(join(url, name), name) for name in names)
+        return [entry for entry in found if entry is not None]
 
     def stat(self, url: str) -> FileStat:
         path = _path(url)
         with _translated("stat", url):
-            status = os.stat(path)
-        is_dir = stat_bits.S_ISDIR(status.st_mode)
-        size = 0 if is_dir else status.st_size
-        return FileStat(url, os.path.basename(path.rstrip("/")), is_dir, size, status.st_mtime_ns // 1_000_000)
+            return _file_stat(url, os.path.basename(path.rstrip("/")), os.stat(path))
 
     def mkdirs(self, url: str, *, mode: int = 0o755) -> None:
         path = _path(url)
@@ -181,6 +175,28 @@ def _path(url: str) -> str:
     return split_url(url)[2]
 
 
+def _entry(url: str, name: str) -> FileStat | None:
+    """One entry of a listing, or None where it has gone since. A link shows what it leads to, if anything."""
+    path = _path(url)
+    with _translated("stat", url):
+        try:
+            own = os.lstat(path)
+        except FileNotFoundError:
+            return None
+    there = own
+    if stat_bits.S_ISLNK(own.st_mode):
+        with suppress(OSError):  # it leads nowhere, or in a circle
+            there = os.stat(path)
+    plain = stat_bits.S_ISREG(own.st_mode) or stat_bits.S_ISDIR(own.st_mode)
+    return replace(_file_stat(url, name, there), is_special=not plain)
+
+
+def _file_stat(url: str, name: str, status: os.stat_result) -> FileStat:
+    is_dir = stat_bits.S_ISDIR(status.st_mode)
+    size = 0 if is_dir or stat_bits.S_ISLNK(status.st_mode) else status.st_size
+    return FileStat(url, name, is_dir, size, status.st_mtime_ns // 1_000_000)
+
+
 def _make_parents(path: str) -> None:
     folder = os.path.dirname(path.rstrip("/")) or "."
     try:
@@ -224,6 +240,16 @@ def rename_noreplace_portable(source: str, target: str) -> None:
         os.unlink(source)
 
 
+def _open_regular(path: str, flags: int) -> int:
+    # A pipe would be waited for and a device read without end: O_NONBLOCK lets us look before we read.
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    mode = os.fstat(descriptor).st_mode
+    if stat_bits.S_ISREG(mode) or stat_bits.S_ISDIR(mode):  # `open` itself refuses a directory
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "a pipe, socket or device")
+
+
 @contextmanager
 def _translated(verb: str, url: str, other: str | None = None) -> Iterator[None]:
     place = f"{url} to {other}" if other else url
@@ -255,7 +281,7 @@ def _translated(verb: str, url: str, other: str | None = None) -> Iterator[None]
         raise StorageError(
             f"cannot {verb} {place}",
             got=error.strerror or str(error),
-            allowed="a disk that is writable and has room" if verb != "read" else "a readable file",
+            allowed="a readable file" if verb in ("open", "read") else "a disk that is writable and has room",
             next_step="Check the path, its permissions and the free space.",
         ) from error
 

@@ -32,3 +32,16 @@ def unseal(data: bytes, where: str) -> dict[str, Any]:
             "a manifest does not match its own digest", file=where, got=f"sha256 {actual}", allowed=f"sha256 {stated}"
         )
     return doc
+
+
+def unseal_as(kind: str, data: bytes, where: str, *, version: int = 1) -> dict[str, Any]:
+    """`unseal`, for a document that says its kind; raises DataError for another kind or a version unknown here."""
+    doc = unseal(data, where)
+    if (doc.get("kind"), doc.get("format_version")) != (kind, version):
+        raise DataError(
+            f"{where} is no {kind} that this version reads",
+            got=f"kind {doc.get('kind')!r}, format_version {doc.get('format_version')!r}",
+            allowed=f"kind {kind!r}, format_version {version}",
+            next_step=f"Give a {kind} of this version of Lockstep.",
+        )
+    return doc

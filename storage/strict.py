@@ -43,6 +43,13 @@ def count(value: Any, *, where: str, least: int = 0) -> int:
     return value
 
 
+def number(value: Any, *, where: str) -> float:
+    """`value` as a number that is not negative; true is none."""
+    if type(value) not in (int, float) or not value >= 0:
+        raise _bad(where, _show(value), "a number from 0 up")
+    return float(value)
+
+
 def string(value: Any, *, where: str, choices: Iterable[str] | None = None) -> str:
     """`value` as a string, one of `choices` if given."""
     if not isinstance(value, str) or (choices is not None and value not in choices):

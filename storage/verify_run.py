@@ -15,10 +15,10 @@ from storage.layout import MANIFEST_NAME, safe_relative
 from storage.sealed import unseal
 
 RUN_JSON = "run.json"
-_STEP = re.compile(r"step-(\d{10})\.g(\d{4,})")
-_CLAIM = re.compile(r"(\d{6,})\.json")
-_RESULT = re.compile(r"g(\d{4,})\.json")
-_PART = re.compile(r"part-(\d{5,})\.(jsonl|log)")
+_STEP = re.compile(r"step-([0-9]{10})\.g([0-9]{4,})")
+_CLAIM = re.compile(r"([0-9]{6,})\.json")
+_RESULT = re.compile(r"g([0-9]{4,})\.json")
+_PART = re.compile(r"part-([0-9]{5,})\.(jsonl|log)")
 _TEMPORARY = re.compile(r"\..*\.[0-9a-f]{16}\.tmp")
 
 

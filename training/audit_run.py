@@ -6,13 +6,13 @@ from typing import Any
 
 from storage.errors import CorruptionError, DataError, NotFoundError
 from storage.fs import FileSystem, filesystem, join
-from storage.sealed import unseal
 from training.audit import AuditReport, check_audit
 from training.chain import find_tip
 from training.claims import CheckpointRef, read_claims
 from training.paths import RunPaths, audit_step_of
 from training.plan import EpochPlan
 from training.reader import OpenSplit
+from training.run_json import read_run
 
 
 def audit_files(fs: FileSystem, paths: RunPaths, tip: CheckpointRef) -> list[str]:
@@ -44,7 +44,7 @@ def check_run_audit(run_url: str, dataset_url: str | None = None) -> AuditReport
     Raises DataError for a run without `--audit` or without a checkpoint, or another dataset than the run's.
     """
     fs, paths = filesystem(run_url), RunPaths(run_url)
-    document = unseal(fs.read_bytes(paths.run_json), paths.run_json)
+    document = read_run(fs, paths)
     config: dict[str, Any] = document["config"]
     if not config["audit"]:
         raise _unchecked(run_url, "a run without --audit")

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from storage import strict
 from storage.errors import CorruptionError, DataError, NotFoundError
 from storage.fs import FileSystem, join
 from storage.layout import MANIFEST_NAME, safe_relative
 from storage.publish import file_digest
-from storage.sealed import unseal
+from storage.sealed import unseal, unseal_as
 from training.claims import CheckpointRef, Claim, read_claims
 from training.paths import RunPaths, checkpoint_of, generation_of
 
@@ -59,23 +60,37 @@ def checkpoints(fs: FileSystem, paths: RunPaths) -> dict[CheckpointRef, str]:
 def find_tip(fs: FileSystem, paths: RunPaths) -> Checkpoint | None:
     """The newest whole checkpoint of the chain, None before the first one.
 
-    A torn or changed checkpoint is refused aloud and its parent used. Raises DataError when none of several is whole.
+    A torn or changed checkpoint is refused aloud and its parent used. Raises DataError when none of several is whole,
+    when all are gone, and when a claim is: to begin anew in silence would mix two trainings in one run.
     """
-    urls = checkpoints(fs, paths)
-    chain = lineage(read_claims(fs, paths), urls)
+    urls, claims = checkpoints(fs, paths), read_claims(fs, paths)
+    _check_claims(paths, claims, urls)
+    chain = lineage(claims, urls)
     for ref in chain:
         try:
             return Checkpoint(ref, urls[ref], read_checkpoint(fs, urls[ref], ref))
         except (DataError, NotFoundError) as error:
             log.error("checkpoint %s is refused, its parent is used: %s", ref, error)
-    if chain:
+    newest = max(claims, default=None)
+    if chain or (newest is not None and (claims[newest].parent or fs.exists(paths.result(newest)))):
         raise DataError(
             f"no checkpoint of {paths.root} is whole",
-            got=", ".join(map(str, chain)),
+            got=", ".join(map(str, chain)) or "none, where the newest claim or result says that there were some",
             allowed="at least one whose digests hold",
             next_step=f"Run `python -m jobs.verify {paths.root}`; restore a checkpoint or begin a new run.",
         )
     return None
+
+
+def _check_claims(paths: RunPaths, claims: Mapping[int, Claim], urls: Mapping[CheckpointRef, str]) -> None:
+    newest = max(claims, default=0)
+    if unclaimed := sorted(ref for ref in urls if ref.generation > newest):
+        raise DataError(
+            f"{paths.root} lacks claims",
+            got=f"checkpoint {unclaimed[-1]}, and {newest or 'none'} as the newest claim",
+            allowed=f"a claim in {paths.claims} for each generation that wrote a checkpoint",
+            next_step="Restore the claims from a copy, or begin a new run.",
+        )
 
 
 def read_checkpoint(fs: FileSystem, url: str, ref: CheckpointRef) -> dict[str, Any]:
@@ -88,8 +103,9 @@ def read_checkpoint(fs: FileSystem, url: str, ref: CheckpointRef) -> dict[str, A
         ref.generation,
     ):
         raise CorruptionError("a manifest that contradicts its directory's name", file=where, got=str(ref))
-    for name, info in manifest["files"].items():
+    for name, value in strict.mapping(manifest.get("files"), where=f"{where}: files").items():
         file = join(url, safe_relative(name, where=where))
+        info = strict.obj(value, ("bytes", "sha256"), where=f"{where}: {name}")
         try:
             size, digest = file_digest(fs, file)
         except NotFoundError:
@@ -116,12 +132,30 @@ def find_result(fs: FileSystem, paths: RunPaths) -> dict[str, Any] | None:
     while generation is not None and generation in claims:
         url = paths.result(generation)
         if fs.exists(url):
-            result = unseal(fs.read_bytes(url), url)
+            result = _checked(unseal_as("result", fs.read_bytes(url), url), generation, url)
             if began is None or result.get("checkpoint") == str(began):
                 return result
         began = claims[generation].parent
         generation = began.generation if began else None
     return None
+
+
+def _checked(result: dict[str, Any], generation: int, where: str) -> dict[str, Any]:
+    """A result whose every field is of its type. Raises DataError or CorruptionError naming file and field."""
+    for name in ("generation", "steps", "epochs", "samples", "restarts"):
+        strict.count(result.get(name), where=f"{where}: {name}")
+    if result["generation"] != generation:
+        raise CorruptionError("a result that contradicts its name", file=where, got=f"generation {generation}")
+    for name in ("seconds", "samples_per_s"):
+        strict.number(result.get(name), where=f"{where}: {name}")
+    for name in ("checkpoint", "model"):
+        if result.get(name) is not None:
+            strict.string(result[name], where=f"{where}: {name}")
+    strict.string(result.get("run"), where=f"{where}: run")
+    strict.mapping(result.get("metrics"), where=f"{where}: metrics")
+    for sample in strict.items(result.get("left_over"), where=f"{where}: left_over"):
+        strict.string(sample, where=f"{where}: left_over")
+    return {"checkpoint": None, "model": None, **result}
 
 
 def find_model(fs: FileSystem, paths: RunPaths) -> str:

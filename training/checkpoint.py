@@ -10,16 +10,18 @@ import safetensors
 import safetensors.numpy
 from numpy.typing import NDArray
 
+from storage import strict
 from storage.canonical import sha256_hex
 from storage.errors import CorruptionError, DataError
 from storage.fs import filesystem, join
 from storage.layout import MANIFEST_NAME
 from storage.publish import write_file
-from storage.sealed import unseal
+from storage.sealed import unseal_as
 from training.paths import rank_name
 
 Tensors = dict[str, NDArray[Any]]
 FORMAT_VERSION = 1
+STATE_KEYS = ("in_epoch", "stopped", "epochs", "metrics", "callbacks")  # of the manifest's `state`, from rank 0
 
 
 class TensorSpec(NamedTuple):
@@ -51,14 +53,25 @@ def write_rank_file(directory: str, rank: int, tensors: Tensors) -> dict[str, An
 def read_manifest(url: str) -> dict[str, Any]:
     """The manifest of the checkpoint at `url`. Raises CorruptionError for a changed one, DataError for another kind."""
     where = join(url, MANIFEST_NAME)
-    manifest = unseal(filesystem(url).read_bytes(where), where)
-    if (manifest.get("kind"), manifest.get("format_version")) != ("checkpoint", FORMAT_VERSION):
+    return unseal_as("checkpoint", filesystem(url).read_bytes(where), where, version=FORMAT_VERSION)
+
+
+def read_resumable(url: str, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """`read_manifest` of a checkpoint that a run of this plan may go on from; raises DataError for any other."""
+    manifest = read_manifest(url)
+    if manifest.get("plan") != plan:
         raise DataError(
-            f"{where} is no checkpoint that this version reads",
-            got=f"kind {manifest.get('kind')!r}, format_version {manifest.get('format_version')!r}",
-            allowed=f"kind 'checkpoint', format_version {FORMAT_VERSION}",
-            next_step="Give a checkpoint of this version of Lockstep.",
+            f"the checkpoint {url} belongs to another plan",
+            got=f"{manifest.get('plan')}",
+            allowed=f"{plan}",
+            next_step="Take out what was copied there from another run, or begin a new run.",
         )
+    strict.mapping(manifest.get("files"), where=f"{url}: files")
+    strict.count(manifest.get("step"), where=f"{url}: step")
+    strict.count(manifest.get("num_ranks"), where=f"{url}: num_ranks", least=1)
+    state = strict.obj(manifest.get("state"), STATE_KEYS, where=f"{url}: state")
+    for document in strict.items(state["callbacks"], where=f"{url}: callbacks"):
+        strict.mapping(document, where=f"{url}: callbacks")
     return manifest
 
 
@@ -80,7 +93,7 @@ def read_rank_file(url: str, rank: int, manifest: Mapping[str, Any]) -> Tensors:
         )
     try:
         return safetensors.numpy.load(data)
-    except safetensors.SafetensorError as error:
+    except (safetensors.SafetensorError, KeyError) as error:  # KeyError: a dtype that NumPy lacks
         raise CorruptionError("a file of a checkpoint is not safetensors", file=where, got=str(error)) from error
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from storage.errors import ConfigError, CorruptionError, ExistsError, NotFoundError, TrainingFailedError
 from storage.fs import FileSystem
 from storage.publish import write_file
-from storage.sealed import seal, unseal
+from storage.sealed import seal, unseal_as
 from training.paths import RunPaths, checkpoint_name, claim_of
 
 FORMAT_VERSION = 1
@@ -111,7 +111,7 @@ def check_newest(fs: FileSystem, paths: RunPaths, generation: int) -> None:
 
 def _read(fs: FileSystem, paths: RunPaths, generation: int) -> Claim:
     url = paths.claim(generation)
-    document = unseal(fs.read_bytes(url), url)
+    document = unseal_as("claim", fs.read_bytes(url), url, version=FORMAT_VERSION)
     try:
         parent = document["parent"]
         claim = Claim(
@@ -123,6 +123,6 @@ def _read(fs: FileSystem, paths: RunPaths, generation: int) -> Claim:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptionError("not a claim", file=url, got=repr(error), allowed="the fields of a claim") from None
-    if claim.generation != generation or (claim.parent and claim.parent.generation >= generation):
+    if claim.generation != generation or (claim.parent and not 0 < claim.parent.generation < generation):
         raise CorruptionError("a claim that contradicts its name", file=url, got=repr(claim))
     return claim

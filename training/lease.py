@@ -95,8 +95,8 @@ class Lease:
     def _read(self) -> dict[str, Any] | None:
         try:
             document = json.loads(self._fs.read_bytes(self._url))
-        except (NotFoundError, ValueError):
-            return None
+        except (NotFoundError, ValueError, RecursionError):
+            return None  # no JSON is no living driver
         return document if isinstance(document, dict) else None
 
     def _write(self, *, closed: bool) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-_CHECKPOINT = re.compile(r"step-(\d{10})\.g(\d{4,})")
-_CLAIM = re.compile(r"(\d{6,})\.json")
-_AUDIT = re.compile(r"step-(\d{10})\.csv")
-_GENERATION = re.compile(r"g(\d{4,})(?:-[0-9a-f]+)?")
+_CHECKPOINT = re.compile(r"step-([0-9]{10})\.g([0-9]{4,})")
+_CLAIM = re.compile(r"([0-9]{6,})\.json")
+_AUDIT = re.compile(r"step-([0-9]{10})\.csv")
+_GENERATION = re.compile(r"g([0-9]{4,})(?:-[0-9a-f]+)?")
 
 
 def generation_name(generation: int) -> str:

@@ -18,7 +18,7 @@ import threading
 import traceback
 from typing import Any
 
-from storage.errors import ConfigError, LockstepError
+from storage.errors import ConfigError, LockstepError, TrainingFailedError
 from training.control.carry import error_to_json, is_final, json_safe
 from training.control.client import ControlClient, open_channel
 from training.control.protocol import Role, Tag
@@ -47,10 +47,10 @@ def main() -> int:
     try:
         result = _call(task, RankContext(world, control, task.payload, key, order["host"], order["stall_s"]))
         control.send(Tag.RESULT, {"result": json_safe(result)})
-    except Exception as error:  # every failure is told to the driver and becomes the exit code
+    except (Exception, SystemExit) as error:  # every failure is told to the driver and becomes the exit code
         traceback.print_exc()
         try:
-            control.send(Tag.ERROR, {"error": error_to_json(error)})
+            control.send(Tag.ERROR, {"error": error_to_json(_left(error) if isinstance(error, SystemExit) else error)})
         except LockstepError as lost:
             print(f"the driver was not told: {lost}", file=sys.stderr)
         return EXIT_FINAL if is_final(error) else EXIT_CRASHED
@@ -84,6 +84,16 @@ def _call(task: RankTask, context: RankContext) -> dict[str, Any]:
     return result
 
 
+def _left(end: SystemExit) -> TrainingFailedError:
+    """A model's or callback's `sys.exit`: the other ranks still wait for this one, so it is no quiet end."""
+    return TrainingFailedError(
+        "the code that a rank runs called sys.exit",
+        got=f"SystemExit({end.code!r})",
+        allowed="a return, or an exception that says what is wrong",
+        next_step="Raise an error instead; to end a training early set model.stop_training in a callback.",
+    )
+
+
 def _die_with_parent() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -96,7 +106,11 @@ def _watch_stdin() -> None:
 
 
 if __name__ == "__main__":
-    code = main()
+    try:
+        code = main()
+    except BaseException:  # no driver to tell it to: the log has it (Python's own way out waits for our threads)
+        traceback.print_exc()
+        code = EXIT_CRASHED
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # not sys.exit: a library's thread or exit hook must not keep a finished rank alive

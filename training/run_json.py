@@ -9,11 +9,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from storage import strict
 from storage.errors import ConfigError, NotFoundError
 from storage.fs import FileSystem, parent
 from storage.manifest import DatasetManifest
 from storage.publish import write_file
-from storage.sealed import seal, unseal
+from storage.sealed import seal, unseal_as
 from training.claims import read_claims
 from training.config import TrainConfig, flag_of
 from training.paths import RunPaths
@@ -37,19 +38,28 @@ def check_run(fs: FileSystem, paths: RunPaths, config: TrainConfig, plan: EpochP
     something else than a run.
     """
     try:
-        found = unseal(fs.read_bytes(paths.run_json), paths.run_json)
+        found = read_run(fs, paths)
     except NotFoundError:
         _refuse_strange_directory(fs, paths)
         return False
     identity, stored = plan.identity(), found["plan"]
     for name in sorted(identity.keys() | stored.keys()):
         _same(paths, PLAN_FIELDS.get(name, name), name, stored.get(name), identity.get(name))
-    for name in MODEL_FIELDS:
+    # The audit changes no weight, but a run with gaps in it proves nothing, and nobody would notice before the end.
+    for name in (*MODEL_FIELDS, "audit"):
         _same(paths, name, name, found["config"].get(name), getattr(config, name))
     epochs = max((claim.epochs for claim in read_claims(fs, paths).values()), default=0)
     if config.epochs < epochs:
         _differ(paths, "epochs", "epochs", f"{epochs} or more", config.epochs)
     return True
+
+
+def read_run(fs: FileSystem, paths: RunPaths) -> dict[str, Any]:
+    """run.json, with its objects `plan` and `config`. Raises NotFoundError, CorruptionError or DataError naming it."""
+    found = unseal_as("run", fs.read_bytes(paths.run_json), paths.run_json, version=FORMAT_VERSION)
+    for name in ("plan", "config"):
+        strict.mapping(found.get(name), where=f"{paths.run_json}: {name}")
+    return found
 
 
 def open_run(fs: FileSystem, paths: RunPaths, config: TrainConfig, manifest: DatasetManifest, plan: EpochPlan) -> None:
@@ -75,6 +85,13 @@ def _differ(paths: RunPaths, field: str, name: str, stored: Any, given: Any) -> 
 
 def _refuse_strange_directory(fs: FileSystem, paths: RunPaths) -> None:
     try:
+        if not fs.stat(paths.root).is_dir:
+            raise ConfigError(
+                f"{paths.root} is no directory",
+                got="a file",
+                allowed="a directory with run.json, an empty one or none",
+                next_step="Choose another --run.",
+            )
         names = [entry.name for entry in fs.list(paths.root)]
     except NotFoundError:
         return

@@ -10,7 +10,7 @@ import keras
 from storage.errors import LockstepError
 from training import callback_state, state
 from training.audit import AuditLog
-from training.checkpoint import Tensors, read_manifest, read_rank_file, write_bytes, write_rank_file
+from training.checkpoint import Tensors, read_rank_file, read_resumable, write_bytes, write_rank_file
 from training.comm.base import Communicator
 from training.config import TrainConfig
 from training.control.carry import json_safe
@@ -66,7 +66,7 @@ class Saver:
         url = reply["checkpoint"]
         if url is None:
             return None
-        manifest = read_manifest(url)
+        manifest = read_resumable(url, self._context.payload["plan"])
         return Found(url, manifest, read_rank_file(url, 0, manifest))
 
     def restore(self, found: Found) -> Progress:

@@ -149,3 +149,12 @@ def test_backends_are_shared(tmp_path: Path) -> None:
 def test_absolute(given: str, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert absolute(given) == wanted.format(cwd=tmp_path)
+
+
+def test_pipe_or_device_in_place_of_a_file_is_neither_waited_for_nor_read_without_end(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (str(tmp_path / "pipe"), "/dev/zero"):
+        for read in (LocalFileSystem().read_bytes, LocalFileSystem().open_read):
+            with pytest.raises(StorageError, match=path) as caught:
+                read(path)
+            assert "pipe, socket or device" in caught.value.got

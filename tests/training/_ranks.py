@@ -101,6 +101,39 @@ def one_breaks(context: RankContext) -> dict[str, Any]:
     raise RuntimeError("out of luck")
 
 
+def one_writes_without_end(context: RankContext) -> dict[str, Any]:
+    """Rank 1 writes lines that JSON makes six times as long, and one that never ends, and is killed."""
+    if context.world.rank == 1:
+        for _ in range(50):
+            print("\x01" * 100_000)
+        sys.stdout.write("the last words" + "x" * 5_000_000)
+        sys.stdout.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    context.control.rendezvous("nowhere", 1)
+    return {}
+
+
+def one_says_too_much(context: RankContext) -> dict[str, Any]:
+    """Raises an error that fits into no frame."""
+    raise ConfigError("a model's name", got="x" * 10_000_000)
+
+
+def one_leaves(context: RankContext) -> dict[str, Any]:
+    """Calls sys.exit as a script would."""
+    sys.exit(0)
+
+
+def one_forks(context: RankContext) -> dict[str, Any]:
+    """Starts a worker of its own and is killed."""
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(60)
+        os._exit(0)
+    Path(context.payload["folder"], "worker").write_text(str(pid))
+    os.kill(os.getpid(), signal.SIGKILL)
+    return {}
+
+
 def one_stopped(context: RankContext) -> dict[str, Any]:
     """Rank 0 stops its own process, heartbeats and all."""
     if context.world.rank == 0:

@@ -8,12 +8,22 @@ from typing import Any
 import numpy as np
 import pytest
 
+from storage.canonical import sha256_hex
 from storage.errors import CorruptionError, DataError
 from storage.fs import filesystem, join
 from storage.publish import write_file
 from storage.sealed import seal
 from training import callback_state
-from training.checkpoint import Tensors, TensorSpec, read_manifest, read_rank_file, take, write_rank_file
+from training.checkpoint import (
+    STATE_KEYS,
+    Tensors,
+    TensorSpec,
+    read_manifest,
+    read_rank_file,
+    read_resumable,
+    take,
+    write_rank_file,
+)
 
 TENSORS: Tensors = {
     "weights/0001/b": np.arange(6, dtype=np.float64).reshape(2, 3),
@@ -59,6 +69,63 @@ def test_every_flipped_bit_is_seen(tmp_path: Path) -> None:
 def test_another_kind_of_manifest_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     with pytest.raises(DataError, match="no checkpoint"):
         read_manifest(committed(tmp_path, TENSORS, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({}, None),
+        ({"plan": {"seed": 2}}, "another plan"),  # copied from another run
+        ({"state": 5}, "state"),
+        ({"state": {}}, "state"),
+        ({"state": dict.fromkeys(STATE_KEYS)}, "callbacks"),
+        ({"num_ranks": 0}, "num_ranks"),
+        ({"files": []}, "files"),
+    ],
+)
+def test_a_run_goes_on_from_a_checkpoint_of_its_own_alone(
+    tmp_path: Path, changes: dict[str, Any], named: str | None
+) -> None:
+    state = dict.fromkeys(STATE_KEYS) | {"callbacks": [{}]}
+    right = {"plan": {"seed": 1}, "step": 5, "num_ranks": 2, "state": state}
+    url = committed(tmp_path, TENSORS, **right | changes)
+    if named is None:
+        assert read_resumable(url, {"seed": 1})["step"] == 5
+        return
+    with pytest.raises(DataError, match=named):
+        read_resumable(url, {"seed": 1})
+
+
+def _header(header: bytes, data: bytes = b"", length: int | None = None) -> bytes:
+    return (len(header) if length is None else length).to_bytes(8, "little") + header + data
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        _header(b"{}", length=2**63),
+        _header(b"{}", length=2**64 - 1),
+        _header(b"[" * 10_000),
+        _header(b'{"a":{"dtype":"F32","shape":[NaN],"data_offsets":[0,4]}}', bytes(4)),
+        _header(b'{"a":{"dtype":"F32","shape":[4611686018427387904,4],"data_offsets":[0,4]}}', bytes(4)),
+        _header(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,400]}}', bytes(4)),
+        _header(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,0]}}', bytes(4)),
+        _header(b'{"a":{"dtype":"F4","shape":[2],"data_offsets":[0,1]}}', b"1"),
+        _header(b'{"a":{"dtype":"F8_E8M0","shape":[1],"data_offsets":[0,1]}}', b"1"),
+        _header(b'{"a":{"dtype":"BF16","shape":[1],"data_offsets":[0,2]}}', b"12"),
+        _header(b'{"a":{"dtype":"O","shape":[1],"data_offsets":[0,4]}}', bytes(4)),
+        _header(
+            b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"b":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+            bytes(4),
+        ),
+    ],
+)
+def test_hostile_safetensors_under_a_right_digest_are_refused(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "rank-00000.safetensors").write_bytes(data)
+    manifest = {"files": {"rank-00000.safetensors": {"bytes": len(data), "sha256": sha256_hex(data)}}}
+    with pytest.raises(CorruptionError, match="rank-00000"):
+        read_rank_file(str(tmp_path), 0, manifest)
 
 
 def test_a_file_that_the_manifest_lacks(tmp_path: Path) -> None:

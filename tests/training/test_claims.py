@@ -121,7 +121,6 @@ def test_tip_passes_over_what_is_not_whole(paths: RunPaths, caplog: pytest.LogCa
     assert "step-0000000020.g0001 is refused" in caplog.text
     assert "step-0000000015.g0001 is refused" in caplog.text
     Path(paths.checkpoint(10, 1), "rank-00000.bin").unlink()
-    put(paths, 7, 9)  # of a generation that nobody claimed
     assert tip(paths) == Ref(5, 1)
     Path(paths.checkpoint(5, 1), "_manifest.json").write_bytes(b"{}")
     with pytest.raises(DataError, match=r"no checkpoint of .* is whole"):
@@ -135,6 +134,49 @@ def test_manifest_may_not_lead_out_of_its_directory(paths: RunPaths) -> None:
     manifest = {"kind": "checkpoint", "step": 5, "generation": 1, "files": files}
     Path(url, "_manifest.json").write_bytes(seal(manifest))
     with pytest.raises(DataError):
+        tip(paths)
+
+
+@pytest.mark.parametrize("files", [None, [1], {"rank-00000.bin": None}, {"rank-00000.bin": {"bytes": 9}}])
+def test_sealed_nonsense_in_a_manifest_is_refused_like_rot(paths: RunPaths, files: Any) -> None:
+    start(paths, None)
+    put(paths, 5, 1)
+    url = put(paths, 10, 1)
+    manifest = {"kind": "checkpoint", "step": 10, "generation": 1, "files": files}
+    Path(url, "_manifest.json").write_bytes(seal(manifest))
+    assert tip(paths) == Ref(5, 1)
+
+
+@pytest.mark.parametrize("changes", [{"kind": "run"}, {"format_version": 2}, {"parent": {"step": 5, "generation": 0}}])
+def test_claim_of_another_kind_is_refused(paths: RunPaths, changes: dict[str, Any]) -> None:
+    Path(paths.claims).mkdir(parents=True)
+    Path(paths.claim(1)).write_bytes(seal(claim(1, None).to_json() | changes))
+    with pytest.raises(DataError, match="000001"):
+        read_claims(filesystem(paths.root), paths)
+
+
+def test_digits_of_another_script_are_no_name_of_ours(paths: RunPaths) -> None:
+    start(paths, None)
+    Path(paths.claims, "00000\u0662.json").write_text("{}")
+    assert list(read_claims(filesystem(paths.root), paths)) == [1]
+
+
+def test_lost_claims_do_not_begin_a_second_training_among_the_first_ones_checkpoints(paths: RunPaths) -> None:
+    start(paths, None)
+    put(paths, 5, 1)
+    Path(paths.claim(1)).unlink()
+    with pytest.raises(DataError, match="lacks claims"):
+        tip(paths)
+
+
+def test_lost_checkpoints_do_not_begin_the_training_anew(paths: RunPaths) -> None:
+    start(paths, None)
+    assert tip(paths) is None  # it failed before its first one: nothing is lost
+    result(paths, 1, "step-0000000005.g0001")
+    with pytest.raises(DataError, match=r"no checkpoint of .* is whole"):
+        tip(paths)
+    start(paths, Ref(5, 1))
+    with pytest.raises(DataError, match=r"no checkpoint of .* is whole"):
         tip(paths)
 
 
@@ -196,10 +238,21 @@ def test_orphans_go_to_the_trash_of_the_next_claimant(paths: RunPaths) -> None:
     assert names(paths.trash(3)) == ["step-0000000010.g0001"]
 
 
-def result(paths: RunPaths, generation: int, checkpoint: str) -> None:
+def result(paths: RunPaths, generation: int, checkpoint: str, changes: dict[str, Any] | None = None) -> None:
+    document: dict[str, Any] = {
+        **dict.fromkeys(("steps", "epochs", "samples", "restarts", "seconds", "samples_per_s"), 1),
+        "format_version": 1,
+        "kind": "result",
+        "run": paths.root,
+        "generation": generation,
+        "checkpoint": checkpoint,
+        "model": None,
+        "metrics": {},
+        "left_over": [],
+    }
     Path(paths.result(generation)).parent.mkdir(parents=True, exist_ok=True)
-    Path(paths.result(generation)).write_bytes(seal({"generation": generation, "checkpoint": checkpoint}))
-    Path(paths.model(generation)).mkdir(parents=True)
+    Path(paths.result(generation)).write_bytes(seal(document | (changes or {})))
+    Path(paths.model(generation)).mkdir(parents=True, exist_ok=True)
 
 
 def test_late_result_of_an_older_generation_does_not_count(paths: RunPaths) -> None:
@@ -218,6 +271,33 @@ def test_late_result_of_an_older_generation_does_not_count(paths: RunPaths) -> N
     put(paths, 12, 3)
     start(paths, Ref(12, 3))
     assert find_model(fs, paths) == paths.model(2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"kind": "claim"}, "no result"),
+        ({"generation": 2}, "contradicts its name"),
+        ({"epochs": "many"}, "epochs"),
+        ({"samples_per_s": "fast"}, "samples_per_s"),
+        ({"metrics": 5}, "metrics"),
+        ({"left_over": None}, "left_over"),
+        ({"checkpoint": 5}, "checkpoint"),
+    ],
+)
+def test_sealed_nonsense_in_a_result_is_named(paths: RunPaths, changes: dict[str, Any], named: str) -> None:
+    start(paths, None)
+    result(paths, 1, "step-0000000005.g0001", changes)
+    with pytest.raises(DataError, match=named):
+        find_result(filesystem(paths.root), paths)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b"[1]", b"[" * 100_000, b'{"pid":1e400,"host":[]}'])
+def test_lease_that_cannot_be_read_is_no_living_driver(paths: RunPaths, content: bytes) -> None:
+    Path(paths.root).mkdir()
+    Path(paths.lease).write_bytes(content)
+    with Lease(filesystem(paths.root), paths.lease, watch_s=0.0):
+        assert json.loads(Path(paths.lease).read_text())["closed"] is False
 
 
 def test_lease_of_a_living_driver_is_respected(paths: RunPaths) -> None:

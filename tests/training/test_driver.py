@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from storage.errors import ConfigError, LockstepError, TrainingFailedError
+from storage.errors import ConfigError, DataError, LockstepError, TrainingFailedError
 from storage.fs import filesystem, walk
-from storage.sealed import unseal
+from storage.sealed import seal, unseal
 from storage.verify import verify
 from tests.training._ranks import HERE, lives, living_ranks, rank_path
 from tests.training._tiny import write_table
@@ -140,6 +140,7 @@ def test_resume_with_another_field_is_refused(config: TrainConfig) -> None:
         ({"lanes": 8, "batchnorm": "local", "global_batch": 8}, "batchnorm"),
         ({"precision": "float64"}, "precision"),
         ({"learning_rate": 0.5}, "learning_rate"),
+        ({"audit": True}, "audit"),
     ]
     go(dataclasses.replace(config, num_ranks=1, checkpoint_every=1000))
     for change, named in changes:
@@ -154,6 +155,23 @@ def test_resume_with_another_dataset_is_refused(config: TrainConfig, tmp_path: P
     write_table(tmp_path / "other", seed=1)
     with pytest.raises(ConfigError, match="another `dataset_digest`"):
         go(dataclasses.replace(config, datasets=(str(tmp_path / "other"),)))
+
+
+@pytest.mark.parametrize("changes", [{"plan": None}, {"config": []}, {"kind": "model"}, {"format_version": 99}])
+def test_run_json_of_another_form_is_refused(config: TrainConfig, changes: dict[str, Any]) -> None:
+    document = {"format_version": 1, "kind": "run", "plan": {}, "config": {}}
+    Path(config.run).mkdir()
+    Path(config.run, "run.json").write_bytes(seal(document | changes))
+    with pytest.raises(DataError, match=r"run\.json"):
+        go(config)
+    assert [path.name for path in Path(config.run).iterdir() if path.name != "lease.json"] == ["run.json"]
+
+
+def test_run_that_is_a_file_is_refused(config: TrainConfig) -> None:
+    Path(config.run).write_text("mine")
+    with pytest.raises(ConfigError, match="is no directory"):
+        go(config)
+    assert Path(config.run).read_text() == "mine"
 
 
 def test_strange_directory_is_refused(config: TrainConfig) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from storage.errors import ConfigError, CorruptionError, LockstepError, TrainingFailedError
-from tests.training._ranks import living_ranks, rank_path
+from tests.training._ranks import lives, living_ranks, rank_path
 from training.control.failures import RankFailedError
 from training.launch.local import run_local
 from training.launch.task import Limits, RankTask
@@ -92,6 +92,32 @@ def test_unforeseen_error_is_a_failed_rank_with_its_trace() -> None:
     with pytest.raises(RankFailedError, match="RuntimeError: out of luck") as caught:
         run_local(RankTask("_ranks:one_breaks"), 1, limits=QUICK)
     assert "Traceback (most recent call last):" in caught.value.tail
+
+
+def test_last_lines_arrive_whatever_their_length() -> None:
+    with pytest.raises(RankFailedError, match="SIGKILL") as caught:
+        run_local(RankTask("_ranks:one_writes_without_end"), 2, limits=QUICK)
+    assert caught.value.rank == 1
+    assert caught.value.tail and max(map(len, caught.value.tail)) < 3000
+    assert len(str(caught.value)) < 200_000
+
+
+def test_error_too_long_for_a_frame_arrives_cut() -> None:
+    with pytest.raises(ConfigError, match="a model's name") as caught:
+        run_local(RankTask("_ranks:one_says_too_much"), 1, limits=QUICK)
+    assert caught.value.got.startswith("xxx")
+
+
+def test_exit_in_the_middle_is_an_error_that_says_so() -> None:
+    with pytest.raises(RankFailedError) as caught:
+        run_local(RankTask("_ranks:one_leaves"), 1, limits=QUICK)
+    assert "called sys.exit" in str(caught.value) and "SystemExit(0)" in str(caught.value)
+
+
+def test_what_a_killed_rank_had_started_ends_with_it(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError, match="SIGKILL"):
+        run_local(RankTask("_ranks:one_forks", {"folder": str(tmp_path)}), 1, limits=QUICK)
+    assert not lives(int((tmp_path / "worker").read_text()))
 
 
 def test_unknown_entry_is_final() -> None:

@@ -10,17 +10,18 @@ import storage.errors
 from storage.errors import ConfigError, DataError, LockstepError
 
 _PLAIN = (str, int, float, bool, type(None))
+MAX_PART_CHARS = 20_000  # of one part of an error: all of it must fit into a frame
 
 
 def error_to_json(error: BaseException) -> dict[str, Any]:
     """The class and four parts of an error of ours; any other error becomes a LockstepError naming its class."""
     if not isinstance(error, LockstepError):
-        first = (str(error).strip() or repr(error)).splitlines()[0]
+        first = (str(error).strip() or repr(error)).splitlines()[0][:MAX_PART_CHARS]
         return {"class": "LockstepError", "parts": [f"{type(error).__name__}: {first}", "", "", ""], "more": {}}
-    parts = ("what", "got", "allowed", "next_step")
-    more = {k: v for k, v in vars(error).items() if isinstance(v, _PLAIN) and k not in parts}
+    names = ("what", "got", "allowed", "next_step")
+    more = {k: v for k, v in vars(error).items() if isinstance(v, _PLAIN) and k not in names}
     kind = next(c.__name__ for c in type(error).__mro__ if c.__module__ == storage.errors.__name__)
-    return {"class": kind, "parts": [error.what, error.got, error.allowed, error.next_step], "more": more}
+    return {"class": kind, "parts": [getattr(error, name)[:MAX_PART_CHARS] for name in names], "more": more}
 
 
 def error_from_json(document: Mapping[str, Any]) -> LockstepError:

@@ -5,8 +5,10 @@ Runs in a thread of the driver (local launcher) or in a Spark task (barrier laun
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -24,6 +26,7 @@ from training.paths import rank_name
 from training.world import World
 
 TAIL_LINES = 40
+TAIL_LINE_CHARS = 2000  # so that the last lines fit into one frame, whatever they hold
 LINE_BYTES = 1 << 16
 POLL_S = 0.05
 CONNECT_DEADLINE_S = 60.0
@@ -78,6 +81,7 @@ class Supervisor:
                 if process.poll() is None:
                     process.kill()
                 code = process.wait()
+                _kill_group(process.pid)
                 if process.stdin is not None:
                     process.stdin.close()
             reader.join(DRAIN_S)
@@ -115,7 +119,8 @@ class Supervisor:
         with output:
             while line := output.readline(LINE_BYTES):
                 text = line.decode("utf-8", "replace").rstrip("\r\n")
-                self._tail.append(text)
+                more = len(text) - TAIL_LINE_CHARS
+                self._tail.append(text if more <= 0 else f"{text[:TAIL_LINE_CHARS]}... [{more} characters more]")
                 if self._parts is not None:
                     self._parts.add(text)
 
@@ -137,6 +142,7 @@ def start_rank(order: Order) -> subprocess.Popen[bytes]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env=environment,
+        process_group=0,
     )
     document = {
         "parent": os.getpid(),
@@ -155,3 +161,9 @@ def start_rank(order: Order) -> subprocess.Popen[bytes]:
     except BrokenPipeError:
         pass  # it died at its start: its exit code and log say why
     return process
+
+
+def _kill_group(pid: int) -> None:
+    """End what a rank has started itself (a model's own workers): the rank leads a process group of its own."""
+    with contextlib.suppress(ProcessLookupError):  # nothing is left of it, as a rule
+        os.killpg(pid, signal.SIGKILL)
