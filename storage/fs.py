@@ -11,20 +11,26 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import BinaryIO
 
-from storage.errors import ConfigError, LockstepError, NotFoundError
+from storage.errors import ConfigError, CorruptionError, LockstepError, NotFoundError
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+):(//)?")
+
+MAX_WHOLE_BYTES = 1 << 30  # manifests, indexes, fitted files; a sparse file of a TiB costs its maker nothing
 
 
 @dataclass(frozen=True, slots=True)
 class FileStat:
-    """One entry of a directory: `url` in the form in which it was asked for, size in bytes (0 for directories)."""
+    """One entry of a directory: `url` in the form in which it was asked for, size in bytes (0 for directories).
+
+    `is_special` is told by `list` alone: a symbolic link (also one that leads nowhere), pipe, socket or device.
+    """
 
     url: str
     name: str
     is_dir: bool
     size_bytes: int
     mtime_ms: int
+    is_special: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +106,20 @@ class FileSystem(ABC):
         """Read exactly `length` bytes from `offset`. Raises CorruptionError where the file is shorter."""
 
     def read_bytes(self, url: str) -> bytes:
-        """Read a whole file, as long as `stat` says it is. Raises CorruptionError where fewer bytes come."""
+        """Read a whole file, as long as `stat` says it is. Raises CorruptionError where fewer bytes come, or where
+        it is longer than any file that is read in one piece.
+        """
         status = self.stat(url)
         if status.is_dir:
             raise NotFoundError(
                 f"{url} is a directory", got="a directory", allowed="a file", next_step="Check the path."
+            )
+        if status.size_bytes > MAX_WHOLE_BYTES:
+            raise CorruptionError(
+                "a file is longer than any of its kind",
+                file=url,
+                got=f"{status.size_bytes} bytes",
+                allowed=f"{MAX_WHOLE_BYTES} bytes at most",
             )
         return self.read_range(url, 0, status.size_bytes)
 
@@ -249,9 +264,11 @@ def parent(url: str) -> str:
 
 def walk(fs: FileSystem, url: str) -> Iterator[FileStat]:
     """All files below a directory, depth first, sorted by name in each directory."""
-    for entry in fs.list(url):
+    pending = fs.list(url)[::-1]  # no recursion: a path may have more levels than Python has frames
+    while pending:
+        entry = pending.pop()
         if entry.is_dir:
-            yield from walk(fs, entry.url)
+            pending += fs.list(entry.url)[::-1]
         else:
             yield entry
 

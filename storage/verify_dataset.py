@@ -45,6 +45,9 @@ def _check_tfrecord(check: Check, shard: ShardInfo, block_records: int, index: s
     offsets = array("Q")
     try:
         with check.fs.open_read(check.url(shard.path)) as file:
+            if check.too_long(shard.path, shard.bytes):
+                check.file(index, info.bytes, info.sha256)
+                return False
             hashed = HashedReader(file, check.on_bytes)
             try:
                 position = 0

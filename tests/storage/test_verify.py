@@ -235,3 +235,63 @@ def test_storage_loads_neither_tensorflow_nor_spark_nor_hdfs() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
     assert found.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", ["_fitted/page.json", "_index/train/part-00000.idx", f"{SHARD}.tfrecord", "more"])
+@pytest.mark.parametrize("kind", ["link", "dangling", "circle", "pipe"])
+def test_links_and_pipes_are_named_and_not_followed(
+    copy: Callable[[str], Path], tmp_path: Path, name: str, kind: str
+) -> None:
+    dataset = copy("tfrecord")
+    path = dataset / name
+    outside = tmp_path / "outside"
+    if path.exists():
+        path.rename(outside)  # the right bytes, but not in the dataset
+    else:
+        outside.mkdir()
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to({"link": outside, "dangling": tmp_path / "none", "circle": path}[kind])
+    finding = only(verify(str(dataset)))
+    assert finding.path == name and "link, pipe" in finding.what
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_files_of_a_tebibyte_are_not_read(copy: Callable[[str], Path], fmt: str) -> None:
+    dataset = copy(fmt)
+    for path in sorted(path for path in dataset.rglob("*") if path.is_file()):
+        size = path.stat().st_size
+        os.truncate(path, 1 << 40)  # a hole: it takes no room on the disk
+        findings = verify(str(dataset))
+        assert findings[0].path == path.relative_to(dataset).as_posix(), [str(finding) for finding in findings]
+        assert "longer than" in findings[0].what
+        os.truncate(path, size)
+    assert verify(str(dataset)) == []
+
+
+def test_folders_deeper_than_the_stack(copy: Callable[[str], Path]) -> None:
+    dataset = copy("tfrecord")
+    before = Path.cwd()
+    try:
+        os.chdir(dataset)
+        for _ in range(1100):
+            os.mkdir("d")
+            os.chdir("d")
+        Path("extra").touch()
+    finally:
+        os.chdir(before)
+    assert only(verify(str(dataset))).path.endswith("d/extra")
+    subprocess.run(["rm", "-rf", str(dataset / "d")], check=True)  # shutil.rmtree recurses
+
+
+@pytest.mark.timeout(30)
+def test_a_forged_number_of_records_costs_no_memory(copy: Callable[[str], Path]) -> None:
+    path = copy("parquet") / "_manifest.json"
+    document = unseal(path.read_bytes(), str(path))
+    shard = document["splits"]["train"]["shards"][0]
+    document["counts"]["read"] += (1 << 60) - shard["records"]
+    document["counts"]["written"] += (1 << 60) - shard["records"]
+    shard["records"] = 1 << 60
+    path.write_bytes(seal(document))
+    assert "block_offsets do not fit the shard" in str(only(verify(str(path.parent))))
