@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import tempfile
@@ -15,6 +16,8 @@ from storage.errors import ConfigError, LockstepError
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("storage", "features", "etl", "training", "jobs")
@@ -73,7 +76,16 @@ def spark_session(app_name: str, master: str | None = None) -> Iterator[SparkSes
         try:
             yield spark
         finally:
-            spark.stop()
+            _stop(spark)
+
+
+def _stop(spark: SparkSession) -> None:
+    from py4j.protocol import Py4JError
+
+    try:
+        spark.stop()
+    except (OSError, Py4JError) as error:  # it must not hide what the block itself has raised
+        log.warning("Spark's Java process had ended before its session: %s", str(error).splitlines()[0])
 
 
 def hadoop_settings_of(spark: SparkSession) -> dict[str, str]:

@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from storage.errors import DataError
+from storage.canonical import canonical_bytes
+from storage.errors import ConfigError, DataError
 from training.checkpoint import Tensors
 
 KIND = "callbacks"
+MAX_STATE_BYTES = 256 << 10  # it travels to the driver in one frame
 SKIPPED = {"model", "_model", "params"}  # set by Keras at every start
 log = logging.getLogger(__name__)
 
@@ -25,7 +27,8 @@ def save(callbacks: Sequence[Any]) -> tuple[list[dict[str, Any]], Tensors]:
     """One JSON object a callback, {class, state}, and the arrays that they refer to by name.
 
     Attributes that are neither JSON, numbers of NumPy nor arrays (functions, files, the model) are left out and named
-    in the log: a callback sets these itself when it is made or in on_train_begin.
+    in the log: a callback sets these itself when it is made or in on_train_begin. Raises ConfigError for more than
+    256 KiB of JSON.
     """
     documents: list[dict[str, Any]] = []
     tensors: Tensors = {}
@@ -41,6 +44,7 @@ def save(callbacks: Sequence[Any]) -> tuple[list[dict[str, Any]], Tensors]:
                 log.debug("%s.%s is not saved: %s", type(callback).__name__, name, type(value).__name__)
                 continue
             tensors |= found
+        _check_size(type(callback).__name__, state)
         documents.append({"class": type(callback).__name__, "state": state})
     return documents, tensors
 
@@ -58,6 +62,18 @@ def load(callbacks: Sequence[Any], documents: Sequence[dict[str, Any]], tensors:
     for callback, document in zip(callbacks, documents, strict=True):
         for name, value in document["state"].items():
             setattr(callback, name, _unpack(value, tensors))
+
+
+def _check_size(callback: str, state: dict[str, Any]) -> None:
+    sizes = {name: len(canonical_bytes(value)) for name, value in state.items()}
+    if sum(sizes.values()) > MAX_STATE_BYTES:
+        largest = max(sizes, key=sizes.__getitem__)
+        raise ConfigError(
+            f"the callback {callback} has too much state for a checkpoint's manifest",
+            got=f"{sum(sizes.values())} bytes of JSON, most of it in `{largest}`",
+            allowed=f"{MAX_STATE_BYTES} bytes a callback, besides NumPy arrays of any size",
+            next_step=f"Keep `{largest}` as a NumPy array, or write it to a file of the callback's own.",
+        )
 
 
 def _pack(value: Any, name: str, tensors: Tensors) -> Any:

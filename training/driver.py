@@ -25,6 +25,7 @@ from training.claims import CheckpointRef, Claim, SupersededError, check_newest,
 from training.commit import CommitHandler
 from training.config import TrainConfig
 from training.control.carry import is_final
+from training.control.failures import LauncherGoneError
 from training.handler import RunHandler
 from training.launch.task import Handler, Limits, RankTask
 from training.lease import WATCH_S, Lease
@@ -201,7 +202,7 @@ class _Driver:
                 return self._finish(claim, commits.tip, results[0], restarts)
             except LockstepError as error:
                 commits.close(COMMIT_WAIT_S)
-                if is_final(error) or isinstance(error, SupersededError):
+                if is_final(error) or isinstance(error, SupersededError | LauncherGoneError):
                     raise
                 failures = 1 if commits.tip != began else failures + 1
                 if failures > self._config.max_restarts:

@@ -50,7 +50,7 @@ def check_run(fs: FileSystem, paths: RunPaths, config: TrainConfig, plan: EpochP
         _same(paths, name, name, found["config"].get(name), getattr(config, name))
     epochs = max((claim.epochs for claim in read_claims(fs, paths).values()), default=0)
     if config.epochs < epochs:
-        _differ(paths, "epochs", "epochs", f"{epochs} or more", config.epochs)
+        _differ(paths, "epochs", f"epochs = {config.epochs}", f"epochs = {epochs} or more", "epochs")
     return True
 
 
@@ -71,14 +71,14 @@ def open_run(fs: FileSystem, paths: RunPaths, config: TrainConfig, manifest: Dat
 
 def _same(paths: RunPaths, field: str, name: str, stored: Any, given: Any) -> None:
     if stored != given:
-        _differ(paths, field, name, stored, given)
+        _differ(paths, name, f"{name} = {given!r}", f"{name} = {stored!r}", field)
 
 
-def _differ(paths: RunPaths, field: str, name: str, stored: Any, given: Any) -> None:
+def _differ(paths: RunPaths, name: str, got: str, allowed: str, field: str) -> None:
     raise ConfigError(
         f"{paths.root} was begun with another `{name}`",
-        got=f"{name} = {given!r}",
-        allowed=f"{name} = {stored!r}",
+        got=got,
+        allowed=allowed,
         next_step=f"Give the run's own {flag_of(field)}, or a --run that does not exist yet.",
     )
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from storage.canonical import sha256_hex
-from storage.errors import CorruptionError, DataError
+from storage.errors import ConfigError, CorruptionError, DataError
 from storage.fs import filesystem, join
 from storage.publish import write_file
 from storage.sealed import seal
@@ -180,6 +180,13 @@ def test_callbacks_come_back_as_they_were() -> None:
     for name, value in state.items():
         np.testing.assert_equal(getattr(fresh, name), value)
         assert type(getattr(fresh, name)) is type(value)
+
+
+def test_callback_with_too_much_state_is_named_before_it_fails_on_the_way() -> None:
+    callback_state.save([Seen(seen=np.zeros(1_000_000))])  # an array is a tensor of the checkpoint
+    with pytest.raises(ConfigError, match="the callback Seen has too much state") as caught:
+        callback_state.save([Seen(few=1, many=[0.125] * 100_000)])
+    assert "`many`" in caught.value.got
 
 
 def test_other_callbacks_are_refused() -> None:

@@ -147,6 +147,8 @@ def test_resume_with_another_field_is_refused(config: TrainConfig) -> None:
         with pytest.raises(ConfigError, match=f"another `{named}`") as caught:
             go(dataclasses.replace(config, **change))
         assert caught.value.exit_code == 2
+        if named == "epochs":
+            assert (caught.value.got, caught.value.allowed) == ("epochs = 1", "epochs = 2 or more")
     assert len(read_claims(filesystem(config.run), RunPaths(config.run))) == 1
 
 

@@ -13,7 +13,7 @@ from storage.errors import ConfigError
 from tests.training._ranks import HERE, lives, rank_path
 from tests.training._tiny import write_table
 from training.config import TrainConfig
-from training.control.failures import RankFailedError
+from training.control.failures import LauncherGoneError, RankFailedError
 from training.driver import Hooks, train
 from training.launch.barrier import OnSpark, run_barrier
 from training.launch.slots import check_slots, classic_context, slots_now
@@ -90,6 +90,21 @@ def test_more_ranks_than_slots_are_refused_at_once(session: SparkSession) -> Non
         run_barrier(session, RankTask("_ranks:solo"), 3)
     assert (caught.value.exit_code, "local[3]" in caught.value.next_step) == (2, True)
     assert time.monotonic() - began < 2
+
+
+def test_dead_jvm_is_told_and_not_tried_again(
+    session: SparkSession, config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise ConnectionRefusedError(111, "Connection refused")  # what py4j raises once its JVM is gone
+
+    launch = OnSpark(session)
+    launch.ready(2, 1.0)
+    monkeypatch.setattr("training.launch.barrier.check_slots", refused)
+    monkeypatch.setattr(OnSpark, "ready", lambda *_: None)
+    with pytest.raises(LauncherGoneError, match="Java process"):
+        train(config, launch)
+    assert len(list(Path(config.run, "generations").iterdir())) == 1
 
 
 def test_run_that_cannot_start_leaves_nothing(session: SparkSession, config: TrainConfig) -> None:

@@ -59,6 +59,10 @@ class LauncherError(TrainingFailedError):
     """What holds the ranks (a Spark stage, a supervisor) failed; each rank's own failure says more, if there is one."""
 
 
+class LauncherGoneError(LauncherError):
+    """Nothing is left that could hold ranks: to launch again in this process is of no use."""
+
+
 class RankFailedError(TrainingFailedError):
     """A rank ended without its result; the text names rank, host, step, phase and ends with its last log lines."""
 
@@ -74,7 +78,7 @@ class RankFailedError(TrainingFailedError):
         self.tail = list(state.tail)
 
     def __str__(self) -> str:
-        lines = "\n".join(f"  | {line}" for line in self.tail) or "  | (it wrote none)"
+        lines = "\n".join(f"  | {line}" for line in self.tail) or "  | (none has arrived)"
         return f"{super().__str__()}\n  last {len(self.tail)} log lines of rank {self.rank}:\n{lines}"
 
 

@@ -6,10 +6,11 @@ import logging
 import secrets
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from training.control.failures import LauncherError
+from training.control.failures import LauncherError, LauncherGoneError
 from training.control.protocol import new_key
 from training.control.server import ControlServer
 from training.launch.slots import check_slots, classic_context
@@ -59,7 +60,8 @@ class OnSpark:
 
     def ready(self, num_ranks: int, wait_s: float) -> None:
         """Raise ConfigError unless the session can hold all ranks at once; see `check_slots`."""
-        check_slots(classic_context(self.spark), num_ranks, wait_s)
+        with _jvm_lives():
+            check_slots(classic_context(self.spark), num_ranks, wait_s)
 
     def __call__(
         self,
@@ -89,7 +91,8 @@ def run_barrier(
     """
     limits = limits or Limits()
     context = classic_context(spark)
-    check_slots(context, num_ranks, limits.start_s)
+    with _jvm_lives():
+        check_slots(context, num_ranks, limits.start_s)
     key = new_key()
     group = f"lockstep-{secrets.token_hex(8)}"
     host = context.getConf().get("spark.driver.host") or "localhost"
@@ -132,8 +135,25 @@ def _start(
 def _end(context: SparkContext, group: str, stage: threading.Thread, limits: Limits) -> None:
     stage.join(2.0)  # all ranks have ended: so do their tasks
     if stage.is_alive():
-        context.cancelJobGroup(group)
+        with _jvm_lives():
+            context.cancelJobGroup(group)
         stage.join(limits.grace_s + 5.0)
+
+
+@contextmanager
+def _jvm_lives() -> Iterator[None]:
+    from py4j.protocol import Py4JNetworkError
+
+    try:
+        yield
+    except (OSError, Py4JNetworkError) as error:
+        raise LauncherGoneError(
+            "Spark's Java process of this driver has ended",
+            got=_first_line(error),
+            allowed="a process that lasts as long as its ranks",
+            next_step="Look for why it ended (memory?), then start again with the same flags: the run goes on from its "
+            "last checkpoint.",
+        ) from error
 
 
 def _first_line(error: Exception) -> str:
