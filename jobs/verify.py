@@ -11,9 +11,11 @@ if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
 from jobs._cli import JobParser, run_job
+from storage.errors import ConfigError, CorruptionError, DataError
 from storage.fs import filesystem
 from storage.progress import Progress
 from storage.verify import kind_of, total_bytes, verify
+from training.audit_run import check_run_audit
 
 
 def parser() -> JobParser:
@@ -35,10 +37,34 @@ def main(argv: Sequence[str]) -> int:
             on_ok=lambda path, text: print(f"ok    {path}: {text}", flush=True),
             on_bytes=lambda count: progress.update(count),
         )
-    for finding in findings:
-        print(f"WRONG {finding}", flush=True)
-    print(f"{kind} {url}: {f'{len(findings)} faults found' if findings else 'whole'}")
-    return 1 if findings else 0
+    faults = [str(finding) for finding in findings]
+    if kind == "run" and not faults:
+        faults = audit_faults(url)
+    for fault in faults:
+        print(f"WRONG {fault}", flush=True)
+    print(f"{kind} {url}: {f'{len(faults)} faults found' if faults else 'whole'}")
+    return 1 if faults else 0
+
+
+def audit_faults(run: str) -> list[str]:
+    """What the audit of a whole run shows: nothing where each sample of each epoch counted exactly once.
+
+    Without an audit or the run's dataset there is nothing to hold against each other, which is told and is no fault.
+    """
+    try:
+        report = check_run_audit(run)
+    except CorruptionError as error:
+        return [error.what]
+    except (ConfigError, DataError) as error:
+        print(f"note  audit not checked: {error.what} ({error.got})", flush=True)
+        return []
+    told = {"missing": report.missing, "repeated": report.repeated, "unknown": report.unknown}
+    faults = [f"audit: epoch {epoch}, sample {name}: {what}" for what, ids in told.items() for epoch, name in ids]
+    faults += [f"audit: step {step}: not a full global batch" for step in report.short_steps]
+    if not faults:
+        left = len(report.left_over)
+        print(f"ok    audit: {report.samples} samples in {report.steps} steps, each once; {left} left over")
+    return faults
 
 
 if __name__ == "__main__":
