@@ -11,6 +11,7 @@ from storage.errors import CorruptionError, NotFoundError
 from storage.findings import CHUNK_BYTES, Check, HashedReader
 from storage.layout import MANIFEST_NAME, index_path
 from storage.manifest import DatasetManifest, FileInfo, ShardInfo
+from storage.parquet_footer import columns_can_be_told
 from storage.tfrecord import FRAMING_BYTES, index_bytes, read_records
 
 if TYPE_CHECKING:
@@ -129,6 +130,9 @@ def _look_inside(check: Check, shard: ShardInfo, *, localise: bool) -> None:
                 check.bad(shard.path, f"{reader.metadata.num_rows} rows instead of {shard.records}")
             elif starts != list(shard.block_offsets):
                 check.bad(shard.path, "row groups begin at other rows than the manifest says")
+            if localise and not columns_can_be_told(reader.metadata):
+                check.bad(shard.path, "the Parquet footer cannot be read: its columns contradict its schema")
+                return
             for group, first in enumerate(starts if localise else []):
                 _read_group(check, reader, group, first, shard.path)
     except (pa.ArrowException, OSError, CorruptionError) as error:

@@ -7,14 +7,18 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from jobs.verify import main
 from storage.canonical import canonical_bytes, crc32c_hex, sha256_hex
 from storage.errors import ConfigError, NotFoundError
+from storage.parquet_footer import columns_can_be_told
 from storage.sealed import seal, unseal
 from storage.tfrecord import frame
 from storage.verify import Finding, verify
@@ -295,3 +299,26 @@ def test_a_forged_number_of_records_costs_no_memory(copy: Callable[[str], Path])
     shard["records"] = 1 << 60
     path.write_bytes(seal(document))
     assert "block_offsets do not fit the shard" in str(only(verify(str(path.parent))))
+
+
+def test_a_footer_over_which_arrow_ends_the_process(copy: Callable[[str], Path]) -> None:
+    # The histograms of a column's size statistics: a list whose length is not that of the column's levels.
+    dataset = copy("parquet")
+    path = dataset / "split=train" / "part-00000.parquet"
+    data = path.read_bytes()
+    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    aborted = []
+    for place in range(footer, len(data) - 8):
+        changed = bytearray(data)
+        changed[place] ^= 1 << 5
+        with suppress(pa.ArrowException, OSError):
+            metadata = pq.read_metadata(pa.BufferReader(bytes(changed)))
+            if not columns_can_be_told(metadata):
+                aborted.append(bytes(changed))
+                if len(aborted) == 2:
+                    break
+    assert aborted, "no such place: Arrow may have been mended, and columns_can_be_told can go"
+    for changed_file in aborted:
+        path.write_bytes(changed_file)
+        finding = only(verify(str(dataset)))
+        assert finding.path == "split=train/part-00000.parquet" and "footer cannot be read" in finding.what
