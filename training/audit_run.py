@@ -8,7 +8,7 @@ from storage.errors import CorruptionError, DataError, NotFoundError
 from storage.fs import FileSystem, filesystem, join
 from training.audit import AuditReport, check_audit
 from training.chain import find_tip
-from training.claims import CheckpointRef, read_claims
+from training.claims import CheckpointRef, epochs_asked, read_claims
 from training.paths import RunPaths, audit_step_of
 from training.plan import EpochPlan
 from training.reader import OpenSplit
@@ -53,7 +53,7 @@ def check_run_audit(run_url: str, dataset_url: str | None = None) -> AuditReport
         raise _unchecked(run_url, "a run without a checkpoint")
     opened = OpenSplit.at(dataset_url or config["datasets"][0], config["split"])
     plan = EpochPlan.from_identity(document["plan"], opened.manifest)
-    epochs = max(claim.epochs for claim in read_claims(fs, paths).values())
+    epochs = epochs_asked(read_claims(fs, paths))
     files = audit_files(fs, paths, tip.ref)
     return check_audit(plan, opened.reader, files, steps=tip.ref.step, epochs=epochs)
 

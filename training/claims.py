@@ -10,6 +10,7 @@ import datetime
 import os
 import secrets
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +71,19 @@ class Claim:
 def read_claims(fs: FileSystem, paths: RunPaths) -> dict[int, Claim]:
     """All claims by generation; raises CorruptionError for one whose bytes were changed."""
     return {generation: _read(fs, paths, generation) for generation in claimed(fs, paths)}
+
+
+def epochs_asked(claims: Mapping[int, Claim]) -> int:
+    """The most epochs that the newest claim or one of its ancestors asked for; 0 without a claim.
+
+    Others do not count: a call that was wrong and never got to a checkpoint is nobody's ancestor.
+    """
+    generation, most = max(claims, default=None), 0
+    while generation is not None and generation in claims:
+        claim = claims[generation]
+        most = max(most, claim.epochs)
+        generation = claim.parent.generation if claim.parent else None
+    return most
 
 
 def claimed(fs: FileSystem, paths: RunPaths) -> list[int]:

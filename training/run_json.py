@@ -15,7 +15,8 @@ from storage.fs import FileSystem, parent
 from storage.manifest import DatasetManifest
 from storage.publish import write_file
 from storage.sealed import seal, unseal_as
-from training.claims import read_claims
+from training.chain import checkpoints, find_result
+from training.claims import epochs_asked, read_claims
 from training.config import TrainConfig, flag_of
 from training.paths import RunPaths
 from training.plan import EpochPlan
@@ -32,26 +33,36 @@ PLAN_FIELDS = {
 
 
 def check_run(fs: FileSystem, paths: RunPaths, config: TrainConfig, plan: EpochPlan) -> bool:
-    """Whether the run exists; changes nothing.
+    """Whether there is a run to go on with; changes nothing.
 
     Raises ConfigError naming the first field in which the call contradicts the run, and where the directory holds
-    something else than a run.
+    something else than a run. A run that has no checkpoint contradicts no call: its first one may have been wrong (a
+    model's name), and the corrected one must not be refused for it.
     """
     try:
         found = read_run(fs, paths)
     except NotFoundError:
         _refuse_strange_directory(fs, paths)
         return False
+    try:
+        _check_same(fs, paths, found, config, plan)
+    except ConfigError:
+        if checkpoints(fs, paths) or find_result(fs, paths) is not None:
+            raise
+        return False
+    return True
+
+
+def _check_same(fs: FileSystem, paths: RunPaths, found: dict[str, Any], config: TrainConfig, plan: EpochPlan) -> None:
     identity, stored = plan.identity(), found["plan"]
     for name in sorted(identity.keys() | stored.keys()):
         _same(paths, PLAN_FIELDS.get(name, name), name, stored.get(name), identity.get(name))
     # The audit changes no weight, but a run with gaps in it proves nothing, and nobody would notice before the end.
     for name in (*MODEL_FIELDS, "audit"):
         _same(paths, name, name, found["config"].get(name), getattr(config, name))
-    epochs = max((claim.epochs for claim in read_claims(fs, paths).values()), default=0)
+    epochs = epochs_asked(read_claims(fs, paths))
     if config.epochs < epochs:
         _differ(paths, "epochs", f"epochs = {config.epochs}", f"epochs = {epochs} or more", "epochs")
-    return True
 
 
 def read_run(fs: FileSystem, paths: RunPaths) -> dict[str, Any]:
@@ -63,10 +74,11 @@ def read_run(fs: FileSystem, paths: RunPaths) -> dict[str, Any]:
 
 
 def open_run(fs: FileSystem, paths: RunPaths, config: TrainConfig, manifest: DatasetManifest, plan: EpochPlan) -> None:
-    """Write run.json for a new run; check an existing one as `check_run` does."""
+    """Write run.json for a new run, or over one that never got to a checkpoint; check it as `check_run` does."""
     if not check_run(fs, paths, config, plan):
         fs.mkdirs(paths.root)
-        write_file(fs, paths.run_json, seal(_document(config, manifest, plan)))
+        again = fs.exists(paths.run_json)
+        write_file(fs, paths.run_json, seal(_document(config, manifest, plan)), exclusive=not again)
 
 
 def _same(paths: RunPaths, field: str, name: str, stored: Any, given: Any) -> None:

@@ -152,6 +152,16 @@ def test_resume_with_another_field_is_refused(config: TrainConfig) -> None:
     assert len(read_claims(filesystem(config.run), RunPaths(config.run))) == 1
 
 
+def test_corrected_call_is_not_refused_for_the_wrong_one_before_it(config: TrainConfig) -> None:
+    with pytest.raises(ConfigError, match="no such model"):
+        go(dataclasses.replace(config, model="typo", epochs=3), "one_refuses")
+    result = go(config)
+    assert (result.generation, result.steps, verify(config.run)) == (2, 25, [])
+    assert go(config) == result  # nor are the wrong one's epochs asked for
+    with pytest.raises(ConfigError, match="another `model`"):
+        go(dataclasses.replace(config, model="typo", epochs=3))
+
+
 def test_resume_with_another_dataset_is_refused(config: TrainConfig, tmp_path: Path) -> None:
     go(config)
     write_table(tmp_path / "other", seed=1)
