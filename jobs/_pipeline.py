@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 TABLES = ("pipeline", "etl_logs", "etl_images", "train", "evaluate")
 
 
@@ -96,6 +99,14 @@ class Pipeline:
             images_config = etl_images.config_of(etl_images.parser().parse(["--config", path, "--output", dataset]))
             steps = (lambda spark: image_sets.run(spark, images_config)), (lambda: image_sets.check(images_config))
         where = ["--config", path, "--dataset", dataset, "--run", run_url]
+        evaluate_args = evaluate.parser().parse(where)
+        if own.at_least == "baseline" and evaluate_args.baseline is None:
+            raise ConfigError(
+                f"{path}: the model is to be held against a baseline, but there is none",
+                got='at_least = "baseline" in [pipeline], no `baseline` in [evaluate]',
+                allowed="both, or a number as at_least",
+                next_step="Add `baseline` to [evaluate], or give at_least a number.",
+            )
         return cls(
             name=own.name,
             metric=own.metric,
@@ -103,7 +114,7 @@ class Pipeline:
             etl=steps[0],
             check_etl=steps[1],
             train_args=train.parser().parse(where),
-            evaluate_args=evaluate.parser().parse(where),
+            evaluate_args=evaluate_args,
             dataset=dataset,
             run_url=run_url,
         )
@@ -123,6 +134,13 @@ class Pipeline:
         launch = OnSpark(spark)
         result = self._step("train", lambda: train_run(config, launch))
         evaluation = self._step("evaluate", lambda: self._evaluate(launch))
+        if self.metric not in evaluation["metrics"]:
+            raise ConfigError(
+                f"{self.name}: the model has no metric `{self.metric}`",
+                got=f"metric = {self.metric!r} in [pipeline]",
+                allowed=", ".join(sorted(evaluation["metrics"])),
+                next_step=f"Correct it; the run {self.run_url} is complete and can be evaluated by jobs.evaluate.",
+            )
         report = self._step("report", lambda: write_report(self.run_url, manifest, evaluation))
         bar, bar_name = self._bar(evaluation)
         return Outcome(
@@ -172,10 +190,14 @@ def _own(path: str) -> Namespace:
     job.add_argument("--metric", required=True)
     job.add_argument("--at-least", default="baseline")
     own = job.parse(["--config", path])
+    if not _NAME.fullmatch(own.name):
+        job.error(f"name = {own.name!r}: it names a folder, so letters, digits and ._- only, a letter or digit first")
     if own.at_least != "baseline":
         try:
-            float(own.at_least)
+            good = math.isfinite(float(own.at_least))
         except ValueError:
+            good = False
+        if not good:
             job.error(f"at_least = {own.at_least}: neither a number nor `baseline`")
     return own
 

@@ -17,7 +17,7 @@ if sys.path[0] != ROOT:
 from jobs._cli import JobParser, run_job
 from jobs._pipeline import Outcome, Pipeline, table
 from jobs._session import hadoop_settings_of, spark_session
-from storage.errors import DataError
+from storage.errors import ConfigError, DataError
 from storage.fs import join
 from storage.settings import set_hadoop_settings
 
@@ -39,6 +39,14 @@ def new_folder(out: str) -> str:
 def run(args: Namespace, folder: str) -> list[Outcome]:
     """Run every configured pipeline in one session; all are checked before the first begins."""
     pipelines = [Pipeline.load(path, folder) for path in args.config]
+    names = [pipeline.name for pipeline in pipelines]
+    if len(set(names)) < len(names):
+        raise ConfigError(
+            "two pipelines have one name, so they would share a folder",
+            got=", ".join(names),
+            allowed="a name of its own for each [pipeline]",
+            next_step="Change `name` in one of the files.",
+        )
     for pipeline in pipelines:
         pipeline.check()
     with spark_session("lockstep pipeline", args.master) as spark:

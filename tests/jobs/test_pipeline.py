@@ -54,6 +54,10 @@ def test_steps_share_dataset_and_run_in_one_folder(conf: Path) -> None:
         ("epochs = 1", "epochs = 0", "`epochs` cannot be right"),
         ('metric = "auc"', "", "the command line cannot be right"),
         ('metric = "auc"', 'metric = "auc"\nat_least = "much"', "the command line cannot be right"),
+        ('metric = "auc"', 'metric = "auc"\nat_least = "nan"', "the command line cannot be right"),
+        ('name = "log"', 'name = "../log"', "it names a folder"),
+        ('name = "log"', 'name = ""', "it names a folder"),
+        ('baseline = "rate:page"', "", "to be held against a baseline"),
         ("[pipeline]", "pipeline = 3\n[other]", "`pipeline`"),
         ("access.log", "absent.log", "absent.log"),
         ("name =", "name", "is not TOML"),
@@ -67,6 +71,20 @@ def test_wrong_configurations_are_refused_before_spark_starts(conf: Path, old: s
     assert named in str(caught.value) or named == "`pipeline`"
     assert caught.value.exit_code == 2 and caught.value.next_step
     assert not Path(".demo").exists()
+
+
+def test_two_pipelines_of_one_name_are_refused(conf: Path) -> None:
+    Path("other.toml").write_bytes(conf.read_bytes())
+    with pytest.raises(ConfigError, match="two pipelines have one name"):
+        pipeline.main(["--config", str(conf), "other.toml"])
+
+
+def test_a_metric_that_the_model_has_not(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs._pipeline.check_training", lambda config: None)
+    monkeypatch.setattr(Pipeline, "_step", lambda self, name, step: {"metrics": {"accuracy": 0.5}})
+    with pytest.raises(ConfigError, match="no metric `auc`") as caught:
+        Pipeline.load(str(conf), "out").run(cast(Any, None))
+    assert "accuracy" in caught.value.allowed
 
 
 def test_missing_files_are_named() -> None:
