@@ -17,7 +17,7 @@ from etl.splits import NAMES, SplitSpec
 from features.fitted import Vocabulary
 from features.schema import SAMPLE_ID, Schema
 from storage.canonical import canonical_bytes, sha256_hex
-from storage.errors import ConfigError, DataError
+from storage.errors import ConfigError, DataError, ExistsError
 from storage.fs import FileSystem, absolute, filesystem, join, parent
 from storage.layout import DatasetPaths, fitted_path, index_path, shard_path
 from storage.manifest import Counts, DatasetManifest, FileInfo, ShardInfo, SourceInfo, SplitInfo
@@ -45,9 +45,22 @@ class Origin:
 
 
 def refuse_existing(url: str) -> None:
-    """Raise ExistsError where the output is there already: asked before Spark starts."""
-    if filesystem(url).exists(url):
+    """Raise ExistsError where the output, or a file in place of a directory above it, is there already.
+
+    Asked before Spark starts, so that nobody waits for what cannot be published.
+    """
+    fs, above = filesystem(url), parent(absolute(url))
+    if fs.exists(url):
         raise occupied(url)
+    while not fs.exists(above) and parent(above) != above:
+        above = parent(above)
+    if fs.exists(above) and not fs.stat(above).is_dir:
+        raise ExistsError(
+            f"{url} cannot be made: {above} is a file",
+            got="a file",
+            allowed="directories above the output",
+            next_step="Correct --output.",
+        )
 
 
 def write_dataset(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import tempfile
 import zipfile
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parent.parent
+# Told by us since Spark tells it by Java's stack, of a process that then looks as if Java could not start.
+_MASTER = re.compile(
+    r"local(\[(\*|[1-9][0-9]{0,3})(\s*,\s*[0-9]+)?\])?|local-cluster\[[0-9, ]+\]|yarn|(spark|k8s)://.+"
+)
 ROOMS = ("storage", "features", "etl", "training", "jobs")
 
 # Results must not depend on the machine's locale or zone, and a failed cast must fail aloud.
@@ -46,8 +51,15 @@ def spark_session(app_name: str, master: str | None = None) -> Iterator[SparkSes
     """A session with pinned settings, ended with the block.
 
     `master` is used when given; under spark-submit its master wins unless the flag says otherwise; else `local[*]`.
-    Raises ConfigError where Java cannot be started.
+    Raises ConfigError for a master that Spark does not know, and where Java cannot be started.
     """
+    if master is not None and not _MASTER.fullmatch(master):
+        raise ConfigError(
+            "--master cannot be right",
+            got=master,
+            allowed="local, local[N], local[*], yarn, spark://HOST:PORT, k8s://URL",
+            next_step="Correct --master; leave it out for spark-submit's, or local[*].",
+        )
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
     from pyspark.errors import PySparkRuntimeError

@@ -55,6 +55,13 @@ def translate(error: BaseException, *, verb: str, place: str, whom: str) -> Lock
             allowed="hdfs://HOST:PORT, or a name service that HADOOP_CONF_DIR or Spark's settings define",
             next_step="Set HADOOP_CONF_DIR, or write the NameNode's host and port.",
         )
+    if "UrlParseError" in text or "No fs.defaultFS" in text:
+        return ConfigError(
+            f"{what}: it names no NameNode",
+            got=text,
+            allowed="hdfs://HOST:PORT/PATH, or a name service that HADOOP_CONF_DIR or Spark's settings define",
+            next_step="Correct the URL, or set HADOOP_CONF_DIR.",
+        )
     if "Name or service not known" in text:
         return StorageError(
             f"{what}: {whom} has no address",

@@ -12,9 +12,9 @@ from etl.assign import Assign
 from etl.columns import logical_bytes
 from etl.shards import ShardTable
 from etl.splits import SplitSpec
-from etl.write import Origin, block_records, write_dataset
+from etl.write import Origin, block_records, refuse_existing, write_dataset
 from features.schema import Field, Schema, sample_id_field
-from storage.errors import ConfigError, DataError
+from storage.errors import ConfigError, DataError, ExistsError
 from storage.manifest import SourceInfo
 
 if TYPE_CHECKING:
@@ -148,3 +148,12 @@ def test_columns_that_do_not_fit_are_refused(spark: SparkSession, tmp_path: Path
         with pytest.raises(ConfigError, match="cannot be used"):
             write(wrong, tmp_path / "out", 2)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_output_below_a_file_is_refused_before_spark_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for output in (tmp_path / "file" / "out", tmp_path / "file" / "a" / "out"):
+        with pytest.raises(ExistsError, match="is a file") as caught:
+            refuse_existing(str(output))
+        assert caught.value.exit_code == 2 and caught.value.next_step
+    refuse_existing(str(tmp_path / "a" / "b" / "out"))

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from jobs._cli import JobParser, run_job
+from jobs._session import spark_session
+from storage.errors import ConfigError
+from storage.fs import filesystem
 
 
 def parsed(argv: Sequence[str]) -> int:
@@ -46,3 +49,19 @@ def test_a_wrong_file_is_one_error_of_four_parts(
     assert ended.value.code == 2
     told = capsys.readouterr().err.splitlines()
     assert [line.split(":")[0].strip() for line in told] == ["error", "got", "allowed", "next"]
+
+
+@pytest.mark.parametrize("master", ["", "nonsense", "local[0]", "local[x]", "local[", "spark://"])
+def test_a_master_that_is_none_is_told_before_java_starts(master: str) -> None:
+    with pytest.raises(ConfigError, match="--master cannot be right") as caught, spark_session("test", master):
+        pass
+    assert caught.value.allowed and caught.value.next_step
+
+
+@pytest.mark.parametrize("url", ["hdfs://", "hdfs:///x", "hdfs://h:notaport/x"])
+def test_an_hdfs_url_that_names_no_namenode_is_a_wrong_call(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HADOOP_CONF_DIR", raising=False)
+    monkeypatch.delenv("HADOOP_HOME", raising=False)
+    with pytest.raises(ConfigError, match="names no NameNode") as caught:
+        filesystem(url).stat(url)
+    assert caught.value.exit_code == 2 and caught.value.next_step
