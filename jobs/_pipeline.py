@@ -213,7 +213,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def _line(name: str, cells: Sequence[str]) -> str:
-    return f"{name:<22}" + "".join(f"{cell:>24}" for cell in cells)
+    return f"{name:<22}" + "".join(f"{cell:>34}" for cell in cells)
 
 
 _FACTS: tuple[tuple[str, Callable[[Outcome], object]], ...] = (

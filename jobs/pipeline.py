@@ -18,7 +18,7 @@ from jobs._cli import JobParser, run_job
 from jobs._pipeline import Outcome, Pipeline, table
 from jobs._session import hadoop_settings_of, spark_session
 from storage.errors import ConfigError, DataError
-from storage.fs import join
+from storage.fs import absolute, join
 from storage.settings import set_hadoop_settings
 
 
@@ -33,7 +33,7 @@ def parser() -> JobParser:
 def new_folder(out: str) -> str:
     """A folder of this call's own in `out`: time (UTC) and a few random digits."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
-    return join(out, f"{now}-{secrets.token_hex(2)}")
+    return join(absolute(out), f"{now}-{secrets.token_hex(2)}")
 
 
 def run(args: Namespace, folder: str) -> list[Outcome]:
