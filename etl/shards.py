@@ -18,16 +18,18 @@ from etl import columns as c
 from etl.spark_errors import in_task
 from features.sample_id import shard_of
 from features.schema import SAMPLE_ID, Schema
+from storage.canonical import sha256_hex
 from storage.errors import DataError, StorageError
 from storage.fs import Writer, filesystem, join
+from storage.parquet_footer import read_footer
 from storage.publish import write_stream
 from storage.settings import set_hadoop_settings
 from storage.tfrecord import RecordWriter
 
 COPY_BYTES = 4 << 20
 RESULT_DDL = (
-    "shard int, path string, records bigint, bytes bigint, sha256 string, crc32c string, blocks array<bigint>,"
-    " index_path string, index_bytes bigint, index_sha256 string"
+    "shard int, path string, records bigint, bytes bigint, sha256 string, crc32c string, footer_sha256 string,"
+    " blocks array<bigint>, index_path string, index_bytes bigint, index_sha256 string"
 )
 _RESULT = pa.schema(
     [
@@ -37,6 +39,7 @@ _RESULT = pa.schema(
         ("bytes", pa.int64()),
         ("sha256", pa.string()),
         ("crc32c", pa.string()),
+        ("footer_sha256", pa.string()),
         ("blocks", pa.list_(pa.int64())),
         ("index_path", pa.string()),
         ("index_bytes", pa.int64()),
@@ -95,6 +98,7 @@ class WriteShards:
         rows = self._checked(partition, shard, count, batches)
         with tempfile.TemporaryFile(prefix="lockstep-shard-") as file:
             index: bytes | None = None
+            footer_sha256: str | None = None
             if self.fmt == "tfrecord":
                 writer = RecordWriter(file)
                 for batch in rows:
@@ -109,10 +113,10 @@ class WriteShards:
             else:
                 records = _write_parquet(file, self.schema, rows, block_records)
                 blocks = list(range(0, records, block_records))
-                size, sha256, crc32c = _digests(file)
+                size, sha256, crc32c, footer_sha256 = _digests(file)
             path = upload(self.attempts, f"shard-{partition:05d}", file)
         result: dict[str, Any] = {"shard": partition, "path": path, "records": records, "bytes": size}
-        result |= {"sha256": sha256, "crc32c": crc32c, "blocks": blocks}
+        result |= {"sha256": sha256, "crc32c": crc32c, "footer_sha256": footer_sha256, "blocks": blocks}
         if index is not None:
             result["index_path"] = upload_bytes(self.attempts, f"index-{partition:05d}", index)
             result |= {"index_bytes": len(index), "index_sha256": hashlib.sha256(index).hexdigest()}
@@ -194,13 +198,20 @@ def _blocks(batches: Iterable[pa.RecordBatch], arrow: pa.Schema, block_records: 
         yield pa.Table.from_batches(held, arrow)
 
 
-def _digests(file: IO[bytes]) -> tuple[int, str, str]:
+def _digests(file: IO[bytes]) -> tuple[int, str, str, str]:
+    """Length, SHA-256 and CRC-32C of a Parquet file, and the SHA-256 of its footer."""
     sha256, crc, size = hashlib.sha256(), 0, 0
     file.seek(0)
     while data := file.read(COPY_BYTES):
         sha256.update(data)
         crc, size = google_crc32c.extend(crc, data), size + len(data)
-    return size, sha256.hexdigest(), f"{crc:08x}"
+    footer = read_footer(lambda offset, length: _range(file, offset, length), size, "a new shard")
+    return size, sha256.hexdigest(), f"{crc:08x}", sha256_hex(footer)
+
+
+def _range(file: IO[bytes], offset: int, length: int) -> bytes:
+    file.seek(offset)
+    return file.read(length)
 
 
 def upload(folder: str, name: str, file: IO[bytes]) -> str:

@@ -220,7 +220,15 @@ def _write_shards(
         relative = shard_path(name, number, write.fmt)
         _move(fs, row["path"], join(paths.root, relative))
         shards[name].append(
-            ShardInfo(relative, row["records"], row["bytes"], row["sha256"], row["crc32c"], tuple(row["blocks"]))
+            ShardInfo(
+                path=relative,
+                records=row["records"],
+                bytes=row["bytes"],
+                sha256=row["sha256"],
+                crc32c=row["crc32c"],
+                footer_sha256=row["footer_sha256"],
+                block_offsets=tuple(row["blocks"]),
+            )
         )
         if row["index_path"] is not None:
             _move(fs, row["index_path"], paths.index(name, number))

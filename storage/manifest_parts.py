@@ -14,8 +14,9 @@ from storage.layout import safe_relative, shard_path, split_name
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """One shard: path relative to the dataset, records, bytes, SHA-256 and CRC-32C (hex) of the file, and where
-    blocks begin: byte offsets of their first records (TFRecord), numbers of their first rows (Parquet row groups).
+    """One shard: path relative to the dataset, records, bytes, SHA-256 and CRC-32C (hex) of the file, SHA-256 of its
+    footer (Parquet) or None (TFRecord), and where blocks begin: byte offsets of their first records (TFRecord),
+    numbers of their first rows (Parquet row groups).
     """
 
     path: str
@@ -23,6 +24,7 @@ class ShardInfo:
     bytes: int
     sha256: str
     crc32c: str
+    footer_sha256: str | None
     block_offsets: tuple[int, ...]
 
 
@@ -75,6 +77,7 @@ def split_json(split: SplitInfo) -> dict[str, Any]:
             "bytes": shard.bytes,
             "sha256": shard.sha256,
             "crc32c": shard.crc32c,
+            "footer_sha256": shard.footer_sha256,
             "block_offsets": list(shard.block_offsets),
         }
         for shard in split.shards
@@ -101,8 +104,10 @@ def read_split(name: str, value: Any, fmt: str, where: str) -> SplitInfo:
 
 def _read_shard(value: Any, path: str, block_records: int, fmt: str, where: str) -> ShardInfo:
     place = f"{where}: {path}"
-    doc = strict.obj(value, ("path", "records", "bytes", "sha256", "crc32c", "block_offsets"), where=place)
+    keys = ("path", "records", "bytes", "sha256", "crc32c", "footer_sha256", "block_offsets")
+    doc = strict.obj(value, keys, where=place)
     strict.string(doc["path"], where=f"{place}: path", choices=(path,))
+    footer_of = strict.sha256 if fmt == "parquet" else strict.null
     offsets = strict.items(doc["block_offsets"], where=f"{place}: block_offsets")
     shard = ShardInfo(
         path=path,
@@ -110,6 +115,7 @@ def _read_shard(value: Any, path: str, block_records: int, fmt: str, where: str)
         bytes=strict.count(doc["bytes"], where=f"{place}: bytes"),
         sha256=strict.sha256(doc["sha256"], where=f"{place}: sha256"),
         crc32c=strict.crc32c(doc["crc32c"], where=f"{place}: crc32c"),
+        footer_sha256=footer_of(doc["footer_sha256"], where=f"{place}: footer_sha256"),
         block_offsets=tuple(strict.count(item, where=f"{place}: block_offsets") for item in offsets),
     )
     starts = shard.block_offsets

@@ -57,6 +57,12 @@ def string(value: Any, *, where: str, choices: Iterable[str] | None = None) -> s
     return value
 
 
+def null(value: Any, *, where: str) -> None:
+    """`value` as null, where no other value has a meaning."""
+    if value is not None:
+        raise _bad(where, _show(value), "null")
+
+
 def sha256(value: Any, *, where: str) -> str:
     """`value` as 64 lower-case hex digits."""
     return _digest(value, _SHA256, 64, where)

@@ -11,7 +11,7 @@ from storage.errors import CorruptionError, NotFoundError
 from storage.findings import CHUNK_BYTES, Check, HashedReader
 from storage.layout import MANIFEST_NAME, index_path
 from storage.manifest import DatasetManifest, FileInfo, ShardInfo
-from storage.parquet_footer import columns_can_be_told
+from storage.parquet_footer import columns_can_be_told, read_published_footer
 from storage.tfrecord import FRAMING_BYTES, index_bytes, read_records
 
 if TYPE_CHECKING:
@@ -109,28 +109,34 @@ def _check_parquet(check: Check, shard: ShardInfo) -> bool:
     if len(check.findings) > before and check.findings[-1].what == "missing":
         return False
     coarse = check.findings[before:]
-    _look_inside(check, shard, localise=not same)
+    try:
+        footer = read_published_footer(check.fs, check.url(shard.path), shard)
+    except CorruptionError as error:
+        check.caught(shard.path, error)
+    else:
+        _look_inside(check, shard, footer, localise=not same)
     if not same and len(check.findings) > before + len(coarse):
         # The place within the file says more than the digest of all of it, but a wrong length is worth both.
         check.findings[before : before + len(coarse)] = [item for item in coarse if item.offset is not None]
     return same and len(check.findings) == before
 
 
-def _look_inside(check: Check, shard: ShardInfo, *, localise: bool) -> None:
+def _look_inside(check: Check, shard: ShardInfo, footer: bytes, *, localise: bool) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     first = 0
     try:
         with check.fs.open_read(check.url(shard.path)) as file:
-            reader = pq.ParquetFile(file, page_checksum_verification=True)
-            groups = [reader.metadata.row_group(i).num_rows for i in range(reader.metadata.num_row_groups)]
+            metadata = pq.read_metadata(pa.BufferReader(footer))
+            reader = pq.ParquetFile(file, metadata=metadata, page_checksum_verification=True)
+            groups = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
             starts = [sum(groups[:i]) for i in range(len(groups))]
-            if reader.metadata.num_rows != shard.records:
-                check.bad(shard.path, f"{reader.metadata.num_rows} rows instead of {shard.records}")
+            if metadata.num_rows != shard.records:
+                check.bad(shard.path, f"{metadata.num_rows} rows instead of {shard.records}")
             elif starts != list(shard.block_offsets):
                 check.bad(shard.path, "row groups begin at other rows than the manifest says")
-            if localise and not columns_can_be_told(reader.metadata):
+            if localise and not columns_can_be_told(metadata):
                 check.bad(shard.path, "the Parquet footer cannot be read: its columns contradict its schema")
                 return
             for group, first in enumerate(starts if localise else []):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import struct
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,17 +11,14 @@ from features.schema import Schema
 from storage.errors import CorruptionError
 from storage.fs import FileSystem
 from storage.manifest import ShardInfo
-
-_MAGIC = b"PAR1"
-_TAIL = struct.Struct("<I4s")  # the last 8 bytes of a file: length of the footer, magic
-_FIRST_GUESS_BYTES = 1 << 16
+from storage.parquet_footer import MAGIC, damaged_footer, read_published_footer
 
 
 class ParquetShard:
-    """Reads blocks of one shard. The footer is read once and held against the manifest and the schema.
+    """Reads blocks of one shard. The footer is read once, held against its digest, and only then parsed.
 
-    The checks leave no way in which a changed footer could change what is read: row groups and their sizes, the
-    types, and that column chunks lie within the file; what is in them is covered by page checksums.
+    What it says is held against manifest and schema, which may contradict it: row groups and their sizes, the types,
+    and that column chunks lie within the file; what is in them is covered by page checksums.
     """
 
     def __init__(self, fs: FileSystem, url: str, info: ShardInfo, block_records: int, schema: Schema) -> None:
@@ -62,18 +58,9 @@ class ParquetShard:
         return pa.RecordBatch.from_arrays(columns, schema=self._schema)
 
     def _read_footer(self) -> pq.FileMetaData:
-        size = self._info.bytes
-        if size < _TAIL.size + len(_MAGIC):
-            raise self._footer_error(f"{size} bytes", "a Parquet file")
-        tail = self._fs.read_range(self._url, max(0, size - _FIRST_GUESS_BYTES), min(size, _FIRST_GUESS_BYTES))
-        length, magic = _TAIL.unpack(tail[-_TAIL.size :])
-        need = length + _TAIL.size
-        if magic != _MAGIC or need > size - len(_MAGIC):
-            raise self._footer_error(f"a footer of {length} bytes, {magic!r}", f"{_MAGIC!r} after a footer that fits")
-        if need > len(tail):
-            tail = self._fs.read_range(self._url, size - need, need)
+        footer = read_published_footer(self._fs, self._url, self._info)
         try:
-            return pq.read_metadata(pa.BufferReader(tail))
+            return pq.read_metadata(pa.BufferReader(footer))
         except (pa.ArrowException, OSError, ValueError) as error:
             raise self._footer_error(str(error).splitlines()[0], "a Parquet footer") from error
 
@@ -101,13 +88,12 @@ class ParquetShard:
         chunks = [group.column(number) for number in range(group.num_columns)]
         starts = [chunk.dictionary_page_offset or chunk.data_page_offset for chunk in chunks]
         stops = [start + chunk.total_compressed_size for start, chunk in zip(starts, chunks, strict=True)]
-        if min(starts) < len(_MAGIC) or max(stops) > self._info.bytes or max(starts) > max(stops):
+        if min(starts) < len(MAGIC) or max(stops) > self._info.bytes or max(starts) > max(stops):
             raise self._footer_error(f"row group {block} at bytes {min(starts)} to {max(stops)}", "a place in the file")
         return min(starts), max(stops)
 
     def _footer_error(self, got: str, allowed: str) -> CorruptionError:
-        what = "a Parquet footer is damaged or not the one published"
-        return CorruptionError(what, file=self._url, got=got, allowed=allowed)
+        return damaged_footer(self._url, got, allowed)
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:

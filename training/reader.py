@@ -46,9 +46,9 @@ def load_encoder(dataset_url: str, manifest: DatasetManifest) -> Encoder:
 class SplitReader:
     """Reads runs of records of one split; not safe for several threads at once.
 
-    At the start the length of every shard, TFRecord indexes by digest and Parquet footers by content are checked, so
-    that a dataset that was cut or exchanged is refused before the first step; checksums of records and pages while
-    reading. Memory: O(blocks) for the block tables, and `keep_blocks` decoded Parquet row groups.
+    At the start the length of every shard, TFRecord indexes and Parquet footers by digest are checked, so that a
+    dataset that was cut or exchanged is refused before the first step; checksums of records and pages while reading.
+    Memory: O(blocks) for the block tables, and `keep_blocks` decoded Parquet row groups.
     """
 
     def __init__(self, dataset_url: str, manifest: DatasetManifest, split: str, encoder: Encoder) -> None:

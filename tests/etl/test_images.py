@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +69,14 @@ def test_a_row_group_is_a_block(published: tuple[Path, DatasetManifest]) -> None
     file = pq.ParquetFile(folder / split.shards[0].path)
     sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
     assert len(sizes) == len(split.shards[0].block_offsets) and set(sizes[:-1]) == {split.block_records}
+
+
+def test_the_manifest_has_the_digest_of_each_footer(published: tuple[Path, DatasetManifest]) -> None:
+    folder, manifest = published
+    for shard in (shard for split in manifest.splits.values() for shard in split.shards):
+        data = (folder / shard.path).read_bytes()
+        footer = data[-8 - int.from_bytes(data[-8:-4], "little") :]
+        assert shard.footer_sha256 == hashlib.sha256(footer).hexdigest()
 
 
 def test_a_label_out_of_range_is_quarantined_with_its_place(

@@ -11,6 +11,7 @@ from storage.canonical import crc32c_hex, sha256_hex
 from storage.fs import filesystem, join
 from storage.layout import DatasetPaths, fitted_path, index_path, shard_path
 from storage.manifest import Counts, DatasetManifest, FileInfo, ShardInfo, SourceInfo, SplitInfo
+from storage.parquet_footer import read_footer
 from storage.publish import publish_directory, write_file
 from storage.tfrecord import RecordWriter
 
@@ -46,7 +47,8 @@ def make_dataset(
             data, offsets, index = _tfrecord(rows) if fmt == "tfrecord" else _parquet(rows)
             path = shard_path(split, number, fmt)
             write_file(fs, join(staging.root, path), data)
-            shards.append(ShardInfo(path, size, len(data), sha256_hex(data), crc32c_hex(data), tuple(offsets)))
+            footer = sha256_hex(footer_of(data)) if fmt == "parquet" else None
+            shards.append(ShardInfo(path, size, len(data), sha256_hex(data), crc32c_hex(data), footer, tuple(offsets)))
             if index is not None:
                 _add(staging.root, files, index_path(split, number), index)
         splits[split] = SplitInfo(BLOCK_RECORDS, tuple(shards))
@@ -64,6 +66,11 @@ def make_dataset(
     write_file(fs, staging.manifest, manifest.to_bytes())
     publish_directory(fs, staging.root, root)
     return manifest
+
+
+def footer_of(data: bytes) -> bytes:
+    """The footer of a Parquet file."""
+    return read_footer(lambda offset, length: data[offset : offset + length], len(data), "data")
 
 
 def _add(root: str, files: dict[str, FileInfo], path: str, data: bytes) -> None:

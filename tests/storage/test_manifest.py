@@ -149,6 +149,8 @@ INFO = {"bytes": 1, "sha256": "0" * 64}
         (f"{SHARD}|bytes", 1 << 63),
         (f"{SHARD}|sha256", "A" * 64),
         (f"{SHARD}|crc32c", "123"),
+        (f"{SHARD}|footer_sha256", "0" * 64),
+        (f"{SHARD}|footer_sha256", KeyError),
         (f"{SHARD}|extra", 1),
         (f"{SHARD}|block_offsets", [0]),
         (f"{SHARD}|block_offsets|1", 0),
@@ -183,6 +185,16 @@ def test_what_we_never_write_is_refused(doc: dict[str, Any], path: str, value: A
     with pytest.raises(DataError) as caught:
         DatasetManifest.from_bytes(data, "the/manifest")
     assert "the/manifest" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [None, KeyError, "A" * 64, "0" * 63, 1])
+def test_a_parquet_shard_without_the_digest_of_its_footer_is_refused(tmp_path: Path, value: Any) -> None:
+    make_dataset(str(tmp_path / "set"), fmt="parquet")
+    doc = unseal((tmp_path / "set" / "_manifest.json").read_bytes(), "m")
+    DatasetManifest.from_bytes(resealed(doc), "m")
+    _set(f"{SHARD}|footer_sha256", value)(doc)
+    with pytest.raises(DataError, match=r"split=train/part-00000\.parquet"):
+        DatasetManifest.from_bytes(resealed(doc), "m")
 
 
 def test_resealing_alone_is_accepted(doc: dict[str, Any]) -> None:

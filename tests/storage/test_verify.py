@@ -22,7 +22,7 @@ from storage.parquet_footer import columns_can_be_told
 from storage.sealed import seal, unseal
 from storage.tfrecord import frame
 from storage.verify import Finding, verify
-from tests.storage.make_dataset import make_dataset
+from tests.storage.make_dataset import footer_of, make_dataset
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARD = "split=train/part-00001"
@@ -301,14 +301,37 @@ def test_a_forged_number_of_records_costs_no_memory(copy: Callable[[str], Path])
     assert "block_offsets do not fit the shard" in str(only(verify(str(path.parent))))
 
 
-def test_a_footer_over_which_arrow_ends_the_process(copy: Callable[[str], Path]) -> None:
+def test_a_flipped_byte_of_a_footer_is_named_by_where_the_footer_begins(copy: Callable[[str], Path]) -> None:
+    dataset = copy("parquet")
+    path = dataset / f"{SHARD}.parquet"
+    data = path.read_bytes()
+    start = len(data) - len(footer_of(data))
+    for place in {*range(start, len(data), 9), *range(len(data) - 8, len(data))}:
+        flip(path, place, 5)
+        finding = only(verify(str(dataset)))
+        assert finding.path == f"{SHARD}.parquet" and "a Parquet footer is damaged" in finding.what
+        assert finding.offset == start or place >= len(data) - 8  # a changed length points elsewhere
+        path.write_bytes(data)
+
+
+def _footer_sha256(shard: int, value: str) -> Callable[[dict[str, Any]], None]:
+    return lambda doc: doc["splits"]["train"]["shards"][shard].update(footer_sha256=value)
+
+
+def test_a_footer_that_is_not_the_one_listed(copy: Callable[[str], Path]) -> None:
+    dataset = copy("parquet")
+    _rewrite(dataset, _footer_sha256(1, "0" * 64))
+    finding = only(verify(str(dataset)))
+    assert finding.path == f"{SHARD}.parquet" and f"allowed {'0' * 64}" in finding.what
+
+
+def test_a_forged_footer_over_which_arrow_ends_the_process(copy: Callable[[str], Path]) -> None:
     # The histograms of a column's size statistics: a list whose length is not that of the column's levels.
     dataset = copy("parquet")
     path = dataset / "split=train" / "part-00000.parquet"
     data = path.read_bytes()
-    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
     aborted = []
-    for place in range(footer, len(data) - 8):
+    for place in range(len(data) - len(footer_of(data)), len(data) - 8):
         changed = bytearray(data)
         changed[place] ^= 1 << 5
         with suppress(pa.ArrowException, OSError):
@@ -320,5 +343,6 @@ def test_a_footer_over_which_arrow_ends_the_process(copy: Callable[[str], Path])
     assert aborted, "no such place: Arrow may have been mended, and columns_can_be_told can go"
     for changed_file in aborted:
         path.write_bytes(changed_file)
+        _rewrite(dataset, _footer_sha256(0, sha256_hex(footer_of(changed_file))))
         finding = only(verify(str(dataset)))
         assert finding.path == "split=train/part-00000.parquet" and "footer cannot be read" in finding.what

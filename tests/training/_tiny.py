@@ -25,6 +25,7 @@ from storage.fs import filesystem
 from storage.layout import DatasetPaths, fitted_path, index_path, shard_path
 from storage.manifest import Counts, DatasetManifest, FileInfo, ShardInfo, SplitInfo
 from storage.tfrecord import RecordWriter
+from tests.storage.make_dataset import footer_of
 
 TABLE_SCHEMA = Schema(
     (
@@ -165,6 +166,7 @@ def _shard(
         bytes=len(data),
         sha256=sha256_hex(data),
         crc32c=crc32c_hex(data),
+        footer_sha256=sha256_hex(footer_of(data)) if fmt == "parquet" else None,
         block_offsets=offsets,
     )
 

@@ -14,6 +14,7 @@ from storage.errors import ConfigError, CorruptionError, LockstepError
 from storage.fs import filesystem
 from storage.layout import DatasetPaths
 from storage.manifest import DatasetManifest, load_dataset
+from tests.storage.make_dataset import footer_of
 from tests.training._tiny import encoder_of, write_images, write_table
 from training.parquet_shard import ParquetShard
 from training.positions import Run
@@ -117,15 +118,23 @@ def test_damage_is_refused_at_the_start(tmp_path: Path, fmt: str, path: str, dam
 
 
 def test_no_flipped_byte_of_a_parquet_shard_changes_what_is_read(tmp_path: Path) -> None:
-    """The manifest has no digest of the footer alone: every change is refused, or leaves all values as they were."""
+    """A changed footer is refused at the start; a changed page is refused, or leaves all values as they were."""
     write_table(tmp_path / "d", fmt="parquet", records={"train": 19}, shards=1)
     shard = tmp_path / "d" / "split=train" / "part-00000.parquet"
     manifest = load_dataset(str(tmp_path / "d"))
     encoder = encoder_of(manifest)
     whole = shard.read_bytes()
     rows = everything(SplitReader(str(tmp_path / "d"), manifest, "train", encoder))
+    footer = len(whole) - len(footer_of(whole))
+    for offset in range(footer, len(whole)):
+        flip(shard, offset)
+        with pytest.raises(CorruptionError, match="footer is damaged") as caught:
+            SplitReader(str(tmp_path / "d"), manifest, "train", encoder)
+        assert caught.value.file == str(shard)
+        assert caught.value.offset == footer or offset >= len(whole) - 8  # a changed length points elsewhere
+        shard.write_bytes(whole)
     refused = 0
-    for offset in range(0, len(whole), 13):
+    for offset in range(0, footer, 13):
         damaged = bytearray(whole)
         damaged[offset] ^= 1 << offset % 8
         shard.write_bytes(damaged)
@@ -135,7 +144,7 @@ def test_no_flipped_byte_of_a_parquet_shard_changes_what_is_read(tmp_path: Path)
             refused += 1
         else:
             assert found.equals(rows), f"byte {offset} changed what is read"
-    assert refused > len(whole) // 40
+    assert refused > footer // 40
 
 
 def test_a_block_table_that_contradicts_the_shard_is_refused(tmp_path: Path) -> None:
