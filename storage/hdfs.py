@@ -17,12 +17,13 @@ from storage.errors import (
     StorageError,
     StorageTimeoutError,
 )
-from storage.fs import Blocks, FileStat, FileSystem, HdfsBlock, Listing, Promises, Writer, join, split_url
 from storage.hdfs_errors import translate
 from storage.hdfs_streams import READ_BUFFER_BYTES, HdfsRaw, HdfsWriter
+from storage.interface import Blocks, FileStat, FileSystem, HdfsBlock, Listing, Promises, Writer
 from storage.local import check_range, short_file
 from storage.retry import with_retries
 from storage.settings import seconds
+from storage.urls import join, split_url
 
 T = TypeVar("T")
 

@@ -6,8 +6,9 @@ import io
 from typing import TYPE_CHECKING, Any
 
 from storage.errors import LockstepError, StorageError
-from storage.fs import Writer, split_url
+from storage.interface import Writer
 from storage.local import short_file
+from storage.urls import split_url
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

@@ -14,7 +14,8 @@ from dataclasses import replace
 from typing import BinaryIO
 
 from storage.errors import ConfigError, CorruptionError, ExistsError, NotFoundError, StorageError
-from storage.fs import Blocks, FileStat, FileSystem, HdfsBlock, Listing, Promises, Writer, join, split_url
+from storage.interface import Blocks, FileStat, FileSystem, HdfsBlock, Listing, Promises, Writer
+from storage.urls import join, split_url
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
