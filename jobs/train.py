@@ -33,7 +33,7 @@ def parser() -> JobParser:
     add("--split", default="train", metavar="NAME", help="the split to train on (default train)")
     add("--lanes", type=int, metavar="L", help="streams of samples; divides G (default: its largest divisor up to 64)")
     add("--window-bytes", type=int, default=8 << 20, metavar="N", help="shuffle window of all lanes (default 8 MiB)")
-    add("--batchnorm", choices=["ghost", "local"], default="ghost", help="ghost (default): the same at any N, N <= 8")
+    add("--batchnorm", choices=["ghost", "local"], default="ghost", help="ghost (up to 8 ranks): the same at any N")
     add("--learning-rate", type=float, metavar="X", help="default: the model's own")
     add("--precision", choices=["float32", "float64"], default="float32", help="default float32")
     add("--seed", type=int, default=0, metavar="N", help="of samples' order and first weights (default 0)")
@@ -42,7 +42,14 @@ def parser() -> JobParser:
     add("--audit", action="store_true", help="list each sample that counts, in RUN/audit")
     add("--launcher", choices=["barrier", "local"], default="barrier", help="Spark barrier stage (default) | this host")
     add("--master", metavar="URL", help="Spark master, such as local[2] (default: spark-submit's)")
-    add("--start-limit", dest="start_limit_s", type=float, default=300.0, metavar="S", help="for ranks to come (300 s)")
+    add(
+        "--start-limit",
+        dest="start_limit_s",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="seconds for all ranks to start (300)",
+    )
     add("--stall-limit", dest="stall_limit_s", type=float, default=600.0, metavar="S", help="without a step (600 s)")
     add("--max-restarts", type=int, default=3, metavar="N", help="in a row without a checkpoint (default 3)")
     return job

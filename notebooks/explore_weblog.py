@@ -21,6 +21,7 @@
 # %%
 import os
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -49,8 +50,8 @@ folder
 # added to the log; a job refuses more than 1 % of them, which `max_bad` changes.
 
 # %%
-session = spark_session("lockstep notebook", master="local[2]")
-spark = session.__enter__()
+until_the_end = ExitStack()  # a session lasts over several cells; the last one ends it
+spark = until_the_end.enter_context(spark_session("lockstep notebook", master="local[2]"))
 
 broken = folder / "broken.log"
 broken.write_bytes(b"not a log line\n\xff\xfe\x00 noise\nhost - - [no time] \"GET / HTTP/1.0\" 200 1\n")
@@ -118,4 +119,4 @@ evaluation = evaluate(run, dataset, "test", run_local, baseline="rate:page")
 pd.DataFrame({"model": evaluation["metrics"], evaluation["baseline"]["name"]: evaluation["baseline"]["metrics"]})
 
 # %%
-session.__exit__(None, None, None)
+until_the_end.close()

@@ -188,6 +188,8 @@ class _Driver:
             drop_stagings(self._fs, self._paths, claim.generation - 1, self._ended)
             # The tip may have come back out of the trash.
             tip = find_tip(self._fs, self._paths) if tip and "/.trash/" in tip.url else tip
+            if tip is not None:
+                print(f"going on from checkpoint {tip.ref}", file=sys.stderr, flush=True)
             commits = self._commits(claim)
             try:
                 with RunHandler(self._paths, claim, tip, commits, self._progress) as handler:

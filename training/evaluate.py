@@ -109,4 +109,5 @@ def _newest(run: str) -> tuple[str | None, str | None]:
 
 
 def _number(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, int | float) else str(value)
+    # A loss that is given by name alone has no baseline.
+    return "-" if value is None else f"{value:.4f}" if isinstance(value, int | float) else str(value)

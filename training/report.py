@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 SMOOTHED_STEPS = 20  # the curve's dark line: a single batch's loss says little
 
+MARKED_POINTS = 30  # of so few one wants to see where each lies
 LIGHT, DARK = "#b9cbe0", "#1f4e89"
 
 # The headings are the sections of a run's life; everything that comes from data is escaped by the template engine.
@@ -35,6 +36,7 @@ td, th { border: 1px solid #ccc; padding: .2rem .6rem; text-align: left }
 td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere } svg { max-width: 100%; height: auto }
 </style></head><body>
 <h1>{{ title }}</h1>
+<p>{{ where }}</p>
 {% for name, rows in tables %}
 <h2>{{ name }}</h2>
 <table>{% for key, value in rows %}<tr><th>{{ key }}</th><td>{{ value }}</td></tr>{% endfor %}</table>
@@ -96,8 +98,8 @@ def render(
                 ("steps", result["steps"]),
                 ("epochs", result["epochs"]),
                 ("samples/s", f"{result['samples_per_s']:.0f}"),
-                ("generations", history.generations),
-                ("left over", len(result["left_over"])),
+                ("starts (one, and one for each restart or resumption)", history.generations),
+                ("samples left over (they fill no last global batch)", len(result["left_over"])),
                 *((f"last epoch: {name}", _number(value)) for name, value in sorted(result["metrics"].items())),
                 ("checkpoint", result["checkpoint"]),
                 ("model", result["model"]),
@@ -109,7 +111,7 @@ def render(
     metrics = sorted({name for row in history.epochs for name in row["metrics"]} - {"loss"})
     curves = [("Loss over the global batch", _loss_curve(history))] if history.steps else []
     curves += [(f"{name} by epoch", _epoch_curve(history, name)) for name in metrics]
-    return _PAGE.render(title=f"Lockstep run {run}", tables=tables, curves=curves)
+    return _PAGE.render(title="Lockstep: report of a run", where=run, tables=tables, curves=curves)
 
 
 def _evaluation_rows(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -152,7 +154,7 @@ def _curve(x: Sequence[int], lines: Sequence[tuple[str, Sequence[float], str]], 
     figure = Figure(figsize=(8, 3))
     axes = figure.add_subplot()
     for name, y, colour in lines:
-        axes.plot(x, y, color=colour, label=name, marker="o" if len(x) == 1 else None)
+        axes.plot(x, y, color=colour, label=name, marker="o" if len(x) <= MARKED_POINTS else None)
     axes.set_xlabel(x_label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)

@@ -87,7 +87,8 @@ class Cluster:
 
         spec = importlib.util.find_spec("pyspark")
         assert spec is not None and spec.origin is not None
-        return ["--master", "yarn", "--conf", f"spark.yarn.jars=local:{Path(spec.origin).parent}/jars/*"]
+        jars = f"spark.yarn.jars=local:{Path(spec.origin).parent}/jars/*"
+        return ["--master", "yarn", "--conf", jars, "--conf", "spark.log.level=WARN"]
 
     def log(self, name: str) -> Path:
         return self.folder / "logs" / f"{name}.log"

@@ -105,3 +105,21 @@ def test_an_export_loads_as_plain_keras(tmp_path: Path) -> None:
     x = np.random.default_rng(0).integers(0, 255, (4, 8, 8, 1), dtype=np.uint8)
     np.testing.assert_array_equal(np.asarray(loaded(x)), np.asarray(model(x)))
     assert any(isinstance(layer, GhostBatchNormalization) for layer in model.layers), "the model itself is unchanged"
+
+
+OWN = """
+def boom(signature, options):
+    return {}["no such layer"]
+"""
+
+
+def test_what_an_own_function_raises_is_told_with_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_models.py").write_text(OWN)
+    (tmp_path / "own_broken.py").write_text("import os\n\n1 / 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match="raised KeyError") as caught:  # final: a restart would raise it again
+        build("own_models:boom", TABLE, ModelOptions())
+    assert "no such layer" in caught.value.got and "own_models.py:3" in caught.value.got
+    with pytest.raises(ConfigError, match="cannot be imported") as caught:
+        function_of("own_broken:build")
+    assert "division by zero" in caught.value.got and "own_broken.py:3" in caught.value.got

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -47,7 +48,10 @@ class Built(NamedTuple):
 
 def build(name: str, signature: Signature, options: ModelOptions) -> Built:
     """Build and compile the model `name`. Raises ConfigError for an unknown name or what a function returns."""
-    return check_built(name, function_of(name)(signature, options))
+    function = function_of(name)
+    own = ":" in name
+    returned = _called(name, function, signature, options) if own else function(signature, options)
+    return check_built(name, returned)
 
 
 def function_of(name: str) -> Callable[[Signature, ModelOptions], Any]:
@@ -70,15 +74,36 @@ def function_of(name: str) -> Callable[[Signature, ModelOptions], Any]:
             next_step="Correct --model; a ResNet's depth is 6n + 2, as in resnet20.",
         )
     try:
-        found = getattr(importlib.import_module(module), function)
-    except (ModuleNotFoundError, AttributeError) as error:
+        found: Callable[[Signature, ModelOptions], Any] = getattr(importlib.import_module(module), function)
+    except Exception as error:  # a module of the user's may raise anything
         raise ConfigError(
             f"the model {name} cannot be imported",
-            got=str(error),
+            got=_told(error),
             allowed="module:function, importable where the ranks run",
-            next_step="Ship the module with --py-files or put it on PYTHONPATH.",
+            next_step="Mend the module, ship it with --py-files or put it on PYTHONPATH.",
         ) from error
     return found
+
+
+def _called(name: str, function: Callable[..., Any], signature: Signature, options: ModelOptions) -> Any:
+    """Call a function of the user's: what it raises it would raise again after a restart."""
+    try:
+        return function(signature, options)
+    except Exception as error:
+        traceback.print_exception(error)  # into the rank's log
+        raise ConfigError(
+            f"the model {name} raised {type(error).__name__}",
+            got=_told(error),
+            allowed="a function of (signature, options) that returns a compiled model",
+            next_step="Mend the function; the whole trace is in the rank's log.",
+        ) from error
+
+
+def _told(error: Exception) -> str:
+    """An error's text, with the innermost place that is no library's."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
+    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"{' '.join(str(error).split())[:500] or type(error).__name__}{place}"
 
 
 def check_built(name: str, returned: Any) -> Built:
