@@ -26,9 +26,10 @@ def test_help_and_a_bad_flag_by_python_and_by_spark_submit(job: str, tmp_path: P
     (tmp_path / "json.py").write_text("raise SystemExit('the folder of the call is not to be imported from')\n")
     (tmp_path / "elsewhere").mkdir()
     submit = str(Path(sys.executable).with_name("spark-submit"))
-    for command in ([sys.executable, "-m", f"jobs.{job}"], [submit, str(ROOT / "jobs" / f"{job}.py")]):
-        done = call(*command, "--help", cwd=tmp_path / "elsewhere")
-        assert done.returncode == 0 and "--config" in done.stdout, done.stderr
+    here = [sys.executable, "-m", f"jobs.{job}"]
+    done = call(*here, "--help", cwd=tmp_path / "elsewhere")
+    assert done.returncode == 0 and "--config" in done.stdout, done.stderr
+    for command in (here, [submit, str(ROOT / "jobs" / f"{job}.py")]):
         done = call(*command, "--colour", "red", cwd=tmp_path / "elsewhere")
         assert done.returncode == 2, done.stderr
         told = done.stdout + done.stderr  # spark-submit joins the two
