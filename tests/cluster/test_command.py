@@ -1,36 +1,18 @@
-"""spark-submit on YARN in client mode, and the command line of `make cluster`."""
+"""The command line of `make cluster`; spark-submit on YARN is in test_jobs.py and the README's test."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.daemons import HDFS, YARN, Cluster
+from tests.cluster.daemons import HDFS, YARN
 from tests.cluster.process import Process
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.mark.timeout(300)
-def test_doctor_on_yarn_finds_all_in_order(hadoop: Cluster, tmp_path: Path) -> None:
-    hadoop.start_yarn()
-    done = subprocess.run(
-        [
-            str(Path(sys.executable).with_name("spark-submit")), *hadoop.submit_conf,
-            "--num-executors", "2", "--executor-memory", "512m",
-            str(ROOT / "jobs" / "doctor.py"), "--hdfs", hadoop.hdfs_url,
-        ],
-        env={**os.environ, **hadoop.env}, cwd=tmp_path, capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    assert "FAIL" not in done.stdout
-    assert "on yarn: a barrier stage of 2 tasks met" in done.stdout
-    assert f"OK   hdfs: {hadoop.hdfs_url}" in done.stdout
 
 
 def command(action: str, folder: Path) -> tuple[int, str]:
