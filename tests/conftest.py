@@ -6,31 +6,50 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-CLUSTER = Path(__file__).parent / "cluster"
+TESTS = Path(__file__).parent
+LONGEST = ("cluster", "docs", "dags", "etl", "notebooks", "training")
+TOGETHER = ("cluster", "etl")  # each folder on one worker: one Hadoop, one Spark session
+APART = ("tests/docs/test_readme.py",)  # each test by itself; all other files stay whole
 
 # Two workers on two cores: a rank or a task that takes every core for its own arithmetic slows its neighbours.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+os.environ["SPARK_CONF_DIR"] = str(TESTS / "spark")
 
 
-@pytest.hookimpl(tryfirst=True)
+class ByGroup(LoadScopeScheduling):
+    """Hands whole groups of tests to workers. xdist's own groups do nothing under pytest 9.2, whose ids are fixed."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path, *_ = nodeid.split("::")
+        folder = next((name for name in TOGETHER if path.startswith(f"tests/{name}/")), None)
+        return folder or (nodeid if path in APART else path)
+
+
+@pytest.hookimpl(optionalhook=True)  # without xdist nobody asks
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByGroup:
+    return ByGroup(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All tests on Hadoop go to one worker (one cluster), first, since they take longest; others go by file."""
+    """What takes longest begins first."""
     for item in items:
-        on_cluster = CLUSTER in item.path.parents
-        if on_cluster:
+        if TESTS / "cluster" in item.path.parents:
             item.add_marker(pytest.mark.cluster)
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group("cluster" if on_cluster else str(item.path)))
-    items.sort(key=lambda item: CLUSTER not in item.path.parents)  # stable: the order within is kept
+    items.sort(key=_rank)  # stable: the order within is kept
+
+
+def _rank(item: pytest.Item) -> int:
+    return next((place for place, folder in enumerate(LONGEST) if TESTS / folder in item.path.parents), len(LONGEST))
 
 
 @pytest.fixture(scope="session")
@@ -38,8 +57,6 @@ def spark() -> Iterator[SparkSession]:
     """A local session with two slots and the jobs' own settings; tests that use it are marked `slow`."""
     from jobs._session import spark_session
 
-    os.environ["PYSPARK_SUBMIT_ARGS"] = (
-        "--conf spark.ui.enabled=false --conf spark.sql.shuffle.partitions=4 --driver-memory 1g pyspark-shell"
-    )
+    os.environ["PYSPARK_SUBMIT_ARGS"] = "--driver-memory 1g pyspark-shell"
     with spark_session("tests", "local[2]") as session:
         yield session

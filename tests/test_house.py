@@ -44,7 +44,7 @@ def loaded_by(module: str) -> list[str]:
         "print(json.dumps([name for name in ('tensorflow', 'keras', 'pyspark') if name in sys.modules]))"
     )
     done = subprocess.run(
-        [sys.executable, "-W", "error::SyntaxWarning", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-W", "error::SyntaxWarning", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     return list(json.loads(done.stdout.splitlines()[-1]))
@@ -80,7 +80,7 @@ def test_a_job_is_a_thin_script(name: str) -> None:
 def test_help_works_from_any_folder(name: str, tmp_path: Path) -> None:
     for command in (["-m", f"jobs.{name}"], [str(ROOT / "jobs" / f"{name}.py")]):
         done = subprocess.run(
-            [sys.executable, *command, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+            [sys.executable, *command, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=240
         )
         assert done.returncode == 0, done.stderr
         assert "--config" in done.stdout and "--debug" in done.stdout
@@ -93,7 +93,7 @@ def test_a_bad_flag_is_one_error_of_four_parts(name: str, tmp_path: Path) -> Non
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr

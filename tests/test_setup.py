@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def setup(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["bash", "scripts/setup.sh", *arguments],
-        cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True, timeout=60,
+        cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
 
 
@@ -35,7 +35,7 @@ def copy(tmp_path: Path) -> Path:
 def calls(copy: Path) -> int:
     """How often pip was called so far; runs the copy's `airflow` target first."""
     done = subprocess.run(
-        ["bash", str(copy / "scripts" / "setup.sh"), "airflow"], capture_output=True, text=True, timeout=60
+        ["bash", str(copy / "scripts" / "setup.sh"), "airflow"], capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     return (copy / "calls").read_text().count("pip install")
@@ -52,7 +52,7 @@ def test_an_installation_that_failed_is_tried_again(copy: Path) -> None:
     python = copy / ".venv-airflow" / "bin" / "python"
     good = python.read_text()
     python.write_text(good + 'case "$*" in *"pip install"*) exit 1;; esac\n')
-    done = subprocess.run(["bash", str(copy / "scripts" / "setup.sh"), "airflow"], capture_output=True, timeout=60)
+    done = subprocess.run(["bash", str(copy / "scripts" / "setup.sh"), "airflow"], capture_output=True, timeout=240)
     assert done.returncode != 0
     python.write_text(good)
     assert calls(copy) == 2

@@ -20,7 +20,7 @@ from tests.cluster.process import Process, last_lines, spawn
 
 HDFS = ("namenode", "datanode-1", "datanode-2")
 YARN = ("resourcemanager", "nodemanager")
-START_LIMIT_S = 90.0  # 7 s for HDFS and 6 s for YARN on an idle machine with 2 cores
+START_LIMIT_S = 240.0  # 7 s for HDFS and 6 s for YARN on an idle machine with 2 cores
 ATTEMPTS = 3  # each with other ports
 
 SERVER = "org.apache.hadoop.hdfs.server"

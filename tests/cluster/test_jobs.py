@@ -25,16 +25,13 @@ from training.paths import RunPaths
 ROOT = Path(__file__).resolve().parents[2]
 LOG = ROOT / "data" / "weblogs" / "nasa_access_log_1995-07-09.log.gz"
 IDX = ROOT / "data" / "fashion-mnist"
-SMALL = "spark.ui.enabled false\nspark.sql.shuffle.partitions 4\n"
-WAIT_S = 120.0
+WAIT_S = 600.0
 
 
 @pytest.fixture
-def on_hdfs(hadoop: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+def on_hdfs(hadoop: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """The cluster as this process and its children see it."""
-    (tmp_path / "spark").mkdir()
-    (tmp_path / "spark" / "spark-defaults.conf").write_text(SMALL)
-    for name, value in {**hadoop.env, "SPARK_CONF_DIR": str(tmp_path / "spark")}.items():
+    for name, value in hadoop.env.items():
         monkeypatch.setenv(name, value)
     set_hadoop_settings({})  # forget what an earlier test's session handed over; HADOOP_CONF_DIR is read anew
     yield hadoop
@@ -70,7 +67,7 @@ def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(2400)
 def test_web_log_on_hdfs_through_a_killed_rank(on_hdfs: Cluster, tmp_path: Path) -> None:
     dataset, run = f"{on_hdfs.hdfs_url}/weblog/dataset", f"{on_hdfs.hdfs_url}/weblog/run"
     log = cut_log(tmp_path / "access.log", 12_000)
@@ -108,7 +105,7 @@ def test_web_log_on_hdfs_through_a_killed_rank(on_hdfs: Cluster, tmp_path: Path)
     assert "rate:page" in evaluation and "auc" in evaluation
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1800)
 def test_pipelines_on_yarn_in_client_mode(on_hdfs: Cluster, tmp_path: Path) -> None:
     """Log and images, ETL to evaluation, in one session whose executors are YARN's."""
     on_hdfs.start_yarn()
@@ -142,7 +139,7 @@ def test_pipelines_on_yarn_in_client_mode(on_hdfs: Cluster, tmp_path: Path) -> N
             "--num-executors", "2", "--executor-memory", "512m",
             str(ROOT / "jobs" / "pipeline.py"), "--config", str(conf), "--out", f"{on_hdfs.hdfs_url}/demo",
         ],
-        cwd=tmp_path, capture_output=True, text=True, timeout=280,
+        cwd=tmp_path, capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     (folder,) = filesystem(on_hdfs.hdfs_url).list(f"{on_hdfs.hdfs_url}/demo")

@@ -17,7 +17,7 @@ AIRFLOW = ROOT / ".venv-airflow" / "bin" / "python"
 LOG = ROOT / "data" / "weblogs" / "nasa_access_log_1995-07-09.log.gz"
 LINES = 1500
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(560)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 
 def airflow(folder: Path, *arguments: str, limit_s: float) -> str:
@@ -32,10 +32,7 @@ def airflow(folder: Path, *arguments: str, limit_s: float) -> str:
         "AIRFLOW__CORE__UNIT_TEST_MODE": "False",
         "AIRFLOW_CONN_SPARK_DEFAULT": json.dumps({"conn_type": "spark", "host": "local[2]"}),
         "PYSPARK_PYTHON": sys.executable,
-        "SPARK_CONF_DIR": str(folder / "spark"),
     }
-    (folder / "spark").mkdir(exist_ok=True)
-    (folder / "spark" / "spark-defaults.conf").write_text("spark.ui.enabled false\nspark.sql.shuffle.partitions 4\n")
     done = subprocess.run(
         [str(AIRFLOW), *arguments], env=environment, cwd=folder, capture_output=True, text=True, timeout=limit_s
     )
@@ -55,9 +52,9 @@ def test_the_dag_runs_from_log_to_evaluation(tmp_path: Path) -> None:
         "epochs": "1",
     }
     (tmp_path / "conf.json").write_text(json.dumps(conf))
-    airflow(tmp_path, "-m", "airflow", "db", "migrate", limit_s=120)
+    airflow(tmp_path, "-m", "airflow", "db", "migrate", limit_s=400)
     output = airflow(
-        tmp_path, str(Path(__file__).with_name("_run_dag.py")), str(DAG_FILE), str(tmp_path / "conf.json"), limit_s=420
+        tmp_path, str(Path(__file__).with_name("_run_dag.py")), str(DAG_FILE), str(tmp_path / "conf.json"), limit_s=1800
     )
     told = next((line for line in output.splitlines() if line.startswith("RESULT ")), None)
     assert told is not None, output[-6000:]
@@ -82,7 +79,7 @@ def test_the_dag_is_scheduled_bounded_and_in_order(tmp_path: Path) -> None:
         "  'down': {t.task_id: sorted(t.downstream_task_ids) for t in d.tasks},\n"
         "  'limits': [t.execution_timeout is not None for t in d.tasks], 'retries': [t.retries for t in d.tasks]}))"
     )
-    output = airflow(tmp_path, "-c", code, str(DAG_FILE), limit_s=120)
+    output = airflow(tmp_path, "-c", code, str(DAG_FILE), limit_s=400)
     told = json.loads(next(line for line in output.splitlines() if line.startswith("RESULT "))[7:])
     assert told["catchup"] is False and told["active"] == 1 and told["schedule"] == "@daily"
     assert told["down"] == {"etl": ["verify"], "verify": ["train"], "train": ["evaluate"], "evaluate": []}

@@ -13,7 +13,7 @@ JOBS = sorted(path.stem for path in (ROOT / "jobs").glob("[a-z]*.py"))
 
 
 def call(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=360, check=False)
 
 
 def test_the_jobs_are_those_of_the_design() -> None:

@@ -22,7 +22,7 @@ def run_doctor(*flags: str, cwd: Path, **variables: str) -> subprocess.Completed
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=360,
     )
 
 

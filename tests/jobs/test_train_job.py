@@ -77,6 +77,6 @@ def test_help_from_any_folder_loads_neither_tensorflow_nor_spark(tmp_path: Path)
         "except SystemExit as end:\n    assert not end.code\n"
         "assert not {'tensorflow', 'keras', 'pyspark'} & set(sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "--global-batch" in done.stdout

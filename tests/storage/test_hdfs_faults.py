@@ -112,7 +112,7 @@ os.environ.update(LOCKSTEP_STORAGE_CALL_DEADLINE_S="0.2", LOCKSTEP_STORAGE_GIVE_
 run_job(verify.main, [f"hdfs://127.0.0.1:{late.server.getsockname()[1]}/x"])
 """
     found = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
     )
     assert (found.returncode, found.stderr.count("error:")) == (1, 1), found.stderr
     assert all(part in found.stderr for part in ("the NameNode at 127.0.0.1:", "got:", "allowed:", "next:"))

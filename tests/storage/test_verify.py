@@ -218,7 +218,7 @@ def test_exit_codes_of_the_job(copy: Callable[[str], Path], tmp_path: Path, form
 
     def run(*args: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*command, *args], cwd=where, env=environment, capture_output=True, text=True, timeout=60, check=False
+            [*command, *args], cwd=where, env=environment, capture_output=True, text=True, timeout=240, check=False
         )
 
     assert run(str(root)).returncode == 0
@@ -236,7 +236,7 @@ def test_storage_loads_neither_tensorflow_nor_spark_nor_hdfs() -> None:
     code = "import sys\n" + "".join(f"import storage.{name}\n" for name in names)
     code += "print([m for m in ('tensorflow', 'pyspark', 'hdfs_native', 'pyarrow') if m in sys.modules])"
     found = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240, check=True
     )
     assert found.stdout.strip() == "[]"
 
