@@ -25,6 +25,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
 os.environ["SPARK_CONF_DIR"] = str(TESTS / "spark")
 
+# A folder of data whose licence keeps it out of the repository; .ci/run sets it where there is one.
+SHARED_DATA = "LOCKSTEP_SHARED_DATA"
+
 
 class ByGroup(LoadScopeScheduling):
     """Hands whole groups of tests to workers. xdist's own groups do nothing under pytest 9.2, whose ids are fixed."""
@@ -40,8 +43,25 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByGroup:
     return ByGroup(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest begins first."""
+def pytest_configure(config: pytest.Config) -> None:
+    folder = os.environ.get(SHARED_DATA)
+    if folder and not Path(folder).is_dir():
+        raise pytest.UsageError(
+            f"{SHARED_DATA}={folder} is no folder; correct it, or unset it to leave those tests out"
+        )
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if not os.environ.get(SHARED_DATA):
+        terminalreporter.write_line(f"{SHARED_DATA} is not set: tests marked shared_data are deselected")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What takes longest begins first; tests of data that is not here are left out, which the summary tells."""
+    if not os.environ.get(SHARED_DATA):
+        absent = [item for item in items if item.get_closest_marker("shared_data")]
+        items[:] = [item for item in items if not item.get_closest_marker("shared_data")]
+        config.hook.pytest_deselected(items=absent)
     for item in items:
         if TESTS / "cluster" in item.path.parents:
             item.add_marker(pytest.mark.cluster)
@@ -50,6 +70,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _rank(item: pytest.Item) -> int:
     return next((place for place, folder in enumerate(LONGEST) if TESTS / folder in item.path.parents), len(LONGEST))
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of data that may not be committed; tests that use it are marked `shared_data`."""
+    return Path(os.environ[SHARED_DATA]).resolve()
 
 
 @pytest.fixture(scope="session")
