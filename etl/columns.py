@@ -12,6 +12,8 @@ from features.schema import Field, Schema
 SOURCE, POSITION, OCCURRENCE, SPLIT, DROPPED = "_source", "_position", "_occurrence", "_split", "_dropped"
 # What the writer adds: the order in a split as a signed number, the encoded size, and the encoded record (TFRecord).
 KEY, BYTES, RECORD, SHARD = "_key", "_bytes", "_record", "_shard"
+# What must not be on two sides of the split, as a number: see etl.leakage.
+LEAK = "_leak"
 
 _DDL = {
     "int64": "bigint",
@@ -38,8 +40,8 @@ def ddl(fields: tuple[Field, ...]) -> list[str]:
 
 
 def vocabulary_fields(schema: Schema) -> tuple[Field, ...]:
-    """The fields with a vocabulary to fit."""
-    return tuple(f for f in schema if f.encoding is not None and f.encoding["kind"] == "vocabulary")
+    """The fields with a vocabulary or other statistics to fit, which travel unencoded until they are."""
+    return schema.fitted_fields
 
 
 def logical_bytes(field: Field, column: pa.Array) -> pa.Array:

@@ -12,9 +12,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from features.encodings import Encoding
 from features.example import tensor_bytes
 from features.fitted import Vocabulary
-from features.schema import Encoding, Field, Schema
+from features.schema import Field, Schema
 from features.signature import Signature, TensorSpec
 from storage.errors import ConfigError, DataError
 

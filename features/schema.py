@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, cast
 
 import pyarrow as pa
 
+from features.encodings import Encoding, check_encoding, fitted_part
 from storage.errors import ConfigError
 
 ARROW_TYPES: dict[str, pa.DataType] = {
@@ -25,17 +25,14 @@ KINDS = ("feature", "label", "id", "weight")
 TENSOR_DTYPES = ("uint8", "float32", "float64", "int64")
 SAMPLE_ID = "sample_id"
 
-Encoding = Mapping[str, Any]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Field:
     """One column of a dataset.
 
     `shape` is () for a scalar, (None,) for a list of any length, and all positive numbers for a tensor, which lies
-    on disk as its little-endian bytes in C order. `encoding` says what features.encode makes of it when read:
-    None, {"kind": "vocabulary", "file", "max_size", "min_count", "oov_buckets"} or {"kind": "bucketise", "boundaries"}.
-    Raises ConfigError where these do not fit together.
+    on disk as its little-endian bytes in C order. `encoding` says what features.encode makes of it when read: None or
+    an object of features/encodings.py. Raises ConfigError where these do not fit together.
     """
 
     name: str
@@ -48,7 +45,8 @@ class Field:
 
     def __post_init__(self) -> None:
         self._check(bool(self.name) and not self.name.startswith("_"), repr(self.name), "a name not starting with `_`")
-        self._check(self.dtype in ARROW_TYPES, f"dtype {self.dtype!r}", ", ".join(ARROW_TYPES))
+        wider = "; string for whole numbers beyond int64 and for decimals, which no other dtype holds exactly"
+        self._check(self.dtype in ARROW_TYPES, f"dtype {self.dtype!r}", ", ".join(ARROW_TYPES) + wider)
         self._check(self.kind in KINDS, f"kind {self.kind!r}", ", ".join(KINDS))
         fixed = all(isinstance(size, int) and size > 0 for size in self.shape)
         self._check(fixed or self.shape == (None,), f"shape {self.shape}", "(), (None,) or positive sizes")
@@ -68,8 +66,12 @@ class Field:
             f"num_classes {classes}",
             "2 or more, on a label",
         )
+        plain = self.kind != "weight" or (self.dtype == "float32" and not self.shape)
+        self._check(plain, f"a weight of {self.dtype}, shape {self.shape}", "a scalar float32")
         if self.encoding is not None:
-            self._check_encoding(self.encoding)
+            good = self.kind == "feature" and not self.is_tensor
+            self._check(good, "an encoding", "encodings on scalar and list features")
+            check_encoding(self.name, self.dtype, is_list=self.is_list, nullable=self.nullable, encoding=self.encoding)
 
     @property
     def is_list(self) -> bool:
@@ -80,6 +82,12 @@ class Field:
     def is_tensor(self) -> bool:
         """Whether a row holds an array of fixed shape, as bytes on disk."""
         return len(self.shape) > 0 and not self.is_list
+
+    @property
+    def fitted_file(self) -> str | None:
+        """The NAME.json of what is fitted for this field; None where nothing is."""
+        part = fitted_part(self.encoding)
+        return None if part is None else str(part["file"])
 
     @property
     def arrow_type(self) -> pa.DataType:
@@ -120,30 +128,6 @@ class Field:
             raise _bad("a field", f"shape {values['shape']!r}", "numbers or null")
         return cls(**{**values, "shape": tuple(values["shape"])})
 
-    def _check_encoding(self, encoding: Encoding) -> None:
-        self._check(
-            self.kind == "feature" and not self.is_tensor, "an encoding", "encodings on scalar and list features"
-        )
-        if encoding.get("kind") == "vocabulary":
-            keys = {"kind": str, "file": str, "max_size": int, "min_count": int, "oov_buckets": int}
-            _check_keys(encoding, keys, f"the vocabulary of field `{self.name}`")
-            self._check(self.dtype == "string", f"a vocabulary over {self.dtype}", "a vocabulary over string")
-            sizes = (encoding["max_size"] >= 1, encoding["min_count"] >= 1, encoding["oov_buckets"] >= 0)
-            self._check(all(sizes), repr(dict(encoding)), "max_size >= 1, min_count >= 1, oov_buckets >= 0")
-            file = encoding["file"]
-            plain = file.endswith(".json") and "/" not in file and not file.startswith((".", "_"))
-            self._check(plain, f"file {file!r}", "a plain NAME.json")
-        elif encoding.get("kind") == "bucketise":
-            _check_keys(encoding, {"kind": str, "boundaries": list}, f"the buckets of field `{self.name}`")
-            self._check(
-                self.dtype in ("int64", "float32", "float64") and not self.is_list, self.dtype, "a scalar number"
-            )
-            bounds = encoding["boundaries"]
-            rising = all(isinstance(b, int | float) for b in bounds) and all(a < b for a, b in pairwise(bounds))
-            self._check(len(bounds) > 0 and rising, f"boundaries {bounds!r}", "strictly rising numbers, at least one")
-        else:
-            self._check(False, f"encoding kind {encoding.get('kind')!r}", "vocabulary, bucketise")
-
     def _check(self, good: bool, got: str, allowed: str) -> None:
         if not good:
             raise _bad(f"field `{self.name}`", got, allowed)
@@ -166,11 +150,11 @@ class Schema:
             )
         if sum(field.kind == "label" for field in self.fields) > 1:
             raise _bad("the schema", "several labels", "at most one")
-        files = [
-            f.encoding["file"] for f in self.fields if f.encoding is not None and f.encoding["kind"] == "vocabulary"
-        ]
+        files = [field.fitted_file for field in self.fitted_fields]
         if len(set(files)) != len(files):
-            raise _bad("the schema", f"vocabulary files {files}", "a file for each vocabulary")
+            raise _bad("the schema", f"fitted files {files}", "a file for each field")
+        if sum(field.kind == "weight" for field in self.fields) > 1:
+            raise _bad("the schema", "several weights", "at most one")
 
     def __iter__(self) -> Iterator[Field]:
         return iter(self.fields)
@@ -196,6 +180,16 @@ class Schema:
         """The fields that a model may see."""
         return tuple(field for field in self.fields if field.kind == "feature")
 
+    @property
+    def weight(self) -> Field | None:
+        """The field that says how much a sample counts in training, or None."""
+        return next((field for field in self.fields if field.kind == "weight"), None)
+
+    @property
+    def fitted_fields(self) -> tuple[Field, ...]:
+        """The fields whose encoding needs statistics of the training split."""
+        return tuple(field for field in self.fields if field.fitted_file is not None)
+
     @cached_property
     def in_byte_order(self) -> tuple[Field, ...]:
         """The fields in the byte order of their names: their order in a tf.Example."""
@@ -204,6 +198,25 @@ class Schema:
     def arrow_schema(self) -> pa.Schema:
         """The columns as Arrow and Parquet hold them."""
         return pa.schema([pa.field(field.name, field.arrow_type, nullable=field.nullable) for field in self.fields])
+
+    @classmethod
+    def plain(cls, columns: Mapping[str, str], *, label: str | None = None, lists: Sequence[str] = ()) -> Schema:
+        """Columns by name and dtype, stored as they are and without an encoding; `lists` names those that hold lists.
+
+        All but the label may be null, lists excepted. The sample id comes first. A model can be fed with the numbers
+        among them only; the others need an encoding. Raises ConfigError as Field and Schema do.
+        """
+        fields = [
+            Field(
+                name=name,
+                dtype=dtype,
+                shape=(None,) if name in lists else (),
+                kind="label" if name == label else "feature",
+                nullable=name != label and name not in lists,
+            )
+            for name, dtype in columns.items()
+        ]
+        return cls((sample_id_field(), *fields))
 
     def to_json(self) -> dict[str, Any]:
         """The schema as the manifest holds it."""

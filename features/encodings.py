@@ -1,0 +1,200 @@
+"""The encodings that a field may declare: their keys, the fields that they fit, and what they need fitted.
+
+    kind         keys (optional ones in brackets)                 fields                      a model is fed
+    vocabulary   file, max_size, min_count, oov_buckets, [output] string, int64; list         columns or ids
+    hash         buckets, seed, [output]                          string, int64, bytes; list  columns or ids
+    bucketise    boundaries, [output]                             number                      columns or ids
+    standardise  file                                             number                      distance from the mean
+    number       [dtype], [null_value]                            number, bool                the value
+    sequence     length, [keep], [with], [pad_value], [of]        list                        `length` values or ids
+    ignore                                                        any                         nothing: only stored
+
+docs/features.md says what each makes of nulls, of unknown values and of lists.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from storage.errors import ConfigError
+
+Encoding = Mapping[str, Any]
+
+ONE_HOT, MULTI_HOT, INDEX = "one_hot", "multi_hot", "index"
+# Beyond that a row of zeros and one 1 is larger than the rest of the record: an index and an embedding do it.
+MAX_COLUMNS = 1 << 16
+MAX_IDS = 1 << 31
+NUMBERS = ("int64", "float32", "float64")
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,100}\.json")
+_HELD_OUT = re.compile(r".*\.fold-\d+\.json")
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """One encoding at one field; calling it raises ConfigError in the words of that field."""
+
+    field: str
+    dtype: str
+    is_list: bool
+    nullable: bool
+    encoding: Encoding
+
+    def __call__(self, good: bool, got: str, allowed: str) -> None:
+        if not good:
+            raise ConfigError(
+                f"field `{self.field}` cannot be declared so",
+                got=got,
+                allowed=allowed,
+                next_step="Correct the schema.",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """Keys that must be there and keys that may, with their types; fields that fit; what else must hold."""
+
+    required: Mapping[str, Any]
+    optional: Mapping[str, Any]
+    dtypes: tuple[str, ...]
+    scalar: bool = True
+    many: bool = False
+    check: Callable[[_Case], None] | None = None
+
+
+def check_encoding(field: str, dtype: str, *, is_list: bool, nullable: bool, encoding: Encoding) -> None:
+    """Raise ConfigError unless `encoding` is well formed and fits a scalar or list field of this dtype."""
+    case = _Case(field, dtype, is_list, nullable, encoding)
+    kind = encoding.get("kind")
+    rule = _RULES.get(kind) if isinstance(kind, str) else None
+    case(rule is not None, f"encoding kind {kind!r}", ", ".join(KINDS))
+    assert rule is not None
+    keys = set(encoding) - {"kind"}
+    case(
+        set(rule.required) <= keys <= {*rule.required, *rule.optional},
+        f"encoding {kind} with keys {sorted(map(str, keys))}",
+        f"{', '.join(rule.required) or 'none'}; also {', '.join(rule.optional) or 'none'}",
+    )
+    for key, wanted in {**rule.required, **rule.optional}.items():
+        if key in encoding:
+            value = encoding[key]
+            right = isinstance(value, wanted) and not isinstance(value, bool)
+            case(right, f"{key} = {value!r}"[:200], f"{key} of type {getattr(wanted, '__name__', wanted)}")
+    case(dtype in rule.dtypes, f"encoding {kind} over {dtype}", f"{kind} over {', '.join(rule.dtypes)}")
+    fits = rule.many if is_list else rule.scalar
+    case(fits, f"encoding {kind} of {'a list' if is_list else 'a scalar'}", "a list" if rule.many else "a scalar")
+    if rule.check is not None:
+        rule.check(case)
+
+
+def fitted_part(encoding: Encoding | None) -> Encoding | None:
+    """The encoding, or the one inside a sequence, whose statistics are fitted and lie in its `file`; None without."""
+    if encoding is not None and encoding["kind"] == "sequence":
+        encoding = encoding.get("of")
+    return encoding if encoding is not None and "file" in encoding else None
+
+
+def output_of(encoding: Encoding, *, is_list: bool) -> str:
+    """The declared or the default form of a categorical encoding: one_hot, multi_hot or index."""
+    return str(encoding.get("output", MULTI_HOT if is_list else ONE_HOT))
+
+
+def _vocabulary(case: _Case) -> None:
+    declared = case.encoding
+    size, buckets = declared["max_size"], declared["oov_buckets"]
+    good = size >= 1 and declared["min_count"] >= 1 and buckets >= 0 and size + buckets < MAX_IDS
+    case(good, repr(dict(declared)), "max_size >= 1, min_count >= 1, oov_buckets >= 0, below 2^31 in all")
+    _file(case)
+    _output(case, size + buckets)
+
+
+def _hash(case: _Case) -> None:
+    buckets, seed = case.encoding["buckets"], case.encoding["seed"]
+    case(1 <= buckets < MAX_IDS, f"buckets {buckets}", "1 to 2^31 - 1")
+    case(0 <= seed < 1 << 63, f"seed {seed}", "0 to 2^63 - 1")
+    _output(case, buckets)
+
+
+def _bucketise(case: _Case) -> None:
+    bounds = case.encoding["boundaries"]
+    numbers = all(isinstance(b, int | float) and not isinstance(b, bool) and _is_finite(b) for b in bounds)
+    good = len(bounds) > 0 and numbers and all(a < b for a, b in pairwise(bounds))
+    case(good, f"boundaries {bounds!r}"[:200], "strictly rising numbers, at least one")
+    _output(case, len(bounds) + 1)
+
+
+def _number(case: _Case) -> None:
+    dtype, null = case.encoding.get("dtype", "float32"), case.encoding.get("null_value", 0)
+    case(dtype in NUMBERS, f"dtype {dtype!r}", ", ".join(NUMBERS))
+    told = not case.nullable or "null_value" in case.encoding
+    case(told, "a nullable number without null_value", "null_value, which stands in")
+    whole = dtype != "int64" or (isinstance(null, int) and -(1 << 63) <= null < 1 << 63)
+    case(_is_finite(null) and whole, f"null_value {null!r}", "a finite number, a whole one for int64")
+    exact = dtype != "int64" or case.dtype in ("int64", "bool")
+    case(exact, f"dtype int64 for a field of {case.dtype}", "float32 or float64, which hold a fraction")
+
+
+def _sequence(case: _Case) -> None:
+    declared, length = case.encoding, case.encoding["length"]
+    keep, extra, of = declared.get("keep", "first"), declared.get("with", "mask"), declared.get("of")
+    case(1 <= length <= MAX_COLUMNS, f"length {length}", f"1 to {MAX_COLUMNS}")
+    case(keep in ("first", "last"), f"keep {keep!r}", "first, last")
+    case(extra in ("mask", "length", "nothing"), f"with {extra!r}", "mask, length, nothing")
+    if of is None:
+        pad = declared.get("pad_value", 0)
+        plain = case.dtype in (*NUMBERS, "bool")
+        case(plain, f"a sequence of {case.dtype} without `of`", "of = a vocabulary or a hash")
+        case(_is_finite(pad), f"pad_value {pad!r}", "a finite number")
+        return
+    case("pad_value" not in declared, "pad_value beside `of`", "no pad_value: an id of 0 stands for nothing")
+    case(of.get("kind") in ("vocabulary", "hash"), f"of kind {of.get('kind')!r}", "vocabulary, hash")
+    case("output" not in of, f"output {of.get('output')!r} inside a sequence", "no output: a sequence holds ids")
+    check_encoding(case.field, case.dtype, is_list=False, nullable=False, encoding={**of, "output": INDEX})
+
+
+def _file(case: _Case) -> None:
+    file = case.encoding["file"]
+    good = _FILE.fullmatch(file) is not None and _HELD_OUT.fullmatch(file) is None
+    case(good, f"file {file!r}", "a plain NAME.json that does not end in .fold-N.json")
+
+
+def _output(case: _Case, columns: int) -> None:
+    output = output_of(case.encoding, is_list=case.is_list)
+    allowed = (MULTI_HOT,) if case.is_list else (ONE_HOT, INDEX)
+    ids = "a sequence, which holds ids" if case.is_list else "output = index"
+    case(output in allowed, f"output {output!r}", f"{', '.join(allowed)}; or {ids}")
+    small = output == INDEX or columns <= MAX_COLUMNS
+    case(small, f"{columns} columns of {output}", f"at most {MAX_COLUMNS}; or {ids}")
+
+
+def _is_finite(value: float) -> bool:
+    return abs(value) <= sys.float_info.max  # math.isfinite would overflow on a long int
+
+
+_RULES: dict[str, _Rule] = {
+    "vocabulary": _Rule(
+        {"file": str, "max_size": int, "min_count": int, "oov_buckets": int},
+        {"output": str},
+        ("string", "int64"),
+        many=True,
+        check=_vocabulary,
+    ),
+    "hash": _Rule({"buckets": int, "seed": int}, {"output": str}, ("string", "int64", "bytes"), many=True, check=_hash),
+    "bucketise": _Rule({"boundaries": list}, {"output": str}, NUMBERS, check=_bucketise),
+    "standardise": _Rule({"file": str}, {}, NUMBERS, check=_file),
+    "number": _Rule({}, {"dtype": str, "null_value": int | float}, (*NUMBERS, "bool"), check=_number),
+    "sequence": _Rule(
+        {"length": int},
+        {"keep": str, "with": str, "pad_value": int | float, "of": Mapping},
+        (*NUMBERS, "bool", "string", "bytes"),
+        scalar=False,
+        many=True,
+        check=_sequence,
+    ),
+    "ignore": _Rule({}, {}, (*NUMBERS, "bool", "string", "bytes"), many=True),
+}
+KINDS = tuple(_RULES)
