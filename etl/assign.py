@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from etl import columns as c
+from etl.sampling import SAMPLED_OUT, WEIGHT, ClassWeights, Sampling
 from etl.spark_errors import in_task
-from etl.splits import NAMES, SplitSpec
+from etl.splits import SplitSpec
 from features.example import encode_batch
 from features.sample_id import sample_id, shard_keys
 from features.schema import SAMPLE_ID, Schema
 from storage.errors import DataError
 from storage.tfrecord import FRAMING_BYTES
 
-_ID = struct.Struct("<q")
 _SIGN = np.uint64(1 << 63)
 
 
@@ -36,6 +36,8 @@ class Assign:
     split: SplitSpec
     seed: int
     fmt: str
+    sample: Sampling | None = None
+    weights: ClassWeights | None = None
 
     def ddl(self) -> str:
         """The rows that come out, in Spark's notation."""
@@ -43,29 +45,37 @@ class Assign:
             self.schema.fields if self.fmt == "parquet" else (self.schema.id_field, *c.vocabulary_fields(self.schema))
         )
         record = [f"{c.RECORD} binary"] if self.fmt == "tfrecord" else []
-        own = [f"{c.SPLIT} string", f"{c.DROPPED} string", f"{c.KEY} bigint", f"{c.BYTES} bigint"]
+        own = [f"{c.SPLIT} string", f"{c.DROPPED} string", f"{c.KEY} bigint", f"{c.BYTES} bigint", f"{c.LEAK} bigint"]
         return ", ".join([*own, f"{c.SOURCE} int", f"{c.POSITION} bigint", *record, *c.ddl(kept)])
 
     @in_task
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Raises DataError for a null in an id column, or for a row that does not fit the schema."""
-        groups: dict[str, str] = {}
+        groups: dict[Any, str] = {}
         for batch in batches:
             if batch.num_rows:
                 yield self.rows(batch, groups)
 
-    def rows(self, batch: pa.RecordBatch, groups: dict[str, str]) -> pa.RecordBatch:
+    def rows(self, batch: pa.RecordBatch, groups: dict[Any, str]) -> pa.RecordBatch:
         """One batch; `groups` remembers the splits of groups seen before."""
+        lost = pa.nulls(0, pa.string())
         if c.DROPPED in batch.schema.names and batch.column(c.DROPPED).null_count < batch.num_rows:
             reasons = batch.column(c.DROPPED)
-            kept = self._kept(batch.filter(reasons.is_null()), groups)
-            lost = reasons.filter(reasons.is_valid())
-            nulls = [lost if f.name == c.DROPPED else pa.nulls(len(lost), f.type) for f in kept.schema]
-            return pa.concat_batches([kept, pa.RecordBatch.from_arrays(nulls, schema=kept.schema)])
-        return self._kept(batch, groups)
-
-    def _kept(self, batch: pa.RecordBatch, groups: dict[str, str]) -> pa.RecordBatch:
+            batch, lost = batch.filter(reasons.is_null()), reasons.filter(reasons.is_valid())
         ids = np.array(self._ids(batch), dtype=np.int64)
+        if self.sample is not None:
+            keeps = self.sample.keeps(batch, ids, self.seed)
+            out = pa.array([SAMPLED_OUT] * int((~keeps).sum()), pa.string())
+            batch, ids, lost = batch.filter(pa.array(keeps)), ids[keeps], pa.concat_arrays([lost, out])
+        kept = self._kept(batch, ids, groups)
+        if not len(lost):
+            return kept
+        nulls = [lost if f.name == c.DROPPED else pa.nulls(len(lost), f.type) for f in kept.schema]
+        return pa.concat_batches([kept, pa.RecordBatch.from_arrays(nulls, schema=kept.schema)])
+
+    def _kept(self, batch: pa.RecordBatch, ids: NDArray[np.int64], groups: dict[Any, str]) -> pa.RecordBatch:
+        if self.weights is not None:
+            batch = batch.append_column(WEIGHT, self.weights.of(batch))
         full = {field.name: batch.column(field.name) for field in self.schema if field.name != SAMPLE_ID}
         full[SAMPLE_ID] = pa.array(ids)
         fields = pa.RecordBatch.from_arrays(
@@ -73,7 +83,7 @@ class Assign:
         )
         keys = (shard_keys(ids, self.seed) ^ _SIGN).view(np.int64)  # flipping the sign keeps unsigned order
         out: dict[str, Any] = {
-            c.SPLIT: pa.array(self._splits(batch, ids, groups), pa.string()),
+            c.SPLIT: self.split.assign(batch, ids, self.seed, groups),
             c.DROPPED: pa.nulls(batch.num_rows, pa.string()),
             c.KEY: pa.array(keys),
         }
@@ -83,6 +93,7 @@ class Assign:
             out[c.BYTES] = pa.array(np.sum([np.asarray(size) for size in sizes], axis=0, dtype=np.int64))
         else:
             out[c.BYTES] = pa.array([len(record) + FRAMING_BYTES for record in records], pa.int64())
+        out[c.LEAK] = batch.column(c.LEAK)
         out |= {c.SOURCE: batch.column(c.SOURCE), c.POSITION: batch.column(c.POSITION)}
         if records is not None:
             out[c.RECORD] = pa.array(records, pa.binary())
@@ -96,17 +107,6 @@ class Assign:
         parts = [_as_bytes(name, batch.column(name)) for name in self.id_columns]
         occurrences = batch.column(c.OCCURRENCE).to_pylist()
         return [sample_id(fields, n) for fields, n in zip(zip(*parts, strict=True), occurrences, strict=True)]
-
-    def _splits(self, batch: pa.RecordBatch, ids: np.ndarray, groups: dict[str, str]) -> Sequence[str]:
-        if self.split.given:
-            return batch.column(c.SPLIT).to_pylist()
-        if self.split.column is None:
-            return [NAMES[self.split.place(_ID.pack(value), self.seed)] for value in ids.tolist()]
-        values = batch.column(self.split.column).to_pylist()
-        for value in set(values):
-            if value not in groups:
-                groups[value] = NAMES[self.split.place(str(value).encode(), self.seed)]
-        return [groups[value] for value in values]
 
 
 def _as_bytes(name: str, column: pa.Array) -> list[bytes]:

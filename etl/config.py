@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from etl.shares import parse_share
 from etl.splits import SplitSpec
 from storage.errors import ConfigError
 from storage.layout import FORMATS
@@ -14,7 +15,6 @@ from storage.layout import FORMATS
 DEFAULT_SHARD_BYTES = 128 << 20
 DEFAULT_SPLIT_BYTES = 64 << 20
 SESSION_S = 1800
-_SHARE = re.compile(r"(?P<number>[0-9]{1,20}([.][0-9]{0,20}|/[0-9]{1,20})?|[.][0-9]{1,20})(?P<percent>%?)")
 _SIDE = re.compile(r"[0-9]{1,9}")
 DEFAULT_LABEL = (
     "CASE WHEN count(*) OVER"
@@ -124,18 +124,6 @@ class ImagesConfig(OutputConfig):
         size = None if self.image_size is None else list(self.image_size)
         own = {"job": "etl_images", "source": self.source, "image_size": size, "num_classes": self.num_classes}
         return {**super(ImagesConfig, self).to_json(), **own}
-
-
-def parse_share(text: str) -> Fraction:
-    """Read "1%" or "0.01" exactly. Raises ConfigError outside 0 to 1."""
-    # Fraction reads more forms than these; 1e99999999 it would work out digit by digit.
-    found = _SHARE.fullmatch(text)
-    try:
-        share = Fraction(found["number"]) / (100 if found["percent"] else 1) if found else Fraction(-1)
-    except ZeroDivisionError:
-        share = Fraction(-1)
-    _check(0 <= share <= 1, "--max-bad", text, "0% to 100%, or 0 to 1")
-    return share
 
 
 def parse_size(text: str) -> tuple[int, int]:

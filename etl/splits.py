@@ -1,42 +1,189 @@
-"""Splits by hash: which split a record belongs to never depends on the other records."""
+"""How records are split. By hash, no record's split depends on another record; stratified and time look at all."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from typing import Any
 
-from features.sample_id import share_of, unit_hash
-from storage.errors import ConfigError
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
 
-NAMES = ("train", "test")
-_ALLOWED = "A/B such as 80/20, group:COLUMN:A/B, or given (inputs named train-* and t10k-* or test-*)"
+from etl import columns as c
+from features.sample_id import unit_hash
+from storage.errors import ConfigError, DataError
+
+TRAIN, VALIDATION, TEST = "train", "validation", "test"
+KINDS = ("random", "group", "kfold", "stratified", "time", "given")
+TIME_COLUMN = "time"
+MAX_FOLDS = 100
+ALLOWED = (
+    "A/B or A/B/C such as 80/20 or 8/1/1 (train, validation, test), group:COLUMN:A/B (or user:COLUMN:A/B),"
+    " stratified:COLUMN:A/B, time:A/B or time:COLUMN:A/B, kfold:K or kfold:K:COLUMN, or given"
+)
+_PART = re.compile(r"[0-9]{1,6}([.][0-9]{1,6})?")
+_FOLDS = re.compile(r"[1-9][0-9]{0,2}")
+_NO_TIME = "whole numbers, dates or timestamps"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitSpec:
-    """How records are split: by sample id (`column` None), by the value of `column`, or as the input says (`given`)."""
+    """How records are split.
 
+    `kind` random: by the sample id; group: by the value of `column`; kfold: either of them, into equal folds;
+    stratified: each value of `column` in the ratio `weights`; time: what is earlier in `column` first; given: as the
+    input says. `names` are the splits in the order of `weights`; empty for given, where the records name them.
+    """
+
+    kind: str = "random"
+    names: tuple[str, ...] = ()
     weights: tuple[int, ...] = ()
     column: str | None = None
-    given: bool = False
+
+    @property
+    def given(self) -> bool:
+        """Whether each record names its split."""
+        return self.kind == "given"
+
+    @property
+    def by_hash(self) -> bool:
+        """Whether a record's split follows from itself alone, so that more data never moves it."""
+        return self.kind in ("random", "group", "kfold")
 
     @classmethod
     def parse(cls, text: str) -> SplitSpec:
-        """Read `--split`. Raises ConfigError for anything but the forms above."""
+        """Read `--split`. Raises ConfigError for anything but the forms of ALLOWED."""
         if text == "given":
-            return cls(given=True)
-        column, shares = None, text
-        if text.startswith("group:"):
-            column, _, shares = text.removeprefix("group:").rpartition(":")
-        parts = shares.split("/")
-        good = len(parts) == len(NAMES) and all(
-            part.isascii() and part.isdigit() and len(part) < 10 and 0 < int(part) < 10**6 for part in parts
-        )
-        if not good or column == "":
-            raise ConfigError(
-                "--split cannot be read", got=text, allowed=_ALLOWED, next_step="Write for example --split 80/20."
-            )
-        return cls(weights=tuple(int(part) for part in parts), column=column)
+            return cls(kind="given")
+        head, _, rest = text.partition(":")
+        if head == "kfold":
+            count, separator, column = rest.partition(":")
+            if not _FOLDS.fullmatch(count) or not 2 <= int(count) <= MAX_FOLDS or (separator and not column):
+                raise _unreadable(text)
+            names = tuple(f"fold-{number}" for number in range(int(count)))
+            return cls(kind="kfold", names=names, weights=(1,) * len(names), column=column or None)
+        kind = {"group": "group", "user": "group", "stratified": "stratified", "time": "time"}.get(head)
+        if kind is None:
+            return cls(names=_names(text, text), weights=_weights(text, text))
+        column, _, shares = rest.rpartition(":")
+        if kind == "time" and not column and ":" not in rest:
+            column = TIME_COLUMN
+        if not column:
+            raise _unreadable(text)
+        return cls(kind=kind, names=_names(shares, text), weights=_weights(shares, text), column=column)
 
-    def place(self, value: bytes, seed: int) -> int:
-        """The split, as an index into NAMES, of a record (sample id, 8 little-endian bytes) or a group (UTF-8)."""
-        return share_of(unit_hash(value, seed), self.weights)
+    def assign(
+        self, batch: pa.RecordBatch, ids: NDArray[np.int64], seed: int, memory: dict[Any, str]
+    ) -> pa.StringArray:
+        """The split of each row: (n,) strings, none null.
+
+        `ids` are the rows' sample ids, (n,) int64; `memory` is the caller's, kept from batch to batch: it remembers the
+        splits of groups. For stratified and time it is not the split that comes back but what etl.settle decides it
+        from: the text of the class, or of the time as a whole number. Raises DataError for a null in `column`.
+        """
+        if self.kind == "given":
+            return _no_nulls(c.SPLIT, batch.column(c.SPLIT))
+        if self.column is None:
+            return self._named(unit_hashes(ids, seed))
+        column = _no_nulls(self.column, batch.column(self.column))
+        if self.kind == "time":
+            return times_of(self.column, column).cast(pa.string())
+        if self.kind == "stratified":
+            return texts_of(self.column, column)
+        return self._grouped(column, seed, memory)
+
+    def _grouped(self, column: pa.Array, seed: int, memory: dict[Any, str]) -> pa.StringArray:
+        codes = column.dictionary_encode()
+        groups = codes.dictionary.to_pylist()
+        new = [group for group in groups if group not in memory]
+        raw = [group if isinstance(group, bytes) else str(group).encode() for group in new]
+        hashes = np.array([unit_hash(value, seed) for value in raw], dtype=np.uint64)
+        memory.update(zip(new, self._named(hashes).to_pylist(), strict=True))
+        return pa.array([memory[group] for group in groups], pa.string()).take(codes.indices)
+
+    def _named(self, hashes: NDArray[np.uint64]) -> pa.StringArray:
+        places = np.searchsorted(boundaries(self.weights), hashes, side="right")
+        return pa.array(self.names, pa.string()).take(pa.array(places))
+
+
+def boundaries(weights: tuple[int, ...]) -> NDArray[np.uint64]:
+    """Where the shares of the unsigned 64-bit numbers end, (k - 1,) uint64: share_of, for whole arrays."""
+    total, below, ends = sum(weights), 0, []
+    for weight in weights[:-1]:
+        below += weight
+        ends.append(-(-(below << 64) // total))
+    return np.array(ends, dtype=np.uint64)
+
+
+def unit_hashes(ids: NDArray[np.int64], seed: int) -> NDArray[np.uint64]:
+    """unit_hash of each sample id as 8 little-endian bytes: (n,) int64 -> (n,) uint64."""
+    raw = ids.astype("<i8", copy=False).tobytes()
+    return np.array([unit_hash(raw[at : at + 8], seed) for at in range(0, len(raw), 8)], dtype=np.uint64)
+
+
+def texts_of(name: str, column: pa.Array) -> pa.StringArray:
+    """The values of a class column as text: true, false, digits, or themselves. Raises DataError for other types."""
+    kind = column.type
+    if pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_string(kind):
+        return column.cast(pa.string())
+    raise _wrong_type(name, kind, "whole numbers, text or booleans")
+
+
+def times_of(name: str, column: pa.Array) -> pa.Int64Array:
+    """The values of a time column as whole numbers that rise with them: themselves, days, or microseconds."""
+    kind = column.type
+    if pa.types.is_integer(kind):
+        return column.cast(pa.int64())
+    if pa.types.is_date32(kind):
+        return column.cast(pa.int32()).cast(pa.int64())
+    if pa.types.is_timestamp(kind):
+        return pc.cast(column, pa.timestamp("us", kind.tz)).cast(pa.int64())
+    raise _wrong_type(name, kind, _NO_TIME)
+
+
+def _no_nulls(name: str, column: pa.Array) -> pa.Array:
+    if column.null_count:
+        raise DataError(
+            f"column `{name}` decides the split and is null",
+            got=f"null in {column.null_count} of {len(column)} rows",
+            allowed="a value in each row",
+            next_step="Fill or drop those rows, or split by another column.",
+        )
+    return column
+
+
+def _wrong_type(name: str, kind: pa.DataType, allowed: str) -> DataError:
+    return DataError(
+        f"column `{name}` cannot decide the split",
+        got=str(kind),
+        allowed=allowed,
+        next_step="Cast the column, or split by another one.",
+    )
+
+
+def _parts(shares: str, text: str) -> list[str]:
+    parts = re.split("[/:]", shares)
+    if not 2 <= len(parts) <= 3 or not all(_PART.fullmatch(part) and float(part) > 0 for part in parts):
+        raise _unreadable(text)
+    return parts
+
+
+def _names(shares: str, text: str) -> tuple[str, ...]:
+    return (TRAIN, TEST) if len(_parts(shares, text)) == 2 else (TRAIN, VALIDATION, TEST)
+
+
+def _weights(shares: str, text: str) -> tuple[int, ...]:
+    parts = _parts(shares, text)
+    digits = max(len(part.partition(".")[2]) for part in parts)
+    return tuple(int(whole + part.ljust(digits, "0")) for whole, _, part in (p.partition(".") for p in parts))
+
+
+def _unreadable(text: str) -> ConfigError:
+    return ConfigError(
+        "--split cannot be read",
+        got=text[:200],
+        allowed=ALLOWED,
+        next_step="Write for example --split 80/20.",
+    )

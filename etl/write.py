@@ -11,9 +11,10 @@ from etl import VERSION
 from etl import columns as c
 from etl.assign import Assign
 from etl.fit import fit_vocabularies
+from etl.leakage import leak_key
 from etl.quarantine import write_quarantine
 from etl.shards import RESULT_DDL, ShardTable, WriteShards
-from etl.splits import NAMES, SplitSpec
+from etl.splits import TEST, TRAIN, SplitSpec
 from features.fitted import Vocabulary
 from features.schema import SAMPLE_ID, Schema
 from storage.canonical import canonical_bytes, sha256_hex
@@ -86,6 +87,7 @@ def write_dataset(
     refuse_existing(url)
     url = absolute(url)
     df = _with_occurrence(_checked(df, schema, id_columns, split), id_columns)
+    df = df.withColumn(c.LEAK, leak_key(df, split, schema))
     assign = Assign(schema, tuple(id_columns), split, seed, fmt)
     rows = df.mapInArrow(assign, assign.ddl()).persist()
     fs, paths = filesystem(url), DatasetPaths(url)
@@ -141,7 +143,8 @@ def _checked(df: DataFrame, schema: Schema, id_columns: Sequence[str], split: Sp
     wanted |= {c.SOURCE: "int", c.POSITION: "bigint"}
     wanted |= {c.SPLIT: "string"} if split.given else {}
     wanted |= {name: have.get(name, "a column") for name in id_columns}
-    wanted |= {split.column: have.get(split.column, "a column")} if split.column is not None else {}
+    if split.column is not None:
+        wanted.setdefault(split.column, have.get(split.column, "a column"))
     for name, kind in wanted.items():
         if have.get(name) != kind:
             raise ConfigError(
@@ -176,13 +179,13 @@ def _sizes(rows: DataFrame) -> tuple[dict[str, tuple[int, int]], dict[str, int]]
 
 
 def _plan(sizes: Mapping[str, tuple[int, int]], shard_bytes: int, origin: Origin) -> ShardTable:
-    missing = [name for name in NAMES if name not in sizes]
+    missing = [name for name in (TRAIN, TEST) if name not in sizes]
     if missing:
         records = sum(count for count, _ in sizes.values())
         raise DataError(
             "no record was left to write" if not sizes else f"split {missing[0]} would be empty",
             got=f"{records} records to write of {origin.read} read ({origin.quarantined} quarantined)",
-            allowed=f"records in each of {', '.join(NAMES)}",
+            allowed=f"records in each of {', '.join((TRAIN, TEST))}",
             next_step="Look at the input and the label; give more input or another --split.",
         )
     return ShardTable(

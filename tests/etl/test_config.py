@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import etl
-from etl.config import ImagesConfig, LogsConfig, parse_share, parse_size
+from etl.config import ImagesConfig, LogsConfig, parse_size
+from etl.shares import parse_share
 from etl.spark_errors import from_text, to_wire
 from etl.splits import SplitSpec
 from storage.errors import ConfigError, CorruptionError, DataError, LockstepError
@@ -24,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
         {"inputs": ()},
         {"fmt": "csv"},
         {"split": "80"},
-        {"split": "80/20/10"},
+        {"split": "80/20/10/5"},
         {"split": "80/0"},
         {"split": "group::80/20"},
         {"split": "given"},
@@ -60,7 +61,9 @@ def test_shares_sizes_and_splits() -> None:
     for wrong in ("28", "²x3", "9" * 5000 + "x3"):
         with pytest.raises(ConfigError):
             parse_size(wrong)
-    assert SplitSpec.parse("group:a:b:70/30") == SplitSpec(weights=(70, 30), column="a:b")
+    assert SplitSpec.parse("group:a:b:70/30") == SplitSpec(
+        kind="group", names=("train", "test"), weights=(70, 30), column="a:b"
+    )
     assert SplitSpec.parse("given").given
 
 

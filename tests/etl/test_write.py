@@ -36,6 +36,7 @@ def batch(
             "_source": pa.array([0] * count, pa.int32()),
             "_position": pa.array(range(count), pa.int64()),
             "_occurrence": pa.array(occurrences or [0] * count, pa.int64()),
+            "_leak": pa.array([0] * count, pa.int64()),
             "_dropped": pa.array([(dropped or {}).get(n) for n in numbers], pa.string()),
         }
     )

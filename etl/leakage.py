@@ -1,0 +1,156 @@
+"""What must not lie on two sides of a split: the same id, group or content, or times that overlap."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from etl import columns as c
+from etl.splits import SplitSpec
+from features.schema import SAMPLE_ID, Schema
+from storage.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame
+
+log = logging.getLogger(__name__)
+
+ID, CONTENT, GROUP, TIME = "sample_id", "content", "group", "time"
+_WHOLE = ("tinyint", "smallint", "int", "bigint")
+
+
+@dataclass(frozen=True, slots=True)
+class Leakage:
+    """What was looked for and how many records were found on two sides, by check; see docs/decisions/061."""
+
+    kind: str
+    found: dict[str, int]
+
+    def to_json(self) -> dict[str, Any]:
+        """The manifest's `leakage`."""
+        return {"kind": self.kind, "checked": sorted(self.found), "found": self.found}
+
+
+def checks_of(split: SplitSpec, schema: Schema) -> tuple[str, ...]:
+    """The checks that fit a kind of split: what it promises, and what nobody else would notice.
+
+    A split by the sample id sends equal ids to one side by itself, and each shard is searched for equal ids.
+    """
+    ids = () if split.kind in ("random", "kfold") and split.column is None else (ID,)
+    if split.kind == "time":
+        return (*ids, TIME)
+    if split.kind in ("group", "kfold") and split.column is not None:
+        return (*ids, GROUP)
+    return (*ids, CONTENT) if schema.features else ids
+
+
+def leak_key(df: DataFrame, split: SplitSpec, schema: Schema) -> Column:
+    """The column LEAK of `df` (bigint): the time as a number, or a 64-bit hash of the group or of all features.
+
+    Raises ConfigError for a time column whose type has no order that we know.
+    """
+    from pyspark.sql import functions as f
+
+    if split.kind == "time":
+        assert split.column is not None
+        kind = dict(df.dtypes)[split.column]
+        column = f.col(f"`{split.column}`")
+        if kind in _WHOLE:
+            return column.cast("bigint")
+        if kind == "date":
+            return f.unix_date(column).cast("bigint")
+        if kind == "timestamp":
+            return f.unix_micros(column)
+        raise ConfigError(
+            f"column `{split.column}` is no time to split by",
+            got=kind,
+            allowed=f"{', '.join(_WHOLE)}, date or timestamp",
+            next_step="Cast the column, or split by another one.",
+        )
+    if split.column is not None and split.kind in ("group", "kfold"):
+        return f.xxhash64(f"`{split.column}`")
+    if not schema.features:
+        return f.lit(None).cast("bigint")
+    return f.xxhash64(*(f"`{field.name}`" for field in schema.features))
+
+
+def check_leakage(rows: DataFrame, split: SplitSpec, schema: Schema, names: Sequence[str]) -> Leakage:
+    """Look through the rows that etl.assign wrote (splits settled, dropped rows left out); `names` in order of time.
+
+    Equal content on two sides is counted and told. Raises DataError for an id or a group on two sides and for times
+    that overlap: the split's own promise is broken then.
+    """
+    found: dict[str, int] = {}
+    for check in checks_of(split, schema):
+        if check == TIME:
+            found[check] = _overlap(rows, split, names)
+            continue
+        column = SAMPLE_ID if check == ID else c.LEAK
+        found[check] = _on_two_sides(rows, column, names)
+        if found[check] and check != CONTENT:
+            raise _broken(rows, column, check, found[check], split)
+    if found.get(CONTENT):
+        log.warning(
+            "leakage: %d records have the same features as a record of another split (the manifest's `leakage`);"
+            " --split group:COLUMN:... keeps what belongs together on one side",
+            found[CONTENT],
+        )
+    return Leakage(split.kind, found)
+
+
+def _on_two_sides(rows: DataFrame, column: str, names: Sequence[str]) -> int:
+    """Records whose value of `column` occurs in more than one split, or more than once for an id."""
+    from pyspark.sql import functions as f
+
+    number = f.lit(0)  # numbers in place of names: Spark aggregates those in place
+    for place, name in enumerate(names):
+        number = f.when(f.col(c.SPLIT) == name, place).otherwise(number)
+    sides = rows.groupBy(column).agg(
+        f.min(number).alias("low"), f.max(number).alias("high"), f.count(f.lit(1)).alias("n")
+    )
+    found = sides.where("low <> high").agg(f.sum("n").alias("n")).collect()[0]["n"]
+    return int(found or 0)
+
+
+def _overlap(rows: DataFrame, split: SplitSpec, names: Sequence[str]) -> int:
+    """0 where each split ends before the next begins; else DataError."""
+    from pyspark.sql import functions as f
+
+    spans = {
+        row[c.SPLIT]: (row["low"], row["high"])
+        for row in rows.groupBy(c.SPLIT).agg(f.min(c.LEAK).alias("low"), f.max(c.LEAK).alias("high")).collect()
+    }
+    there = [name for name in names if name in spans]
+    for before, after in itertools.pairwise(there):
+        if spans[before][1] >= spans[after][0]:
+            raise DataError(
+                f"the times of {before} and {after} overlap",
+                got=f"{before} ends at {spans[before][1]}, {after} begins at {spans[after][0]}",
+                allowed=f"{before} before {after}",
+                next_step=f"Check that `{split.column}` gives the same values each time the input is read.",
+            )
+    return 0
+
+
+def _broken(rows: DataFrame, column: str, check: str, found: int, split: SplitSpec) -> DataError:
+    from pyspark.sql import functions as f
+
+    worst = rows.groupBy(column).agg(f.count_distinct(c.SPLIT).alias("sides")).where("sides > 1").orderBy(column)
+    value = worst.limit(1).collect()[0][column]
+    two = (
+        rows.where(f.col(column) == value).select(c.SPLIT, c.SOURCE, c.POSITION, SAMPLE_ID).orderBy(c.SPLIT, SAMPLE_ID)
+    )
+    places = [
+        f"{row[SAMPLE_ID] & (1 << 64) - 1:016x} in {row[c.SPLIT]} (source {row[c.SOURCE]} at {row[c.POSITION]})"
+        for row in two.limit(2).collect()
+    ]
+    what = "one sample id" if check == ID else f"one value of `{split.column}`"
+    return DataError(
+        f"{found} records of different splits share {what}",
+        got=", ".join(places),
+        allowed="a sample id and a group on one side of the split",
+        next_step="Name more id columns, or check that the input is the same each time it is read.",
+    )

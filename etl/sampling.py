@@ -1,0 +1,103 @@
+"""Fewer records of common classes, and weights for rare ones: by class alone, never by chance."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from etl.shares import parse_share
+from etl.splits import texts_of
+from features.sample_id import shard_keys, splitmix64
+from features.schema import Field
+from storage.errors import ConfigError, DataError
+
+SAMPLED_OUT = "sampled_out"
+WEIGHT = "weight"
+_OWN_SEED = 0x73616D706C65  # "sample": what is kept must not follow from the order in shards or from the split
+_AS_BOOLEAN = {"0": "false", "1": "true"}
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Which share of the records of some classes is kept: `shares` of values of `column`; other classes stay whole."""
+
+    column: str
+    shares: tuple[tuple[str, Fraction], ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Sampling:
+        """Read `--sample COLUMN=VALUE:SHARE[,COLUMN=VALUE:SHARE...]`. Raises ConfigError for another form."""
+        found: dict[str, Fraction] = {}
+        columns = set()
+        for part in text.split(","):
+            column, equals, rest = part.partition("=")
+            value, colon, share = rest.rpartition(":")
+            if not (column and equals and value and colon) or value in found:
+                raise _unreadable(text)
+            columns.add(column)
+            found[value] = parse_share(share, "--sample")
+        if len(columns) != 1:
+            raise _unreadable(text)
+        return cls(columns.pop(), tuple(found.items()))
+
+    def keeps(self, batch: pa.RecordBatch, ids: NDArray[np.int64], seed: int) -> NDArray[np.bool_]:
+        """Which rows stay, (n,) bool: those whose hash lies in the share of their class. `ids` is (n,) int64."""
+        column = batch.column(self.column)
+        texts = texts_of(self.column, column)
+        hashes = shard_keys(ids, splitmix64(seed ^ _OWN_SEED))
+        kept = np.ones(len(ids), dtype=bool)
+        for value, share in self.shares:
+            named = _AS_BOOLEAN.get(value, value) if pa.types.is_boolean(column.type) else value
+            here = np.asarray(pc.fill_null(pc.equal(texts, named), False), dtype=bool)
+            edge = (share.numerator << 64) // share.denominator
+            if edge < 1 << 64:
+                kept &= ~here | (hashes < np.uint64(edge))
+        return kept
+
+
+@dataclass(frozen=True, slots=True)
+class ClassWeights:
+    """The weight of each class of `column`, by the text of its value."""
+
+    column: str
+    weights: Mapping[str, float]
+
+    def of(self, batch: pa.RecordBatch) -> pa.FloatArray:
+        """The weight of each row, (n,) float32. Raises DataError for a class without one."""
+        codes = texts_of(self.column, batch.column(self.column)).dictionary_encode()
+        classes = codes.dictionary.to_pylist()
+        unknown = [name for name in classes if name not in self.weights]
+        if unknown:
+            raise DataError(
+                f"class {unknown[0]} of `{self.column}` has no weight",
+                got=f"classes {', '.join(sorted(map(str, classes)))}",
+                allowed="the same input each time that it is read",
+                next_step="Write the input to Parquet first, then build the dataset from there.",
+            )
+        return pa.array([self.weights[name] for name in classes], pa.float32()).take(codes.indices)
+
+
+def balanced(column: str, counts: Mapping[str, int]) -> ClassWeights:
+    """Weights with which all classes weigh alike and the mean weight is 1: records / (classes * records of it)."""
+    total = sum(counts.values())
+    return ClassWeights(column, {name: total / (len(counts) * n) for name, n in sorted(counts.items())})
+
+
+def weight_field() -> Field:
+    """The field that holds a record's weight, float32."""
+    return Field(name=WEIGHT, dtype="float32", kind="weight")
+
+
+def _unreadable(text: str) -> ConfigError:
+    return ConfigError(
+        "--sample cannot be read",
+        got=text[:200],
+        allowed="COLUMN=VALUE:SHARE, several with `,` between them, each value of one column once",
+        next_step="Write for example --sample click=0:10%.",
+    )
