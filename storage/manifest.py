@@ -20,6 +20,7 @@ from storage.manifest_parts import (
     read_counts,
     read_created_by,
     read_file,
+    read_leakage,
     read_parent,
     read_source,
     read_split,
@@ -32,8 +33,11 @@ __all__ = [
     "dataset_digest", "load_dataset", "read_checked", "seal", "unseal",
 ]  # fmt: skip
 
-FORMAT_VERSION = 1
-_KEYS = ("format_version", "format", "created_by", "schema", "splits", "files", "counts", "source", "parent", "digest")
+FORMAT_VERSION = 2  # 2: `leakage`
+_KEYS = (
+    "format_version", "format", "created_by", "schema", "splits", "files", "counts", "leakage", "source", "parent",
+    "digest",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,7 @@ class DatasetManifest:
     splits: Mapping[str, SplitInfo]
     files: Mapping[str, FileInfo]
     counts: Counts
+    leakage: Mapping[str, Any] | None
     source: tuple[SourceInfo, ...]
     parent: Mapping[str, Any] | None
     digest: str
@@ -64,11 +69,13 @@ class DatasetManifest:
         counts: Counts,
         source: tuple[SourceInfo, ...],
         parent: Mapping[str, Any] | None = None,
+        leakage: Mapping[str, Any] | None = None,
     ) -> Self:
         """A manifest with both digests worked out and everything checked as if it were read.
 
         `created_by` is {"version", "config", "seed"}; `files` is keyed by path relative to the dataset; `parent`
-        is {"url", "digest"} of the dataset that this one appends to.
+        is {"url", "digest"} of the dataset that this one appends to; `leakage` is {"kind", "checked", "found"}: the
+        kind of split, what was looked for on two of its sides, and how many records were found. None: nobody looked.
         """
         made = cls(
             format_version=FORMAT_VERSION,
@@ -78,6 +85,7 @@ class DatasetManifest:
             splits=splits,
             files=files,
             counts=counts,
+            leakage=None if leakage is None else dict(leakage),
             source=source,
             parent=None if parent is None else dict(parent),
             digest=dataset_digest(schema, files, splits),
@@ -116,6 +124,7 @@ class DatasetManifest:
             splits=splits,
             files={path: read_file(path, value, where) for path, value in _named(doc, "files", where)},
             counts=read_counts(doc["counts"], splits, where),
+            leakage=read_leakage(doc["leakage"], where),
             source=tuple(read_source(item, where) for item in strict.items(doc["source"], where=f"{where}: source")),
             parent=read_parent(doc["parent"], where),
             digest=strict.sha256(doc["digest"], where=f"{where}: digest"),
@@ -144,6 +153,7 @@ class DatasetManifest:
                 "quarantined": counts.quarantined,
                 "dropped": dict(counts.dropped),
             },
+            "leakage": self.leakage,
             "source": [{"url": item.url, "bytes": item.bytes, "sha256": item.sha256} for item in self.source],
             "parent": self.parent,
             "digest": self.digest,

@@ -193,6 +193,20 @@ def read_source(value: Any, where: str) -> SourceInfo:
     return SourceInfo(url, strict.count(doc["bytes"], where=place), strict.sha256(doc["sha256"], where=place))
 
 
+def read_leakage(value: Any, where: str) -> dict[str, Any] | None:
+    """What was looked for on two sides of the split, or None."""
+    if value is None:
+        return None
+    place = f"{where}: leakage"
+    doc = strict.obj(value, ("kind", "checked", "found"), where=place)
+    strict.string(doc["kind"], where=f"{place}: kind")
+    checked = [strict.string(item, where=f"{place}: checked") for item in strict.items(doc["checked"], where=place)]
+    found = strict.obj(doc["found"], checked, where=f"{place}: found")
+    for name, count in found.items():
+        strict.count(count, where=f"{place}: found: {name}")
+    return doc
+
+
 def read_parent(value: Any, where: str) -> dict[str, Any] | None:
     """The dataset that this one appends to, or None."""
     if value is None:

@@ -62,6 +62,7 @@ def make_dataset(
         files=files,
         counts=Counts(records + 4 + 1 + 2, records + 4, 1, {"censored": 2}),
         source=(SourceInfo("file:///in", 3, sha256_hex(b"abc")),),
+        leakage={"kind": "random", "checked": ["content"], "found": {"content": 3}},
     )
     write_file(fs, staging.manifest, manifest.to_bytes())
     publish_directory(fs, staging.root, root)
