@@ -1,0 +1,74 @@
+"""Reading and writing memory by its address, inside kernels only.
+
+Kernels take the addresses of many columns of different types in one array of int64: so one compiled function serves
+all schemas. Addresses are arguments, never constants, so that compiled code can be kept. Numbers of more than a byte
+are little-endian as the machine is, and need not be aligned.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+
+def _load(bits: int, result: Any) -> Any:
+    @intrinsic
+    def load(typingctx: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            pointer = builder.inttoptr(args[0], ir.IntType(bits).as_pointer())
+            return builder.load(pointer, align=1)
+
+        return result(types.int64), generate
+
+    return load
+
+
+def _store(bits: int, value_type: Any) -> Any:
+    @intrinsic
+    def store(typingctx: Any, address: Any, value: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            pointer = builder.inttoptr(args[0], ir.IntType(bits).as_pointer())
+            builder.store(args[1], pointer, align=1)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, value_type), generate
+
+    return store
+
+
+load_u8 = _load(8, types.uint8)
+load_u32 = _load(32, types.uint32)
+load_i32 = _load(32, types.int32)
+load_u64 = _load(64, types.uint64)
+load_i64 = _load(64, types.int64)
+store_u8 = _store(8, types.uint8)
+store_u16 = _store(16, types.uint16)
+store_u32 = _store(32, types.uint32)
+store_u64 = _store(64, types.uint64)
+
+
+@intrinsic
+def copy(typingctx: Any, target: Any, source: Any, size: Any) -> Any:
+    """Copy `size` bytes between places that do not overlap."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        byte = ir.IntType(8).as_pointer()
+        to, start = builder.inttoptr(args[0], byte), builder.inttoptr(args[1], byte)
+        cgutils.raw_memcpy(builder, to, start, args[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def leading_zeros(typingctx: Any, value: Any) -> Any:
+    """How many of the 64 bits are zero before the first one; `value` must not be 0."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ctlz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.uint64(types.uint64), generate
