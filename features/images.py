@@ -5,28 +5,96 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from storage.errors import ConfigError, DataError
+
+FITS = ("resize", "crop", "pad")
+ROTATIONS = (0, 90, 180, 270)
+# ITU-R 601 luma in 1/65536, as Pillow weighs it
+_LUMA = np.array([19595, 38470, 7471], dtype=np.uint32)
+
 
 def resize(images: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
     """Resize by area: each new pixel is the mean of what it covers, rounded half up.
 
-    images (n, H, W, C) uint8 -> (n, height, width, C) uint8. Weights are whole numbers of 1/(height*width) pixels, and
-    sums stay below 2^53 for sides up to 4096, so float64 products hold them exactly whatever order BLAS adds in.
+    images (n, H, W, C) uint8 -> (n, height, width, C) uint8.
     """
-    _, old_height, old_width, channels = images.shape
+    n, old_height, old_width, channels = images.shape
     if (old_height, old_width) == (height, width):
         return images
-    rows, columns = _overlaps(old_height, height), _overlaps(old_width, width)
-    flat = images.astype(np.float64).reshape(len(images), old_height, old_width * channels)
-    tall = np.matmul(rows, flat).reshape(len(images), height, old_width, channels)  # (n, height, W, C)
-    # (n, height, W, C) -> (n, height, C, W) @ (W, width) -> (n, height, C, width) -> (n, height, width, C)
-    sums = np.matmul(tall.transpose(0, 1, 3, 2), columns.T).transpose(0, 1, 3, 2)
-    area = old_height * old_width
-    return ((sums.astype(np.int64) * 2 + area) // (2 * area)).astype(np.uint8)
+    from features.area import resize_area
+
+    out = np.empty((n, height, width, channels), dtype=np.uint8)
+    row, sums = np.empty(old_width * channels, dtype=np.int64), np.empty(channels, dtype=np.int64)
+    resize_area(np.ascontiguousarray(images), out, row, sums)
+    return out
 
 
-def _overlaps(old: int, new: int) -> NDArray[np.float64]:
-    """(new, old) float64, whole: how much of old pixel j lies in new pixel i, in 1/new; rows add up to `old`."""
-    starts = np.arange(new)[:, None] * old
-    return np.maximum(
-        0, np.minimum(starts + old, (np.arange(old) + 1) * new) - np.maximum(starts, np.arange(old) * new)
-    ).astype(np.float64)
+def fit(images: NDArray[np.uint8], height: int, width: int, how: str) -> NDArray[np.uint8]:
+    """Bring images to one size: (n, H, W, C) uint8 -> (n, height, width, C) uint8.
+
+    `resize` stretches each side by itself. `crop` keeps the sides' ratio, covers the whole new image and cuts what
+    stands over, on both sides alike. `pad` keeps it too, shows the whole old image and leaves the rest zero. An odd
+    row or column goes to the bottom or right. Raises ConfigError for another word.
+    """
+    if how not in FITS:
+        raise ConfigError("--fit cannot be right", got=how, allowed=", ".join(FITS), next_step="Correct --fit.")
+    old_height, old_width = images.shape[1:3]
+    if how == "resize" or (old_height, old_width) == (height, width):
+        return resize(images, height, width)
+    tall, wide = _scaled(old_height, old_width, height, width, cover=how == "crop")
+    scaled = resize(images, tall, wide)
+    top, left = abs(tall - height) // 2, abs(wide - width) // 2
+    if how == "crop":
+        return np.ascontiguousarray(scaled[:, top : top + height, left : left + width])
+    out = np.zeros((len(images), height, width, images.shape[3]), dtype=np.uint8)
+    out[:, top : top + tall, left : left + wide] = scaled
+    return out
+
+
+def _scaled(old_height: int, old_width: int, height: int, width: int, *, cover: bool) -> tuple[int, int]:
+    """The size that an image is brought to: one side as wanted, the other in proportion, rounded half up."""
+    if (height * old_width >= width * old_height) == cover:
+        by_height = (2 * old_width * height + old_height) // (2 * old_height)
+        return height, max(by_height, width) if cover else min(max(by_height, 1), width)
+    by_width = (2 * old_height * width + old_width) // (2 * old_width)
+    return max(by_width, height) if cover else min(max(by_width, 1), height), width
+
+
+def rotate(images: NDArray[np.uint8], degrees: int) -> NDArray[np.uint8]:
+    """Turn clockwise by 0, 90, 180 or 270 degrees: (n, H, W, C) -> (n, H, W, C) or (n, W, H, C)."""
+    assert degrees in ROTATIONS
+    return np.rot90(images, k=-degrees // 90, axes=(1, 2)) if degrees else images
+
+
+def blend(pixels: NDArray[np.uint8], alpha: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Lay pixels (H, W, C) of opacity (H, W, 1) over white, rounded half up: (H, W, C) uint8."""
+    wide, over = pixels.astype(np.uint32), alpha.astype(np.uint32)
+    return ((wide * over + 255 * (255 - over) + 127) // 255).astype(np.uint8)
+
+
+def set_channels(pixels: NDArray[np.uint8], channels: int) -> NDArray[np.uint8]:
+    """Grey to RGB by repetition, RGB to grey by ITU-R 601 luma: (..., 1 or 3) uint8 -> (..., channels) uint8."""
+    if pixels.shape[-1] == channels:
+        return pixels
+    if channels == 3:
+        return np.repeat(pixels, 3, axis=-1)
+    return ((pixels.astype(np.uint32) @ _LUMA + 0x8000) >> 16).astype(np.uint8)[..., None]
+
+
+def decode_image(data: bytes, size: tuple[int, int], channels: int, how: str = "resize") -> NDArray[np.uint8]:
+    """An encoded image of a dataset as pixels: decode, then `fit` to (height, width) in the way `how`.
+
+    Returns (height, width, channels) uint8. Raises DataError for bytes that are no image.
+    """
+    from features.decode import ImageError, decode
+
+    try:
+        pixels = decode(data, channels)
+    except ImageError as error:
+        raise DataError(
+            "an image of the dataset cannot be decoded",
+            got=str(error),
+            allowed="JPEG, PNG, GIF, TIFF or WebP",
+            next_step="Run `python -m jobs.verify URL`.",
+        ) from None
+    return fit(pixels[None], *size, how)[0]
