@@ -1,38 +1,37 @@
-"""From columns on disk to the arrays that a model is fed: vocabularies and buckets are applied here, when read."""
+"""From columns on disk to the arrays that a model is fed: encodings and what was fitted are applied here, when read."""
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from features.encodings import Encoding
 from features.example import tensor_bytes
-from features.fitted import Vocabulary
+from features.fitted import Fitted
 from features.schema import Field, Schema
 from features.signature import Signature, TensorSpec
-from storage.errors import ConfigError, DataError
-
-Transform = Callable[[pa.Array], NDArray[Any]]
+from features.transforms import Plan, Transform, categorical, null_error, number, sequence, standardised, unfit
+from storage.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
     """A batch of n rows.
 
-    `x` by feature name: one-hot, multi-hot (n, size) float32, numbers (n, 1) float32, tensors (n, *shape) as declared.
-    `y` (n,): float32 for bool and float labels, int64 for integers, or None. `sample_id` (n,) int64.
+    `x` by feature name: one-hot, multi-hot (n, size) float32, ids (n, 1) int64, numbers (n, 1), sequences (n, length)
+    and beside them NAME_mask (n, length) float32 or NAME_length (n, 1) int64, tensors (n, *shape) as declared.
+    `y` (n,): float32 for bool and float labels, int64 for integers, or None. `sample_id` (n,) int64. `weight` (n,)
+    float32: how much each sample counts in training, or None where the schema has no such field.
     """
 
     x: dict[str, NDArray[Any]]
     y: NDArray[Any] | None
     sample_id: NDArray[np.int64]
+    weight: NDArray[np.float32] | None = None
 
     def __len__(self) -> int:
         return len(self.sample_id)
@@ -41,37 +40,41 @@ class Encoded:
 class Encoder:
     """Applies a schema's encodings to record batches.
 
-    `fitted` holds the vocabulary of each field that has one, by field name. Raises ConfigError for a feature that
-    cannot be fed to a model as declared, DataError for a vocabulary that is missing or larger than the schema allows.
+    `fitted` holds the vocabulary or the moments of each field that needs one, by field name. Raises ConfigError for a
+    feature that cannot be fed to a model as declared, DataError for what is missing in `fitted` or does not fit.
     """
 
-    def __init__(self, schema: Schema, fitted: Mapping[str, Vocabulary]) -> None:
+    def __init__(self, schema: Schema, fitted: Mapping[str, Fitted]) -> None:
         self.schema = schema
-        self._transforms: dict[str, Transform] = {}
+        self._transforms: dict[str, tuple[str, Transform]] = {}  # by the array's name: its column and how it is made
         specs: dict[str, TensorSpec] = {}
-        for field in schema.in_byte_order:
-            if field.kind == "weight":
-                raise _unfit(
-                    field,
-                    "a weight field",
-                    "features, a label and the sample id; sample weights are not applied in training",
-                )
-            if field.kind == "feature":
-                specs[field.name], self._transforms[field.name] = _plan(field, fitted)
+        for field in schema.features:
+            for name, (spec, transform) in _plan(field, fitted.get(field.name)).items():
+                if name in specs:
+                    raise unfit(field, f"two inputs of the name `{name}`", "names that no mask or length takes")
+                specs[name], self._transforms[name] = spec, (field.name, transform)
         label = schema.label
         if label is not None and (label.shape or label.dtype not in ("int64", "bool", "float32")):
-            raise _unfit(label, f"a label of {label.dtype}, shape {label.shape}", "a scalar int64, bool or float32")
-        self._label = label
-        spec = None if label is None else TensorSpec(shape=(), dtype="int64" if label.dtype == "int64" else "float32")
-        classes = None if label is None else label.num_classes
-        self.signature = Signature(features=specs, label=spec, num_classes=classes)
+            raise unfit(label, f"a label of {label.dtype}, shape {label.shape}", "a scalar int64, bool or float32")
+        self._label, self._weight = label, schema.weight
+        target = None if label is None else TensorSpec(shape=(), dtype="int64" if label.dtype == "int64" else "float32")
+        self.signature = Signature(
+            features={name: specs[name] for name in sorted(specs, key=str.encode)},
+            label=target,
+            num_classes=None if label is None else label.num_classes,
+            weight=None if self._weight is None else TensorSpec(shape=(), dtype="float32"),
+        )
 
     def encode(self, batch: pa.RecordBatch) -> Encoded:
-        """Encode rows. Raises DataError for a null where none may be and for a label outside its classes."""
-        x = {name: transform(batch.column(name)) for name, transform in self._transforms.items()}
-        ids = _numbers(self.schema.id_field, batch.column(self.schema.id_field.name), np.int64)
+        """Encode rows. Raises DataError for a null where none may be, for a label outside its classes and for a weight
+        that is negative or no finite number.
+        """
+        x = {name: transform(batch.column(column)) for name, (column, transform) in self._transforms.items()}
         return Encoded(
-            x, None if self._label is None else self._labels(self._label, batch.column(self._label.name)), ids
+            x,
+            None if self._label is None else self._labels(self._label, batch.column(self._label.name)),
+            _numbers(self.schema.id_field, batch.column(self.schema.id_field.name), np.int64),
+            None if self._weight is None else _weights(self._weight, batch.column(self._weight.name)),
         )
 
     def _labels(self, field: Field, column: pa.Array) -> NDArray[Any]:
@@ -92,82 +95,32 @@ class Encoder:
         return labels
 
 
-def vocabulary_size(encoding: Encoding, vocabulary: Vocabulary) -> int:
-    """The columns of a vocabulary feature: one a token, then the buckets of unknown tokens."""
-    return len(vocabulary.tokens) + int(encoding["oov_buckets"])
-
-
-def _plan(field: Field, fitted: Mapping[str, Vocabulary]) -> tuple[TensorSpec, Transform]:
-    if field.encoding is not None and field.encoding["kind"] == "vocabulary":
-        vocabulary = fitted.get(field.name)
-        if vocabulary is None or len(vocabulary.tokens) > field.encoding["max_size"]:
-            raise DataError(
-                f"the vocabulary of field `{field.name}` does not fit the schema",
-                got="none" if vocabulary is None else f"{len(vocabulary.tokens)} tokens",
-                allowed=f"at most {field.encoding['max_size']} tokens, from _fitted/{field.encoding['file']}",
-                next_step="Run `python -m jobs.verify URL`.",
-            )
-        size = vocabulary_size(field.encoding, vocabulary)
-        if size == 0:
-            raise _unfit(field, "an empty vocabulary without an oov bucket", "at least one column")
-        return TensorSpec(shape=(size,), dtype="float32"), _vocabulary_transform(
-            field, field.encoding, vocabulary, size
-        )
+def _plan(field: Field, fitted: Fitted | None) -> Plan:
     if field.encoding is not None:
-        boundaries = np.array(field.encoding["boundaries"], dtype=np.float64)
-        return TensorSpec(shape=(len(boundaries) + 1,), dtype="float32"), _bucket_transform(boundaries)
+        kind = field.encoding["kind"]
+        if kind == "ignore":
+            return {}
+        if kind == "standardise":
+            return standardised(field, fitted)
+        if kind == "sequence":
+            plan = sequence(field, field.encoding, fitted)
+        elif kind == "number":
+            plan = number(field, field.encoding)
+        else:
+            plan = categorical(field, field.encoding, fitted)
+        if any(0 in spec.shape for spec, _ in plan.values()):
+            raise unfit(field, "an empty vocabulary without an oov bucket", "at least one column")
+        return plan
     if field.is_tensor:
         shape = tuple(size for size in field.shape if size is not None)
-        return TensorSpec(shape=shape, dtype=field.dtype), _tensor_transform(field, shape)
+        return {field.name: (TensorSpec(shape=shape, dtype=field.dtype), _tensor_transform(field, shape))}
     if field.is_list or field.nullable or field.dtype in ("string", "bytes"):
-        raise _unfit(
+        raise unfit(
             field,
             f"{field.dtype}, shape {field.shape}, nullable={field.nullable}, no encoding",
             "an encoding, or a plain number",
         )
-
-    def number(column: pa.Array) -> NDArray[Any]:
-        plain = column.cast(pa.uint8()) if field.dtype == "bool" else column
-        return _numbers(field, plain, np.float32).reshape(-1, 1)  # (n,) -> (n, 1): one input column
-
-    return TensorSpec(shape=(1,), dtype="float32"), number
-
-
-def _vocabulary_transform(field: Field, encoding: Encoding, vocabulary: Vocabulary, size: int) -> Transform:
-    known = pa.array(vocabulary.tokens, type=pa.string())
-    buckets = int(encoding["oov_buckets"])
-
-    def transform(column: pa.Array) -> NDArray[Any]:
-        out = np.zeros((len(column), size), dtype=np.float32)
-        rows = np.arange(len(column))
-        tokens = column
-        if field.is_list:
-            rows = np.repeat(rows, np.asarray(pc.list_value_length(column)))
-            tokens = column.flatten()
-        valid = np.asarray(tokens.is_valid())
-        found = np.array(pc.fill_null(pc.index_in(tokens, value_set=known), -1))
-        unknown = np.flatnonzero(valid & (found < 0))
-        if buckets and len(unknown):
-            names = tokens.take(pa.array(unknown)).to_pylist()
-            found[unknown] = [len(known) + zlib.crc32(name.encode()) % buckets for name in names]
-        used = valid & (found >= 0)
-        out[rows[used], found[used]] = 1.0
-        return out
-
-    return transform
-
-
-def _bucket_transform(boundaries: NDArray[np.float64]) -> Transform:
-    """One-hot: bucket i holds boundaries[i-1] <= value < boundaries[i]; a null or NaN row is all zeros."""
-
-    def transform(column: pa.Array) -> NDArray[Any]:
-        values = np.array(column.cast(pa.float64(), safe=False).fill_null(np.nan), dtype=np.float64)
-        out = np.zeros((len(values), len(boundaries) + 1), dtype=np.float32)
-        rows = np.flatnonzero(~np.isnan(values))
-        out[rows, np.searchsorted(boundaries, values[rows], side="right")] = 1.0
-        return out
-
-    return transform
+    return number(field, None)
 
 
 def _tensor_transform(field: Field, shape: tuple[int, ...]) -> Transform:
@@ -176,7 +129,7 @@ def _tensor_transform(field: Field, shape: tuple[int, ...]) -> Transform:
 
     def transform(column: pa.Array) -> NDArray[Any]:
         if column.null_count:
-            raise _null(field)
+            raise null_error(field)
         offsets = np.frombuffer(column.buffers()[1], dtype=np.int32)[column.offset : column.offset + len(column) + 1]
         if len(column) and not bool((np.diff(offsets) == wanted).all()):
             raise DataError(
@@ -196,23 +149,18 @@ def _tensor_transform(field: Field, shape: tuple[int, ...]) -> Transform:
 
 def _numbers(field: Field, column: pa.Array, dtype: Any) -> NDArray[Any]:
     if column.null_count:
-        raise _null(field)
+        raise null_error(field)
     return np.asarray(column).astype(dtype)
 
 
-def _null(field: Field) -> DataError:
-    return DataError(
-        f"field `{field.name}` is null",
-        got="null",
-        allowed="a value in each row",
-        next_step="Run `python -m jobs.verify URL`.",
-    )
-
-
-def _unfit(field: Field, got: str, allowed: str) -> ConfigError:
-    return ConfigError(
-        f"field `{field.name}` cannot be fed to a model",
-        got=got,
-        allowed=allowed,
-        next_step="Give the field an encoding in its schema.",
-    )
+def _weights(field: Field, column: pa.Array) -> NDArray[np.float32]:
+    weights: NDArray[np.float32] = _numbers(field, column, np.float32)
+    wrong = ~(np.isfinite(weights) & (weights >= 0))
+    if wrong.any():
+        raise DataError(
+            f"a weight of field `{field.name}` cannot be one",
+            got=str(weights[np.flatnonzero(wrong)[0]]),
+            allowed="a finite number from 0 up",
+            next_step="Correct the weights and build the dataset anew.",
+        )
+    return weights

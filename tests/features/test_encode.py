@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,10 @@ import pyarrow as pa
 import pytest
 
 from features.encode import Encoder
-from features.fitted import Vocabulary
+from features.fitted import Fitted, Moments, Vocabulary, read_fitted
 from features.schema import Field, Schema, sample_id_field
 from storage.errors import ConfigError, DataError
+from tests.features.test_hashing import reference
 
 
 def vocabulary(name: str, *tokens: str) -> Vocabulary:
@@ -24,7 +26,7 @@ def words(name: str, oov_buckets: int, *, shape: tuple[None] | tuple[()] = (), n
     return Field(name=name, dtype="string", shape=shape, nullable=nullable, encoding=encoding)
 
 
-def encode(fields: tuple[Field, ...], fitted: dict[str, Vocabulary], **columns: Any) -> Any:
+def encode(fields: tuple[Field, ...], fitted: Mapping[str, Fitted], **columns: Any) -> Any:
     schema = Schema((sample_id_field(), *fields))
     count = len(next(iter(columns.values())))
     rows = pa.RecordBatch.from_pydict({"sample_id": list(range(count)), **columns}, schema=schema.arrow_schema())
@@ -100,7 +102,6 @@ def test_an_empty_batch() -> None:
         Field(name="a", dtype="string"),
         Field(name="a", dtype="int64", shape=(None,)),
         Field(name="a", dtype="int64", nullable=True),
-        Field(name="a", dtype="float32", kind="weight"),
     ],
 )
 def test_what_no_model_can_be_fed_is_refused(field: Field) -> None:
@@ -121,3 +122,171 @@ def test_vocabulary_json_form_and_back() -> None:
     for wrong in (None, {}, {**value.to_json(), "counts": [1]}, {**value.to_json(), "tokens": ["a", "a"]}):
         with pytest.raises(DataError):
             Vocabulary.from_json(wrong)
+
+
+HASH = {"kind": "hash", "buckets": 10, "seed": 42}
+LONG = "x" * 77  # longer than the hash's block of 32 bytes
+
+
+def bucket(data: bytes) -> int:
+    value = reference(data, 42)
+    return (value - (1 << 64) if value >> 63 else value) % 10
+
+
+def test_hashed_text_bytes_and_numbers() -> None:
+    fields = (
+        Field(name="s", dtype="string", nullable=True, encoding={**HASH, "output": "index"}),
+        Field(name="n", dtype="int64", encoding={**HASH, "output": "index"}),
+        Field(name="b", dtype="bytes", encoding=HASH),
+        Field(name="l", dtype="string", shape=(None,), encoding=HASH),
+    )
+    values = ["", "a", None, LONG]
+    encoded = encode(
+        fields,
+        {},
+        s=values,
+        n=[0, 1, -1, 2**63 - 1],
+        b=[b"", b"a", b"\xff", LONG.encode()],
+        l=[["", "a"], [], ["a"], []],
+    )
+    assert encoded.x["s"].tolist() == [[1 + bucket(b"")], [1 + bucket(b"a")], [0], [1 + bucket(LONG.encode())]]
+    assert encoded.x["n"].tolist() == [
+        [1 + bucket(n.to_bytes(8, "little", signed=True))] for n in (0, 1, -1, 2**63 - 1)
+    ]
+    assert encoded.x["b"].argmax(axis=1).tolist() == [bucket(v) for v in (b"", b"a", b"\xff", LONG.encode())]
+    assert [np.flatnonzero(row).tolist() for row in encoded.x["l"]] == [
+        sorted({bucket(b""), bucket(b"a")}), [], [bucket(b"a")], [],
+    ]  # fmt: skip
+
+
+def test_ids_keep_0_for_nothing() -> None:
+    known = {**dict(words("v", 2).encoding or {}), "output": "index"}
+    buckets = {"kind": "bucketise", "boundaries": [0], "output": "index"}
+    fields = (
+        Field(name="v", dtype="string", nullable=True, encoding=known),
+        Field(name="n", dtype="float64", nullable=True, encoding=buckets),
+    )
+    encoded = encode(fields, {"v": vocabulary("v", "a", "b")}, v=["b", None, "z", "a"], n=[-1.0, None, np.nan, 0.0])
+    ids = encoded.x["v"].ravel().tolist()
+    assert ids[:2] == [2, 0] and ids[2] in (3, 4) and ids[3] == 1
+    assert encoded.x["n"].ravel().tolist() == [1, 0, 0, 2]
+
+
+def test_a_vocabulary_of_numbers_holds_their_digits() -> None:
+    encoding = {"kind": "vocabulary", "file": "n.json", "max_size": 3, "min_count": 1, "oov_buckets": 0}
+    field = Field(name="n", dtype="int64", encoding=encoding)
+    encoded = encode((field,), {"n": vocabulary("n", "-5", "9223372036854775807")}, n=[2**63 - 1, -5, 5])
+    assert encoded.x["n"].tolist() == [[0, 1], [1, 0], [0, 0]]
+
+
+def test_text_is_bytes_of_utf_8_and_nothing_is_folded() -> None:
+    """Composed and decomposed letters, cases and blanks are different tokens; so is the empty text from null."""
+    encoded = encode(
+        (words("w", 0, nullable=True),),
+        {"w": vocabulary("w", "é", "É", "")},
+        w=["e\u0301", "é", "É", "", None, " é", "\U0001f600"],
+    )
+    assert encoded.x["w"].argmax(axis=1).tolist() == [0, 0, 1, 2, 0, 0, 0]
+    assert encoded.x["w"].sum(axis=1).tolist() == [0, 1, 1, 1, 0, 0, 0]
+
+
+def moments(mean: float, variance: float) -> Moments:
+    return Moments(name="n", count=3, mean=mean, variance=variance, fitted_on=("train",))
+
+
+def test_standardised_numbers() -> None:
+    field = Field(name="n", dtype="float64", nullable=True, encoding={"kind": "standardise", "file": "n.json"})
+    encoded = encode((field,), {"n": moments(10.0, 4.0)}, n=[10.0, 14.0, None, np.nan, 9.0])
+    assert encoded.x["n"].ravel().tolist() == [0, 2, 0, 0, -0.5]
+    assert encode((field,), {"n": moments(1.0, 0.0)}, n=[1.0, 3.0]).x["n"].ravel().tolist() == [0, 2]
+    with pytest.raises(DataError, match="another number"):
+        encode((field,), {"n": moments(0.0, 1.0)}, n=[1e300])
+    others: list[dict[str, Fitted]] = [{}, {"n": vocabulary("n", "a")}]
+    for wrong in others:
+        with pytest.raises(DataError, match="missing"):
+            Encoder(Schema((sample_id_field(), field)), wrong)
+
+
+def test_numbers_are_narrowed_only_when_asked() -> None:
+    """A whole number that float32 cannot hold is no feature, unless the schema asks for rounding or int64."""
+    plain = Field(name="n", dtype="int64")
+    assert encode((plain,), {}, n=[2**24, -(2**24)]).x["n"].dtype == np.float32
+    with pytest.raises(DataError, match="another number as float32") as caught:
+        encode((plain,), {}, n=[2**24 + 1])
+    assert caught.value.got == "16777217" and "hash" in caught.value.next_step
+    rounded = Field(name="n", dtype="int64", encoding={"kind": "number"})
+    assert encode((rounded,), {}, n=[2**24 + 1]).x["n"].tolist() == [[2**24]]
+    whole = Field(name="n", dtype="int64", encoding={"kind": "number", "dtype": "int64"})
+    assert encode((whole,), {}, n=[2**63 - 1]).x["n"].tolist() == [[2**63 - 1]]
+    fraction = Field(name="n", dtype="float64")
+    assert encode((fraction,), {}, n=[0.1]).x["n"].tolist() == [[np.float32(0.1)]]
+    with pytest.raises(DataError, match="another number"):
+        encode((fraction,), {}, n=[1e39])
+    double = Field(name="n", dtype="float64", encoding={"kind": "number", "dtype": "float64"})
+    assert encode((double,), {}, n=[1e39, 0.1]).x["n"].tolist() == [[1e39], [0.1]]
+    infinite = encode((fraction,), {}, n=[np.inf, -np.inf]).x["n"]
+    assert np.isinf(infinite).all(), "what is infinite stays so"
+
+
+@pytest.mark.parametrize(("dtype", "null"), [("float32", -1.5), ("int64", -1), ("bool", 0.5)])
+def test_null_numbers_take_the_declared_value(dtype: str, null: float) -> None:
+    target = "int64" if dtype == "int64" else "float32"
+    field = Field(
+        name="n", dtype=dtype, nullable=True, encoding={"kind": "number", "null_value": null, "dtype": target}
+    )
+    assert encode((field,), {}, n=[None, dtype == "bool" or 1, None]).x["n"].ravel().tolist() == [null, 1, null]
+
+
+def test_sequences() -> None:
+    more = {"kind": "sequence", "length": 3}
+    fields = (
+        Field(name="a", dtype="float64", shape=(None,), encoding={**more, "pad_value": -1}),
+        Field(name="b", dtype="int64", shape=(None,), encoding={**more, "keep": "last", "with": "length"}),
+        Field(name="c", dtype="string", shape=(None,), encoding={**more, "of": words("c", 1).encoding}),
+        Field(name="d", dtype="string", shape=(None,), encoding={**more, "of": HASH, "with": "nothing"}),
+    )
+    rows: dict[str, Any] = {
+        "a": [[1.5], [], [1, 2, 3, 4]],
+        "b": [[1], [], [1, 2, 3, 4]],
+        "c": [["b", "z"], [], ["a"] * 4],
+        "d": [["x"], [], ["x", "y"]],
+    }
+    encoded = encode(fields, {"c": vocabulary("c", "a", "b")}, **rows)
+    x = {name: value.tolist() for name, value in encoded.x.items()}
+    assert x["a"] == [[1.5, -1, -1], [-1, -1, -1], [1, 2, 3]] and encoded.x["a"].dtype == np.float32
+    assert x["a_mask"] == [[1, 0, 0], [0, 0, 0], [1, 1, 1]]
+    assert x["b"] == [[1, 0, 0], [0, 0, 0], [2, 3, 4]] and x["b_length"] == [[1], [0], [3]]
+    assert x["c"] == [[2, 3, 0], [0, 0, 0], [1, 1, 1]] and x["c_mask"][0] == [1, 1, 0]
+    assert x["d"] == [[1 + bucket(b"x"), 0, 0], [0, 0, 0], [1 + bucket(b"x"), 1 + bucket(b"y"), 0]]
+    assert list(encoded.x) == ["a", "a_mask", "b", "b_length", "c", "c_mask", "d"], "d has nothing beside it"
+
+
+def test_what_is_ignored_is_not_fed() -> None:
+    field = Field(name="when", dtype="string", nullable=True, encoding={"kind": "ignore"})
+    assert list(encode((field, Field(name="f", dtype="float32")), {}, when=["x", None], f=[1, 2]).x) == ["f"]
+
+
+def test_weights_are_beside_the_features() -> None:
+    fields = (Field(name="f", dtype="float32"), Field(name="w", dtype="float32", kind="weight"))
+    encoded = encode(fields, {}, f=[1, 2], w=[0.5, 0])
+    assert list(encoded.x) == ["f"] and encoded.weight.tolist() == [0.5, 0] and encoded.weight.dtype == np.float32
+    for wrong in (-1, np.nan, np.inf):
+        with pytest.raises(DataError, match="weight"):
+            encode(fields, {}, f=[1], w=[wrong])
+
+
+def test_two_inputs_of_one_name_are_refused() -> None:
+    fields = (
+        Field(name="a", dtype="float32", shape=(None,), encoding={"kind": "sequence", "length": 3}),
+        Field(name="a_mask", dtype="float32"),
+    )
+    with pytest.raises(ConfigError, match="a_mask"):
+        Encoder(Schema((sample_id_field(), *fields)), {})
+
+
+@pytest.mark.parametrize("wrong", [{"count": 0}, {"mean": "1"}, {"mean": float("nan")}, {"variance": -1.0}, {"x": 1}])
+def test_moments_json_form_and_back(wrong: dict[str, Any]) -> None:
+    value = moments(0.1, 2.5)
+    assert read_fitted(value.to_json()) == value
+    with pytest.raises(DataError):
+        read_fitted({**value.to_json(), **wrong})

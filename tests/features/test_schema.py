@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from features.declare import load_schema
 from features.schema import Field, Schema, sample_id_field
 from features.signature import Signature, TensorSpec
 from storage.errors import ConfigError
 
 VOCABULARY = {"kind": "vocabulary", "file": "page.json", "max_size": 9, "min_count": 1, "oov_buckets": 1}
+HASH = {"kind": "hash", "buckets": 9, "seed": 42}
 
 
 def test_json_form_and_back() -> None:
@@ -38,11 +42,32 @@ def test_json_form_and_back() -> None:
         ({"shape": (None,), "nullable": True}, "an empty list says nothing"),
         ({"kind": "label", "nullable": True}, "a label is there"),
         ({"num_classes": 3}, "classes belong to labels"),
-        ({"encoding": VOCABULARY}, "vocabulary of numbers"),
+        ({"dtype": "float32", "encoding": VOCABULARY}, "vocabulary of fractions"),
         ({"dtype": "string", "encoding": {**VOCABULARY, "file": "../x.json"}}, "a path"),
         ({"dtype": "string", "encoding": {"kind": "vocabulary"}}, "missing keys"),
         ({"encoding": {"kind": "bucketise", "boundaries": [2, 1]}}, "falling boundaries"),
-        ({"encoding": {"kind": "hash"}}, "unknown encoding"),
+        ({"encoding": {"kind": "hash"}}, "missing keys"),
+        ({"encoding": {"kind": "magic"}}, "unknown encoding"),
+        ({"encoding": {"kind": ["hash"]}}, "no name at all"),
+        ({"dtype": "uint64"}, "beyond int64: no dtype of ours holds it"),
+        ({"dtype": "decimal"}, "nor this"),
+        ({"kind": "weight"}, "a weight is float32"),
+        ({"dtype": "string", "encoding": {**VOCABULARY, "output": "multi_hot"}}, "one value is one_hot"),
+        ({"dtype": "string", "shape": (None,), "encoding": {**HASH, "output": "index"}}, "ids of a list: a sequence"),
+        ({"dtype": "string", "encoding": {**VOCABULARY, "max_size": 1 << 17}}, "too wide for one_hot"),
+        ({"dtype": "string", "encoding": {**VOCABULARY, "file": "a.fold-1.json"}}, "a fold's own file"),
+        ({"dtype": "float32", "encoding": HASH}, "a hash of fractions"),
+        ({"encoding": {**HASH, "buckets": 0}}, "no bucket"),
+        ({"encoding": {**HASH, "seed": True}}, "true is no number"),
+        ({"encoding": {"kind": "bucketise", "boundaries": [1, float("nan")]}}, "NaN is no boundary"),
+        ({"nullable": True, "encoding": {"kind": "number"}}, "what stands for null is not said"),
+        ({"dtype": "float32", "encoding": {"kind": "number", "dtype": "int64"}}, "fractions would be cut"),
+        ({"encoding": {"kind": "number", "null_value": 10**400}}, "beyond any float"),
+        ({"shape": (None,), "encoding": {"kind": "number"}}, "a list is no number"),
+        ({"shape": (None,), "encoding": {"kind": "sequence", "length": 0}}, "a sequence of nothing"),
+        ({"encoding": {"kind": "sequence", "length": 3}}, "a scalar is no sequence"),
+        ({"dtype": "string", "shape": (None,), "encoding": {"kind": "sequence", "length": 3}}, "texts are no numbers"),
+        ({"shape": (None,), "encoding": {"kind": "sequence", "length": 3, "of": {"kind": "ignore"}}}, "ids are needed"),
     ],
 )
 def test_impossible_fields_are_refused(wrong: dict[str, Any], why: str) -> None:
@@ -71,6 +96,77 @@ def test_signature_json_form_and_back() -> None:
         num_classes=4,
     )
     assert Signature.from_json(signature.to_json()) == signature
+    assert set(signature.to_json()) == {"features", "label", "num_classes"}, "no new key where nothing is new"
+    number = TensorSpec(shape=(), dtype="float32")
+    more = Signature(
+        features={"a": TensorSpec(shape=(1,), dtype="int64", ids=7)}, label=number, num_classes=None, weight=number
+    )
+    assert Signature.from_json(more.to_json()) == more
     assert list(signature.to_json()["features"]) == ["a", "b"]
     with pytest.raises(ConfigError):
         Signature.from_json({"features": {}})
+
+
+def test_a_plain_schema_keeps_columns_as_they_are() -> None:
+    schema = Schema.plain({"a": "int64", "tags": "string", "y": "bool"}, label="y", lists=["tags"])
+    assert [field.name for field in schema] == ["sample_id", "a", "tags", "y"]
+    assert schema["a"].nullable and not schema["y"].nullable and schema["tags"].is_list and schema.label is not None
+
+
+TOML = """
+[[fields]]
+name = "click"
+dtype = "bool"
+kind = "label"
+
+[[fields]]
+names = ["u0", "u1"]
+dtype = "string"
+nullable = true
+encoding = {kind = "hash", buckets = 1000}
+
+[[fields]]
+name = "item tags"
+dtype = "string"
+list = true
+encoding = {kind = "sequence", length = 8, of = {kind = "vocabulary", max_size = 500}}
+
+[[fields]]
+name = "price"
+dtype = "float64"
+encoding = {kind = "standardise"}
+"""
+
+
+def test_a_declared_schema_has_stated_defaults(tmp_path: Path) -> None:
+    schema = load_schema(TOML)
+    assert [field.name for field in schema] == ["sample_id", "click", "u0", "u1", "item tags", "price"]
+    assert schema["u1"].encoding == {"kind": "hash", "buckets": 1000, "seed": 42} and schema["u1"].nullable
+    of = {"kind": "vocabulary", "file": "item-20-tags.json", "max_size": 500, "min_count": 1, "oov_buckets": 1}
+    assert schema["item tags"].encoding == {"kind": "sequence", "length": 8, "of": of}
+    assert [field.fitted_file for field in schema.fitted_fields] == ["item-20-tags.json", "price.json"]
+    (tmp_path / "s.toml").write_text(TOML, encoding="utf-8")
+    (tmp_path / "s.json").write_text(json.dumps(schema.to_json()), encoding="utf-8")  # the manifest's own form too
+    assert load_schema(str(tmp_path / "s.toml")) == load_schema(str(tmp_path / "s.json")) == schema
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[1]\n",
+        "a = 1\n",
+        '{"fields": [], "more": 1}',
+        '{"fields": [{"name": "a"}]}',  # no dtype
+        '{"fields": [{"name": "a", "names": ["b"], "dtype": "int64"}]}',
+        '{"fields": [{"name": "a", "dtype": "int64", "colour": 1}]}',
+        '{"fields": [{"name": "a", "dtype": "int64", "list": 1}]}',
+        '{"fields": [{"name": "a", "dtype": "int64", "encoding": "hash"}]}',
+        '{"fields": [{"name": "sample_id", "dtype": "int64"}]}',  # the id's name for another kind
+        '{"fields": [{"name": "a", "dtype": "string", "encoding": {"kind": "sequence", "of": 1}}]}',
+    ],
+)
+def test_a_wrong_declaration_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_schema(text)
+    assert caught.value.exit_code == 2 and caught.value.next_step

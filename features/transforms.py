@@ -1,0 +1,211 @@
+"""What each encoding makes of a column: the arrays that a model is fed, and their shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from features.encodings import INDEX, Encoding, output_of
+from features.fitted import Fitted, Moments, Vocabulary
+from features.hashing import TokenTable, buckets_of
+from features.schema import Field
+from features.signature import TensorSpec
+from storage.errors import ConfigError, DataError
+
+Transform = Callable[[pa.Array], NDArray[Any]]
+# The values of a column, of a scalar field or of a list's flattened rows, as columns 0..size-1; -1 is none of them.
+Columns = Callable[[pa.Array], NDArray[np.int64]]
+Plan = dict[str, tuple[TensorSpec, Transform]]  # by the name of the array
+
+
+def categorical(field: Field, encoding: Encoding, fitted: Fitted | None) -> Plan:
+    """A vocabulary, a hash or buckets as one-hot, multi-hot or index."""
+    columns, size = columns_of(field, encoding, fitted)
+    if output_of(encoding, is_list=field.is_list) == INDEX:
+        spec = TensorSpec(shape=(1,), dtype="int64", ids=size + 1)
+        return {field.name: (spec, lambda column: (columns(column) + 1).reshape(-1, 1))}
+
+    def hot(column: pa.Array) -> NDArray[Any]:
+        out = np.zeros((len(column), size), dtype=np.float32)
+        rows = np.arange(len(column))
+        if field.is_list:
+            rows = np.repeat(rows, np.asarray(pc.list_value_length(column)))
+            column = column.flatten()
+        found = columns(column)
+        used = found >= 0
+        out[rows[used], found[used]] = 1.0
+        return out
+
+    return {field.name: (TensorSpec(shape=(size,), dtype="float32"), hot)}
+
+
+def columns_of(field: Field, encoding: Encoding, fitted: Fitted | None) -> tuple[Columns, int]:
+    """How values become columns, and how many columns there are."""
+    if encoding["kind"] == "hash":
+        buckets, seed = int(encoding["buckets"]), int(encoding["seed"])
+        return lambda column: _where_valid(column, buckets_of(column, buckets, seed)), buckets
+    if encoding["kind"] == "bucketise":
+        boundaries = np.array(encoding["boundaries"], dtype=np.float64)
+        return lambda column: _bucket(column, boundaries), len(boundaries) + 1
+    if not isinstance(fitted, Vocabulary) or len(fitted.tokens) > encoding["max_size"]:
+        raise DataError(
+            f"the vocabulary of field `{field.name}` does not fit the schema",
+            got="none" if not isinstance(fitted, Vocabulary) else f"{len(fitted.tokens)} tokens",
+            allowed=f"at most {encoding['max_size']} tokens, from _fitted/{encoding['file']}",
+            next_step="Run `python -m jobs.verify URL`.",
+        )
+    return _vocabulary(fitted, int(encoding["oov_buckets"])), vocabulary_size(encoding, fitted)
+
+
+def vocabulary_size(encoding: Encoding, vocabulary: Vocabulary) -> int:
+    """The columns of a vocabulary: one a token, then the buckets of unknown tokens."""
+    return len(vocabulary.tokens) + int(encoding["oov_buckets"])
+
+
+def _vocabulary(vocabulary: Vocabulary, buckets: int) -> Columns:
+    table, known = TokenTable(vocabulary.tokens), len(vocabulary.tokens)
+
+    def columns(column: pa.Array) -> NDArray[np.int64]:
+        found, hashes = table.find(column.cast(pa.string()))  # int64 as decimal digits
+        if buckets:
+            found = np.where(found < 0, known + hashes % buckets, found)
+        return _where_valid(column, found)
+
+    return columns
+
+
+def _bucket(column: pa.Array, boundaries: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Bucket i holds boundaries[i-1] <= value < boundaries[i]; null and NaN are in none."""
+    values = np.array(column.cast(pa.float64(), safe=False).fill_null(np.nan), dtype=np.float64)
+    return np.where(np.isnan(values), -1, np.searchsorted(boundaries, values, side="right")).astype(np.int64)
+
+
+def _where_valid(column: pa.Array, found: NDArray[np.int64]) -> NDArray[np.int64]:
+    return found if not column.null_count else np.where(np.asarray(column.is_valid()), found, -1)
+
+
+def standardised(field: Field, fitted: Fitted | None) -> Plan:
+    """(value - mean) / deviation; null and NaN are the mean, so 0."""
+    if not isinstance(fitted, Moments):
+        raise DataError(
+            f"the mean and variance of field `{field.name}` are missing",
+            got="none" if fitted is None else "a vocabulary",
+            allowed=f"moments, from _fitted/{field.fitted_file}",
+            next_step="Run `python -m jobs.verify URL`.",
+        )
+    mean, deviation = fitted.mean, float(np.sqrt(fitted.variance)) or 1.0  # a constant column is 0 throughout
+
+    def transform(column: pa.Array) -> NDArray[Any]:
+        values = np.array(column.cast(pa.float64(), safe=False).fill_null(mean), dtype=np.float64)
+        scaled = (np.where(np.isnan(values), mean, values) - mean) / deviation
+        return _narrowed(field, scaled, np.dtype(np.float32)).reshape(-1, 1)
+
+    return {field.name: (TensorSpec(shape=(1,), dtype="float32"), transform)}
+
+
+def number(field: Field, encoding: Encoding | None) -> Plan:
+    """The value itself, by default as float32."""
+    dtype = np.dtype((encoding or {}).get("dtype", "float32"))
+    null = None if encoding is None else encoding.get("null_value")
+
+    def transform(column: pa.Array) -> NDArray[Any]:
+        if column.null_count and null is None:
+            raise null_error(field)
+        values = _narrowed(field, plain_values(column), dtype, rounds=encoding is not None)
+        if column.null_count:
+            values[~np.asarray(column.is_valid())] = null
+        return values.reshape(-1, 1)  # (n,) -> (n, 1): one input column
+
+    return {field.name: (TensorSpec(shape=(1,), dtype=dtype.name), transform)}
+
+
+def sequence(field: Field, encoding: Encoding, fitted: Fitted | None) -> Plan:
+    """The first or last `length` values of each list, then padding; beside them a mask or the number of values."""
+    length, of = int(encoding["length"]), encoding.get("of")
+    at = np.arange(length)
+    spec, pad = TensorSpec(shape=(length,), dtype="float32"), encoding.get("pad_value", 0)
+    values_of: Transform = lambda column: _narrowed(field, plain_values(column), np.dtype(np.float32))  # noqa: E731
+    if of is not None:
+        columns, size = columns_of(field, of, fitted)
+        spec, pad = TensorSpec(shape=(length,), dtype="int64", ids=size + 1), 0
+        values_of = lambda column: columns(column) + 1  # noqa: E731
+
+    def kept(column: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where each row's values begin in the flattened column, and how many of them are kept: (n,) each."""
+        sizes = np.asarray(pc.list_value_length(column)).astype(np.int64)
+        counts, ends = np.minimum(sizes, length), np.cumsum(sizes)
+        return (ends - counts if encoding.get("keep") == "last" else ends - sizes), counts
+
+    def padded(column: pa.Array) -> NDArray[Any]:
+        starts, counts = kept(column)
+        out = np.full((len(column), length), pad, dtype=spec.dtype)
+        rows, places = np.nonzero(at < counts[:, None])
+        out[rows, places] = values_of(column.flatten())[starts[rows] + places]
+        return out
+
+    plan: Plan = {field.name: (spec, padded)}
+    if encoding.get("with", "mask") == "mask":
+        mask = TensorSpec(shape=(length,), dtype="float32")
+        plan[f"{field.name}_mask"] = (mask, lambda column: (at < kept(column)[1][:, None]).astype(np.float32))
+    elif encoding["with"] == "length":
+        one = TensorSpec(shape=(1,), dtype="int64")
+        plan[f"{field.name}_length"] = (one, lambda column: kept(column)[1].reshape(-1, 1))
+    return plan
+
+
+def plain_values(column: pa.Array) -> NDArray[Any]:
+    """The numbers of a column, 0 for null; bool as uint8."""
+    plain = column.cast(pa.uint8()) if pa.types.is_boolean(column.type) else column
+    return np.asarray(plain.fill_null(0) if plain.null_count else plain)
+
+
+def _narrowed(field: Field, values: NDArray[Any], dtype: np.dtype[Any], *, rounds: bool = False) -> NDArray[Any]:
+    """A copy as `dtype`: fractions are rounded to nearest. Raises DataError for what would become another number.
+
+    That is a number that would become infinite, and a whole number that is not the same as a float, unless the schema
+    asks for it (`rounds`).
+    """
+    with np.errstate(over="ignore"):
+        narrow = values.astype(dtype)
+    if dtype.kind != "f" or not len(values):
+        return narrow
+    whole = values.dtype.kind == "i" and not rounds
+    limit = 1 << np.finfo(dtype).nmant + 1  # up to there each whole number is a float
+    if whole:
+        wrong = (values > limit) | (values < -limit)
+    else:
+        wrong = np.isinf(narrow) & np.isfinite(values)
+    if wrong.any():
+        raise DataError(
+            f"a value of field `{field.name}` would become another number as {dtype.name}",
+            got=str(values[np.flatnonzero(wrong)[0]]),
+            allowed=f"whole numbers up to {limit} either way" if whole else f"up to {np.finfo(dtype).max}",
+            next_step="Declare an encoding: hash or vocabulary for ids, bucketise or standardise for amounts, number to"
+            " round or to feed another dtype.",
+        )
+    return narrow
+
+
+def null_error(field: Field) -> DataError:
+    """A null where none may be."""
+    return DataError(
+        f"field `{field.name}` is null",
+        got="null",
+        allowed="a value in each row",
+        next_step="Run `python -m jobs.verify URL`.",
+    )
+
+
+def unfit(field: Field, got: str, allowed: str) -> ConfigError:
+    """A field that no model can be fed with as it is declared."""
+    return ConfigError(
+        f"field `{field.name}` cannot be fed to a model",
+        got=got,
+        allowed=allowed,
+        next_step="Give the field an encoding in its schema.",
+    )
