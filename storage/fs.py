@@ -33,11 +33,19 @@ def filesystem(url: str) -> FileSystem:
         settings = hadoop_settings()
         key = ("hdfs", authority, repr(sorted(settings.items())))
         return _cached(key, lambda: HdfsFileSystem(authority, settings))
+    if scheme == "webhdfs":
+        from storage.settings import hadoop_settings, hadoop_user, webhdfs_token
+        from storage.webhdfs import WebHdfsFileSystem
+
+        settings, user, token = hadoop_settings(), hadoop_user(), webhdfs_token()
+        key = ("webhdfs", authority, repr((sorted(settings.items()), user, token)))
+        return _cached(key, lambda: WebHdfsFileSystem(authority, settings, user=user, token=token))
     raise ConfigError(
         f"no file system for {scheme}:// URLs",
         got=url,
-        allowed="a local path, file:///PATH, hdfs://HOST:PORT/PATH, hdfs://NAMESERVICE/PATH",
-        next_step="For webhdfs give the NameNode's hdfs:// address." if scheme == "webhdfs" else "Check the URL.",
+        allowed="a local path, file:///PATH, hdfs://HOST:PORT/PATH, hdfs://NAMESERVICE/PATH,"
+        " webhdfs://HOST:HTTP_PORT/PATH",
+        next_step="Check the URL.",
     )
 
 

@@ -44,6 +44,15 @@ class Promises:
     durable_sync: bool
 
 
+@dataclass(frozen=True, slots=True)
+class StoredChecksum:
+    """A checksum that a storage keeps of a file: the name of its algorithm, its bytes, the size of an HDFS block."""
+
+    algorithm: str
+    value: bytes
+    block_bytes: int
+
+
 # Inside FileSystem the name `list` is a method.
 Listing = list[FileStat]
 Blocks = list[HdfsBlock]
@@ -58,7 +67,9 @@ class Writer(ABC):
 
     @abstractmethod
     def sync(self) -> None:
-        """Return once everything written so far is on the disks."""
+        """Return once everything written so far is on the disks; where the backend does not promise `durable_sync`,
+        once its servers have it.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -156,6 +167,12 @@ class FileSystem(ABC):
     @abstractmethod
     def block_locations(self, url: str) -> Blocks:
         """The HDFS blocks of a file, in order; one block for a local file."""
+
+    def stored_checksum(self, url: str) -> StoredChecksum | None:
+        """The checksum that the storage keeps of a file, told without its bytes being read; None where it keeps none,
+        or has no way to tell it.
+        """
+        return None
 
     def discard(self, url: str) -> bool:
         """Delete what nobody needs any more, content too; where that fails it stays (False) and nothing is raised."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,6 +29,7 @@ _HADOOP_DEFAULTS = {
     "dfs.client.failover.max.attempts": "15",
 }
 _PREFIXES = ("fs.", "dfs.", "hadoop.security.", "hadoop.rpc.", "lockstep.storage.")
+WEBHDFS_TOKEN = "LOCKSTEP_WEBHDFS_TOKEN"
 _FILES = ("core-site.xml", "hdfs-site.xml")
 _handed_over: dict[str, str] = {}
 _from_files: tuple[str | None, dict[str, str]] = (None, {})
@@ -63,6 +65,20 @@ def write_give_up_s() -> float:
     found = {"dfs.namenode.heartbeat.recheck-interval": "300000", "dfs.heartbeat.interval": "3"} | settings
     recheck_s = seconds(found, "dfs.namenode.heartbeat.recheck-interval") / 1000
     return max(give_up_s(), 2 * recheck_s + 10 * seconds(found, "dfs.heartbeat.interval") + 15)
+
+
+def hadoop_user() -> str:
+    """The user that an HDFS without Kerberos is told: HADOOP_USER_NAME, else who runs this process."""
+    return os.environ.get("HADOOP_USER_NAME") or getpass.getuser()
+
+
+def webhdfs_token() -> str | None:
+    """The delegation token for webhdfs:// from LOCKSTEP_WEBHDFS_TOKEN, None where it is not set.
+
+    It stays out of the settings, which are logged and travel with tasks: executors get it by
+    `--conf spark.executorEnv.LOCKSTEP_WEBHDFS_TOKEN=...`, which Spark hides in its page.
+    """
+    return os.environ.get(WEBHDFS_TOKEN) or None
 
 
 def seconds(settings: Mapping[str, str], key: str) -> float:

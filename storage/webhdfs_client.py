@@ -1,0 +1,78 @@
+"""The clients of the `hdfs` package, as the backend needs them: names as they are, every request with a time-out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import requests
+from hdfs.client import InsecureClient, TokenClient, _Request
+from requests.adapters import HTTPAdapter
+
+CONNECTIONS = 32  # kept open for each host; more threads than that only lose the reuse
+
+
+class RefusedError(Exception):
+    """A server's answer that is no success: Java's short class name ("" where none came), its message, the status."""
+
+    def __init__(self, java: str, text: str, status: int) -> None:
+        super().__init__(text)
+        self.java, self.text, self.status = java, text, status
+
+
+class _Exact:
+    """What both clients are given besides."""
+
+    # `read` of the package lets requests follow the redirect, and takes a dead DataNode for a dead NameNode.
+    _locate_open = _Request("GET", allow_redirects=False).to_method("OPEN")
+    _locate_checksum = _Request("GET", allow_redirects=False).to_method("GETFILECHECKSUM")
+    _get_file_block_locations = _Request("GET").to_method("GETFILEBLOCKLOCATIONS")
+
+    def resolve(self, hdfs_path: str) -> str:
+        """The path itself: the package would drop `..` and put the newest entry for a part named `#LATEST`."""
+        return hdfs_path
+
+
+class _Insecure(_Exact, InsecureClient):
+    pass
+
+
+class _Token(_Exact, TokenClient):
+    pass
+
+
+def make_client(addresses: Sequence[str], *, user: str, token: str | None, connect_s: float, read_s: float) -> Any:
+    """A client of the NameNodes at `addresses` ("http://host:port"), tried in turn where one does not serve.
+
+    It says who it is by `token`, a delegation token, or, where that is None, by `user`, whom an HDFS without Kerberos
+    believes. `connect_s` limits connecting and each send, `read_s` each wait for an answer, in seconds.
+    """
+    session = requests.Session()
+    # Proxies and passwords of the environment (HTTP_PROXY, .netrc) are meant for the web, not for the cluster.
+    session.trust_env = False
+    session.mount("http://", HTTPAdapter(pool_connections=CONNECTIONS, pool_maxsize=CONNECTIONS))
+    kind = {"session": session, "timeout": (connect_s, read_s)}
+    if token is not None:
+        return _Token(";".join(addresses), token, **kind)
+    return _Insecure(";".join(addresses), user=user, **kind)
+
+
+def location(answer: Any) -> str:
+    """Where the NameNode sends the client for the data: the URL of a DataNode. Raises RefusedError without one."""
+    found = answer.headers.get("location")
+    if not found:
+        raise RefusedError("", "the NameNode named no DataNode (a gateway such as HttpFS?)", answer.status_code)
+    # http.client reads headers as Latin-1; bytes beyond ASCII are put back and left for requests to quote.
+    return str(found).encode("latin-1").decode("utf-8", errors="surrogateescape")
+
+
+def checked(answer: Any) -> Any:
+    """The answer of a DataNode if it is a success. Raises RefusedError."""
+    if answer.ok:
+        return answer
+    try:
+        told = answer.json()["RemoteException"]
+        java, text = str(told["exception"]), str(told["message"])
+    except (ValueError, KeyError, TypeError):
+        java, text = "", answer.text[:500]
+    raise RefusedError(java, text, answer.status_code)
