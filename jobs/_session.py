@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 _MASTER = re.compile(
     r"local(\[(\*|[1-9][0-9]{0,3})(\s*,\s*[0-9]+)?\])?|local-cluster\[[0-9, ]+\]|yarn|(spark|k8s)://.+"
 )
-ROOMS = ("storage", "features", "etl", "training", "jobs")
+ROOMS = ("storage", "features", "etl", "training", "pyspark_tfrecord", "jobs")
 
 # Results must not depend on the machine's locale or zone, and a failed cast must fail aloud.
 PINNED = {

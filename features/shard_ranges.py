@@ -1,0 +1,150 @@
+"""Stretches of a TFRecord shard: cut at the blocks of its manifest, read front to back, decoded piece by piece."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import pyarrow as pa
+
+from features.codec.foreign import decode_foreign
+from features.example import decode_batch
+from features.schema import Field, Schema
+from storage.errors import CorruptionError, DataError
+from storage.fs import FileSystem
+from storage.manifest import ShardInfo
+from storage.tfrecord import parse_records
+
+PIECE_BYTES = 4 << 20  # what is decoded at once: large enough for Arrow, small enough for a cache
+
+# Records of one piece, taken out of their frames -> their columns. Raises DataError.
+Decode = Callable[[Sequence[memoryview]], pa.RecordBatch]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRange:
+    """Whole blocks of the shard at `url`, from byte offsets[0] to offsets[-1].
+
+    `offsets` are the places where its blocks begin, and its end; `first_record` is the number of its first record in
+    the shard, `records` how many it has, each block but the last of a shard holding `block_records`. `sha256` is that
+    of the whole shard where it is to be checked.
+    """
+
+    url: str
+    file_bytes: int
+    offsets: tuple[int, ...]
+    first_record: int
+    records: int
+    block_records: int
+    sha256: str | None = None
+
+
+def cut(url: str, shard: ShardInfo, block_records: int, range_bytes: int | None) -> list[ShardRange]:
+    """The ranges of a shard, each of whole blocks and about `range_bytes` long; one with its SHA-256 for None."""
+    ends = (*shard.block_offsets[1:], shard.bytes)
+    if range_bytes is None:
+        offsets = (*shard.block_offsets, shard.bytes)
+        return [ShardRange(url, shard.bytes, offsets, 0, shard.records, block_records, shard.sha256)]
+    ranges = []
+    first = 0
+    for block, end in enumerate(ends):
+        last = block == len(ends) - 1
+        if last or end - shard.block_offsets[first] >= range_bytes:
+            begin = first * block_records
+            stop = shard.records if last else (block + 1) * block_records
+            offsets = (*shard.block_offsets[first : block + 1], end)
+            ranges.append(ShardRange(url, shard.bytes, offsets, begin, stop - begin, block_records))
+            first = block + 1
+    return ranges if shard.records else []
+
+
+def strict(schema: Schema) -> Decode:
+    """Decode records of our own writing into columns of schema.arrow_schema()."""
+    return lambda records: decode_batch(schema, records)
+
+
+def lenient(fields: Sequence[Field]) -> Decode:
+    """Decode any Examples into a column for each of `fields`."""
+    return lambda records: decode_foreign(fields, records)
+
+
+def read_range(fs: FileSystem, part: ShardRange, decode: Decode) -> Iterator[pa.RecordBatch]:
+    """The records of a range as batches that `decode` makes, in order; both checksums of each record are checked.
+
+    Memory: a few times PIECE_BYTES or the largest block. Raises CorruptionError naming file, record and offset for a
+    file of another length, content or number of records, DataError where `decode` does.
+    """
+    size = fs.stat(part.url).size_bytes
+    if size != part.file_bytes:
+        raise CorruptionError(
+            "a shard has another length than its manifest says",
+            file=part.url,
+            offset=min(size, part.file_bytes),
+            got=f"{size} bytes",
+            allowed=f"{part.file_bytes} bytes",
+        )
+    if not part.records:
+        return
+    digest = None if part.sha256 is None else hashlib.sha256()
+    with fs.open_read(part.url) as file:
+        file.seek(part.offsets[0])
+        for record, count, start, stop in _pieces(part):
+            data = _exactly(file, start, stop, part.url)
+            if digest is not None:
+                digest.update(data)
+            records = parse_records(data, file=part.url, first_record=record, base_offset=start)
+            if len(records) != count:
+                raise CorruptionError(
+                    "a shard holds another number of records than its manifest says",
+                    file=part.url,
+                    record=record,
+                    offset=start,
+                    got=f"{len(records)} records up to offset {stop}",
+                    allowed=str(count),
+                )
+            yield decoded(decode, records, part.url, record)
+    if digest is not None and digest.hexdigest() != part.sha256:
+        raise CorruptionError(
+            "a shard does not match its digest", file=part.url, got=digest.hexdigest(), allowed=part.sha256 or ""
+        )
+
+
+def decoded(decode: Decode, records: Sequence[memoryview], file: str, first_record: int) -> pa.RecordBatch:
+    """What `decode` makes of `records`; its error names the file and the number of the first of them too."""
+    try:
+        return decode(records)
+    except DataError as error:
+        raise DataError(
+            f"{file}, records from {first_record} on: {error.what}",
+            got=error.got,
+            allowed=error.allowed,
+            next_step=error.next_step,
+        ) from None
+
+
+def _pieces(part: ShardRange) -> Iterator[tuple[int, int, int, int]]:
+    """(first record, records, first byte, end) of runs of blocks of PIECE_BYTES or one block."""
+    end_record = part.first_record + part.records
+    first = 0
+    for block in range(len(part.offsets) - 1):
+        stop = part.offsets[block + 1]
+        if block == len(part.offsets) - 2 or part.offsets[block + 2] - part.offsets[first] > PIECE_BYTES:
+            record = part.first_record + first * part.block_records
+            after = min(end_record, part.first_record + (block + 1) * part.block_records)
+            yield record, after - record, part.offsets[first], stop
+            first = block + 1
+
+
+def _exactly(file: BinaryIO, start: int, stop: int, url: str) -> bytes:
+    data = file.read(stop - start)
+    if len(data) != stop - start:
+        raise CorruptionError(
+            "a shard ends early",
+            file=url,
+            offset=start + len(data),
+            got=f"{len(data)} bytes",
+            allowed=f"{stop - start}",
+        )
+    return data

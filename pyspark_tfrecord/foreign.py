@@ -1,0 +1,96 @@
+"""Reading TFRecord files that are no dataset of ours: by their index where jobs.index has made one, else whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql.datasource import InputPartition
+from pyspark.sql.types import StructType
+
+from features.foreign_files import ForeignFile, find_files, infer_fields, read_file
+from features.foreign_schema import foreign_field
+from features.schema import Field
+from features.shard_ranges import ShardRange, cut, lenient, read_range
+from pyspark_tfrecord.options import ReadOptions
+from pyspark_tfrecord.types import columns_of
+from storage.errors import ConfigError
+from storage.fs import filesystem, join
+from storage.indexed import IndexedManifest
+
+
+@dataclass
+class FilePartition(InputPartition):
+    """A whole file, for one that no index describes."""
+
+    url: str
+
+
+@dataclass
+class RangePartition(InputPartition):
+    """A stretch of an indexed file."""
+
+    part: ShardRange
+
+
+class Foreign:
+    """The files at options.path. `schema` is what the call asks for; without it the fields are inferred."""
+
+    def __init__(self, options: ReadOptions, schema: StructType | None, manifest: IndexedManifest | None) -> None:
+        for name, value in (("split", options.split), ("verify", None if options.verify == "records" else "full")):
+            if value is not None and (name == "split" or manifest is None):
+                raise ConfigError(
+                    f"{options.path} has no manifest of a dataset, so option `{name}` says nothing there",
+                    got=f"{name} = {value}",
+                    allowed="a dataset that an ETL job published",
+                    next_step="Leave the option out.",
+                )
+        self.options = options
+        self._manifest = manifest
+        self._files: Sequence[ForeignFile] = () if manifest else find_files(options.path, options.path_glob)
+        self.fields = self._inferred() if schema is None else _declared(schema)
+
+    def arrow_schema(self) -> pa.Schema:
+        """The columns that can be read."""
+        return pa.schema([pa.field(field.name, field.arrow_type, nullable=field.nullable) for field in self.fields])
+
+    def partitions(self) -> list[InputPartition]:
+        """One for each stretch of an indexed file, else one for each file."""
+        if self._manifest is None:
+            return [FilePartition(file.url) for file in self._files]
+        found: list[InputPartition] = []
+        size = None if self.options.verify == "full" else self.options.partition_bytes
+        for file in self._manifest.files:
+            url = join(self.options.path, file.path)
+            if file.path in self._manifest.gzip:
+                found.append(FilePartition(url))
+            else:
+                found += [RangePartition(part) for part in cut(url, file, self._manifest.block_records, size)]
+        return found
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """The records of a partition as columns of arrow_schema()."""
+        decode = lenient(self.fields)
+        if isinstance(partition, FilePartition):
+            return read_file(filesystem(partition.url), partition.url, decode)
+        assert isinstance(partition, RangePartition)
+        return read_range(filesystem(partition.part.url), partition.part, decode)
+
+    def _inferred(self) -> tuple[Field, ...]:
+        if self._manifest is None:
+            return infer_fields(self._files, self.options.sample_records)
+        return tuple(foreign_field(*column) for column in self._manifest.columns)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Names and blocks of all files stay with the driver: a task gets its own.
+        return {**self.__dict__, "_manifest": None, "_files": ()}
+
+
+def _declared(schema: StructType) -> tuple[Field, ...]:
+    """The fields to decode for the columns that the call asks for: a double is read from tf.Example's float."""
+    return tuple(
+        foreign_field(column.name, "float32" if column.dtype == "float64" else column.dtype, column.is_list)
+        for column in columns_of(schema)
+    )

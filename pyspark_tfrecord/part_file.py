@@ -1,0 +1,72 @@
+"""One file of plain TFRecords, in a task: batches in, frames out, memory of one batch."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import IO, cast
+
+import numpy as np
+import pyarrow as pa
+
+from features.example import encode_batch
+from features.foreign_schema import foreign_schema
+from features.schema import Field
+from pyspark_tfrecord.options import WriteOptions
+from storage.errors import DataError
+from storage.fs import Writer, filesystem
+from storage.tfrecord import frame
+
+
+def write_part(url: str, batches: Iterable[pa.RecordBatch], fields: Sequence[Field], options: WriteOptions) -> int:
+    """Write the rows to a new file at `url`, which is on the disks when this returns; returns how many rows.
+
+    No file is made where there is no row. Raises DataError naming the column for a null in a list or in place of one,
+    and for a double that 32 bits cannot hold.
+    """
+    schema = foreign_schema(fields)
+    rows = (batch for batch in batches if len(batch))
+    first = next(rows, None)
+    if first is None:
+        return 0
+    count = 0
+    with filesystem(url).create(url) as writer:
+        with _sink(writer, options) as put:
+            for batch in chain([first], rows):
+                columns = [_as(batch.column(field.name), field) for field in fields]
+                typed = pa.RecordBatch.from_arrays(columns, schema=schema.arrow_schema())
+                put(b"".join(map(frame, encode_batch(schema, typed))))
+                count += len(batch)
+        writer.sync()
+    return count
+
+
+@contextmanager
+def _sink(writer: Writer, options: WriteOptions) -> Iterator[Callable[[bytes], object]]:
+    if options.compression is None:
+        yield writer.write
+        return
+    # mtime 0: the same rows give the same bytes.
+    with gzip.GzipFile(filename="", fileobj=cast(IO[bytes], writer), mode="wb", mtime=0) as packed:
+        yield packed.write
+
+
+def _as(column: pa.Array, field: Field) -> pa.Array:
+    """A column as its field declares it: integers widened, doubles rounded to float32 where that was asked for."""
+    if column.type.equals(field.arrow_type):
+        return column
+    typed = column.cast(field.arrow_type)
+    if field.dtype == "float32":
+        before = (column.flatten() if field.is_list else column).drop_null().to_numpy(zero_copy_only=False)
+        after = (typed.flatten() if field.is_list else typed).drop_null().to_numpy(zero_copy_only=False)
+        lost = np.flatnonzero(np.isinf(after) & np.isfinite(before))
+        if len(lost):
+            raise DataError(
+                f"column `{field.name}` holds a number that float32 cannot",
+                got=repr(float(before[lost[0]])),
+                allowed="up to 3.4e38",
+                next_step="Scale the column, or leave such rows out.",
+            )
+    return typed
