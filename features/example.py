@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -125,22 +125,9 @@ def _list_body(field: Field) -> Callable[[Sequence[Any]], bytes]:
 
 def _encode_column(field: Field, column: pa.Array) -> list[bytes]:
     """Each row's map entry of this field; empty bytes where it is null."""
-    if column.null_count and not field.nullable:
-        raise DataError(
-            f"field `{field.name}` is null in {column.null_count} rows",
-            got="null",
-            allowed="a value in each row, since the schema says that it is not nullable",
-            next_step="Declare the field nullable or drop those rows.",
-        )
-    if field.is_list and column.flatten().null_count:
-        raise DataError(
-            f"field `{field.name}` holds a null inside a list",
-            got="null",
-            allowed="values",
-            next_step="Drop nulls from the lists.",
-        )
+    check_nulls(field, column)
     if field.is_tensor:
-        _check_tensor_lengths(field, pc.binary_length(column).to_pylist())
+        check_tensor_lengths(field, column)
     name, tag, body = _name_part(field), bytes([_tag(field)]), _list_body(field)
     known: dict[Any, bytes] = {}  # most columns repeat few values: encode each once a batch
     entries = []
@@ -162,13 +149,32 @@ def _entry(name: bytes, tag: bytes, body: bytes) -> bytes:
     return b"\x0a" + _varint(len(entry)) + entry
 
 
-def _check_tensor_lengths(field: Field, lengths: Iterable[int | None]) -> None:
-    wanted = tensor_bytes(field)
-    wrong = next((length for length in lengths if length is not None and length != wanted), None)
-    if wrong is not None:
+def check_nulls(field: Field, column: pa.Array) -> None:
+    """Raise DataError for a null in a column that must have none, or inside a list."""
+    if column.null_count and not field.nullable:
+        raise DataError(
+            f"field `{field.name}` is null in {column.null_count} rows",
+            got="null",
+            allowed="a value in each row, since the schema says that it is not nullable",
+            next_step="Declare the field nullable or drop those rows.",
+        )
+    if field.is_list and column.flatten().null_count:
+        raise DataError(
+            f"field `{field.name}` holds a null inside a list",
+            got="null",
+            allowed="values",
+            next_step="Drop nulls from the lists.",
+        )
+
+
+def check_tensor_lengths(field: Field, column: pa.Array) -> None:
+    """Raise DataError for a value of a tensor's column, (n,) bytes, that is longer or shorter than the tensor."""
+    wanted, lengths = tensor_bytes(field), pc.binary_length(column)
+    wrong = lengths.filter(pc.not_equal(lengths, wanted))
+    if len(wrong):
         raise DataError(
             f"a tensor of field `{field.name}` has the wrong length",
-            got=f"{wrong} bytes",
+            got=f"{wrong[0]} bytes",
             allowed=f"{wanted} bytes: shape {field.shape} of {field.dtype}",
             next_step="Correct the schema or the rows.",
         )
@@ -244,7 +250,7 @@ def _decode_column(field: Field, bodies: list[bytes | None]) -> pa.Array:
             raise _bad(field, number, f"{len(items)} values", "exactly 1")
         values.append(items if items is None or field.is_list else items[0])
     if field.is_tensor:
-        _check_tensor_lengths(field, (None if value is None else len(value) for value in values))
+        check_tensor_lengths(field, pa.array(values, type=pa.large_binary()))
     if field.dtype == "float32" and not field.is_list and not field.is_tensor:
         mask = np.array([value is None for value in values], dtype=bool)
         return pa.array(np.array([0.0 if v is None else v for v in values], dtype=np.float32), mask=mask)

@@ -149,7 +149,7 @@ def _entry(record: bytes, start: int, end: int, names: set[bytes] | None, found:
         elif tag == 2 and wire == _LENGTH:
             for kind, kind_wire, list_start, list_end in _fields(record, at, stop):
                 if kind in _LIST_NAMES and kind_wire == _LENGTH:
-                    before = feature[1] if feature is not None and feature[0] == kind else []
+                    before: list[Any] = feature[1] if feature is not None and feature[0] == kind else []
                     feature = (kind, before + _values(record, kind, list_start, list_end))
     if names is None or name in names:
         found.pop(name, None)
