@@ -57,6 +57,8 @@ class Encoder:
         if label is not None and (label.shape or label.dtype not in ("int64", "bool", "float32")):
             raise unfit(label, f"a label of {label.dtype}, shape {label.shape}", "a scalar int64, bool or float32")
         self._label, self._weight = label, schema.weight
+        if self._weight is not None and label is None:
+            raise unfit(self._weight, "a weight without a label", "a label whose loss it weighs")
         target = None if label is None else TensorSpec(shape=(), dtype="int64" if label.dtype == "int64" else "float32")
         self.signature = Signature(
             features={name: specs[name] for name in sorted(specs, key=str.encode)},

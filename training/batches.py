@@ -32,7 +32,8 @@ _CHUNKS_IN_MEMORY = 3  # one being made, one finished, one in use
 class Batch:
     """One rank's rows of global batch `step` (the batches are counted from 0), lanes in order.
 
-    `x` by feature name, arrays of n_r rows; `y` (n_r,) or None; `sample_ids` and `epochs` (n_r,) int64.
+    `x` by feature name, arrays of n_r rows; `y` (n_r,) or None; `sample_ids` and `epochs` (n_r,) int64; `weight` (n_r,)
+    float32 or None.
     """
 
     step: int
@@ -40,6 +41,7 @@ class Batch:
     y: npt.NDArray[Any] | None
     sample_ids: npt.NDArray[np.int64]
     epochs: npt.NDArray[np.int64]
+    weight: npt.NDArray[np.float32] | None = None
 
 
 class RankFeed:
@@ -127,6 +129,7 @@ class RankFeed:
             y=None if encoded.y is None else encoded.y[part],
             sample_ids=encoded.sample_id[part],
             epochs=epochs[part],
+            weight=None if encoded.weight is None else encoded.weight[part],
         )
 
 
@@ -153,6 +156,6 @@ def eval_batches(
 
 
 def _row_bytes(encoder: Encoder) -> int:
-    """Bytes of one encoded row."""
+    """Bytes of one encoded row: its arrays, and at most 28 of label, sample id, epoch and weight."""
     specs = encoder.signature.features.values()
-    return 24 + sum(math.prod(spec.shape) * np.dtype(spec.dtype).itemsize for spec in specs)
+    return 28 + sum(math.prod(spec.shape) * np.dtype(spec.dtype).itemsize for spec in specs)

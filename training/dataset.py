@@ -17,7 +17,8 @@ PREFETCH_BATCHES = 2
 
 
 class FeedPipeline:
-    """Batches first_step..last_step-1 of a feed as `dataset`: (x by feature name, y), x alone without a label.
+    """Batches first_step..last_step-1 of a feed as `dataset`: (x by feature name, y), x alone without a label, and
+    (x, y, weights) where samples have weights.
 
     Whole batches of fixed n_r rows, static shapes. Iterating again begins at `first_step` again. `on_batch` sees each
     batch when it is handed to TensorFlow, in order, from TensorFlow's thread. tf.data turns any exception into one of
@@ -52,8 +53,7 @@ class FeedPipeline:
 
     def _pipeline(self, first_step: int) -> tf.data.Dataset:
         specs = [self._signature.features[name] for name in self._names]
-        if self._signature.label is not None:
-            specs.append(self._signature.label)
+        specs += [spec for spec in (self._signature.label, self._signature.weight) if spec is not None]
         dtypes = [tf.as_dtype(spec.dtype) for spec in specs]
         # range + one numpy_function: from_generator is the same with three Python calls a batch instead of one.
         steps = tf.data.Dataset.range(first_step, self._last_step)
@@ -63,7 +63,7 @@ class FeedPipeline:
             for tensor, spec in zip(tensors, specs, strict=True):
                 tensor.set_shape((self._feed.rows, *spec.shape))
             x = dict(zip(self._names, tensors, strict=False))
-            return x if self._signature.label is None else (x, tensors[-1])
+            return x if self._signature.label is None else (x, *tensors[len(x) :])
 
         options = tf.data.Options()
         # The autotuner of TensorFlow 2.21 holds up the end of each iteration by up to as long as it ran.
@@ -79,7 +79,7 @@ class FeedPipeline:
             self.failure = error
             raise
         arrays = [batch.x[name] for name in self._names]
-        return arrays if batch.y is None else [*arrays, batch.y]
+        return [*arrays, *(array for array in (batch.y, batch.weight) if array is not None)]
 
     def _batch(self, step: int) -> Batch:
         with self._lock:

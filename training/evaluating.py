@@ -111,7 +111,7 @@ class _Scored:
             metric.update_state(np.zeros(1, np.float32), np.zeros((1, columns), np.float32))
             metric.reset_state()
 
-    def update(self, rows: pa.RecordBatch, labels: Any) -> None:
+    def update(self, rows: pa.RecordBatch, labels: Any, weights: Any) -> None:
         predicted: Any = self.baseline.predict(rows, binary=self._binary)
         if self._logits:
             # What the model's metrics and loss expect: log-odds, or logarithms of probabilities.
@@ -121,7 +121,7 @@ class _Scored:
             metric.update_state(labels, predicted)
         if self._loss is not None:
             truth = labels.reshape(-1, 1) if self._binary else labels  # (n,) -> (n, 1) as the model's output
-            self._mean_loss.update_state(self._loss(truth, predicted), sample_weight=len(labels))
+            self._mean_loss.update_state(self._loss(truth, predicted, weights), sample_weight=len(labels))
 
     def result(self, communicator: Any) -> dict[str, Any]:
         """Over all ranks; a rank without rows adds zeros."""
@@ -140,10 +140,11 @@ class _Share:
         self.failure: BaseException | None = None
 
     def dataset(self, signature: Signature) -> tf.data.Dataset:
-        """(x by name, y), uneven last batch; to be gone through once."""
+        """(x by name, y), with weights (x, y, weights); uneven last batch; to be gone through once."""
         specs: Any = {n: tf.TensorSpec((None, *s.shape), s.dtype) for n, s in signature.features.items()}
         if signature.label is not None:
-            specs = (specs, tf.TensorSpec((None, *signature.label.shape), signature.label.dtype))
+            others = [spec for spec in (signature.label, signature.weight) if spec is not None]
+            specs = (specs, *(tf.TensorSpec((None, *spec.shape), spec.dtype) for spec in others))
         options = tf.data.Options()
         options.autotune.enabled = False  # TensorFlow 2.21's holds up the end of an iteration
         return tf.data.Dataset.from_generator(self._generate, output_signature=specs).with_options(options)
@@ -154,8 +155,9 @@ class _Share:
                 labels = batch.y
                 self.samples += len(batch.sample_id)
                 if self._scored is not None and labels is not None:
-                    self._scored.update(self._watched.rows, labels)
-                yield batch.x if labels is None else (batch.x, labels)
+                    self._scored.update(self._watched.rows, labels, batch.weight)
+                others = [array for array in (labels, batch.weight) if array is not None]
+                yield (batch.x, *others) if others else batch.x
         except Exception as error:
             self.failure = error  # TensorFlow repeats only the text; the caller raises this one
             raise

@@ -22,9 +22,9 @@ def build_all(model: keras.Model, signature: Signature, rows: int) -> None:
     """Create every variable that training will need, so that a checkpoint can be loaded before the first step."""
     # Keras has no public way to build metrics and loss; this one is what its JAX and PyTorch trainers use.
     x = {name: np.zeros((rows, *spec.shape), spec.dtype) for name, spec in signature.features.items()}
-    label = signature.label
-    y = None if label is None else np.zeros((rows, *label.shape), label.dtype)
-    model._symbolic_build(data_batch=x if y is None else (x, y))
+    specs = [spec for spec in (signature.label, signature.weight) if spec is not None]
+    others = [np.zeros((rows, *spec.shape), spec.dtype) for spec in specs]
+    model._symbolic_build(data_batch=(x, *others) if others else x)
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
 

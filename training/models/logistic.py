@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import keras
 
@@ -18,7 +19,8 @@ LEARNING_RATE = 0.003
 def logistic(signature: Signature, options: ModelOptions) -> keras.Model:
     """Sigmoid of a weighted sum; inputs by name, any shapes; label (n,) float32 0 or 1. Weights begin at zero.
 
-    Raises ConfigError where the label is not yes or no.
+    Numbers and columns have a weight each. Ids have one weight an id, all in one table, and id 0 has none: the same
+    model as one-hot columns, without the columns. Raises ConfigError where the label is not yes or no.
     """
     label = signature.label
     if label is None or signature.num_classes is not None or label.shape:
@@ -29,10 +31,17 @@ def logistic(signature: Signature, options: ModelOptions) -> keras.Model:
             next_step="Use --label with a condition in the ETL job, or another model.",
         )
     inputs = {name: keras.Input(spec.shape, dtype=spec.dtype, name=name) for name, spec in signature.features.items()}
-    # (n, ...) -> (n, size) each: features of any shape lie side by side
-    flat = [keras.layers.Reshape((math.prod(tensor.shape[1:]),))(tensor) for tensor in inputs.values()]
-    joined = keras.layers.Concatenate()(flat) if len(flat) > 1 else flat[0]
-    output = keras.layers.Dense(1, activation="sigmoid", kernel_initializer="zeros", name="probability")(joined)
+    ids = {name: spec.ids for name, spec in signature.features.items() if spec.ids is not None}
+    numbers = [_flat(tensor) for name, tensor in inputs.items() if name not in ids]
+    joined = keras.layers.Concatenate()(numbers) if len(numbers) > 1 else (numbers or [None])[0]
+    if ids:
+        parts = [_sum_of_ids({name: inputs[name] for name in ids}, ids)]
+        if joined is not None:
+            parts.append(keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros", name="_numbers")(joined))
+        logit = keras.layers.Add()(parts) if len(parts) > 1 else parts[0]
+        output = keras.layers.Activation("sigmoid", name="probability")(logit)
+    else:
+        output = keras.layers.Dense(1, activation="sigmoid", kernel_initializer="zeros", name="probability")(joined)
     model = keras.Model(inputs, output, name="logistic")
     model.compile(
         optimizer=keras.optimizers.Adam(options.learning_rate or LEARNING_RATE),
@@ -45,3 +54,25 @@ def logistic(signature: Signature, options: ModelOptions) -> keras.Model:
         jit_compile=False,
     )
     return model
+
+
+def _flat(tensor: Any) -> Any:
+    """(n, ...) -> (n, size) in floats: features of any shape lie side by side."""
+    flat = keras.layers.Reshape((math.prod(tensor.shape[1:]),))(tensor)
+    return flat if "float" in tensor.dtype else keras.ops.cast(flat, keras.config.floatx())
+
+
+def _sum_of_ids(tensors: dict[str, Any], sizes: dict[str, int]) -> Any:
+    """The weights of all ids of a row, and one that each row has (the bias), added up: (n, k) int64 each -> (n, 1)."""
+    places, counted, start = [], [], 0
+    for name, tensor in tensors.items():
+        places.append(tensor + start)
+        counted.append(keras.ops.cast(tensor > 0, keras.config.floatx()))
+        start += sizes[name]
+    always = keras.ops.zeros_like(places[0][:, :1]) + start
+    places.append(always)
+    counted.append(keras.ops.cast(always > 0, keras.config.floatx()))
+    table = keras.layers.Embedding(start + 1, 1, embeddings_initializer="zeros", name="_ids")
+    # Names that no field can have, since an input and a layer may not share one.
+    weights = keras.ops.squeeze(table(keras.ops.concatenate(places, axis=1)), axis=-1)  # (n, k, 1) -> (n, k)
+    return keras.ops.sum(weights * keras.ops.concatenate(counted, axis=1), axis=1, keepdims=True)

@@ -1,0 +1,89 @@
+"""Sample weights and ids for an embedding, from the shard to the optimizer, at any number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from features.sample_id import sample_id
+from features.schema import Field, Schema, sample_id_field
+from tests.training._threads import final_tensors, run, run_threads
+from tests.training._tiny import write_rows
+from tests.training.test_fit import assert_same
+from training.config import TrainConfig
+from training.evaluate import evaluate
+from training.reader import OpenSplit
+
+pytestmark = pytest.mark.slow
+
+SCHEMA = Schema(
+    (
+        sample_id_field(),
+        Field(
+            name="item",
+            dtype="int64",
+            encoding={"kind": "hash", "buckets": 40, "seed": 42, "output": "index"},
+        ),
+        Field(
+            name="seen",
+            dtype="string",
+            shape=(None,),
+            encoding={"kind": "sequence", "length": 2, "of": {"kind": "hash", "buckets": 9, "seed": 42}},
+        ),
+        Field(name="x", dtype="float64"),
+        Field(name="weight", dtype="float32", kind="weight"),
+        Field(name="label", dtype="bool", kind="label"),
+    )
+)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Half of the rows weigh 3 and have x > 0 as their label; the others weigh nothing and say the opposite."""
+    url = str(tmp_path_factory.mktemp("data") / "weighted")
+    rng = np.random.default_rng(3)
+    count = 130
+    x = rng.standard_normal(count)
+    counts = rng.integers(0, 2, count) == 1
+    seen = [[f"v{n}" for n in rng.integers(0, 5, size)] for size in rng.integers(0, 4, count)]
+    columns = [
+        pa.array([sample_id([str(row).encode()], 0) for row in range(count)], pa.int64()),
+        pa.array(rng.integers(0, 10, count)),
+        pa.array(seen, pa.list_(pa.field("element", pa.string()))),
+        pa.array(x),
+        pa.array(np.where(counts, 3, 0).astype(np.float32)),
+        pa.array((x > 0) == counts),
+    ]
+    rows = pa.RecordBatch.from_arrays(columns, schema=SCHEMA.arrow_schema())
+    write_rows(url, SCHEMA, rows, {"train": 100, "test": 30}, "tfrecord", 2, 8, 0)
+    return url
+
+
+def test_weights_and_ids_are_the_same_at_any_number_of_ranks(dataset: str, tmp_path: Path) -> None:
+    import keras
+
+    results = {}
+    for ranks in (1, 3):
+        options: dict[str, Any] = {"global_batch": 24, "epochs": 3, "launcher": "local", "precision": "float64"}
+        options |= {"learning_rate": 0.1, "num_ranks": ranks, "run": str(tmp_path / str(ranks))}
+        results[ranks] = run(TrainConfig(datasets=(dataset,), model="logistic", **options))
+    mine, other = (final_tensors(str(tmp_path / name)) for name in ("1", "3"))
+    assert_same(mine, other)
+    assert results[1].metrics["loss"] == pytest.approx(results[3].metrics["loss"], rel=1e-9)
+    assert any(value.shape == (41 + 10 + 1, 1) and value.any() for value in mine.values()), "the table of ids"
+
+    told = evaluate(str(tmp_path / "3"), dataset, "test", run_threads, num_ranks=2, batch=7, baseline="majority")
+    split = OpenSplit.at(dataset, "test")
+    rows = split.encoder.encode(split.reader.read_all([split.reader.table.run(i) for i in range(4)]))
+    assert rows.weight is not None and rows.y is not None
+    model = keras.models.load_model(Path(told["model"], "model.keras"))
+    plain = model.evaluate(rows.x, rows.y, sample_weight=rows.weight, batch_size=30, verbose=0, return_dict=True)
+    assert told["metrics"] == pytest.approx(plain, rel=1e-5)
+    kept = rows.weight > 0
+    right = (np.asarray(model.predict(rows.x, verbose=0)).ravel() > 0.5) == rows.y
+    assert right[kept].mean() > 0.8 and right[~kept].mean() < 0.3, "rows without weight taught nothing"
+    assert told["baseline"]["metrics"]["loss"] > told["metrics"]["loss"]
