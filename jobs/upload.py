@@ -1,0 +1,101 @@
+"""Put local files on HDFS, whole or not at all: `python -m jobs.upload --input LOCAL... --output URL`."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = str(Path(__file__).resolve().parent.parent)
+if sys.path[0] != ROOT:
+    sys.path[:1] = [ROOT]
+
+from jobs._cli import JobParser, run_job
+from storage.errors import ConfigError
+from storage.fs import split_url
+from storage.progress import Progress
+from storage.settings import hadoop_settings
+from storage.upload import Outcome, upload
+from storage.upload_plan import find_files
+from storage.webhdfs_address import as_hdfs, as_webhdfs
+
+MAX_PARALLEL = 32
+
+
+def parser() -> JobParser:
+    """The command line."""
+    job = JobParser("upload", __doc__ or "", "upload")
+    told = "files, each put below --output by its name, and folders, whose content is put there with its paths"
+    job.add_argument("--input", nargs="+", required=True, metavar="LOCAL", help=told)
+    job.add_argument(
+        "--output", required=True, metavar="URL", help="a directory, hdfs://... or webhdfs://HOST:PORT/..."
+    )
+    told = "webhdfs (HTTP) or hdfs (HDFS's own protocol); by default what --output begins with"
+    job.add_argument("--via", choices=["webhdfs", "hdfs"], help=told)
+    told = "never (default): a file there with another content ends the job; changed: it is replaced"
+    job.add_argument("--overwrite", choices=["never", "changed"], default="never", help=told)
+    told = f"files sent at a time, up to {MAX_PARALLEL} (default 4)"
+    job.add_argument("--parallel", type=int, default=4, metavar="N", help=told)
+    job.epilog = (
+        "A file has its name only after its content was compared. Run again after an interruption: what is there"
+        " with equal length and digest is not sent again. exit 0: all files are there; 1: HDFS or a file failed;"
+        " 2: the call cannot be right, or a file is there with another content"
+    )
+    return job
+
+
+def main(argv: Sequence[str]) -> int:
+    """Upload; returns the exit code."""
+    args = parser().parse(argv)
+    if not 1 <= args.parallel <= MAX_PARALLEL:
+        raise ConfigError(
+            "--parallel cannot be right",
+            got=str(args.parallel),
+            allowed=f"1 to {MAX_PARALLEL}",
+            next_step="Correct --parallel.",
+        )
+    output = target(args.output, args.via)
+    items = find_files(args.input, output)
+    with Progress("upload", sum(item.size_bytes for item in items), "bytes") as progress:
+        outcomes = upload(
+            items,
+            output,
+            replace=args.overwrite == "changed",
+            parallel=args.parallel,
+            on_bytes=progress.update,
+            on_done=lambda outcome: print(line(outcome), flush=True),
+        )
+    print(summary(outcomes, output))
+    return 0
+
+
+def target(output: str, via: str | None) -> str:
+    """The output's URL for the way that was chosen. Raises ConfigError for what is not on HDFS."""
+    scheme = split_url(output)[0]
+    if scheme not in ("hdfs", "webhdfs"):
+        raise ConfigError(
+            "--output is not on HDFS",
+            got=output,
+            allowed="hdfs://HOST:PORT/PATH, webhdfs://HOST:HTTP_PORT/PATH, or the same with a name service",
+            next_step="Correct --output.",
+        )
+    convert = {"webhdfs": as_webhdfs, "hdfs": as_hdfs}[via or scheme]
+    return convert(output, hadoop_settings())
+
+
+def line(outcome: Outcome) -> str:
+    """What became of one file."""
+    return f"{outcome.done:8} {outcome.item.url}: {outcome.item.size_bytes} bytes, equal by {outcome.compared_by}"
+
+
+def summary(outcomes: Sequence[Outcome], output: str) -> str:
+    """What was done, in a line."""
+    counts = Counter(outcome.done for outcome in outcomes)
+    sent = sum(outcome.item.size_bytes for outcome in outcomes if outcome.done != "there")
+    told = f"{counts['sent']} sent, {counts['replaced']} replaced ({sent} bytes), {counts['there']} already there"
+    return f"{output}: {told}"
+
+
+if __name__ == "__main__":
+    run_job(main)
