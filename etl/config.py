@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Any
 
+from etl.sampling import Sampling
 from etl.shares import parse_share
 from etl.splits import SplitSpec
 from storage.errors import ConfigError
@@ -14,6 +15,7 @@ from storage.layout import FORMATS
 
 DEFAULT_SHARD_BYTES = 128 << 20
 DEFAULT_SPLIT_BYTES = 64 << 20
+WEIGHTS = ("none", "balanced")
 SESSION_S = 1800
 _SIDE = re.compile(r"[0-9]{1,9}")
 DEFAULT_LABEL = (
@@ -24,39 +26,85 @@ DEFAULT_LABEL = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OutputConfig:
-    """What both ETL jobs are told. Raises ConfigError for values that cannot be right."""
+class WriteConfig:
+    """What is told of a dataset to write, whatever its input. Raises ConfigError for values that cannot be right."""
 
-    inputs: tuple[str, ...]
-    """Files or directories (read in order of their names; what begins with `_` or `.` is left out)."""
     output: str
     """The dataset's URL; must not exist."""
     fmt: str = "tfrecord"
     """tfrecord or parquet."""
     split: str = "80/20"
     """See SplitSpec."""
-    max_bad: str = "1%"
-    """The largest share of quarantined records that still counts as a success, as a percentage or a fraction."""
     shard_bytes: int = DEFAULT_SHARD_BYTES
     """Encoded bytes of a shard at most, on average over a split."""
+    row_group_bytes: int | None = None
+    """Bytes of a Parquet row group on average, uncompressed; None for 2 MiB and at least 64 row groups a split."""
     seed: int = 0
     """Seed of the split and of the order of records."""
-    split_bytes: int = DEFAULT_SPLIT_BYTES
-    """Bytes of input that one task reads; never changes the output."""
+    sample: str | None = None
+    """See Sampling: the share of records of common classes to keep; None keeps all."""
+    weights: str = "none"
+    """`balanced` adds a field `weight` with which all classes of the label weigh alike; `none` adds none."""
+    quarantine: str | None = None
+    """Where rejected input goes: None for the dataset's own folder, `none` for nowhere, or a URL that is free."""
+    append_to: str | None = None
+    """URL of the dataset that this one continues; None for a dataset of its own."""
+    clean: bool = False
+    """Whether to remove first what killed jobs left beside the output."""
 
     def __post_init__(self) -> None:
-        _check(len(self.inputs) > 0, "--input", "nothing", "one URL or more")
         _check(self.fmt in FORMATS, "--format", self.fmt, ", ".join(FORMATS))
         _check(self.shard_bytes >= 1, "--shard-bytes", str(self.shard_bytes), "1 or more")
-        _check(self.split_bytes >= 1, "split_bytes", str(self.split_bytes), "1 or more")
         _check(0 <= self.seed < 1 << 63, "--seed", str(self.seed), "0 to 2^63 - 1")
-        SplitSpec.parse(self.split)
-        parse_share(self.max_bad)
+        _check(self.weights in WEIGHTS, "--weights", self.weights, " or ".join(WEIGHTS))
+        if self.row_group_bytes is not None:
+            _check(self.row_group_bytes >= 1, "--row-group-bytes", str(self.row_group_bytes), "1 or more")
+            _check(self.fmt == "parquet", "--row-group-bytes", f"--format {self.fmt}", "--format parquet")
+        _check(self.quarantine is None or bool(self.quarantine), "--quarantine", "nothing", "a URL or none")
+        spec = SplitSpec.parse(self.split)
+        if self.append_to is not None:
+            _check(spec.kind != "time", "--append-to", self.split, "another split: the border in time was the parent's")
+        if self.sample is not None:
+            Sampling.parse(self.sample)
 
     @property
     def split_spec(self) -> SplitSpec:
         """The split, parsed."""
         return SplitSpec.parse(self.split)
+
+    def write_options(self) -> dict[str, Any]:
+        """The arguments of write_dataset that this says."""
+        names = [field.name for field in fields(WriteConfig) if field.name != "output"]
+        return {name: getattr(self, name) for name in names}
+
+    def to_json(self) -> dict[str, Any]:
+        """What the content of the dataset follows from, besides the input and the seed."""
+        return {
+            "format": self.fmt,
+            "split": self.split,
+            "shard_bytes": self.shard_bytes,
+            "row_group_bytes": self.row_group_bytes,
+            "sample": self.sample,
+            "weights": self.weights,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputConfig(WriteConfig):
+    """What the ETL jobs that read files are told. Raises ConfigError for values that cannot be right."""
+
+    inputs: tuple[str, ...]
+    """Files or directories (read in order of their names; what begins with `_` or `.` is left out)."""
+    max_bad: str = "1%"
+    """The largest share of quarantined records that still counts as a success, as a percentage or a fraction."""
+    split_bytes: int = DEFAULT_SPLIT_BYTES
+    """Bytes of input that one task reads; never changes the output."""
+
+    def __post_init__(self) -> None:
+        super(OutputConfig, self).__post_init__()
+        _check(len(self.inputs) > 0, "--input", "nothing", "one URL or more")
+        _check(self.split_bytes >= 1, "split_bytes", str(self.split_bytes), "1 or more")
+        parse_share(self.max_bad)
 
     @property
     def max_bad_share(self) -> Fraction:
@@ -65,7 +113,7 @@ class OutputConfig:
 
     def to_json(self) -> dict[str, Any]:
         """What the content of the dataset follows from, besides the input and the seed."""
-        return {"format": self.fmt, "split": self.split, "max_bad": self.max_bad, "shard_bytes": self.shard_bytes}
+        return {**super(OutputConfig, self).to_json(), "max_bad": self.max_bad}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -52,6 +52,14 @@ class SplitSpec:
         """Whether a record's split follows from itself alone, so that more data never moves it."""
         return self.kind in ("random", "group", "kfold")
 
+    @property
+    def text(self) -> str:
+        """The form that `parse` reads."""
+        shares = "/".join(map(str, self.weights))
+        if self.kind == "kfold":
+            return f"kfold:{len(self.names)}" + ("" if self.column is None else f":{self.column}")
+        return {"given": "given", "random": shares}.get(self.kind, f"{self.kind}:{self.column}:{shares}")
+
     @classmethod
     def parse(cls, text: str) -> SplitSpec:
         """Read `--split`. Raises ConfigError for anything but the forms of ALLOWED."""

@@ -2,47 +2,68 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from etl import VERSION
 from etl import columns as c
+from etl.append import Parent, check_new_ids, open_parent
 from etl.assign import Assign
+from etl.clean import clean as clean_beside
+from etl.config import DEFAULT_SHARD_BYTES, WriteConfig
 from etl.fit import fit_vocabularies
-from etl.leakage import leak_key
+from etl.leakage import check_leakage, leak_key
+from etl.place import move, plan_shards, sizes_of, write_shards
 from etl.quarantine import write_quarantine
-from etl.shards import RESULT_DDL, ShardTable, WriteShards
-from etl.splits import TEST, TRAIN, SplitSpec
-from features.fitted import Vocabulary
-from features.schema import SAMPLE_ID, Schema
+from etl.sampling import Sampling, weight_field
+from etl.settle import settle
+from etl.shards import WriteShards
+from etl.spark_errors import translated
+from etl.splits import SplitSpec
+from etl.staging import Staging
+from etl.table import named_repeats, prepared
+from etl.weighing import class_weights
+from features.schema import Schema
 from storage.canonical import canonical_bytes, sha256_hex
 from storage.errors import ConfigError, DataError, ExistsError
-from storage.fs import FileSystem, absolute, filesystem, join, parent
-from storage.layout import DatasetPaths, fitted_path, index_path, shard_path
-from storage.manifest import Counts, DatasetManifest, FileInfo, ShardInfo, SourceInfo, SplitInfo
-from storage.publish import occupied, publish_directory, write_file
+from storage.fs import absolute, filesystem, join, parent
+from storage.layout import DatasetPaths, fitted_path, split_name
+from storage.manifest import Counts, DatasetManifest, FileInfo, SourceInfo
+from storage.publish import occupied, write_file
 from storage.settings import hadoop_settings
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-BLOCK_BYTES = 2 << 20
-MIN_BLOCKS = 64  # docs/decisions/010-blocks-and-sizes.md
+NOT_KEPT = "none"
+MAX_SPLITS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where a data frame's rows come from, for counts, quarantine and the manifest."""
+    """Where a data frame's rows come from, for counts, quarantine and the manifest; `read` None: as many as it has."""
 
-    sources: tuple[SourceInfo, ...]
-    read: int
+    sources: tuple[SourceInfo, ...] = ()
+    read: int | None = None
     dropped: Mapping[str, int] = field(default_factory=dict)
     quarantined: int = 0
     quarantined_raw_bytes: int = 0
     quarantine: DataFrame | None = None
     created_config: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One call of write_dataset, with all that it says read and checked."""
+
+    config: WriteConfig
+    schema: Schema
+    id_columns: tuple[str, ...]
+    split: SplitSpec
+    origin: Origin
+    parent: Parent | None
 
 
 def refuse_existing(url: str) -> None:
@@ -68,219 +89,181 @@ def write_dataset(
     df: DataFrame,
     url: str,
     *,
-    schema: Schema,
     id_columns: Sequence[str],
-    fmt: str,
-    split: SplitSpec,
-    shard_bytes: int,
-    seed: int,
-    origin: Origin,
+    schema: Schema | None = None,
+    label: str | None = None,
+    fmt: str = "tfrecord",
+    split: SplitSpec | str = "80/20",
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    row_group_bytes: int | None = None,
+    seed: int = 0,
+    sample: str | None = None,
+    weights: str = "none",
+    quarantine: str | None = None,
+    append_to: str | None = None,
+    clean: bool = False,
+    origin: Origin | None = None,
 ) -> DatasetManifest:
-    """Split, order, encode and publish the rows of `df` as the dataset `url`.
+    """Split, order, encode and publish the rows of a data frame as the dataset `url`.
 
-    `df` holds the schema's fields but the sample id, the id columns, `_source` (int), `_position` (bigint), and
-    may hold `_occurrence` (bigint; worked out when missing), `_dropped` (string: why a row is not written) and,
-    for the split `given`, `_split`. Nothing is seen at `url` before all of it is there. Raises ExistsError for an
-    existing output, ConfigError for columns that do not fit, DataError where a split would be empty or two
-    records have one id.
+    `id_columns` name a record; where `df` has no `_source` (int) and `_position` (bigint) that say where a row comes
+    from, they must be unique. `schema` None takes all columns by the rules of etl.table, `label` among them. The other
+    arguments are those of WriteConfig. `df` may hold `_occurrence` (bigint: which repetition of its id columns a row
+    is), `_dropped` (string: why a row is not written) and, for the split `given`, `_split`; it is read more than once
+    and must give the same rows each time. `origin` is what an ETL job says of its input.
+
+    Nothing is seen at `url` before all of it is there. Raises ExistsError for an existing output, ConfigError for
+    arguments and columns that do not fit, DataError where a split would be empty, two records have one id, or a group
+    or time lies on two sides of the split.
     """
-    refuse_existing(url)
-    url = absolute(url)
-    df = _with_occurrence(_checked(df, schema, id_columns, split), id_columns)
+    text = split if isinstance(split, str) else split.text
+    config = WriteConfig(
+        output=absolute(url), fmt=fmt, split=text, shard_bytes=shard_bytes, row_group_bytes=row_group_bytes, seed=seed,
+        sample=sample, weights=weights, quarantine=quarantine, append_to=append_to, clean=clean,
+    )  # fmt: skip
+    spec = config.split_spec
+    refuse_existing(config.output)
+    if quarantine not in (None, NOT_KEPT):
+        refuse_existing(str(quarantine))
+    with translated(df.sparkSession, "writing the dataset"):
+        rows, schema = prepared(df, schema, id_columns, spec, label)
+        weighed = weights == "balanced" and schema.weight is None
+        full = Schema((*schema.fields, weight_field())) if weighed else schema
+        above = None if append_to is None else open_parent(append_to, config, full)
+        job = _Job(config, full, tuple(id_columns), spec, origin or Origin(), above)
+        try:
+            return _written(rows, job, schema if weighed else None)
+        except DataError as error:
+            # Rows without a place cannot be named by it, so equal ids are told by their columns.
+            raise (named_repeats(df, id_columns) if c.POSITION not in df.columns else None) or error from None
+
+
+def _written(df: DataFrame, job: _Job, unweighed: Schema | None) -> DatasetManifest:
+    config, split, schema = job.config, job.split, job.schema
     df = df.withColumn(c.LEAK, leak_key(df, split, schema))
-    assign = Assign(schema, tuple(id_columns), split, seed, fmt)
+    sample = None if config.sample is None else Sampling.parse(config.sample)
+    assign = Assign(schema, job.id_columns, split, config.seed, config.fmt, sample)
+    if unweighed is not None:
+        assign = replace(assign, weights=class_weights(df, unweighed, assign))
     rows = df.mapInArrow(assign, assign.ddl()).persist()
-    fs, paths = filesystem(url), DatasetPaths(url)
-    staging = paths.staging(f"etl-{secrets.token_hex(8)}")
     try:
-        fs.mkdirs(join(staging, ".attempts"))
-        manifest = _build(fs, staging, rows, schema, fmt, shard_bytes, seed, origin)
-        publish_directory(fs, staging, url)
-    except BaseException:
-        fs.discard(staging)
-        raise
+        with Staging(config.output) as staging, ExitStack() as stack:
+            if config.clean:
+                clean_beside(staging.fs, config.output, staging.signed_ms())
+            apart = None
+            if job.origin.quarantine is not None and config.quarantine not in (None, NOT_KEPT):
+                apart = stack.enter_context(Staging(str(config.quarantine), mode=0o700))
+            manifest = _build(staging, settle(rows, split), job, apart)
+            if apart is not None:
+                apart.publish(None)
+            try:
+                staging.publish(manifest.to_bytes())
+            except BaseException:
+                if apart is not None:
+                    apart.withdraw()
+                raise
     finally:
         rows.unpersist()
     return manifest
 
 
-def _build(
-    fs: FileSystem, staging: str, rows: DataFrame, schema: Schema, fmt: str, shard_bytes: int, seed: int, origin: Origin
-) -> DatasetManifest:
-    attempts, paths = join(staging, ".attempts"), DatasetPaths(staging)
-    urls = tuple(source.url for source in origin.sources)
-    sizes, late_drops = _sizes(rows)
-    table = _plan(sizes, shard_bytes, origin)
-    fitted = fit_vocabularies(rows, schema)
-    splits, files = _write_shards(
-        fs, paths, rows, table, WriteShards(schema, fmt, table, attempts, urls, hadoop_settings())
-    )
-    files |= _write_fitted(fs, paths, schema, fitted)
-    if origin.quarantine is not None:
-        files |= _place_quarantine(fs, paths, origin, attempts, urls)
+def _build(staging: Staging, rows: DataFrame, job: _Job, apart: Staging | None) -> DatasetManifest:
+    from pyspark.sql import functions as f
+
+    config, schema, origin, paths = job.config, job.schema, job.origin, DatasetPaths(staging.root)
+    urls = tuple(source.url for source in origin.sources) or ("the data frame",)
+    sizes, late_drops = sizes_of(rows)
     dropped = dict(sorted({**origin.dropped, **late_drops}.items()))
-    written = sum(info.records for info in splits.values())
+    written = sum(count for count, _ in sizes.values())
     counted = written + origin.quarantined + sum(dropped.values())
-    assert origin.read == counted, f"{origin.read} records read, but {counted} accounted for"
-    manifest = DatasetManifest.build(
-        format=fmt,
-        created_by={"version": VERSION, "config": dict(origin.created_config), "seed": seed},
+    read = counted if origin.read is None else origin.read
+    names = _names(job.split, sizes, read, origin.quarantined)
+    kept = rows.where(f.col(c.DROPPED).isNull())
+    leakage = check_leakage(kept, job.split, schema, names)
+    if job.parent is not None:
+        check_new_ids(kept, job.parent)
+    table = plan_shards(
+        sizes, config.shard_bytes, config.row_group_bytes, None if job.parent is None else job.parent.block_records
+    )
+    write = WriteShards(schema, config.fmt, table, staging.attempts, urls, hadoop_settings())
+    splits, files = write_shards(staging.fs, paths, rows, table, write)
+    files |= _write_fitted(staging, rows, job)
+    if apart is not None:
+        _place_quarantine(apart, apart.root, origin, urls)
+    elif origin.quarantine is not None and config.quarantine != NOT_KEPT:
+        files |= _place_quarantine(staging, paths.quarantine, origin, urls)
+    assert read == counted, f"{read} records read, but {counted} accounted for"
+    return DatasetManifest.build(
+        format=config.fmt,
+        created_by={"version": VERSION, "config": _created(job), "seed": config.seed},
         schema=schema.to_json(),
         splits=splits,
         files=files,
-        counts=Counts(origin.read, written, origin.quarantined, dropped),
+        counts=Counts(read, written, origin.quarantined, dropped),
         source=origin.sources,
+        parent=None if job.parent is None else job.parent.to_json(),
+        leakage=leakage.to_json(),
     )
-    fs.delete(attempts, recursive=True)
-    write_file(fs, paths.manifest, manifest.to_bytes())
-    return manifest
 
 
-def _checked(df: DataFrame, schema: Schema, id_columns: Sequence[str], split: SplitSpec) -> DataFrame:
-    """`df` with just the columns that are used. Raises ConfigError for a missing one or one of another type."""
-    have = dict(df.dtypes)
-    wanted = {field.name: c.ddl_type(field) for field in schema if field.name != SAMPLE_ID}
-    wanted |= {c.SOURCE: "int", c.POSITION: "bigint"}
-    wanted |= {c.SPLIT: "string"} if split.given else {}
-    wanted |= {name: have.get(name, "a column") for name in id_columns}
-    if split.column is not None:
-        wanted.setdefault(split.column, have.get(split.column, "a column"))
-    for name, kind in wanted.items():
-        if have.get(name) != kind:
-            raise ConfigError(
-                f"column `{name}` cannot be used",
-                got=have.get(name, "no such column"),
-                allowed=kind,
-                next_step=f"Columns are: {', '.join(have)}.",
-            )
-    optional = [name for name in (c.OCCURRENCE, c.DROPPED) if name in have]
-    return df.select(*wanted, *optional)
+def _created(job: _Job) -> dict[str, Any]:
+    if job.origin.created_config:
+        return dict(job.origin.created_config)
+    return {"job": "write_dataset", "id_columns": list(job.id_columns), **job.config.to_json()}
 
 
-def _with_occurrence(df: DataFrame, id_columns: Sequence[str]) -> DataFrame:
-    if c.OCCURRENCE in df.columns:
-        return df
-    from pyspark.sql import Window
-    from pyspark.sql import functions as f
-
-    order = Window.partitionBy(*id_columns).orderBy(c.SOURCE, c.POSITION)
-    return df.withColumn(c.OCCURRENCE, (f.row_number().over(order) - 1).cast("bigint"))
-
-
-def _sizes(rows: DataFrame) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
-    """(records, encoded bytes) of each split, and how many rows each reason dropped."""
-    from pyspark.sql import functions as f
-
-    found = rows.groupBy(c.SPLIT, c.DROPPED).agg(f.count(f.lit(1)).alias("n"), f.sum(c.BYTES).alias("bytes")).collect()
-    sizes = {row[c.SPLIT]: (row["n"], row["bytes"]) for row in found if row[c.DROPPED] is None}
-    return {name: sizes[name] for name in sorted(sizes)}, {
-        row[c.DROPPED]: row["n"] for row in found if row[c.DROPPED] is not None
-    }
-
-
-def _plan(sizes: Mapping[str, tuple[int, int]], shard_bytes: int, origin: Origin) -> ShardTable:
-    missing = [name for name in (TRAIN, TEST) if name not in sizes]
-    if missing:
-        records = sum(count for count, _ in sizes.values())
+def _names(split: SplitSpec, sizes: Mapping[str, object], read: int, quarantined: int) -> tuple[str, ...]:
+    """The names of all splits in their order. Raises DataError for one without records or one that is no name."""
+    names = split.names or tuple(sizes)
+    missing = [name for name in names if name not in sizes]
+    if missing or not names:
         raise DataError(
             "no record was left to write" if not sizes else f"split {missing[0]} would be empty",
-            got=f"{records} records to write of {origin.read} read ({origin.quarantined} quarantined)",
-            allowed=f"records in each of {', '.join((TRAIN, TEST))}",
+            got=f"{read} records read, {quarantined} quarantined; records in {', '.join(sizes) or 'no split'}",
+            allowed=f"records in each of {', '.join(names) or 'the splits that are given'}",
             next_step="Look at the input and the label; give more input or another --split.",
         )
-    return ShardTable(
-        tuple((name, -(-size // shard_bytes), block_records(count, size)) for name, (count, size) in sizes.items())
-    )
-
-
-def block_records(records: int, encoded_bytes: int) -> int:
-    """Records in a block of a split: 2 MiB on average, but MIN_BLOCKS blocks or more, to have some to permute."""
-    return max(1, min(BLOCK_BYTES * records // max(encoded_bytes, 1), -(-records // MIN_BLOCKS)))
-
-
-def _write_shards(
-    fs: FileSystem, paths: DatasetPaths, rows: DataFrame, table: ShardTable, write: WriteShards
-) -> tuple[dict[str, SplitInfo], dict[str, FileInfo]]:
-    from pyspark.sql import functions as f
-
-    base, shard = 0, None
-    for name, count, _ in table.splits:
-        here = f.col(c.SPLIT) == name
-        number = (_shard_of(count) + base).cast("int")
-        shard = f.when(here, number) if shard is None else shard.when(here, number)
-        base += count
-    assert shard is not None
-    placed = rows.where(f.col(c.DROPPED).isNull()).withColumn(c.SHARD, shard).drop(c.SPLIT, c.DROPPED, c.BYTES)
-    if write.fmt == "tfrecord":
-        placed = placed.select(c.SHARD, c.KEY, c.SOURCE, c.POSITION, c.RECORD, SAMPLE_ID)
-    ordered = placed.repartitionById(table.total, c.SHARD).sortWithinPartitions(c.KEY, SAMPLE_ID)
-    results = sorted(ordered.mapInArrow(write, RESULT_DDL).collect(), key=lambda row: row["shard"])
-    assert [row["shard"] for row in results] == list(range(table.total)), "each partition gives one shard"
-    shards: dict[str, list[ShardInfo]] = {name: [] for name, _, _ in table.splits}
-    files: dict[str, FileInfo] = {}
-    for row in results:
-        name, number, _, _ = table.locate(row["shard"])
-        relative = shard_path(name, number, write.fmt)
-        _move(fs, row["path"], join(paths.root, relative))
-        shards[name].append(
-            ShardInfo(
-                path=relative,
-                records=row["records"],
-                bytes=row["bytes"],
-                sha256=row["sha256"],
-                crc32c=row["crc32c"],
-                footer_sha256=row["footer_sha256"],
-                block_offsets=tuple(row["blocks"]),
-            )
+    if len(names) > MAX_SPLITS:
+        raise DataError(
+            f"column `{c.SPLIT}` names too many splits",
+            got=f"{len(names)}, such as {', '.join(names[:3])}",
+            allowed=f"{MAX_SPLITS} at most",
+            next_step="Name splits such as train and test there.",
         )
-        if row["index_path"] is not None:
-            _move(fs, row["index_path"], paths.index(name, number))
-            files[index_path(name, number)] = FileInfo(row["index_bytes"], row["index_sha256"])
-    return {name: SplitInfo(size, tuple(shards[name])) for name, _, size in table.splits}, files
+    try:
+        return tuple(split_name(name) for name in names)
+    except ConfigError as error:
+        raise DataError(error.what, got=error.got, allowed=error.allowed, next_step="Rename that split.") from None
 
 
-def _shard_of(count: int) -> Any:
-    """floor(key * count / 2^64) in 64-bit SQL arithmetic; the stored key has its sign bit flipped."""
-    from pyspark.sql import functions as f
-
-    key = f.col(c.KEY).bitwiseXOR(f.lit(-(1 << 63)))
-    high, low = f.shiftrightunsigned(key, 32), key.bitwiseAND(f.lit((1 << 32) - 1))
-    return f.shiftrightunsigned(high * count + f.shiftrightunsigned(low * count, 32), 32)
-
-
-def _write_fitted(
-    fs: FileSystem, paths: DatasetPaths, schema: Schema, fitted: Mapping[str, Vocabulary]
-) -> dict[str, FileInfo]:
+def _write_fitted(staging: Staging, rows: DataFrame, job: _Job) -> dict[str, FileInfo]:
+    if job.parent is not None:
+        documents = job.parent.fitted()
+    else:
+        documents = {
+            str(job.schema[name].fitted_file): canonical_bytes(vocabulary.to_json())
+            for name, vocabulary in fit_vocabularies(rows, job.schema).items()
+        }
     files = {}
-    for name, vocabulary in sorted(fitted.items()):
-        encoding = schema[name].encoding
-        assert encoding is not None
-        data = canonical_bytes(vocabulary.to_json())
-        write_file(fs, paths.fitted(encoding["file"]), data)
-        files[fitted_path(encoding["file"])] = FileInfo(len(data), sha256_hex(data))
+    for name, data in sorted(documents.items()):
+        write_file(staging.fs, DatasetPaths(staging.root).fitted(name), data)
+        files[fitted_path(name)] = FileInfo(len(data), sha256_hex(data))
     return files
 
 
-def _place_quarantine(
-    fs: FileSystem, paths: DatasetPaths, origin: Origin, attempts: str, urls: tuple[str, ...]
-) -> dict[str, FileInfo]:
+def _place_quarantine(staging: Staging, folder: str, origin: Origin, urls: tuple[str, ...]) -> dict[str, FileInfo]:
     assert origin.quarantine is not None
-    fs.mkdirs(paths.quarantine, mode=0o700)
+    staging.fs.mkdirs(folder, mode=0o700)
     written = write_quarantine(
         origin.quarantine,
         count=origin.quarantined,
         raw_bytes=origin.quarantined_raw_bytes,
-        attempts=attempts,
+        attempts=staging.attempts,
         source_urls=urls,
     )
     files = {}
     for number, (attempt, info) in enumerate(written):
         name = f"part-{number:05d}.parquet"
-        _move(fs, attempt, join(paths.quarantine, name))
+        move(staging.fs, attempt, join(folder, name))
         files[f"_quarantine/{name}"] = info
     return files
-
-
-def _move(fs: FileSystem, source: str, target: str) -> None:
-    fs.mkdirs(parent(target))
-    fs.rename_new(source, target)

@@ -10,9 +10,10 @@ import pytest
 
 from etl.assign import Assign
 from etl.columns import logical_bytes
+from etl.place import block_records
 from etl.shards import ShardTable
 from etl.splits import SplitSpec
-from etl.write import Origin, block_records, refuse_existing, write_dataset
+from etl.write import Origin, refuse_existing, write_dataset
 from features.schema import Field, Schema, sample_id_field
 from storage.errors import ConfigError, DataError, ExistsError
 from storage.manifest import SourceInfo
@@ -145,7 +146,7 @@ def test_repeated_records_are_numbered(spark: SparkSession, tmp_path: Path) -> N
 @pytest.mark.slow
 def test_columns_that_do_not_fit_are_refused(spark: SparkSession, tmp_path: Path) -> None:
     df = frame(spark, batch([1, 2]))
-    for wrong in (df.drop("n"), df.selectExpr("*", "'x' AS t").drop("key"), df.withColumn("n", df["n"].cast("int"))):
+    for wrong in (df.drop("n"), df.selectExpr("*", "'x' AS t").drop("key"), df.withColumn("n", df["n"].cast("string"))):
         with pytest.raises(ConfigError, match="cannot be used"):
             write(wrong, tmp_path / "out", 2)
     assert not list(tmp_path.iterdir())

@@ -1,0 +1,158 @@
+"""An append: a new dataset that continues another one and fits beside it, without a record of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from etl.config import WriteConfig
+from etl.spark_errors import in_task
+from etl.splits import SplitSpec
+from features.codec.foreign import decode_foreign
+from features.schema import SAMPLE_ID, Schema, sample_id_field
+from storage.errors import ConfigError, DataError
+from storage.fs import absolute, filesystem, join
+from storage.manifest import DatasetManifest, ShardInfo, load_dataset, read_checked
+from storage.parquet_footer import read_published_footer
+from storage.settings import hadoop_settings, set_hadoop_settings
+from storage.tfrecord import read_records
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+MAX_CHAIN = 1000
+BATCH_RECORDS = 4096
+_IDS = pa.schema([(SAMPLE_ID, pa.int64())])
+
+
+@dataclass(frozen=True)
+class Parent:
+    """The dataset that an append names, and those that it continues itself, nearest first."""
+
+    chain: tuple[tuple[str, DatasetManifest], ...]
+
+    @property
+    def block_records(self) -> dict[str, int]:
+        """Records of a block by split: the same in all datasets of a chain, so that one plan covers them."""
+        return {name: split.block_records for name, split in self.chain[0][1].splits.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """The manifest's `parent`."""
+        url, manifest = self.chain[0]
+        return {"url": url, "digest": manifest.digest}
+
+    def fitted(self) -> dict[str, bytes]:
+        """The parent's fitted files by name: an append is encoded as what it continues."""
+        url, manifest = self.chain[0]
+        fs = filesystem(url)
+        listed = {path: info for path, info in manifest.files.items() if path.startswith("_fitted/")}
+        return {path.removeprefix("_fitted/"): read_checked(fs, url, path, info) for path, info in listed.items()}
+
+
+def open_parent(url: str, config: WriteConfig, schema: Schema) -> Parent:
+    """The dataset at `url` and all before it. Raises ConfigError where schema, format, split or seed are not those of
+    the dataset to be made, DataError where one before has changed.
+    """
+    url = absolute(url)
+    chain = [(url, load_dataset(url))]
+    first = chain[0][1]
+    stored = first.created_by["config"].get("split")
+    told = {
+        "schema": (_fields(first.schema), _fields(schema.to_json())),
+        "format": (first.format, config.fmt),
+        "split": (SplitSpec.parse(str(stored)).text, config.split_spec.text),
+        "seed": (first.created_by["seed"], config.seed),
+    }
+    for what, (theirs, ours) in told.items():
+        if theirs != ours:
+            raise ConfigError(
+                f"{url} cannot be continued: its {what} is another one",
+                got=str(ours)[:500],
+                allowed=str(theirs)[:500],
+                next_step=f"Give the same {what}, or make a dataset of its own without --append-to.",
+            )
+    while (above := chain[-1][1].parent) is not None:
+        manifest = load_dataset(above["url"])
+        if manifest.digest != above["digest"] or len(chain) == MAX_CHAIN:
+            raise DataError(
+                f"{above['url']} is not the dataset that {chain[-1][0]} continues",
+                got=f"digest {manifest.digest}",
+                allowed=f"digest {above['digest']}, in a chain of {MAX_CHAIN} at most",
+                next_step="Restore that dataset, or build one from all inputs.",
+            )
+        chain.append((above["url"], manifest))
+    return Parent(tuple(chain))
+
+
+def check_new_ids(rows: DataFrame, parent: Parent) -> None:
+    """Raise DataError where a sample id of `rows` is one of the parent's or of those before it."""
+    shards = tuple(
+        (join(url, shard.path), replace(shard, block_offsets=()))
+        for url, manifest in parent.chain
+        for split in manifest.splits.values()
+        for shard in split.shards
+    )
+    planned = rows.sparkSession.range(0, len(shards), 1, max(1, len(shards)))
+    old = planned.mapInArrow(ReadIds(shards, hadoop_settings()), f"{SAMPLE_ID} bigint")
+    again = rows.select(SAMPLE_ID).join(old, SAMPLE_ID, "left_semi").persist()
+    try:
+        count = again.count()
+        if count:
+            first = [row[SAMPLE_ID] for row in again.orderBy(SAMPLE_ID).limit(2).collect()]
+            raise DataError(
+                f"{count} records are in {parent.chain[0][0]} already, or in what it continues",
+                got=", ".join(f"sample id {sample & (1 << 64) - 1:016x}" for sample in first),
+                allowed="records that are new",
+                next_step="Leave the old input out of --input.",
+            )
+    finally:
+        again.unpersist()
+
+
+@dataclass(frozen=True)
+class ReadIds:
+    """The function for mapInArrow: numbers of `shards` (URL, what the manifest says) in, their sample ids out."""
+
+    shards: tuple[tuple[str, ShardInfo], ...]
+    settings: dict[str, str]
+
+    @in_task
+    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Raises CorruptionError or DataError for a shard that is damaged."""
+        set_hadoop_settings(self.settings)
+        for batch in batches:
+            for number in batch.column("id").to_pylist():
+                yield from ids_of(*self.shards[number])
+
+
+def ids_of(url: str, shard: ShardInfo) -> Iterator[pa.RecordBatch]:
+    """The sample ids of a shard, in batches with the one column `sample_id`."""
+    fs = filesystem(url)
+    with fs.open_read(url) as file:
+        if shard.footer_sha256 is not None:
+            footer = pq.read_metadata(pa.BufferReader(read_published_footer(fs, url, shard)))
+            reader = pq.ParquetFile(file, metadata=footer, page_checksum_verification=True)
+            for batch in reader.iter_batches(columns=[SAMPLE_ID]):
+                yield pa.RecordBatch.from_arrays([batch.column(SAMPLE_ID)], schema=_IDS)
+            return
+        records: list[bytes] = []
+        for record in read_records(file, file=url):
+            records.append(record)
+            if len(records) == BATCH_RECORDS:
+                yield _decoded(records)
+                records = []
+        if records:
+            yield _decoded(records)
+
+
+def _decoded(records: list[bytes]) -> pa.RecordBatch:
+    ids = decode_foreign((sample_id_field(),), records).column(SAMPLE_ID)
+    return pa.RecordBatch.from_arrays([ids], schema=_IDS)
+
+
+def _fields(schema: Any) -> str:
+    return ", ".join(map(str, schema["fields"]))

@@ -1,0 +1,87 @@
+"""What killed jobs left beside an output: found by its sign and its age, removed whole; nothing else is touched."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+
+from etl.staging import KIND, SIGN_NAME
+from storage.errors import DataError, ExistsError, NotFoundError
+from storage.fs import FileStat, FileSystem, absolute, join, parent
+from storage.layout import MANIFEST_NAME
+from storage.manifest import DatasetManifest
+from storage.sealed import unseal_as
+
+log = logging.getLogger(__name__)
+
+# A job signs every 30 s. Twenty signs missed is longer than a NameNode's failover or a paused JVM.
+DEAD_AFTER_S = 600.0
+_FOLDER = re.compile(r"_staging-(?P<job>etl-[0-9a-f]{16})(?P<dead>[.]dead)?")
+_DEAD = ".dead"
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """A staging folder whose job is gone: its URL, the output it was for ("" where only the manifest is left), and
+    for how many seconds it has not been signed.
+    """
+
+    url: str
+    output: str
+    silent_s: float
+
+
+def leftovers(fs: FileSystem, output: str, now_ms: int, dead_after_s: float = DEAD_AFTER_S) -> list[Leftover]:
+    """What lies beside `output` in a folder of the name and with the sign of an ETL job, unsigned for `dead_after_s`
+    seconds. `now_ms` is the time by the clock of that file system.
+    """
+    folder = parent(absolute(output))
+    found = []
+    for entry in fs.list(folder) if fs.exists(folder) else []:
+        if not entry.is_dir or entry.is_special:
+            continue
+        named = _FOLDER.fullmatch(entry.name)
+        signed = named and _signed(fs, entry, named["job"])
+        if signed and now_ms - signed[1] >= dead_after_s * 1000:
+            found.append(Leftover(entry.url, signed[0], (now_ms - signed[1]) / 1000))
+    return found
+
+
+def clean(fs: FileSystem, output: str, now_ms: int, dead_after_s: float = DEAD_AFTER_S) -> list[Leftover]:
+    """Remove the leftovers beside `output` and say which; returns those removed.
+
+    Each is renamed first: should its job live after all, it loses the folder at one moment and ends with an error,
+    and publishes nothing.
+    """
+    removed = []
+    for item in leftovers(fs, output, now_ms, dead_after_s):
+        url = item.url if item.url.endswith(_DEAD) else item.url + _DEAD
+        try:
+            if url != item.url:
+                fs.rename_new(item.url, url)
+            gone = fs.delete(url, recursive=True)
+        except (NotFoundError, ExistsError):
+            continue  # another job cleans too
+        if gone:
+            log.warning("clean: removed %s (for %s, unsigned for %.0f s)", item.url, item.output, item.silent_s)
+            removed.append(item)
+    return removed
+
+
+def _signed(fs: FileSystem, folder: FileStat, job: str) -> tuple[str, int] | None:
+    """The output that a folder's sign names and when it was signed (ms); None for a folder that is not ours.
+
+    A job's last steps are manifest, removal of the sign, rename: a folder without a sign but with a whole manifest of
+    ours is such a one.
+    """
+    sign, manifest = join(folder.url, SIGN_NAME), join(folder.url, MANIFEST_NAME)
+    try:
+        if fs.exists(sign):
+            found = unseal_as(KIND, fs.read_bytes(sign), sign)
+            good = found.get("job") == job and isinstance(found.get("output"), str)
+            return (found["output"], fs.stat(sign).mtime_ms) if good else None
+        DatasetManifest.from_bytes(fs.read_bytes(manifest), manifest)
+        return "", fs.stat(manifest).mtime_ms
+    except (NotFoundError, DataError):
+        return None

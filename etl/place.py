@@ -1,0 +1,111 @@
+"""From rows in memory to shards at their places: how many there are, which row is in which, and what they came to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from etl import columns as c
+from etl.shards import RESULT_DDL, ShardTable, WriteShards
+from features.schema import SAMPLE_ID
+from storage.fs import FileSystem, join, parent
+from storage.layout import DatasetPaths, index_path, shard_path
+from storage.manifest import FileInfo, ShardInfo, SplitInfo
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+BLOCK_BYTES = 2 << 20
+MIN_BLOCKS = 64  # docs/decisions/010-blocks-and-sizes.md
+
+
+def sizes_of(rows: DataFrame) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
+    """(records, encoded bytes) of each split, and how many rows each reason dropped."""
+    from pyspark.sql import functions as f
+
+    found = rows.groupBy(c.SPLIT, c.DROPPED).agg(f.count(f.lit(1)).alias("n"), f.sum(c.BYTES).alias("bytes")).collect()
+    sizes = {row[c.SPLIT]: (row["n"], row["bytes"]) for row in found if row[c.DROPPED] is None}
+    return {name: sizes[name] for name in sorted(sizes)}, {
+        row[c.DROPPED]: row["n"] for row in found if row[c.DROPPED] is not None
+    }
+
+
+def plan_shards(
+    sizes: Mapping[str, tuple[int, int]],
+    shard_bytes: int,
+    row_group_bytes: int | None = None,
+    blocks: Mapping[str, int] | None = None,
+) -> ShardTable:
+    """The shards of each split from its (records, encoded bytes).
+
+    `row_group_bytes` is the size of a block on average where it is asked for; `blocks` has the records of a block where
+    they are settled already: an append takes them from its parent.
+    """
+    records = {
+        name: block_records(count, size) if row_group_bytes is None else max(1, row_group_bytes * count // max(size, 1))
+        for name, (count, size) in sizes.items()
+    }
+    records |= {name: n for name, n in (blocks or {}).items() if name in sizes}
+    return ShardTable(tuple((name, -(-size // shard_bytes), records[name]) for name, (_, size) in sizes.items()))
+
+
+def block_records(records: int, encoded_bytes: int) -> int:
+    """Records in a block of a split: 2 MiB on average, but MIN_BLOCKS blocks or more, to have some to permute."""
+    return max(1, min(BLOCK_BYTES * records // max(encoded_bytes, 1), -(-records // MIN_BLOCKS)))
+
+
+def write_shards(
+    fs: FileSystem, paths: DatasetPaths, rows: DataFrame, table: ShardTable, write: WriteShards
+) -> tuple[dict[str, SplitInfo], dict[str, FileInfo]]:
+    """Write the rows that are not dropped and move each shard and index to its place below `paths.root`."""
+    from pyspark.sql import functions as f
+
+    base, shard = 0, None
+    for name, count, _ in table.splits:
+        here = f.col(c.SPLIT) == name
+        number = (_shard_of(count) + base).cast("int")
+        shard = f.when(here, number) if shard is None else shard.when(here, number)
+        base += count
+    assert shard is not None
+    placed = rows.where(f.col(c.DROPPED).isNull()).withColumn(c.SHARD, shard).drop(c.SPLIT, c.DROPPED, c.BYTES, c.LEAK)
+    if write.fmt == "tfrecord":
+        placed = placed.select(c.SHARD, c.KEY, c.SOURCE, c.POSITION, c.RECORD, SAMPLE_ID)
+    ordered = placed.repartitionById(table.total, c.SHARD).sortWithinPartitions(c.KEY, SAMPLE_ID)
+    results = sorted(ordered.mapInArrow(write, RESULT_DDL).collect(), key=lambda row: row["shard"])
+    assert [row["shard"] for row in results] == list(range(table.total)), "each partition gives one shard"
+    shards: dict[str, list[ShardInfo]] = {name: [] for name, _, _ in table.splits}
+    files: dict[str, FileInfo] = {}
+    for row in results:
+        name, number, _, _ = table.locate(row["shard"])
+        relative = shard_path(name, number, write.fmt)
+        move(fs, row["path"], join(paths.root, relative))
+        shards[name].append(
+            ShardInfo(
+                path=relative,
+                records=row["records"],
+                bytes=row["bytes"],
+                sha256=row["sha256"],
+                crc32c=row["crc32c"],
+                footer_sha256=row["footer_sha256"],
+                block_offsets=tuple(row["blocks"]),
+            )
+        )
+        if row["index_path"] is not None:
+            move(fs, row["index_path"], paths.index(name, number))
+            files[index_path(name, number)] = FileInfo(row["index_bytes"], row["index_sha256"])
+    return {name: SplitInfo(size, tuple(shards[name])) for name, _, size in table.splits}, files
+
+
+def _shard_of(count: int) -> Any:
+    """floor(key * count / 2^64) in 64-bit SQL arithmetic; the stored key has its sign bit flipped."""
+    from pyspark.sql import functions as f
+
+    key = f.col(c.KEY).bitwiseXOR(f.lit(-(1 << 63)))
+    high, low = f.shiftrightunsigned(key, 32), key.bitwiseAND(f.lit((1 << 32) - 1))
+    return f.shiftrightunsigned(high * count + f.shiftrightunsigned(low * count, 32), 32)
+
+
+def move(fs: FileSystem, source: str, target: str) -> None:
+    """Give what a task wrote its place, in a folder that may not be there yet."""
+    fs.mkdirs(parent(target))
+    fs.rename_new(source, target)

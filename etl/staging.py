@@ -1,0 +1,124 @@
+"""The folder in which a dataset is built: signed by its job, kept alive, published by one rename or removed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+from types import TracebackType
+from typing import Any, Self
+
+from storage.errors import LockstepError, NotFoundError, StorageError
+from storage.fs import FileSystem, absolute, filesystem, join
+from storage.layout import DatasetPaths
+from storage.publish import publish_directory, write_file
+from storage.sealed import seal, unseal_as
+
+log = logging.getLogger(__name__)
+
+SIGN_NAME = "_job.json"
+KIND = "etl-staging"
+BEAT_S = 30.0
+
+
+class Staging:
+    """A signed folder beside the dataset `url`, from `with` to its end; `publish` gives it the dataset's name.
+
+    The sign names the job and is written anew every `beat_s` seconds, so that a folder whose sign is old is known to
+    belong to nobody (etl.clean). Without `publish` the folder is removed at the end, whatever ended the block.
+    """
+
+    def __init__(self, url: str, beat_s: float = BEAT_S, mode: int = 0o755) -> None:
+        self.url = absolute(url)
+        self.fs: FileSystem = filesystem(self.url)
+        self.job = f"etl-{secrets.token_hex(8)}"
+        self.root = DatasetPaths(self.url).staging(self.job)
+        self.attempts = join(self.root, ".attempts")
+        """Where tasks put what the driver moves."""
+        self._sign = join(self.root, SIGN_NAME)
+        self._beat_s, self._mode, self._beats, self._published = beat_s, mode, 0, False
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="lockstep-staging", daemon=True)
+
+    def __enter__(self) -> Self:
+        try:
+            self.fs.mkdirs(self.root, mode=self._mode)
+            self._write()
+            self.fs.mkdirs(self.attempts)
+        except BaseException:
+            self.fs.discard(self.root)
+            raise
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+        if not self._published:
+            self.fs.discard(self.root)
+
+    def publish(self, manifest: bytes | None) -> None:
+        """Write the manifest (if there is to be one), last of all, and rename the folder.
+
+        Raises ExistsError where the name is taken, and StorageError where the folder was taken away in the meantime.
+        """
+        self._stop()
+        self.fs.delete(self.attempts, recursive=True)
+        self._check()
+        if manifest is not None:
+            write_file(self.fs, DatasetPaths(self.root).manifest, manifest)
+        self._check()  # a folder that was removed between would now hold a manifest and nothing else
+        self.fs.delete(self._sign)
+        publish_directory(self.fs, self.root, self.url)
+        self._published = True
+
+    def withdraw(self) -> None:
+        """Remove what `publish` published: the job failed after all."""
+        if self._published:
+            self.fs.discard(self.url)
+
+    def signed_ms(self) -> int:
+        """When the sign was last written, in the file system's own time."""
+        return self.fs.stat(self._sign).mtime_ms
+
+    def _stop(self) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _keep(self) -> None:
+        while not self._ended.wait(self._beat_s):
+            try:
+                self._check()
+                self._write()
+            except LockstepError as error:  # the job itself meets the same storage, and raises
+                log.warning("the sign of %s was not rewritten: %s", self.root, error.what)
+
+    def _check(self) -> None:
+        try:
+            sign: dict[str, Any] | None = unseal_as(KIND, self.fs.read_bytes(self._sign), self._sign)
+        except NotFoundError:
+            sign = None
+        if sign is None or sign.get("job") != self.job:
+            raise StorageError(
+                f"{self.root} was taken from this job",
+                got="no sign of this job in it",
+                allowed="a folder that nobody else touches",
+                next_step="Run the job again; --clean of another job removes what has not been signed for a while.",
+            )
+
+    def _write(self) -> None:
+        self._beats += 1
+        sign = {
+            "kind": KIND,
+            "format_version": 1,
+            "job": self.job,
+            "output": self.url,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "beats": self._beats,
+        }
+        write_file(self.fs, self._sign, seal(sign), exclusive=False)

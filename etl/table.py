@@ -1,0 +1,167 @@
+"""Any data frame as rows of the writer: its columns' types as fields, by rules that narrow nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from etl import columns as c
+from etl.splits import SplitSpec
+from features.schema import SAMPLE_ID, Field, Schema, sample_id_field
+from storage.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame
+
+DTYPES = {
+    "boolean": "bool",
+    "tinyint": "int64",
+    "smallint": "int64",
+    "int": "int64",
+    "bigint": "int64",
+    "float": "float32",
+    "double": "float64",
+    "string": "string",
+    "binary": "bytes",
+}
+# Casts that keep each value, whatever it is.
+_WIDER = {"bigint": ("tinyint", "smallint", "int"), "double": ("float",)}
+_INSTEAD = {
+    "decimal": "CAST({0} AS STRING) keeps each digit, CAST({0} AS DOUBLE) the nearest number",
+    "timestamp": "unix_micros({0}), or unix_seconds({0})",
+    "timestamp_ntz": "unix_micros(to_utc_timestamp({0}, 'ZONE'))",
+    "date": "unix_date({0})",
+    "struct": "its parts, such as {0}.part",
+    "map": "map_values({0}), or single keys of it",
+}
+_OWN = (c.SOURCE, c.POSITION, c.OCCURRENCE, c.SPLIT, c.DROPPED)
+_NESTED = ("array", "struct", "map", "variant")
+MAX_NAMED = 2
+
+
+def infer_schema(df: DataFrame, label: str | None = None, exclude: Sequence[str] = ()) -> Schema:
+    """A schema of all columns of `df` but the writer's own and those that `exclude` names, by DTYPES; lists of those
+    types are lists. A column that may be null is a nullable field; a list and the label must not be.
+
+    Raises ConfigError for a type without a rule, naming what to do, and for a name that no field can have.
+    """
+    have = dict(df.dtypes)
+    for name in (*exclude, *(() if label is None else (label,))):
+        if name not in have:
+            raise _cannot(name, "no such column", f"one of {', '.join(have)}", "Correct the name.")
+    nullable = {field.name: field.nullable for field in df.schema.fields}
+    fields = [sample_id_field()]
+    for name, kind in have.items():
+        if name in _OWN or name in exclude:
+            continue
+        if name in (SAMPLE_ID, "split") or name.startswith("_"):
+            taken = f"not {SAMPLE_ID} or split, which a dataset has itself, and no `_` first"
+            raise _cannot(name, "its name", taken, "Rename it in a query, or exclude it.")
+        item, is_list = _item(kind)
+        if item not in DTYPES:
+            way = _INSTEAD.get(kind.partition("(")[0].partition("<")[0], "a column of one of those types").format(name)
+            raise _cannot(name, kind, f"{', '.join(DTYPES)} and lists of them", f"Use {way} in a query, or exclude it.")
+        is_label = name == label
+        fields.append(
+            Field(
+                name=name,
+                dtype=DTYPES[item],
+                shape=(None,) if is_list else (),
+                kind="label" if is_label else "feature",
+                nullable=nullable[name] and not is_list and not is_label,
+            )
+        )
+    return Schema(tuple(fields))
+
+
+def prepared(
+    df: DataFrame, schema: Schema | None, id_columns: Sequence[str], split: SplitSpec, label: str | None
+) -> tuple[DataFrame, Schema]:
+    """`df` with just the columns that the writer uses, each of its type, and the schema, inferred where it is None.
+
+    Without `_source` and `_position` all rows are taken to come from one place, and their ids to be unique. Raises
+    ConfigError for a missing column or one of another type.
+    """
+    from pyspark.sql import functions as f
+
+    if schema is None:
+        schema = infer_schema(df, label)
+    elif label is not None and (schema.label is None or schema.label.name != label):
+        got = "none" if schema.label is None else schema.label.name
+        raise ConfigError(
+            f"the schema's label is not `{label}`", got=got, allowed=label, next_step="Declare it so, or leave one out."
+        )
+    if not id_columns:
+        raise ConfigError("no id columns", got="none", allowed="one or more", next_step="Name what tells rows apart.")
+    have = dict(df.dtypes)
+    wanted = {field.name: c.ddl_type(field) for field in schema if field.name != SAMPLE_ID}
+    placed = c.SOURCE in have or c.POSITION in have
+    wanted |= {c.SOURCE: "int", c.POSITION: "bigint"} if placed else {}
+    wanted |= {c.SPLIT: "string"} if split.given else {}
+    for name in (*id_columns, *(() if split.column is None else (split.column,))):
+        wanted.setdefault(name, have.get(name, "a column"))
+        if wanted[name].partition("<")[0] in _NESTED:
+            raise _cannot(name, wanted[name], "a number, text, bytes, boolean, date or time", "Name another column.")
+    columns = [_as(name, have.get(name), kind, have) for name, kind in wanted.items()]
+    columns += [f.col(name) for name in (c.OCCURRENCE, c.DROPPED) if name in have]
+    if placed:
+        return _with_occurrence(df.select(*columns), id_columns), schema
+    own = {c.SOURCE: "int", c.POSITION: "bigint"} | ({} if c.OCCURRENCE in have else {c.OCCURRENCE: "bigint"})
+    return df.select(*columns, *(f.lit(0).cast(kind).alias(name) for name, kind in own.items())), schema
+
+
+def named_repeats(df: DataFrame, id_columns: Sequence[str]) -> DataError | None:
+    """The error that names ids which several rows of `df` have, or None."""
+    from pyspark.sql import functions as f
+
+    kept = df.where(f.col(c.DROPPED).isNull()) if c.DROPPED in df.columns else df
+    ids = [quoted(name) for name in id_columns]
+    found = kept.groupBy(*ids).agg(f.count(f.lit(1)).alias("_rows")).where("_rows > 1").orderBy(*ids)
+    rows = found.limit(MAX_NAMED).collect()
+    if not rows:
+        return None
+    told = (", ".join(f"{name} = {row[name]!r}" for name in id_columns) + f" in {row['_rows']} rows" for row in rows)
+    return DataError(
+        "rows have the same id columns",
+        got="; ".join(told),
+        allowed=f"{', '.join(id_columns)} unique, since the rows of a table have no order to number them by",
+        next_step="Name more id columns, or take each row only once (SELECT DISTINCT).",
+    )
+
+
+def quoted(name: str) -> str:
+    """A column's name as Spark reads it whole, dots and all."""
+    return "`" + name.replace("`", "``") + "`"
+
+
+def _as(name: str, got: str | None, kind: str, have: dict[str, str]) -> Column:
+    """The column `name`, widened to `kind` if that keeps each value."""
+    from pyspark.sql import functions as f
+
+    column = f.col(quoted(name))
+    if got == kind:
+        # A moment as a number: as text it would depend on the session's time zone.
+        return f.unix_micros(column).alias(name) if kind == "timestamp" else column
+    (had, had_list), (item, is_list) = _item(got or ""), _item(kind)
+    if had_list == is_list and had in _WIDER.get(item, ()):
+        return column.cast(kind).alias(name)
+    raise _cannot(name, got or "no such column", kind, f"Columns are: {', '.join(have)}.")
+
+
+def _item(kind: str) -> tuple[str, bool]:
+    is_list = kind.startswith("array<") and kind.endswith(">")
+    return (kind[6:-1], True) if is_list else (kind, False)
+
+
+def _with_occurrence(df: DataFrame, id_columns: Sequence[str]) -> DataFrame:
+    if c.OCCURRENCE in df.columns:
+        return df
+    from pyspark.sql import Window
+    from pyspark.sql import functions as f
+
+    order = Window.partitionBy(*map(quoted, id_columns)).orderBy(c.SOURCE, c.POSITION)
+    return df.withColumn(c.OCCURRENCE, (f.row_number().over(order) - 1).cast("bigint"))
+
+
+def _cannot(name: str, got: str, allowed: str, next_step: str) -> ConfigError:
+    return ConfigError(f"column `{name}` cannot be used", got=got, allowed=allowed, next_step=next_step)
