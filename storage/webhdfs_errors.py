@@ -43,7 +43,7 @@ def translate(error: BaseException, *, verb: str, place: str, whom: str) -> Lock
             allowed="host names that resolve",
             next_step="Check the host in the URL; a DataNode's name must resolve here too.",
         )
-    if isinstance(error, (KeyError, TypeError)) or (isinstance(error, ValueError) and not isinstance(error, OSError)):
+    if isinstance(error, (KeyError, TypeError, ValueError)):  # also what requests raises for a body that is no JSON
         return _no_webhdfs(what, text)
     unheard = any(mark in text for mark in ("NewConnectionError", "ConnectTimeoutError"))
     kind = RetryableStorageError if unheard else LostAnswerError

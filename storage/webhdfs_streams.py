@@ -64,6 +64,14 @@ class WebHdfsRaw(io.RawIOBase):
         self._position += length
         return length
 
+    def readall(self) -> bytes:
+        # What RawIOBase does for `read()` of a buffered reader is to ask for 8 KiB at a time.
+        pieces = []
+        while self._position < self._size:
+            pieces.append(self.read_at(self._position, min(self._size - self._position, 2 * READ_BUFFER_BYTES)))
+            self._position += len(pieces[-1])
+        return b"".join(pieces)
+
     def read_at(self, offset: int, length: int) -> bytes:
         """Exactly `length` bytes from `offset`. Raises CorruptionError where the file has fewer."""
         try:

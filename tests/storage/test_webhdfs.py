@@ -1,0 +1,243 @@
+"""WebHDFS against servers that refuse, break off, freeze or lose their answers; no Hadoop is needed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from storage.errors import ConfigError, ExistsError, LockstepError, NotFoundError, RetryableStorageError, StorageError
+from storage.fs import filesystem
+from storage.publish import write_file
+from storage.settings import DEFAULTS
+from storage.webhdfs import WebHdfsFileSystem
+from storage.webhdfs_address import as_hdfs, as_webhdfs, http_addresses
+from tests.storage.fake_webhdfs import FakeWebHdfs, gone, refusing, serving, silent
+
+QUICK = DEFAULTS | {
+    "lockstep.storage.call-deadline-s": "0.5",
+    "lockstep.storage.data-deadline-s": "1",
+    "lockstep.storage.give-up-s": "3",
+}
+SERVICE = {
+    "dfs.ha.namenodes.ns1": "nn1,nn2",
+    "dfs.namenode.http-address.ns1.nn1": "a:9870",
+    "dfs.namenode.http-address.ns1.nn2": "b:9870",
+    "dfs.namenode.rpc-address.ns1.nn1": "a:8020",
+    "dfs.namenode.rpc-address.ns1.nn2": "b:8020",
+}
+SINGLE = {"dfs.namenode.http-address": "c:9870", "dfs.namenode.rpc-address": "c:8020", "fs.defaultFS": "hdfs://c:8020"}
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeWebHdfs]:
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture
+def fs(fake: FakeWebHdfs) -> WebHdfsFileSystem:
+    return WebHdfsFileSystem(fake.address, QUICK, user="me", token=None)
+
+
+def url(name: str) -> str:
+    return f"webhdfs://nn:1/{name}"
+
+
+def test_a_rename_whose_answer_is_lost_has_happened_once(fs: WebHdfsFileSystem, fake: FakeWebHdfs) -> None:
+    fake.files["/a"] = b"mine"
+    fake.after["RENAME"] = [gone]
+    fs.rename_new(url("a"), url("b"))
+    assert fake.files == {"/b": b"mine"} and fake.count("RENAME") == 2
+
+
+def test_a_rename_onto_a_file_of_others_is_refused_also_at_the_second_attempt(
+    fs: WebHdfsFileSystem, fake: FakeWebHdfs
+) -> None:
+    fake.files |= {"/a": b"mine", "/b": b"theirs"}
+    fake.before["RENAME"] = [gone]
+    with pytest.raises(ExistsError):
+        fs.rename_new(url("a"), url("b"))
+    assert fake.files == {"/a": b"mine", "/b": b"theirs"}
+
+
+def test_a_server_with_the_old_rename_is_told(fs: WebHdfsFileSystem, fake: FakeWebHdfs) -> None:
+    """HttpFS knows no renameoptions: its rename moves into a directory that has the target's name."""
+    fake.files["/a"] = b"x"
+    fake.before["RENAME"] = [lambda handler: bool(handler.tell({"boolean": True})) or True]
+    with pytest.raises(StorageError, match="does not know renames that refuse"):
+        fs.rename_new(url("a"), url("b"))
+
+
+@pytest.mark.parametrize("fault", [gone, silent(0.8)], ids=["broken", "frozen"])
+def test_a_create_without_an_answer_is_not_repeated_under_its_name(
+    fs: WebHdfsFileSystem, fake: FakeWebHdfs, fault: Any
+) -> None:
+    """It may happen late, and would then empty what a second one has written; write_file takes another name."""
+    fake.before["CREATE data"] = [fault]
+    with pytest.raises(RetryableStorageError, match="may still happen"):
+        fs.create(url("a"))
+    assert fake.count("CREATE data") == 1
+    fake.after["CREATE data"] = [gone]
+    write_file(fs, url("b"), b"data")
+    assert fake.files["/b"] == b"data" and fake.count("CREATE data") == 3
+
+
+def test_a_create_that_was_refused_or_never_sent_is_repeated(fs: WebHdfsFileSystem, fake: FakeWebHdfs) -> None:
+    fake.before["CREATE"] = [refusing("RetriableException", "in safe mode")]
+    fake.before["CREATE data"] = [refusing("SafeModeException")]
+    with fs.create(url("a")) as writer:
+        writer.write(b"x")
+    assert fake.files == {"/a": b"x"}
+
+
+def test_a_deletion_whose_answer_is_lost_has_happened(fs: WebHdfsFileSystem, fake: FakeWebHdfs) -> None:
+    fake.files["/a"] = b"x"
+    fake.after["DELETE"] = [gone]
+    assert fs.delete(url("a")) is True
+    assert fs.delete(url("a")) is False
+
+
+def test_a_read_that_breaks_goes_on_where_it_was(fs: WebHdfsFileSystem, fake: FakeWebHdfs) -> None:
+    data = bytes(range(256)) * 40_000
+
+    def half(handler: Any) -> bool:
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(len(data)))
+        handler.end_headers()
+        handler.wfile.write(data[: 5 << 20])  # the second of the reader's pieces breaks off
+        return gone(handler)
+
+    fake.files["/a"] = data
+    fake.before["OPEN data"] = [half]
+    with fs.open_read(url("a")) as file:
+        assert file.read(1 << 20) + file.read() == data
+    assert [asked["offset"] for name, asked in fake.asked if name == "OPEN"] == ["0", str(4 << 20)]
+
+
+def test_a_write_that_breaks_is_written_anew_under_another_name(fs: WebHdfsFileSystem, fake: FakeWebHdfs) -> None:
+    """A DataNode that loses its client closes the file as it is: a whole file to every reader, and too short."""
+
+    def cut(handler: Any) -> bool:
+        fake.files["/half"] = b"12"
+        return gone(handler)
+
+    fake.before["APPEND data"] = [cut]
+    write_file(fs, url("a"), b"1234")
+    assert fake.files["/a"] == b"1234" and fake.count("CREATE data") == 2
+    fake.after["APPEND data"] = [lambda handler: bool(fake.files.update({"/c": b"12"}))]
+    with pytest.raises(StorageError, match="another length"), fs.create(url("c")) as writer:
+        writer.write(b"1234")
+
+
+def test_a_frozen_server_ends_at_the_deadline(fs: WebHdfsFileSystem, fake: FakeWebHdfs) -> None:
+    fake.before["GETFILESTATUS"] = [silent(1.0)] * 10
+    start = time.monotonic()
+    with pytest.raises(StorageError, match=fake.address) as caught:
+        fs.stat(url("a"))
+    assert time.monotonic() - start < 5
+    assert caught.value.got and caught.value.allowed and caught.value.next_step
+
+
+def test_the_second_namenode_serves_where_the_first_does_not(fake: FakeWebHdfs) -> None:
+    """Dead at first, then standby: both in one attempt."""
+    with serving() as standby:
+        for first in ("127.0.0.1:9", standby.address):
+            standby.before["GETFILESTATUS"] = [refusing("StandbyException", "Operation category READ")]
+            both = WebHdfsFileSystem(f"{first},{fake.address}", QUICK, user="me", token=None)
+            assert both.stat("webhdfs://x:1,y:2/").is_dir
+            assert first in both.whom and fake.address in both.whom
+    standby_only = WebHdfsFileSystem(f"{fake.address}", QUICK, user="me", token=None)
+    fake.before["GETFILESTATUS"] = [refusing("StandbyException")] * 2  # a failover takes some seconds
+    assert standby_only.stat(url("")).is_dir
+
+
+def test_a_token_is_sent_and_never_told(fake: FakeWebHdfs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_WEBHDFS_TOKEN", "s3cr3t")
+    monkeypatch.setenv("LOCKSTEP_STORAGE_GIVE_UP_S", "0.3")
+    here = f"webhdfs://{fake.address}/a"
+    with pytest.raises(NotFoundError):
+        filesystem(here).stat(here)
+    asked = fake.asked[0][1]
+    assert asked["delegation"] == "s3cr3t" and "user.name" not in asked
+    fake.before["GETFILESTATUS"] = [gone] * 50
+    with pytest.raises(LockstepError) as caught:
+        filesystem(here).stat(here)
+    closed = "webhdfs://127.0.0.1:9/a"
+    with pytest.raises(LockstepError) as refused:
+        filesystem(closed).stat(closed)
+    for error in (caught.value, refused.value):
+        while error is not None:  # nor in what it was raised from, which --debug prints
+            assert "s3cr3t" not in str(error)
+            error = error.__cause__  # type: ignore[assignment]
+
+
+def test_proxies_and_passwords_of_the_environment_are_left_alone(
+    fake: FakeWebHdfs, fs: WebHdfsFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert fs.stat(url("")).is_dir
+
+
+def test_another_server_is_no_webhdfs(fs: WebHdfsFileSystem, fake: FakeWebHdfs) -> None:
+    fake.before["GETFILESTATUS"] = [
+        lambda handler: bool(handler.tell(b"<html>hello</html>")) or True,
+        lambda handler: bool(handler.tell(b"not found", 404)) or True,
+    ]
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="does not answer as WebHDFS"):
+            fs.stat(url("a"))
+
+
+@pytest.mark.parametrize(
+    ("authority", "settings", "wanted"),
+    [
+        ("a:1", {}, ("http://a:1",)),
+        ("a:1,b:2", {}, ("http://a:1", "http://b:2")),
+        ("[::1]:9870", {}, ("http://[::1]:9870",)),
+        ("ns1", SERVICE, ("http://a:9870", "http://b:9870")),
+        ("ns1", {}, None),  # a name service that nobody has described
+        ("host", SINGLE, None),  # no port: 9870 is Hadoop's, but not every cluster's
+        ("a:1,b", {}, None),
+        ("a:99999", {}, None),
+        ("me@a:1", {}, None),  # the user comes from HADOOP_USER_NAME
+        ("", {}, None),
+    ],
+)
+def test_addresses(authority: str, settings: dict[str, str], wanted: tuple[str, ...] | None) -> None:
+    if wanted is None:
+        with pytest.raises(ConfigError):
+            http_addresses(authority, settings)
+    else:
+        assert http_addresses(authority, settings) == wanted
+
+
+@pytest.mark.parametrize(
+    ("web", "native", "settings"),
+    [
+        ("webhdfs://c:9870/x", "hdfs://c:8020/x", SINGLE),
+        ("webhdfs://ns1/x", "hdfs://ns1/x", SERVICE),
+    ],
+)
+def test_one_path_by_both_ways(web: str, native: str, settings: dict[str, str]) -> None:
+    assert as_webhdfs(native, settings) == web and as_hdfs(web, settings) == native
+    assert as_webhdfs(web, {}) == web and as_hdfs(native, {}) == native
+    for convert, given in ((as_webhdfs, native), (as_hdfs, web)):
+        with pytest.raises(ConfigError):
+            convert(given, {})
+
+
+def test_the_way_of_a_name_service_by_one_of_its_nodes_and_of_the_default() -> None:
+    assert as_webhdfs("hdfs://b:8020/x", SERVICE) == "webhdfs://ns1/x"
+    assert as_hdfs("webhdfs://a:9870,b:9870/x", SERVICE) == "hdfs://ns1/x"
+    assert as_webhdfs("hdfs:///x", SINGLE) == "webhdfs://c:9870/x"
+
+
+def test_dots_are_no_names(fs: WebHdfsFileSystem) -> None:
+    """An HTTP client resolves them by itself: `/../../jmx` would leave WebHDFS."""
+    for path in ("webhdfs://nn:1/a/../b", "webhdfs://nn:1/./a"):
+        with pytest.raises(ConfigError):
+            fs.stat(path)
