@@ -1,0 +1,210 @@
+"""What an upload plans, leaves alone, replaces and refuses; the file system is a local one that fails on demand."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from storage.errors import (
+    ConfigError,
+    CorruptionError,
+    DataError,
+    ExistsError,
+    LockstepError,
+    NotFoundError,
+    RetryableStorageError,
+    StorageError,
+)
+from storage.local import LocalFileSystem
+from storage.upload import upload
+from storage.upload_plan import find_files, temporary_name
+
+
+def files(folder: Path, **contents: bytes) -> Path:
+    for name, data in contents.items():
+        path = folder / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    return folder
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def run(source: Path | list[str], target: Path, **options: Any) -> list[str]:
+    inputs = source if isinstance(source, list) else [str(source)]
+    items = find_files(inputs, str(target))
+    return [outcome.done for outcome in upload(items, str(target), **options)]
+
+
+def test_files_by_their_names_folders_by_their_content(tmp_path: Path) -> None:
+    source = files(tmp_path / "in", a=b"1", b__c=b"2", b___hidden=b"3", empty=b"")
+    counted: list[int] = []
+    done = run([str(source), str(files(tmp_path / "more", d=b"4") / "d")], tmp_path / "out", on_bytes=counted.append)
+    assert done == ["sent"] * 5
+    assert tree(tmp_path / "out") == {"a": b"1", "b/_hidden": b"3", "b/c": b"2", "d": b"4", "empty": b""}
+    assert sum(counted) == 4
+    assert run([str(source)], tmp_path / "out", parallel=3) == ["there"] * 4
+
+
+def test_another_content_is_refused_before_anything_is_sent_or_replaced_when_asked(tmp_path: Path) -> None:
+    source = files(tmp_path / "in", a=b"new", b=b"old", c=b"longer")
+    target = files(tmp_path / "out", b=b"abc", c=b"short")
+    before = tree(target)
+    with pytest.raises(ExistsError, match="c is there with another content"):  # told by the lengths alone
+        run(source, target)
+    (target / "c").unlink()
+    with pytest.raises(ExistsError, match="b is there with another content"):  # the same length
+        run(source, target)
+    assert tree(target) == {"b": before["b"]}
+    counted: list[int] = []
+    assert run(source, target, replace=True, on_bytes=counted.append) == ["sent", "replaced", "sent"]
+    assert tree(target) == tree(source) and sum(counted) == 12
+
+
+def test_what_an_interrupted_upload_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    source = files(tmp_path / "in", a=b"1")
+    kept = {".b.0123456789abcdef.upload": b"of another file", ".a.tmp": b"", ".a.0123456789abcde.upload": b"no nonce"}
+    target = files(tmp_path / "out", **kept)
+    (target / ".a.0123456789abcdef.upload").write_bytes(b"half")
+    run(source, target)
+    assert tree(target) == kept | {"a": b"1"}
+
+
+@pytest.mark.parametrize("kind", ["link", "circle", "pipe", "colon", "temporary", "not utf-8"])
+def test_what_has_no_place_on_hdfs_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+    source = files(tmp_path / "in", a=b"1")
+    match kind:
+        case "link":
+            (source / "odd").symlink_to("/etc/passwd")
+        case "circle":
+            (source / "odd").symlink_to(source)
+        case "pipe":
+            os.mkfifo(source / "odd")
+        case "colon":
+            (source / "odd:name").touch()
+        case "temporary":
+            (source / ".odd.0123456789abcdef.upload").touch()
+        case _:
+            Path(os.fsdecode(bytes(source) + b"/odd\xff")).touch()
+    with pytest.raises(ConfigError, match="odd"):
+        run(source, tmp_path / "out")
+
+
+def test_calls_that_cannot_be_right(tmp_path: Path) -> None:
+    one, two = files(tmp_path / "one", a=b"1"), files(tmp_path / "two", a=b"2")
+    with pytest.raises(ConfigError, match="two files would become"):
+        run([str(one), str(two)], tmp_path / "out")
+    with pytest.raises(ConfigError, match="is not local"):
+        run(["hdfs://nn:1/a"], tmp_path / "out")
+    with pytest.raises(NotFoundError):
+        run([str(tmp_path / "none")], tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(NotFoundError, match="nothing to upload"):
+        run([str(tmp_path / "empty")], tmp_path / "out")
+    with pytest.raises(ExistsError, match="is a file"):
+        run([str(one)], one / "a")
+    (tmp_path / "taken" / "a").mkdir(parents=True)
+    with pytest.raises(ExistsError, match="is a directory"):
+        run([str(one)], tmp_path / "taken")
+    link = tmp_path / "link"
+    link.symlink_to(one / "a")
+    assert run([str(link)], tmp_path / "out") == ["sent"]  # given by name, a link is what it leads to
+
+
+@pytest.fixture
+def wrong(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], None]], None]:
+    """Lets a function see each local path that is renamed, just before."""
+
+    def install(seen: Callable[[str], None]) -> None:
+        plain = LocalFileSystem.create
+
+        def create(self: LocalFileSystem, url: str, *, exclusive: bool = True) -> Any:
+            writer = plain(self, url, exclusive=exclusive)
+            close = writer.close
+            monkeypatch.setattr(writer, "close", lambda: (close(), seen(url)))
+            return writer
+
+        monkeypatch.setattr(LocalFileSystem, "create", create)
+
+    return install
+
+
+def test_a_file_that_arrives_changed_never_has_its_name(tmp_path: Path, wrong: Any) -> None:
+    wrong(lambda url: Path(url).write_bytes(b"Ruined"))
+    with pytest.raises(CorruptionError, match="differs from the local one"):
+        run(files(tmp_path / "in", a=b"intact"), tmp_path / "out")
+    assert tree(tmp_path / "out") == {}
+
+
+def test_a_dead_datanode_costs_a_second_attempt_under_another_name(tmp_path: Path, wrong: Any) -> None:
+    seen: list[str] = []
+
+    def fail_once(url: str) -> None:
+        seen.append(url)
+        if len(seen) == 1:
+            raise RetryableStorageError("a DataNode died")
+
+    wrong(fail_once)
+    counted: list[int] = []
+    assert run(files(tmp_path / "in", a=b"data"), tmp_path / "out", on_bytes=counted.append) == ["sent"]
+    assert tree(tmp_path / "out") == {"a": b"data"} and len(set(seen)) == 2 and sum(counted) == 4
+
+
+def test_a_failure_stops_the_others_and_leaves_no_half_file(tmp_path: Path, wrong: Any) -> None:
+    met = threading.Barrier(2, timeout=30)
+
+    def fail(url: str) -> None:
+        if ".c" in url:
+            time.sleep(0.02)  # as a file on its way takes
+            return
+        met.wait()
+        if ".a." in url:
+            raise StorageError("no space")
+
+    wrong(fail)
+    source = files(tmp_path / "in", a=b"1", b=b"2", **{f"c{i}": b"3" for i in range(50)})
+    with pytest.raises(StorageError, match="no space"):
+        run(source, tmp_path / "out", parallel=2)
+    left = tree(tmp_path / "out")
+    assert not any(name.startswith(".") for name in left) and len(left) < 50
+
+
+def test_a_local_file_that_changes_is_told(tmp_path: Path) -> None:
+    source = files(tmp_path / "in", a=b"1234")
+    items = find_files([str(source)], str(tmp_path / "out"))
+    (source / "a").write_bytes(b"12345")
+    with pytest.raises(DataError, match="changed while it was sent"):
+        upload(items, str(tmp_path / "out"))
+    assert tree(tmp_path / "out") == {}
+
+
+def test_the_temporary_name_is_hidden_and_beside_the_target() -> None:
+    assert temporary_name("hdfs://nn:1/a/b.txt", "0" * 16) == "hdfs://nn:1/a/.b.txt.0000000000000000.upload"
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--output", "/local"], "not on HDFS"),
+        (["--output", "webhdfs://host/x"], "names no NameNode"),
+        (["--output", "hdfs://host:1/x", "--via", "webhdfs"], "cannot be reached by webhdfs"),
+        (["--output", "webhdfs://host:1/x", "--parallel", "0"], "--parallel"),
+        (["--output", "webhdfs://host:1/x", "--overwrite", "always"], "command line"),
+        (["--output", "webhdfs://host:1/x", "--input", "/none"], "/none"),
+    ],
+)
+def test_calls_of_the_job_that_are_refused_at_once(flags: list[str], told: str, tmp_path: Path) -> None:
+    from jobs.upload import main
+
+    source = str(files(tmp_path / "in", a=b"1"))
+    with pytest.raises(LockstepError, match=told) as caught:
+        main(["--input", source, *flags])
+    assert caught.value.exit_code == 2 and caught.value.next_step
