@@ -145,35 +145,6 @@ class LogsConfig(OutputConfig):
         }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ImagesConfig(OutputConfig):
-    """What `jobs.etl_images` is told."""
-
-    source: str = "idx"
-    """Only idx: pairs of *-images-idx3-ubyte and *-labels-idx1-ubyte files, plain or gzip."""
-    image_size: tuple[int, int] | None = None
-    """Height and width to resize to; None keeps the files' size."""
-    num_classes: int = 10
-    """Labels are 0 to num_classes - 1; others go to quarantine."""
-
-    def __post_init__(self) -> None:
-        super(ImagesConfig, self).__post_init__()
-        _check(self.source == "idx", "--source", self.source, "idx")
-        _check(
-            2 <= self.num_classes <= 256, "--num-classes", str(self.num_classes), "2 to 256: an IDX label is one byte"
-        )
-        if self.image_size is not None:
-            _check(
-                all(1 <= size <= 4096 for size in self.image_size), "--image-size", str(self.image_size), "1 to 4096"
-            )
-
-    def to_json(self) -> dict[str, Any]:
-        """What the content of the dataset follows from, besides the input and the seed."""
-        size = None if self.image_size is None else list(self.image_size)
-        own = {"job": "etl_images", "source": self.source, "image_size": size, "num_classes": self.num_classes}
-        return {**super(ImagesConfig, self).to_json(), **own}
-
-
 def parse_size(text: str) -> tuple[int, int]:
     """Read "HxW". Raises ConfigError for another form."""
     height, _, width = text.partition("x")

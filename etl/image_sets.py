@@ -1,216 +1,221 @@
-"""From IDX image sets to a dataset of pixels and labels."""
+"""From image sets of any source to a dataset of pixels, or encoded images, and labels."""
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from etl import cifar, folders, idx_images, parquet_images, tar_images
 from etl import columns as c
-from etl.config import ImagesConfig
 from etl.digest import digest_sources
-from etl.idx import IdxFile, read_header
-from etl.parse_images import BAD, OUTPUT_DDL, PAIR_DDL, RECORD, ParseImages
+from etl.image_config import MAX_CLASSES, ImagesConfig
+from etl.image_rows import BAD, DROPPED, OUTPUT_DDL, RECORD
+from etl.parse_images import PIECE_DDL, ParseImages, to_text
+from etl.pieces import ImagePlan
 from etl.quality import check_bad
-from etl.ranges import Source, find_sources, source_name
 from etl.session import tuned
 from etl.spark_errors import translated
 from etl.watch import watched
 from etl.write import Origin, refuse_existing, write_dataset
 from features.schema import Field, Schema, sample_id_field
-from storage.errors import ConfigError, DataError, NotFoundError
-from storage.fs import absolute, parent
-from storage.manifest import DatasetManifest
+from storage.errors import DataError
+from storage.manifest import DatasetManifest, SourceInfo
 from storage.settings import hadoop_settings
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 ID_COLUMNS = ("name", "number")
-_KIND = re.compile(r"(images|labels)(.*?)idx\d")
-_GIVEN = {"train": "train", "t10k": "test", "test": "test"}
+MAX_PARTITIONS = 10_000
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """An image file and its label file, by their places among the sources, and the split that their name gives."""
-
-    images: IdxFile
-    labels: IdxFile
-    images_source: int
-    labels_source: int
-    occurrence: int
-    split: str | None
-
-
-def check(config: ImagesConfig) -> tuple[list[Source], list[Pair]]:
+def check(config: ImagesConfig) -> ImagePlan:
     """What can be checked before Spark starts: the output, the files, their names, headers and lengths."""
     refuse_existing(config.output)
-    if config.split_spec.column is not None:
-        raise ConfigError(
-            "images have no column to group by",
-            got=config.split,
-            allowed="80/20 or given",
-            next_step="Correct --split.",
-        )
-    sources = find_sources(config.inputs)
-    return sources, _pairs(sources, config.split_spec.given)
+    given, step = config.split_spec.given, config.split_bytes
+    if config.source == "folder":
+        return folders.plan(config.inputs, split_bytes=step)
+    if config.source == "tar":
+        return tar_images.plan(config.inputs, split_bytes=step)
+    classes = config.label_count
+    if config.source == "parquet":
+        image, label = config.image_column, config.label_column
+        return parquet_images.plan(config.inputs, image=image, label=label, given=given, num_classes=classes)
+    assert classes is not None
+    if config.source == "idx":
+        return idx_images.plan(config.inputs, given=given, num_classes=classes, split_bytes=step)
+    return cifar.plan(config.inputs, config.source, given=given, num_classes=classes, split_bytes=step)
 
 
-def schema(shape: tuple[int, ...], num_classes: int) -> Schema:
-    """The fields of an image set's dataset: the pixels as (height, width, channels) uint8 and the class."""
-    return Schema(
-        (
-            sample_id_field(),
-            Field(name="image", dtype="uint8", shape=shape),
-            Field(name="label", dtype="int64", kind="label", num_classes=num_classes),
-        )
-    )
+def schema(shape: tuple[int, int, int], num_classes: int, *, encoded_fit: str | None = None) -> Schema:
+    """The fields of an image set's dataset: (height, width, channels) uint8 pixels and the class.
+
+    With `encoded_fit` the image is a file's bytes, which a reader decodes and brings to that shape in that way.
+    """
+    image = Field(name="image", dtype="uint8", shape=shape)
+    if encoded_fit is not None:
+        height, width, channels = shape
+        encoding = {"kind": "image", "height": height, "width": width, "channels": channels, "fit": encoded_fit}
+        image = Field(name="image", dtype="bytes", encoding=encoding)
+    return Schema((sample_id_field(), image, Field(name="label", dtype="int64", kind="label", num_classes=num_classes)))
 
 
-def run(spark: SparkSession, config: ImagesConfig) -> DatasetManifest:
-    """Read, resize, split and publish. Raises the errors of check, and DataError where files are not what they say."""
-    sources, pairs = check(config)
-    old = pairs[0].images.shape[1:]
-    size = config.image_size or old[:2]
-    shape = (*size, *(old[2:] or (1,)))
-    with translated(spark, "reading the images"), tuned(spark, sources), watched(spark, "etl images"):
-        rows = _ranges(pairs, config.split_bytes)
-        planned = spark.createDataFrame(spark.sparkContext.parallelize(rows, len(rows)), PAIR_DDL)
-        parsed = planned.mapInArrow(ParseImages(hadoop_settings(), size, config.num_classes), OUTPUT_DDL).persist()
+def run(spark: SparkSession, config: ImagesConfig, plan: ImagePlan | None = None) -> DatasetManifest:
+    """Read, decode, fit, split and publish; `plan` is what `check` gave, where it was asked already.
+
+    Raises the errors of check, and DataError where files are not what they say.
+    """
+    plan = plan or check(config)
+    intake = config.intake
+    with translated(spark, "reading the images"), tuned(spark, plan.sources), watched(spark, "etl images"):
+        texts = [(to_text(piece),) for piece in plan.pieces]
+        spread = spark.sparkContext.parallelize(texts, min(len(texts), MAX_PARTITIONS))
+        parse = ParseImages(hadoop_settings(), intake, plan.num_classes)
+        parsed = spark.createDataFrame(spread, PIECE_DDL).mapInArrow(parse, OUTPUT_DDL).persist()
         try:
-            counts = {row["kind"]: (row["n"], row["bytes"]) for row in _counts(parsed)}
-            bad, bad_bytes = counts.get(BAD, (0, 0))
-            read = bad + counts.get(RECORD, (0, 0))[0]
-            # The headers promise so many records and each task checks its own: a second way to the same number.
-            assert read == sum(pair.images.shape[0] for pair in pairs), f"{read} records came of the files' own counts"
+            tally = _tally(parsed)
+            # Some headers promise so many records and each task checks its own: a second way to the same number.
+            assert plan.records in (None, tally.read), f"{tally.read} records of {plan.records}"
             quarantine = (
                 parsed.where(f"kind = {BAD}")
                 .withColumnRenamed(c.SOURCE, "source")
                 .withColumnRenamed(c.POSITION, "position")
             )
-            check_bad(quarantine, [s.url for s in sources], bad, read, config.max_bad_share, config.max_bad)
+            urls = [source.url for source in plan.sources]
+            check_bad(quarantine, urls, tally.bad, tally.read, config.max_bad_share, config.max_bad)
+            names = _class_names(config, plan, tally)
+            classes = plan.num_classes or len(names)
+            shape = intake.shape(*(plan.shape or (*_size(config), 3)))
             origin = Origin(
-                sources=digest_sources(spark, sources),
-                read=read,
-                quarantined=bad,
-                quarantined_raw_bytes=bad_bytes,
+                sources=_digest_trees(parsed, plan) if plan.trees else digest_sources(spark, plan.sources),
+                read=tally.read,
+                dropped=tally.dropped,
+                quarantined=tally.bad,
+                quarantined_raw_bytes=tally.raw_bytes,
                 quarantine=quarantine,
-                created_config=config.to_json(),
+                created_config={**config.to_json(), "class_names": list(names) or None},
             )
+            rows = _labelled(parsed.where(f"kind = {RECORD}"), plan, names)
+            if plan.names_may_repeat:
+                rows = _counted(rows, parsed)
             return write_dataset(
-                parsed.where(f"kind = {RECORD}"),
+                rows,
                 config.output,
-                schema=schema(shape, config.num_classes),
+                schema=schema(shape, classes, encoded_fit=config.fit if intake.keep else None),
                 id_columns=ID_COLUMNS,
-                fmt=config.fmt,
-                split=config.split_spec,
-                shard_bytes=config.shard_bytes,
-                seed=config.seed,
                 origin=origin,
+                **config.write_options(),
             )
         finally:
             parsed.unpersist()
 
 
-def _counts(parsed: DataFrame) -> Sequence[dict[str, int]]:
-    found = parsed.groupBy("kind").agg({"*": "count", "length": "sum"}).collect()
-    return [{"kind": row["kind"], "n": row["count(1)"], "bytes": row["sum(length)"] or 0} for row in found]
+@dataclass(frozen=True, slots=True)
+class _Tally:
+    """How many rows of each kind there are, and the classes of the images by their names."""
+
+    read: int
+    bad: int
+    raw_bytes: int
+    dropped: Mapping[str, int]
+    classes: tuple[str, ...]
+    without_split: int
 
 
-def _pairs(sources: Sequence[Source], given: bool) -> list[Pair]:
-    found: dict[tuple[str, str], dict[str, int]] = {}
-    for number, source in enumerate(sources):
-        name = source_name(source.url)
-        kind = _KIND.search(name)
-        if kind is None:
-            raise ConfigError(
-                f"input {source.url} is not named like an IDX file",
-                got=name,
-                allowed="*images*idx3* and *labels*idx1*, plain or .gz",
-                next_step="Name the files as MNIST does, or leave this one out.",
-            )
-        key = (parent(source.url), _KIND.sub(r"*\2idx", name))
-        if kind.group(1) in found.setdefault(key, {}):
-            raise ConfigError(
-                f"input {source.url} is there twice",
-                got="the same name plain and packed, or given twice",
-                allowed="one of them",
-                next_step="Take one of them out.",
-            )
-        found[key][kind.group(1)] = number
-    pairs: list[Pair] = []
-    seen: Counter[str] = Counter()
-    for numbers in found.values():
-        pair = _pair(sources, numbers, given, seen)
-        if pairs and pairs[0].images.shape[1:] != pair.images.shape[1:]:
-            raise DataError(
-                f"{pair.images.url} holds images of another size",
-                got=str(pair.images.shape[1:]),
-                allowed=f"{pairs[0].images.shape[1:]} as in {pairs[0].images.url}",
-                next_step="Build a dataset from each.",
-            )
-        pairs.append(pair)
-    return pairs
+def _tally(parsed: DataFrame) -> _Tally:
+    from pyspark.sql import functions as f
+
+    by = ("kind", "class", f.when(f.col("kind") == DROPPED, f.col("reason")).alias("reason"))
+    sums = (
+        f.count(f.lit(1)).alias("n"),
+        f.sum(f.octet_length("raw")).alias("raw"),
+        f.count(f.when(f.col(c.SPLIT).isNull(), 1)).alias("unsplit"),
+    )
+    found = parsed.groupBy(*by).agg(*sums).collect()
+    good = [row for row in found if row["kind"] == RECORD]
+    bad = [row for row in found if row["kind"] == BAD]
+    return _Tally(
+        read=sum(row["n"] for row in found),
+        bad=sum(row["n"] for row in bad),
+        raw_bytes=sum(row["raw"] or 0 for row in bad),
+        dropped={row["reason"]: row["n"] for row in found if row["kind"] == DROPPED},
+        classes=tuple(sorted(row["class"] for row in good if row["class"] is not None)),
+        without_split=sum(row["unsplit"] for row in good),
+    )
 
 
-def _pair(sources: Sequence[Source], numbers: dict[str, int], given: bool, seen: Counter[str]) -> Pair:
-    if len(numbers) < 2:
-        there = sources[next(iter(numbers.values()))].url
-        missing = "labels" if "images" in numbers else "images"
-        raise NotFoundError(
-            f"input {there} has no file of {missing}",
-            got="one file of a pair",
-            allowed="images and labels in one folder, named alike",
-            next_step="Give --input both files, or their folder.",
-        )
-    images, labels = (read_header(sources[numbers[kind]]) for kind in ("images", "labels"))
-    for file, dimensions in ((images, (3, 4)), (labels, (1,))):
-        if len(file.shape) not in dimensions:
-            raise DataError(
-                f"{file.url} has the wrong number of dimensions",
-                got=str(file.shape),
-                allowed=" or ".join(map(str, dimensions)),
-                next_step="Check which file holds images and which labels.",
-            )
-    if images.shape[0] != labels.shape[0]:
+def _class_names(config: ImagesConfig, plan: ImagePlan, tally: _Tally) -> Sequence[str]:
+    """The names of the labels in order, () where nobody knows any. Raises DataError where they cannot be labels."""
+    if config.split_spec.given and tally.without_split:
         raise DataError(
-            f"{images.url} and {labels.url} do not belong together",
-            got=f"{images.shape[0]} images, {labels.shape[0]} labels",
-            allowed="a label for each image",
-            next_step="Fetch both files again from one origin.",
-        )
-    name = source_name(images.url)
-    seen[name] += 1
-    split = _GIVEN.get(re.split(r"[-_.]", name)[0])
-    if given and split is None:
-        raise ConfigError(
-            f"{images.url} does not name its split",
-            got=name,
-            allowed="train-*, t10k-* or test-*",
+            f"{tally.without_split} images do not name their split",
+            got="neither a folder nor an archive named like a split",
+            allowed="train/CLASS/..., test/CLASS/... or val/CLASS/..., or archives named so",
             next_step="Use --split 80/20.",
         )
-    return Pair(images, labels, numbers["images"], numbers["labels"], seen[name] - 1, split if given else None)
+    if plan.num_classes is not None:
+        return plan.class_names
+    most = config.num_classes or MAX_CLASSES
+    if not 2 <= len(tally.classes) <= most:
+        raise DataError(
+            f"{len(tally.classes)} classes were found",
+            got=", ".join(tally.classes[:5]) or "no image",
+            allowed=f"2 to {most}",
+            next_step="Put the images of each class into a folder of its name; correct --num-classes.",
+        )
+    return tally.classes
 
 
-def _ranges(pairs: Sequence[Pair], split_bytes: int) -> list[tuple[object, ...]]:
-    """Rows of PAIR_DDL: a gzip file of images is one range, a plain one is cut after about `split_bytes` bytes."""
-    rows: list[tuple[object, ...]] = []
-    for pair in pairs:
-        images, labels = pair.images, pair.labels
-        step = images.shape[0] if images.codec == "gzip" else max(1, split_bytes // images.record_bytes)
-        for first in range(0, images.shape[0], step):
-            count = min(step, images.shape[0] - first)
-            files = (
-                absolute(images.url),
-                images.codec,
-                list(images.shape),
-                pair.images_source,
-                absolute(labels.url),
-                labels.codec,
-                pair.labels_source,
-            )
-            rows.append((*files, source_name(images.url), pair.occurrence, pair.split, first, count))
-    return rows
+def _size(config: ImagesConfig) -> tuple[int, int]:
+    assert config.image_size is not None, "files of any size are brought to one"
+    return config.image_size
+
+
+def _labelled(rows: DataFrame, plan: ImagePlan, names: Sequence[str]) -> DataFrame:
+    """Rows whose class is a name get the place of that name as their label."""
+    if plan.num_classes is not None:
+        return rows
+    from pyspark.sql import functions as f
+
+    table = rows.sparkSession.createDataFrame(list(enumerate(names)), "label bigint, class string")
+    return rows.drop("label").join(f.broadcast(table), "class")
+
+
+def _counted(rows: DataFrame, parsed: DataFrame) -> DataFrame:
+    """Rows with their occurrence: images of one name, as after an archive was added to, in order of their places.
+
+    Worked out from the names alone, so that pixels are not moved for the sake of a few repetitions.
+    """
+    from pyspark.sql import Window
+    from pyspark.sql import functions as f
+
+    places = ("name", c.SOURCE, c.POSITION, "place")
+    known = parsed.where(f"kind = {RECORD}").select(*places)
+    many = f.count(f.lit(1)).over(Window.partitionBy("name"))
+    order = Window.partitionBy("name").orderBy(c.SOURCE, c.POSITION, "place")
+    repeats = known.withColumn("n", many).where("n > 1").withColumn(c.OCCURRENCE, f.row_number().over(order) - 1)
+    found = repeats.where(f"{c.OCCURRENCE} > 0").select(*places, c.OCCURRENCE).collect()
+    if not found:
+        return rows.withColumn(c.OCCURRENCE, f.lit(0).cast("bigint"))
+    ddl = "_name string, _at int, _byte bigint, _below string, _again int"
+    table = f.broadcast(rows.sparkSession.createDataFrame([tuple(row) for row in found], ddl))
+    same = (f.col("name") == f.col("_name")) & (f.col(c.SOURCE) == f.col("_at")) & (f.col(c.POSITION) == f.col("_byte"))
+    joined = rows.join(table, same & f.col("place").eqNullSafe(f.col("_below")), "left")
+    return joined.withColumn(c.OCCURRENCE, f.coalesce("_again", f.lit(0)).cast("bigint"))
+
+
+def _digest_trees(parsed: DataFrame, plan: ImagePlan) -> tuple[SourceInfo, ...]:
+    """Bytes and SHA-256 of each folder: over a line `SHA256 BYTES PLACE` for each file that was read, in order."""
+    found: Any = parsed.where(f"kind <> {DROPPED}").select(c.SOURCE, "place", "length", "sha256").toArrow()
+    rows = found.sort_by([(c.SOURCE, "ascending"), ("place", "ascending")]).to_pylist()
+    digests = [hashlib.sha256() for _ in plan.sources]
+    sizes = [0 for _ in plan.sources]
+    for row in rows:
+        digests[row[c.SOURCE]].update(f"{row['sha256']} {row['length']} {row['place']}\n".encode())
+        sizes[row[c.SOURCE]] += row["length"]
+    return tuple(
+        SourceInfo(source.url, size, digest.hexdigest())
+        for source, size, digest in zip(plan.sources, sizes, digests, strict=True)
+    )

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from etl.shards import COPY_BYTES, upload
 from etl.spark_errors import in_task
+from storage.fs import join
 from storage.manifest import FileInfo
 from storage.settings import hadoop_settings, set_hadoop_settings
 
@@ -40,6 +41,7 @@ def write_quarantine(
 ) -> list[tuple[str, FileInfo]]:
     """Write `rows` (source int, position, reason, raw, length, sha256); returns attempt URLs and digests in order.
 
+    `rows` may have a `place`: where a source is a folder, the path of the file below it, told behind the source's URL.
     The number of files follows from `raw_bytes`, a row's file from a hash of its place, and rows lie in order of
     source and position: the same bytes however Spark cuts the work. No rows give one empty file.
     """
@@ -50,9 +52,11 @@ def write_quarantine(
         results = table.to_pylist()
     else:
         parts = -(-max(raw_bytes, 1) // PART_BYTES)
-        part = f.pmod(f.xxhash64("source", "position"), f.lit(parts)).cast("int")
-        placed = rows.select("source", "position", "reason", "raw", "length", "sha256").repartitionById(parts, part)
-        ordered = placed.sortWithinPartitions("source", "position")
+        if "place" not in rows.columns:
+            rows = rows.withColumn("place", f.lit(None).cast("string"))
+        part = f.pmod(f.xxhash64("source", "position", "place"), f.lit(parts)).cast("int")
+        placed = rows.select("source", "position", "place", "reason", "raw", "length", "sha256")
+        ordered = placed.repartitionById(parts, part).sortWithinPartitions("source", "position", "place")
         write = WriteQuarantine(attempts, source_urls, hadoop_settings())
         results = [row.asDict() for row in ordered.mapInArrow(write, RESULT_DDL).collect()]
     results.sort(key=lambda row: row["part"])
@@ -99,7 +103,8 @@ def _groups(batches: Iterable[pa.RecordBatch], urls: tuple[str, ...]) -> Iterato
     held: list[dict[str, object]] = []
     for batch in batches:
         for row in batch.to_pylist():
-            held.append({**row, "source": urls[row["source"]]})
+            place = row.pop("place")
+            held.append({**row, "source": urls[row["source"]] if place is None else join(urls[row["source"]], place)})
             if len(held) == GROUP_ROWS:
                 yield pa.Table.from_pylist(held, schema=SCHEMA)
                 held = []

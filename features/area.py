@@ -8,7 +8,7 @@ from __future__ import annotations
 from numba import njit
 
 
-@njit(cache=True, nogil=True)  # type: ignore[misc]
+@njit(cache=True, nogil=True)
 def resize_area(images, out, row, sums):  # type: ignore[no-untyped-def]
     """images (n, H, W, C) uint8 -> out (n, h, w, C) uint8; row (W * C,) and sums (C,) int64 are scratch.
 

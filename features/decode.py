@@ -139,7 +139,7 @@ def _open(data: bytes, kind: str) -> Any:
     """The image, not yet decoded. By class and not by Image.open, which would try formats that are not ours."""
     from PIL import GifImagePlugin, JpegImagePlugin, PngImagePlugin, TiffImagePlugin, WebPImagePlugin
 
-    classes = {
+    classes: dict[str, Any] = {
         JPEG: JpegImagePlugin.JpegImageFile,
         PNG: PngImagePlugin.PngImageFile,
         GIF: GifImagePlugin.GifImageFile,

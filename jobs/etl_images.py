@@ -12,29 +12,49 @@ if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
 from etl import image_sets
-from etl.config import ImagesConfig, parse_size
+from etl.config import parse_size
+from etl.image_config import SOURCES, STORES, ImagesConfig
+from features.decode import Limits
+from features.images import FITS, ROTATIONS
 from jobs._cli import JobParser, run_job
 from jobs._etl import add_output_flags, output_values, summary
 from jobs._session import hadoop_settings_of, spark_session
 from storage.settings import set_hadoop_settings
 
+MAX_PIXELS = Limits().max_pixels
+OWN = (
+    "source", "fit", "rotate", "channels", "store", "num_classes", "image_column", "label_column", "max_pixels",
+)  # fmt: skip
+
 
 def parser() -> JobParser:
     """The command line."""
     job = JobParser("etl_images", __doc__ or "", "etl_images")
-    job.add_argument("--source", default="idx", metavar="KIND", help="idx: *-images-idx3-ubyte and *-labels-idx1-ubyte")
-    job.add_argument("--image-size", metavar="HxW", help="resize to this height and width (default: as they are)")
-    job.add_argument("--num-classes", type=int, default=10, metavar="N", help="labels are 0 to N-1 (default 10)")
-    add_output_flags(job, split="80/20 | given (inputs named train-* and t10k-* or test-*)")
+    flag = job.add_argument
+    flag("--source", default="idx", metavar="KIND", help=f"{' | '.join(SOURCES)} (default idx); cifar: binary version")
+    flag("--image-size", metavar="HxW", help="bring images to this size (default: as they are; folder, tar: needed)")
+    flag("--fit", default="resize", metavar="HOW", help=f"how: {' | '.join(FITS)} (default resize)")
+    flag("--rotate", type=int, default=0, metavar="DEGREES", help=f"clockwise: {' | '.join(map(str, ROTATIONS))}")
+    flag("--channels", type=int, metavar="N", help="1 grey | 3 RGB (default: as in idx and cifar; 3 for files)")
+    flag(
+        "--store",
+        default="pixels",
+        metavar="WHAT",
+        help=f"{' | '.join(STORES)}: pixels (default), or files as they are",
+    )
+    flag("--num-classes", type=int, metavar="N", help="labels are 0 to N-1 (default 10, cifar100 100, named ones: all)")
+    flag("--image-column", default="image", metavar="NAME", help="parquet: encoded images, as in image.bytes")
+    flag("--label-column", default="label", metavar="NAME", help="parquet: numbers (with --num-classes) or names")
+    flag("--max-pixels", type=int, default=MAX_PIXELS, metavar="N", help="larger images are quarantined (default 2^25)")
+    add_output_flags(job, split="80/20 | given (files or folders named train..., test...)")
     return job
 
 
 def config_of(args: Namespace) -> ImagesConfig:
     """The configuration that the flags say."""
     return ImagesConfig(
-        source=args.source,
         image_size=None if args.image_size is None else parse_size(args.image_size),
-        num_classes=args.num_classes,
+        **{name: getattr(args, name) for name in OWN},
         **output_values(args),
     )
 
@@ -43,10 +63,10 @@ def main(argv: Sequence[str]) -> int:
     """Run the job; returns the exit code."""
     args = parser().parse(argv)
     config = config_of(args)
-    image_sets.check(config)
+    plan = image_sets.check(config)
     with spark_session("lockstep etl_images", args.master) as spark:
         set_hadoop_settings(hadoop_settings_of(spark))
-        manifest = image_sets.run(spark, config)
+        manifest = image_sets.run(spark, config, plan)
     print(summary(manifest, args.output))
     return 0
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import etl
-from etl.config import ImagesConfig, LogsConfig, parse_size
+from etl.config import LogsConfig, parse_size
+from etl.image_config import ImagesConfig
 from etl.shares import parse_share
 from etl.spark_errors import from_text, to_wire
 from etl.splits import SplitSpec

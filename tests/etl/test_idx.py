@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from etl.config import ImagesConfig
 from etl.idx import IdxFile, read_header, read_records
+from etl.idx_images import pair_up
+from etl.image_config import ImagesConfig
 from etl.image_sets import check
 from etl.ranges import find_sources
 from storage.errors import ConfigError, DataError, NotFoundError
@@ -91,7 +92,7 @@ def test_files_are_paired_by_name(tmp_path: Path) -> None:
     idx(tmp_path / "train-labels-idx1-ubyte", (2,), bytes(2))
     idx(tmp_path / "t10k-images-idx3-ubyte", (1, 1, 1), bytes(1))
     idx(tmp_path / "t10k-labels-idx1-ubyte", (1,), bytes(1))
-    _, pairs = check(config(tmp_path, "given"))
+    pairs = pair_up(find_sources([str(tmp_path)]), given=True)
     assert [(pair.split, pair.images.shape, pair.labels.shape) for pair in pairs] == [
         ("test", (1, 1, 1), (1,)),
         ("train", (2, 1, 1), (2,)),
@@ -108,8 +109,8 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
     idx(labels, (2,), bytes(2))
     with pytest.raises(ConfigError, match="does not name its split"):
         check(config(tmp_path, "given"))
-    with pytest.raises(ConfigError, match="no column"):
-        check(config(tmp_path, "group:a:80/20"))
+    with pytest.raises(ConfigError, match="--split cannot be right"):
+        config(tmp_path, "group:a:80/20")
     idx(images, (2,), bytes(2))
     with pytest.raises(DataError, match="dimensions"):
         check(config(tmp_path))

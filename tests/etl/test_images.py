@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from etl import image_sets
-from etl.config import ImagesConfig
+from etl.image_config import ImagesConfig
 from features.example import decode_batch
 from features.images import resize
 from features.schema import Schema

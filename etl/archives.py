@@ -1,0 +1,215 @@
+"""The members of a tar archive, read in place: nothing is ever unpacked, so no name can reach outside.
+
+A member is a header of 512 bytes and its content, filled up to whole blocks of 512:
+
+offset   0 name (100)          124 size, octal or binary (12)     148 checksum, octal (8)    156 type (1)
+offset 257 "ustar" and version 345 prefix of the name (155; POSIX alone)
+
+Before it may stand headers that tell of the next one: L (GNU: a long name), x (POSIX: records "LENGTH KEY=VALUE").
+Blocks of zeros end an archive; more may follow where archives were joined, and are read as well.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from etl.forward import CHUNK_BYTES, Forward
+from storage.errors import DataError
+
+BLOCK = 512
+MAX_EXTENSION_BYTES = 1 << 20
+MAX_NAME_BYTES = 4096
+MAX_PADDING_BYTES = 16 << 20  # archivers fill up to 10 KiB, some to a MiB; a hole of a TiB costs its maker nothing
+_FILES, _FOLDER, _LINKS = (b"0", b"\0", b"7"), b"5", (b"1", b"2", b"3", b"4", b"6")
+_EXTENSIONS = (b"L", b"K", b"x", b"g")
+_ADLER = 65521
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One member that is no directory: where its own header lies, its name, and where its content lies.
+
+    `is_file` is False for links, devices, pipes, sparse files and anything else that is not plain content.
+    """
+
+    position: int
+    name: str
+    is_file: bool
+    offset: int
+    size: int
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The name's parts; a leading `./` is none of them."""
+        return tuple(part for part in self.name.split("/") if part not in ("", "."))
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether the name stays within a folder that it would be unpacked into."""
+        return not self.name.startswith(("/", "\\")) and ".." not in self.name.replace("\\", "/").split("/")
+
+
+def read_members(stream: Forward, url: str, start: int = 0, end: int | None = None) -> Iterator[Member]:
+    """Yield the members whose headers lie from `start` to `end`, both borders of members; None where nobody knows the
+    end, as of a packed archive.
+
+    The caller may read a member's content from `stream` before it asks for the next. Raises DataError with the byte
+    position for a header that is none, and for a member that is cut.
+    """
+    for _, member in _entries(stream, url, start, end):
+        if member is not None:
+            yield member
+
+
+def plan_stretches(stream: Forward, url: str, size: int, step: int) -> list[tuple[int, int]]:
+    """Cut an unpacked archive of `size` bytes into stretches (start, end) of about `step` bytes, reading headers alone.
+
+    Raises the errors of read_members.
+    """
+    borders = [0]
+    for begin, member in _entries(stream, url, 0, size):
+        if member is not None and begin >= borders[-1] + step:
+            borders.append(begin)
+    return list(zip(borders, [*borders[1:], size], strict=True))
+
+
+def _entries(stream: Forward, url: str, start: int, end: int | None) -> Iterator[tuple[int, Member | None]]:
+    """(position of the first header that belongs to it, member or None for a directory) in order."""
+    position, begin, told = start, start, dict[str, str]()
+    while end is None or position < end:
+        block = stream.at(position, BLOCK)
+        if not block.strip(b"\0"):
+            if len(block) < BLOCK:
+                return
+            position = begin = _behind_zeros(stream, url, position)
+            continue
+        size, kind = _checked(block, url, position)
+        data_at, has_data = position + BLOCK, kind not in (*_LINKS, _FOLDER)
+        if has_data and kind not in _EXTENSIONS and "size" in told:
+            size = _pax_size(told["size"], url, position)
+        behind = data_at + (-(-size // BLOCK) * BLOCK if has_data else 0)
+        if has_data and end is not None and data_at + size > end:
+            raise _cut(url, position, size)
+        if kind in _EXTENSIONS:
+            told |= _told(stream, url, position, size, kind)
+            position, begin = behind, behind if kind == b"g" else begin
+            continue
+        name = told.get("path") or _name(block)
+        sparse = kind == b"S" or any(key.startswith("GNU.sparse") for key in told)
+        folder = kind == _FOLDER or (kind == b"\0" and name.endswith("/"))
+        is_file = kind in _FILES and not sparse
+        yield begin, None if folder else Member(position, name, is_file, data_at, size if has_data else 0)
+        if has_data and size and end is None and not stream.at(data_at + size - 1, 1):
+            raise _cut(url, position, size)
+        position = begin = behind
+        told = {}
+
+
+def _behind_zeros(stream: Forward, url: str, start: int) -> int:
+    """The position of the first block behind `start` that is not all zeros, or behind the last one."""
+    position = start
+    while position - start <= MAX_PADDING_BYTES:
+        chunk = stream.at(position, CHUNK_BYTES)
+        zeros = len(chunk) - len(chunk.lstrip(b"\0"))
+        if zeros < len(chunk) or len(chunk) < CHUNK_BYTES:
+            return position + (zeros // BLOCK * BLOCK if zeros < len(chunk) else len(chunk))
+        position += len(chunk)
+    raise _bad(url, start, f"more than {MAX_PADDING_BYTES} zeros", "a member, or the end of the archive")
+
+
+def _checked(block: bytes, url: str, position: int) -> tuple[int, bytes]:
+    """(size, type) of a header whose checksum holds."""
+    if len(block) < BLOCK:
+        raise _bad(url, position, f"the last {len(block)} bytes", "whole blocks of 512 bytes")
+    try:
+        wanted = _octal(block[148:156])
+        size = _number(block[124:136])
+    except ValueError:
+        raise _bad(url, position, block[:16].hex(" ") + " ...", "a tar header") from None
+    # The sum over all bytes, those of the checksum counted as spaces. Adler-32 holds it modulo 65521, in C.
+    found = zlib.adler32(block[:148] + b" " * 8 + block[156:]) & 0xFFFF
+    if found != (wanted + 1) % _ADLER and wanted != _signed_sum(block):
+        raise _bad(url, position, "a checksum that does not hold", "a tar header")
+    return size, block[156:157]
+
+
+def _signed_sum(block: bytes) -> int:
+    """The checksum as some old archivers took it, of signed bytes."""
+    values = np.frombuffer(block, dtype=np.int8).astype(np.int64)
+    return int(values.sum() - values[148:156].sum()) + 8 * 32
+
+
+def _octal(field: bytes) -> int:
+    text = field.split(b"\0")[0].strip()
+    if not text or not all(48 <= digit <= 55 for digit in text):
+        raise ValueError
+    return int(text, 8)
+
+
+def _number(field: bytes) -> int:
+    """A size: octal digits, or big-endian binary behind a byte 0x80; an empty one, as for links, is 0."""
+    if field[0] == 0x80:
+        return int.from_bytes(field[1:], "big")
+    return _octal(field) if field.strip(b"\0 ") else 0
+
+
+def _name(block: bytes) -> str:
+    name = block[:100].split(b"\0")[0]
+    prefix = block[345:500].split(b"\0")[0] if block[257:263] == b"ustar\0" else b""
+    return _text(prefix + b"/" + name if prefix else name)
+
+
+def _text(raw: bytes) -> str:
+    """A name as text; bytes that are no UTF-8 are spelled out, so that it fits into any column."""
+    return raw[:MAX_NAME_BYTES].decode("utf-8", errors="backslashreplace")
+
+
+def _told(stream: Forward, url: str, position: int, size: int, kind: bytes) -> dict[str, str]:
+    """What an extension header says of the next member; a global one (g) says nothing that matters here."""
+    if size > MAX_EXTENSION_BYTES:
+        raise _bad(
+            url, position, f"an extension header of {size} bytes", f"at most {MAX_EXTENSION_BYTES} bytes of extension"
+        )
+    data = stream.at(position + BLOCK, size)
+    if len(data) < size:
+        raise _cut(url, position, size)
+    if kind == b"L":
+        return {"path": _text(data.split(b"\0")[0])}
+    return _records(data, url, position) if kind == b"x" else {}
+
+
+def _records(data: bytes, url: str, position: int) -> dict[str, str]:
+    found, at = {}, 0
+    while at < len(data) and data[at]:
+        digits = data[at : at + 20].split(b" ")[0]
+        length = int(digits) if digits.isdigit() else 0
+        record = data[at : at + length]
+        key, equals, value = record[len(digits) + 1 : -1].partition(b"=")
+        if len(record) < length or not equals or record[-1:] != b"\n":
+            raise _bad(url, position, f"a record {data[at : at + 16]!r}", "records of the form LENGTH KEY=VALUE")
+        found[_text(key)] = _text(value)
+        at += length
+    return found
+
+
+def _pax_size(text: str, url: str, position: int) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 18:
+        raise _bad(url, position, f"size {text[:40]!r}", "a number of bytes")
+    return int(text)
+
+
+def _cut(url: str, position: int, size: int) -> DataError:
+    return _bad(url, position, f"a member of {size} bytes", "a member that ends within the archive")
+
+
+def _bad(url: str, position: int, got: str, allowed: str) -> DataError:
+    return DataError(
+        f"archive {url} cannot be read on at byte {position}",
+        got=got,
+        allowed=allowed,
+        next_step="Fetch the archive again; compare its digest with the origin's. Nothing was published.",
+    )

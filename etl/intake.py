@@ -1,0 +1,45 @@
+"""What is done to each image on its way in: decode, turn, bring to one size and number of channels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from features.decode import Limits, decode
+from features.images import fit, rotate, set_channels
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Intake:
+    """The operations, in this order: decode and EXIF orientation, channels, `degrees` clockwise, `how` to `size`.
+
+    `size` is (height, width), None for the size that images have; `channels` 1 or 3, None for what they have;
+    `keep` leaves encoded images as they are once they are known to decode.
+    """
+
+    size: tuple[int, int] | None
+    channels: int | None
+    how: str = "resize"
+    degrees: int = 0
+    keep: bool = False
+    limits: Limits = field(default_factory=Limits)
+
+    def shape(self, height: int, width: int, channels: int) -> tuple[int, int, int]:
+        """(height, width, channels) of what becomes of an image."""
+        turned = (width, height) if self.degrees in (90, 270) else (height, width)
+        return (*(self.size or turned), self.channels or channels)
+
+    def stack(self, images: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Images of one size, decoded already: (n, H, W, C) uint8 -> (n, *shape) uint8."""
+        if self.channels is not None:
+            images = set_channels(images, self.channels)
+        images = rotate(images, self.degrees)
+        return images if self.size is None else fit(images, *self.size, self.how)
+
+    def take(self, data: bytes) -> bytes:
+        """An encoded image: its pixels in C order, or `data` itself where it is kept. Raises ImageError."""
+        assert self.channels is not None
+        pixels = decode(data, self.channels, self.limits)
+        return data if self.keep else self.stack(pixels[None]).tobytes()

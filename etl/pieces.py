@@ -1,0 +1,49 @@
+"""What one task reads of an image set, and what the driver knows of all of it before Spark starts."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from etl.intake import Intake
+from etl.ranges import Source
+
+MAX_STEP_BYTES = 8 << 20  # decoding takes ten times as long as reading: smaller pieces keep all cores busy to the end
+
+
+class Piece(ABC):
+    """A part of the input for one task; a frozen dataclass of plain values, since it travels as JSON."""
+
+    @abstractmethod
+    def read(self, intake: Intake, num_classes: int | None) -> Iterator[pa.RecordBatch]:
+        """The rows of etl.image_rows. Labels that are numbers go to quarantine from `num_classes` on.
+
+        Raises DataError for a file that is damaged or not as long as planned.
+        """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImagePlan:
+    """Sources, pieces and what is known already.
+
+    `shape` is (height, width, channels) before any operation, None for files of any size. `num_classes` is None where
+    classes are names, which come to light when all is read; `class_names` are those of labels that are numbers.
+    `records` is what the headers promise, None where they promise nothing. `trees` says that sources are folders.
+    """
+
+    sources: Sequence[Source]
+    pieces: Sequence[Piece]
+    shape: tuple[int, int, int] | None = None
+    num_classes: int | None = None
+    class_names: tuple[str, ...] = ()
+    records: int | None = None
+    trees: bool = False
+    names_may_repeat: bool = False
+
+
+def step_bytes(split_bytes: int) -> int:
+    """Bytes of input for a task: what the caller asks for, or less."""
+    return min(split_bytes, MAX_STEP_BYTES)
