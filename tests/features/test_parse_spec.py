@@ -1,0 +1,57 @@
+"""TensorFlow reads our records with the specification that is derived from the schema, and gets the values back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from features.example import encode_batch
+from features.parse_spec import decode_parsed, parse_spec
+from features.schema import Field, Schema, sample_id_field
+
+pytestmark = pytest.mark.slow
+
+DTYPES: dict[str, list[Any]] = {
+    "int64": [2**63 - 1, -(2**63), 0],
+    "float32": [0.5, -0.0, float("inf")],
+    "float64": [0.1, 1e308, 5e-324],
+    "bool": [True, False, True],
+    "string": ["é", "", "\U0001f600\0"],
+    "bytes": [b"\xff", b"", b"ab"],
+}
+
+
+def test_every_dtype_comes_back_as_scalar_null_list_and_tensor() -> None:
+    import tensorflow as tf
+
+    fields = [sample_id_field()]
+    columns: dict[str, list[Any]] = {"sample_id": [1, -2, 3]}
+    for dtype, values in DTYPES.items():
+        fields += [
+            Field(name=dtype, dtype=dtype),
+            Field(name=f"{dtype}?", dtype=dtype, nullable=True),
+            Field(name=f"{dtype}*", dtype=dtype, shape=(None,)),
+        ]
+        columns |= {dtype: values, f"{dtype}?": [values[0], None, values[2]], f"{dtype}*": [values, [], values[:1]]}
+    tensors = {
+        dtype: np.arange(18).reshape(3, 2, 3).astype(dtype) for dtype in ("uint8", "float32", "float64", "int64")
+    }
+    for dtype, array in tensors.items():
+        fields.append(Field(name=f"{dtype}#", dtype=dtype, shape=(2, 3)))
+        columns[f"{dtype}#"] = [row.tobytes() for row in array]
+    schema = Schema(tuple(fields))
+    batch = pa.RecordBatch.from_pydict(columns, schema=schema.arrow_schema())
+    parsed = decode_parsed(schema, tf.io.parse_example(encode_batch(schema, batch), parse_spec(schema)))
+    assert list(parsed) == [field.name for field in schema]
+    for dtype, values in DTYPES.items():
+        expected = [value.encode() if isinstance(value, str) else value for value in values]
+        assert parsed[dtype].dtype == ("string" if dtype in ("string", "bytes") else dtype)
+        assert parsed[dtype].numpy().tolist() == expected
+        assert parsed[f"{dtype}?"].to_list() == [[expected[0]], [], [expected[2]]]
+        assert parsed[f"{dtype}*"].to_list() == [expected, [], expected[:1]]
+    for dtype, array in tensors.items():
+        np.testing.assert_array_equal(parsed[f"{dtype}#"].numpy(), array)
+        assert parsed[f"{dtype}#"].dtype == dtype
