@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,10 @@ from etl import columns as c
 from etl.sampling import SAMPLED_OUT, WEIGHT, ClassWeights, Sampling
 from etl.spark_errors import in_task
 from etl.splits import SplitSpec
-from features.example import encode_batch
-from features.sample_id import sample_id, shard_keys
+from features.codec.encoder import RecordEncoder
+from features.sample_id import sample_ids, shard_keys
 from features.schema import SAMPLE_ID, Schema
 from storage.errors import DataError
-from storage.tfrecord import FRAMING_BYTES
 
 _SIGN = np.uint64(1 << 63)
 
@@ -28,7 +28,8 @@ _SIGN = np.uint64(1 << 63)
 class Assign:
     """The function for mapInArrow: rows of the caller in, rows of `ddl()` out; dropped rows keep only their reason.
 
-    TFRecord rows are encoded here, once: their exact size is needed before the number of shards is known.
+    TFRecord rows are encoded and framed here, once: their exact size is needed before the number of shards is known,
+    and Spark moves one column of bytes faster than the many that it is made of (docs/decisions/060-codec-kernels.md).
     """
 
     schema: Schema
@@ -62,7 +63,7 @@ class Assign:
         if c.DROPPED in batch.schema.names and batch.column(c.DROPPED).null_count < batch.num_rows:
             reasons = batch.column(c.DROPPED)
             batch, lost = batch.filter(reasons.is_null()), reasons.filter(reasons.is_valid())
-        ids = np.array(self._ids(batch), dtype=np.int64)
+        ids = self._ids(batch)
         if self.sample is not None:
             keeps = self.sample.keeps(batch, ids, self.seed)
             out = pa.array([SAMPLED_OUT] * int((~keeps).sum()), pa.string())
@@ -87,30 +88,47 @@ class Assign:
             c.DROPPED: pa.nulls(batch.num_rows, pa.string()),
             c.KEY: pa.array(keys),
         }
-        records = encode_batch(self.schema, fields) if self.fmt == "tfrecord" else None
+        records = self._records(fields) if self.fmt == "tfrecord" else None
         if records is None:
             sizes = [c.logical_bytes(field, fields.column(field.name)) for field in self.schema]
             out[c.BYTES] = pa.array(np.sum([np.asarray(size) for size in sizes], axis=0, dtype=np.int64))
         else:
-            out[c.BYTES] = pa.array([len(record) + FRAMING_BYTES for record in records], pa.int64())
+            out[c.BYTES] = pc.binary_length(records).cast(pa.int64())
         out[c.LEAK] = batch.column(c.LEAK)
         out |= {c.SOURCE: batch.column(c.SOURCE), c.POSITION: batch.column(c.POSITION)}
         if records is not None:
-            out[c.RECORD] = pa.array(records, pa.binary())
+            out[c.RECORD] = records
         for field in (
             self.schema.fields if records is None else (self.schema.id_field, *c.vocabulary_fields(self.schema))
         ):
             out[field.name] = fields.column(field.name)
         return pa.RecordBatch.from_pydict(out)
 
-    def _ids(self, batch: pa.RecordBatch) -> list[int]:
-        parts = [_as_bytes(name, batch.column(name)) for name in self.id_columns]
-        occurrences = batch.column(c.OCCURRENCE).to_pylist()
-        return [sample_id(fields, n) for fields, n in zip(zip(*parts, strict=True), occurrences, strict=True)]
+    @cached_property
+    def _encoder(self) -> RecordEncoder:
+        return RecordEncoder(self.schema)
+
+    def _records(self, fields: pa.RecordBatch) -> pa.BinaryArray:
+        """The framed records of a batch. Raises DataError where they are more than Arrow's offsets of 32 bits hold."""
+        data, offsets = self._encoder.encode(fields)
+        if len(data) >= 1 << 31:
+            raise DataError(
+                "rows that Spark hands over together are too large",
+                got=f"{len(data)} encoded bytes in {fields.num_rows} rows",
+                allowed="less than 2 GiB",
+                next_step="Lower spark.sql.execution.arrow.maxRecordsPerBatch, or store smaller values.",
+            )
+        # A copy: Spark takes a batch over when it likes, and the encoder's buffer is used again for the next one.
+        buffers = [None, pa.py_buffer(offsets.astype(np.int32)), pa.py_buffer(data.tobytes())]
+        return pa.Array.from_buffers(pa.binary(), fields.num_rows, buffers)
+
+    def _ids(self, batch: pa.RecordBatch) -> NDArray[np.int64]:
+        columns = [_as_text(name, batch.column(name)) for name in self.id_columns]
+        return sample_ids(columns, np.asarray(batch.column(c.OCCURRENCE)))
 
 
-def _as_bytes(name: str, column: pa.Array) -> list[bytes]:
-    """The values of an id column as the bytes that are hashed: UTF-8, decimal digits, or themselves."""
+def _as_text(name: str, column: pa.Array) -> pa.Array:
+    """An id column as what is hashed: its text, the decimal digits of its numbers, or its bytes."""
     if column.null_count:
         raise DataError(
             f"id column `{name}` is null",
@@ -118,6 +136,4 @@ def _as_bytes(name: str, column: pa.Array) -> list[bytes]:
             allowed="a value in each row",
             next_step="Fill or drop those rows.",
         )
-    if pa.types.is_binary(column.type):
-        return list(column.to_pylist())
-    return list(pc.cast(column.cast(pa.string()), pa.binary()).to_pylist())
+    return column if pa.types.is_binary(column.type) else column.cast(pa.string())

@@ -7,6 +7,8 @@ import struct
 from collections.abc import Sequence
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 _MASK = (1 << 64) - 1
@@ -27,6 +29,33 @@ def sample_id(fields: Sequence[bytes], occurrence: int) -> int:
         digest.update(field)
     digest.update(_LENGTH.pack(occurrence))
     return int(_SIGNED.unpack_from(digest.digest())[0])
+
+
+def sample_ids(columns: Sequence[pa.Array], occurrences: NDArray[np.int64]) -> NDArray[np.int64]:
+    """sample_id of each row: (n,) strings or bytes of any width without nulls, (n,) int64 -> (n,) int64.
+
+    At least one column. Memory: the longest row twice.
+    """
+    from features.codec import sha256_kernel as kernel
+
+    raw = [column if _is_large(column) else column.cast(pa.binary()) for column in columns]
+    data, ends, widths = np.zeros((3, len(raw)), dtype=np.int64)
+    longest = np.zeros(len(occurrences), dtype=np.int64)
+    for number, column in enumerate(raw):
+        _, offsets, values = column.buffers()
+        widths[number] = 8 if _is_large(column) else 4
+        ends[number] = 0 if offsets is None else offsets.address + column.offset * widths[number]
+        data[number] = 0 if values is None else values.address
+        longest += np.asarray(pc.binary_length(column)) + 8
+    scratch = np.empty(int(longest.max(initial=0)) + 88, dtype=np.uint8)
+    out = np.empty(len(occurrences), dtype=np.uint64)
+    kernel.row_hashes(data, ends, widths, np.ascontiguousarray(occurrences), scratch.ctypes.data, out)
+    del raw  # the columns had to live until here
+    return out.view(np.int64)
+
+
+def _is_large(column: pa.Array) -> bool:
+    return bool(pa.types.is_large_binary(column.type) or pa.types.is_large_string(column.type))
 
 
 def splitmix64(value: int) -> int:
@@ -64,6 +93,15 @@ def unit_hash(value: bytes, seed: int) -> int:
     """An unsigned 64-bit hash of a group's name, as uniform as SHA-256's; compared with split boundaries."""
     digest = hashlib.sha256(b"split" + _UINT.pack(seed & _MASK) + value).digest()
     return int(_UINT.unpack_from(digest)[0])
+
+
+def unit_hashes(ids: NDArray[np.int64], seed: int) -> NDArray[np.uint64]:
+    """unit_hash of each sample id as 8 little-endian bytes: (n,) int64 -> (n,) uint64."""
+    from features.codec import sha256_kernel as kernel
+
+    scratch, out = np.empty(128, dtype=np.uint8), np.empty(len(ids), dtype=np.uint64)
+    kernel.unit_hashes(np.ascontiguousarray(ids), np.uint64(seed & _MASK), scratch.ctypes.data, out)
+    return out
 
 
 def share_of(value: int, weights: Sequence[int]) -> int:

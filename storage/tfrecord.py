@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 from typing import BinaryIO, Protocol
 
 import google_crc32c
+import numpy as np
+from numpy.typing import NDArray
 
 from storage.errors import CorruptionError
 
@@ -95,6 +97,28 @@ class RecordWriter:
     def index_bytes(self) -> bytes:
         """The offset index: a line "offset size" a record, size with framing."""
         return index_bytes(self.offsets, self.bytes)
+
+
+def record_offsets(
+    buffer: bytes | bytearray | memoryview | NDArray[np.uint8],
+    *,
+    file: str,
+    first_record: int = 0,
+    base_offset: int = 0,
+) -> NDArray[np.int64]:
+    """Where each record of a buffer of whole records begins and the last one ends, (n + 1,) int64.
+
+    Checks as parse_records does, at the speed of memory, and raises the same CorruptionError.
+    """
+    from storage.kernels import frames
+
+    data = np.frombuffer(buffer, dtype=np.uint8)
+    offsets = np.empty(len(data) // FRAMING_BYTES + 1, dtype=np.int64)
+    count = frames.scan(data.ctypes.data, len(data), offsets)
+    if count < 0:
+        parse_records(data.data, file=file, first_record=first_record, base_offset=base_offset)
+        raise AssertionError(f"{file}: two readers disagree on records behind offset {base_offset}")
+    return offsets[: count + 1].copy()  # a copy: the rest of the room for them is given back
 
 
 def index_bytes(offsets: Iterable[int], total_bytes: int) -> bytes:

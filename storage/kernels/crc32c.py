@@ -187,13 +187,19 @@ def masked(crc: Any) -> Any:
 
 
 @njit
-def masked_crc32c(address: Any, size: Any) -> Any:
-    """The masked CRC-32C of `size` bytes (int64) at `address` (int64), as uint32."""
+def extended(crc: Any, address: Any, size: Any) -> Any:
+    """The CRC-32C (uint64) of what had the CRC-32C `crc`, and the `size` bytes (int64) at `address` (int64)."""
     words = size >> 3
-    crc = _words(_ONES, address, words)
+    crc = _words(crc ^ _ONES, address, words)
     for at in range(address + 8 * words, address + size):
         crc = _byte(crc, load_u8(at))
-    return masked(crc ^ _ONES)
+    return crc ^ _ONES
+
+
+@njit
+def masked_crc32c(address: Any, size: Any) -> Any:
+    """The masked CRC-32C of `size` bytes (int64) at `address` (int64), as uint32."""
+    return masked(extended(_ZERO, address, size))
 
 
 @njit

@@ -5,10 +5,21 @@ from __future__ import annotations
 import hashlib
 
 import numpy as np
-from hypothesis import given
+import pyarrow as pa
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from features.sample_id import sample_id, shard_key, shard_keys, shard_of, share_of, splitmix64, unit_hash
+from features.sample_id import (
+    sample_id,
+    sample_ids,
+    shard_key,
+    shard_keys,
+    shard_of,
+    share_of,
+    splitmix64,
+    unit_hash,
+    unit_hashes,
+)
 
 
 def test_splitmix64_gives_the_published_sequence() -> None:
@@ -24,6 +35,24 @@ def test_an_id_is_the_start_of_a_digest_over_lengths_and_fields() -> None:
     data = b"\x02" + bytes(7) + b"ab" + b"\x01" + bytes(7) + b"c" + bytes(8)
     assert sample_id([b"ab", b"c"], 0) == int.from_bytes(hashlib.sha256(data).digest()[:8], "little", signed=True)
     assert sample_id([b"a", b"bc"], 0) != sample_id([b"ab", b"c"], 0) != sample_id([b"ab", b"c"], 1)
+
+
+# Lengths around the 64 bytes of a SHA-256 block, where its padding takes one block more.
+@given(st.lists(st.tuples(st.binary(max_size=140), st.text(max_size=20), st.integers(0, 2**63 - 1)), max_size=5))
+@settings(max_examples=80, deadline=None)
+def test_ids_of_columns_are_those_of_their_rows(rows: list[tuple[bytes, str, int]]) -> None:
+    rows = [(b"before", "the slice", 0), *rows]
+    raw, text, occurrences = zip(*rows, strict=True)
+    columns = [pa.array(raw, pa.binary()), pa.array(text, pa.string()), pa.array(raw, pa.large_binary())]
+    found = sample_ids([column.slice(1) for column in columns], np.array(occurrences[1:], dtype=np.int64))
+    assert found.tolist() == [sample_id([a, b.encode(), a], n) for a, b, n in rows[1:]]
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5), st.integers(-(2**63), 2**63 - 1))
+@settings(max_examples=50, deadline=None)
+def test_split_hashes_of_arrays_are_those_of_their_values(samples: list[int], seed: int) -> None:
+    found = unit_hashes(np.array(samples, dtype=np.int64), seed)
+    assert found.tolist() == [unit_hash(sample.to_bytes(8, "little", signed=True), seed) for sample in samples]
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1), st.integers(0, 2**63 - 1))
