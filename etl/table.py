@@ -75,9 +75,15 @@ def infer_schema(df: DataFrame, label: str | None = None, exclude: Sequence[str]
 
 
 def prepared(
-    df: DataFrame, schema: Schema | None, id_columns: Sequence[str], split: SplitSpec, label: str | None
+    df: DataFrame,
+    schema: Schema | None,
+    id_columns: Sequence[str],
+    split: SplitSpec,
+    label: str | None = None,
+    also: Sequence[str] = (),
 ) -> tuple[DataFrame, Schema]:
     """`df` with just the columns that the writer uses, each of its type, and the schema, inferred where it is None.
+    `also` names columns that are looked at besides those of schema, ids and split.
 
     Without `_source` and `_position` all rows are taken to come from one place, and their ids to be unique. Raises
     ConfigError for a missing column or one of another type.
@@ -98,7 +104,7 @@ def prepared(
     placed = c.SOURCE in have or c.POSITION in have
     wanted |= {c.SOURCE: "int", c.POSITION: "bigint"} if placed else {}
     wanted |= {c.SPLIT: "string"} if split.given else {}
-    for name in (*id_columns, *(() if split.column is None else (split.column,))):
+    for name in (*id_columns, *also, *(() if split.column is None else (split.column,))):
         wanted.setdefault(name, have.get(name, "a column"))
         if wanted[name].partition("<")[0] in _NESTED:
             raise _cannot(name, wanted[name], "a number, text, bytes, boolean, date or time", "Name another column.")

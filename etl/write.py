@@ -126,7 +126,8 @@ def write_dataset(
     if quarantine not in (None, NOT_KEPT):
         refuse_existing(str(quarantine))
     with translated(df.sparkSession, "writing the dataset"):
-        rows, schema = prepared(df, schema, id_columns, spec, label)
+        picked = () if sample is None else (Sampling.parse(sample).column,)
+        rows, schema = prepared(df, schema, id_columns, spec, label, picked)
         weighed = weights == "balanced" and schema.weight is None
         full = Schema((*schema.fields, weight_field())) if weighed else schema
         above = None if append_to is None else open_parent(append_to, config, full)

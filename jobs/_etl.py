@@ -5,40 +5,63 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from etl.config import DEFAULT_SHARD_BYTES
+from etl.config import DEFAULT_SHARD_BYTES, WEIGHTS
 from jobs._cli import JobParser
 from storage.manifest import DatasetManifest
 
+_WRITTEN = (
+    "output", "fmt", "split", "shard_bytes", "row_group_bytes", "seed", "sample", "weights", "quarantine", "append_to",
+    "clean",
+)  # fmt: skip
+
 
 def add_output_flags(job: JobParser, split: str) -> None:
-    """The flags that both ETL jobs have."""
+    """The flags of the jobs that read files."""
     job.add_argument("--input", nargs="+", required=True, metavar="URL", help="files or directories, plain or gzip")
-    job.add_argument("--output", required=True, metavar="URL", help="the dataset; must not exist")
     job.add_argument("--max-bad", default="1%", metavar="SHARE", help="largest share of bad records (default 1%%)")
-    job.add_argument("--format", default="tfrecord", dest="fmt", metavar="FORMAT", help="tfrecord (default) | parquet")
-    job.add_argument("--split", default="80/20", metavar="S", help=f"{split} (default 80/20)")
-    job.add_argument(
-        "--shard-bytes", type=int, default=DEFAULT_SHARD_BYTES, metavar="N", help="bytes of a shard (default 128 MiB)"
-    )
-    job.add_argument("--seed", type=int, default=0, metavar="N", help="seed of split and order (default 0)")
-    job.add_argument("--master", metavar="URL", help="Spark master (default: spark-submit's, else local[*])")
+    add = add_write_flags(job, split)
+    add("--quarantine", metavar="URL|none", help="where rejected input goes (default: into the dataset)")
+
+
+def add_write_flags(job: JobParser, split: str) -> Any:
+    """The flags of all ETL jobs; returns the parser's add_argument."""
+    add = job.add_argument
+    add("--output", required=True, metavar="URL", help="the dataset; must not exist")
+    add("--format", default="tfrecord", dest="fmt", metavar="FORMAT", help="tfrecord (default) | parquet")
+    add("--split", default="80/20", metavar="S", help=f"{split} (default 80/20)")
+    add("--shard-bytes", type=int, default=DEFAULT_SHARD_BYTES, metavar="N", help="bytes of a shard (default 128 MiB)")
+    add("--row-group-bytes", type=int, metavar="N", help="bytes of a Parquet row group (default 2 MiB, or 64 of them)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of split and order (default 0)")
+    sampled = "keep this share of a class, such as click=0:10%%; several with `,`"
+    add("--sample", metavar="COLUMN=VALUE:SHARE", help=sampled)
+    add("--weights", default="none", metavar="W", help=f"{' | '.join(WEIGHTS)}: a field `weight` by class of the label")
+    add("--append-to", metavar="URL", help="the dataset that the new one continues")
+    add("--clean", action="store_true", help="first remove what killed jobs left beside the output")
+    add("--master", metavar="URL", help="Spark master (default: spark-submit's, else local[*])")
+    return add
+
+
+def write_values(args: Namespace) -> dict[str, Any]:
+    """The fields of WriteConfig that those flags say."""
+    return {name: getattr(args, name) for name in _WRITTEN if hasattr(args, name)}
 
 
 def output_values(args: Namespace) -> dict[str, Any]:
-    """The fields of OutputConfig that those flags say."""
-    names = ("output", "max_bad", "fmt", "split", "shard_bytes", "seed")
-    return {"inputs": tuple(args.input), **{name: getattr(args, name) for name in names}}
+    """The fields of OutputConfig that the flags of add_output_flags say."""
+    return {"inputs": tuple(args.input), "max_bad": args.max_bad, **write_values(args)}
 
 
 def summary(manifest: DatasetManifest, output: str) -> str:
-    """What was done, in two lines."""
+    """What was done, in two or three lines."""
     counts = manifest.counts
     dropped = ", ".join(f"{n} {reason}" for reason, n in counts.dropped.items()) or "0"
     splits = ", ".join(
         f"{name} {split.records} in {len(split.shards)} shards" for name, split in manifest.splits.items()
     )
+    shared = 0 if manifest.leakage is None else manifest.leakage["found"].get("content", 0)
     return (
         f"{output}: {counts.read} read, {counts.written} written ({splits}),"
         f" {counts.quarantined} quarantined, dropped {dropped}\n"
-        f"digest {manifest.digest}"
+        + (f"leakage: {shared} records have the same features as one of another split\n" if shared else "")
+        + f"digest {manifest.digest}"
     )

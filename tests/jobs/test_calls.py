@@ -17,7 +17,17 @@ def call(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_jobs_are_those_of_the_design() -> None:
-    assert JOBS == ["doctor", "etl_images", "etl_logs", "evaluate", "pipeline", "train", "upload", "verify"]
+    assert JOBS == [
+        "doctor",
+        "etl_images",
+        "etl_logs",
+        "etl_table",
+        "evaluate",
+        "pipeline",
+        "train",
+        "upload",
+        "verify",
+    ]
 
 
 @pytest.mark.slow

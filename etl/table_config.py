@@ -1,0 +1,57 @@
+"""What `jobs.etl_table` is told, checked before anything is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from etl.config import WriteConfig
+from storage.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableConfig(WriteConfig):
+    """Exactly one of `table`, `query` and `inputs`. Raises ConfigError for values that cannot be right."""
+
+    table: str | None = None
+    """A table or view of the session's catalog."""
+    query: str | None = None
+    """A SQL query."""
+    inputs: tuple[str, ...] = ()
+    """URLs that Spark loads as `input_format`."""
+    input_format: str = "parquet"
+    """Any format that Spark's session knows."""
+    id_columns: tuple[str, ...]
+    """The columns that tell rows apart; unique together."""
+    label: str | None = None
+    """The column to predict."""
+    exclude: tuple[str, ...] = ()
+    """Columns that are not stored, though they may be ids or decide the split."""
+    schema: str | None = None
+    """File of a declared schema (features.declare); None takes the columns' own types (etl.table)."""
+
+    def __post_init__(self) -> None:
+        super(TableConfig, self).__post_init__()
+        told = [flag for flag, value in self._sources().items() if value]
+        self._check(len(told) == 1, "the input", " and ".join(told) or "none", "one of --table, --query, --input")
+        ids = self.id_columns
+        self._check(len(ids) > 0 and all(ids), "--id-columns", ",".join(ids) or "none", "one column or more")
+        self._check(len(set(ids)) == len(ids), "--id-columns", ",".join(ids), "each column once")
+        alone = self.schema is None or not (self.exclude or self.label)
+        self._check(alone, "--schema", "--exclude or --label beside it", "what the file declares, alone")
+
+    def to_json(self) -> dict[str, Any]:
+        """What the content of the dataset follows from, besides the input and the seed."""
+        own = {"job": "etl_table", "table": self.table, "query": self.query, "inputs": list(self.inputs)}
+        own |= {"input_format": self.input_format if self.inputs else None, "id_columns": list(self.id_columns)}
+        return {**super(TableConfig, self).to_json(), **own}
+
+    def _sources(self) -> dict[str, object]:
+        return {"--table": self.table, "--query": self.query, "--input": self.inputs}
+
+    @staticmethod
+    def _check(good: bool, what: str, got: str, allowed: str) -> None:
+        if not good:
+            raise ConfigError(
+                f"{what} cannot be right", got=got, allowed=allowed, next_step="Correct it; --help lists the flags."
+            )

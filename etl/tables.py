@@ -1,0 +1,86 @@
+"""From a table of Spark's catalog, a query or files that Spark reads to a dataset."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from etl.spark_errors import translated
+from etl.table import infer_schema
+from etl.table_config import TableConfig
+from etl.watch import watched
+from etl.write import Origin, refuse_existing, write_dataset
+from features.declare import load_schema
+from features.schema import Schema
+from storage.errors import ConfigError, NotFoundError
+from storage.manifest import DatasetManifest
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+
+def check(config: TableConfig) -> Schema | None:
+    """What can be checked before Spark starts: the output is free, the schema's file is one. Returns the schema."""
+    refuse_existing(config.output)
+    return None if config.schema is None else load_schema(config.schema)
+
+
+def run(spark: SparkSession, config: TableConfig) -> DatasetManifest:
+    """Read, split and publish. Raises the errors of check, NotFoundError for a table or path that is not there,
+    ConfigError for a query that is none or gives other rows each time, and those of write_dataset.
+    """
+    schema = check(config)
+    with translated(spark, "reading the table"), watched(spark, "etl table"):
+        df = frame(spark, config)
+        return write_dataset(
+            df,
+            config.output,
+            schema=schema or infer_schema(df, config.label, config.exclude),
+            id_columns=config.id_columns,
+            origin=Origin(created_config=config.to_json()),
+            **config.write_options(),
+        )
+
+
+def frame(spark: SparkSession, config: TableConfig) -> DataFrame:
+    """The rows that the configuration names."""
+    from pyspark.errors import AnalysisException, ParseException
+
+    try:
+        if config.table is not None:
+            df = spark.table(config.table)
+        elif config.query is not None:
+            # In parentheses only a query can be read: a statement that changes something is an error there.
+            df = spark.sql(f"SELECT * FROM (\n{config.query.strip().rstrip(';')}\n) AS query")
+        else:
+            df = spark.read.format(config.input_format).load(list(config.inputs))
+    except (AnalysisException, ParseException) as error:
+        raise _unreadable(config, error) from None
+    _refuse_chance(spark, df)
+    return df
+
+
+def _refuse_chance(spark: SparkSession, df: DataFrame) -> None:
+    plan = df._jdf.queryExecution().analyzed()  # pyspark tells nothing of a plan's expressions
+    jvm = spark.sparkContext._jvm
+    assert jvm is not None
+    clock = jvm.org.apache.spark.sql.catalyst.trees.TreePattern.CURRENT_LIKE()
+    if not plan.deterministic() or plan.containsPattern(clock):
+        raise ConfigError(
+            "the rows of the input are others each time it is read",
+            got="an expression that depends on chance or the clock",
+            allowed="stored values and functions of them (rand with a seed depends on how rows are cut)",
+            next_step="Store the result as a table first, or take that expression out.",
+        )
+
+
+def _unreadable(config: TableConfig, error: Exception) -> ConfigError:
+    first = str(error).strip().splitlines()[0][:500]
+    missing = "NOT_FOUND" in first.upper() or "PATH_DOES_NOT_EXIST" in first.upper()
+    name = config.table or config.query or ", ".join(config.inputs)
+    kind = NotFoundError if missing else ConfigError
+    return kind(
+        f"the input cannot be read: {name[:200]}",
+        got=first,
+        allowed="a table of the session's catalog, a query (SELECT ...), or URLs that Spark can load",
+        next_step="Correct --table, --query or --input; catalogs are set by spark-submit --conf spark.sql.catalog...",
+    )

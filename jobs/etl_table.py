@@ -1,0 +1,67 @@
+"""Turn a table into a dataset: read by Spark's catalog or a query, split, shard, publish."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = str(Path(__file__).resolve().parent.parent)
+if sys.path[0] != ROOT:
+    sys.path[:1] = [ROOT]
+
+from etl import tables
+from etl.splits import ALLOWED
+from etl.table_config import TableConfig
+from jobs._cli import JobParser, run_job
+from jobs._etl import add_write_flags, summary, write_values
+from jobs._session import hadoop_settings_of, spark_session
+from storage.settings import set_hadoop_settings
+
+
+def parser() -> JobParser:
+    """The command line."""
+    job = JobParser("etl_table", __doc__ or "", "etl_table")
+    add = job.add_argument
+    add("--table", metavar="NAME", help="a table or view of the session's catalog: Hive, Iceberg, Delta, JDBC ...")
+    add("--query", metavar="SQL", help="a query over such tables")
+    add("--input", nargs="+", default=[], metavar="URL", help="files that Spark reads, instead of a table")
+    add("--input-format", default="parquet", metavar="F", help="of --input: any that Spark knows (default parquet)")
+    add("--id-columns", required=True, metavar="A,B", help="columns that tell rows apart; unique together")
+    add("--label", metavar="COLUMN", help="the column to predict")
+    add("--exclude", default="", metavar="A,B", help="columns that are not stored (they may still be ids)")
+    add("--schema", metavar="FILE", help="a declared schema, TOML or JSON (default: the columns' own types)")
+    add_write_flags(job, split=ALLOWED)
+    return job
+
+
+def config_of(args: Namespace) -> TableConfig:
+    """The configuration that the flags say."""
+    return TableConfig(
+        table=args.table,
+        query=args.query,
+        inputs=tuple(args.input),
+        input_format=args.input_format,
+        id_columns=tuple(args.id_columns.split(",")),
+        label=args.label,
+        exclude=tuple(name for name in args.exclude.split(",") if name),
+        schema=args.schema,
+        **write_values(args),
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the job; returns the exit code."""
+    args = parser().parse(argv)
+    config = config_of(args)
+    tables.check(config)
+    with spark_session("lockstep etl_table", args.master) as spark:
+        set_hadoop_settings(hadoop_settings_of(spark))
+        manifest = tables.run(spark, config)
+    print(summary(manifest, args.output))
+    return 0
+
+
+if __name__ == "__main__":
+    run_job(main)

@@ -1,0 +1,84 @@
+"""Staging folders: signed, published whole or removed; --clean takes what nobody signs any more and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from etl.clean import clean, leftovers
+from etl.staging import SIGN_NAME, Staging
+from storage.errors import StorageError
+from storage.fs import filesystem
+from tests.storage.make_dataset import make_dataset
+
+NOW_MS = int(time.time() * 1000)
+
+
+def left_by_a_killed_job(folder: Path, age_s: float) -> Path:
+    """A staging folder as a job leaves it that is killed, its sign so many seconds old."""
+    with Staging(str(folder / "out")) as staging:
+        root = Path(staging.root)
+        kept = folder / "kept"
+        shutil.copytree(root, kept)
+    kept.rename(root)
+    os.utime(root / SIGN_NAME, (NOW_MS / 1000 - age_s,) * 2)
+    return root
+
+
+def test_what_is_old_and_signed_goes_and_nothing_else(tmp_path: Path) -> None:
+    dead, living = left_by_a_killed_job(tmp_path, 3600), left_by_a_killed_job(tmp_path, 10)
+    last_step = tmp_path / "_staging-etl-00000000000000aa"  # manifest written, sign removed, killed before the rename
+    make_dataset(str(last_step))
+    os.utime(last_step / "_manifest.json", (0, 0))
+    others = {
+        "_staging-etl-00000000000000ab": None,  # no sign
+        "_staging-etl-00000000000000ac": (dead / SIGN_NAME).read_bytes(),  # the sign of another folder
+        "_staging-etl-00000000000000ad": b'{"job":"etl-00000000000000ad"}',  # a sign that nobody sealed
+        "_staging-made": (dead / SIGN_NAME).read_bytes(),
+        "data": (dead / SIGN_NAME).read_bytes(),
+    }
+    for name, sign in others.items():
+        (tmp_path / name).mkdir()
+        if sign is not None:
+            (tmp_path / name / SIGN_NAME).write_bytes(sign)
+            os.utime(tmp_path / name / SIGN_NAME, (0, 0))
+    (tmp_path / "_staging-etl-00000000000000ae").symlink_to(dead)
+    (tmp_path / "_staging-etl-00000000000000af").write_text("a file")
+    fs, output = filesystem(str(tmp_path)), str(tmp_path / "out")
+    found = {item.url: item for item in leftovers(fs, output, NOW_MS)}
+    assert set(found) == {str(dead), str(last_step)}
+    assert found[str(dead)].output == output and 3590 < found[str(dead)].silent_s < 3610
+    assert len(clean(fs, output, NOW_MS)) == 2 and not clean(fs, output, NOW_MS)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {living.name, *others, "_staging-etl-00000000000000ae", "_staging-etl-00000000000000af"}
+    assert not leftovers(fs, str(tmp_path / "none" / "out"), NOW_MS)  # no folder, nothing left
+
+
+def test_a_cleaner_that_was_killed_is_cleaned_behind(tmp_path: Path) -> None:
+    dead = left_by_a_killed_job(tmp_path, 3600)
+    dead.rename(f"{dead}.dead")
+    assert len(clean(filesystem(str(tmp_path)), str(tmp_path / "out"), NOW_MS)) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_job_signs_again_and_again(tmp_path: Path) -> None:
+    with Staging(str(tmp_path / "out"), beat_s=0.01) as staging:
+        sign = Path(staging.root) / SIGN_NAME
+        end = time.monotonic() + 10
+        while json.loads(sign.read_bytes())["beats"] < 3 and time.monotonic() < end:
+            time.sleep(0.01)
+        assert json.loads(sign.read_bytes())["beats"] >= 3
+        staging.publish(b"{}")
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "_manifest.json"]
+
+
+def test_a_job_whose_folder_was_cleaned_publishes_nothing(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="was taken from this job"), Staging(str(tmp_path / "out")) as staging:
+        assert clean(staging.fs, staging.url, NOW_MS + 3_600_000)
+        staging.publish(b"{}")
+    assert not list(tmp_path.iterdir())

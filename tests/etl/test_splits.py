@@ -1,0 +1,154 @@
+"""Split kinds: what --split may say, and that hash splits, borders in time and shares of classes are exact."""
+
+from __future__ import annotations
+
+import bisect
+import datetime as dt
+from collections import Counter
+from fractions import Fraction
+from itertools import accumulate
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etl.sampling import Sampling, balanced
+from etl.settle import at_rank, cuts_of, last_before
+from etl.splits import SplitSpec, boundaries, texts_of, times_of, unit_hashes
+from features.sample_id import share_of, unit_hash
+from storage.errors import ConfigError, DataError
+
+IDS = np.random.default_rng(1).integers(-(2**63), 2**63 - 1, 5000, dtype=np.int64)
+EMPTY = pa.RecordBatch.from_pydict({})
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "names", "weights", "column"),
+    [
+        ("80/20", "random", "train test", (80, 20), None),
+        ("1/1", "random", "train test", (1, 1), None),
+        ("1:1", "random", "train test", (1, 1), None),  # as people say it
+        ("8/1/1", "random", "train validation test", (8, 1, 1), None),
+        ("0.7/0.15/0.15", "random", "train validation test", (70, 15, 15), None),  # to whole numbers, exactly
+        ("group:user:9/1", "group", "train test", (9, 1), "user"),
+        ("user:visitor:9/1", "group", "train test", (9, 1), "visitor"),
+        ("group:a:b:9/1", "group", "train test", (9, 1), "a:b"),  # a column's name may hold a colon
+        ("stratified:click:8/1/1", "stratified", "train validation test", (8, 1, 1), "click"),
+        ("time:80/20", "time", "train test", (80, 20), "time"),
+        ("time:at:80/20", "time", "train test", (80, 20), "at"),
+        ("kfold:3", "kfold", "fold-0 fold-1 fold-2", (1, 1, 1), None),
+        ("kfold:2:user", "kfold", "fold-0 fold-1", (1, 1), "user"),
+        ("given", "given", "", (), None),
+    ],
+)
+def test_what_split_may_say(text: str, kind: str, names: str, weights: tuple[int, ...], column: str | None) -> None:
+    spec = SplitSpec.parse(text)
+    assert spec == SplitSpec(kind=kind, names=tuple(names.split()), weights=weights, column=column)
+    assert SplitSpec.parse(spec.text) == spec
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "80", "80/0", "80/20/10/5", "-8/2", "8/", "²/1", "8e1/2", "kfold", "kfold:1", "kfold:101", "kfold:3:",
+     "stratified:80/20", "group::80/20", "time::80/20", "given:x", "9" * 5000 + "/1", "time:"],
+)  # fmt: skip
+def test_what_split_may_not_say(text: str) -> None:
+    with pytest.raises(ConfigError, match="--split cannot be read"):
+        SplitSpec.parse(text)
+
+
+@given(st.lists(st.integers(1, 10**6), min_size=2, max_size=5), st.integers(0, 2**64 - 1))
+def test_borders_are_those_of_share_of(weights: list[int], value: int) -> None:
+    """Also beside each border, where one unit decides."""
+    ends = boundaries(tuple(weights))
+    beside = [min(max(int(end) + step, 0), 2**64 - 1) for end in ends for step in (-1, 0)]
+    values = np.array([value, *beside], dtype=np.uint64)
+    found = np.searchsorted(ends, values, side="right").tolist()
+    assert found == [share_of(int(number), weights) for number in values]
+
+
+def test_hash_splits_look_at_the_record_alone() -> None:
+    spec = SplitSpec.parse("8/1/1")
+    whole = spec.assign(EMPTY, IDS, 7, {}).to_pylist()
+    assert spec.assign(EMPTY, IDS[::-3], 7, {}).to_pylist() == whole[::-3]
+    assert whole[0] == spec.names[share_of(unit_hash(IDS[:1].tobytes(), 7), spec.weights)]
+    counts = Counter(whole)
+    assert abs(counts["train"] - 4000) < 150 and abs(counts["test"] - 500) < 100 and len(counts) == 3
+    assert unit_hashes(IDS[:2], 7).tolist() == [unit_hash(IDS[i : i + 1].tobytes(), 7) for i in range(2)]
+    folds = SplitSpec.parse("kfold:5:user")
+    users = pa.RecordBatch.from_pydict({"user": pa.array([n % 40 for n in range(5000)])})
+    memory: dict[object, str] = {}
+    found = folds.assign(users, IDS, 7, memory).to_pylist()
+    assert len(set(zip(users["user"].to_pylist(), found, strict=True))) == 40 and set(found) == set(folds.names)
+    assert folds.assign(users.slice(100, 9), IDS[:9], 7, memory).to_pylist() == found[100:109]
+
+
+def test_what_decides_a_split_is_never_null_or_vague() -> None:
+    null = pa.RecordBatch.from_pydict({"time": pa.array([1, None])})
+    for text in ("time:80/20", "stratified:time:80/20", "group:time:80/20", "kfold:2:time"):
+        with pytest.raises(DataError, match="is null"):
+            SplitSpec.parse(text).assign(null, IDS[:2], 0, {})
+    with pytest.raises(DataError, match="cannot decide"):
+        texts_of("x", pa.array([0.5]))
+    with pytest.raises(DataError, match="cannot decide"):
+        times_of("x", pa.array(["1995-07-09"]))
+    days = [dt.date(1970, 1, 2), dt.date(1969, 12, 31)]
+    assert times_of("x", pa.array(days)).to_pylist() == [1, -1]
+    moments = pa.array([1_000_000_000], pa.timestamp("ns", "UTC"))
+    assert times_of("x", moments).to_pylist() == [1_000_000]
+
+
+def histogram_of(values: list[int]) -> object:
+    def histogram(where: tuple[int, int] | None, shift: int) -> Counter[int]:
+        return Counter(v >> shift for v in values if where is None or v >> where[1] == where[0])
+
+    return histogram
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-3, 3), min_size=1, max_size=60), st.data())
+def test_a_border_in_time_is_the_nearest_that_parts_no_equal_times(values: list[int], data: st.DataObject) -> None:
+    cut = data.draw(st.integers(0, len(values) - 1))
+    histogram = histogram_of(values)
+    value, less, equal = at_rank(cut, min(values), max(values), histogram)  # type: ignore[arg-type]
+    ordered = sorted(values)
+    assert (value, less, equal) == (ordered[cut], bisect.bisect_left(ordered, value), values.count(value))
+    end = last_before(cut, min(values), max(values), histogram)  # type: ignore[arg-type]
+    before = bisect.bisect_right(ordered, end)
+    allowed = {0, *accumulate(count for _, count in sorted(Counter(values).items()))}
+    if ordered[0] > -(2**63):
+        assert abs(before - cut) == min(abs(place - cut) for place in allowed)
+
+
+@given(st.integers(0, 10**12), st.lists(st.integers(1, 1000), min_size=2, max_size=3))
+def test_shares_of_a_class_are_as_exact_as_whole_numbers_are(total: int, weights: list[int]) -> None:
+    cuts = cuts_of(total, weights)
+    for cut, below in zip(cuts, accumulate(weights), strict=False):
+        assert abs(cut - Fraction(total * below, sum(weights))) <= Fraction(1, 2)
+    assert [0, *cuts] == sorted([0, *cuts]) and (not cuts or cuts[-1] <= total)
+
+
+def test_sampling_keeps_the_share_of_the_classes_that_it_names() -> None:
+    batch = pa.RecordBatch.from_pydict({"click": pa.array([n % 10 == 0 for n in range(5000)])})
+    clicks = np.asarray(batch["click"])
+    kept = Sampling.parse("click=0:10%").keeps(batch, IDS, 3)  # 0 and 1 are false and true
+    assert kept[clicks].all() and 380 < kept[~clicks].sum() < 520
+    more = Sampling.parse("click=false:0.2,click=true:1/2").keeps(batch, IDS, 3)
+    assert not (kept & ~more)[~clicks].any()  # a larger share keeps what a smaller one kept
+    assert 200 < more[clicks].sum() < 300
+    assert Sampling.parse("click=0:0").keeps(batch, IDS, 3).tolist() == clicks.tolist()
+    split = np.array(SplitSpec.parse("50/50").assign(EMPTY, IDS, 3, {}).to_pylist())
+    assert 0.4 < (split[kept & ~clicks] == "train").mean() < 0.6  # what is kept does not follow from the split
+    for wrong in ("click", "click=0", "click=0:2", "=0:1%", "a=0:1%,b=1:1%", "a=0:1%,a=0:2%", "click=:1%"):
+        with pytest.raises(ConfigError, match="--sample cannot be"):
+            Sampling.parse(wrong)
+
+
+def test_balanced_classes_weigh_alike() -> None:
+    found = balanced("y", {"true": 1, "false": 9})
+    batch = pa.RecordBatch.from_pydict({"y": pa.array([True] + [False] * 9)})
+    weights = np.asarray(found.of(batch))
+    assert weights[0] == 5.0 and np.isclose(weights[1:].sum(), 5.0) and weights.dtype == np.float32
+    with pytest.raises(DataError, match="has no weight"):
+        balanced("y", {"true": 1}).of(batch)
