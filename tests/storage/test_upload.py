@@ -121,7 +121,7 @@ def test_calls_that_cannot_be_right(tmp_path: Path) -> None:
 
 @pytest.fixture
 def wrong(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], None]], None]:
-    """Lets a function see each local path that is renamed, just before."""
+    """Lets a function see each path of the target that was written, as soon as it is closed."""
 
     def install(seen: Callable[[str], None]) -> None:
         plain = LocalFileSystem.create
@@ -129,7 +129,12 @@ def wrong(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], None]], 
         def create(self: LocalFileSystem, url: str, *, exclusive: bool = True) -> Any:
             writer = plain(self, url, exclusive=exclusive)
             close = writer.close
-            monkeypatch.setattr(writer, "close", lambda: (close(), seen(url)))
+
+            def close_and_tell() -> None:
+                close()
+                seen(url)
+
+            monkeypatch.setattr(writer, "close", close_and_tell)
             return writer
 
         monkeypatch.setattr(LocalFileSystem, "create", create)
