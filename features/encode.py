@@ -14,7 +14,7 @@ from features.example import tensor_bytes
 from features.fitted import Fitted
 from features.schema import Field, Schema
 from features.signature import Signature, TensorSpec
-from features.transforms import Plan, Transform, categorical, null_error, number, sequence, standardised, unfit
+from features.transforms import Plan, Transform, categorical, image, null_error, number, sequence, standardised, unfit
 from storage.errors import DataError
 
 
@@ -55,10 +55,11 @@ class Encoder:
                 specs[name], self._transforms[name] = spec, (field.name, transform)
         label = schema.label
         if label is not None and (label.shape or label.dtype not in ("int64", "bool", "float32")):
-            raise unfit(label, f"a label of {label.dtype}, shape {label.shape}", "a scalar int64, bool or float32")
+            got, allowed = f"a label of {label.dtype}, shape {label.shape}", "a scalar int64, bool or float32"
+            raise unfit(label, got, allowed, "Build the dataset anew with such a label.")
         self._label, self._weight = label, schema.weight
         if self._weight is not None and label is None:
-            raise unfit(self._weight, "a weight without a label", "a label whose loss it weighs")
+            raise unfit(self._weight, "a weight without a label", "a label whose loss it weighs", "Declare a label.")
         target = None if label is None else TensorSpec(shape=(), dtype="int64" if label.dtype == "int64" else "float32")
         self.signature = Signature(
             features={name: specs[name] for name in sorted(specs, key=str.encode)},
@@ -102,6 +103,8 @@ def _plan(field: Field, fitted: Fitted | None) -> Plan:
         kind = field.encoding["kind"]
         if kind == "ignore":
             return {}
+        if kind == "image":
+            return image(field, field.encoding)
         if kind == "standardise":
             return standardised(field, fitted)
         if kind == "sequence":

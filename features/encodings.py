@@ -7,6 +7,7 @@
     standardise  file                                             number                      distance from the mean
     number       [dtype], [null_value]                            number, bool                the value
     sequence     length, [keep], [with], [pad_value], [of]        list                        `length` values or ids
+    image        height, width, channels, [fit]                   bytes                       decoded pixels
     ignore                                                        any                         nothing: only stored
 
 docs/features.md says what each makes of nulls, of unknown values and of lists.
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from features.images import FITS
 from storage.errors import ConfigError
 
 Encoding = Mapping[str, Any]
@@ -29,6 +31,7 @@ ONE_HOT, MULTI_HOT, INDEX = "one_hot", "multi_hot", "index"
 # Beyond that a row of zeros and one 1 is larger than the rest of the record: an index and an embedding do it.
 MAX_COLUMNS = 1 << 16
 MAX_IDS = 1 << 31
+MAX_SIDE = 1 << 14
 NUMBERS = ("int64", "float32", "float64")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,100}\.json")
 _HELD_OUT = re.compile(r".*\.fold-\d+\.json")
@@ -156,6 +159,15 @@ def _sequence(case: _Case) -> None:
     check_encoding(case.field, case.dtype, is_list=False, nullable=False, encoding={**of, "output": INDEX})
 
 
+def _image(case: _Case) -> None:
+    sides, channels = (case.encoding["height"], case.encoding["width"]), case.encoding["channels"]
+    case(all(1 <= side <= MAX_SIDE for side in sides), f"sides {sides}", f"1 to {MAX_SIDE}")
+    case(channels in (1, 3), f"channels {channels}", "1, 3")
+    fit = case.encoding.get("fit", "resize")
+    case(fit in FITS, f"fit {fit!r}", ", ".join(FITS))
+    case(not case.nullable, "a nullable image", "an image in each row")
+
+
 def _file(case: _Case) -> None:
     file = case.encoding["file"]
     good = _FILE.fullmatch(file) is not None and _HELD_OUT.fullmatch(file) is None
@@ -195,6 +207,7 @@ _RULES: dict[str, _Rule] = {
         many=True,
         check=_sequence,
     ),
+    "image": _Rule({"height": int, "width": int, "channels": int}, {"fit": str}, ("bytes",), check=_image),
     "ignore": _Rule({}, {}, (*NUMBERS, "bool", "string", "bytes"), many=True),
 }
 KINDS = tuple(_RULES)

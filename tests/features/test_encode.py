@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from typing import Any
 
@@ -261,18 +262,36 @@ def test_sequences() -> None:
     assert list(encoded.x) == ["a", "a_mask", "b", "b_length", "c", "c_mask", "d"], "d has nothing beside it"
 
 
+def test_encoded_images_are_decoded_when_read() -> None:
+    from PIL import Image
+
+    pixels = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    more = {"kind": "image", "height": 2, "width": 4, "channels": 3}
+    field = Field(name="i", dtype="bytes", encoding=more)
+    assert encode((field,), {}, i=[file.getvalue()] * 2).x["i"].tolist() == [pixels.tolist()] * 2
+    small = Field(name="i", dtype="bytes", encoding={**more, "height": 1, "width": 2, "channels": 1, "fit": "pad"})
+    assert encode((small,), {}, i=[file.getvalue()]).x["i"].shape == (1, 1, 2, 1)
+    with pytest.raises(DataError, match="cannot be decoded"):
+        encode((field,), {}, i=[b"GIF89a"])
+
+
 def test_what_is_ignored_is_not_fed() -> None:
     field = Field(name="when", dtype="string", nullable=True, encoding={"kind": "ignore"})
     assert list(encode((field, Field(name="f", dtype="float32")), {}, when=["x", None], f=[1, 2]).x) == ["f"]
 
 
 def test_weights_are_beside_the_features() -> None:
-    fields = (Field(name="f", dtype="float32"), Field(name="w", dtype="float32", kind="weight"))
-    encoded = encode(fields, {}, f=[1, 2], w=[0.5, 0])
+    label, weight = Field(name="y", dtype="bool", kind="label"), Field(name="w", dtype="float32", kind="weight")
+    fields = (Field(name="f", dtype="float32"), weight, label)
+    encoded = encode(fields, {}, f=[1, 2], w=[0.5, 0], y=[True, False])
     assert list(encoded.x) == ["f"] and encoded.weight.tolist() == [0.5, 0] and encoded.weight.dtype == np.float32
     for wrong in (-1, np.nan, np.inf):
         with pytest.raises(DataError, match="weight"):
-            encode(fields, {}, f=[1], w=[wrong])
+            encode(fields, {}, f=[1], w=[wrong], y=[True])
+    with pytest.raises(ConfigError, match="cannot be fed"):  # nothing that it could weigh
+        Encoder(Schema((sample_id_field(), *fields[:2])), {})
 
 
 def test_two_inputs_of_one_name_are_refused() -> None:

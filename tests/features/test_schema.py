@@ -14,6 +14,7 @@ from features.signature import Signature, TensorSpec
 from storage.errors import ConfigError
 
 VOCABULARY = {"kind": "vocabulary", "file": "page.json", "max_size": 9, "min_count": 1, "oov_buckets": 1}
+IMAGE = {"kind": "image", "height": 8, "width": 8, "channels": 3}
 HASH = {"kind": "hash", "buckets": 9, "seed": 42}
 
 
@@ -63,6 +64,9 @@ def test_json_form_and_back() -> None:
         ({"nullable": True, "encoding": {"kind": "number"}}, "what stands for null is not said"),
         ({"dtype": "float32", "encoding": {"kind": "number", "dtype": "int64"}}, "fractions would be cut"),
         ({"encoding": {"kind": "number", "null_value": 10**400}}, "beyond any float"),
+        ({"dtype": "bytes", "encoding": {**IMAGE, "channels": 2}}, "grey or colours"),
+        ({"dtype": "bytes", "encoding": {**IMAGE, "fit": "tile"}}, "no such way"),
+        ({"dtype": "string", "encoding": IMAGE}, "text is no image"),
         ({"shape": (None,), "encoding": {"kind": "number"}}, "a list is no number"),
         ({"shape": (None,), "encoding": {"kind": "sequence", "length": 0}}, "a sequence of nothing"),
         ({"encoding": {"kind": "sequence", "length": 3}}, "a scalar is no sequence"),

@@ -1,0 +1,51 @@
+"""Which fitted files a dataset's encoder is made from, with folds and without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from features.declare import load_schema
+from features.fitted import Vocabulary
+from storage.errors import ConfigError, CorruptionError, DataError
+from storage.manifest import DatasetManifest
+from tests.training._tiny import write_rows
+from training.reader import load_encoder
+
+SCHEMA = load_schema("""
+fields = [{name = "w", dtype = "string", encoding = {kind = "vocabulary", max_size = 5}}]
+""")
+
+
+def write(url: Path, *files: str) -> DatasetManifest:
+    """A dataset of two folds with a vocabulary in each of `files`, one token longer each time."""
+    rows = pa.RecordBatch.from_pydict({"sample_id": range(4), "w": list("abab")}, schema=SCHEMA.arrow_schema())
+    fitted = tuple(
+        Vocabulary(name=name, tokens=("a", "b", "c")[: 1 + place], counts=(3, 2, 1)[: 1 + place], fitted_on=("x",))
+        for place, name in enumerate(files)
+    )
+    return write_rows(str(url), SCHEMA, rows, {"fold-0": 2, "fold-1": 2}, "tfrecord", 1, 8, 0, fitted)
+
+
+def test_each_held_out_fold_has_its_own_statistics(tmp_path: Path) -> None:
+    manifest = write(tmp_path / "folds", "w.fold-0", "w.fold-1")
+    for held_out, columns in (("fold-0", 2), ("fold-1", 3)):  # tokens and one bucket for the unknown
+        encoder = load_encoder(str(tmp_path / "folds"), manifest, held_out)
+        assert encoder.signature.features["w"].shape == (columns,)
+    for wrong in (None, "fold-7"):
+        with pytest.raises(ConfigError, match="held out") as caught:
+            load_encoder(str(tmp_path / "folds"), manifest, wrong)
+        assert caught.value.allowed == "fold-0, fold-1"
+
+
+def test_a_dataset_without_folds_has_one_file(tmp_path: Path) -> None:
+    manifest = write(tmp_path / "whole", "w")
+    for held_out in (None, "fold-0"):
+        assert load_encoder(str(tmp_path / "whole"), manifest, held_out).signature.features["w"].shape == (2,)
+    (tmp_path / "whole" / "_fitted" / "w.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(CorruptionError):
+        load_encoder(str(tmp_path / "whole"), manifest)
+    with pytest.raises(DataError, match="not in the dataset"):
+        load_encoder(str(tmp_path / "none"), write(tmp_path / "none"))
