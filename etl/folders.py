@@ -35,7 +35,7 @@ class FolderPiece(Piece):
 
     def read(self, intake: Intake, num_classes: int | None) -> Iterator[pa.RecordBatch]:
         """Raises DataError for a file whose length is not the planned one."""
-        gather = r.Gather(**{c.SOURCE: self.source, "number": 0})
+        gather = r.Gather(**{c.SOURCE: self.source, "number": 0, c.OCCURRENCE: 0})
         for place, size in self.files:
             self._take(place, size, intake, gather)
             yield from gather.full()

@@ -198,7 +198,7 @@ def _counted(rows: DataFrame, parsed: DataFrame) -> DataFrame:
     repeats = known.withColumn("n", many).where("n > 1").withColumn(c.OCCURRENCE, f.row_number().over(order) - 1)
     found = repeats.where(f"{c.OCCURRENCE} > 0").select(*places, c.OCCURRENCE).collect()
     if not found:
-        return rows.withColumn(c.OCCURRENCE, f.lit(0).cast("bigint"))
+        return rows
     ddl = "_name string, _at int, _byte bigint, _below string, _again int"
     table = f.broadcast(rows.sparkSession.createDataFrame([tuple(row) for row in found], ddl))
     same = (f.col("name") == f.col("_name")) & (f.col(c.SOURCE) == f.col("_at")) & (f.col(c.POSITION) == f.col("_byte"))

@@ -38,7 +38,7 @@ class TarPiece(Piece):
 
     def read(self, intake: Intake, num_classes: int | None) -> Iterator[pa.RecordBatch]:
         """Raises DataError with the byte position where the archive is damaged."""
-        gather = r.Gather(**{c.SOURCE: self.source, "number": 0})
+        gather = r.Gather(**{c.SOURCE: self.source, "number": 0, c.OCCURRENCE: 0})
         with Forward(self.url, self.codec) as stream:
             for member in read_members(stream, self.url, self.start, self.end):
                 self._take(stream, member, intake, gather)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from features.image_header import GIF, JPEG, PNG, TIFF, WEBP, Header, read_header
+from features.image_header import GIF, JPEG, PNG, TIFF, WEBP, Header, format_of, read_header
 from features.images import blend, set_channels
 
 UNKNOWN_FORMAT = "unknown_format"
@@ -74,7 +74,7 @@ def checked_header(data: bytes, limits: Limits) -> Header:
         raise ImageError(TOO_LONG, f"{len(data)} bytes, {limits.max_file_bytes} at most")
     header = read_header(data)
     if header is None:
-        raise ImageError(UNKNOWN_FORMAT, f"begins with {data[:8].hex(' ')}")
+        raise ImageError(BROKEN if format_of(data) else UNKNOWN_FORMAT, f"begins with {data[:8].hex(' ')}")
     if header.height is not None and header.width is not None:
         _check_sides(header.height, header.width, len(data), limits)
         # Each scan of a progressive JPEG goes over all of it, and a scan may be as short as a dozen bytes.

@@ -32,22 +32,32 @@ class Header:
     has_exif: bool = False
 
 
-def read_header(data: bytes) -> Header | None:
-    """Read the header of an image file; None for what is none of these formats or ends within its header."""
+def format_of(data: bytes) -> str | None:
+    """The format that a file begins like; None for none of these."""
     if data[:3] == b"\xff\xd8\xff":
-        return _jpeg(data)
+        return JPEG
     if data[:8] == b"\x89PNG\r\n\x1a\n":
-        if len(data) < 24 or data[12:16] != b"IHDR":
-            return None
-        width, height = struct.unpack_from(">II", data, 16)
-        return Header(PNG, height, width)
+        return PNG
     if data[:6] in (b"GIF87a", b"GIF89a"):
-        return Header(GIF)
+        return GIF
     if data[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):
-        return Header(TIFF)
-    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return TIFF
+    return WEBP if data[:4] == b"RIFF" and data[8:12] == b"WEBP" else None
+
+
+def read_header(data: bytes) -> Header | None:
+    """Read the header of an image file; None where it is none of these formats, or damaged or cut."""
+    kind = format_of(data)
+    if kind == JPEG:
+        return _jpeg(data)
+    if kind == WEBP:
         return _webp(data)
-    return None
+    if kind != PNG:
+        return None if kind is None else Header(kind)
+    if len(data) < 24 or data[12:16] != b"IHDR":
+        return None
+    width, height = struct.unpack_from(">II", data, 16)
+    return Header(PNG, height, width)
 
 
 def _webp(data: bytes) -> Header | None:
