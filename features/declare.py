@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from features.encodings import Encoding
-from features.schema import Field, Schema, sample_id_field
+from features.schema import EXAMPLE, Field, Schema, sample_id_field
 from storage.errors import ConfigError
 from storage.fs import filesystem
 
@@ -107,14 +107,14 @@ def _parsed(text: str, where: str, *, as_json: bool) -> Schema:
         raise _bad(where, str(error).splitlines()[0], "JSON" if as_json else "TOML") from None
     entries = document.get("fields") if isinstance(document, dict) else None
     good = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
-    if not good or set(document) != {"fields"}:
+    if not good or not set(document) <= {"fields", "record"}:
         got = sorted(document) if isinstance(document, dict) else type(document).__name__
-        raise _bad(where, f"{got}", "one key, `fields`: a list of objects")
-    assert isinstance(entries, list)
+        raise _bad(where, f"{got}", "`fields`: a list of objects; and perhaps `record`")
+    assert isinstance(document, dict) and isinstance(entries, list)
     fields = tuple(field for entry in entries for field in declared_field(entry))
     if not any(field.kind == "id" for field in fields):
         fields = (sample_id_field(), *fields)
-    return Schema(fields)
+    return Schema(fields, document.get("record", EXAMPLE))
 
 
 def _file_stem(name: str) -> str:

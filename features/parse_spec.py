@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from features.schema import Field, Schema
+from features.schema import SEQUENCE_EXAMPLE, Field, Schema
 
 # The type of a tf.Example's list, by dtype; float64 values and tensors are bytes.
 _LIST_TYPES = {"int64": "int64", "bool": "int64", "float32": "float32"}
@@ -25,6 +25,23 @@ def parse_spec(schema: Schema) -> dict[str, Any]:
     return {field.name: _feature(field) for field in schema}
 
 
+def parse_sequence_spec(schema: Schema) -> tuple[dict[str, Any], dict[str, Any]]:
+    """For tf.io.parse_sequence_example: (context features, sequence features) of a schema of SequenceExamples.
+
+    The lists come out as ragged tensors (n, None, None) of one value each in the last place: `decode_parsed` takes the
+    two dictionaries together and makes them (n, None).
+    """
+    import tensorflow as tf
+
+    context = {field.name: _feature(field) for field in schema if not field.is_list}
+    lists = {
+        field.name: tf.io.RaggedFeature(_list_type(field), row_splits_dtype=tf.int64)
+        for field in schema
+        if field.is_list
+    }
+    return context, lists
+
+
 def decode_parsed(schema: Schema, parsed: Mapping[str, Any]) -> dict[str, Any]:
     """What tf.io.parse_example gave, in the schema's own types.
 
@@ -36,6 +53,8 @@ def decode_parsed(schema: Schema, parsed: Mapping[str, Any]) -> dict[str, Any]:
     decoded = {}
     for field in schema:
         value = parsed[field.name]
+        if field.is_list and schema.record == SEQUENCE_EXAMPLE:
+            value = value.merge_dims(1, 2)
         if isinstance(value, tf.RaggedTensor):
             decoded[field.name] = value.with_flat_values(_decoded(field, value.flat_values))
         else:
@@ -46,10 +65,16 @@ def decode_parsed(schema: Schema, parsed: Mapping[str, Any]) -> dict[str, Any]:
 def _feature(field: Field) -> Any:
     import tensorflow as tf
 
-    dtype = tf.as_dtype("string" if field.is_tensor else _LIST_TYPES.get(field.dtype, "string"))
+    dtype = _list_type(field)
     if field.is_list or field.nullable:
         return tf.io.RaggedFeature(dtype, row_splits_dtype=tf.int64)
     return tf.io.FixedLenFeature([], dtype)
+
+
+def _list_type(field: Field) -> Any:
+    import tensorflow as tf
+
+    return tf.as_dtype("string" if field.is_tensor else _LIST_TYPES.get(field.dtype, "string"))
 
 
 def _decoded(field: Field, values: Any) -> Any:

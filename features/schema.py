@@ -24,6 +24,7 @@ ARROW_TYPES: dict[str, pa.DataType] = {
 KINDS = ("feature", "label", "id", "weight")
 TENSOR_DTYPES = ("uint8", "float32", "float64", "int64")
 SAMPLE_ID = "sample_id"
+EXAMPLE, SEQUENCE_EXAMPLE = "example", "sequence_example"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,9 +136,13 @@ class Field:
 
 @dataclass(frozen=True)
 class Schema:
-    """The fields of a dataset, in the order of its columns; exactly one `id` field, at most one label."""
+    """The fields of a dataset, in the order of its columns; exactly one `id` field, at most one label and one weight.
+
+    `record` says what a TFRecord shard's records are: Examples, or SequenceExamples, in which lists are feature lists.
+    """
 
     fields: tuple[Field, ...]
+    record: str = EXAMPLE
 
     def __post_init__(self) -> None:
         names = [field.name for field in self.fields]
@@ -155,6 +160,10 @@ class Schema:
             raise _bad("the schema", f"fitted files {files}", "a file for each field")
         if sum(field.kind == "weight" for field in self.fields) > 1:
             raise _bad("the schema", "several weights", "at most one")
+        if self.record not in (EXAMPLE, SEQUENCE_EXAMPLE):
+            raise _bad("the schema", f"record {self.record!r}", f"{EXAMPLE}, {SEQUENCE_EXAMPLE}")
+        if self.record == SEQUENCE_EXAMPLE and not any(field.is_list for field in self.fields):
+            raise _bad("the schema", f"record {self.record} without a list", "a list field or more, or record example")
 
     def __iter__(self) -> Iterator[Field]:
         return iter(self.fields)
@@ -220,13 +229,16 @@ class Schema:
 
     def to_json(self) -> dict[str, Any]:
         """The schema as the manifest holds it."""
-        return {"fields": [field.to_json() for field in self.fields]}
+        record = {} if self.record == EXAMPLE else {"record": self.record}
+        return {"fields": [field.to_json() for field in self.fields], **record}
 
     @classmethod
     def from_json(cls, document: object) -> Schema:
         """Rebuild a schema; raises ConfigError for anything but what to_json gives."""
-        _check_keys(document, {"fields": list}, "the schema")
-        return cls(tuple(Field.from_json(field) for field in cast(dict[str, list[object]], document)["fields"]))
+        extra = {"record": str} if isinstance(document, Mapping) and "record" in document else {}
+        _check_keys(document, {"fields": list, **extra}, "the schema")
+        values = cast(dict[str, Any], document)
+        return cls(tuple(Field.from_json(field) for field in values["fields"]), values.get("record", EXAMPLE))
 
 
 def sample_id_field() -> Field:

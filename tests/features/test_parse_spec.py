@@ -9,8 +9,11 @@ import pyarrow as pa
 import pytest
 
 from features.example import encode_batch
-from features.parse_spec import decode_parsed, parse_spec
+from features.parse_spec import decode_parsed, parse_sequence_spec, parse_spec
 from features.schema import Field, Schema, sample_id_field
+from features.sequence_example import encode_sequence_batch
+from tests.features.test_sequence_example import SCHEMA as SEQUENCES
+from tests.features.test_sequence_example import rows as sequence_rows
 
 pytestmark = pytest.mark.slow
 
@@ -55,3 +58,26 @@ def test_every_dtype_comes_back_as_scalar_null_list_and_tensor() -> None:
     for dtype, array in tensors.items():
         np.testing.assert_array_equal(parsed[f"{dtype}#"].numpy(), array)
         assert parsed[f"{dtype}#"].dtype == dtype
+
+
+def test_sequence_examples_are_read_and_written_to_the_same_bytes() -> None:
+    import tensorflow as tf
+
+    batch = sequence_rows()
+    records = encode_sequence_batch(SEQUENCES, batch)
+    context, lists = parse_sequence_spec(SEQUENCES)
+    found = tf.io.parse_sequence_example(records, context, lists)
+    parsed = decode_parsed(SEQUENCES, {**found[0], **found[1]})
+    for dtype in DTYPES:
+        expected = [
+            [v.encode() if isinstance(v, str) else v for v in row] for row in batch.column(f"{dtype}s").to_pylist()
+        ]
+        assert parsed[f"{dtype}s"].to_list() == expected, dtype
+    assert parsed["x"].to_list() == [[2.0], [0.1], []] and parsed["t"].numpy().tolist() == [
+        [101, 102],
+        [97, 98],
+        [99, 100],
+    ]
+    for record in records:
+        message = tf.train.SequenceExample.FromString(record)
+        assert message.SerializeToString(deterministic=True) == record

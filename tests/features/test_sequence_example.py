@@ -1,0 +1,94 @@
+"""SequenceExamples: there and back, and bytes of another form. test_parse_spec.py holds them against TensorFlow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from features.schema import SEQUENCE_EXAMPLE, Field, Schema, sample_id_field
+from features.sequence_example import SequenceEncoder, decode_sequence_batch, encode_sequence_batch
+from storage.errors import ConfigError, DataError
+from storage.tfrecord import parse_records
+
+VALUES: dict[str, list[Any]] = {
+    "int64": [2**63 - 1, -(2**63), 0],
+    "float32": [0.5, -0.0, float("inf")],
+    "float64": [0.1, 1e308, 5e-324],
+    "bool": [True, False, True],
+    "string": ["é", "", "\U0001f600\0"],
+    "bytes": [b"\xff", b"", b"a" * 200],
+}
+SCHEMA = Schema(
+    (
+        sample_id_field(),
+        Field(name="x", dtype="float64", nullable=True),
+        Field(name="t", dtype="uint8", shape=(2,)),
+        *(Field(name=f"{dtype}s", dtype=dtype, shape=(None,)) for dtype in VALUES),
+    ),
+    SEQUENCE_EXAMPLE,
+)
+
+
+def rows() -> pa.RecordBatch:
+    columns: dict[str, list[Any]] = {"sample_id": [1, -2, 3], "x": [0.1, None, 2.0], "t": [b"ab", b"cd", b"ef"]}
+    columns |= {f"{dtype}s": [values, [], values[:1]] for dtype, values in VALUES.items()}
+    batch = pa.RecordBatch.from_pydict(columns, schema=SCHEMA.arrow_schema())
+    return pa.concat_batches([batch, batch]).slice(2, 3)  # a slice has offsets of its own
+
+
+VALUE = st.fixed_dictionaries(
+    {
+        "sample_id": st.integers(-(2**63), 2**63 - 1),
+        "x": st.none() | st.floats(),
+        "t": st.binary(min_size=2, max_size=2),
+        "int64s": st.lists(st.integers(-(2**63), 2**63 - 1), max_size=4),
+        "float32s": st.lists(st.floats(width=32), max_size=4),
+        "float64s": st.lists(st.floats(), max_size=4),
+        "bools": st.lists(st.booleans(), max_size=4),
+        "strings": st.lists(st.text(max_size=150), max_size=3),
+        "bytess": st.lists(st.binary(max_size=3), max_size=4),
+    }
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(VALUE, max_size=4))
+def test_there_and_back(values: list[dict[str, Any]]) -> None:
+    batch = pa.RecordBatch.from_pylist(values, schema=SCHEMA.arrow_schema())
+    records = encode_sequence_batch(SCHEMA, batch)
+    again = decode_sequence_batch(SCHEMA, records)
+    assert again.schema == SCHEMA.arrow_schema()
+    assert encode_sequence_batch(SCHEMA, again) == records
+    data, offsets = SequenceEncoder(SCHEMA).encode(batch)
+    assert [bytes(record) for record in parse_records(data.tobytes(), file="x")] == records
+    assert SequenceEncoder(SCHEMA).sizes(batch).tolist() == np.diff(offsets).tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_other_bytes_are_an_error_and_nothing_else(data: st.DataObject) -> None:
+    record = bytearray(encode_sequence_batch(SCHEMA, rows())[1])
+    where = data.draw(st.integers(0, len(record) - 1))
+    record[where] ^= 1 << data.draw(st.integers(0, 7))
+    try:
+        changed = decode_sequence_batch(SCHEMA, [bytes(record[: data.draw(st.integers(0, len(record)))])])
+    except DataError:
+        return
+    assert encode_sequence_batch(SCHEMA, changed)[0] == bytes(record), "a change within a value"
+
+
+def test_what_cannot_be_declared_or_written() -> None:
+    with pytest.raises(ConfigError, match="schema"):
+        Schema((sample_id_field(),), SEQUENCE_EXAMPLE)
+    assert Schema.from_json(SCHEMA.to_json()) == SCHEMA and SCHEMA.to_json()["record"] == "sequence_example"
+    with pytest.raises(ConfigError, match="schema"):
+        Schema.from_json({**SCHEMA.to_json(), "record": "row"})
+    schema = Schema((sample_id_field(), Field(name="l", dtype="int64", shape=(None,))), SEQUENCE_EXAMPLE)
+    batch = pa.RecordBatch.from_pydict({"sample_id": [1], "l": [[1, None]]}, schema=schema.arrow_schema())
+    with pytest.raises(DataError, match="holds a null"):
+        encode_sequence_batch(schema, batch)
