@@ -1,0 +1,28 @@
+"""The workers of Petastorm's process pool, started so that they see the names too."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = str(Path(__file__).resolve().parents[2])
+_BOOT = "import sys; sys.path.insert(0, sys.argv.pop(1)); from etl.petastorm_compat.workers import main; main()"
+
+
+def start_worker(args: Sequence[str], executable: str) -> subprocess.Popen[bytes]:
+    """Petastorm's `Popen([PYTHON, "-m", MODULE, FILE])` for a worker of its process pool, with the names enabled."""
+    assert args[1] == "-m", "the only process that Petastorm starts"
+    return subprocess.Popen([executable, "-c", _BOOT, ROOT, *args[2:]])
+
+
+def main() -> None:
+    """Run the module that the command line names, as `python -m` would."""
+    from etl.petastorm_compat.imports import enable
+
+    enable()
+    module = sys.argv[1]
+    del sys.argv[0]
+    runpy.run_module(module, run_name="__main__")
