@@ -14,13 +14,13 @@ from typing import BinaryIO, cast
 import pyarrow as pa
 
 from features.codec.foreign import infer_schema
-from features.foreign_schema import foreign_field
-from features.schema import Field
 from features.shard_ranges import PIECE_BYTES, Decode, decoded
 from storage.errors import CorruptionError, DataError
 from storage.fs import FileSystem, basename, filesystem, parent
 from storage.tfrecord import HEADER_BYTES, masked_crc32c, read_records
 
+DATA_GLOB = "*.tfrecord*"
+SAMPLE_RECORDS = 1000
 MAX_BATCH_RECORDS = 4096
 SAMPLED_FILES = 8
 _GZIP_MAGIC = b"\x1f\x8b\x08"
@@ -84,9 +84,17 @@ def open_records(fs: FileSystem, url: str) -> Iterator[Iterator[bytes]]:
     with fs.open_read(url) as file:
         if is_gzip(fs, url):
             with gzip.GzipFile(fileobj=file) as unpacked:
-                yield _unpacked(read_records(cast(BinaryIO, unpacked), file=url), url)
+                yield records_of(cast(BinaryIO, unpacked), url)
         else:
-            yield read_records(file, file=url)
+            yield records_of(file, url)
+
+
+def records_of(source: BinaryIO, url: str) -> Iterator[bytes]:
+    """The records of an open file, unpacked already; damage of what it was packed in is a CorruptionError too."""
+    try:
+        yield from read_records(source, file=url)
+    except (OSError, EOFError, zlib.error) as error:
+        raise CorruptionError("a gzip file is damaged or cut", file=url, got=str(error)) from None
 
 
 def is_gzip(fs: FileSystem, url: str) -> bool:
@@ -109,37 +117,43 @@ def read_file(fs: FileSystem, url: str, decode: Decode) -> Iterator[pa.RecordBat
             first += len(held)
 
 
-def infer_fields(files: Sequence[ForeignFile], sample_records: int) -> tuple[Field, ...]:
-    """The fields that a sample shows, all nullable but lists, in byte order of their names.
+def sample(files: Sequence[ForeignFile], records: int) -> list[bytes]:
+    """The first records of up to 8 files that lie evenly among all, `records` of them together where there are so many.
 
-    The sample is the first records of up to 8 files that lie evenly among all, `sample_records` of them together.
-    Raises DataError where the sample holds no record, or features of changing types.
+    Raises DataError where the files are empty.
     """
     step = max(1, len(files) // SAMPLED_FILES)
-    chosen = list(files[::step][:SAMPLED_FILES])
-    sample: list[bytes] = []
+    chosen = files[::step][:SAMPLED_FILES]
+    found: list[bytes] = []
     for number, file in enumerate(chosen):
         # What a short file leaves over goes to those after it.
-        wanted = -(-(sample_records - len(sample)) // (len(chosen) - number))
-        with open_records(filesystem(file.url), file.url) as records:
-            sample += islice(records, wanted)
-    if not sample:
+        wanted = -(-(records - len(found)) // (len(chosen) - number))
+        with open_records(filesystem(file.url), file.url) as source:
+            found += islice(source, wanted)
+    if not found:
         raise DataError(
             f"no record to infer a schema from in {len(chosen)} of {len(files)} files",
             got="empty files",
             allowed="at least one record",
             next_step="Give the schema: .schema(...).",
         )
+    return found
+
+
+def infer_columns(files: Sequence[ForeignFile], records: Sequence[bytes]) -> list[tuple[str, str, bool]]:
+    """What columns `records`, a sample of `files`, show: (name, dtype, is_list) in byte order of the names.
+
+    Raises DataError for a feature of changing types, and for records that are no Examples.
+    """
     try:
-        found = infer_schema(sample)
+        return infer_schema(records)
     except DataError as error:
         raise DataError(
-            f"no one schema fits the first records of {', '.join(file.url for file in chosen)[:500]}: {error.what}",
+            f"no one schema fits the first records of {files[0].url} and the files after it: {error.what}",
             got=error.got,
             allowed=error.allowed,
             next_step="Give the schema of what you need: .schema(...).",
         ) from None
-    return tuple(foreign_field(name, dtype, is_list) for name, dtype, is_list in found)
 
 
 def _held(records: Iterator[bytes]) -> Iterator[list[memoryview]]:
@@ -153,10 +167,3 @@ def _held(records: Iterator[bytes]) -> Iterator[list[memoryview]]:
             held, size = [], 0
     if held:
         yield held
-
-
-def _unpacked(records: Iterator[bytes], url: str) -> Iterator[bytes]:
-    try:
-        yield from records
-    except (OSError, EOFError, zlib.error) as error:
-        raise CorruptionError("a gzip file is damaged or cut", file=url, got=str(error)) from None

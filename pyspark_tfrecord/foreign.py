@@ -10,7 +10,7 @@ import pyarrow as pa
 from pyspark.sql.datasource import InputPartition
 from pyspark.sql.types import StructType
 
-from features.foreign_files import ForeignFile, find_files, infer_fields, read_file
+from features.foreign_files import ForeignFile, find_files, infer_columns, read_file, sample
 from features.foreign_schema import foreign_field
 from features.schema import Field
 from features.shard_ranges import ShardRange, cut, lenient, read_range
@@ -80,8 +80,10 @@ class Foreign:
 
     def _inferred(self) -> tuple[Field, ...]:
         if self._manifest is None:
-            return infer_fields(self._files, self.options.sample_records)
-        return tuple(foreign_field(*column) for column in self._manifest.columns)
+            columns = infer_columns(self._files, sample(self._files, self.options.sample_records))
+        else:
+            columns = list(self._manifest.columns)
+        return tuple(foreign_field(*column) for column in columns)
 
     def __getstate__(self) -> dict[str, Any]:
         # Names and blocks of all files stay with the driver: a task gets its own.

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from features.foreign_files import DATA_GLOB, SAMPLE_RECORDS
 from storage.errors import ConfigError
 from storage.fs import absolute
 
 PARTITION_BYTES = 32 << 20  # a second or less of a core: small sets still use all cores; docs/decisions/067
-SAMPLE_RECORDS = 1000
-DATA_GLOB = "*.tfrecord*"
 VERIFY = ("records", "full")
 DOUBLES = ("refuse", "float32")
 

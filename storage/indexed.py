@@ -20,6 +20,7 @@ from storage.manifest_parts import FileInfo, ShardInfo
 from storage.sealed import seal, unseal, unseal_as
 
 KIND = "indexed"
+INDEX_FOLDER = "_index"
 FORMAT_VERSION = 1
 DTYPES = ("int64", "float32", "string", "bytes")
 _KEYS = ("kind", "format_version", "created_by", "schema", "block_records", "files", "indexes")
@@ -69,9 +70,9 @@ class IndexedManifest:
         )
 
 
-def index_of(path: str) -> str:
-    """The path of the index of the file at `path`, both relative to the directory."""
-    return f"_index/{path}.idx"
+def index_name(path: str) -> str:
+    """The path, below INDEX_FOLDER, of the index of the file at `path`."""
+    return f"{path}.idx"
 
 
 def is_indexed(data: bytes, where: str) -> bool:

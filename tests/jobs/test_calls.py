@@ -18,11 +18,13 @@ def call(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 def test_the_jobs_are_those_of_the_design() -> None:
     assert JOBS == [
+        "describe",
         "doctor",
         "etl_images",
         "etl_logs",
         "etl_table",
         "evaluate",
+        "index",
         "pipeline",
         "train",
         "upload",

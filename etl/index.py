@@ -1,0 +1,150 @@
+"""A manifest and offset indexes for TFRecord files of somebody else, beside them; the files stay as they are."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import secrets
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, BinaryIO, cast
+
+from etl import VERSION
+from etl.spark_errors import in_task, translated
+from features.foreign_files import ForeignFile, find_files, infer_columns, is_gzip, records_of, sample
+from storage.canonical import sha256_hex
+from storage.errors import ConfigError, DataError, ExistsError
+from storage.findings import CHUNK_BYTES, HashedReader
+from storage.fs import absolute, filesystem, join
+from storage.indexed import INDEX_FOLDER, IndexedManifest, index_name
+from storage.layout import MANIFEST_NAME, safe_relative
+from storage.manifest import FileInfo, ShardInfo
+from storage.publish import write_file
+from storage.settings import set_hadoop_settings
+from storage.tfrecord import FRAMING_BYTES, index_bytes
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+Scanned = tuple[ShardInfo, bool, FileInfo | None]  # a file's entry, whether it is gzip, its index's entry
+BLOCK_BYTES = 2 << 20  # as in our own shards: docs/decisions/010-blocks-and-sizes.md
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What a worker needs to scan one file: the root, where indexes go until all are made, records of a block."""
+
+    root: str
+    staging: str
+    block_records: int
+    settings: dict[str, str]
+
+    @in_task
+    def __call__(self, paths: Iterable[str]) -> Iterator[Scanned]:
+        """Runs in a Spark task."""
+        set_hadoop_settings(self.settings)
+        yield from map(self.scan, paths)
+
+    def scan(self, path: str) -> Scanned:
+        """Read the file at `path` (relative) to its end and write its index; returns its entry, whether it is gzip, and
+        its index's entry. Raises CorruptionError naming the record and offset where it is not whole.
+        """
+        url = join(self.root, path)
+        fs = filesystem(url)
+        packed = is_gzip(fs, url)
+        offsets = array("Q")
+        with fs.open_read(url) as file:
+            hashed = HashedReader(file, lambda count: None)
+            source: BinaryIO = io.BufferedReader(hashed, CHUNK_BYTES)
+            if packed:
+                source = cast(BinaryIO, gzip.GzipFile(fileobj=source))
+            position = 0
+            for record in records_of(source, url):
+                offsets.append(position)
+                position += len(record) + FRAMING_BYTES
+            hashed.drain()
+        blocks = () if packed else tuple(offsets[:: self.block_records])
+        info = ShardInfo(path, len(offsets), hashed.bytes, hashed.sha256, hashed.crc32c, None, blocks)
+        if packed:
+            return info, True, None
+        data = index_bytes(offsets, position)
+        write_file(fs, join(self.staging, index_name(path)), data)
+        return info, False, FileInfo(len(data), sha256_hex(data))
+
+
+def check(url: str) -> None:
+    """Raise ExistsError where a manifest or index is there already, ConfigError for something that is no directory."""
+    fs = filesystem(url)
+    if not fs.stat(url).is_dir:
+        raise ConfigError(
+            f"{url} is a file", got="a file", allowed="a directory of TFRecord files", next_step="Give its directory."
+        )
+    for name in (MANIFEST_NAME, INDEX_FOLDER):
+        if fs.exists(join(url, name)):
+            raise ExistsError(
+                f"{url} is a dataset or is indexed already",
+                got=name,
+                allowed=f"a directory without {MANIFEST_NAME} and {INDEX_FOLDER}",
+                next_step=f"If an earlier index is out of date, delete {MANIFEST_NAME} and {INDEX_FOLDER} there first.",
+            )
+
+
+def index_directory(
+    url: str, *, pattern: str, sample_records: int, spark: SparkSession | None, settings: dict[str, str]
+) -> IndexedManifest:
+    """Read every file that fits `pattern` below `url` once, and write `_index/` and `_manifest.json` there.
+
+    With `spark` the files are read by its tasks, one each, else one after another. Nothing is left where it fails.
+    Raises what `check` raises; DataError for names that a manifest cannot hold and for records that are no Examples,
+    CorruptionError for a damaged file.
+    """
+    check(url)
+    url = absolute(url)
+    fs = filesystem(url)
+    files = find_files(url, pattern)
+    for file in files:
+        safe_relative(file.path, where=url)
+    records = sample(files, sample_records)
+    columns = infer_columns(files, records)
+    mean_bytes = sum(map(len, records)) // len(records) + FRAMING_BYTES
+    staging = join(url, f"_staging-index-{secrets.token_hex(8)}")
+    scan = Scan(url, staging, max(1, BLOCK_BYTES // mean_bytes), settings)
+    try:
+        fs.mkdirs(staging)
+        found = _each(scan, [file.path for file in files], spark)
+        _unchanged(files, [info for info, _, _ in found])
+        manifest = IndexedManifest(
+            version=VERSION,
+            sampled=len(records),
+            columns=tuple(columns),
+            block_records=scan.block_records,
+            files=tuple(info for info, _, _ in found),
+            gzip=frozenset(info.path for info, packed, _ in found if packed),
+            indexes={info.path: index for info, _, index in found if index is not None},
+        )
+        if manifest.indexes:
+            fs.rename_new(staging, join(url, INDEX_FOLDER))
+        write_file(fs, join(url, MANIFEST_NAME), manifest.to_bytes())
+    finally:
+        fs.discard(staging)
+    return manifest
+
+
+def _each(scan: Scan, paths: list[str], spark: SparkSession | None) -> list[Scanned]:
+    if spark is None:
+        return list(map(scan.scan, paths))
+    with translated(spark, "reading the files"):
+        rows = spark.sparkContext.parallelize(paths, len(paths)).mapPartitions(scan).collect()
+    return sorted(rows, key=lambda row: row[0].path)
+
+
+def _unchanged(files: Iterable[ForeignFile], infos: Iterable[ShardInfo]) -> None:
+    for file, info in zip(files, infos, strict=True):
+        if file.bytes != info.bytes:
+            raise DataError(
+                f"{file.url} has changed while it was read",
+                got=f"{info.bytes} bytes",
+                allowed=f"{file.bytes} bytes, as at the start",
+                next_step="Run jobs.index when nobody writes there.",
+            )

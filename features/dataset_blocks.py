@@ -1,0 +1,85 @@
+"""The blocks of whatever has a manifest, one by one and in any order, without a plan: for looking at data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from features.foreign_files import read_file
+from features.foreign_schema import foreign_field
+from features.schema import Field, Schema
+from features.shard_ranges import Decode, ShardRange, cut, lenient, read_range, strict
+from storage.errors import CorruptionError
+from storage.fs import FileSystem, filesystem, join
+from storage.indexed import IndexedManifest
+from storage.manifest import DatasetManifest, ShardInfo
+from storage.parquet_footer import read_published_footer
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some neighbouring records; `read` gives them as batches."""
+
+    records: int
+    read: Callable[[], Iterator[pa.RecordBatch]]
+
+
+def dataset_blocks(url: str, manifest: DatasetManifest) -> dict[str, list[Block]]:
+    """The blocks of each split of the dataset at `url`; batches are of its Schema.arrow_schema().
+
+    Reading raises CorruptionError and DataError as shards do.
+    """
+    fs, schema = filesystem(url), Schema.from_json(manifest.schema)
+    found: dict[str, list[Block]] = {}
+    for name, info in manifest.splits.items():
+        found[name] = []
+        for shard in info.shards:
+            place = join(url, shard.path)
+            if manifest.format == "tfrecord":
+                found[name] += _ranges(fs, place, shard, info.block_records, strict(schema))
+                continue
+            for group, first in enumerate(shard.block_offsets):
+                count = min(info.block_records, shard.records - first)
+                found[name].append(Block(count, partial(_row_group, fs, place, shard, group)))
+    return found
+
+
+def indexed_fields(manifest: IndexedManifest) -> tuple[Field, ...]:
+    """The columns of indexed files as fields."""
+    return tuple(foreign_field(*column) for column in manifest.columns)
+
+
+def indexed_blocks(url: str, manifest: IndexedManifest) -> list[Block]:
+    """The blocks of the indexed files at `url`; a gzip file is one."""
+    fs, decode = filesystem(url), lenient(indexed_fields(manifest))
+    found: list[Block] = []
+    for file in manifest.files:
+        place = join(url, file.path)
+        if file.path in manifest.gzip:
+            found.append(Block(file.records, partial(read_file, fs, place, decode)))
+        else:
+            found += _ranges(fs, place, file, manifest.block_records, decode)
+    return found
+
+
+def _ranges(fs: FileSystem, url: str, shard: ShardInfo, block_records: int, decode: Decode) -> list[Block]:
+    parts: list[ShardRange] = cut(url, shard, block_records, 1)  # a range of one byte or more is one block
+    return [Block(part.records, partial(read_range, fs, part, decode)) for part in parts]
+
+
+def _row_group(fs: FileSystem, url: str, shard: ShardInfo, group: int) -> Iterator[pa.RecordBatch]:
+    footer = read_published_footer(fs, url, shard)
+    try:
+        with fs.open_read(url) as file:
+            metadata = pq.read_metadata(pa.BufferReader(footer))
+            reader = pq.ParquetFile(file, metadata=metadata, page_checksum_verification=True)
+            yield from reader.read_row_group(group).to_batches()
+    except (pa.ArrowException, OSError) as error:
+        first = shard.block_offsets[group]
+        raise CorruptionError(
+            f"row group {group} cannot be read", file=url, record=first, got=str(error).splitlines()[0]
+        ) from None

@@ -1,0 +1,72 @@
+"""Give TFRecord files of somebody else a manifest and offset indexes in place; they themselves stay as they are."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+ROOT = str(Path(__file__).resolve().parent.parent)
+if sys.path[0] != ROOT:
+    sys.path[:1] = [ROOT]
+
+from etl.index import check, index_directory
+from features.foreign_files import DATA_GLOB, SAMPLE_RECORDS
+from jobs._cli import JobParser, run_job
+from jobs._session import hadoop_settings_of, spark_session
+from storage.errors import ConfigError
+from storage.indexed import IndexedManifest
+from storage.settings import set_hadoop_settings
+
+
+def parser() -> JobParser:
+    """The command line."""
+    job = JobParser("index", __doc__ or "", "index")
+    add = job.add_argument
+    add("url", metavar="URL", help="the directory; it must hold neither _manifest.json nor _index")
+    add("--format", default="tfrecord", choices=["tfrecord"], help="what the files are (default tfrecord)")
+    add("--pattern", default=DATA_GLOB, metavar="GLOB", help="names of the files, in any folder (default %(default)s)")
+    told = "records that the schema is inferred from (default %(default)s)"
+    add("--sample-records", type=int, default=SAMPLE_RECORDS, metavar="N", help=told)
+    add("--master", metavar="URL", help="Spark master: one task a file; without it this process reads one by one")
+    return job
+
+
+def main(argv: Sequence[str]) -> int:
+    """Index; returns the exit code."""
+    args = parser().parse(argv)
+    _check(args)
+    with nullcontext() if args.master is None else spark_session("lockstep index", args.master) as spark:
+        settings = {} if spark is None else hadoop_settings_of(spark)
+        set_hadoop_settings(settings)
+        manifest = index_directory(
+            args.url, pattern=args.pattern, sample_records=args.sample_records, spark=spark, settings=settings
+        )
+    print(_summary(args.url, manifest))
+    return 0
+
+
+def _check(args: Namespace) -> None:
+    if args.sample_records < 1:
+        raise ConfigError(
+            "--sample-records cannot be right",
+            got=str(args.sample_records),
+            allowed="1 or more",
+            next_step="Correct the flag.",
+        )
+    check(args.url)
+
+
+def _summary(url: str, manifest: IndexedManifest) -> str:
+    """What was found, a line for each column."""
+    records = sum(file.records for file in manifest.files)
+    size = sum(file.bytes for file in manifest.files)
+    lines = [f"{url}: {len(manifest.files)} files, {records} records, {size} bytes"]
+    lines += [f"  {name}: {f'list of {dtype}' if many else dtype}" for name, dtype, many in manifest.columns]
+    return "\n".join([*lines, f"schema from {manifest.sampled} records; read it by spark.read.format('tfrecord')"])
+
+
+if __name__ == "__main__":
+    run_job(main)

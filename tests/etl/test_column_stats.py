@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from etl.column_stats import BINS, MAX_DISTINCT, ColumnStats, ColumnSummary, histogram
+
+
+def stats(dtype: str, *columns: pa.Array, shape: tuple[int | None, ...] = ()) -> ColumnSummary:
+    made = ColumnStats("x", dtype, shape)
+    for column in columns:
+        made.add(column)
+    return made.summary()
+
+
+@given(hnp.arrays(st.sampled_from([np.int64, np.int8, np.float32, np.float64]), st.integers(1, 60)))
+def test_each_finite_value_lies_in_one_bar(values: np.ndarray) -> None:
+    finite = values[np.isfinite(values)]
+    if len(finite):
+        made = histogram(finite, "t")
+        assert sum(count for _, count in made.bars) == len(finite)
+        assert 1 <= len(made.bars) <= BINS
+
+
+def test_the_widest_ranges_have_bars() -> None:
+    least, most = np.iinfo(np.int64).min, np.iinfo(np.int64).max
+    bars = histogram(np.array([least, 0, most]), "t").bars
+    assert [count for _, count in bars if count] == [1, 1, 1] and bars[0][0].startswith(str(least))
+    assert bars[-1][0].endswith(str(most))
+    far = histogram(np.linspace(-0.85e308, 0.85e308, 100) * 2, "t").bars
+    assert len(far) == BINS and far[0][0].startswith("-1.7e+308")
+
+
+def test_numbers_with_nulls_nan_and_infinity() -> None:
+    found = stats("float64", pa.array([1.0, None, float("nan")]), pa.array([3.0, float("inf"), 0.0]))
+    assert (found.rows, found.nulls) == (6, 1)
+    facts = dict(found.facts)
+    assert (facts["NaN"], facts["infinite"], facts["zeros"], facts["distinct"]) == ("1", "1", "1", "3")
+    assert facts["values"].startswith("0 to 3, mean 1.33333") and facts["median"] == "1"
+
+
+def test_a_column_without_values_says_so() -> None:
+    assert stats("int64", pa.array([None, None], pa.int64())).facts == ()
+    assert stats("string").rows == 0
+    assert stats("string", pa.array([[], []], pa.list_(pa.string())), shape=(None,)).facts[0][1].startswith("0 to 0")
+
+
+def test_texts_are_counted_most_frequent_first_and_long_ones_by_their_beginning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = stats("string", pa.array(["b", "a", "b", "ä" * 300 + "1", "ä" * 300 + "2"]))
+    assert found.histograms[-1].bars == (("b", 2), ("ä" * 200, 2), ("a", 1))
+    assert dict(found.facts)["distinct"] == "3, by their first 200 characters"
+    assert MAX_DISTINCT == 100_000
+    monkeypatch.setattr("etl.column_stats.MAX_DISTINCT", 2)
+    assert dict(stats("string", pa.array(["a", "b", "c", "a"])).facts)["distinct"] == "more than 2"
+
+
+def test_tensors_by_their_numbers() -> None:
+    pixels = np.arange(12, dtype=np.uint8).reshape(3, 4) * 20
+    found = stats("uint8", pa.array([row.tobytes() for row in pixels]), shape=(2, 2))
+    assert found.type == "uint8 2x2" and dict(found.facts)["values"] == "0 to 220, mean 110"
+    floats = np.array([[1.5, 2.5]], "<f4")
+    assert dict(stats("float32", pa.array([floats.tobytes()]), shape=(2,)).facts)["values"] == "1.5 to 2.5, mean 2"

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from features.example import encode_example
+from features.foreign_files import find_files, infer_columns, is_gzip, open_records, read_file, sample
+from features.foreign_schema import foreign_field, foreign_schema
+from features.shard_ranges import lenient
+from storage.errors import CorruptionError, DataError, NotFoundError
+from storage.fs import filesystem
+from storage.tfrecord import frame
+
+FIELDS = [foreign_field("_n", "int64", False), foreign_field("words", "string", True)]
+SCHEMA = foreign_schema(FIELDS)
+
+
+def write(path: Path, numbers: range, packed: bool = False) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [{"_n": None if n % 5 == 4 else n, "words": [str(n)] * (n % 3)} for n in numbers]
+    data = b"".join(frame(encode_example(SCHEMA, row)) for row in rows)
+    path.write_bytes(gzip.compress(data) if packed else data)
+
+
+def test_files_are_found_by_name_in_order_and_hidden_ones_passed_over(tmp_path: Path) -> None:
+    for name in (
+        "b.tfrecord",
+        "a/x.tfrecord-00000-of-00001",
+        "c.tfrecord.gz",
+        "_x/y.tfrecord",
+        ".z.tfrecord",
+        "README",
+    ):
+        write(tmp_path / name, range(1))
+    url = str(tmp_path)
+    assert [file.path for file in find_files(url, "*.tfrecord*")] == [
+        "a/x.tfrecord-00000-of-00001",
+        "b.tfrecord",
+        "c.tfrecord.gz",
+    ]
+    assert [file.path for file in find_files(f"{url}/*.tfrecord*", "-")] == ["b.tfrecord", "c.tfrecord.gz"]
+    assert [file.path for file in find_files(f"{url}/README", "*.tfrecord*")] == ["README"]  # named outright
+    with pytest.raises(DataError, match="no TFRecord files"):
+        find_files(url, "*.tfr")
+    with pytest.raises(NotFoundError):
+        find_files(f"{url}/nothing", "*")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_file_reads_as_columns_and_damage_is_told(tmp_path: Path, packed: bool) -> None:
+    path = tmp_path / "x.tfrecord"
+    write(path, range(7), packed)
+    fs, url = filesystem(str(path)), str(path)
+    assert is_gzip(fs, url) is packed
+    (batch,) = read_file(fs, url, lenient(FIELDS))
+    assert batch.column("_n").to_pylist() == [0, 1, 2, 3, None, 5, 6]
+    assert batch.column("words").to_pylist() == [[], ["1"], ["2", "2"], [], ["4"], ["5", "5"], []]
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(CorruptionError, match=r"x\.tfrecord"), open_records(fs, url) as records:
+        list(records)
+    wrong = [foreign_field("words", "int64", True)]
+    write(path, range(7), packed)
+    with pytest.raises(DataError, match=r"x\.tfrecord, records from 0 on: record 0 of the batch, field `words`"):
+        list(read_file(fs, url, lenient(wrong)))
+
+
+def test_the_length_of_a_first_record_may_look_like_gzip(tmp_path: Path) -> None:
+    path = tmp_path / "x.tfrecord"
+    path.write_bytes(frame(bytes(0x088B1F)))
+    assert not is_gzip(filesystem(str(path)), str(path))
+
+
+def test_a_sample_reaches_over_the_files(tmp_path: Path) -> None:
+    for number in range(20):  # the first file is empty, those after the tenth have another feature's type
+        write(tmp_path / f"{number:02}.tfrecord", range(number * 10, number * 10 + (10 if number else 0)))
+    files = find_files(str(tmp_path), "*")
+    records = sample(files, 16)
+    assert len(records) == 16 and len(set(records)) == 16
+    assert infer_columns(files, records) == [("_n", "int64", False), ("words", "string", True)]
+    assert len(sample(files, 10_000)) == 70  # eight files, all there is in them
+    with pytest.raises(DataError, match="no record"):
+        sample(files[:1], 5)
+    with pytest.raises(DataError, match="no one schema fits"):
+        infer_columns(files, [b"\x0a\x01"])

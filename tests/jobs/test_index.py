@@ -1,0 +1,113 @@
+"""jobs.index: a manifest beside files of somebody else, which stay as they are."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from features.dataset_blocks import indexed_blocks
+from features.example import encode_example
+from features.foreign_files import find_files
+from features.foreign_schema import foreign_field, foreign_schema
+from jobs import index
+from storage.errors import CorruptionError, DataError, ExistsError, LockstepError
+from storage.indexed import load_indexed, read_indexed
+from storage.sealed import seal, unseal
+from storage.tfrecord import frame, parse_index
+
+SCHEMA = foreign_schema([foreign_field("n", "int64", False), foreign_field("w", "bytes", True)])
+
+
+def write(folder: Path, packed: bool = False) -> dict[str, bytes]:
+    """Three files, one of them gzip if `packed`; returns their bytes."""
+    for number, name in enumerate(("b.tfrecord-00001", "a/c.tfrecord", "a/d.tfrecord.gz")):
+        rows = [{"n": 100 * number + i, "w": [b"\xff" * i] * (i % 3)} for i in range(20)]
+        data = b"".join(frame(encode_example(SCHEMA, row)) for row in rows)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith("gz") and packed:
+            data = subprocess.run(["gzip", "-n"], input=data, capture_output=True, check=True).stdout
+        (folder / name).write_bytes(data)
+    return {file.path: Path(file.url).read_bytes() for file in find_files(str(folder), "*")}
+
+
+def test_the_files_are_described_and_not_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "theirs"
+    before = write(folder, packed=True)
+    times = {path: os.stat(folder / path).st_mtime_ns for path in before}
+    assert index.main([str(folder), "--sample-records", "30"]) == 0
+    told = capsys.readouterr().out
+    assert "3 files, 60 records" in told and "w: list of bytes" in told and "n: int64" in told
+    assert {path: (folder / path).read_bytes() for path in before} == before
+    assert {path: os.stat(folder / path).st_mtime_ns for path in before} == times
+    manifest = load_indexed(str(folder))
+    assert [(file.path, file.records) for file in manifest.files] == [(path, 20) for path in sorted(before)]
+    assert manifest.gzip == {"a/d.tfrecord.gz"} and sorted(manifest.indexes) == ["a/c.tfrecord", "b.tfrecord-00001"]
+    pairs = parse_index((folder / "_index/a/c.tfrecord.idx").read_bytes(), file="i")
+    assert len(pairs) == 20 and sum(pairs[-1]) == len(before["a/c.tfrecord"])
+    rows = [
+        row for block in indexed_blocks(str(folder), manifest) for batch in block.read() for row in batch.to_pylist()
+    ]
+    assert [row["n"] for row in rows] == [*range(100, 120), *range(200, 220), *range(20)]
+    assert rows[5]["w"] == [b"\xff" * 5] * 2
+    with pytest.raises(ExistsError, match="indexed already"):
+        index.main([str(folder)])
+    assert sorted(entry.name for entry in folder.iterdir()) == ["_index", "_manifest.json", "a", "b.tfrecord-00001"]
+
+
+@pytest.mark.parametrize(
+    ("harm", "error"),
+    [
+        (lambda data: data[:-3], CorruptionError),
+        (lambda data: data[:40] + bytes([data[40] ^ 1]) + data[41:], CorruptionError),
+        (lambda data: frame(b"no Example"), DataError),
+    ],
+)
+def test_damage_is_told_and_nothing_is_left(tmp_path: Path, harm: object, error: type[LockstepError]) -> None:
+    folder = tmp_path / "theirs"
+    data = write(folder)["b.tfrecord-00001"]
+    assert callable(harm)
+    (folder / "b.tfrecord-00001").write_bytes(harm(data))
+    with pytest.raises(error, match="b.tfrecord-00001" if error is CorruptionError else "no one schema fits"):
+        index.main([str(folder)])
+    assert sorted(entry.name for entry in folder.iterdir()) == ["a", "b.tfrecord-00001"]
+
+
+def test_a_manifest_that_was_changed_is_refused(tmp_path: Path) -> None:
+    write(tmp_path)
+    index.main([str(tmp_path)])
+    data = (tmp_path / "_manifest.json").read_bytes()
+    with pytest.raises(CorruptionError):
+        read_indexed(data.replace(b'"records":20', b'"records":21'), "m")
+    # Forged and sealed again: paths that lead out, more blocks than records, indexes for files that are not there.
+    for path, value in (
+        (("files", 0, "path"), "../c.tfrecord"),
+        (("files", 0, "path"), "/etc/passwd"),
+        (("files", 0, "records"), 1 << 40),
+        (("files", 0, "records"), True),
+        (("files", 0, "block_offsets"), [1]),
+        (("files", 0, "gzip"), 1),
+        (("indexes",), {}),
+        (("schema", 0, "dtype"), "object"),
+        (("schema", 0, "list"), "no"),
+        (("block_records",), 0),
+        (("kind",), "dataset"),
+        (("format_version",), True + 1),
+    ):
+        doc = unseal(data, "m")
+        place: Any = doc
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = value
+        with pytest.raises(DataError):
+            read_indexed(seal(doc), "m")
+
+
+@pytest.mark.parametrize("flags", [["--sample-records", "0"], ["--pattern", "*.none"], ["--format", "csv"]])
+def test_a_call_that_cannot_be_right(tmp_path: Path, flags: list[str]) -> None:
+    write(tmp_path)
+    with pytest.raises(LockstepError):
+        index.main([str(tmp_path), *flags])
