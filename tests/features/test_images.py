@@ -1,13 +1,18 @@
-"""Resizing by whole numbers: against fractions, and at sizes where the answer can be seen."""
+"""Image operations by whole numbers: against fractions, and at sizes where the answer can be seen."""
 
 from __future__ import annotations
 
+import io
 from fractions import Fraction
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
 
-from features.images import resize
+from features.images import FITS, decode_image, fit, resize, rotate
+from storage.errors import ConfigError, DataError
 
 
 def exact(image: np.ndarray, height: int, width: int) -> np.ndarray:
@@ -52,3 +57,64 @@ def test_equals_the_definition(height: int, width: int) -> None:
 def test_flat_images_stay_flat() -> None:
     for value in (0, 1, 128, 255):
         assert (resize(np.full((1, 28, 28, 1), value, dtype=np.uint8), 13, 31) == value).all()
+
+
+def test_sides_beyond_exact_floats() -> None:
+    flat = np.full((1, 5000, 6000, 1), 255, dtype=np.uint8)
+    assert (resize(flat, 7, 11) == 255).all()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "scaled", "how"),
+    [
+        ((4, 8), (4, 4), (4, 8), "crop"),  # as tall as wanted already: two columns go on each side
+        ((4, 8), (2, 2), (2, 4), "crop"),
+        ((5, 3), (4, 4), (7, 4), "crop"),  # 20/3 rows are rounded to 7; the odd row goes at the bottom
+        ((4, 8), (4, 4), (2, 4), "pad"),
+        ((3, 3), (4, 7), (4, 4), "pad"),  # the odd column stands on the right
+        ((1, 256), (2, 2), (1, 2), "pad"),  # never less than one row
+        ((3, 5), (6, 10), (6, 10), "pad"),  # the same ratio: nothing to pad
+    ],
+)
+def test_crop_and_pad(old: tuple[int, int], new: tuple[int, int], scaled: tuple[int, int], how: str) -> None:
+    image = np.random.default_rng(1).integers(1, 256, (1, *old, 3), dtype=np.uint8)
+    found, whole = fit(image, *new, how), resize(image, *scaled)
+    top, left = abs(scaled[0] - new[0]) // 2, abs(scaled[1] - new[1]) // 2
+    assert found.shape == (1, *new, 3)
+    if how == "crop":
+        np.testing.assert_array_equal(found, whole[:, top : top + new[0], left : left + new[1]])
+        return
+    inner = (slice(None), slice(top, top + scaled[0]), slice(left, left + scaled[1]))
+    np.testing.assert_array_equal(found[inner], whole)
+    found[inner] = 0
+    assert not found.any()
+
+
+@given(*[st.integers(1, 40)] * 4, st.sampled_from(FITS))
+def test_any_size_is_reached(height: int, width: int, tall: int, wide: int, how: str) -> None:
+    image = np.full((2, height, width, 1), 77, dtype=np.uint8)
+    found = fit(image, tall, wide, how)
+    assert found.shape == (2, tall, wide, 1)
+    assert set(np.unique(found)) <= {0, 77} and (how == "pad" or (found == 77).all())
+
+
+def test_another_fit_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--fit"):
+        fit(np.zeros((1, 2, 2, 1), dtype=np.uint8), 3, 3, "stretch")
+
+
+def test_turns_are_clockwise() -> None:
+    image = np.arange(6, dtype=np.uint8).reshape(1, 2, 3, 1)
+    assert rotate(image, 90)[0, :, :, 0].tolist() == [[3, 0], [4, 1], [5, 2]]
+    np.testing.assert_array_equal(rotate(rotate(image, 90), 270), image)
+    np.testing.assert_array_equal(rotate(image, 180), image[:, ::-1, ::-1])
+
+
+def test_an_encoded_image_of_a_dataset() -> None:
+    file = io.BytesIO()
+    pixels = np.random.default_rng(2).integers(0, 256, (6, 4, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(file, "PNG")
+    np.testing.assert_array_equal(decode_image(file.getvalue(), (6, 4), 3), pixels)
+    np.testing.assert_array_equal(decode_image(file.getvalue(), (3, 3), 3, "crop"), fit(pixels[None], 3, 3, "crop")[0])
+    with pytest.raises(DataError, match="cannot be decoded"):
+        decode_image(file.getvalue()[:50], (6, 4), 3)
