@@ -13,7 +13,6 @@ from features.encodings import Encoding, fitted_part
 from features.fitted import Vocabulary, held_out_file
 from features.schema import Field, Schema
 from storage.errors import ConfigError
-from storage.layout import fitted_path
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
@@ -31,7 +30,7 @@ class FittedOn:
 
 
 def fit_all(rows: DataFrame, schema: Schema, splits: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """What is fitted for a dataset of these splits: path relative to the dataset -> content of the JSON file.
+    """What is fitted for a dataset of these splits: the file's name below `_fitted/` -> its content as JSON.
 
     `rows` are those of etl.assign: `_split` (null where a row is dropped) and the schema's `fitted_fields`. The split
     `train` is counted; among folds (`fold-0`, `fold-1`, ...) all but one, once for each, into NAME.fold-0.json and so
@@ -51,7 +50,7 @@ def fit_all(rows: DataFrame, schema: Schema, splits: Sequence[str]) -> dict[str,
         for (name, held_out), fitted in fits.items():
             file = schema[name].fitted_file
             assert file is not None
-            found[fitted_path(held_out_file(file, held_out))] = fitted.to_json()
+            found[held_out_file(file, held_out)] = fitted.to_json()
     return dict(sorted(found.items()))
 
 

@@ -80,17 +80,17 @@ def moments_of(rows: list[dict[str, Any]], field: str, splits: tuple[str, ...]) 
 def test_statistics_are_exact_and_of_the_training_split_alone(spark: SparkSession) -> None:
     rows = rows_of(300, ["train", "test", "train", None])
     found = fit_all(frame(spark, rows).repartition(5), SCHEMA, ["train", "test"])
-    assert list(found) == [f"_fitted/{name}.json" for name in ("item", "odd", "page", "price", "tags")]
+    assert list(found) == [f"{name}.json" for name in ("item", "odd", "page", "price", "tags")]
     again = fit_all(frame(spark, rows[::-1]).coalesce(1), SCHEMA, ["test", "train"])
     assert canonical_bytes(found) == canonical_bytes(again), "partitions and their order change nothing"
     train = ("train",)
-    assert found["_fitted/page.json"]["tokens"] == tokens_of(rows, "page", train, 1, 3)
-    assert found["_fitted/tags.json"]["tokens"] == tokens_of(rows, "tags", train, 2, 9)
-    assert found["_fitted/item.json"]["tokens"] == tokens_of(rows, "item", train, 1, 10_000)
+    assert found["page.json"]["tokens"] == tokens_of(rows, "page", train, 1, 3)
+    assert found["tags.json"]["tokens"] == tokens_of(rows, "tags", train, 2, 9)
+    assert found["item.json"]["tokens"] == tokens_of(rows, "item", train, 1, 10_000)
     for file, field in (("price", "price"), ("odd", "odd.name")):
-        document = found[f"_fitted/{file}.json"]
+        document = found[f"{file}.json"]
         assert (document["count"], document["mean"], document["variance"]) == moments_of(rows, field, train)
-    fitted = {field.name: read_fitted(found[f"_fitted/{field.fitted_file}"]) for field in SCHEMA.fitted_fields}
+    fitted = {field.name: read_fitted(found[str(field.fitted_file)]) for field in SCHEMA.fitted_fields}
     assert Encoder(SCHEMA, fitted).signature.features["page"].shape == (4,)
     assert fit_vocabularies(frame(spark, rows), SCHEMA)["page"] == fitted["page"]
     # what anybody can work out in SQL
@@ -108,10 +108,10 @@ def test_each_held_out_fold_has_statistics_of_the_others(spark: SparkSession) ->
     folds = ["fold-0", "fold-1", "fold-2"]
     rows = rows_of(120, list(folds))
     found = fit_all(frame(spark, rows), SCHEMA, folds)
-    assert len(found) == 15 and "_fitted/odd.fold-2.json" in found
+    assert len(found) == 15 and "odd.fold-2.json" in found
     for held_out in folds:
         others = tuple(name for name in folds if name != held_out)
-        page, price = found[f"_fitted/page.{held_out}.json"], found[f"_fitted/price.{held_out}.json"]
+        page, price = found[f"page.{held_out}.json"], found[f"price.{held_out}.json"]
         assert page["fitted_on"] == list(others) and page["tokens"] == tokens_of(rows, "page", others, 1, 3)
         assert (price["count"], price["mean"], price["variance"]) == moments_of(rows, "price", others)
 
