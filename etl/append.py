@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from etl.spark_errors import in_task
 from etl.splits import SplitSpec
 from features.codec.foreign import decode_foreign
 from features.schema import SAMPLE_ID, Schema, sample_id_field
+from storage.canonical import canonical_bytes
 from storage.errors import ConfigError, DataError
 from storage.fs import absolute, filesystem, join
 from storage.manifest import DatasetManifest, ShardInfo, load_dataset, read_checked
@@ -62,7 +63,7 @@ def open_parent(url: str, config: WriteConfig, schema: Schema) -> Parent:
     first = chain[0][1]
     stored = first.created_by["config"].get("split")
     told = {
-        "schema": (_fields(first.schema), _fields(schema.to_json())),
+        "schema": (_text(first.schema), _text(schema.to_json())),
         "format": (first.format, config.fmt),
         "split": (SplitSpec.parse(str(stored)).text, config.split_spec.text),
         "seed": (first.created_by["seed"], config.seed),
@@ -154,5 +155,5 @@ def _decoded(records: list[bytes]) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([ids], schema=_IDS)
 
 
-def _fields(schema: Any) -> str:
-    return ", ".join(map(str, schema["fields"]))
+def _text(schema: Mapping[str, Any]) -> str:
+    return canonical_bytes(dict(schema)).decode()

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from etl import columns as c
+from etl.spark_errors import to_wire
 from etl.splits import SplitSpec
 from features.schema import SAMPLE_ID, Field, Schema, sample_id_field
 from storage.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
+    from pyspark.sql.types import DataType
 
 DTYPES = {
     "boolean": "bool",
@@ -108,7 +110,13 @@ def prepared(
         wanted.setdefault(name, have.get(name, "a column"))
         if wanted[name].partition("<")[0] in _NESTED:
             raise _cannot(name, wanted[name], "a number, text, bytes, boolean, date or time", "Name another column.")
-    columns = [_as(name, have.get(name), kind, have) for name, kind in wanted.items()]
+    may_be_null = {field.name: field.dataType for field in df.schema.fields if field.nullable}
+    kept = f.col(c.DROPPED).isNull() if c.DROPPED in have else f.lit(True)
+    columns = []
+    for name, kind in wanted.items():
+        column = _as(name, have.get(name), kind, have)
+        never_null = any(field.name == name and not field.nullable for field in schema)
+        columns.append(_held(name, column, may_be_null[name], kept) if never_null and name in may_be_null else column)
     columns += [f.col(name) for name in (c.OCCURRENCE, c.DROPPED) if name in have]
     if placed:
         return _with_occurrence(df.select(*columns), id_columns), schema
@@ -152,6 +160,25 @@ def _as(name: str, got: str | None, kind: str, have: dict[str, str]) -> Column:
     if had_list == is_list and had in _WIDER.get(item, ()):
         return column.cast(kind).alias(name)
     raise _cannot(name, got or "no such column", kind, f"Columns are: {', '.join(have)}.")
+
+
+def _held(name: str, column: Column, kind: DataType, kept: Column) -> Column:
+    """The column, or a DataError out of the task where it is null in a row that is kept, or holds a null in a list.
+
+    A writer of Parquet would take both for nothing.
+    """
+    from pyspark.sql import functions as f
+
+    missing = column.isNull()
+    if getattr(kind, "containsNull", False):
+        missing = missing | f.exists(column, lambda item: item.isNull())
+    error = DataError(
+        f"field `{name}` is null",
+        got="null, or a list that holds one",
+        allowed="a value in each row: lists, labels and fields that are declared so are never null",
+        next_step="Drop or fill those rows in a query, such as coalesce(...); an empty list stands for nothing.",
+    )
+    return f.when(kept & missing, f.raise_error(f.lit(to_wire(error)))).otherwise(column).alias(name)
 
 
 def _item(kind: str) -> tuple[str, bool]:

@@ -125,18 +125,18 @@ def write_dataset(
     refuse_existing(config.output)
     if quarantine not in (None, NOT_KEPT):
         refuse_existing(str(quarantine))
-    with translated(df.sparkSession, "writing the dataset"):
-        picked = () if sample is None else (Sampling.parse(sample).column,)
-        rows, schema = prepared(df, schema, id_columns, spec, label, picked)
-        weighed = weights == "balanced" and schema.weight is None
-        full = Schema((*schema.fields, weight_field())) if weighed else schema
-        above = None if append_to is None else open_parent(append_to, config, full)
-        job = _Job(config, full, tuple(id_columns), spec, origin or Origin(), above)
-        try:
+    picked = () if sample is None else (Sampling.parse(sample).column,)
+    rows, schema = prepared(df, schema, id_columns, spec, label, picked)
+    weighed = weights == "balanced" and schema.weight is None
+    full = Schema((*schema.fields, weight_field())) if weighed else schema
+    above = None if append_to is None else open_parent(append_to, config, full)
+    job = _Job(config, full, tuple(id_columns), spec, origin or Origin(), above)
+    try:
+        with translated(df.sparkSession, "writing the dataset"):
             return _written(rows, job, schema if weighed else None)
-        except DataError as error:
-            # Rows without a place cannot be named by it, so equal ids are told by their columns.
-            raise (named_repeats(df, id_columns) if c.POSITION not in df.columns else None) or error from None
+    except DataError as error:
+        # Rows without a place cannot be named by it, so equal ids are told by their columns.
+        raise (named_repeats(df, id_columns) if c.POSITION not in df.columns else None) or error from None
 
 
 def _written(df: DataFrame, job: _Job, unweighed: Schema | None) -> DatasetManifest:

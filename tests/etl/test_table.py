@@ -1,0 +1,219 @@
+"""Tables to datasets: types by rule, splits over real rows, leakage, weights, appends."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow.dataset as ds
+import pytest
+
+import etl
+from etl import columns as c
+from etl import tables
+from etl.assign import Assign
+from etl.leakage import check_leakage, leak_key
+from etl.settle import settle
+from etl.splits import SplitSpec
+from etl.table import infer_schema, prepared
+from etl.table_config import TableConfig
+from features.schema import Field, Schema, sample_id_field
+from storage.errors import ConfigError, DataError, NotFoundError
+from storage.manifest import DatasetManifest, load_dataset
+from storage.verify import verify
+from tests.etl.conftest import tree
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_partitions(spark: SparkSession) -> Iterator[None]:
+    """Shuffles of small data in few tasks."""
+    before = str(spark.conf.get("spark.sql.shuffle.partitions"))
+    spark.conf.set("spark.sql.shuffle.partitions", "2")
+    yield
+    spark.conf.set("spark.sql.shuffle.partitions", before)
+
+
+@pytest.fixture(scope="module")
+def frame(spark: SparkSession) -> DataFrame:
+    """600 rows: id, at (30 distinct times), user, kind (a, b, c: 300, 200, 100), click, x."""
+    rows = [
+        (n, n // 20, f"u{n % 50}", "abc"[(n % 6 >= 3) + (n % 6 >= 5)], n % 10 == 0, float(n % 100)) for n in range(600)
+    ]
+    return spark.createDataFrame(rows, "id bigint, at int, user string, kind string, click boolean, x float")
+
+
+def read(url: Path, split: str) -> list[dict[str, Any]]:
+    folder = url / f"split={split}"
+    rows: list[dict[str, Any]] = ds.dataset(folder, format="parquet").to_table().to_pylist()
+    return rows
+
+
+def test_types_have_rules(spark: SparkSession) -> None:
+    ddl = (
+        "id string not null, b boolean, t tinyint, s smallint, i int, l bigint, f float, d double, u string, y binary,"
+        " many array<int>, y2 array<string>, _source int, _position bigint"
+    )
+    schema = infer_schema(spark.createDataFrame([], ddl), label="b", exclude=["y2"])
+    told = {field.name: (field.dtype, field.shape, field.nullable) for field in schema}
+    whole = ("int64", (), True)
+    assert told == {
+        "sample_id": ("int64", (), False),
+        "id": ("string", (), False),
+        "b": ("bool", (), False),  # the label
+        "t": whole, "s": whole, "i": whole, "l": whole,
+        "f": ("float32", (), True), "d": ("float64", (), True),
+        "u": ("string", (), True), "y": ("bytes", (), True),
+        "many": ("int64", (None,), False),  # a list is never null
+    }  # fmt: skip
+    for kind, way in (
+        ("decimal(10,2)", "CAST(z AS STRING)"), ("timestamp", "unix_micros(z)"), ("date", "unix_date(z)"),
+        ("struct<a:int>", "z.part"), ("map<string,int>", "map_values"), ("array<array<int>>", "those types"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match="column `z` cannot be used") as caught:
+            infer_schema(spark.createDataFrame([], f"id bigint, z {kind}"))
+        assert way in caught.value.next_step and caught.value.got == kind
+    for name in ("split", "sample_id", "_x"):
+        with pytest.raises(ConfigError, match="cannot be used"):
+            infer_schema(spark.createDataFrame([], f"id bigint, {name} int"))
+    df = spark.createDataFrame([], "id bigint, s smallint")
+    wide = Schema((sample_id_field(), Field(name="s", dtype="int64", nullable=True)))
+    assert dict(prepared(df, wide, ["id"], SplitSpec.parse("1/1"))[0].dtypes)["s"] == "bigint"
+    narrow = Schema((sample_id_field(), Field(name="id", dtype="float32", nullable=True)))
+    with pytest.raises(ConfigError, match="column `id` cannot be used"):
+        prepared(df, narrow, ["id"], SplitSpec.parse("1/1"))
+
+
+def split_rows(df: DataFrame, text: str) -> tuple[DataFrame, SplitSpec, Schema]:
+    spec = SplitSpec.parse(text)
+    rows, schema = prepared(df, None, ["id"], spec)
+    assign = Assign(schema, ("id",), spec, 0, "parquet")
+    placed = rows.withColumn(c.LEAK, leak_key(rows, spec, schema)).mapInArrow(assign, assign.ddl())
+    return settle(placed.persist(), spec), spec, schema
+
+
+def test_classes_and_times_are_cut_exactly_however_rows_lie(frame: DataFrame) -> None:
+    found, spec, schema = split_rows(frame, "stratified:kind:7/2/1")
+    rows = found.select("id", "kind", c.SPLIT).collect()
+    assert Counter((row["kind"], row[c.SPLIT]) for row in rows) == {
+        ("a", "train"): 210, ("a", "validation"): 60, ("a", "test"): 30,
+        ("b", "train"): 140, ("b", "validation"): 40, ("b", "test"): 20,
+        ("c", "train"): 70, ("c", "validation"): 20, ("c", "test"): 10,
+    }  # fmt: skip
+    other, *_ = split_rows(frame.repartition(5, "x"), "stratified:kind:7/2/1")
+    assert sorted(other.select("id", "kind", c.SPLIT).collect()) == sorted(rows)
+    assert check_leakage(found, spec, schema, spec.names).found == {"content": 0, "sample_id": 0}  # id is a feature
+
+    found, spec, schema = split_rows(frame, "time:at:81/19")
+    sides: dict[str, set[int]] = {}
+    for row in found.select("at", c.SPLIT).collect():
+        sides.setdefault(row[c.SPLIT], set()).add(row["at"])
+    assert sides == {"train": set(range(24)), "test": set(range(24, 30))}  # 80 % is nearer than 83 %
+    assert check_leakage(found, spec, schema, spec.names).to_json() == {
+        "kind": "time", "checked": ["sample_id", "time"], "found": {"sample_id": 0, "time": 0},
+    }  # fmt: skip
+
+
+def test_leakage_is_found(frame: DataFrame) -> None:
+    """Splits that the rows do not keep, which only a broken input or writer can bring about."""
+    from pyspark.sql import functions as f
+
+    _, spec, schema = split_rows(frame, "group:user:1/1")
+    mixed = f.when(f.col("id") % 2 == 0, "train").otherwise("test")
+    rows = frame.select("*", f.col("id").alias("sample_id"), f.lit(0).alias(c.SOURCE), f.lit(0).alias(c.POSITION))
+    grouped = rows.withColumn(c.LEAK, f.xxhash64("kind")).withColumn(c.SPLIT, mixed)
+    with pytest.raises(DataError, match="500 records of different splits share one value of `user`"):
+        check_leakage(grouped, spec, schema, ("train", "test"))
+    twice = grouped.withColumn("sample_id", (f.col("id") / 2).cast("bigint"))
+    with pytest.raises(DataError, match="600 records of different splits share one sample id") as caught:
+        check_leakage(twice, spec, schema, ("train", "test"))
+    assert "0000000000000000 in test" in caught.value.got and "0000000000000000 in train" in caught.value.got
+    timed = SplitSpec.parse("time:at:1/1")
+    with pytest.raises(DataError, match="the times of train and test overlap"):
+        check_leakage(rows.withColumn(c.LEAK, f.col("at")).withColumn(c.SPLIT, mixed), timed, schema, timed.names)
+    content = grouped.withColumn(c.LEAK, f.col("id") % 301)
+    random = SplitSpec.parse("1/1")
+    assert check_leakage(content, random, schema, random.names).found == {"content": 598}  # 0-298 and 301-599 but two
+
+
+def table_config(url: Path, **more: Any) -> TableConfig:
+    told: dict[str, Any] = {"id_columns": ("id",), "label": "click", "fmt": "parquet", "exclude": ("id", "at")}
+    return TableConfig(output=str(url), **{**told, **more})
+
+
+def test_a_table_of_the_catalog(spark: SparkSession, frame: DataFrame, tmp_path: Path) -> None:
+    spark.sql("DROP TABLE IF EXISTS clicks")
+    frame.write.option("path", str(tmp_path / "warehouse")).saveAsTable("clicks")
+    try:
+        options = {"split": "kfold:3", "sample": "click=0:50%", "weights": "balanced"}
+        manifest = tables.run(spark, table_config(tmp_path / "out", table="clicks", **options))
+    finally:
+        spark.sql("DROP TABLE clicks")
+    rows = {name: read(tmp_path / "out", name) for name in ("fold-0", "fold-1", "fold-2")}
+    every = [row for part in rows.values() for row in part]
+    counts = manifest.counts
+    assert sum(row["click"] for row in every) == 60 and 220 < len(every) - 60 < 320
+    assert (counts.read, counts.written, counts.dropped) == (600, len(every), {"sampled_out": 600 - len(every)})
+    weights = np.array([(row["click"], row["weight"]) for row in every])
+    assert np.isclose(weights[weights[:, 0] == 1, 1].sum(), weights[weights[:, 0] == 0, 1].sum())
+    assert set(every[0]) == {"sample_id", "user", "kind", "click", "x", "weight"}
+    assert manifest.schema["fields"][-1]["kind"] == "weight"
+    # Without the id, rows n and n + 300 are equal; both are often kept, in different folds.
+    assert manifest.leakage is not None and manifest.leakage["found"]["content"] > 20
+    assert manifest.created_by["config"]["table"] == "clicks" and not verify(str(tmp_path / "out"))
+
+
+def test_appends(spark: SparkSession, frame: DataFrame, tmp_path: Path) -> None:
+    frame.createOrReplaceTempView("rows")
+    common: dict[str, Any] = {"fmt": "tfrecord", "split": "group:user:80/20"}
+
+    def run(name: str, where: str, parent: str | None = None, **more: Any) -> DatasetManifest:
+        above = None if parent is None else str(tmp_path / parent)
+        query = f"SELECT * FROM rows WHERE {where};"
+        return tables.run(spark, table_config(tmp_path / name, query=query, append_to=above, **{**common, **more}))
+
+    first = run("a", "id < 300")
+    second = run("b", "id BETWEEN 300 AND 599", "a")
+    assert second.parent == {"url": str(tmp_path / "a"), "digest": first.digest}
+    assert {name: split.block_records for name, split in second.splits.items()} == {
+        name: split.block_records for name, split in first.splits.items()
+    }
+    with pytest.raises(DataError, match=r"100 records are in .*b already, or in what it continues"):
+        run("c", "id < 100", "b")
+    for more, what in (({"seed": 1}, "seed"), ({"split": "80/20"}, "split"), ({"exclude": ("id",)}, "schema")):
+        with pytest.raises(ConfigError, match=f"its {what} is another one"):
+            run("d", "id > 400", "a", **more)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_any_data_frame_and_what_cannot_be_one(spark: SparkSession, frame: DataFrame, tmp_path: Path) -> None:
+    one = etl.write_dataset(frame.repartition(3), str(tmp_path / "one"), id_columns=["id"], label="click")
+    etl.write_dataset(frame.coalesce(1), str(tmp_path / "two"), id_columns=["id"], label="click")
+    assert tree(tmp_path / "one") == tree(tmp_path / "two") and load_dataset(str(tmp_path / "one")) == one
+    assert (one.format, list(one.splits), one.source) == ("tfrecord", ["test", "train"], ())
+    with pytest.raises(DataError, match="rows have the same id columns") as caught:
+        etl.write_dataset(frame, str(tmp_path / "x"), id_columns=["user", "kind"])
+    assert caught.value.got == "user = 'u0', kind = 'a' in 8 rows; user = 'u0', kind = 'b' in 4 rows"
+    url = str(tmp_path / "x")
+    for query, kind in (
+        ("SELECT * FROM nowhere", NotFoundError),
+        ("DROP TABLE rows", ConfigError),  # only a query can stand where it is put
+        ("SELECT 1 AS id, rand() AS x", ConfigError),
+        ("SELECT 1 AS id, current_date() AS x", ConfigError),
+        ("SELECT 1 AS id, 2 AS `split`", ConfigError),
+    ):
+        with pytest.raises(kind) as told:
+            tables.run(spark, TableConfig(output=url, query=query, id_columns=("id",)))
+        assert told.value.got and told.value.allowed and told.value.next_step
+    for values in ([1], None, [2]), ([1], [3], [2, None]):
+        lists = spark.createDataFrame(list(enumerate(values)), "id bigint, many array<bigint>")
+        with pytest.raises(DataError, match="field `many` is null"):
+            etl.write_dataset(lists, url, id_columns=["id"], fmt="parquet", split="1/1")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
