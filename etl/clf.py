@@ -2,7 +2,9 @@
 
     host ident user [09/Jul/1995:00:00:00 -0400] "GET /path?query HTTP/1.0" 200 6245
 
-The host is anything without spaces; an HTTP/0.9 request has no protocol; the size may be `-`.
+Host and ident are anything without spaces, the user too or in quotes; an HTTP/0.9 request has no protocol; status and
+size may be `-`. Fields behind these (Nginx writes some) are passed over: each one word or one quoted string. A quote in
+a quoted string is written \\"; what servers escape stays as it stands in the log.
 """
 
 from __future__ import annotations
@@ -14,25 +16,30 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-_LINE = (
-    r"^(?P<host>\S+) \S+ \S+ \[(?P<day>\d{2})/(?P<month>[A-Za-z]{3})/(?P<year>\d{4}):"
-    r"(?P<hour>\d{2}):(?P<minute>\d{2}):(?P<second>\d{2}) (?P<zone>[+-]\d{4})\] "
-    r'"(?P<request>.*)" (?P<status>\d{3}) (?:\d+|-)$'
-)
-_REQUEST = r"^(?P<method>[^ ]+) +(?P<target>.*?)(?: +HTTP/[0-9.]+)? *$"
-_MONTHS = pa.array(["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"])
+from etl.reasons import NOT_UTF8, Reasons
+from etl.stamps import seconds_of_stamps
+from etl.text import as_text
 
-NOT_UTF8 = "not_utf8"
+# RE2 has a fast engine for expressions of four groups at most whose every choice the next character decides.
+QUOTED = r'(?:[^"\\]|\\.)*'
+MORE = rf'(?: (?:[^\s"]\S*|"{QUOTED}"))*'
+_FRONT = r'^(?P<host>\S+) \S+ (?:[^\s"]\S*|"[^"]*") \[(?P<stamp>[^\]]*)\] '
+LINE = rf'{_FRONT}"(?P<request>{QUOTED})" (?P<rest>.*)$'
+_REST = rf"^(?P<status>\d{{3}}|-) (?:\d+|-){MORE}$"
+# Old servers wrote quotes as they came; then the last quote before status and size ends the request.
+_LOOSE = rf'{_FRONT}"(?P<request>.*)" (?P<rest>(?:\d{{3}}|-) (?:\d+|-))$'
+_REQUEST = r"^(?P<method>[^ ]+) +(?P<target>.*?)(?: +HTTP/[0-9.]+)? *$"
+
 NOT_COMMON_LOG = "not_common_log"
 BAD_TIME = "bad_time"
 
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """Parsed lines; each array has one entry a line, rubbish where `reason` is not None.
+    """Parsed lines; each array has one entry a line, rubbish where `reasons` refuses it.
 
-    `time` (n,) int64 seconds since 1970 UTC, `status` (n,) int64, the others Arrow strings; `query` is "" without `?`.
-    `reasons` (n,) object: None or why the line is refused.
+    `time` (n,) int64 seconds since 1970 UTC, `status` (n,) int64 (0 for `-`), the others Arrow strings; `query` is ""
+    without `?`. `referrer` and `agent` are None for formats that do not have them, "" for `-`.
     """
 
     visitor: pa.Array
@@ -41,76 +48,67 @@ class Requests:
     query: pa.Array
     time: NDArray[np.int64]
     status: NDArray[np.int64]
-    reasons: NDArray[np.object_]
+    reasons: Reasons
+    referrer: pa.Array | None = None
+    agent: pa.Array | None = None
 
 
 def parse(lines: pa.Array) -> Requests:
     """Parse lines (n,) binary."""
-    text, broken = _as_text(lines)
-    parts = pc.extract_regex(text, pattern=_LINE)
-    matched = np.asarray(parts.is_valid())
-    time, timely = _seconds(parts)
-    reasons = np.full(len(lines), None, dtype=object)
-    reasons[~timely] = BAD_TIME
-    reasons[~matched] = NOT_COMMON_LOG
-    reasons[broken] = NOT_UTF8
-    request = pc.extract_regex(_part(parts, "request"), pattern=_REQUEST)  # null where it has no target, such as "-"
-    target = pc.fill_null(_part(request, "target"), "")
-    pieces = pc.extract_regex(target, pattern=r"^(?P<page>[^?]*)\??(?P<query>.*)$")
+    reasons = Reasons(len(lines))
+    text = readable(lines, reasons)
+    front = pc.extract_regex(text, pattern=LINE)
+    rest = pc.extract_regex(part(front, "rest"), pattern=_REST)
+    failed = pc.is_null(rest)
+    if pc.any(failed).as_py():
+        loose = pc.extract_regex(text.filter(failed), pattern=_LOOSE)
+        columns = {
+            name: pc.replace_with_mask(part(front, name), failed, part(loose, name)) for name in front.type.names
+        }
+        front = pa.StructArray.from_arrays(list(columns.values()), list(columns))
+        rest = pc.extract_regex(columns["rest"], pattern=_REST)
+    reasons.add(np.asarray(pc.is_null(rest), dtype=bool), NOT_COMMON_LOG)
+    return requests_of(front, rest, reasons, NOT_COMMON_LOG)
+
+
+def readable(lines: pa.Array, reasons: Reasons) -> pa.Array:
+    """The lines as text; those that are not UTF-8, or hold a NUL, are "" and refused."""
+    text, broken = as_text(lines)
+    reasons.add(broken, NOT_UTF8)
+    return pc.fill_null(text, "")
+
+
+def requests_of(front: pa.Array, rest: pa.Array, reasons: Reasons, no_such_log: str) -> Requests:
+    """Requests from structs of (host, stamp, request) and (status) strings, null where a line has not the form."""
+    time, shaped, timely = seconds_of_stamps(part(front, "stamp"))
+    reasons.add(~shaped, no_such_log)
+    reasons.add(~timely, BAD_TIME)
+    method, target = request_parts(part(front, "request"))
+    page, query = target_parts(target)
+    status = pc.fill_null(part(rest, "status"), "-")
     return Requests(
-        visitor=_part(parts, "host"),
-        method=pc.fill_null(_part(request, "method"), ""),
-        page=pc.fill_null(_part(pieces, "page"), ""),
-        query=pc.fill_null(_part(pieces, "query"), ""),
+        visitor=part(front, "host"),
+        method=method,
+        page=page,
+        query=query,
         time=time,
-        status=_integers(_part(parts, "status")),
+        status=np.asarray(pc.if_else(pc.equal(status, "-"), "0", status).cast(pa.int64())),
         reasons=reasons,
     )
 
 
-def _as_text(lines: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
-    """The lines as strings, those that are not UTF-8 (or hold a NUL) as "", and which these are."""
-    broken = np.asarray(pc.match_substring(lines, "\0"), dtype=bool)
-    try:
-        text = lines.cast(pa.string())
-    except pa.ArrowInvalid:
-        values = lines.to_pylist()  # some line is broken: rare, so a call a line may find which
-        broken |= np.array([not _is_utf8(value) for value in values], dtype=bool)
-        text = pa.array(
-            [None if bad else value.decode() for bad, value in zip(broken, values, strict=True)], type=pa.string()
-        )
-    return pc.if_else(pa.array(~broken), text, ""), broken
+def request_parts(requests: pa.Array) -> tuple[pa.Array, pa.Array]:
+    """Methods and targets of request lines; both "" where there is no target, such as for `-`."""
+    parts = pc.extract_regex(requests, pattern=_REQUEST)
+    return pc.fill_null(part(parts, "method"), ""), pc.fill_null(part(parts, "target"), "")
 
 
-def _is_utf8(value: bytes) -> bool:
-    try:
-        value.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+def target_parts(targets: pa.Array) -> tuple[pa.Array, pa.Array]:
+    """Pages and queries: what stands before and behind the first `?`."""
+    pieces = pc.extract_regex(targets, pattern=r"^(?P<page>[^?]*)\??(?P<query>.*)$")
+    return pc.fill_null(part(pieces, "page"), ""), pc.fill_null(part(pieces, "query"), "")
 
 
-def _part(parts: pa.Array, name: str) -> pa.Array:
+def part(parts: pa.Array, name: str) -> pa.Array:
+    """One group of an expression's matches, null where it did not match."""
     return pc.struct_field(parts, name)
-
-
-def _integers(digits: pa.Array) -> NDArray[np.int64]:
-    return np.asarray(pc.fill_null(digits, "0").cast(pa.int64()))
-
-
-def _seconds(parts: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Seconds since 1970 UTC, and where they are a time that exists (a leap second counts as the next second)."""
-    month = np.asarray(pc.fill_null(pc.index_in(_part(parts, "month"), value_set=_MONTHS), -1)).astype(np.int64)
-    year, day, hour, minute, second = (
-        _integers(_part(parts, name)) for name in ("year", "day", "hour", "minute", "second")
-    )
-    months = (year - 1970) * 12 + np.maximum(month, 0)
-    first = months.astype("datetime64[M]").astype("datetime64[D]").astype(np.int64)
-    after = (months + 1).astype("datetime64[M]").astype("datetime64[D]").astype(np.int64)
-    zone = pc.fill_null(_part(parts, "zone"), "+0000")
-    sign = np.where(np.asarray(pc.starts_with(zone, "-")), -1, 1)
-    offset = np.asarray(pc.utf8_slice_codeunits(zone, 1, 5).cast(pa.int64()))
-    good = (month >= 0) & (day >= 1) & (day <= after - first) & (hour < 24) & (minute < 60) & (second <= 60)
-    good &= (offset // 100 < 24) & (offset % 100 < 60) & (year >= 1)
-    local = ((first + day - 1) * 24 + hour) * 3600 + minute * 60 + second
-    return local - sign * (offset // 100 * 3600 + offset % 100 * 60), good

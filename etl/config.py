@@ -16,6 +16,7 @@ from storage.layout import FORMATS
 DEFAULT_SHARD_BYTES = 128 << 20
 DEFAULT_SPLIT_BYTES = 64 << 20
 WEIGHTS = ("none", "balanced")
+LOG_FORMATS = ("common", "combined", "tsv", "csv", "json")
 SESSION_S = 1800
 _SIDE = re.compile(r"[0-9]{1,9}")
 DEFAULT_LABEL = (
@@ -121,13 +122,39 @@ class LogsConfig(OutputConfig):
     """What `jobs.etl_logs` is told."""
 
     log_format: str = "common"
-    """Only common: the Common Log Format."""
-    label: str = DEFAULT_LABEL
-    """A SQL expression over visitor, page, query, time and log_end (seconds since 1970, UTC); NULL means censored."""
+    """common or combined (Apache, Nginx), tsv, csv, or json (an object a line)."""
+    label: str | None = None
+    """A SQL expression; NULL leaves the record out. Over visitor, page, query, time and log_end (seconds since 1970,
+    UTC) for web requests, None for DEFAULT_LABEL; over the columns of a table, None for the schema's label column."""
+    schema: str | None = None
+    """Text or URL of a declared schema (features.declare): the input is such records, not web requests."""
+    id_columns: tuple[str, ...] = ()
+    """With a schema: the columns that name a record; none: its place, the file's name and the byte position."""
+    columns: tuple[str, ...] = ()
+    """TSV and CSV: the names of a line's fields; none: each file's first line names them."""
+    time_columns: tuple[str, ...] = ()
+    """With a schema: columns in ISO 8601, which become int64 microseconds since 1970 UTC."""
+    null_texts: tuple[str, ...] = ()
+    """TSV and CSV: texts that mean null, besides an empty field."""
+    quoted_newlines: bool = False
+    """CSV: a newline inside quotes is part of a record. Then a file is one task's work, however large."""
 
     def __post_init__(self) -> None:
         super(LogsConfig, self).__post_init__()
-        _check(self.log_format == "common", "--log-format", self.log_format, "common")
+        _check(self.log_format in LOG_FORMATS, "--log-format", self.log_format, ", ".join(LOG_FORMATS))
+        table, delimited = self.log_format in LOG_FORMATS[2:], self.log_format in ("tsv", "csv")
+        only = (
+            ("--schema", self.schema is not None, table, "tsv, csv or json"),
+            ("--columns", bool(self.columns), delimited, "tsv or csv"),
+            ("--null-text", bool(self.null_texts), delimited, "tsv or csv"),
+            ("--quoted-newlines", self.quoted_newlines, self.log_format == "csv", "csv"),
+        )
+        for flag, given, fits, formats in only:
+            _check(fits or not given, flag, f"--log-format {self.log_format}", f"with --log-format {formats}")
+        for flag, names in (("--id-columns", self.id_columns), ("--time-columns", self.time_columns)):
+            _check(self.schema is not None or not names, flag, " ".join(names), "with --schema")
+            _check(len(set(names)) == len(names) and all(names), flag, " ".join(names), "each name once")
+        _check(len(set(self.columns)) == len(self.columns), "--columns", " ".join(self.columns), "each name once")
         _check(
             not self.split_spec.given,
             "--split",
@@ -136,12 +163,21 @@ class LogsConfig(OutputConfig):
         )
 
     def to_json(self) -> dict[str, Any]:
-        """What the content of the dataset follows from, besides the input and the seed."""
+        """What the content of the dataset follows from, besides the input, the seed and the schema."""
+        web = {"label": self.label or DEFAULT_LABEL}
+        table = {
+            "label": self.label,
+            "id_columns": list(self.id_columns),
+            "time_columns": list(self.time_columns),
+        }
         return {
             **super(LogsConfig, self).to_json(),
             "job": "etl_logs",
             "log_format": self.log_format,
-            "label": self.label,
+            "columns": list(self.columns),
+            "null_texts": list(self.null_texts),
+            "quoted_newlines": self.quoted_newlines,
+            **(web if self.schema is None else table),
         }
 
 

@@ -1,10 +1,12 @@
-"""Lines of a byte range: a line belongs to the range in which it begins; positions count decompressed bytes."""
+"""Lines of a byte range: a line belongs to the range in which it begins; positions count decompressed bytes.
+
+Where newlines may stand inside quotes, a "line" here is a record: it ends with the first newline behind an even number
+of quotes. Whether a newline is inside is only known from the start of the file, so such a file is one range.
+"""
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
@@ -14,14 +16,17 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from etl.ranges import Range
+from etl.unpack import PLAIN, bad_gzip, unpacked
 from storage.errors import DataError
 from storage.fs import filesystem
+
+__all__ = ["Lines", "LongLine", "bad_gzip", "read_lines"]
 
 CHUNK_BYTES = 1 << 20
 MAX_LINE_BYTES = 1 << 20  # longer lines are hashed and counted in passing, never held
 RAW_BYTES = 64 << 10
 
-_NEWLINE, _RETURN = 10, 13
+_NEWLINE, _RETURN, _QUOTE = 10, 13, 34
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +47,16 @@ class LongLine:
     sha256: str
 
 
-def read_lines(part: Range, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Lines | LongLine]:
+def read_lines(
+    part: Range, chunk_bytes: int = CHUNK_BYTES, *, quoted_newlines: bool = False
+) -> Iterator[Lines | LongLine]:
     """Yield the lines that begin in the range, some thousand at a time.
 
-    Raises DataError naming the file where a gzip stream is cut or damaged, or where the file is shorter than planned.
+    Raises DataError naming the file where a packed stream is cut or damaged, or where the file is shorter than planned.
     """
     with filesystem(part.url).open_read(part.url) as file:
-        if part.codec == "gzip":
-            yield from _split(_gunzip(part, file, chunk_bytes), 0, None)
+        if part.codec != PLAIN:
+            yield from _split(unpacked(part.url, file, part.codec, chunk_bytes), 0, None, quoted_newlines)
             return
         begin = max(part.start - 1, 0)
         file.seek(begin)
@@ -57,7 +64,7 @@ def read_lines(part: Range, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Lines | 
         if part.start:
             # The byte before decides: a newline there means that a line begins at `start`, else its end is found first.
             begin, pieces = _skip_line(pieces, begin)
-        yield from _split(pieces, begin, part.start + part.length)
+        yield from _split(pieces, begin, part.start + part.length, quoted_newlines)
 
 
 def _plain(part: Range, file: BinaryIO, begin: int, chunk_bytes: int) -> Iterator[bytes]:
@@ -72,30 +79,6 @@ def _plain(part: Range, file: BinaryIO, begin: int, chunk_bytes: int) -> Iterato
             allowed=f"at least {part.start + part.length} bytes",
             next_step="Run again when nothing writes to the input.",
         )
-
-
-def _gunzip(part: Range, file: BinaryIO, chunk_bytes: int) -> Iterator[bytes]:
-    done = 0
-    with gzip.GzipFile(fileobj=file, mode="rb") as stream:
-        while True:
-            try:
-                data = stream.read(chunk_bytes)
-            except (EOFError, OSError, zlib.error) as error:
-                raise bad_gzip(part.url, done, error) from None
-            if not data:
-                return
-            done += len(data)
-            yield data
-
-
-def bad_gzip(url: str, done: int, error: Exception) -> DataError:
-    """The error for a gzip stream that is cut or damaged behind `done` decompressed bytes."""
-    return DataError(
-        f"input {url} is a damaged gzip file",
-        got=f"{str(error) or type(error).__name__}, behind {done} decompressed bytes",
-        allowed="a whole gzip stream",
-        next_step="Fetch the file again; compare its length and digest with the origin's.",
-    )
 
 
 def _skip_line(pieces: Iterator[bytes], begin: int) -> tuple[int, Iterator[bytes]]:
@@ -116,7 +99,7 @@ def _chain(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
     yield from rest
 
 
-def _split(pieces: Iterator[bytes], begin: int, end: int | None) -> Iterator[Lines | LongLine]:
+def _split(pieces: Iterator[bytes], begin: int, end: int | None, quoted: bool) -> Iterator[Lines | LongLine]:
     """Cut the bytes from position `begin` on into lines that begin before `end` (None: all)."""
     position, pending = begin, b""  # `position` is that of pending's first byte, which begins a line
     long: _Long | None = None
@@ -124,37 +107,49 @@ def _split(pieces: Iterator[bytes], begin: int, end: int | None) -> Iterator[Lin
         if end is not None and position >= end:
             return
         if long is not None:
-            found = piece.find(b"\n")
+            found = long.end_in(piece)
             long.add(piece if found < 0 else piece[:found])
             if found < 0:
                 continue
             yield long.finish()
             position, long, piece = long.position + long.length + 1, None, piece[found + 1 :]
         data = pending + piece if pending else piece
-        used = data.rfind(b"\n") + 1
-        yield from _whole_lines(data[:used], position, end)
+        array = np.frombuffer(data, dtype=np.uint8)
+        ends = _ends(array, quoted, inside=False)
+        used = int(ends[-1]) + 1 if len(ends) else 0
+        yield from _whole_lines(data, array, ends, position, end)
         position, pending = position + used, data[used:]
         if len(pending) > MAX_LINE_BYTES:
-            long, pending = _Long(position, pending), b""
+            long, pending = _Long(position, pending, quoted), b""
     if end is not None and position >= end:
         return
     if long is not None:
         yield long.finish()
     elif pending:
-        yield from _whole_lines(pending + b"\n", position, end)
+        array = np.frombuffer(pending, dtype=np.uint8)
+        yield from _whole_lines(pending, array, np.array([len(pending)], dtype=np.int64), position, end)
 
 
-def _whole_lines(data: bytes, position: int, end: int | None) -> Iterator[Lines | LongLine]:
-    """The lines of `data`, which begins a line at `position` and ends with a newline (or is empty)."""
-    array = np.frombuffer(data, dtype=np.uint8)
-    ends = np.flatnonzero(array == _NEWLINE)
+def _ends(array: NDArray[np.uint8], quoted: bool, *, inside: bool) -> NDArray[np.int64]:
+    """Where lines end in bytes that begin inside or outside quotes: (n,) int64, the places of their newlines."""
+    newlines = array == _NEWLINE
+    quotes = array == _QUOTE if quoted else None
+    if quotes is not None and (inside or quotes.any()):
+        newlines &= np.logical_xor.accumulate(quotes) == inside
+    return np.flatnonzero(newlines)
+
+
+def _whole_lines(
+    data: bytes, array: NDArray[np.uint8], ends: NDArray[np.int64], position: int, end: int | None
+) -> Iterator[Lines | LongLine]:
+    """The lines of `data`, which begins a line at `position`; `array` is the same bytes, `ends` where lines end."""
     starts = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1] + 1]) if len(ends) else ends
     if end is not None:
         within = position + starts < end
         starts, ends = starts[within], ends[within]
     too_long = ends - starts > MAX_LINE_BYTES
     for start, stop in zip(starts[too_long].tolist(), ends[too_long].tolist(), strict=True):
-        yield _Long(position + start, data[start:stop]).finish()
+        yield _Long(position + start, data[start:stop], False).finish()
     starts, ends = starts[~too_long], ends[~too_long]
     if not len(starts):
         return
@@ -173,12 +168,20 @@ def _whole_lines(data: bytes, position: int, end: int | None) -> Iterator[Lines 
 class _Long:
     """A line too long to be held: hashed and counted."""
 
-    def __init__(self, position: int, data: bytes) -> None:
+    def __init__(self, position: int, data: bytes, quoted: bool) -> None:
         self.position, self.length, self._raw = position, 0, b""
+        self._quoted, self._inside = quoted, False
         self._sha256 = hashlib.sha256()
         self.add(data)
 
+    def end_in(self, piece: bytes) -> int:
+        """Where this line ends in the next piece, or -1."""
+        ends = _ends(np.frombuffer(piece, dtype=np.uint8), self._quoted, inside=self._inside)
+        return int(ends[0]) if len(ends) else -1
+
     def add(self, data: bytes) -> None:
+        if self._quoted:
+            self._inside ^= data.count(b'"') % 2 == 1
         self._raw += data[: RAW_BYTES - len(self._raw)]
         self._sha256.update(data)
         self.length += len(data)

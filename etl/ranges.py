@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from storage.errors import DataError, NotFoundError
-from storage.fs import absolute, basename, filesystem, walk
-
-GZIP_MAGIC = b"\x1f\x8b"
+from etl.globs import expand, is_pattern, visible_files
+from etl.unpack import MAGIC_BYTES, PLAIN, SUFFIXES, codec_of
+from storage.errors import ConfigError, DataError, NotFoundError
+from storage.fs import FileStat, absolute, basename, filesystem, split_url
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One input file: its URL, size in bytes on disk, and codec (gzip or none)."""
+    """One input file: its URL, size in bytes on disk, and codec (gzip, bzip2, zstd or none)."""
 
     url: str
     size_bytes: int
@@ -22,7 +23,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Bytes of one file for one task; `start` and `length` count bytes on disk, a gzip file is one range."""
+    """Bytes of one file for one task; `start` and `length` count bytes on disk, a packed file is one range."""
 
     source_index: int
     url: str
@@ -32,53 +33,86 @@ class Range:
 
 
 def find_sources(urls: Sequence[str]) -> list[Source]:
-    """The input files, in the order given; directories are walked in order of names.
+    """The input files, in the order given; directories and patterns give theirs in order of names.
 
-    Raises NotFoundError for a missing path and for a directory without files, DataError for an empty file.
+    Raises NotFoundError for a missing path, for a directory without files and for a pattern that nothing fits,
+    DataError for an empty file, ConfigError for a file that is named twice.
     """
-    sources = []
+    sources: list[Source] = []
+    seen: dict[str, str] = {}
     for url in urls:
-        fs = filesystem(url)
-        try:
-            status = fs.stat(url)
-        except NotFoundError:
-            raise NotFoundError(
-                f"input {url} does not exist",
-                got="nothing there",
-                allowed="a file or directory",
-                next_step="Check --input.",
-            ) from None
-        files = [file for file in walk(fs, url) if not file.name.startswith(("_", "."))] if status.is_dir else [status]
-        if not files:
-            raise NotFoundError(
-                f"input {url} holds no file",
-                got="an empty directory",
-                allowed="a file or more",
-                next_step="Check --input.",
-            )
-        for file in files:
-            if file.size_bytes == 0:
-                raise DataError(
-                    f"input {file.url} is empty",
-                    got="0 bytes",
-                    allowed="content",
-                    next_step="Take the file out or fetch it again.",
-                )
-            magic = fs.read_range(file.url, 0, min(2, file.size_bytes))
-            sources.append(Source(file.url, file.size_bytes, "gzip" if magic == GZIP_MAGIC else "none"))
+        # A name that holds a wildcard and is there as it stands is meant.
+        for named in expand(url) if is_pattern(url) and not filesystem(url).exists(url) else [url]:
+            for file in _files(named):
+                place = _place(file.url)
+                if place in seen:
+                    raise ConfigError(
+                        f"input {file.url} is there twice",
+                        got=f"named by {seen[place]} and by {url}",
+                        allowed="each file once",
+                        next_step="Take one of them out of --input.",
+                    )
+                seen[place] = url
+                sources.append(_source(file))
     return sources
 
 
-def plan_ranges(sources: Sequence[Source], split_bytes: int) -> list[Range]:
-    """Cut plain files at each `split_bytes` bytes; a gzip file, which can only be read from its start, stays whole."""
+def plan_ranges(sources: Sequence[Source], split_bytes: int, *, whole: bool = False) -> list[Range]:
+    """Cut plain files at each `split_bytes` bytes; a packed file, which can only be read from its start, stays whole,
+    and so does every file where `whole` is asked for.
+    """
     ranges = []
     for index, source in enumerate(sources):
-        step = source.size_bytes if source.codec == "gzip" else split_bytes
+        step = source.size_bytes if whole or source.codec != PLAIN else split_bytes
         for start in range(0, source.size_bytes, step):
             ranges.append(Range(index, absolute(source.url), start, min(step, source.size_bytes - start), source.codec))
     return ranges
 
 
 def source_name(url: str) -> str:
-    """A file's name without `.gz`: what stays when files move or are packed."""
-    return basename(url).removesuffix(".gz")
+    """A file's name without `.gz`, `.bz2` or `.zst`: what stays when files move or are packed."""
+    name = basename(url)
+    suffix = next((suffix for suffix in SUFFIXES.values() if name.endswith(suffix)), "")
+    return name.removesuffix(suffix)
+
+
+def _files(url: str) -> list[FileStat]:
+    fs = filesystem(url)
+    try:
+        status = fs.stat(url)
+    except NotFoundError:
+        raise NotFoundError(
+            f"input {url} does not exist",
+            got="nothing there",
+            allowed="a file, a directory or a pattern such as 'logs/2015-*.gz'",
+            next_step="Check --input.",
+        ) from None
+    files = list(visible_files(fs, url)) if status.is_dir else [status]
+    if not files:
+        raise NotFoundError(
+            f"input {url} holds no file",
+            got="an empty directory",
+            allowed="a file or more",
+            next_step="Check --input.",
+        )
+    return files
+
+
+def _source(file: FileStat) -> Source:
+    if file.size_bytes == 0:
+        raise DataError(
+            f"input {file.url} is empty",
+            got="0 bytes",
+            allowed="content",
+            next_step="Take the file out or fetch it again.",
+        )
+    head = filesystem(file.url).read_range(file.url, 0, min(MAGIC_BYTES, file.size_bytes))
+    return Source(file.url, file.size_bytes, codec_of(head))
+
+
+def _place(url: str) -> str:
+    """The same text for every way of writing one file's URL; a local link counts as what it leads to."""
+    scheme, authority, path = split_url(url)
+    if scheme == "file":
+        return os.path.realpath(path)
+    return f"{scheme}://{authority}{os.path.normpath(path)}"

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 PARTITION_BYTES = 32 << 20
-GZIP_GROWTH = 10  # logs shrink by about this much
+PACKED_GROWTH = 10  # logs shrink by about this much
 
 
 @contextmanager
 def tuned(spark: SparkSession, sources: Sequence[Source]) -> Iterator[None]:
     """As many shuffle partitions as the input asks for, so that a small job is not 200 tasks a shuffle."""
-    size = sum(source.size_bytes * (GZIP_GROWTH if source.codec == "gzip" else 1) for source in sources)
+    size = sum(source.size_bytes * (PACKED_GROWTH if source.codec != "none" else 1) for source in sources)
     cores = spark.sparkContext.defaultParallelism
     settings = {
         "spark.sql.shuffle.partitions": str(max(cores, -(-size // PARTITION_BYTES))),

@@ -1,4 +1,8 @@
-"""Turn a web server's log into a dataset: parse, quarantine, label, split, shard, publish."""
+"""Turn logs into a dataset: parse, quarantine, label, split, shard, publish.
+
+Without --schema the input is the log of a web server: common, combined, or tsv, csv or json with its columns. With
+--schema it is any table of records in tsv, csv or json, such as a click log.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
 from etl import logs
-from etl.config import DEFAULT_LABEL, LogsConfig
+from etl.config import LOG_FORMATS, LogsConfig
 from jobs._cli import JobParser, run_job
 from jobs._etl import add_output_flags, output_values, summary
 from jobs._session import hadoop_settings_of, spark_session
@@ -22,10 +26,23 @@ from storage.settings import set_hadoop_settings
 def parser() -> JobParser:
     """The command line."""
     job = JobParser("etl_logs", __doc__ or "", "etl_logs")
-    job.add_argument("--log-format", default="common", metavar="FORMAT", help="common (Common Log Format)")
-    columns = "visitor, page, query, time, log_end; NULL is censored (default: another page within 30 minutes)"
-    job.add_argument("--label", default=DEFAULT_LABEL, metavar="EXPR", help=f"a boolean SQL expression over {columns}")
+    formats = f"{' | '.join(LOG_FORMATS)} (default common: the Common Log Format; json: an object a line)"
+    job.add_argument("--log-format", default="common", metavar="FORMAT", help=formats)
+    web = "visitor, page, query, time, log_end (default: another page within 30 minutes)"
+    told = f"a SQL expression; NULL leaves a record out. Web logs: a boolean over {web}."
+    job.add_argument("--label", metavar="EXPR", help=f"{told} With --schema: over columns (default: the label's own)")
     add_output_flags(job, split="80/20 | group:COLUMN:80/20")
+    job.add_argument("--schema", metavar="FILE", help="a declared schema (.toml, .json; docs/features.md)")
+    places = "with --schema: columns that name a record (default: its file and byte position)"
+    job.add_argument("--id-columns", type=_names, default=(), metavar="A,B", help=places)
+    header = "tsv, csv: the fields of a line in order, where files have no header"
+    job.add_argument("--columns", type=_names, default=(), metavar="A,B", help=header)
+    times = "with --schema: columns in ISO 8601, read as int64 microseconds since 1970 UTC"
+    job.add_argument("--time-columns", type=_names, default=(), metavar="A,B", help=times)
+    nulls = "tsv, csv: texts that mean null besides an empty field, such as NA"
+    job.add_argument("--null-text", nargs="+", default=[], metavar="TEXT", help=nulls)
+    newlines = "csv: newlines inside quotes are part of a record; each file is then read by one task"
+    job.add_argument("--quoted-newlines", action="store_true", help=newlines)
     return job
 
 
@@ -34,6 +51,12 @@ def config_of(args: Namespace) -> LogsConfig:
     return LogsConfig(
         log_format=args.log_format,
         label=args.label,
+        schema=args.schema,
+        id_columns=args.id_columns,
+        columns=args.columns,
+        time_columns=args.time_columns,
+        null_texts=tuple(args.null_text),
+        quoted_newlines=args.quoted_newlines,
         **output_values(args),
     )
 
@@ -48,6 +71,10 @@ def main(argv: Sequence[str]) -> int:
         manifest = logs.run(spark, config)
     print(summary(manifest, args.output))
     return 0
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from etl.clf import BAD_TIME, NOT_COMMON_LOG, NOT_UTF8, parse
+from etl import combined
+from etl.clf import BAD_TIME, NOT_COMMON_LOG, parse
+from etl.combined import NOT_COMBINED_LOG
+from etl.reasons import NOT_UTF8
 from etl.weblog import is_page
 
 STAMP = "09/Jul/1995:00:00:07 -0400"
@@ -67,7 +70,8 @@ def test_times(stamp: str, seconds: int) -> None:
     [
         (b"", NOT_COMMON_LOG),
         (b"noise", NOT_COMMON_LOG),
-        (line() + b' "-" "Mozilla"', NOT_COMMON_LOG),  # the combined format has two fields more
+        (line() + b' "Mozilla', NOT_COMMON_LOG),  # a string behind it that does not end
+        (line() + b"  x", NOT_COMMON_LOG),  # two blanks
         (line(status="2000"), NOT_COMMON_LOG),
         (line(size="x"), NOT_COMMON_LOG),
         (line(host="two words"), NOT_COMMON_LOG),
@@ -114,3 +118,43 @@ def test_what_is_a_page(request_line: str, status: str, page: bool) -> None:
 def test_no_lines() -> None:
     found = parsed()
     assert len(found.reasons) == 0 and found.time.dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "page", "status"),
+    [
+        (line() + b' "-" "Mozilla" 0.003 "a \\" b"', "h", "/a", 200),  # Nginx adds what it is told to
+        (line(host="2001:db8::1%eth0"), "2001:db8::1%eth0", "/a", 200),
+        (line(request='GET /a\\"b HTTP/1.0'), "h", '/a\\"b', 200),  # escapes stay as they stand in the log
+        (line(request="GET /a\\"), "h", "/a\\", 200),  # old servers escaped nothing
+        (line(request='GET /x" 200 5'), "h", '/x" 200 5', 200),  # the last quote that can end the request does
+        (line(status="-", size="-"), "h", "/a", 0),  # nothing was answered
+        (line().replace(b" - - ", b' - "J. Doe" '), "h", "/a", 200),
+        (line(host="-"), "-", "/a", 200),
+    ],
+)
+def test_odd_lines(text: bytes, host: str, page: str, status: int) -> None:
+    found = parsed(text)
+    assert found.reasons.tolist() == [None]
+    assert (found.visitor[0].as_py(), found.page[0].as_py(), found.status.tolist()) == (host, page, [status])
+
+
+@pytest.mark.parametrize(
+    ("behind", "referrer", "agent"),
+    [
+        (b'"http://from/?q=a b" "Mozilla/5.0 (X11; \\"x\\")"', "http://from/?q=a b", 'Mozilla/5.0 (X11; \\"x\\")'),
+        (b'"-" "-"', "", ""),
+        (b'"" ""', "", ""),
+        (b'"-" "a" "1.2.3.4, 5.6.7.8" 0.1 -', "", "a"),
+        (b'"-" "Mozilla', None, None),  # cut off
+        (b'"-"', None, None),
+        (b'"a"b" "c"', None, None),  # an unescaped quote
+        (b'"-" "a" "b', None, None),
+    ],
+)
+def test_combined_lines(behind: bytes, referrer: str | None, agent: str | None) -> None:
+    found = combined.parse(pa.array([line() + b" " + behind, line() + b' "r" "a"'], type=pa.binary()))
+    assert found.reasons.tolist() == [NOT_COMBINED_LOG if agent is None else None, None]
+    assert found.referrer is not None and found.agent is not None
+    assert (found.referrer.to_pylist(), found.agent.to_pylist()) == ([referrer, "r"], [agent, "a"])
+    assert found.page.to_pylist()[1] == "/a"

@@ -40,7 +40,12 @@ ROOT = Path(__file__).resolve().parents[2]
         {"split": "9" * 5000 + "/20"},
         {"shard_bytes": 0},
         {"seed": -1},
-        {"log_format": "combined"},
+        {"log_format": "xml"},
+        {"schema": "s.toml"},
+        {"log_format": "csv", "id_columns": ("a",)},
+        {"log_format": "json", "columns": ("a",)},
+        {"log_format": "tsv", "quoted_newlines": True},
+        {"log_format": "csv", "columns": ("a", "a")},
     ],
 )
 def test_bad_log_options(wrong: dict[str, Any]) -> None:

@@ -14,8 +14,8 @@ import pytest
 
 from etl import logs, weblog
 from etl.config import DEFAULT_LABEL, LogsConfig
-from etl.parse import PAGE
-from etl.ranges import find_sources, plan_ranges
+from etl.log_plan import plan_of
+from etl.parse import ROW
 from features.encode import Encoder
 from features.example import decode_batch
 from features.fitted import Vocabulary
@@ -191,7 +191,7 @@ def test_other_readers_need_no_help(spark: SparkSession, small: Path, parquet: P
 
 
 def requests(spark: SparkSession, *rows: tuple[str, int, str]):
-    columns = "visitor string, time bigint, page string, query string, source int, position bigint"
+    columns = "visitor string, time bigint, page string, query string, _source int, _position bigint"
     return spark.createDataFrame([(*row, "", 0, number) for number, row in enumerate(rows)], columns)
 
 
@@ -211,7 +211,7 @@ def test_the_default_label(spark: SparkSession) -> None:
     )
     found = {
         (row["visitor"], row["_position"]): (row["stays"], row["_dropped"])
-        for row in logs.rows_of(pages, DEFAULT_LABEL, end).collect()
+        for row in weblog.rows_of(pages, DEFAULT_LABEL, end).collect()
     }
     yes, no, unknown = (True, None), (False, None), (None, "censored")
     assert [found[key] for key in sorted(found)] == [yes, no, no, no, no, no, unknown, yes, unknown]
@@ -225,7 +225,7 @@ def test_features_of_a_small_log(spark: SparkSession) -> None:
         ("a", START + 3610, "/"),
         ("a", START + 3650, "/"),
     )
-    rows = sorted(logs.rows_of(pages, "true", START).collect(), key=lambda row: row["_position"])
+    rows = sorted(weblog.rows_of(pages, "true", START).collect(), key=lambda row: row["_position"])
     assert rows[0]["page_tokens"] == ["/a/", "/a/b-c/", "/a/b-c/d.html/", "a", "b", "c", "d", "html"]
     assert [row["requests_so_far"] for row in rows] == [0, 0, 1, 2]
     assert [row["prev_page"] for row in rows] == [None, None, "/A/b-c/d.html", "/"]
@@ -241,8 +241,9 @@ def test_nothing_later_than_a_request_enters_its_features(spark: SparkSession, t
     cut.write_bytes(nasa_lines(1500))
     found = []
     for path in (whole, cut):
-        parsed = logs.parsed(spark, plan_ranges(find_sources([str(path)]), 1 << 30))
-        rows = logs.rows_of(parsed.where(f"kind = {PAGE}"), DEFAULT_LABEL, START).drop("stays", "_dropped").collect()
+        plan = plan_of(config(path, tmp_path / "out"))
+        parsed = logs.parsed(spark, plan.work, plan.parser)
+        rows = weblog.rows_of(parsed.where(f"_kind = {ROW}"), DEFAULT_LABEL, START).drop("stays", "_dropped").collect()
         found.append({row["_position"]: row for row in rows})
     later, earlier = found
     assert len(earlier) > 300 and len(later) > 1.5 * len(earlier)

@@ -1,0 +1,220 @@
+"""JSON lines by Arrow's reader: one object a line, its fields by name, each of the declared type.
+
+Arrow's reader tells no place, fails as a whole and ends the process on some lines that are no object. So a line that
+could be anything else is looked at by Python's reader before, and a block that fails is halved until few lines are
+left, which Python's reader then judges one by one: only where it is sure, since what becomes of a line must not depend
+on its neighbours. On lines that are as they should be no Python runs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.json as pj
+from numpy.typing import NDArray
+
+from etl.reasons import Reasons, bad_value
+
+Kinds = Mapping[str, pa.DataType]
+
+NOT_JSON = "not_json_object"
+DUPLICATE = "duplicate_key"
+FEW_LINES = 64
+_OBJECT = r"^[ \t\r]*\{.*\}[ \t\r]*$"
+# Within an object nothing but `,`, `]` or `}` follows the end of another, and no number is NaN or Infinity, which Arrow
+# would take; inside a string there may be anything.
+_DOUBTFUL = r"\}[ \t\r]*[^ \t\r,\]}]|[:,\[][ \t\r]*-?(?:NaN|Inf)"
+_DIGITS = re.compile(r"-?[0-9]+")
+
+
+def read_objects(lines: pa.Array, kinds: Kinds, reasons: Reasons) -> dict[str, pa.Array]:
+    """The fields `kinds` of lines (n,) of UTF-8 strings, null where one is absent, null or its line refused.
+
+    Other fields may hold anything. A field is refused (`bad_value`) for another JSON type than its own,
+    an integer of more than 64 bits, a number with a fraction or exponent as integer, and a null inside a list. Adds to
+    `reasons` for lines that are no object and for one of these fields that is there twice.
+    """
+    _refuse_others(lines, kinds, reasons)
+    schema = pa.schema([(name, _read_as(kind)) for name, kind in kinds.items()])
+    good = np.flatnonzero(reasons.good)
+    verdicts: list[str | None] = [None] * len(good)
+    parts = _read(lines.take(pa.array(good)), kinds, schema, verdicts)
+    for reason in {verdict for verdict in verdicts if verdict is not None}:
+        where = np.zeros(len(lines), dtype=bool)
+        where[good[[verdict == reason for verdict in verdicts]]] = True
+        reasons.add(where, reason)
+    still = np.flatnonzero(reasons.good)
+    places = np.full(len(lines), -1, dtype=np.int64)
+    places[still] = np.arange(len(still))
+    back = pa.array(np.maximum(places, 0), mask=places < 0)
+    table = pa.concat_tables(parts).combine_chunks() if parts else schema.empty_table()
+    found = {}
+    for name, kind in kinds.items():
+        chunks = table.column(name)
+        values = (chunks.chunk(0) if chunks.num_chunks else pa.nulls(0, chunks.type)).take(back)
+        found[name] = _narrowed(name, kind, values, reasons)
+    return found
+
+
+def _refuse_others(lines: pa.Array, kinds: Kinds, reasons: Reasons) -> None:
+    reasons.add(~np.asarray(pc.match_substring_regex(lines, _OBJECT), dtype=bool), NOT_JSON)
+    odd = np.asarray(pc.match_substring_regex(lines, _DOUBTFUL), dtype=bool)
+    for place in np.flatnonzero(odd & reasons.good).tolist():
+        reason = why_not(lines[place].as_py(), kinds, too_deep=NOT_JSON)
+        if reason is not None:
+            where = np.zeros(len(lines), dtype=bool)
+            where[place] = True
+            reasons.add(where, reason)
+
+
+def _read(lines: pa.Array, kinds: Kinds, schema: pa.Schema, verdicts: list[str | None]) -> list[pa.Table]:
+    """The tables of all lines but those that `verdicts` then refuses, in order."""
+    parts: list[pa.Table] = []
+    pending = [(0, len(lines), False)] if len(lines) else []
+    while pending:
+        start, count, judged = pending.pop()
+        part = lines.slice(start, count)
+        if judged:
+            part = part.filter(pa.array([verdict is None for verdict in verdicts[start : start + count]]))
+        table = _table(part, schema)
+        if table is not None:
+            parts.append(table)
+        elif not judged and count <= FEW_LINES:
+            verdicts[start : start + count] = [why_not(line, kinds) for line in part.to_pylist()]
+            pending.append((start, count, True))
+        elif count == 1:
+            verdicts[start] = why_not(part[0].as_py(), kinds, sure=False) or NOT_JSON
+        else:
+            half = count // 2
+            pending += [(start + half, count - half, judged), (start, half, judged)]
+    return parts
+
+
+def _table(lines: pa.Array, schema: pa.Schema) -> pa.Table | None:
+    if not len(lines):
+        return schema.empty_table()
+    whole = pa.ListArray.from_arrays(pa.array([0, len(lines)], pa.int32()), lines)
+    data = pc.binary_join(whole, "\n")[0].as_buffer()
+    options = {
+        "read_options": pj.ReadOptions(use_threads=False, block_size=data.size + 1),
+        "parse_options": pj.ParseOptions(
+            explicit_schema=schema, newlines_in_values=False, unexpected_field_behavior="ignore"
+        ),
+    }
+    try:
+        table = pj.read_json(pa.BufferReader(data), **options)
+    except pa.ArrowInvalid:
+        return None
+    return table if len(table) == len(lines) else None
+
+
+def why_not(line: str, kinds: Kinds, *, sure: bool = True, too_deep: str | None = None) -> str | None:
+    """Why a line is refused, by Python's reader; None where nothing speaks against it.
+
+    With `sure` only what Arrow's reader refuses for certain counts; `too_deep` is the answer for an object that is
+    nested deeper than Python reads.
+    """
+    try:
+        document = json.loads(
+            line, object_pairs_hook=_Pairs, parse_int=_Number, parse_float=_Number, parse_constant=_refuse
+        )
+    except ValueError:
+        return NOT_JSON
+    except RecursionError:
+        return too_deep
+    if not isinstance(document, _Pairs):
+        return NOT_JSON
+    seen = set()
+    for name, value in document.pairs:
+        if name in seen:
+            return f"{DUPLICATE}:{name}"
+        if name in kinds:
+            seen.add(name)
+            if value is not None and not _fits(value, kinds[name], sure):
+                return bad_value(name)
+    return None
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)
+
+
+class _Number(str):
+    """A number as it is written."""
+
+
+class _Pairs:
+    """An object as its pairs, since a dict would forget what is there twice."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        self.pairs = pairs
+
+
+def _fits(value: Any, kind: pa.DataType, sure: bool) -> bool:
+    if pa.types.is_list(kind):
+        return isinstance(value, list) and all(
+            item is not None and _fits(item, kind.value_type, sure) for item in value
+        )
+    if pa.types.is_boolean(kind):
+        return isinstance(value, bool)
+    number = isinstance(value, _Number)
+    if pa.types.is_integer(kind):
+        whole = number and len(value) < 21 and _DIGITS.fullmatch(value) is not None
+        return whole and -(1 << 63) <= int(value) < 1 << 63
+    if pa.types.is_floating(kind):
+        return number and (sure or math.isfinite(float(value)))
+    if pa.types.is_decimal(kind):
+        return isinstance(value, str) and sure and _is_number(value)
+    return isinstance(value, str) and not number and (sure or _is_text(value))
+
+
+def _is_number(text: str) -> bool:
+    """Whether Python reads a number in it; Arrow reads fewer texts as one."""
+    try:
+        return Decimal(text).is_finite()
+    except InvalidOperation:
+        return False
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True
+
+
+def _read_as(kind: pa.DataType) -> pa.DataType:
+    """Arrow reads 1e39 as an infinite float32 without a word; as float64 the difference can be seen."""
+    if pa.types.is_list(kind):
+        return pa.list_(pa.field(kind.value_field.name, _read_as(kind.value_type)))
+    if pa.types.is_binary(kind):
+        return pa.string()
+    return pa.float64() if pa.types.is_floating(kind) else kind
+
+
+def _narrowed(name: str, kind: pa.DataType, values: pa.Array, reasons: Reasons) -> pa.Array:
+    """The values in the type that was asked for; refuses rows with a null in a list or a number too large for it."""
+    bad = np.zeros(len(values), dtype=bool)
+    inner = values.flatten() if pa.types.is_list(values.type) else values
+    if inner is not values and inner.null_count:
+        bad[_rows_of(values)[np.asarray(inner.is_null(), dtype=bool)]] = True
+    cast = values.cast(kind)
+    if pa.types.is_floating(inner.type):
+        narrow = cast.flatten() if inner is not values else cast
+        lost = np.asarray(pc.fill_null(pc.and_not(pc.is_inf(narrow), pc.is_inf(inner)), False), dtype=bool)
+        bad[_rows_of(values)[lost] if inner is not values else lost] = True
+    reasons.add(bad, bad_value(name))
+    return cast
+
+
+def _rows_of(lists: pa.Array) -> NDArray[np.int64]:
+    return np.asarray(pc.list_parent_indices(lists)).astype(np.int64)

@@ -1,0 +1,145 @@
+"""What a log job will read and as what: files, ranges and columns, found out before Spark starts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from etl import weblog
+from etl.config import LogsConfig
+from etl.headers import kinds_in, names_in
+from etl.parse import LineParser, Work, ddl_type
+from etl.ranges import Source, find_sources, plan_ranges, source_name
+from etl.records import PLACE_COLUMNS, RecordLines, columns_for
+from etl.table_lines import TABLE_FORMATS, Form
+from etl.weblines import WebLines
+from etl.webtable import roles
+from features.declare import load_schema
+from features.schema import Schema
+from storage.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The files, their ranges, and what becomes of the lines."""
+
+    sources: tuple[Source, ...]
+    work: tuple[Work, ...]
+    parser: LineParser
+    schema: Schema
+    id_columns: tuple[str, ...]
+
+    @property
+    def told(self) -> bool:
+        """Whether requests name their referrer and user agent."""
+        return isinstance(self.parser, WebLines) and _told(self.parser.form)
+
+
+def plan_of(config: LogsConfig) -> Plan:
+    """Find the files and read the names of their fields.
+
+    Raises the errors of find_sources and names_in, and ConfigError for columns that are not there.
+    """
+    header = config.log_format in ("tsv", "csv") and not config.columns
+    form = Form(config.log_format, config.null_texts, header, config.quoted_newlines)
+    if config.schema is None:
+        _check_split(config, weblog.ID_COLUMNS)
+        sources = find_sources(config.inputs)
+        names = [_names(source, config) for source in sources]
+        if config.log_format in TABLE_FORMATS:
+            for source, there in zip(sources, names, strict=True):
+                roles(there, source.url)
+        work = _work(sources, names, config)
+        return Plan(tuple(sources), work, WebLines(form), weblog.schema(_told(form)), weblog.ID_COLUMNS)
+    schema, id_columns = load_schema(config.schema), config.id_columns or PLACE_COLUMNS
+    sources = find_sources(config.inputs)
+    names = [() if config.log_format == "json" else _names(source, config) for source in sources]
+    kinds = kinds_in(sources[0]) if config.log_format == "json" else dict.fromkeys(names[0], pa.string())
+    columns = columns_for(schema, id_columns, _others(config, kinds), kinds, config.label, config.time_columns)
+    parser = RecordLines(form, columns, config.time_columns)
+    _check_columns(config, schema, parser, sources, names)
+    return Plan(tuple(sources), _work(sources, names, config), parser, schema, id_columns)
+
+
+def _told(form: Form) -> bool:
+    return form.log_format == "combined"
+
+
+def _work(sources: Sequence[Source], names: Sequence[tuple[str, ...]], config: LogsConfig) -> tuple[Work, ...]:
+    """The ranges; files of one name are told apart by how many came before."""
+    seen: Counter[str] = Counter()
+    called = []
+    for source in sources:
+        name = source_name(source.url)
+        called.append((name, seen[name]))
+        seen[name] += 1
+    ranges = plan_ranges(sources, config.split_bytes, whole=config.quoted_newlines)
+    return tuple(Work(part, names[part.source_index], *called[part.source_index]) for part in ranges)
+
+
+def ddl_of(parser: LineParser) -> str:
+    """The columns of a parser's rows in Spark's notation."""
+    return ", ".join(f"`{field.name}` {ddl_type(field.type)}" for field in parser.schema)
+
+
+def _names(source: Source, config: LogsConfig) -> tuple[str, ...]:
+    if config.columns or config.log_format not in TABLE_FORMATS:
+        return config.columns
+    return names_in(source, config.log_format, config.quoted_newlines)
+
+
+def _others(config: LogsConfig, known: Iterable[str]) -> list[str]:
+    """Columns that only the label's expression or the split asks for. A name that the expression holds for another
+    reason costs its reading, nothing else.
+    """
+    text = (config.label or "").lower()
+    others = [name for name in known if name and not name.startswith("_") and name.lower() in text]
+    others += config.time_columns
+    column = config.split_spec.column
+    return others if column is None or column in others else [*others, column]
+
+
+def _check_split(config: LogsConfig, columns: Sequence[str]) -> None:
+    column = config.split_spec.column
+    if column is not None and column not in columns:
+        raise ConfigError(
+            f"--split names the column `{column}`",
+            got=config.split,
+            allowed=", ".join(columns),
+            next_step="Correct --split.",
+        )
+
+
+def _check_columns(
+    config: LogsConfig, schema: Schema, parser: RecordLines, sources: Sequence[Source], names: Sequence[tuple[str, ...]]
+) -> None:
+    wanted = parser.schema.names
+    for source, there in zip(sources, names, strict=True):
+        missing = [name for name in wanted if name not in there]
+        twice = [name for name in wanted if there.count(name) > 1]
+        if config.log_format != "json" and (missing or twice):
+            raise ConfigError(
+                f"{source.url} has not the columns asked for, each once",
+                got=f"missing {', '.join(missing) or 'none'}; twice {', '.join(twice) or 'none'}",
+                allowed=f"its columns: {', '.join(there)}"[:500],
+                next_step="Correct --schema, --id-columns, --split or --time-columns; --columns names fields anew.",
+            )
+    odd = [name for name in wanted if name.startswith("_") or name == "split"]
+    alike = [name for name, count in Counter(name.lower() for name in wanted).items() if count > 1]
+    if odd or alike:
+        raise ConfigError(
+            f"a column cannot be called {', '.join(odd + alike)}",
+            got="a name that the dataset uses itself, or one that differs in its letters' case alone",
+            allowed="names that do not begin with `_` and differ in more than case",
+            next_step="Name the fields anew by --columns.",
+        )
+    if config.label is not None and schema.label is None:
+        raise ConfigError(
+            "--label is given, but the schema has no label",
+            got=config.label,
+            allowed="a field of kind label",
+            next_step="Declare one in the schema, or leave --label out.",
+        )
