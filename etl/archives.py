@@ -53,14 +53,17 @@ class Member:
         return not self.name.startswith(("/", "\\")) and ".." not in self.name.replace("\\", "/").split("/")
 
 
-def read_members(stream: Forward, url: str, start: int = 0, end: int | None = None) -> Iterator[Member]:
+def read_members(
+    stream: Forward, url: str, start: int = 0, end: int | None = None, *, to_end: bool = True
+) -> Iterator[Member]:
     """Yield the members whose headers lie from `start` to `end`, both borders of members; None where nobody knows the
-    end, as of a packed archive.
+    end, as of a packed archive. `to_end` says that the archive itself ends there.
 
     The caller may read a member's content from `stream` before it asks for the next. Raises DataError with the byte
-    position for a header that is none, and for a member that is cut.
+    position for a header that is none, for a member that is cut, and for an archive without the zeros at its end: one
+    that is cut between two members would else be a whole, shorter one.
     """
-    for _, member in _entries(stream, url, start, end):
+    for _, member in _entries(stream, url, start, end, to_end):
         if member is not None:
             yield member
 
@@ -71,22 +74,26 @@ def plan_stretches(stream: Forward, url: str, size: int, step: int) -> list[tupl
     Raises the errors of read_members.
     """
     borders = [0]
-    for begin, member in _entries(stream, url, 0, size):
+    for begin, member in _entries(stream, url, 0, size, True):
         if member is not None and begin >= borders[-1] + step:
             borders.append(begin)
     return list(zip(borders, [*borders[1:], size], strict=True))
 
 
-def _entries(stream: Forward, url: str, start: int, end: int | None) -> Iterator[tuple[int, Member | None]]:
+def _entries(
+    stream: Forward, url: str, start: int, end: int | None, to_end: bool
+) -> Iterator[tuple[int, Member | None]]:
     """(position of the first header that belongs to it, member or None for a directory) in order."""
-    position, begin, told = start, start, dict[str, str]()
+    position, begin, told, closed = start, start, dict[str, str](), False
     while end is None or position < end:
         block = stream.at(position, BLOCK)
+        if not block:
+            break
         if not block.strip(b"\0"):
-            if len(block) < BLOCK:
-                return
-            position = begin = _behind_zeros(stream, url, position)
+            closed, position = True, _behind_zeros(stream, url, position)
+            begin = position
             continue
+        closed = False
         size, kind = _checked(block, url, position)
         data_at, has_data = position + BLOCK, kind not in (*_LINKS, _FOLDER)
         if has_data and kind not in _EXTENSIONS and "size" in told:
@@ -107,6 +114,8 @@ def _entries(stream: Forward, url: str, start: int, end: int | None) -> Iterator
             raise _cut(url, position, size)
         position = begin = behind
         told = {}
+    if to_end and not closed:
+        raise _bad(url, position, "the end of the file", "blocks of zeros, which end an archive, or another member")
 
 
 def _behind_zeros(stream: Forward, url: str, start: int) -> int:

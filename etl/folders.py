@@ -51,7 +51,8 @@ class FolderPiece(Piece):
             return
         url = join(self.root, place)
         if size > intake.limits.max_file_bytes:
-            gather.bad_part(TOO_LONG, 0, filesystem(url).read_range(url, 0, RAW_BYTES), size, _digest(url), place)
+            raw = filesystem(url).read_range(url, 0, min(RAW_BYTES, size))
+            gather.bad_part(TOO_LONG, 0, raw, size, _digest(url), place)
             return
         with filesystem(url).open_read(url) as file:
             data = file.read(size + 1)

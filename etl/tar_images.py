@@ -27,20 +27,23 @@ _SCANS_AT_ONCE = 8  # a scan waits for storage most of the time
 
 @dataclass(frozen=True, slots=True)
 class TarPiece(Piece):
-    """The members of an archive from byte `start` to `end`, borders of members; a packed archive whole, `end` None."""
+    """The members of an archive from byte `start` to `end`, borders of members; a packed archive whole, `end` None.
+    `to_end` is true for the last piece of an archive.
+    """
 
     source: int
     url: str
     codec: str
     start: int
     end: int | None
+    to_end: bool
     split: str | None
 
     def read(self, intake: Intake, num_classes: int | None) -> Iterator[pa.RecordBatch]:
         """Raises DataError with the byte position where the archive is damaged."""
         gather = r.Gather(**{c.SOURCE: self.source, "number": 0, c.OCCURRENCE: 0})
         with Forward(self.url, self.codec) as stream:
-            for member in read_members(stream, self.url, self.start, self.end):
+            for member in read_members(stream, self.url, self.start, self.end, to_end=self.to_end):
                 self._take(stream, member, intake, gather)
                 yield from gather.full()
         yield from gather.rest()
@@ -82,11 +85,12 @@ def plan(inputs: Sequence[str], *, split_bytes: int) -> ImagePlan:
     step = step_bytes(split_bytes)
     with ThreadPoolExecutor(_SCANS_AT_ONCE, thread_name_prefix="lockstep-scan") as pool:
         cut = list(pool.map(lambda source: _stretches(source, step), sources))
-    pieces = [
-        TarPiece(number, absolute(source.url), source.codec, start, end, split_word(source_name(source.url)))
-        for number, source in enumerate(sources)
-        for start, end in cut[number]
-    ]
+    pieces = []
+    for number, (source, parts) in enumerate(zip(sources, cut, strict=True)):
+        split = split_word(source_name(source.url))
+        for start, end in parts:
+            to_end = end == parts[-1][1]
+            pieces.append(TarPiece(number, absolute(source.url), source.codec, start, end, to_end, split))
     return ImagePlan(sources=sources, pieces=pieces, names_may_repeat=True)
 
 

@@ -36,10 +36,11 @@ def archive(entries: list[tuple[tarfile.TarInfo, bytes]], dialect: int = tarfile
 def contents(path: Path, start: int = 0, end: int | None = None) -> list[tuple[int, str, bool, bytes]]:
     with path.open("rb") as file:
         packed = file.read(2) == b"\x1f\x8b"
-    last = None if packed else path.stat().st_size if end is None else end
+    size = path.stat().st_size
+    last = None if packed else size if end is None else end
     with Forward(str(path), "gzip" if packed else "none") as stream:
         found = []
-        for member in read_members(stream, str(path), start, last):
+        for member in read_members(stream, str(path), start, last, to_end=last in (None, size)):
             found.append((member.position, member.name, member.is_file, stream.at(member.offset, member.size)))
         return found
 
@@ -132,6 +133,8 @@ SECOND = 512 + 1024
         (broken(TWO, SECOND + 124, b"\xff"), SECOND, "2f 32"),  # a negative size
         (TWO[: SECOND + 700], SECOND, "a member of 600 bytes"),
         (TWO[: SECOND + 100], SECOND, "the last 100 bytes"),
+        (TWO[:SECOND], SECOND, "the end of the file"),  # cut between two members
+        (TWO[: SECOND + 512 + 600], SECOND + 512 + 1024, "the end of the file"),  # in what fills up the last block
         (TWO + b"trailing noise" * 100, len(TWO), "checksum|noise|74 72"),
         (b"no archive" * 100, 0, "6e 6f 20"),
     ],

@@ -22,7 +22,7 @@ RNG = np.random.default_rng(0)
 PIXELS = RNG.integers(0, 256, (6, 9, 3), dtype=np.uint8)
 GREY = PIXELS[:, :, 0]
 ALPHA = RNG.integers(0, 256, (6, 9), dtype=np.uint8)
-WIDE = RNG.integers(0, 1 << 16, (6, 9)).astype(np.uint16)
+WIDE: np.ndarray = RNG.integers(0, 1 << 16, (6, 9)).astype(np.uint16)
 
 
 def saved(image: Image.Image, kind: str, **more: Any) -> bytes:
