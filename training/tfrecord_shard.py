@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from features.example import decode_batch
+from features.codec.decoder import RecordDecoder
 from features.schema import Schema
 from storage.errors import CorruptionError, DataError
 from storage.fs import FileSystem
 from storage.manifest import ShardInfo
-from storage.tfrecord import parse_records
+from storage.tfrecord import record_offsets
 
 # A lane enters a cut block where its window ends and goes on there with the next one: a few remembered blocks a shard
 # spare the second look. A block's entry is 8 bytes a record.
@@ -37,7 +37,7 @@ class TFRecordShard:
         index_url: str,
         index: bytes,
     ) -> None:
-        self._fs, self._url, self._info, self._schema = fs, url, info, schema
+        self._fs, self._url, self._info, self._decoder = fs, url, info, RecordDecoder(schema)
         self._block_records, self._index_url = block_records, index_url
         line_ends = np.flatnonzero(np.frombuffer(index, dtype=np.uint8) == ord("\n")) + 1
         if len(line_ends) != info.records or (len(index) and line_ends[-1] != len(index)):
@@ -59,19 +59,19 @@ class TFRecordShard:
         """
         block, skip = divmod(first_record, self._block_records)
         start, stop = self._start_of(block, skip), self._start_of(block, skip + count)
-        data = self._fs.read_range(self._url, start, stop - start)
-        records = parse_records(data, file=self._url, first_record=first_record, base_offset=start)
-        if len(records) != count:
+        data = np.frombuffer(self._fs.read_range(self._url, start, stop - start), dtype=np.uint8)
+        offsets = record_offsets(data, file=self._url, first_record=first_record, base_offset=start)
+        if len(offsets) != count + 1:
             raise CorruptionError(
                 "a shard holds another number of records than its index says",
                 file=self._url,
                 record=first_record,
                 offset=start,
-                got=f"{len(records)} records up to offset {stop}",
+                got=f"{len(offsets) - 1} records up to offset {stop}",
                 allowed=str(count),
             )
         try:
-            return decode_batch(self._schema, records)
+            return self._decoder.columns(data, offsets)
         except DataError as error:
             raise DataError(
                 f"{self._url}, records from {first_record} on: {error.what}",

@@ -79,7 +79,7 @@ def tables(draw: st.DrawFn) -> tuple[Schema, pa.RecordBatch]:
 
 
 @given(tables())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_bytes_are_those_of_the_plain_encoder(table: tuple[Schema, pa.RecordBatch]) -> None:
     schema, batch = table
     assert encoded(RecordEncoder(schema), batch) == expected(schema, batch)

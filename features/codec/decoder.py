@@ -1,0 +1,189 @@
+"""RecordDecoder: a buffer of whole framed records to columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from features.codec.layout import BOOL, BOOL_LIST, BYTES, FIXED_LIST, INT, INT_LIST, TENSOR, Layout
+from features.example import BytesLike, decode_batch
+from features.schema import Field, Schema
+from storage.tfrecord import FOOTER_BYTES, HEADER_BYTES, record_offsets
+
+_MAX_OFFSET = (1 << 31) - 1
+
+
+class RecordDecoder:
+    """Reads what RecordEncoder wrote; both checksums of each record and its form are checked.
+
+    The kernels are compiled at the first call, or found compiled; the GIL is released while they run. Bytes that are
+    not exactly of the encoder's form go to features.example.decode_batch, which takes them or says what is wrong.
+    `columns` names those that are wanted (all where None): the others are looked at, but not kept.
+    """
+
+    def __init__(self, schema: Schema, columns: Sequence[str] | None = None) -> None:
+        self._schema, self._layout = schema, Layout.of(schema)
+        wanted = set(schema.arrow_schema().names if columns is None else columns)
+        self._wanted = {field.name: number for number, field in enumerate(self._layout.fields) if field.name in wanted}
+        self._arrow = pa.schema([field for field in schema.arrow_schema() if field.name in self._wanted])
+        kinds = self._layout.kinds.tolist()
+        # A tensor that is always there has a place of its own; one that may be null takes no room where it is.
+        apart = [
+            number
+            for number, (field, kind) in enumerate(zip(self._layout.fields, kinds, strict=True))
+            if kind >= INT_LIST or kind == BYTES or (kind == TENSOR and field.nullable)
+        ]
+        self._variable = {number: row for row, number in enumerate(apart)}
+
+    def decode(
+        self, buffer: BytesLike | NDArray[np.uint8], *, file: str, first_record: int = 0, base_offset: int = 0
+    ) -> pa.RecordBatch:
+        """The records of a buffer, in the schema's order of columns. It may go afterwards: nothing points into it.
+
+        `file`, `first_record` and `base_offset` (where the buffer lies in the file) only serve messages. Raises
+        CorruptionError naming file, record and offset, DataError naming record and field for another schema's records.
+        """
+        data = np.frombuffer(buffer, dtype=np.uint8)
+        offsets = record_offsets(data, file=file, first_record=first_record, base_offset=base_offset)
+        return self.columns(data, offsets)
+
+    def columns(self, data: NDArray[np.uint8], offsets: NDArray[np.int64]) -> pa.RecordBatch:
+        """The same for records whose checksums are known to be right: `offsets` (n + 1,) as record_offsets gives it."""
+        found = self._fast(data, offsets)
+        if found is not None:
+            return found
+        view = data.data
+        bounds = zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
+        records = [view[start + HEADER_BYTES : stop - FOOTER_BYTES] for start, stop in bounds]
+        return decode_batch(self._schema, records).select(self._arrow.names)
+
+    def _fast(self, data: NDArray[np.uint8], offsets: NDArray[np.int64]) -> pa.RecordBatch | None:
+        from features.codec import decode_kernel as kernel
+
+        layout, rows = self._layout, len(offsets) - 1
+        outs = np.zeros((len(layout.fields), kernel.OUT_COLUMNS), dtype=np.int64)
+        values: dict[int, NDArray[Any]] = {}
+        valid: dict[int, NDArray[np.uint8]] = {}
+        for number, (field, kind) in enumerate(zip(layout.fields, layout.kinds.tolist(), strict=True)):
+            if field.nullable:
+                valid[number] = np.empty(rows, dtype=np.uint8)
+                outs[number, kernel.VALID] = valid[number].ctypes.data
+            outs[number, kernel.VARIABLE] = self._variable.get(number, -1)
+            if field.name in self._wanted and number not in self._variable:
+                size = {INT: 8, BOOL: 1}.get(kind, int(layout.widths[number]))
+                values[number] = np.empty(rows * size, dtype=np.uint8)
+                outs[number, kernel.VALUES] = values[number].ctypes.data
+        starts, sizes = np.zeros((2, max(len(self._variable), 1), rows), dtype=np.int64)
+        good = kernel.decode(
+            layout.kinds,
+            layout.tags,
+            layout.widths,
+            layout.heads.ctypes.data,
+            layout.head_sizes,
+            layout.names.ctypes.data,
+            layout.name_sizes,
+            layout.heads.shape[2],
+            data.ctypes.data,
+            offsets,
+            outs,
+            starts,
+            sizes,
+        )
+        if not good:
+            return None
+        columns = []
+        for name in self._arrow.names:
+            number = self._wanted[name]
+            field, bits = layout.fields[number], valid.get(number)
+            if number in self._variable:
+                row = self._variable[number]
+                column = self._variable_column(field, number, starts[row], sizes[row], bits)
+            else:
+                column = self._fixed_column(field, number, values[number], rows, bits)
+            if column is None:
+                return None
+            columns.append(column)
+        return pa.RecordBatch.from_arrays(columns, schema=self._arrow)
+
+    def _fixed_column(
+        self, field: Field, number: int, values: NDArray[np.uint8], rows: int, valid: NDArray[np.uint8] | None
+    ) -> pa.Array:
+        kind = self._layout.kinds[number]
+        if kind == TENSOR:
+            width = int(self._layout.widths[number])
+            if rows * width > _MAX_OFFSET:
+                return None
+            ends = np.arange(rows + 1, dtype=np.int32) * np.int32(width)
+            return _array(field.arrow_type, rows, None, ends, values)
+        return _array(field.arrow_type, rows, valid, _bits(values) if kind == BOOL else values)
+
+    def _variable_column(
+        self,
+        field: Field,
+        number: int,
+        starts: NDArray[np.int64],
+        sizes: NDArray[np.int64],
+        valid: NDArray[np.uint8] | None,
+    ) -> pa.Array | None:
+        """A column of bytes or lists; None where the plain decoder has to look at it."""
+        from features.codec import decode_kernel as kernel
+
+        kind, rows = int(self._layout.kinds[number]), len(starts)
+        ends = np.zeros(rows + 1, dtype=np.int64)
+        np.cumsum(sizes, out=ends[1:])
+        total = int(ends[-1])
+        if total > _MAX_OFFSET:
+            return None
+        offsets = ends.astype(np.int32)
+        if kind in (BYTES, TENSOR):
+            width = self._layout.widths[number]
+            if kind == TENSOR and not (sizes == (width if valid is None else width * valid)).all():
+                return None
+            data = np.empty(total, dtype=np.uint8)
+            kernel.gather(starts, sizes, offsets, data.ctypes.data)
+            return _checked(_array(field.arrow_type, rows, valid, offsets, data))
+        width, item = int(self._layout.widths[number]), field.arrow_type.value_type
+        if kind in (INT_LIST, BOOL_LIST, FIXED_LIST):
+            data = np.empty(total * {INT_LIST: 8, BOOL_LIST: 1}.get(kind, width), dtype=np.uint8)
+            if not kernel.list_values(kind, width, starts, sizes, data.ctypes.data):
+                return None
+            items = _array(item, total, None, _bits(data) if kind == BOOL_LIST else data)
+        else:
+            item_offsets = np.zeros(total + 1, dtype=np.int32)
+            size = kernel.item_ends(starts, sizes, item_offsets)
+            if size < 0:
+                return None
+            data = np.empty(size, dtype=np.uint8)
+            kernel.list_values(kind, width, starts, sizes, data.ctypes.data)
+            items = _checked(_array(item, total, None, item_offsets, data))
+            if items is None:
+                return None
+        lists = [None, pa.py_buffer(offsets)]
+        return pa.Array.from_buffers(field.arrow_type, rows, lists, null_count=0, children=[items])
+
+
+def _array(kind: pa.DataType, rows: int, valid: NDArray[np.uint8] | None, *buffers: NDArray[Any]) -> pa.Array:
+    """An Arrow array of `rows` from its buffers; `valid` has a byte a row, 1 for a value."""
+    bits, nulls = None, 0
+    if valid is not None and (nulls := rows - int(np.count_nonzero(valid))):
+        bits = pa.py_buffer(_bits(valid))
+    return pa.Array.from_buffers(kind, rows, [bits, *(pa.py_buffer(each) for each in buffers)], null_count=nulls)
+
+
+def _bits(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Bytes of 0 and 1 as Arrow's bits."""
+    return np.packbits(values, bitorder="little")
+
+
+def _checked(column: pa.Array) -> pa.Array | None:
+    """The column, or None for text that is not UTF-8."""
+    if pa.types.is_string(column.type):
+        try:
+            column.validate(full=True)
+        except pa.ArrowInvalid:
+            return None
+    return column
