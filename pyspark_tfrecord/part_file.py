@@ -11,13 +11,12 @@ from typing import IO, cast
 import numpy as np
 import pyarrow as pa
 
-from features.example import encode_batch
+from features.codec.encoder import RecordEncoder
 from features.foreign_schema import foreign_schema
 from features.schema import Field
 from pyspark_tfrecord.options import WriteOptions
 from storage.errors import DataError
 from storage.fs import Writer, filesystem
-from storage.tfrecord import frame
 
 
 def write_part(url: str, batches: Iterable[pa.RecordBatch], fields: Sequence[Field], options: WriteOptions) -> int:
@@ -26,7 +25,7 @@ def write_part(url: str, batches: Iterable[pa.RecordBatch], fields: Sequence[Fie
     No file is made where there is no row. Raises DataError naming the column for a null in a list or in place of one,
     and for a double that 32 bits cannot hold.
     """
-    schema = foreign_schema(fields)
+    encoder = RecordEncoder(foreign_schema(fields))
     rows = (batch for batch in batches if len(batch))
     first = next(rows, None)
     if first is None:
@@ -36,15 +35,15 @@ def write_part(url: str, batches: Iterable[pa.RecordBatch], fields: Sequence[Fie
         with _sink(writer, options) as put:
             for batch in chain([first], rows):
                 columns = [_as(batch.column(field.name), field) for field in fields]
-                typed = pa.RecordBatch.from_arrays(columns, schema=schema.arrow_schema())
-                put(b"".join(map(frame, encode_batch(schema, typed))))
+                typed = pa.RecordBatch.from_arrays(columns, [field.name for field in fields])
+                put(encoder.encode(typed)[0].data)
                 count += len(batch)
         writer.sync()
     return count
 
 
 @contextmanager
-def _sink(writer: Writer, options: WriteOptions) -> Iterator[Callable[[bytes], object]]:
+def _sink(writer: Writer, options: WriteOptions) -> Iterator[Callable[[memoryview], object]]:
     if options.compression is None:
         yield writer.write
         return
@@ -54,19 +53,19 @@ def _sink(writer: Writer, options: WriteOptions) -> Iterator[Callable[[bytes], o
 
 
 def _as(column: pa.Array, field: Field) -> pa.Array:
-    """A column as its field declares it: integers widened, doubles rounded to float32 where that was asked for."""
-    if column.type.equals(field.arrow_type):
+    """A column as its encoder takes it: doubles rounded to float32, which was asked for; all others as they are."""
+    item = column.type.value_type if field.is_list else column.type
+    if field.dtype != "float32" or item != pa.float64():
         return column
     typed = column.cast(field.arrow_type)
-    if field.dtype == "float32":
-        before = (column.flatten() if field.is_list else column).drop_null().to_numpy(zero_copy_only=False)
-        after = (typed.flatten() if field.is_list else typed).drop_null().to_numpy(zero_copy_only=False)
-        lost = np.flatnonzero(np.isinf(after) & np.isfinite(before))
-        if len(lost):
-            raise DataError(
-                f"column `{field.name}` holds a number that float32 cannot",
-                got=repr(float(before[lost[0]])),
-                allowed="up to 3.4e38",
-                next_step="Scale the column, or leave such rows out.",
-            )
+    before = (column.flatten() if field.is_list else column).drop_null().to_numpy(zero_copy_only=False)
+    after = (typed.flatten() if field.is_list else typed).drop_null().to_numpy(zero_copy_only=False)
+    lost = np.flatnonzero(np.isinf(after) & np.isfinite(before))
+    if len(lost):
+        raise DataError(
+            f"column `{field.name}` holds a number that float32 cannot",
+            got=repr(float(before[lost[0]])),
+            allowed="up to 3.4e38",
+            next_step="Scale the column, or leave such rows out.",
+        )
     return typed

@@ -1,0 +1,40 @@
+"""format("tfrecord") in a real session, which found the package by itself."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.pyspark_tfrecord.published import publish
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+@pytest.mark.slow
+def test_a_dataset_is_read_and_plain_files_are_written_and_read(spark: SparkSession, tmp_path: Path) -> None:
+    from pyspark.errors import AnalysisException
+
+    rows = publish(tmp_path / "d", {"train": (30, 17), "test": (9,)})
+    reading = spark.read.format("tfrecord")
+    whole = reading.option("partitionBytes", "2000").load(str(tmp_path / "d"))
+    found = [row.asDict() for row in whole.collect()]
+    wanted = [{**row, "split": name} for name in ("test", "train") for row in rows[name]]
+    for row in wanted:  # Spark's Row has a bytearray for binary
+        row.update({name: bytearray(value) for name, value in row.items() if isinstance(value, bytes)})
+    assert found == wanted  # each partition in its place, so in the order of the shards too
+    with pytest.raises(AnalysisException, match="no column `pag`"):
+        spark.read.format("tfrecord").option("columns", "pag").load(str(tmp_path / "d"))
+
+    out = tmp_path / "out"
+    frame = spark.range(10).selectExpr("id", "if(id % 3 = 0, null, id) some", "array(cast(id as string)) words")
+    for _ in range(2):
+        frame.coalesce(1).write.format("tfrecord").mode("append").save(str(out))
+    assert sorted(os.listdir(out)) == ["_SUCCESS", "part-00000.tfrecord", "part-00001.tfrecord"]
+    back = spark.read.format("tfrecord").load(str(out))
+    assert back.dtypes == [("id", "bigint"), ("some", "bigint"), ("words", "array<string>")]
+    assert back.collect() == frame.collect() * 2
+    assert sorted(os.listdir(tmp_path)) == ["d", "out"]
