@@ -190,7 +190,12 @@ class WebHdfsFileSystem(FileSystem):
     def locate_append(self, url: str) -> str:
         """The URL at a DataNode to which more of a file is sent."""
         path = path_of(url)
-        return self.call(lambda client: location(client._append(path)), "write", url)
+        try:
+            return self.call(lambda client: location(client._append(path)), "append to", url)
+        except NotFoundError as error:  # for the caller to begin anew; asking again would not bring it back
+            raise RetryableStorageError(
+                f"cannot write {url}: the file was taken away from its writer", got=error.got
+            ) from None
 
     def send(
         self, method: str, where: str, body: bytes | Iterable[bytes], verb: str, url: str, deadline_s: float = 0.0

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+from etl import logs
+from etl.config import LogsConfig
+from jobs.verify import main as verify
+from storage.errors import LockstepError
 from storage.fs import FileSystem, filesystem, join
+from storage.publish import write_file
+from storage.webhdfs import WebHdfsFileSystem
 from tests.cluster.daemons import Cluster
-from tests.fs_contract import FileSystemContract
+from tests.cluster.test_jobs import cut_log
+from tests.fs_contract import FileSystemContract, put
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 pytestmark = pytest.mark.cluster
 
@@ -36,3 +48,38 @@ class TestWebHdfs(FileSystemContract):
     """The whole contract."""
 
     durable_sync = False
+
+
+def test_what_the_contract_does_not_ask(hadoop: Cluster, fs: FileSystem, root: str) -> None:
+    assert isinstance(fs, WebHdfsFileSystem)
+    blocks = fs.block_locations(put(fs, join(root, "f"), b"x" * 100))
+    assert [(block.offset, block.length, block.hosts) for block in blocks] == [(0, 100, ("127.0.0.1", "127.0.0.1"))]
+    stored = fs.stored_checksum(join(root, "f"))
+    assert stored is not None and stored.algorithm == "MD5-of-0MD5-of-512CRC32C" and stored.block_bytes == 32 << 20
+
+    writer = fs.create(join(root, "taken"))
+    writer.write(b"x")
+    fs.delete(join(root, "taken"))
+    with pytest.raises(LockstepError, match="taken away"):
+        writer.close()
+    assert not fs.exists(join(root, "taken"))  # not brought back by what was still to be written
+
+    path = root.split("/", 3)[3]
+    second = f"webhdfs://127.0.0.1:9,127.0.0.1:{hadoop.ports['namenode-http']}/{path}/f"
+    assert filesystem(second).read_bytes(second) == b"x" * 100
+    both = filesystem(f"{hadoop.hdfs_url}/{path}/f")
+    assert both.read_bytes(f"{hadoop.hdfs_url}/{path}/f") == b"x" * 100
+
+
+@pytest.mark.slow
+def test_a_dataset_from_a_log_on_webhdfs(spark: SparkSession, fs: FileSystem, root: str, tmp_path: Path) -> None:
+    """Read, written and verified over HTTP alone."""
+    log = Path(cut_log(tmp_path / "access.log", 1_000))
+    write_file(fs, join(root, "raw", "access.log"), log.read_bytes() + b"no line of a log\n")
+    config = LogsConfig(inputs=(join(root, "raw"),), output=join(root, "dataset"), split="group:visitor:80/20")
+    manifest = logs.run(spark, config)
+    assert manifest.counts.read == 1_001 and manifest.counts.quarantined >= 1
+    assert isinstance(fs, WebHdfsFileSystem)
+    assert fs._status(join(root, "dataset", "_quarantine"))["permission"] == "700"
+    assert verify([join(root, "dataset")]) == 0
+    assert [entry.name for entry in fs.list(root)] == ["dataset", "raw"]
