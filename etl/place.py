@@ -35,22 +35,28 @@ def plan_shards(
     shard_bytes: int,
     row_group_bytes: int | None = None,
     blocks: Mapping[str, int] | None = None,
+    *,
+    alike: bool = False,
 ) -> ShardTable:
     """The shards of each split from its (records, encoded bytes).
 
     `row_group_bytes` is the size of a block on average where it is asked for; `blocks` has the records of a block where
-    they are settled already: an append takes them from its parent.
+    they are settled already (an append takes them from its parent); `alike` gives all splits the smallest blocks, so
+    that folds can be trained on together.
     """
-    records = {
-        name: block_records(count, size) if row_group_bytes is None else max(1, row_group_bytes * count // max(size, 1))
-        for name, (count, size) in sizes.items()
-    }
+    records = {name: block_records(count, size, row_group_bytes) for name, (count, size) in sizes.items()}
+    if alike:
+        records = dict.fromkeys(records, min(records.values()))
     records |= {name: n for name, n in (blocks or {}).items() if name in sizes}
     return ShardTable(tuple((name, -(-size // shard_bytes), records[name]) for name, (_, size) in sizes.items()))
 
 
-def block_records(records: int, encoded_bytes: int) -> int:
-    """Records in a block of a split: 2 MiB on average, but MIN_BLOCKS blocks or more, to have some to permute."""
+def block_records(records: int, encoded_bytes: int, block_bytes: int | None = None) -> int:
+    """Records in a block of a split: `block_bytes` on average; by default 2 MiB, but MIN_BLOCKS blocks or more, to have
+    some to permute.
+    """
+    if block_bytes is not None:
+        return max(1, block_bytes * records // max(encoded_bytes, 1))
     return max(1, min(BLOCK_BYTES * records // max(encoded_bytes, 1), -(-records // MIN_BLOCKS)))
 
 

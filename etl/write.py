@@ -13,7 +13,7 @@ from etl.append import Parent, check_new_ids, open_parent
 from etl.assign import Assign
 from etl.clean import clean as clean_beside
 from etl.config import DEFAULT_SHARD_BYTES, WriteConfig
-from etl.fit import fit_vocabularies
+from etl.fit import fit_all
 from etl.leakage import check_leakage, leak_key
 from etl.place import move, plan_shards, sizes_of, write_shards
 from etl.quarantine import write_quarantine
@@ -183,12 +183,11 @@ def _build(staging: Staging, rows: DataFrame, job: _Job, apart: Staging | None) 
     leakage = check_leakage(kept, job.split, schema, names)
     if job.parent is not None:
         check_new_ids(kept, job.parent)
-    table = plan_shards(
-        sizes, config.shard_bytes, config.row_group_bytes, None if job.parent is None else job.parent.block_records
-    )
+    blocks = None if job.parent is None else job.parent.block_records
+    table = plan_shards(sizes, config.shard_bytes, config.row_group_bytes, blocks, alike=job.split.kind == "kfold")
     write = WriteShards(schema, config.fmt, table, staging.attempts, urls, hadoop_settings())
     splits, files = write_shards(staging.fs, paths, rows, table, write)
-    files |= _write_fitted(staging, rows, job)
+    files |= _write_fitted(staging, rows, job, names)
     if apart is not None:
         _place_quarantine(apart, apart.root, origin, urls)
     elif origin.quarantine is not None and config.quarantine != NOT_KEPT:
@@ -237,14 +236,11 @@ def _names(split: SplitSpec, sizes: Mapping[str, object], read: int, quarantined
         raise DataError(error.what, got=error.got, allowed=error.allowed, next_step="Rename that split.") from None
 
 
-def _write_fitted(staging: Staging, rows: DataFrame, job: _Job) -> dict[str, FileInfo]:
+def _write_fitted(staging: Staging, rows: DataFrame, job: _Job, names: Sequence[str]) -> dict[str, FileInfo]:
     if job.parent is not None:
         documents = job.parent.fitted()
     else:
-        documents = {
-            str(job.schema[name].fitted_file): canonical_bytes(vocabulary.to_json())
-            for name, vocabulary in fit_vocabularies(rows, job.schema).items()
-        }
+        documents = {name: canonical_bytes(found) for name, found in fit_all(rows, job.schema, names).items()}
     files = {}
     for name, data in sorted(documents.items()):
         write_file(staging.fs, DatasetPaths(staging.root).fitted(name), data)

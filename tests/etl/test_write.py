@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from etl.assign import Assign
 from etl.columns import logical_bytes
-from etl.place import block_records
+from etl.place import block_records, plan_shards
 from etl.shards import ShardTable
 from etl.splits import SplitSpec
+from etl.staging import SIGN_NAME, Staging
 from etl.write import Origin, refuse_existing, write_dataset
 from features.schema import Field, Schema, sample_id_field
 from storage.errors import ConfigError, DataError, ExistsError
-from storage.manifest import SourceInfo
+from storage.manifest import SourceInfo, load_dataset
+from storage.verify import verify
+from tests.etl.conftest import tree
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -97,6 +103,17 @@ def test_block_sizes(records: int, size: int, expected: int) -> None:
     assert block_records(records, size) == expected
 
 
+def test_blocks_of_a_stated_size_of_folds_and_of_appends() -> None:
+    sizes = {"fold-0": (10_000, 8_000_000), "fold-1": (9_000, 7_200_000)}
+    assert plan_shards(sizes, 4_000_000).splits == (("fold-0", 2, 157), ("fold-1", 2, 141))
+    assert plan_shards(sizes, 4_000_000, alike=True).splits == (("fold-0", 2, 141), ("fold-1", 2, 141))
+    assert plan_shards(sizes, 4_000_000, 80_000).splits == (("fold-0", 2, 100), ("fold-1", 2, 100))
+    assert plan_shards(sizes, 4_000_000, None, {"fold-1": 7, "gone": 3}).splits == (
+        ("fold-0", 2, 157),
+        ("fold-1", 2, 7),
+    )
+
+
 def test_partitions_and_shards_correspond() -> None:
     table = ShardTable((("test", 2, 5), ("train", 3, 7)))
     assert [table.locate(n)[:2] for n in range(table.total)] == [
@@ -115,15 +132,8 @@ def ddl_names(ddl: str) -> list[str]:
 
 def write(df: DataFrame, url: Path, read: int, **more: Any) -> None:
     options: dict[str, Any] = {"split": SplitSpec.parse("50/50"), "fmt": "tfrecord", "shard_bytes": 1 << 20, "seed": 0}
-    source = SourceInfo("in.csv", 1, "0" * 64)
-    write_dataset(
-        df,
-        str(url),
-        schema=SCHEMA,
-        id_columns=("key",),
-        origin=Origin(sources=(source,), read=read),
-        **{**options, **more},
-    )
+    options["origin"] = Origin(sources=(SourceInfo("in.csv", 1, "0" * 64),), read=read)
+    write_dataset(df, str(url), schema=SCHEMA, id_columns=("key",), **{**options, **more})
 
 
 @pytest.mark.slow
@@ -150,6 +160,35 @@ def test_columns_that_do_not_fit_are_refused(spark: SparkSession, tmp_path: Path
         with pytest.raises(ConfigError, match="cannot be used"):
             write(wrong, tmp_path / "out", 2)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_rejected_input_lies_where_it_is_asked_for(spark: SparkSession, tmp_path: Path) -> None:
+    """At a URL of its own, or nowhere; what a killed job left goes first."""
+    bad = "source int, position bigint, reason string, raw binary, length bigint, sha256 string"
+    rejected = spark.createDataFrame([(0, 9, "why", bytearray(b"raw"), 3, "0" * 64)], bad)
+    source = SourceInfo("in.csv", 1, "0" * 64)
+    origin = Origin(sources=(source,), read=21, quarantined=1, quarantined_raw_bytes=3, quarantine=rejected)
+    df = frame(spark, batch(list(range(20))))
+    with Staging(str(tmp_path / "left")) as left:
+        shutil.copytree(left.root, tmp_path / "kept")
+    (tmp_path / "kept").rename(left.root)
+    os.utime(Path(left.root) / SIGN_NAME, (0, 0))
+    parquet = {"fmt": "parquet", "row_group_bytes": 100, "clean": True}
+    write(df, tmp_path / "none", 21, origin=origin, quarantine="none", **parquet)
+    write(df, tmp_path / "out", 21, origin=origin, quarantine=str(tmp_path / "apart"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["apart", "none", "out"]
+    assert (tmp_path / "apart").stat().st_mode & 0o777 == 0o700
+    kept = pq.read_table(tmp_path / "apart" / "part-00000.parquet").to_pylist()
+    assert [(row["source"], row["position"], row["reason"]) for row in kept] == [("in.csv", 9, "why")]
+    for name in ("none", "out"):
+        manifest = load_dataset(str(tmp_path / name))
+        assert manifest.counts.quarantined == 1 and not verify(str(tmp_path / name))
+        assert not any("_quarantine" in path for path in tree(tmp_path / name))
+    groups = pq.ParquetFile(tmp_path / "none" / "split=train" / "part-00000.parquet").metadata
+    assert groups.row_group(0).num_rows == load_dataset(str(tmp_path / "none")).splits["train"].block_records == 3
+    with pytest.raises(ExistsError):
+        write(df, tmp_path / "more", 21, origin=origin, quarantine=str(tmp_path / "apart"))
 
 
 def test_an_output_below_a_file_is_refused_before_spark_starts(tmp_path: Path) -> None:
