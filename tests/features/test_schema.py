@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from features.declare import load_schema
-from features.schema import Field, Schema, sample_id_field
+from features.encodings import KINDS
+from features.schema import ARROW_TYPES, Field, Schema, sample_id_field
 from features.signature import Signature, TensorSpec
 from storage.errors import ConfigError
 
@@ -180,3 +184,49 @@ def test_a_wrong_declaration_is_refused(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_schema(text)
     assert caught.value.exit_code == 2 and caught.value.next_step
+
+
+WORDS = st.sampled_from(
+    [
+        *(
+            *KINDS,
+            *ARROW_TYPES,
+            "feature",
+            "label",
+            "weight",
+            "index",
+            "a",
+            "a.json",
+            "name",
+            "names",
+            "dtype",
+            "shape",
+        ),
+        *("fields", "record", "list", "kind", "nullable", "encoding", "num_classes", "of", "buckets", "seed", "length"),
+        *("file", "max_size", "min_count", "oov_buckets", "boundaries", "output", "with"),
+    ]
+)
+VALUE = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 2**70) | st.floats() | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=5),
+    max_leaves=8,
+)
+ENCODING = VALUE | st.fixed_dictionaries(
+    {"kind": WORDS}, optional=dict.fromkeys(("buckets", "seed", "length", "of", "boundaries", "output"), VALUE)
+)
+FIELD = VALUE | st.fixed_dictionaries(
+    {"name": st.sampled_from("abc"), "dtype": WORDS},
+    optional={"encoding": ENCODING, "kind": VALUE, "shape": VALUE, "list": VALUE, "nullable": VALUE},
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(VALUE | st.fixed_dictionaries({"fields": VALUE | st.lists(FIELD, max_size=3)}, optional={"record": VALUE}))
+def test_any_document_is_a_schema_or_one_error(document: object) -> None:
+    for read in (lambda: load_schema("\n" + json.dumps({"x": document})), lambda: Schema.from_json(document)):
+        with contextlib.suppress(ConfigError):
+            read()
+    if isinstance(document, dict):
+        with contextlib.suppress(ConfigError):
+            schema = load_schema(json.dumps(document))
+            assert Schema.from_json(schema.to_json()) == schema

@@ -58,6 +58,31 @@ def test_logistic_begins_at_one_half() -> None:
     assert model.count_params() == 7
 
 
+def test_ids_make_the_same_logistic_model_as_columns() -> None:
+    """Id 0 is the row without a 1; an id twice in a sequence counts twice, as two ones would."""
+    import keras
+
+    number = TensorSpec(shape=(1,), dtype="float32")
+    ids = {"page": TensorSpec(shape=(3,), dtype="int64", ids=6), "item": TensorSpec(shape=(1,), dtype="int64", ids=4)}
+    columns = {"page": TensorSpec(shape=(5,), dtype="float32"), "item": TensorSpec(shape=(3,), dtype="float32")}
+    rng = np.random.default_rng(0)
+    plain = {"n": rng.standard_normal((40, 1)).astype(np.float32)}
+    chosen = {name: rng.integers(0, spec.ids or 0, (40, *spec.shape)) for name, spec in ids.items()}
+    y = rng.integers(0, 2, 40).astype(np.float32)
+    found = []
+    for specs in (ids, columns):
+        x = dict(chosen) if specs is ids else {n: np.eye(6)[v][..., 1:].sum(axis=1) for n, v in chosen.items()}
+        x = {**plain, **{n: v[:, : specs[n].shape[0]].astype(specs[n].dtype) for n, v in x.items()}}
+        signature = Signature(features={"n": number, **specs}, label=NUMBER, num_classes=None)
+        model = build("logistic", signature, ModelOptions()).model
+        # Adam has its own way with the sparse gradients of an embedding; ranks exchange them as whole tensors.
+        model.compile(keras.optimizers.SGD(1.0), "binary_crossentropy", run_eagerly=True)
+        model.fit(x, y, epochs=2, batch_size=20, shuffle=False, verbose=0)
+        found.append(np.asarray(model(x)))
+    assert found[0].std() > 0.01
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("name", "signature", "words"),
     [
