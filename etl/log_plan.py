@@ -58,7 +58,7 @@ def plan_of(config: LogsConfig) -> Plan:
     sources = find_sources(config.inputs)
     names = [() if config.log_format == "json" else _names(source, config) for source in sources]
     kinds = kinds_in(sources[0]) if config.log_format == "json" else dict.fromkeys(names[0], pa.string())
-    columns = columns_for(schema, id_columns, _others(config, kinds), kinds, config.label, config.time_columns)
+    columns = columns_for(schema, id_columns, _others(config, schema, kinds), kinds, config.label, config.time_columns)
     parser = RecordLines(form, columns, config.time_columns)
     _check_columns(config, schema, parser, sources, names)
     return Plan(tuple(sources), _work(sources, names, config), parser, schema, id_columns)
@@ -91,15 +91,16 @@ def _names(source: Source, config: LogsConfig) -> tuple[str, ...]:
     return names_in(source, config.log_format, config.quoted_newlines)
 
 
-def _others(config: LogsConfig, known: Iterable[str]) -> list[str]:
+def _others(config: LogsConfig, schema: Schema, known: Iterable[str]) -> list[str]:
     """Columns that only the label's expression or the split asks for. A name that the expression holds for another
     reason costs its reading, nothing else.
     """
     text = (config.label or "").lower()
     others = [name for name in known if name and not name.startswith("_") and name.lower() in text]
     others += config.time_columns
+    made = schema.label.name if schema.label is not None and config.label is not None else None
     column = config.split_spec.column
-    return others if column is None or column in others else [*others, column]
+    return others if column is None or column in (made, *others) else [*others, column]
 
 
 def _check_split(config: LogsConfig, columns: Sequence[str]) -> None:

@@ -26,9 +26,9 @@ def read(path: Path, split_bytes: int, chunk_bytes: int) -> Found:
     return found
 
 
-def read_range(part: Range, chunk_bytes: int) -> Found:
+def read_range(part: Range, chunk_bytes: int, **how: bool) -> Found:
     found: Found = []
-    for item in read_lines(part, chunk_bytes):
+    for item in read_lines(part, chunk_bytes, **how):
         if isinstance(item, LongLine):
             found.append((item.position, item))
         else:
@@ -66,6 +66,39 @@ def test_any_cut_gives_each_line_once(
     (tmp_path / "packed").write_bytes(gzip.compress(data))
     assert read(tmp_path / "log", split_bytes, chunk_bytes) == expected(data, 12)
     assert read(tmp_path / "packed", split_bytes, chunk_bytes) == expected(data, 12)
+
+
+def records(data: bytes, limit: int) -> Found:
+    """The definition: a record ends with the first newline behind an even number of quotes, or with the file."""
+    found: Found = []
+    start = 0
+    while start < len(data):
+        end = start
+        while end < len(data) and not (data[end : end + 1] == b"\n" and data.count(b'"', start, end) % 2 == 0):
+            end += 1
+        line = data[start:end]
+        if len(line) > limit:
+            digest = hashlib.sha256(line).hexdigest()
+            found.append((start, LongLine(start, line[: lines.RAW_BYTES], len(line), digest)))
+        else:
+            found.append((start, line.removesuffix(b"\r")))
+        start = end + 1
+    return found
+
+
+@given(
+    st.lists(st.sampled_from([b"a", b'"', b"\n", b"\r\n", b'""', b'"b\nc"', b"d" * 9]), min_size=1, max_size=40),
+    st.integers(1, 20),
+)
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_records_with_newlines_in_quotes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pieces: list[bytes], chunk_bytes: int
+) -> None:
+    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 12)
+    data = b"".join(pieces)
+    (tmp_path / "log").write_bytes(data)
+    (part,) = plan_ranges(find_sources([str(tmp_path / "log")]), 1, whole=True)
+    assert read_range(part, chunk_bytes, quoted_newlines=True) == records(data, 12)
 
 
 def test_a_line_that_begins_where_a_range_ends_belongs_to_the_next(tmp_path: Path) -> None:
