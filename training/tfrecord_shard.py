@@ -13,7 +13,6 @@ from features.schema import Schema
 from storage.errors import CorruptionError, DataError
 from storage.fs import FileSystem
 from storage.manifest import ShardInfo
-from storage.tfrecord import record_offsets
 
 # A lane enters a cut block where its window ends and goes on there with the next one: a few remembered blocks a shard
 # spare the second look. A block's entry is 8 bytes a record.
@@ -59,19 +58,11 @@ class TFRecordShard:
         """
         block, skip = divmod(first_record, self._block_records)
         start, stop = self._start_of(block, skip), self._start_of(block, skip + count)
-        data = np.frombuffer(self._fs.read_range(self._url, start, stop - start), dtype=np.uint8)
-        offsets = record_offsets(data, file=self._url, first_record=first_record, base_offset=start)
-        if len(offsets) != count + 1:
-            raise CorruptionError(
-                "a shard holds another number of records than its index says",
-                file=self._url,
-                record=first_record,
-                offset=start,
-                got=f"{len(offsets) - 1} records up to offset {stop}",
-                allowed=str(count),
-            )
+        data = self._fs.read_range(self._url, start, stop - start)
         try:
-            return self._decoder.columns(data, offsets)
+            found = self._decoder.decode(data, file=self._url, first_record=first_record, base_offset=start)
+        except CorruptionError:
+            raise
         except DataError as error:
             raise DataError(
                 f"{self._url}, records from {first_record} on: {error.what}",
@@ -79,6 +70,16 @@ class TFRecordShard:
                 allowed=error.allowed,
                 next_step=error.next_step,
             ) from None
+        if found.num_rows != count:
+            raise CorruptionError(
+                "a shard holds another number of records than its index says",
+                file=self._url,
+                record=first_record,
+                offset=start,
+                got=f"{found.num_rows} records up to offset {stop}",
+                allowed=str(count),
+            )
+        return found
 
     def _start_of(self, block: int, skip: int) -> int:
         """Byte offset of the record `skip` records into a block; that of the next block for the block's size."""

@@ -2,7 +2,7 @@
 
 Only the form that the encoder writes is read here: names in order, lengths in as few bytes as can be, numbers packed.
 For anything else a kernel returns False, and the plain decoder says what it is. Nothing is read outside a record, whose
-place and checksums were checked before.
+length was checked before.
 """
 
 from __future__ import annotations
@@ -14,21 +14,24 @@ from numba import njit
 
 from features.codec import layout
 from features.codec.layout import BOOL, BOOL_LIST, BYTES, FIXED, FIXED_LIST, INT, INT_LIST, TENSOR
-from storage.kernels import memory
+from storage.kernels import crc32c, frames, memory
+from storage.kernels.frames import data_matches
 from storage.kernels.jit import kernels
 from storage.kernels.memory import copy, load_u8, load_u32, load_u64, store_u8, store_u32, store_u64
 
-_kernel = kernels(__name__, layout, memory)
+_kernel = kernels(__name__, layout, crc32c, frames, memory)
 
 HEADER_BYTES, FOOTER_BYTES = 12, 4
 # Where a field's values and its bytes of validity go (0: nowhere), and which row of `starts` and `sizes` it has.
 VALUES, VALID, VARIABLE = range(3)
 OUT_COLUMNS = 3
-_BLOCK_ROWS = 64
+# A block is read once for its checksums, which brings it into the first-level cache, and then field by field.
+_BLOCK_BYTES = 16 << 10
+_BLOCK_ROWS = 128
 _HIGH = np.uint64(0x8080808080808080)
 
 
-@njit
+@njit(forceinline=True)
 def _same(at: Any, other: Any, size: Any) -> Any:
     """Whether `size` bytes are equal; 8 at a time, the last ones twice."""
     if size < 8:
@@ -42,7 +45,7 @@ def _same(at: Any, other: Any, size: Any) -> Any:
     return load_u64(at + size - 8) == load_u64(other + size - 8)
 
 
-@njit
+@njit(forceinline=True)
 def _length(at: Any, end: Any) -> Any:
     """A length and where it ends; -1 for one that is cut, of more than five bytes or longer than it need be."""
     value: Any = 0
@@ -57,7 +60,7 @@ def _length(at: Any, end: Any) -> Any:
     return -1, at
 
 
-@njit
+@njit(forceinline=True)
 def _number(at: Any, size: Any, end: Any) -> Any:
     """The varint of just `size` bytes (1 to 10) at `at`, and whether it is one."""
     value = np.uint64(0)
@@ -78,7 +81,7 @@ def _number(at: Any, size: Any, end: Any) -> Any:
     return value, True
 
 
-@njit
+@njit(forceinline=True)
 def _head_of(at: Any, end: Any, heads: Any, stride: Any, head_sizes: Any) -> Any:
     """How many bytes the number has whose head stands here, 0 for none: the last byte of a head says it."""
     size = head_sizes[1]
@@ -93,7 +96,7 @@ def _head_of(at: Any, end: Any, heads: Any, stride: Any, head_sizes: Any) -> Any
     return 0
 
 
-@njit
+@njit(forceinline=True)
 def _read_ints(
     heads: Any, stride: Any, head_sizes: Any, values: Any, valid: Any, first: Any, at: Any, ends: Any, rows: Any
 ) -> Any:
@@ -119,7 +122,7 @@ def _read_ints(
     return True
 
 
-@njit
+@njit(forceinline=True)
 def _read_fixed(
     kind: Any, head: Any, size: Any, width: Any, values: Any, valid: Any, first: Any, at: Any, ends: Any, rows: Any
 ) -> Any:
@@ -152,7 +155,7 @@ def _read_fixed(
     return True
 
 
-@njit
+@njit(forceinline=True)
 def _body(at: Any, end: Any, name: Any, name_size: Any, tag: Any) -> Any:
     """Where the body of a list message begins and ends; 0 where another entry stands here, -1 for a wrong one."""
     if end - at < name_size + 4 or load_u8(at) != 0x0A:
@@ -170,7 +173,7 @@ def _body(at: Any, end: Any, name: Any, name_size: Any, tag: Any) -> Any:
     return start, stop
 
 
-@njit
+@njit(forceinline=True)
 def _item(at: Any, end: Any) -> Any:
     """Where one item of bytes begins and ends; -1 for none."""
     if at >= end or load_u8(at) != 0x0A:
@@ -181,7 +184,7 @@ def _item(at: Any, end: Any) -> Any:
     return start, start + size
 
 
-@njit
+@njit(forceinline=True)
 def _count(kind: Any, width: Any, start: Any, stop: Any) -> Any:
     """How many values the body of a list has; -1 for one of another form. Packed numbers come without their head."""
     count = 0
@@ -206,7 +209,7 @@ def _count(kind: Any, width: Any, start: Any, stop: Any) -> Any:
     return count
 
 
-@njit
+@njit(forceinline=True)
 def _read_variable(
     kind: Any,
     name: Any,
@@ -265,18 +268,26 @@ def decode(
     starts: Any,
     sizes: Any,
 ) -> Any:
-    """Read the records at source + offsets[row], (n + 1,) int64; whether all are of the form that the encoder writes.
+    """Read the records at source + offsets[row], (n + 1,) int64, and check their data's checksums.
+
+    Returns whether these match and all records are of the form that the encoder writes.
 
     Numbers and tensors go to their places in `outs`, (k, 3) int64. For fields of variable size, `starts` and `sizes`,
     (v, n) int64, get the address of each row's bytes or list values, and how many they are.
     """
-    records = len(offsets) - 1
+    records, first, rows = len(offsets) - 1, 0, 0
     at, ends = np.empty(_BLOCK_ROWS, dtype=np.int64), np.empty(_BLOCK_ROWS, dtype=np.int64)
-    for first in range(0, records, _BLOCK_ROWS):
-        rows = min(_BLOCK_ROWS, records - first)
+    while first + rows < records:
+        first, rows = first + rows, 1
+        while (
+            rows < _BLOCK_ROWS and first + rows < records and offsets[first + rows + 1] - offsets[first] <= _BLOCK_BYTES
+        ):
+            rows += 1
         for row in range(rows):
-            start = source + offsets[first + row] + HEADER_BYTES
-            end = source + offsets[first + row + 1] - FOOTER_BYTES
+            start, end = source + offsets[first + row], source + offsets[first + row + 1]
+            if not data_matches(start, end - start):
+                return False
+            start, end = start + HEADER_BYTES, end - FOOTER_BYTES
             if start >= end or load_u8(start) != 0x0A:
                 return False
             size, start = _length(start + 1, end)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from features.codec.layout import BOOL, BOOL_LIST, BYTES, FIXED_LIST, INT, INT_LIST, TENSOR, Layout
 from features.example import BytesLike, decode_batch
 from features.schema import Field, Schema
-from storage.tfrecord import FOOTER_BYTES, HEADER_BYTES, record_offsets
+from storage.tfrecord import parse_records, record_offsets
 
 _MAX_OFFSET = (1 << 31) - 1
 
@@ -48,20 +48,14 @@ class RecordDecoder:
         CorruptionError naming file, record and offset, DataError naming record and field for another schema's records.
         """
         data = np.frombuffer(buffer, dtype=np.uint8)
-        offsets = record_offsets(data, file=file, first_record=first_record, base_offset=base_offset)
-        return self.columns(data, offsets)
-
-    def columns(self, data: NDArray[np.uint8], offsets: NDArray[np.int64]) -> pa.RecordBatch:
-        """The same for records whose checksums are known to be right: `offsets` (n + 1,) as record_offsets gives it."""
-        found = self._fast(data, offsets)
+        place: dict[str, Any] = {"file": file, "first_record": first_record, "base_offset": base_offset}
+        found = self._fast(data, record_offsets(data, **place, check_data=False))
         if found is not None:
             return found
-        view = data.data
-        bounds = zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
-        records = [view[start + HEADER_BYTES : stop - FOOTER_BYTES] for start, stop in bounds]
-        return decode_batch(self._schema, records).select(self._arrow.names)
+        return decode_batch(self._schema, parse_records(data.data, **place)).select(self._arrow.names)
 
     def _fast(self, data: NDArray[np.uint8], offsets: NDArray[np.int64]) -> pa.RecordBatch | None:
+        """The records between the offsets; None where the plain readers have to look at them."""
         from features.codec import decode_kernel as kernel
 
         layout, rows = self._layout, len(offsets) - 1

@@ -19,11 +19,19 @@ FRAMING_BYTES = 16
 LINE_MAX_BYTES = 42  # two numbers of up to 20 digits, a blank and a line end
 
 
+@njit
+def data_matches(record: Any, size: Any) -> Any:
+    """Whether the data of the record at the address `record`, framed `size` bytes long, match their checksum."""
+    data, length = record + HEADER_BYTES, size - FRAMING_BYTES
+    return load_u32(data + length) == masked_crc32c(data, length)
+
+
 @_kernel
-def scan(address: Any, size: Any, offsets: Any) -> Any:
+def scan(address: Any, size: Any, offsets: Any, check_data: Any) -> Any:
     """Where the records of a buffer begin and the last one ends, into `offsets`, (size // 16 + 1,) int64 at least.
 
-    Returns how many records there are, or -1 where a checksum does not match or the buffer ends within a record.
+    Returns how many records there are, or -1 where a checksum does not match or the buffer ends within a record. The
+    data's own checksums are only looked at with `check_data`.
     """
     count, at = 0, 0
     offsets[0] = 0
@@ -34,8 +42,7 @@ def scan(address: Any, size: Any, offsets: Any) -> Any:
         if load_u32(address + at + 8) != masked_crc32c_of_word(word) or word > np.uint64(size - at - FRAMING_BYTES):
             return -1
         length: Any = np.int64(word)
-        data = address + at + HEADER_BYTES
-        if load_u32(data + length) != masked_crc32c(data, length):
+        if check_data and not data_matches(address + at, length + FRAMING_BYTES):
             return -1
         at += length + FRAMING_BYTES
         count += 1
