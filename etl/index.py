@@ -5,14 +5,16 @@ from __future__ import annotations
 import gzip
 import io
 import secrets
-from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, cast
 
+import numpy as np
+from numpy.typing import NDArray
+
 from etl import VERSION
 from etl.spark_errors import in_task, translated
-from features.foreign_files import ForeignFile, find_files, infer_columns, is_gzip, records_of, sample
+from features.foreign_files import ForeignFile, Piece, find_files, infer_columns, is_gzip, pieces, sample
 from storage.canonical import sha256_hex
 from storage.errors import ConfigError, DataError, ExistsError
 from storage.findings import CHUNK_BYTES, HashedReader
@@ -22,7 +24,7 @@ from storage.layout import MANIFEST_NAME, safe_relative
 from storage.manifest import FileInfo, ShardInfo
 from storage.publish import write_file
 from storage.settings import set_hadoop_settings
-from storage.tfrecord import FRAMING_BYTES, index_bytes
+from storage.tfrecord import FRAMING_BYTES, index_bytes, record_offsets
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -53,17 +55,18 @@ class Scan:
         url = join(self.root, path)
         fs = filesystem(url)
         packed = is_gzip(fs, url)
-        offsets = array("Q")
+        begins = [np.empty(0, dtype=np.int64)]
+        position = 0
         with fs.open_read(url) as file:
             hashed = HashedReader(file, lambda count: None)
             source: BinaryIO = io.BufferedReader(hashed, CHUNK_BYTES)
             if packed:
                 source = cast(BinaryIO, gzip.GzipFile(fileobj=source))
-            position = 0
-            for record in records_of(source, url):
-                offsets.append(position)
-                position += len(record) + FRAMING_BYTES
+            for piece in pieces(source, url):
+                begins.append(_offsets(piece, url))
+                position = piece.base_offset + len(piece.data)
             hashed.drain()
+        offsets = np.concatenate(begins).tolist()
         blocks = () if packed else tuple(offsets[:: self.block_records])
         info = ShardInfo(path, len(offsets), hashed.bytes, hashed.sha256, hashed.crc32c, None, blocks)
         if packed:
@@ -129,6 +132,12 @@ def index_directory(
     finally:
         fs.discard(staging)
     return manifest
+
+
+def _offsets(piece: Piece, url: str) -> NDArray[np.int64]:
+    """Where the records of a piece begin in the file, (n,) int64; both checksums of each are checked."""
+    first, base = piece.first_record, piece.base_offset
+    return record_offsets(piece.data, file=url, first_record=first, base_offset=base)[:-1] + base
 
 
 def _each(scan: Scan, paths: list[str], spark: SparkSession | None) -> list[Scanned]:

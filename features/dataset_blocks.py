@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from features.foreign_files import read_file
 from features.foreign_schema import foreign_field
 from features.schema import Field, Schema
-from features.shard_ranges import Decode, ShardRange, cut, lenient, read_range, strict
+from features.shard_ranges import Decode, Lenient, ShardRange, cut, read_range, strict
 from storage.errors import CorruptionError
 from storage.fs import FileSystem, filesystem, join
 from storage.indexed import IndexedManifest
@@ -55,7 +55,7 @@ def indexed_fields(manifest: IndexedManifest) -> tuple[Field, ...]:
 
 def indexed_blocks(url: str, manifest: IndexedManifest) -> list[Block]:
     """The blocks of the indexed files at `url`; a gzip file is one."""
-    fs, decode = filesystem(url), lenient(indexed_fields(manifest))
+    fs, decode = filesystem(url), Lenient(indexed_fields(manifest))
     found: list[Block] = []
     for file in manifest.files:
         place = join(url, file.path)

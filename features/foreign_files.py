@@ -11,17 +11,24 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import BinaryIO, cast
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from features.codec.foreign import infer_schema
-from features.shard_ranges import PIECE_BYTES, Decode, decoded
+from features.shard_ranges import PIECE_BYTES, Decode
 from storage.errors import CorruptionError, DataError
 from storage.fs import FileSystem, basename, filesystem, parent
-from storage.tfrecord import HEADER_BYTES, masked_crc32c, read_records
+from storage.tfrecord import (
+    FRAMING_BYTES,
+    HEADER_BYTES,
+    masked_crc32c,
+    parse_records,
+)
 
 DATA_GLOB = "*.tfrecord*"
 SAMPLE_RECORDS = 1000
-MAX_BATCH_RECORDS = 4096
+MAX_RECORD_BYTES = 2 << 30  # protobuf reads no larger message
 SAMPLED_FILES = 8
 _GZIP_MAGIC = b"\x1f\x8b\x08"
 _GLOB_CHARACTERS = frozenset("*?[")
@@ -34,6 +41,16 @@ class ForeignFile:
     url: str
     path: str
     bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some whole framed records, uint8; the number of the first in its file, where they begin there, how many."""
+
+    data: NDArray[np.uint8]
+    first_record: int
+    base_offset: int
+    records: int
 
 
 def find_files(url: str, pattern: str) -> list[ForeignFile]:
@@ -76,25 +93,59 @@ def find_files(url: str, pattern: str) -> list[ForeignFile]:
 
 
 @contextmanager
-def open_records(fs: FileSystem, url: str) -> Iterator[Iterator[bytes]]:
-    """The records of a file one by one, both checksums checked; a gzip file, told by its first bytes, is unpacked.
-
-    Raises CorruptionError naming file, record and offset (in the unpacked bytes).
-    """
+def open_unpacked(fs: FileSystem, url: str) -> Iterator[BinaryIO]:
+    """A file's bytes; a gzip file, told by its first bytes, is unpacked."""
     with fs.open_read(url) as file:
-        if is_gzip(fs, url):
-            with gzip.GzipFile(fileobj=file) as unpacked:
-                yield records_of(cast(BinaryIO, unpacked), url)
-        else:
-            yield records_of(file, url)
+        if not is_gzip(fs, url):
+            yield file
+            return
+        with gzip.GzipFile(fileobj=file) as unpacked:
+            yield cast(BinaryIO, unpacked)
 
 
-def records_of(source: BinaryIO, url: str) -> Iterator[bytes]:
-    """The records of an open file, unpacked already; damage of what it was packed in is a CorruptionError too."""
+def pieces(source: BinaryIO, url: str) -> Iterator[Piece]:
+    """The records of an open file, some MiB at a time; of their checksums only those that end a piece are looked at.
+
+    Memory: a few times PIECE_BYTES or the largest record that is there. Raises CorruptionError naming `url`, record
+    and offset (in the unpacked bytes) for a file that ends within a record.
+    """
+    rest = b""
+    record = place = 0
+    while more := _read(source, url):
+        data = rest + more
+        whole, count = _whole_records(data, url, record, place)
+        rest = data[whole:]
+        if whole:
+            yield Piece(np.frombuffer(data, dtype=np.uint8)[:whole], record, place, count)
+            record += count
+            place += whole
+    if rest:
+        parse_records(rest, file=url, first_record=record, base_offset=place)  # says what it lacks
+
+
+def _read(source: BinaryIO, url: str) -> bytes:
     try:
-        yield from read_records(source, file=url)
+        return source.read(PIECE_BYTES)
     except (OSError, EOFError, zlib.error) as error:
         raise CorruptionError("a gzip file is damaged or cut", file=url, got=str(error)) from None
+
+
+def _whole_records(data: bytes, url: str, record: int, place: int) -> tuple[int, int]:
+    """How many bytes of `data` are whole records, and how many records they are.
+
+    A length that its checksum denies, or that no message has, is not waited for: it raises CorruptionError.
+    """
+    at = count = 0
+    while at + HEADER_BYTES <= len(data):
+        length = int.from_bytes(data[at : at + 8], "little")
+        end = at + length + FRAMING_BYTES
+        if end > len(data):
+            header = data[at : at + HEADER_BYTES]
+            if masked_crc32c(header[:8]).to_bytes(4, "little") != header[8:] or length > MAX_RECORD_BYTES:
+                parse_records(data[at:], file=url, first_record=record + count, base_offset=place + at)
+            break
+        at, count = end, count + 1
+    return at, count
 
 
 def is_gzip(fs: FileSystem, url: str) -> bool:
@@ -109,12 +160,10 @@ def is_gzip(fs: FileSystem, url: str) -> bool:
 
 
 def read_file(fs: FileSystem, url: str, decode: Decode) -> Iterator[pa.RecordBatch]:
-    """The records of a whole file as batches that `decode` makes; memory as for pieces of a shard."""
-    first = 0
-    with open_records(fs, url) as records:
-        for held in _held(records):
-            yield decoded(decode, held, url, first)
-            first += len(held)
+    """The records of a whole file as batches that `decode` makes; memory and errors as for `pieces`."""
+    with open_unpacked(fs, url) as source:
+        for piece in pieces(source, url):
+            yield decode(piece.data, url, piece.first_record, piece.base_offset)
 
 
 def sample(files: Sequence[ForeignFile], records: int) -> list[bytes]:
@@ -128,8 +177,8 @@ def sample(files: Sequence[ForeignFile], records: int) -> list[bytes]:
     for number, file in enumerate(chosen):
         # What a short file leaves over goes to those after it.
         wanted = -(-(records - len(found)) // (len(chosen) - number))
-        with open_records(filesystem(file.url), file.url) as source:
-            found += islice(source, wanted)
+        with open_unpacked(filesystem(file.url), file.url) as source:
+            found += islice(_records(source, file.url), wanted)
     if not found:
         raise DataError(
             f"no record to infer a schema from in {len(chosen)} of {len(files)} files",
@@ -138,6 +187,12 @@ def sample(files: Sequence[ForeignFile], records: int) -> list[bytes]:
             next_step="Give the schema: .schema(...).",
         )
     return found
+
+
+def _records(source: BinaryIO, url: str) -> Iterator[bytes]:
+    for piece in pieces(source, url):
+        views = parse_records(piece.data.data, file=url, first_record=piece.first_record, base_offset=piece.base_offset)
+        yield from map(bytes, views)
 
 
 def infer_columns(files: Sequence[ForeignFile], records: Sequence[bytes]) -> list[tuple[str, str, bool]]:
@@ -154,16 +209,3 @@ def infer_columns(files: Sequence[ForeignFile], records: Sequence[bytes]) -> lis
             allowed=error.allowed,
             next_step="Give the schema of what you need: .schema(...).",
         ) from None
-
-
-def _held(records: Iterator[bytes]) -> Iterator[list[memoryview]]:
-    held: list[memoryview] = []
-    size = 0
-    for record in records:
-        held.append(memoryview(record))
-        size += len(record)
-        if size >= PIECE_BYTES or len(held) == MAX_BATCH_RECORDS:
-            yield held
-            held, size = [], 0
-    if held:
-        yield held

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import BinaryIO
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
+from features.codec.decoder import RecordDecoder
 from features.codec.foreign import decode_foreign
-from features.example import decode_batch
+from features.foreign_schema import foreign_schema
 from features.schema import Field, Schema
 from storage.errors import CorruptionError, DataError
 from storage.fs import FileSystem
@@ -19,8 +23,10 @@ from storage.tfrecord import parse_records
 
 PIECE_BYTES = 4 << 20  # what is decoded at once: large enough for Arrow, small enough for a cache
 
-# Records of one piece, taken out of their frames -> their columns. Raises DataError.
-Decode = Callable[[Sequence[memoryview]], pa.RecordBatch]
+Buffer = bytes | NDArray[np.uint8]
+# From framed records end to end, their file, the number of the first of them in it and where they begin there, to their
+# columns. Raises CorruptionError and DataError with these places.
+Decode = Callable[[Buffer, str, int, int], pa.RecordBatch]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +66,37 @@ def cut(url: str, shard: ShardInfo, block_records: int, range_bytes: int | None)
     return ranges if shard.records else []
 
 
-def strict(schema: Schema) -> Decode:
-    """Decode records of our own writing into columns of schema.arrow_schema()."""
-    return lambda records: decode_batch(schema, records)
+def strict(schema: Schema, columns: Sequence[str] | None = None) -> Decode:
+    """Decode records of our own writing into columns of schema.arrow_schema(), or those of them in `columns`."""
+    decoder = RecordDecoder(schema, columns)
+
+    def decode(data: Buffer, file: str, first_record: int, base_offset: int) -> pa.RecordBatch:
+        with _placed(file, first_record):
+            return decoder.decode(data, file=file, first_record=first_record, base_offset=base_offset)
+
+    return decode
 
 
-def lenient(fields: Sequence[Field]) -> Decode:
-    """Decode any Examples into a column for each of `fields`."""
-    return lambda records: decode_foreign(fields, records)
+class Lenient:
+    """Decode any Examples into a column for each of `fields`; those that have our form and no other feature, fast."""
+
+    def __init__(self, fields: Sequence[Field]) -> None:
+        self._fields = fields
+        self._fast: RecordDecoder | None = RecordDecoder(foreign_schema(fields))
+
+    def __call__(self, data: Buffer, file: str, first_record: int, base_offset: int) -> pa.RecordBatch:
+        """The columns of some framed records."""
+        if self._fast is not None:
+            try:
+                return self._fast.decode(data, file=file, first_record=first_record, base_offset=base_offset)
+            except CorruptionError:
+                raise
+            except DataError:
+                self._fast = None  # of another form, and so are those after them
+        view = data if isinstance(data, bytes) else data.data
+        records = parse_records(view, file=file, first_record=first_record, base_offset=base_offset)
+        with _placed(file, first_record):
+            return decode_foreign(self._fields, records)
 
 
 def read_range(fs: FileSystem, part: ShardRange, decode: Decode) -> Iterator[pa.RecordBatch]:
@@ -94,27 +123,30 @@ def read_range(fs: FileSystem, part: ShardRange, decode: Decode) -> Iterator[pa.
             data = _exactly(file, start, stop, part.url)
             if digest is not None:
                 digest.update(data)
-            records = parse_records(data, file=part.url, first_record=record, base_offset=start)
-            if len(records) != count:
+            batch = decode(data, part.url, record, start)
+            if batch.num_rows != count:
                 raise CorruptionError(
                     "a shard holds another number of records than its manifest says",
                     file=part.url,
                     record=record,
                     offset=start,
-                    got=f"{len(records)} records up to offset {stop}",
+                    got=f"{batch.num_rows} records up to offset {stop}",
                     allowed=str(count),
                 )
-            yield decoded(decode, records, part.url, record)
+            yield batch
     if digest is not None and digest.hexdigest() != part.sha256:
         raise CorruptionError(
             "a shard does not match its digest", file=part.url, got=digest.hexdigest(), allowed=part.sha256 or ""
         )
 
 
-def decoded(decode: Decode, records: Sequence[memoryview], file: str, first_record: int) -> pa.RecordBatch:
-    """What `decode` makes of `records`; its error names the file and the number of the first of them too."""
+@contextmanager
+def _placed(file: str, first_record: int) -> Iterator[None]:
+    """Name the file, and the number of the first record, in an error that knows only its batch."""
     try:
-        return decode(records)
+        yield
+    except CorruptionError:
+        raise
     except DataError as error:
         raise DataError(
             f"{file}, records from {first_record} on: {error.what}",

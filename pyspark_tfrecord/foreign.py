@@ -13,7 +13,7 @@ from pyspark.sql.types import StructType
 from features.foreign_files import ForeignFile, find_files, infer_columns, read_file, sample
 from features.foreign_schema import foreign_field
 from features.schema import Field
-from features.shard_ranges import ShardRange, cut, lenient, read_range
+from features.shard_ranges import Lenient, ShardRange, cut, read_range
 from pyspark_tfrecord.options import ReadOptions
 from pyspark_tfrecord.types import columns_of
 from storage.errors import ConfigError
@@ -70,9 +70,9 @@ class Foreign:
                 found += [RangePartition(part) for part in cut(url, file, self._manifest.block_records, size)]
         return found
 
-    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """The records of a partition as columns of arrow_schema()."""
-        decode = lenient(self.fields)
+    def read(self, partition: InputPartition, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """The records of a partition as the columns `names` of arrow_schema()."""
+        decode = Lenient([field for field in self.fields if field.name in names])
         if isinstance(partition, FilePartition):
             return read_file(filesystem(partition.url), partition.url, decode)
         assert isinstance(partition, RangePartition)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,15 +67,20 @@ class Published:
                 found += [PublishedPartition(part, name) for part in parts]
         return found
 
-    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """The records of a partition as columns of arrow_schema()."""
+    def read(self, partition: InputPartition, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """The records of a partition as the columns `names` of arrow_schema(), in this order."""
         assert isinstance(partition, PublishedPartition)
         part, schema = partition.part, self.arrow_schema()
-        for batch in read_range(filesystem(part.url), part, strict(self.schema)):
-            columns = batch.columns
-            if self.options.split is None:
-                columns.append(pa.repeat(pa.scalar(partition.split), len(batch)))
-            yield pa.RecordBatch.from_arrays(columns, schema=schema)
+        told = self.options.split is None and SPLIT_COLUMN in names
+        stored = [name for name in names if not (told and name == SPLIT_COLUMN)]
+        # Of nothing one could not tell how many there are: then it is the ids.
+        decode = strict(self.schema, stored or [self.schema.id_field.name])
+        for batch in read_range(filesystem(part.url), part, decode):
+            found = {name: batch.column(name) for name in stored}
+            if told:
+                found[SPLIT_COLUMN] = pa.repeat(pa.scalar(partition.split), len(batch))
+            fields = pa.schema([schema.field(name) for name in names])
+            yield pa.RecordBatch.from_arrays([found[name] for name in names], schema=fields)
 
     def __getstate__(self) -> dict[str, Any]:
         # The block tables of all shards stay with the driver: a task gets its own cut.

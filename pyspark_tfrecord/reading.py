@@ -32,8 +32,8 @@ class Input(Protocol):
     def partitions(self) -> list[InputPartition]:
         """What each task reads."""
 
-    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """The records of a partition as columns of arrow_schema()."""
+    def read(self, partition: InputPartition, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """The records of a partition as the columns `names` of arrow_schema()."""
 
 
 def open_input(options: Mapping[str, str], schema: StructType | None = None) -> Input:
@@ -91,7 +91,7 @@ class Reader(DataSourceReader):
         if type(partition) is InputPartition:
             return
         target = arrow_schema(self._schema)
-        for batch in self._input.read(partition):
+        for batch in self._input.read(partition, target.names):
             columns = [batch.column(field.name) for field in target]
             yield pa.RecordBatch.from_arrays(
                 [_as(column, field) for column, field in zip(columns, target, strict=True)], schema=target

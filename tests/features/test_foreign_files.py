@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from features.example import encode_example
-from features.foreign_files import find_files, infer_columns, is_gzip, open_records, read_file, sample
+from features.foreign_files import _records, find_files, infer_columns, is_gzip, open_unpacked, read_file, sample
 from features.foreign_schema import foreign_field, foreign_schema
-from features.shard_ranges import lenient
+from features.shard_ranges import Lenient
 from storage.errors import CorruptionError, DataError, NotFoundError
 from storage.fs import filesystem
 from storage.tfrecord import frame
@@ -54,16 +54,16 @@ def test_a_file_reads_as_columns_and_damage_is_told(tmp_path: Path, packed: bool
     write(path, range(7), packed)
     fs, url = filesystem(str(path)), str(path)
     assert is_gzip(fs, url) is packed
-    (batch,) = read_file(fs, url, lenient(FIELDS))
+    (batch,) = read_file(fs, url, Lenient(FIELDS))
     assert batch.column("_n").to_pylist() == [0, 1, 2, 3, None, 5, 6]
     assert batch.column("words").to_pylist() == [[], ["1"], ["2", "2"], [], ["4"], ["5", "5"], []]
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(CorruptionError, match=r"x\.tfrecord"), open_records(fs, url) as records:
-        list(records)
+    with pytest.raises(CorruptionError, match=r"x\.tfrecord"), open_unpacked(fs, url) as source:
+        list(_records(source, url))
     wrong = [foreign_field("words", "int64", True)]
     write(path, range(7), packed)
     with pytest.raises(DataError, match=r"x\.tfrecord, records from 0 on: record 0 of the batch, field `words`"):
-        list(read_file(fs, url, lenient(wrong)))
+        list(read_file(fs, url, Lenient(wrong)))
 
 
 def test_the_length_of_a_first_record_may_look_like_gzip(tmp_path: Path) -> None:

@@ -85,6 +85,7 @@ def test_a_dataset_reads_as_it_was_written(tmp_path: Path) -> None:
     both = [{**row, "split": name} for name in ("test", "train") for row in rows[name]]
     found, parts = read(tmp_path, partitionBytes=1000)
     assert found == both and parts > 5
+    assert read(tmp_path, struct(split=TEXT))[0] == [{"split": row["split"]} for row in both]
     found, parts = read(tmp_path, split="train", columns="words,label", verify="full")
     assert found == [{"words": row["words"], "label": row["label"]} for row in rows["train"]] and parts == 2
     few = struct(split=TEXT, label=LONG)
