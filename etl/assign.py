@@ -18,7 +18,8 @@ from etl.spark_errors import in_task
 from etl.splits import SplitSpec
 from features.codec.encoder import RecordEncoder
 from features.sample_id import sample_ids, shard_keys
-from features.schema import SAMPLE_ID, Schema
+from features.schema import SAMPLE_ID, SEQUENCE_EXAMPLE, Schema
+from features.sequence_example import SequenceEncoder
 from storage.errors import DataError
 
 _SIGN = np.uint64(1 << 63)
@@ -105,8 +106,8 @@ class Assign:
         return pa.RecordBatch.from_pydict(out)
 
     @cached_property
-    def _encoder(self) -> RecordEncoder:
-        return RecordEncoder(self.schema)
+    def _encoder(self) -> RecordEncoder | SequenceEncoder:
+        return SequenceEncoder(self.schema) if self.schema.record == SEQUENCE_EXAMPLE else RecordEncoder(self.schema)
 
     def _records(self, fields: pa.RecordBatch) -> pa.BinaryArray:
         """The framed records of a batch. Raises DataError where they are more than Arrow's offsets of 32 bits hold."""

@@ -26,7 +26,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from features.schema import Field, Schema
+from features.schema import SEQUENCE_EXAMPLE, Field, Schema
 from storage.errors import DataError
 
 BytesLike = bytes | bytearray | memoryview
@@ -50,10 +50,14 @@ def encode_example(schema: Schema, row: Mapping[str, Any]) -> bytes:
 
 
 def encode_batch(schema: Schema, batch: pa.RecordBatch) -> list[bytes]:
-    """Each row of the batch as an Example; columns are found by name.
+    """Each row of the batch as an Example, or as a SequenceExample where the schema says so; columns by name.
 
     Raises DataError for a null where the schema allows none and for a tensor of the wrong length.
     """
+    if schema.record == SEQUENCE_EXAMPLE:
+        from features.sequence_example import encode_sequence_batch  # which builds on this module
+
+        return encode_sequence_batch(schema, batch)
     columns = [_encode_column(field, batch.column(field.name)) for field in schema.in_byte_order]
     examples = []
     for entries in zip(*columns, strict=True):
@@ -63,11 +67,15 @@ def encode_batch(schema: Schema, batch: pa.RecordBatch) -> list[bytes]:
 
 
 def decode_batch(schema: Schema, records: Sequence[BytesLike]) -> pa.RecordBatch:
-    """Rows from Examples that encode_batch wrote, as columns of schema.arrow_schema().
+    """Rows from records that encode_batch wrote, as columns of schema.arrow_schema().
 
     Raises DataError naming record and field for bytes that are anything else: another order or type, a missing or
     unknown feature, a wrong number of values.
     """
+    if schema.record == SEQUENCE_EXAMPLE:
+        from features.sequence_example import decode_sequence_batch
+
+        return decode_sequence_batch(schema, records)
     fields = schema.in_byte_order
     plans = [(_name_part(field), _tag(field), field) for field in fields]
     bodies: list[list[bytes | None]] = [[] for _ in fields]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from etl.assign import Assign
+from etl.splits import SplitSpec
+from features.codec.decoder import RecordDecoder
 from features.schema import SEQUENCE_EXAMPLE, Field, Schema, sample_id_field
 from features.sequence_example import SequenceEncoder, decode_sequence_batch, encode_sequence_batch
 from storage.errors import ConfigError, DataError
+from storage.fs import filesystem
 from storage.tfrecord import parse_records
+from tests.training._tiny import write_rows
 
 VALUES: dict[str, list[Any]] = {
     "int64": [2**63 - 1, -(2**63), 0],
@@ -92,3 +98,15 @@ def test_what_cannot_be_declared_or_written() -> None:
     batch = pa.RecordBatch.from_pydict({"sample_id": [1], "l": [[1, None]]}, schema=schema.arrow_schema())
     with pytest.raises(DataError, match="holds a null"):
         encode_sequence_batch(schema, batch)
+
+
+def test_a_dataset_of_them_is_read_like_any_other(tmp_path: Path) -> None:
+    batch = rows()
+    manifest = write_rows(str(tmp_path / "d"), SCHEMA, batch, {"train": 3}, "tfrecord", 1, 8, 0)
+    shard = filesystem(str(tmp_path)).read_bytes(str(tmp_path / "d" / "split=train" / "part-00000.tfrecord"))
+    assert [bytes(record) for record in parse_records(shard, file="x")] == encode_sequence_batch(SCHEMA, batch)
+    schema = Schema.from_json(manifest.schema)
+    assert RecordDecoder(schema).decode(shard, file="x").equals(batch)
+    assert RecordDecoder(schema, ["x"]).decode(shard, file="x").column("x").to_pylist() == batch.column("x").to_pylist()
+    framed = Assign(schema, ("sample_id",), SplitSpec.parse("80/20"), 0, "tfrecord")._records(batch)
+    assert b"".join(framed.to_pylist()) == shard
