@@ -24,13 +24,20 @@ def parser() -> JobParser:
     """The command line."""
     job = JobParser("train", __doc__ or "", "train")
     add = job.add_argument
-    add("--dataset", nargs="+", dest="datasets", required=True, metavar="URL", help="a published dataset (one)")
+    add(
+        "--dataset",
+        nargs="+",
+        dest="datasets",
+        required=True,
+        metavar="URL",
+        help="a dataset, and those appended to it",
+    )
     add("--run", required=True, metavar="URL", help="directory of the run, local or hdfs://; an existing run goes on")
     add("--model", required=True, metavar="NAME", help="logistic | resnet20 | ... | module:function")
     add("--num-ranks", type=int, required=True, metavar="N", help="training processes")
     add("--global-batch", type=int, required=True, metavar="G", help="samples of one step over all ranks")
     add("--epochs", type=int, required=True, metavar="E", help="passes over the split, in all")
-    add("--split", default="train", metavar="NAME", help="the split to train on (default train)")
+    add("--split", default="train", metavar="NAME", help="the split to train on (default train); folds: fold-1,fold-2")
     add("--lanes", type=int, metavar="L", help="streams of samples; divides G (default: its largest divisor up to 64)")
     add("--window-bytes", type=int, default=8 << 20, metavar="N", help="shuffle window of all lanes (default 8 MiB)")
     add("--batchnorm", choices=["ghost", "local"], default="ghost", help="ghost (up to 8 ranks): the same at any N")

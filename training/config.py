@@ -23,7 +23,7 @@ class TrainConfig:
     """All that a run is made from; saved in run.json and handed to every rank."""
 
     datasets: tuple[str, ...]
-    """URLs of the datasets to train on; one for now."""
+    """URLs of the datasets to train on, in this order: one, and what was appended to it (training.parts)."""
     run: str
     """URL of the run directory; an existing one is resumed."""
     model: str
@@ -35,7 +35,7 @@ class TrainConfig:
     epochs: int
     """Passes over the split, in all (a resumed run counts the epochs it has done)."""
     split: str = "train"
-    """The split of the dataset to train on."""
+    """The split to train on; of folds, those that are not held out, with `,` between them."""
     lanes: int | None = None
     """Streams of samples a global batch is taken from; None is the largest divisor of global_batch up to 64."""
     window_bytes: int = 8 << 20
@@ -71,7 +71,7 @@ class TrainConfig:
         self._check("seed", 0 <= self.seed < 2**63, "an integer from 0 to 2^63 - 1")
         self._check("start_limit_s", self.start_limit_s > 0, "seconds above 0")
         self._check("stall_limit_s", self.stall_limit_s > 0, "seconds above 0")
-        self._check("datasets", len(self.datasets) == 1 and bool(self.datasets[0]), "exactly one dataset URL")
+        self._check("datasets", len(self.datasets) > 0 and all(self.datasets), "one dataset URL or more")
         self._check("run", bool(self.run.strip("/")), "the URL of a directory of its own")
         durable = not self.run.startswith(("webhdfs:", "swebhdfs:"))
         self._check("run", durable, "a local path or hdfs://, which sync durably")

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from storage.errors import LockstepError, TrainingFailedError
 from storage.fs import FileSystem, absolute, filesystem, split_url
-from storage.manifest import DatasetManifest, load_dataset
+from storage.manifest import DatasetManifest
 from storage.progress import Progress
 from storage.publish import write_file
 from storage.sealed import seal
@@ -29,6 +29,7 @@ from training.control.failures import LauncherGoneError
 from training.handler import RunHandler
 from training.launch.task import Handler, Limits, RankTask
 from training.lease import WATCH_S, Lease
+from training.parts import open_parts
 from training.paths import RunPaths
 from training.plan import EpochPlan
 from training.planning import plan_for
@@ -119,8 +120,8 @@ def check(config: TrainConfig) -> RunResult | None:
 
     Other file systems may need Spark's settings, so there `train` itself tells.
     """
-    if _is_local(config.datasets[0]):
-        plan = plan_for(load_dataset(config.datasets[0]), config)
+    if all(map(_is_local, config.datasets)):
+        plan = plan_for(open_parts(config.datasets, config.split)[1], config)
         plan.steps(config.epochs)
         if _is_local(config.run) and check_run(filesystem(config.run), RunPaths(config.run), config, plan):
             return _finished(filesystem(config.run), RunPaths(config.run), config)
@@ -135,7 +136,7 @@ def train(config: TrainConfig, launch: Launch, *, hooks: Hooks | None = None) ->
     """
     hooks = hooks or Hooks()
     config = replace(config, datasets=tuple(map(absolute, config.datasets)), run=absolute(config.run))
-    manifest = load_dataset(config.datasets[0])
+    _, manifest = open_parts(config.datasets, config.split)
     plan = plan_for(manifest, config)
     steps = plan.steps(config.epochs)
     fs, paths = filesystem(config.run), RunPaths(config.run)

@@ -18,6 +18,7 @@ from training.config import TrainConfig
 from training.driver import Launch
 from training.launch.context import RankContext
 from training.launch.task import RankTask
+from training.parts import open_parts
 from training.paths import RunPaths
 from training.plan import split_of
 
@@ -54,7 +55,7 @@ def evaluate(
     split_of(manifest, split)
     if baseline is not None:
         check_baseline(baseline, Schema.from_json(manifest.schema))
-        split_of(manifest, config.split)
+        split_of(open_parts([dataset], config.split)[1], config.split)
     model, checkpoint = _newest(run)
     payload = {
         "config": config.to_json(),

@@ -54,7 +54,7 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
     if payload["baseline"] is not None:
         context.control.beat(0, "count the baseline")
         baseline = Baseline(payload["baseline"], split.encoder.schema)
-        baseline.fit(OpenSplit.at(payload["dataset"], config.split).reader, comm)
+        baseline.fit(OpenSplit.at(payload["dataset"], config.split, training=True).reader, comm)
         scored = _Scored(model, baseline, binary=signature.num_classes is None)
     context.control.beat(0, "evaluate")
     watched = _Watched(split.encoder)

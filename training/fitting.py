@@ -42,7 +42,7 @@ class Fit(AbstractContextManager["Fit"]):
     def __init__(self, context: RankContext, config: TrainConfig) -> None:
         self._context, self._config, world = context, config, context.world
         context.control.beat(0, "open the dataset")
-        self._split = OpenSplit.at(config.datasets[0], config.split)
+        self._split = OpenSplit.at(config.datasets, config.split, training=True)
         self._signature = self._split.encoder.signature
         self._plan = EpochPlan.from_identity(context.payload["plan"], self._split.manifest)
         groups = lane_groups(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -15,8 +16,9 @@ from features.schema import Schema
 from storage.errors import ConfigError, CorruptionError, DataError, NotFoundError
 from storage.fs import FileSystem, filesystem, join
 from storage.layout import fitted_path, index_path
-from storage.manifest import DatasetManifest, ShardInfo, load_dataset, read_checked
+from storage.manifest import DatasetManifest, ShardInfo, read_checked
 from training.parquet_shard import ParquetShard
+from training.parts import held_out, open_parts
 from training.plan import split_of
 from training.positions import BlockTable, Run
 from training.tfrecord_shard import TFRecordShard
@@ -74,11 +76,17 @@ class SplitReader:
     def __init__(self, dataset_url: str, manifest: DatasetManifest, split: str, encoder: Encoder) -> None:
         self.split = split
         self.keep_blocks = 2
-        info = split_of(manifest, split)
-        self.table = BlockTable(tuple(shard.records for shard in info.shards), info.block_records)
         self.schema = encoder.schema
         self._kept: OrderedDict[tuple[int, int], pa.RecordBatch] = OrderedDict()
         self._shards: list[TFRecordShard | ParquetShard] = []
+        self._records: list[int] = []
+        self.add(dataset_url, manifest, split)
+
+    def add(self, dataset_url: str, manifest: DatasetManifest, split: str) -> None:
+        """Lay the shards of another split behind those that are there: training.parts says which fit together."""
+        info = split_of(manifest, split)
+        self._records += [shard.records for shard in info.shards]
+        self.table = BlockTable(tuple(self._records), info.block_records)
         fs = filesystem(dataset_url)
         for number, shard in enumerate(info.shards):
             url = join(dataset_url, shard.path)
@@ -129,11 +137,17 @@ class OpenSplit:
     reader: SplitReader
 
     @classmethod
-    def at(cls, dataset_url: str, split: str) -> Self:
-        """Open a split of the dataset at `dataset_url`; everything that is checked at the start is."""
-        manifest = load_dataset(dataset_url)
-        encoder = load_encoder(dataset_url, manifest)
-        return cls(manifest, encoder, SplitReader(dataset_url, manifest, split, encoder))
+    def at(cls, datasets: str | Sequence[str], split: str, *, training: bool = False) -> Self:
+        """Open a split of the dataset at a URL, or what training.parts makes of several; everything that is checked at
+        the start is. `training` says which of the statistics fitted for each fold are meant.
+        """
+        parts, manifest = open_parts([datasets] if isinstance(datasets, str) else datasets, split)
+        first = parts[0]
+        encoder = load_encoder(first.url, first.manifest, held_out(first.manifest, split, training=training))
+        reader = SplitReader(first.url, first.manifest, first.split, encoder)
+        for part in parts[1:]:
+            reader.add(part.url, part.manifest, part.split)
+        return cls(manifest, encoder, reader)
 
 
 def _check_length(fs: FileSystem, url: str, info: ShardInfo) -> None:

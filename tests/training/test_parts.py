@@ -1,0 +1,87 @@
+"""Several datasets, or several folds, are trained on as one: each sample once an epoch, in an order of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from storage.errors import ConfigError, NotFoundError
+from storage.manifest import DatasetManifest, FileInfo
+from tests.training._tiny import write_images, write_table
+from training import parts
+from training.config import TrainConfig
+from training.parts import held_out, open_parts
+from training.planning import plan_for
+from training.reader import OpenSplit
+
+
+def ids_of(opened: OpenSplit, split: str, plan_of: Any) -> list[int]:
+    plan = plan_of(opened.manifest, split)
+    return opened.reader.read_all(plan.runs(1, 0, plan.total)).column("sample_id").to_pylist()
+
+
+def plan_of(manifest: DatasetManifest, split: str) -> Any:
+    options: dict[str, Any] = {"datasets": ("d",), "run": "r", "model": "m", "num_ranks": 2, "epochs": 2}
+    return plan_for(manifest, TrainConfig(split=split, global_batch=8, **options))
+
+
+@pytest.mark.parametrize("fmt", ["tfrecord", "parquet"])
+def test_datasets_end_to_end_are_one_split(tmp_path: Path, fmt: str) -> None:
+    urls = [str(tmp_path / name) for name in "ab"]
+    write_table(urls[0], fmt=fmt, records={"train": 43, "test": 9}, shards=3)
+    write_table(urls[1], fmt=fmt, records={"train": 20, "test": 5}, shards=2, seed=1)
+    opened, swapped = OpenSplit.at(urls, "train"), OpenSplit.at(urls[::-1], "train")
+    found = ids_of(opened, "train", plan_of)
+    alone = [ids_of(OpenSplit.at(url, "train"), "train", plan_of) for url in urls]
+    assert sorted(found) == sorted(alone[0] + alone[1]) and found[:43] != alone[0]  # mixed, none lost, none twice
+    assert opened.manifest.digest != swapped.manifest.digest != OpenSplit.at(urls[0], "train").manifest.digest
+    plan = plan_of(opened.manifest, "train")
+    assert (plan.total, plan.dataset_digest) == (63, opened.manifest.digest)
+    readers = [opened.reader, *(OpenSplit.at(url, "train").reader for url in urls)]
+    whole, *each = (np.asarray(r.read_all([r.table.run(n) for n in range(r.table.num_blocks)])["b"]) for r in readers)
+    assert np.array_equal(whole, np.concatenate(each))
+
+
+def test_folds_that_are_not_held_out(tmp_path: Path) -> None:
+    write_table(tmp_path / "d", records={"fold-0": 20, "fold-1": 30, "fold-2": 25})
+    opened = OpenSplit.at(str(tmp_path / "d"), "fold-0,fold-2", training=True)
+    found = ids_of(opened, "fold-0,fold-2", plan_of)
+    each = [ids_of(OpenSplit.at(str(tmp_path / "d"), name), name, plan_of) for name in ("fold-0", "fold-1", "fold-2")]
+    assert sorted(found) == sorted(each[0] + each[2])
+    for split, training, fold in (
+        ("fold-0,fold-2", True, "fold-1"),
+        ("fold-1", False, "fold-1"),  # evaluated on what is held out
+        ("fold-1", True, None),  # two folds are left out: nothing was fitted for that
+    ):
+        assert held_out(opened.manifest, split, training=training) == fold
+    with pytest.raises(ConfigError, match="cannot be trained on as one"):
+        OpenSplit.at(str(tmp_path / "d"), "fold-0,fold-9")
+
+
+def test_what_does_not_fit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = write_table(tmp_path / "a")
+    write_table(tmp_path / "blocks", block_records=4, seed=1)
+    write_table(tmp_path / "parquet", fmt="parquet", seed=1)
+    write_images(tmp_path / "images")
+    for name, got in (
+        ("a", "the same records twice"),
+        ("blocks", "blocks of 4, 8 records"),
+        ("parquet", "another format"),
+        ("images", "another schema"),
+    ):
+        with pytest.raises(ConfigError, match="cannot be trained on as one") as caught:
+            open_parts([str(tmp_path / "a"), str(tmp_path / name)], "train")
+        assert got in caught.value.got and caught.value.next_step
+    with pytest.raises(ConfigError, match="cannot be trained on as one"):
+        open_parts([str(tmp_path / "a")], "train,train")
+    with pytest.raises(NotFoundError):
+        open_parts([str(tmp_path / "a"), str(tmp_path / "none")], "train")
+    other = replace(first, digest="0" * 64, files={**first.files, "_fitted/x.json": FileInfo(1, "0" * 64)})
+    monkeypatch.setattr(parts, "load_dataset", {"one": first, "two": other}.__getitem__)
+    with pytest.raises(ConfigError, match="cannot be trained on as one") as caught:
+        open_parts(["one", "two"], "train")
+    assert caught.value.got == "another set of fitted files"

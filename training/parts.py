@@ -1,0 +1,81 @@
+"""What a run trains on: splits of one or more datasets laid end to end, as if they were one split of one dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from storage.canonical import canonical_bytes, sha256_hex
+from storage.errors import ConfigError
+from storage.manifest import DatasetManifest, SplitInfo, load_dataset
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One split of one dataset."""
+
+    url: str
+    manifest: DatasetManifest
+    split: str
+
+
+def open_parts(urls: Sequence[str], split: str) -> tuple[tuple[Part, ...], DatasetManifest]:
+    """The parts that `urls` and `split` (names with `,` between them, such as fold-1,fold-2) say, and one manifest.
+
+    The manifest is the first dataset's; of several parts its split `split` holds all their shards, and of several
+    datasets its digest is that of the list of theirs. Raises NotFoundError for a missing dataset, ConfigError for parts
+    that do not fit together.
+    """
+    manifests = [load_dataset(url) for url in urls]
+    names = split.split(",")
+    first = manifests[0]
+    parts = tuple(Part(url, found, name) for url, found in zip(urls, manifests, strict=True) for name in names)
+    if len(parts) == 1:
+        return parts, first
+    missing = [part for part in parts if part.split not in part.manifest.splits]
+    if missing:
+        raise _unfit(missing[0].url, f"no split `{missing[0].split}`", ", ".join(missing[0].manifest.splits))
+    if len({part.manifest.digest for part in parts}) < len(urls) or len(set(names)) < len(names):
+        raise _unfit(", ".join(urls), f"the same records twice, split {split}", "each dataset and each split once")
+    for part in parts:
+        for what, get in (("schema", _schema), ("format", _format), ("set of fitted files", _fitted)):
+            if get(part.manifest) != get(first):
+                raise _unfit(part.url, f"another {what}", f"that of {urls[0]}")
+    sizes = {part.manifest.splits[part.split].block_records for part in parts}
+    if len(sizes) > 1:
+        raise _unfit(", ".join(urls), f"blocks of {', '.join(map(str, sorted(sizes)))} records", "blocks of one size")
+    shards = tuple(shard for part in parts for shard in part.manifest.splits[part.split].shards)
+    digest = first.digest if len(urls) == 1 else sha256_hex(canonical_bytes([found.digest for found in manifests]))
+    splits = {**first.splits, split: SplitInfo(sizes.pop(), shards)}
+    return parts, replace(first, splits=splits, digest=digest)
+
+
+def held_out(manifest: DatasetManifest, split: str, *, training: bool) -> str | None:
+    """The fold that what is fitted has not seen: the one that `split` leaves out in training, else `split` itself."""
+    names = split.split(",")
+    if len(names) == 1 and not training:
+        return split
+    rest = [name for name in manifest.splits if name not in names and name != split]
+    return rest[0] if len(rest) == 1 else None
+
+
+def _schema(manifest: DatasetManifest) -> Any:
+    return manifest.schema
+
+
+def _format(manifest: DatasetManifest) -> Any:
+    return manifest.format
+
+
+def _fitted(manifest: DatasetManifest) -> Any:
+    return {path: info for path, info in manifest.files.items() if path.startswith("_fitted/")}
+
+
+def _unfit(where: str, got: str, allowed: str) -> ConfigError:
+    return ConfigError(
+        f"{where} cannot be trained on as one",
+        got=got,
+        allowed=allowed,
+        next_step="Build the later ones with --append-to the first, or the splits with --split kfold:K.",
+    )
