@@ -172,16 +172,17 @@ def _fits(value: Any, kind: pa.DataType, sure: bool) -> bool:
     if pa.types.is_floating(kind):
         return number and (sure or math.isfinite(float(value)))
     if pa.types.is_decimal(kind):
-        return isinstance(value, str) and sure and _is_number(value)
+        return isinstance(value, str) and _is_number(value, None if sure else kind.scale)
     return isinstance(value, str) and not number and (sure or _is_text(value))
 
 
-def _is_number(text: str) -> bool:
-    """Whether Python reads a number in it; Arrow reads fewer texts as one."""
+def _is_number(text: str, scale: int | None) -> bool:
+    """Whether Python reads a number in it, with `scale` places or fewer; Arrow takes fewer texts for one."""
     try:
-        return Decimal(text).is_finite()
+        number = Decimal(text)
     except InvalidOperation:
         return False
+    return number.is_finite() and (scale is None or -int(number.as_tuple().exponent) <= scale)
 
 
 def _is_text(value: str) -> bool:

@@ -14,6 +14,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 NASA = ROOT / "data" / "weblogs" / "nasa_access_log_1995-07-09.log.gz"
+ELASTIC = ROOT / "data" / "weblogs" / "elastic_apache_combined_8001-9500.log.gz"
+OPEN_BANDIT = ROOT / "data" / "open-bandit" / "bts_men_first2000.csv.gz"
 
 
 def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -194,7 +194,7 @@ def one_by_one(text: str, width: int) -> list[str] | None:
 
 
 @given(st.lists(st.text('",xä', max_size=12), min_size=1, max_size=6), st.integers(1, 4))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_csv_is_what_one_character_after_the_other_gives(lines: list[str], width: int) -> None:
     reasons = Reasons(len(lines))
     fields = split_fields(pa.array(lines), "csv", width, reasons)
@@ -231,7 +231,7 @@ GOOD = [json.dumps({"a": n, "b": "x" * n, "c": None, "tags": ["t"], "z": {"y": [
 @given(
     st.lists(st.one_of(st.sampled_from(GOOD), st.lists(st.sampled_from(PIECES), max_size=9).map("".join)), max_size=9)
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_json_that_is_none_neither_ends_the_process_nor_changes_its_neighbours(lines: list[str]) -> None:
     raw = [line.encode() for line in lines]
     found = read(raw, Form("json"), JSON_COLUMNS)
@@ -245,7 +245,7 @@ def test_json_that_is_none_neither_ends_the_process_nor_changes_its_neighbours(l
 
 
 @given(st.lists(st.binary(max_size=30), min_size=1, max_size=8), st.sampled_from(["tsv", "csv", "json"]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_bytes_give_a_row_or_a_reason(lines: list[bytes], log_format: str) -> None:
     lines = [line.replace(b"\n", b"") for line in lines]
     found = read(lines, Form(log_format), JSON_COLUMNS if log_format == "json" else COLUMNS)

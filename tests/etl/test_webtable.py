@@ -1,0 +1,170 @@
+"""Web requests in tables: the same requests whatever the format, and where the columns come from."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from etl import clf
+from etl.config import LogsConfig
+from etl.log_plan import Plan, plan_of
+from etl.parse import BAD, ROW, SUMMARY, parse_range
+from etl.stamps import seconds_of_text
+from etl.webtable import roles
+from storage.errors import DataError
+
+from .conftest import ELASTIC, nasa_lines
+
+HEADER = ("host", "logname", "time", "method", "url", "response", "bytes")
+
+
+def plan(path: Path, log_format: str, parts: int = 1, **more: Any) -> Plan:
+    split_bytes = -(-path.stat().st_size // parts)
+    told = {"inputs": (str(path),), "output": str(path.parent / "out"), "split_bytes": split_bytes, **more}
+    return plan_of(LogsConfig(log_format=log_format, **told))
+
+
+def rows_of(found: Plan) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, int]]:
+    """Kept rows and refused lines in order of their position, and the sums of the summaries."""
+    batches = [batch for work in found.work for batch in parse_range(work, found.parser)]
+    rows = pa.Table.from_batches(batches).sort_by("_position").to_pylist()
+    sums = {"read": 0, "bad": 0}
+    for row in rows:
+        if row["_kind"] == SUMMARY and row["_reason"] is None:
+            sums["read"] += row["_lines"]
+            sums["bad"] += row["_bad"]
+        elif row["_kind"] == SUMMARY:
+            sums[row["_reason"]] = sums.get(row["_reason"], 0) + row["_dropped_lines"]
+    kept, bad = ([row for row in rows if row["_kind"] == kind] for kind in (ROW, BAD))
+    assert sums["read"] == len(kept) + sum(n for name, n in sums.items() if name != "read")
+    assert sums["bad"] == len(bad)
+    return kept, bad, sums
+
+
+def nasa_table(count: int) -> list[tuple[str, ...]]:
+    """The first requests of the NASA day as the fields of HEADER."""
+    found = clf.parse(pa.array(nasa_lines(count).splitlines(), pa.binary()))
+    asked = zip(found.page.to_pylist(), found.query.to_pylist(), strict=True)
+    urls = [f"{page}?{query}" if query else page for page, query in asked]
+    columns = (found.visitor.to_pylist(), found.time.tolist(), found.method.to_pylist(), urls, found.status.tolist())
+    return [
+        (host, "-", str(time), method, url, str(status), "1")
+        for host, time, method, url, status in zip(*columns, strict=True)
+    ]
+
+
+def write(path: Path, log_format: str, rows: Sequence[Sequence[str]]) -> None:
+    if log_format == "tsv":  # with two empty fields more than the header has, as NASA's own table has them
+        text = "\n".join(["\t".join(HEADER), *("\t".join([*row, "", ""]) for row in rows)])
+    elif log_format == "csv":
+        buffer = io.StringIO()
+        writer = csv.writer(buffer, quoting=csv.QUOTE_ALL, lineterminator="\r\n")
+        writer.writerows([HEADER, *rows])
+        text = "\ufeff" + buffer.getvalue()
+    else:
+        text = (
+            "\n".join(
+                json.dumps({**dict(zip(HEADER, row, strict=True)), "time": int(row[2]) if row[2].isdigit() else row[2]})
+                for row in rows
+            )
+            + "\n"
+        )
+    path.write_bytes(text.encode())
+
+
+def test_the_same_requests_whatever_format_and_ranges(tmp_path: Path) -> None:
+    (tmp_path / "common").write_bytes(nasa_lines(400))
+    wanted, _, sums = rows_of(plan(tmp_path / "common", "common"))
+    names = ("visitor", "page", "query", "time")
+    rows = nasa_table(400)
+    rows[100] = ("h", "-", "noon", "GET", "/", "200", "1")
+    rows[101] = ("", "-", "5", "GET", "/", "200", "1")
+    times = [row["time"] for row in wanted]
+    for log_format in ("tsv", "csv", "json"):
+        path = tmp_path / log_format
+        write(path, log_format, rows)
+        one = rows_of(plan(path, log_format))
+        assert one == rows_of(plan(path, log_format, 2)) == rows_of(plan(path, log_format, 4))
+        kept, bad, counts = one
+        assert [row["_reason"] for row in bad] == ["bad_time", "missing_value:host"]
+        assert [row["_raw"] for row in bad] == [
+            path.read_bytes()[row["_position"] :].split(b"\n")[0].removesuffix(b"\r") for row in bad
+        ]
+        assert counts["read"] == 400 and abs(counts["not_a_page"] - sums["not_a_page"]) <= 2
+        found = [tuple(row[name] for name in names) for row in kept]
+        assert set(found) <= {tuple(row[name] for name in names) for row in wanted}
+        assert len(found) >= len(times) - 2
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("804571201", 804571201),
+        ("804571201.9", 804571201),
+        ("-0.5", -1),
+        ("1995-07-01T00:00:01-04:00", 804571201),
+        ("1995-07-01 04:00:01.999", 804571201),
+        ("[01/Jul/1995:00:00:01 -0400]", 804571201),
+        ("01/Jul/1995:00:00:01 -0400", 804571201),
+        ("1431857103123", None),  # milliseconds: beyond the year 9999
+        ("yesterday", None),
+        ("", None),
+        ("1e999", None),
+        ("nan", None),
+        ("31/Feb/1995:00:00:01 -0400", None),
+    ],
+)
+def test_times(text: str, seconds: int | None) -> None:
+    for neighbours in ([], ["5", "x", "1.5", "1995-07-01"]):
+        found, good = seconds_of_text(pa.array([*neighbours, text]))
+        assert (int(found[-1]) if good[-1] else None) == seconds
+
+
+def test_columns_by_the_names_that_servers_give_them() -> None:
+    nginx = ["msec", "remote_addr", "request", "status"]
+    assert roles(nginx, "f") == {"visitor": "remote_addr", "time": "msec", "status": "status", "request": "request"}
+    assert roles(["Host", "Timestamp", "Verb", "URI", "Status_Code", "host"], "f")["visitor"] == "Host"
+    with pytest.raises(DataError, match="no column for time, method, target") as caught:
+        roles(["host", "status"], "f")
+    assert "--schema" in caught.value.next_step
+
+
+def test_json_times_as_numbers_and_as_text(tmp_path: Path) -> None:
+    lines = [
+        {"ip": "::1", "time": 804571201.7, "request": "GET /a?b HTTP/1.1", "status": 200},
+        {"ip": "::1", "time": "1995-07-01T04:00:01Z", "request": "GET /a?b HTTP/1.1", "status": "304"},
+        {"ip": "::1", "time": "804571201", "request": "GET /a?b HTTP/1.1", "status": 200},
+        {"ip": "::1", "time": True, "request": "GET /a?b HTTP/1.1", "status": 200},
+        {"ip": "::1", "time": 5, "request": "GET /a?b HTTP/1.1", "status": 200.5},
+        {"ip": "::1", "time": "now", "request": "GET /a?b HTTP/1.1", "status": 200},
+    ]
+    for order in (lines, lines[::-1]):
+        (tmp_path / "log").write_text("\n".join(map(json.dumps, order)))
+        kept, bad, _ = rows_of(plan(tmp_path / "log", "json"))
+        assert [(row["visitor"], row["page"], row["query"], row["time"]) for row in kept] == [
+            ("::1", "/a", "b", 804571201)
+        ] * 3
+        assert sorted(row["_reason"] for row in bad) == ["bad_time", "bad_value:status", "bad_value:time"]
+
+
+def test_the_combined_excerpt_has_one_malformed_line(tmp_path: Path) -> None:
+    kept, bad, sums = rows_of(plan(ELASTIC, "combined"))
+    assert (sums["read"], len(bad), bad[0]["_reason"]) == (1500, 1, "not_combined_log")
+    assert all(row["agent"] is not None and row["referrer"] is not None for row in kept)
+    assert np.mean([row["agent"].startswith("Mozilla") for row in kept]) > 0.5
+
+
+@pytest.mark.shared_data
+def test_the_whole_combined_log_and_the_ragged_table(shared_data: Path) -> None:
+    _, bad, sums = rows_of(plan(shared_data / "weblogs" / "elastic_apache_combined_2015.log.gz", "combined"))
+    assert (sums["read"], len(bad)) == (10_000, 1)
+    _, bad, sums = rows_of(plan(shared_data / "weblogs" / "nasa_19950701_first10k.tsv.gz", "tsv"))
+    assert (sums["read"], len(bad)) == (9_999, 0)
