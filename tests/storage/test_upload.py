@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -163,23 +162,27 @@ def test_a_dead_datanode_costs_a_second_attempt_under_another_name(tmp_path: Pat
     assert tree(tmp_path / "out") == {"a": b"data"} and len(set(seen)) == 2 and sum(counted) == 4
 
 
-def test_a_failure_stops_the_others_and_leaves_no_half_file(tmp_path: Path, wrong: Any) -> None:
-    met = threading.Barrier(2, timeout=30)
+def test_a_failure_stops_the_others_and_leaves_no_half_file(
+    tmp_path: Path, wrong: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are on their way too, not just those that have not begun."""
+    monkeypatch.setattr("storage.upload.COPY_BYTES", 1)
 
     def fail(url: str) -> None:
-        if ".c" in url:
-            time.sleep(0.02)  # as a file on its way takes
-            return
-        met.wait()
         if ".a." in url:
             raise StorageError("no space")
 
     wrong(fail)
-    source = files(tmp_path / "in", a=b"1", b=b"2", **{f"c{i}": b"3" for i in range(50)})
+    source = files(tmp_path / "in", a=b"1", b=b"2" * 3000, **{f"c{i}": b"3" for i in range(50)})
+    counted: list[int] = []
+
+    def count(size: int) -> None:
+        time.sleep(0.001)  # a slow network
+        counted.append(size)
+
     with pytest.raises(StorageError, match="no space"):
-        run(source, tmp_path / "out", parallel=2)
-    left = tree(tmp_path / "out")
-    assert not any(name.startswith(".") for name in left) and len(left) < 50
+        run(source, tmp_path / "out", parallel=2, on_bytes=count)
+    assert tree(tmp_path / "out") == {} and counted.count(1) < 2000
 
 
 def test_a_local_file_that_changes_is_told(tmp_path: Path) -> None:

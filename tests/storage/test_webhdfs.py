@@ -165,10 +165,13 @@ def test_a_token_is_sent_and_never_told(fake: FakeWebHdfs, monkeypatch: pytest.M
     fake.before["GETFILESTATUS"] = [gone] * 50
     with pytest.raises(LockstepError) as caught:
         filesystem(here).stat(here)
+    fake.before["GETFILESTATUS"] = [lambda handler: bool(handler.tell(handler.path.encode(), 404)) or True]
+    with pytest.raises(ConfigError) as echoed:  # a page that shows what was asked for
+        filesystem(here).stat(here)
     closed = "webhdfs://127.0.0.1:9/a"
     with pytest.raises(LockstepError) as refused:
         filesystem(closed).stat(closed)
-    for error in (caught.value, refused.value):
+    for error in (caught.value, echoed.value, refused.value):
         while error is not None:  # nor in what it was raised from, which --debug prints
             assert "s3cr3t" not in str(error)
             error = error.__cause__  # type: ignore[assignment]
