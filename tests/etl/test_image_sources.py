@@ -1,0 +1,112 @@
+"""From folders, archives and columns of image files to published datasets, on Spark."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from etl import image_sets
+from etl.image_config import ImagesConfig
+from features.encode import Encoder
+from features.images import decode_image
+from features.schema import Schema
+from storage.errors import ConfigError, DataError
+from storage.manifest import DatasetManifest
+from storage.verify import verify
+
+from .test_image_pieces import FILES, GOOD, REASONS, make_tar, make_tree, picture, pixels
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = pytest.mark.slow
+
+
+def config(given: Path, output: Path, **more: Any) -> ImagesConfig:
+    told = {"inputs": (str(given),), "output": str(output), "image_size": (4, 4), "fmt": "parquet"}
+    return ImagesConfig(**{**told, "max_bad": "60%", "split": "given", "source": "tar", **more})
+
+
+def table(dataset: Path, manifest: DatasetManifest) -> list[tuple[str, dict[str, Any]]]:
+    shards = [(name, shard.path) for name, split in manifest.splits.items() for shard in split.shards]
+    return [(name, row) for name, path in shards for row in pq.ParquetFile(dataset / path).read().to_pylist()]
+
+
+def test_a_folder_and_its_archive_are_one_dataset(spark: SparkSession, tmp_path: Path) -> None:
+    root = make_tree(tmp_path / "set", FILES)
+    of_folder = image_sets.run(spark, config(root, tmp_path / "a", source="folder"))
+    archive = make_tar(tmp_path / "set.tar", FILES)
+    of_archive = image_sets.run(spark, config(archive, tmp_path / "b", split_bytes=700))
+    assert of_folder.digest == of_archive.digest  # whatever it lay in, and in however many pieces it was read
+    for folder, manifest in ((tmp_path / "a", of_folder), (tmp_path / "b", of_archive)):
+        counts = manifest.counts
+        assert (counts.read, counts.written, counts.quarantined) == (len(FILES), len(GOOD), len(REASONS))
+        assert dict(counts.dropped) == {"not_an_image": 2}
+        assert manifest.created_by["config"]["class_names"] == ["cat", "dog"]
+        found = {(split, row["label"], row["image"]) for split, row in table(folder, manifest)}
+        assert found == {(split, ["cat", "dog"].index(name), pixels(seed)) for split, name, seed in GOOD.values()}
+        assert not list(verify(str(folder)))
+    rejected = pq.read_table(tmp_path / "a" / "_quarantine" / "part-00000.parquet").to_pylist()
+    assert {row["source"]: row["reason"] for row in rejected} == {
+        str(root / name): {"too_many_bytes": "unknown_format"}.get(reason, reason) for name, reason in REASONS.items()
+    }
+    assert {row["source"] for row in pq.read_table(tmp_path / "b" / "_quarantine").to_pylist()} == {str(archive)}
+    (source,) = of_folder.source
+    left_out = {"train/cat/notes.txt", "train/cat/.hidden.png"}
+    assert source.bytes == sum(len(data) for name, data in FILES.items() if name not in left_out)
+
+
+def test_encoded_images_and_names_that_come_twice(spark: SparkSession, tmp_path: Path) -> None:
+    files = {f"{name}/{n}.png": picture(n) for n in range(12) for name in ("a", "b")}
+    first, again = make_tar(tmp_path / "1.tar", files), make_tar(tmp_path / "2.tar", dict(list(files.items())[:4]))
+    told = {"inputs": (str(first), str(again)), "split": "1/1", "store": "encoded", "fit": "pad", "image_size": (2, 6)}
+    manifest = image_sets.run(spark, config(first, tmp_path / "out", **told))
+    rows = [row for _, row in table(tmp_path / "out", manifest)]
+    assert len({row["sample_id"] for row in rows}) == len(rows) == 28
+    assert sorted(row["image"] for row in rows) == sorted([*files.values(), *list(files.values())[:4]])
+    schema = Schema.from_json(manifest.schema)
+    shard = next(iter(manifest.splits.values())).shards[0].path
+    (batch,) = pq.ParquetFile(tmp_path / "out" / shard).read().combine_chunks().to_batches()
+    fed = Encoder(schema, {}).encode(batch)
+    for pixels_fed, data in zip(fed.x["image"], batch.column("image").to_pylist(), strict=True):
+        assert pixels_fed.shape == (2, 6, 3) and (pixels_fed == decode_image(data, (2, 6), 3, "pad")).all()
+    # The first of a name is the same sample whether or not it comes again.
+    shutil.rmtree(tmp_path / "out")
+    alone = image_sets.run(spark, config(first, tmp_path / "out", **{**told, "inputs": (str(first),)}))
+    ids = {row["sample_id"] for _, row in table(tmp_path / "out", alone)}
+    assert len(ids) == 24 and ids < {row["sample_id"] for row in rows}
+
+
+def test_what_cannot_be_a_dataset(spark: SparkSession, tmp_path: Path) -> None:
+    one_class = make_tar(tmp_path / "one.tar", {"a/1.png": picture(1), "a/2.png": picture(2)})
+    with pytest.raises(DataError, match="do not name their split"):
+        image_sets.run(spark, config(one_class, tmp_path / "out"))
+    with pytest.raises(DataError, match="1 classes were found"):
+        image_sets.run(spark, config(one_class, tmp_path / "out", split="80/20"))
+    one_class.write_bytes(one_class.read_bytes()[:512])
+    with pytest.raises(DataError, match="cannot be read on at byte"):
+        image_sets.run(spark, config(one_class, tmp_path / "out"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.tar"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        ({"image_size": None}, "--image-size"),  # files may have any size
+        ({"source": "idx", "store": "encoded"}, "--store"),
+        ({"store": "encoded", "rotate": 90}, "--rotate"),
+        ({"rotate": 45}, "--rotate"),
+        ({"fit": "stretch"}, "--fit"),
+        ({"channels": 4}, "--channels"),
+        ({"source": "cifar10", "num_classes": 11}, "--num-classes"),
+        ({"max_pixels": 0}, "--max-pixels"),
+        ({"split": "group:name:80/20"}, "--split"),
+    ],
+)
+def test_calls_that_cannot_be_right(wrong: dict[str, Any], what: str) -> None:
+    with pytest.raises(ConfigError, match=f"{what} cannot be right"):
+        config(Path("in"), Path("out"), **wrong)
