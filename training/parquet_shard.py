@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -39,23 +40,50 @@ class ParquetShard:
                 table = file.read_row_group(block, use_threads=False)
         # Arrow reports a failed checksum or an undecodable page as any of these.
         except (pa.ArrowException, OSError, ValueError) as error:
-            raise CorruptionError(
-                "a block of rows cannot be read",
-                file=self._url,
-                record=first,
-                offset=start,
-                got=str(error).splitlines()[0],
-                allowed="pages that match their checksums",
-            ) from error
+            raise self._unreadable(first, start, error) from error
         if table.num_rows != size:
             raise self._footer_error(f"{table.num_rows} rows in row group {block}", f"{size} rows")
-        columns = [
-            column.combine_chunks().cast(field.type) for field, column in zip(self._schema, table.columns, strict=True)
+        # Nearly always of one chunk, which Arrow would copy all the same.
+        chunks = [column.chunk(0) if column.num_chunks == 1 else column.combine_chunks() for column in table.columns]
+        return self._declared(chunks, first)
+
+    def batches(self, rows: int) -> Iterator[pa.RecordBatch]:
+        """All rows from the first to the last, about `rows` at a time; raises as read_block does."""
+        done = 0
+        try:
+            with (
+                self._fs.open_read(self._url) as opened,
+                pa.PythonFile(opened, mode="r") as source,
+                pq.ParquetFile(source, metadata=self._metadata, page_checksum_verification=True) as file,
+            ):
+                for batch in file.iter_batches(rows, use_threads=False):
+                    yield self._declared(batch.columns, done)
+                    done += batch.num_rows
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise self._unreadable(done, None, error) from error
+        if done != self._info.records:
+            raise self._footer_error(f"{done} rows", f"{self._info.records} rows")
+
+    def _declared(self, columns: list[pa.Array], first: int) -> pa.RecordBatch:
+        """Columns of the file as a batch of the schema; `first` is the number of its first record."""
+        found = [
+            column if column.type == field.type else column.cast(field.type)
+            for field, column in zip(self._schema, columns, strict=True)
         ]
-        for field, column in zip(self._schema, columns, strict=True):
+        for field, column in zip(self._schema, found, strict=True):
             if column.null_count and not field.nullable:
                 raise self._footer_error(f"nulls in `{field.name}`, records from {first} on", "none")
-        return pa.RecordBatch.from_arrays(columns, schema=self._schema)
+        return pa.RecordBatch.from_arrays(found, schema=self._schema)
+
+    def _unreadable(self, first: int, offset: int | None, error: Exception) -> CorruptionError:
+        return CorruptionError(
+            "a block of rows cannot be read",
+            file=self._url,
+            record=first,
+            offset=offset,
+            got=str(error).splitlines()[0],
+            allowed="pages that match their checksums",
+        )
 
     def _read_footer(self) -> pq.FileMetaData:
         footer = read_published_footer(self._fs, self._url, self._info)
@@ -106,7 +134,7 @@ class _Stretch(io.RawIOBase):
 
     def __init__(self, data: bytes, offset: int, size: int) -> None:
         super().__init__()
-        self._data, self._offset, self._size, self._position = memoryview(data), offset, size, 0
+        self._data, self._offset, self._size, self._position = pa.py_buffer(data), offset, size, 0
 
     def readable(self) -> bool:
         return True
@@ -122,9 +150,13 @@ class _Stretch(io.RawIOBase):
         return self._position
 
     def read(self, size: int = -1) -> bytes:
+        return self.read_buffer(size).to_pybytes()
+
+    def read_buffer(self, size: int = -1) -> pa.Buffer:
+        """What Arrow calls in place of `read`, for a view instead of a copy."""
         start = self._position - self._offset
         stop = len(self._data) if size < 0 else start + size
         if start < 0 or stop > len(self._data):
             raise OSError(f"bytes {self._position} to {self._position + size} lie outside the row group")
         self._position += stop - start
-        return bytes(self._data[start:stop])
+        return self._data[start:stop]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -73,10 +73,10 @@ class SplitReader:
     Memory: O(blocks) for the block tables, and `keep_blocks` decoded Parquet row groups.
     """
 
-    def __init__(self, dataset_url: str, manifest: DatasetManifest, split: str, encoder: Encoder) -> None:
+    def __init__(self, dataset_url: str, manifest: DatasetManifest, split: str, encoder: Encoder | Schema) -> None:
         self.split = split
         self.keep_blocks = 2
-        self.schema = encoder.schema
+        self.schema = encoder if isinstance(encoder, Schema) else encoder.schema
         self._kept: OrderedDict[tuple[int, int], pa.RecordBatch] = OrderedDict()
         self._shards: list[TFRecordShard | ParquetShard] = []
         self._records: list[int] = []
@@ -117,6 +117,20 @@ class SplitReader:
         while len(self._kept) > self.keep_blocks:
             self._kept.popitem(last=False)
         return batch.slice(skip, run.count)
+
+    def in_order(self, batch_rows: int) -> Iterator[pa.RecordBatch]:
+        """All records in the order of the shards, in batches of any size up to about `batch_rows` or a block.
+
+        A Parquet shard is read in one stream, without regard to its row groups.
+        """
+        block = 0
+        for number, shard in enumerate(self._shards):
+            stop = block + -(-self._records[number] // self.table.block_records)
+            if isinstance(shard, ParquetShard):
+                yield from shard.batches(batch_rows)
+            else:
+                yield from map(self.read, map(self.table.run, range(block, stop)))
+            block = stop
 
     def read_all(self, runs: list[Run]) -> pa.RecordBatch:
         """Several runs, one after another, in one batch."""

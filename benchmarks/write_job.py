@@ -1,0 +1,222 @@
+"""The whole Spark write job to TFRecord as a share of its ceiling; writing without a shuffle beside Spark's Parquet.
+
+    python -m benchmarks.write_job [--rows N] [--repeats N] [--master local[2]]
+
+The ceiling is the same job (leak check, sizes, shuffle, sort, staging, manifest) whose functions only count the bytes
+handed to them: its rows carry records that were encoded before, and no shard is written. --plain adds the same job by
+the plain encoder. Without a shuffle, the kernel encodes and writes each partition's rows with digests and index;
+spark-tfrecord's jar cannot be had here, so its figure is its ratio to Parquet in ../shared/peers.md, 0.78.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import secrets
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from benchmarks.shapes import image_rows, image_schema, interleaved, machine, seconds, tab_rows, tab_schema, told
+from etl import columns as c
+from etl.assign import Assign
+from etl.shards import _RESULT, WriteShards, upload
+from etl.write import write_dataset
+from features.codec.encoder import RecordEncoder
+from features.example import encode_batch
+from features.sample_id import shard_keys
+from features.schema import SAMPLE_ID, Schema
+from jobs._session import spark_session
+from storage.framed_writer import FramedWriter
+from storage.tfrecord import frame
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+SHARD_BYTES = 64 << 20
+CANNED_ROWS = 2000
+
+
+class CountedAssign(Assign):
+    """Takes ids from positions and records from a few that were encoded before."""
+
+    canned: pa.BinaryArray
+
+    def rows(self, batch: pa.RecordBatch, groups: dict[Any, str]) -> pa.RecordBatch:
+        ids = np.asarray(batch.column(c.POSITION))
+        keys = shard_keys(ids, self.seed)
+        records = self.canned.take(pa.array(np.arange(len(ids)) % len(self.canned)))
+        splits = pa.array(["train", "test"]).take(pa.array((keys % np.uint64(5) == 4).astype(np.int8)))
+        columns = {
+            c.SPLIT: splits,
+            c.DROPPED: pa.nulls(len(ids), pa.string()),
+            c.KEY: pa.array((keys ^ np.uint64(1 << 63)).view(np.int64)),
+            c.BYTES: pa.compute.binary_length(records).cast(pa.int64()),
+            c.LEAK: batch.column(c.LEAK),
+            c.SOURCE: batch.column(c.SOURCE),
+            c.POSITION: batch.column(c.POSITION),
+            c.RECORD: records,
+            SAMPLE_ID: pa.array(ids),
+        }
+        return pa.RecordBatch.from_pydict(columns)
+
+
+class CountedShards(WriteShards):
+    """Counts records and bytes; its shards are empty files."""
+
+    def write(self, partition: int, batches: Iterable[pa.RecordBatch]) -> pa.RecordBatch:
+        records = size = 0
+        for batch in batches:
+            column = batch.column(c.RECORD)
+            offsets = np.frombuffer(column.buffers()[1], dtype=np.int32)
+            size += int(offsets[column.offset + len(column)] - offsets[column.offset])
+            records += len(column)
+        with tempfile.TemporaryFile() as file:
+            path, index = (upload(self.attempts, f"{name}-{partition}", file) for name in ("shard", "index"))
+        block_records = self.table.locate(partition)[3]
+        return pa.RecordBatch.from_pylist(
+            [
+                {
+                    "shard": partition,
+                    "path": path,
+                    "records": records,
+                    "bytes": size,
+                    "sha256": "0" * 64,
+                    "crc32c": "0" * 8,
+                    "blocks": list(range(0, records, block_records)),
+                    "index_path": index,
+                    "index_bytes": 0,
+                    "index_sha256": "0" * 64,
+                }
+            ],
+            schema=_RESULT,
+        )
+
+
+class PlainAssign(Assign):
+    """Encodes and frames a row at a time."""
+
+    def _records(self, fields: pa.RecordBatch) -> pa.BinaryArray:
+        return pa.array([frame(record) for record in encode_batch(self.schema, fields)], pa.binary())
+
+
+class WriteFiles:
+    """Writes each partition as it comes: records, digests and index into files of their own."""
+
+    def __init__(self, schema: Schema, folder: str) -> None:
+        self._schema, self._folder = schema, folder
+
+    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        encoder = RecordEncoder(self._schema)
+        name = f"{self._folder}/{secrets.token_hex(8)}"
+        with open(name, "wb") as file, open(name + ".idx", "wb") as index:
+            writer = FramedWriter(file, index, 1000)
+            for batch in batches:
+                writer.write(encoder.encode(batch)[0])
+        yield pa.RecordBatch.from_pydict({"sha256": [writer.sha256]})
+
+
+def job(df: DataFrame, schema: Schema, folder: str) -> Callable[[], object]:
+    """The whole write job into a folder that is removed afterwards."""
+
+    def work() -> None:
+        out = f"{folder}/{secrets.token_hex(8)}"
+        write_dataset(df, out, schema=schema, id_columns=("key",), shard_bytes=SHARD_BYTES)
+        shutil.rmtree(out)
+
+    return work
+
+
+def patched(work: Callable[[], object], **classes: type) -> Callable[[], object]:
+    """The same with other classes in etl.write."""
+
+    def run() -> None:
+        with contextlib.ExitStack() as stack:
+            for name, kind in classes.items():
+                stack.enter_context(mock.patch(f"etl.write.{name}", kind))
+            work()
+
+    return run
+
+
+def unshuffled(df: DataFrame, schema: Schema, folder: str, fmt: str) -> Callable[[], object]:
+    """Each partition to a file of its own, TFRecord by our kernel or Parquet by Spark."""
+
+    def work() -> None:
+        with tempfile.TemporaryDirectory(dir=folder) as out:
+            if fmt == "tfrecord":
+                df.mapInArrow(WriteFiles(schema, out), "sha256 string").collect()
+            else:
+                df.write.option("compression", "none").mode("overwrite").parquet(f"{out}/parquet")
+
+    return work
+
+
+def timed(works: dict[str, Callable[[], object]]) -> dict[str, Callable[[], float]]:
+    """Each work as one that returns its wall seconds."""
+    return {name: functools.partial(seconds, work) for name, work in works.items()}
+
+
+def main(argv: list[str]) -> int:
+    """Print two tables a shape; exit code 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--rows", type=int, default=400_000, help="rows of 40 columns; of images there are 0.15 of them"
+    )
+    parser.add_argument("--repeats", type=int, default=5, help="counted rounds, after one that is dropped")
+    parser.add_argument("--master", default="local[2]")
+    parser.add_argument("--plain", action="store_true", help="also the job by the plain encoder, which takes long")
+    args = parser.parse_args(argv)
+    print(machine("pyspark", "pyarrow", "numba", "numpy"), args.master, flush=True)
+    with tempfile.TemporaryDirectory() as folder, spark_session("write job", args.master) as spark:
+        for name, schema, rows in (
+            ("40 columns", tab_schema(False), tab_rows(args.rows, 0.0)),
+            ("images", image_schema(), image_rows(args.rows * 15 // 100)),
+        ):
+            compare(spark, folder, name, schema, rows, args.repeats, args.plain)
+    return 0
+
+
+def compare(
+    spark: Any, folder: str, name: str, schema: Schema, rows: pa.RecordBatch, repeats: int, plain: bool
+) -> None:
+    """Time the jobs of one shape and print them."""
+    from pyspark.sql import functions as f
+
+    source, count = f"{folder}/{name.replace(' ', '-')}", rows.num_rows
+    for number in range(4):
+        start = count * number // 4
+        pq.write_table(pa.Table.from_batches([rows.slice(start, count // 4)]), f"{source}-{number}.parquet")
+    wide = spark.read.parquet(f"{source}-*.parquet")
+    places = {c.SOURCE: f.lit(0), c.POSITION: f.monotonically_increasing_id(), c.OCCURRENCE: f.lit(0).cast("bigint")}
+    df = wide.withColumnRenamed(SAMPLE_ID, "key").withColumns(places).cache()
+    full = wide.select(*[field.name for field in schema]).cache()
+    for cached in (df, full):
+        cached.count()
+        cached.write.format("noop").mode("overwrite").save()
+    sample = rows.slice(0, min(CANNED_ROWS, count))
+    CountedAssign.canned = pa.array([frame(record) for record in encode_batch(schema, sample)], pa.binary())
+    write = job(df, schema, folder)
+    works = {"ceiling": patched(write, Assign=CountedAssign, WriteShards=CountedShards), "job": write}
+    if plain:
+        works["job, plain encoder"] = patched(write, Assign=PlainAssign)
+    told(f"{name}, whole job", count, interleaved(timed(works), repeats), "ceiling")
+    works = {
+        "Spark's Parquet, uncompressed": unshuffled(full, schema, folder, "parquet"),
+        "TFRecord by the kernel": unshuffled(full, schema, folder, "tfrecord"),
+    }
+    told(f"{name}, without a shuffle", count, interleaved(timed(works), repeats), "Spark's Parquet, uncompressed")
+    df.unpersist()
+    full.unpersist()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
