@@ -1,0 +1,186 @@
+"""Logs of other formats to published datasets, on Spark: a combined log, a click log, and forty columns."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+import pytest
+
+from etl import logs
+from etl.config import LogsConfig
+from jobs import etl_logs
+from storage.errors import ConfigError, DataError, NotFoundError
+from storage.verify import verify
+
+from .conftest import ELASTIC, OPEN_BANDIT, tree
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+CLICKS = """
+[[fields]]
+name = "click"
+dtype = "bool"
+kind = "label"
+
+[[fields]]
+name = "position"
+dtype = "int64"
+encoding = {kind = "bucketise", boundaries = [2, 3]}
+
+[[fields]]
+names = ["user_feature_0", "user_feature_1", "user_feature_2", "user_feature_3"]
+dtype = "string"
+encoding = {kind = "hash", buckets = 50}
+
+[[fields]]
+names = ["propensity_score", "user-item_affinity_0", "user-item_affinity_33"]
+dtype = "float32"
+"""
+NUMBERS, HASHES = [f"i{n}" for n in range(1, 14)], [f"c{n}" for n in range(1, 27)]
+WIDE = f"""
+[[fields]]
+name = "label"
+dtype = "bool"
+kind = "label"
+
+[[fields]]
+names = {NUMBERS}
+dtype = "int64"
+nullable = true
+encoding = {{kind = "standardise"}}
+
+[[fields]]
+names = {HASHES}
+dtype = "string"
+nullable = true
+encoding = {{kind = "hash", buckets = 1000}}
+"""
+
+
+def config(source: Path, output: Path, **more: Any) -> LogsConfig:
+    return LogsConfig(**{"inputs": (str(source),), "output": str(output), "log_format": "csv", **more})
+
+
+def table(folder: Path) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = ds.dataset(folder, partitioning="hive").to_table().to_pydict()
+    return found
+
+
+@pytest.mark.slow
+def test_a_combined_log(spark: SparkSession, tmp_path: Path) -> None:
+    manifest = logs.run(spark, config(ELASTIC, tmp_path / "out", log_format="combined", fmt="parquet"))
+    counts = manifest.counts
+    assert (counts.read, counts.quarantined) == (1500, 1)
+    assert counts.read == counts.written + 1 + sum(counts.dropped.values())
+    agents = table(tmp_path / "out")["agent_tokens"]
+    assert sum("mozilla" in tokens for tokens in agents) > 0.5 * len(agents)
+    assert sorted(path for path in manifest.files if "_tokens" in path) == [
+        f"_fitted/{name}_tokens.json" for name in ("agent", "page", "query", "referrer")
+    ]
+
+
+@pytest.mark.slow
+def test_a_click_log(spark: SparkSession, tmp_path: Path) -> None:
+    lines = gzip.decompress(OPEN_BANDIT.read_bytes()).splitlines()
+    bad = {5: "bad_value:click", 17: "too_few_fields", 40: "missing_value:timestamp", 41: "bad_value:timestamp"}
+    for number, reason in bad.items():
+        fields = lines[number].split(b",")
+        wrong = {"click": b"maybe", "timestamp": b"" if reason.startswith("missing") else b"noon"}
+        fields[{"click": 4, "timestamp": 1}.get(reason.rpartition(":")[2], -1)] = wrong.get(
+            reason.rpartition(":")[2], b""
+        )
+        lines[number] = b",".join(fields[:3] if reason == "too_few_fields" else fields)
+    (tmp_path / "schema.toml").write_text(CLICKS)
+    (tmp_path / "clicks.csv").write_bytes(b"\r\n".join([*lines[:50], b"", *lines[50:]]) + b"\r\n")
+    flags = ["--input", str(tmp_path / "clicks.csv"), "--output", str(tmp_path / "out"), "--log-format", "csv"]
+    flags += ["--schema", str(tmp_path / "schema.toml"), "--id-columns", "timestamp,item_id", "--format", "parquet"]
+    flags += ["--time-columns", "timestamp", "--split", "time:timestamp:80/20"]
+    manifest = logs.run(spark, etl_logs.config_of(etl_logs.parser().parse(flags)))
+    counts = manifest.counts
+    assert (counts.read, counts.written, counts.quarantined, counts.dropped) == (2001, 1996, 4, {"empty_line": 1})
+    assert (manifest.splits["train"].records, manifest.splits["test"].records) == (1597, 399)
+    rows = table(tmp_path / "out")
+    assert sum(rows["click"]) == 18 and set(rows["position"]) == {1, 2, 3}
+    assert "timestamp" not in rows, "an id is no feature"
+    found = pq.read_table(tmp_path / "out" / "_quarantine" / "part-00000.parquet").to_pylist()
+    assert [row["reason"] for row in found] == [bad[number] for number in sorted(bad)]
+    data = (tmp_path / "clicks.csv").read_bytes()
+    for row in found:
+        assert data[row["position"] :].startswith(row["raw"] + b"\r\n")
+
+
+def wide_lines(count: int) -> bytes:
+    """Rows in the layout of Criteo's click logs: a label, 13 numbers, 26 hashes; tabs, no header, empty for null."""
+    rng = np.random.default_rng(0)
+    numbers, hashes = rng.integers(-3, 1000, (count, 13)), rng.integers(0, 1 << 32, (count, 26))
+    lines = []
+    for n in range(count):
+        row = [str(n % 4 // 3)]
+        row += [str(value) if value % 9 else "" for value in numbers[n].tolist()]
+        row += [f"{value:08x}" if value % 11 else "" for value in hashes[n].tolist()]
+        lines.append("\t".join(row))
+    lines[7] = lines[7].replace("\t", " ", 1)
+    return "\n".join(lines).encode()
+
+
+@pytest.mark.slow
+def test_forty_columns_however_the_file_is_cut_and_packed(spark: SparkSession, tmp_path: Path) -> None:
+    data = wide_lines(600)
+    (tmp_path / "day").write_bytes(data)
+    (tmp_path / "wide.toml").write_text(WIDE)
+    more = {"log_format": "tsv", "schema": str(tmp_path / "wide.toml"), "columns": ("label", *NUMBERS, *HASHES)}
+    manifest = logs.run(spark, config(tmp_path / "day", tmp_path / "one", **more))
+    logs.run(spark, config(tmp_path / "day", tmp_path / "four", split_bytes=-(-len(data) // 4), **more))
+    assert (manifest.counts.written, manifest.counts.quarantined) == (599, 1)
+    assert tree(tmp_path / "one") == tree(tmp_path / "four")
+    assert not list(verify(str(tmp_path / "one")))
+    # Packed, a record keeps its place in the decompressed bytes and its file's name, so it is the same dataset.
+    (tmp_path / "packed").mkdir()
+    (tmp_path / "packed" / "day.zst").write_bytes(pa.compress(data, codec="zstd", asbytes=True))
+    packed = logs.run(spark, config(tmp_path / "packed", tmp_path / "three", **more))
+    assert packed.digest == manifest.digest
+
+
+def test_what_is_told_before_spark_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("schema.toml").write_text(CLICKS)
+    Path("tensor.toml").write_text('[[fields]]\nname = "x"\ndtype = "float32"\nshape = [2]\n')
+    Path("t.csv").write_bytes(b"click,position\n1,2\n")
+    Path("twice.csv").write_bytes(CLICK_HEADER + b",click\n")
+    Path("good.csv").write_bytes(CLICK_HEADER + b"\n")
+    Path("latin.csv").write_bytes("größe,click\n".encode("latin-1"))
+    Path("t.json").write_bytes(b'{"host":"h"}\n')
+    base = ["--output", "out", "--log-format", "csv"]
+    table, good = ["--schema", "schema.toml"], ["--input", "good.csv"]
+    cases: list[tuple[list[str], type[Exception], str]] = [
+        (["--input", "t.csv"], DataError, "holds no web requests"),
+        (["--input", "t.json", "--log-format", "json"], DataError, "no column for time, status"),
+        (["--input", "latin.csv"], DataError, "names no fields"),
+        (["--input", "*.log"], NotFoundError, "names no file"),
+        (["--input", "t.csv", *table], ConfigError, "missing user_feature_0"),
+        (["--input", "twice.csv", *table], ConfigError, "twice click"),
+        ([*good, *table, "--id-columns", "user"], ConfigError, "missing user"),
+        ([*good, *table, "--split", "group:visitor:80/20"], ConfigError, "missing visitor"),
+        ([*good, "--schema", "tensor.toml"], ConfigError, "field `x` cannot be read from a text"),
+        ([*good, "--schema", "none.toml"], NotFoundError, "none.toml"),
+        ([*good, "--id-columns", "a"], ConfigError, "with --schema"),
+        ([*good, "--split", "group:item_id:80/20"], ConfigError, "names the column `item_id`"),
+    ]
+    for flags, kind, text in cases:
+        with pytest.raises(kind) as caught:
+            etl_logs.main([*base, *flags])
+        assert text in str(caught.value), str(caught.value)
+        assert str(caught.value).count("\n") == 3, str(caught.value)
+
+
+CLICK_HEADER = (
+    b"click,position,user_feature_0,user_feature_1,user_feature_2,user_feature_3,propensity_score"
+    b",user-item_affinity_0,user-item_affinity_33"
+)
