@@ -184,26 +184,11 @@ def _labelled(rows: DataFrame, plan: ImagePlan, names: Sequence[str]) -> DataFra
 
 
 def _counted(rows: DataFrame, parsed: DataFrame) -> DataFrame:
-    """Rows with their occurrence: images of one name, as after an archive was added to, in order of their places.
-
-    Worked out from the names alone, so that pixels are not moved for the sake of a few repetitions.
+    """Without the occurrences where a name comes twice, as after an archive was added to: the writer then works them
+    out in order of source and position, for which it moves the images. Names alone tell whether it must.
     """
-    from pyspark.sql import Window
-    from pyspark.sql import functions as f
-
-    places = ("name", c.SOURCE, c.POSITION, "place")
-    known = parsed.where(f"kind = {RECORD}").select(*places)
-    many = f.count(f.lit(1)).over(Window.partitionBy("name"))
-    order = Window.partitionBy("name").orderBy(c.SOURCE, c.POSITION, "place")
-    repeats = known.withColumn("n", many).where("n > 1").withColumn(c.OCCURRENCE, f.row_number().over(order) - 1)
-    found = repeats.where(f"{c.OCCURRENCE} > 0").select(*places, c.OCCURRENCE).collect()
-    if not found:
-        return rows
-    ddl = "_name string, _at int, _byte bigint, _below string, _again int"
-    table = f.broadcast(rows.sparkSession.createDataFrame([tuple(row) for row in found], ddl))
-    same = (f.col("name") == f.col("_name")) & (f.col(c.SOURCE) == f.col("_at")) & (f.col(c.POSITION) == f.col("_byte"))
-    joined = rows.join(table, same & f.col("place").eqNullSafe(f.col("_below")), "left")
-    return joined.withColumn(c.OCCURRENCE, f.coalesce("_again", f.lit(0)).cast("bigint"))
+    known = parsed.where(f"kind = {RECORD}").groupBy("name").count()
+    return rows.drop(c.OCCURRENCE) if known.where("count > 1").limit(1).collect() else rows
 
 
 def _digest_trees(parsed: DataFrame, plan: ImagePlan) -> tuple[SourceInfo, ...]:

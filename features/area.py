@@ -5,10 +5,10 @@ In a module of its own because numba takes half a second to import, which nobody
 
 from __future__ import annotations
 
-from numba import njit
+from storage.kernels.jit import kernels
 
 
-@njit(cache=True, nogil=True)
+@kernels(__name__)
 def resize_area(images, out, row, sums):  # type: ignore[no-untyped-def]
     """images (n, H, W, C) uint8 -> out (n, h, w, C) uint8; row (W * C,) and sums (C,) int64 are scratch.
 

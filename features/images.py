@@ -25,7 +25,8 @@ def resize(images: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uin
 
     out = np.empty((n, height, width, channels), dtype=np.uint8)
     row, sums = np.empty(old_width * channels, dtype=np.int64), np.empty(channels, dtype=np.int64)
-    resize_area(np.ascontiguousarray(images), out, row, sums)
+    # Pixels straight from a decoder may be read-only, for which the loop would be compiled once more.
+    resize_area(np.require(images, requirements=["C", "W"]), out, row, sums)
     return out
 
 

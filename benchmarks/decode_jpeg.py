@@ -1,0 +1,155 @@
+"""How much of plain decoding the whole image job keeps: JPEGs of a tar to published shards, against a loop over them.
+
+    python -m benchmarks.decode_jpeg TAR... [--limit N] [--repeats N] [--cores N] [--format tfrecord|parquet]
+
+TAR are archives of class folders, such as CIFAR-10's JPEGs; they are unpacked to one plain archive first. Three rounds,
+interleaved, the first dropped:
+  loop   processes, one a core, that hold their share of the files in memory and decode it with Pillow as people do:
+         Image.open(...).convert("RGB") and numpy.asarray, nothing kept
+  ours   the same with features.decode, which the job uses
+  job    etl.image_sets.run in a session that is warm: scan, decode, split, shuffle, sort, encode, checksums, manifest
+What carries over is the job's share of the loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import platform
+import statistics
+import sys
+import tarfile
+import tempfile
+import time
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import PIL
+import pyarrow as pa
+import pyspark
+from PIL import Image
+
+from etl import image_sets
+from etl.image_config import ImagesConfig
+from features.decode import Limits, decode
+from jobs._session import spark_session
+
+SIDE = 32
+
+
+def plain_archive(sources: list[str], target: str, limit: int) -> list[bytes]:
+    """One plain archive of the first `limit` files of each source; returns the files."""
+    files = []
+    with tarfile.open(target, "w") as out:
+        for source in sources:
+            with tarfile.open(source) as tar:
+                members = (member for member in tar if member.isfile())
+                for member, _ in zip(members, range(limit), strict=False):
+                    file = tar.extractfile(member)
+                    assert file is not None
+                    files.append(file.read())
+                    out.addfile(member, io.BytesIO(files[-1]))
+    return files
+
+
+def as_people_do(data: bytes) -> np.ndarray:
+    """One JPEG as RGB pixels."""
+    with Image.open(io.BytesIO(data)) as image:
+        return np.asarray(image.convert("RGB"))
+
+
+def as_we_do(data: bytes) -> np.ndarray:
+    """The same by the job's own decoder."""
+    return decode(data, 3, Limits())
+
+
+def serve(files: list[bytes], pipe: Connection) -> None:
+    """Decode all files each time the name of a way to do it comes; answer when done."""
+    ways = {"loop": as_people_do, "ours": as_we_do}
+    for name in iter(pipe.recv, ""):
+        way = ways[name]
+        for data in files:
+            way(data)
+        pipe.send(len(files))
+
+
+class Decoders:
+    """Processes that wait with their share of the files, so that neither start nor transfer is timed."""
+
+    def __init__(self, files: list[bytes], cores: int) -> None:
+        context = get_context("spawn")
+        self._pipes, self._processes = [], []
+        for core in range(cores):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(files[core::cores], theirs), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, way: str) -> float:
+        """Wall seconds until all are done."""
+        start = time.perf_counter()
+        for pipe in self._pipes:
+            pipe.send(way)
+        for pipe in self._pipes:
+            pipe.recv()
+        return time.perf_counter() - start
+
+    def close(self) -> None:
+        """End the processes."""
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            pipe.send("")
+            process.join()
+
+
+def told(times: list[float], count: int) -> str:
+    """Median, spread and rate in words."""
+    middle = statistics.median(times)
+    return f"{middle:6.2f} s ({min(times):.2f} - {max(times):.2f})  {count / middle:8.0f} images/s"
+
+
+def main(argv: list[str]) -> int:
+    """Print one table; exit code 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("archives", nargs="+", metavar="TAR")
+    parser.add_argument("--limit", type=int, default=1 << 30, help="files of each archive")
+    parser.add_argument("--repeats", type=int, default=5, help="counted rounds, after one that is dropped")
+    parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--format", default="tfrecord", dest="fmt")
+    args = parser.parse_args(argv)
+    os.environ.setdefault("PYSPARK_SUBMIT_ARGS", "--driver-memory 2g pyspark-shell")
+    print(f"python {platform.python_version()}, pillow {PIL.__version__}, pyspark {pyspark.__version__},", end=" ")
+    print(f"pyarrow {pa.__version__}, {args.cores} cores, load {os.getloadavg()[0]:.1f} at the start")
+    with tempfile.TemporaryDirectory() as folder, spark_session("decode_jpeg", f"local[{args.cores}]") as spark:
+        archive = str(Path(folder) / "all.tar")
+        files = plain_archive(args.archives, archive, args.limit)
+        mean = sum(map(len, files)) / len(files)
+        print(f"{len(files)} JPEGs of {mean:.0f} bytes on average, {os.path.getsize(archive) / 1e6:.0f} MB of archive")
+        decoders = Decoders(files, args.cores)
+        times: dict[str, list[float]] = {"loop": [], "ours": [], "job": []}
+        for number in range(args.repeats + 1):
+            for way in ("loop", "ours"):
+                times[way].append(decoders.run(way))
+            told_job = ImagesConfig(
+                source="tar", inputs=(archive,), output=str(Path(folder) / f"out{number}"), image_size=(SIDE, SIDE),
+                fmt=args.fmt, split="80/20",
+            )  # fmt: skip
+            start = time.perf_counter()
+            manifest = image_sets.run(spark, told_job)
+            times["job"].append(time.perf_counter() - start)
+            assert manifest.counts.written == len(files)
+        decoders.close()
+    counted = {way: seconds[1:] for way, seconds in times.items()}
+    for way, seconds in counted.items():
+        print(f"{way:5s} {told(seconds, len(files))}")
+    for way in ("loop", "ours"):
+        share = [mine / whole for mine, whole in zip(counted[way], counted["job"], strict=True)]
+        print(f"the job does {statistics.median(share):.2f} ({min(share):.2f} - {max(share):.2f}) of `{way}`'s rate")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
