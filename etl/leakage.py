@@ -74,7 +74,14 @@ def leak_key(df: DataFrame, split: SplitSpec, schema: Schema) -> Column:
         return f.xxhash64(f"`{split.column}`")
     if not schema.features:
         return f.lit(None).cast("bigint")
-    return f.xxhash64(*(f"`{field.name}`" for field in schema.features))
+    parts: list[Column] = []
+    for field in schema.features:
+        column = f.col(f"`{field.name}`")
+        parts.append(column)
+        # A null and a list's end leave the hash as it is: (null, 1) would be (1, null), and [1], [2] be [1, 2], [].
+        parts += [column.isNull()] if field.nullable else []
+        parts += [f.size(column)] if field.is_list else []
+    return f.xxhash64(*parts)
 
 
 def check_leakage(rows: DataFrame, split: SplitSpec, schema: Schema, names: Sequence[str]) -> Leakage:

@@ -143,6 +143,16 @@ def test_leakage_is_found(frame: DataFrame) -> None:
     assert check_leakage(content, random, schema, random.names).found == {"content": 598}  # 0-298 and 301-599 but two
 
 
+def test_content_is_told_apart(spark: SparkSession) -> None:
+    ddl = "a bigint, b bigint, c array<bigint>, d array<bigint>, e string, g string"
+    rows = [(None, 1, [1], [2], "a", "bc"), (1, None, [1], [2], "a", "bc"), (None, 1, [1, 2], [], "a", "bc"),
+            (None, 1, [1], [2], "ab", "c"), (None, 1, [1], [2], "a", "bc")]  # fmt: skip
+    df = spark.createDataFrame(rows, ddl)
+    schema = infer_schema(df)
+    keys = [row[0] for row in df.select(leak_key(df, SplitSpec.parse("1/1"), schema)).collect()]
+    assert len(set(keys)) == 4 and keys[0] == keys[4]
+
+
 def table_config(url: Path, **more: Any) -> TableConfig:
     told: dict[str, Any] = {"id_columns": ("id",), "label": "click", "fmt": "parquet", "exclude": ("id", "at")}
     return TableConfig(output=str(url), **{**told, **more})
