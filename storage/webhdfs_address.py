@@ -41,6 +41,19 @@ def as_hdfs(url: str, settings: Mapping[str, str]) -> str:
     return _converted(url, "hdfs", _HTTP, _RPC, settings)
 
 
+def path_of(url: str) -> str:
+    """The path on HDFS. Raises ConfigError for `.` and `..`, which an HTTP client would resolve by itself."""
+    path = re.sub("/+", "/", split_url(url)[2]).rstrip("/") or "/"
+    if any(part in (".", "..") for part in path.split("/")):
+        raise ConfigError(
+            f"{url} is not a plain path",
+            got="`.` or `..` in it",
+            allowed="names",
+            next_step="Write the path that is meant.",
+        )
+    return path
+
+
 def _converted(url: str, scheme: str, have: str, want: str, settings: Mapping[str, str]) -> str:
     known, authority, path = split_url(url)
     if known == scheme:

@@ -16,6 +16,7 @@ from storage.errors import LockstepError
 from storage.fs import FileSystem, filesystem, join
 from storage.publish import write_file
 from storage.webhdfs import WebHdfsFileSystem
+from storage.webhdfs_address import path_of
 from tests.cluster.daemons import Cluster
 from tests.cluster.test_jobs import cut_log
 from tests.fs_contract import FileSystemContract, put
@@ -80,6 +81,7 @@ def test_a_dataset_from_a_log_on_webhdfs(spark: SparkSession, fs: FileSystem, ro
     manifest = logs.run(spark, config)
     assert manifest.counts.read == 1_001 and manifest.counts.quarantined >= 1
     assert isinstance(fs, WebHdfsFileSystem)
-    assert fs._status(join(root, "dataset", "_quarantine"))["permission"] == "700"
+    private = fs.calls.call(lambda client: client.status(path_of(join(root, "dataset", "_quarantine"))), "stat", root)
+    assert private["permission"] == "700"
     assert verify([join(root, "dataset")]) == 0
     assert [entry.name for entry in fs.list(root)] == ["dataset", "raw"]

@@ -69,6 +69,9 @@ def test_a_server_with_the_old_rename_is_told(fs: WebHdfsFileSystem, fake: FakeW
     fake.before["RENAME"] = [lambda handler: bool(handler.tell({"boolean": True})) or True]
     with pytest.raises(StorageError, match="does not know renames that refuse"):
         fs.rename_new(url("a"), url("b"))
+    fake.before["CREATE"] = [lambda handler: bool(handler.tell(b"")) or True]  # no DataNode is named
+    with pytest.raises(ConfigError, match="does not answer as WebHDFS"):
+        fs.create(url("c"))
 
 
 @pytest.mark.parametrize("fault", [gone, silent(0.8)], ids=["broken", "frozen"])
@@ -148,7 +151,7 @@ def test_the_second_namenode_serves_where_the_first_does_not(fake: FakeWebHdfs) 
             standby.before["GETFILESTATUS"] = [refusing("StandbyException", "Operation category READ")]
             both = WebHdfsFileSystem(f"{first},{fake.address}", QUICK, user="me", token=None)
             assert both.stat("webhdfs://x:1,y:2/").is_dir
-            assert first in both.whom and fake.address in both.whom
+            assert first in both.calls.whom and fake.address in both.calls.whom
     standby_only = WebHdfsFileSystem(f"{fake.address}", QUICK, user="me", token=None)
     fake.before["GETFILESTATUS"] = [refusing("StandbyException")] * 2  # a failover takes some seconds
     assert standby_only.stat(url("")).is_dir

@@ -1,0 +1,121 @@
+"""Reading one file over WebHDFS: a stream where reads follow each other, opened anew where it breaks."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+from storage.errors import StorageError
+from storage.local import short_file
+from storage.webhdfs_address import path_of
+from storage.webhdfs_client import checked, location
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+    from storage.webhdfs import WebHdfsFileSystem
+
+READ_BUFFER_BYTES = 1 << 22
+
+
+class WebHdfsRaw(io.RawIOBase):
+    """A file as `io.BufferedReader` wants it; `size` is the length that must be readable.
+
+    Where a read begins at the end of the one before, the rest of the file is asked for once and read on from; other
+    reads ask for just their bytes. A stream that breaks (a dead DataNode) is opened anew at the place it came to.
+    """
+
+    def __init__(self, fs: WebHdfsFileSystem, url: str, size: int, begin: int = 0) -> None:
+        super().__init__()
+        self._fs, self._url, self._size = fs, url, size
+        self._stream: Any = None
+        self._stream_at = -1
+        self._last_end = begin  # a file is most often read from its start to its end
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        if base + offset < 0:
+            raise ValueError(f"seek to {base + offset} in {self._url}")
+        self._position = base + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        view = memoryview(buffer).cast("B")
+        length = max(0, min(len(view), self._size - self._position, 2 * READ_BUFFER_BYTES))
+        if length:
+            view[:length] = self.read_at(self._position, length)
+        self._position += length
+        return length
+
+    def readall(self) -> bytes:
+        # What RawIOBase does for `read()` of a buffered reader is to ask for 8 KiB at a time.
+        pieces = []
+        while self._position < self._size:
+            pieces.append(self.read_at(self._position, min(self._size - self._position, 2 * READ_BUFFER_BYTES)))
+            self._position += len(pieces[-1])
+        return b"".join(pieces)
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        """Exactly `length` bytes from `offset`. Raises CorruptionError where the file has fewer."""
+        try:
+            data = self._fs.calls.call_data(lambda client: self._read(client, offset, length), "read", self._url)
+        except StorageError:
+            size = self._fs.stat(self._url).size_bytes  # the server calls a range behind the end a fault of its own
+            if offset + length > size:
+                raise short_file(self._url, offset, length, size) from None
+            raise
+        if len(data) != length:
+            raise short_file(self._url, offset, length, offset + len(data))
+        self._last_end = offset + length
+        return data
+
+    def close(self) -> None:
+        self._drop()
+        super().close()
+
+    def _read(self, client: Any, offset: int, length: int) -> bytes:
+        stream, at = self._stream, self._stream_at
+        self._stream = None  # after a failure or a time-out the next attempt opens the file anew
+        if stream is not None and at != offset:
+            stream.close()
+            stream = None
+        if stream is None:
+            stream = open_at(client, self._url, offset, self._size - offset if offset == self._last_end else length)
+        data = _exactly(stream, length)
+        if len(data) == length and offset + length < self._size:
+            self._stream, self._stream_at = stream, offset + length
+        else:
+            stream.close()
+        return data
+
+    def _drop(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
+
+
+def open_at(client: Any, url: str, offset: int, length: int) -> Any:
+    """The answer whose raw body is `length` bytes of the file from `offset`, or fewer where it ends before."""
+    where = location(client._locate_open(path_of(url), offset=offset, length=length))
+    return checked(client._request("GET", url=where, stream=True))
+
+
+def _exactly(stream: Any, length: int) -> bytes:
+    pieces, got = [], 0
+    while got < length:
+        piece = stream.raw.read(length - got, decode_content=False)
+        if not piece:
+            break
+        pieces.append(piece)
+        got += len(piece)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
