@@ -1,0 +1,169 @@
+"""A Parquet split read into fixed batches of arrays: this project's reader against Petastorm's.
+
+    python -m benchmarks.petastorm_read [--tab N] [--images N] [--repeats N]
+
+One core, one process, the same files (zstd level 1, page checksums, row groups of 2 MiB) in the page cache. Ours makes
+arrays of the images and checks footers and page checksums; Petastorm hands images out as bytes and checks nothing. Each
+work ends with its last batch; tf.data's autotuner, which would hold up the end, is off. "Large groups" are copies of
+the files with one row group each, which spares Petastorm its cost for each row group. Two tables for each shape, of the
+same rounds: wall time, in which Petastorm's pools also sleep, and CPU time of the process, which tells more where other
+work shares the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from benchmarks.shapes import image_rows, image_schema, interleaved, machine, seconds, tab_rows, tab_schema, told
+from etl.petastorm_compat import enable
+from etl.place import BLOCK_BYTES
+from etl.shards import parquet_options
+from features.schema import Schema
+from storage.canonical import crc32c_hex, sha256_hex
+from storage.layout import shard_path
+from storage.manifest import Counts, DatasetManifest, ShardInfo, SplitInfo
+from storage.parquet_footer import read_footer
+from training.arrays import split_arrays
+
+BATCH = 1024
+SHARDS = 4
+OURS = "ours"
+
+
+def write(root: Path, schema: Schema, rows: pa.RecordBatch, block_records: int) -> None:
+    """A dataset of one split as the ETL jobs write it, in SHARDS shards."""
+    shards = []
+    for number in range(SHARDS):
+        start, stop = (len(rows) * part // SHARDS for part in (number, number + 1))
+        table = pa.Table.from_batches([rows.slice(start, stop - start)])
+        sink = pa.BufferOutputStream()
+        pq.write_table(table, sink, row_group_size=block_records, **parquet_options(schema))
+        data = sink.getvalue().to_pybytes()
+        path = shard_path("train", number, "parquet")
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_bytes(data)
+        footer = read_footer(partial(_range, data), len(data), path)
+        offsets = tuple(range(0, len(table), block_records))
+        shards.append(
+            ShardInfo(path, len(table), len(data), sha256_hex(data), crc32c_hex(data), sha256_hex(footer), offsets)
+        )
+    manifest = DatasetManifest.build(
+        format="parquet",
+        created_by={"version": "benchmark", "config": {}, "seed": 0},
+        schema=schema.to_json(),
+        splits={"train": SplitInfo(block_records, tuple(shards))},
+        files={},
+        counts=Counts(len(rows), len(rows), 0, {}),
+        source=(),
+    )
+    (root / "_manifest.json").write_bytes(manifest.to_bytes())
+
+
+def _range(data: bytes, offset: int, length: int) -> bytes:
+    return data[offset : offset + length]
+
+
+def ours(root: Path) -> int:
+    """Fixed batches of arrays, images as (n, 32, 32, 3); the dataset is opened and checked anew each time."""
+    return sum(len(batch["label"]) for batch in split_arrays(str(root), "train", BATCH))
+
+
+def plain_arrow(root: Path) -> int:
+    """pyarrow's iter_batches over each file, page checksums checked: Arrow batches, no arrays."""
+    rows = 0
+    for file in sorted((root / "split=train").glob("*.parquet")):
+        with pq.ParquetFile(file, page_checksum_verification=True) as parquet:
+            rows += sum(len(batch) for batch in parquet.iter_batches(BATCH, use_threads=False))
+    return rows
+
+
+def batch_reader(root: Path, pool: str) -> int:
+    """make_batch_reader: arrays of a row group each."""
+    from petastorm import make_batch_reader
+
+    with make_batch_reader(f"file://{root}/split=train", reader_pool_type=pool, workers_count=2) as reader:
+        return sum(len(batch.label) for batch in reader)
+
+
+def rebatched(root: Path, pool: str) -> int:
+    """make_petastorm_dataset cut into the same batches, by tf.data."""
+    import tensorflow as tf
+    from petastorm import make_batch_reader
+    from petastorm.tf_utils import make_petastorm_dataset
+
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    with make_batch_reader(f"file://{root}/split=train", reader_pool_type=pool, workers_count=2) as reader:
+        dataset = make_petastorm_dataset(reader).unbatch().batch(BATCH).with_options(options)
+        return sum(len(batch.label) for batch in dataset)
+
+
+def compare(name: str, schema: Schema, rows: pa.RecordBatch, repeats: int, folder: Path) -> None:
+    """Time all readers in turn over one shape, and print a table of ratios to ours."""
+    small, large = folder / name, folder / f"{name}-large"
+    write(small, schema, rows, max(1, BLOCK_BYTES * len(rows) // rows.nbytes))
+    write(large, schema, rows, len(rows))
+    works: dict[str, Callable[[], int]] = {
+        OURS: lambda: ours(small),
+        "pyarrow iter_batches with checksums, no arrays": lambda: plain_arrow(small),
+        "make_batch_reader, dummy": lambda: batch_reader(small, "dummy"),
+        "make_batch_reader, 2 threads": lambda: batch_reader(small, "thread"),
+        "the same, large groups": lambda: batch_reader(large, "thread"),
+        "make_petastorm_dataset rebatched, dummy": lambda: rebatched(small, "dummy"),
+        "make_petastorm_dataset rebatched, 2 threads": lambda: rebatched(small, "thread"),
+        "rebatched, 2 threads, large groups": lambda: rebatched(large, "thread"),
+    }
+    cpu: dict[str, list[float]] = {title: [] for title in works}
+
+    def timed(title: str) -> float:
+        found = 0
+
+        def work() -> None:
+            nonlocal found
+            found = works[title]()
+
+        started = time.process_time()
+        wall = seconds(work)
+        cpu[title].append(time.process_time() - started)
+        assert found == len(rows), title
+        return wall
+
+    wall = interleaved({title: partial(timed, title) for title in works}, repeats)
+    told(f"{name}, wall time", len(rows), wall, OURS)
+    told(f"{name}, CPU time", len(rows), {title: values[1:] for title, values in cpu.items()}, OURS)
+
+
+def main(argv: list[str]) -> int:
+    """Print a table for each shape; exit code 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tab", type=int, default=400_000, help="rows of 40 columns")
+    parser.add_argument("--images", type=int, default=60_000, help="rows with an image of 3,072 bytes")
+    parser.add_argument("--repeats", type=int, default=5, help="counted rounds, after one that is dropped")
+    args = parser.parse_args(argv)
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    pa.set_cpu_count(1)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    warnings.simplefilter("ignore")
+    enable()
+    print(machine("pyarrow", "numpy", "petastorm", "tensorflow"))
+    with tempfile.TemporaryDirectory() as folder:
+        if args.tab:
+            compare("tab", tab_schema(nullable=False), tab_rows(args.tab, 0.0), args.repeats, Path(folder))
+        if args.images:
+            compare("images", image_schema(), image_rows(args.images), args.repeats, Path(folder))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
