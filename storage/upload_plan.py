@@ -81,7 +81,7 @@ def find_files(inputs: Sequence[str], output: str) -> list[Item]:
 
 def survey(fs: FileSystem, items: Sequence[Item], output: str) -> Survey:
     """Look at all targets, one listing a directory. Raises ExistsError where a directory lies at a file's target."""
-    found, folders = Survey(), dict[str, dict[str, FileStat]]()
+    found, folders, wanted = Survey(), dict[str, dict[str, FileStat]](), dict[str, set[str]]()
     if fs.exists(output) and not fs.stat(output).is_dir:
         raise ExistsError(
             f"{output} is a file",
@@ -90,10 +90,11 @@ def survey(fs: FileSystem, items: Sequence[Item], output: str) -> Survey:
             next_step="Correct --output.",
         )
     for item in items:
-        above = parent(item.url)
+        above, name = parent(item.url), basename(item.url)
         if above not in folders:
-            folders[above] = _listing(fs, above)
-        there = folders[above].get(basename(item.url))
+            folders[above], wanted[above] = _listing(fs, above), set()
+        wanted[above].add(name)
+        there = folders[above].get(name)
         if there is None:
             found.missing.append(item)
         elif there.is_dir:
@@ -106,10 +107,9 @@ def survey(fs: FileSystem, items: Sequence[Item], output: str) -> Survey:
         else:
             (found.equal_length if there.size_bytes == item.size_bytes else found.other_length).append(item)
     for above, entries in folders.items():
-        names = {basename(item.url) for item in items if parent(item.url) == above}
-        for name, entry in entries.items():
-            matched = _TEMPORARY.fullmatch(name)
-            if matched is not None and matched["name"] in names and not entry.is_dir:
+        for entry in entries.values():
+            matched = _TEMPORARY.fullmatch(entry.name)
+            if matched is not None and matched["name"] in wanted[above] and not entry.is_dir:
                 found.left_over.append(entry.url)
     return found
 
