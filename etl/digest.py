@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from etl.ranges import Source
-from etl.spark_errors import in_task
+from etl.tasks import EachRow, planned
 from storage.errors import DataError
 from storage.fs import absolute, filesystem
 from storage.manifest import SourceInfo
-from storage.settings import hadoop_settings, set_hadoop_settings
+from storage.settings import hadoop_settings
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -23,19 +23,12 @@ _READ_BYTES = 4 << 20
 _SCHEMA = pa.schema([("number", pa.int32()), ("url", pa.string()), ("bytes", pa.int64()), ("sha256", pa.string())])
 
 
-class DigestSources:
+class DigestSources(EachRow):
     """The function for mapInArrow: rows (number, url, planned bytes) in, the same with what was found out."""
 
-    def __init__(self, settings: dict[str, str]) -> None:
-        self._settings = settings
-
-    @in_task
-    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    def batches_of(self, row: Mapping[str, Any]) -> Iterator[pa.RecordBatch]:
         """Raises DataError for a file whose length is not the planned one."""
-        set_hadoop_settings(self._settings)
-        for batch in batches:
-            rows = [_digest(row["number"], row["url"], row["bytes"]) for row in batch.to_pylist()]
-            yield pa.RecordBatch.from_pylist(rows, schema=_SCHEMA)
+        yield pa.RecordBatch.from_pylist([_digest(row["number"], row["url"], row["bytes"])], schema=_SCHEMA)
 
 
 def digest_sources(spark: SparkSession, sources: Sequence[Source]) -> tuple[SourceInfo, ...]:
@@ -44,10 +37,8 @@ def digest_sources(spark: SparkSession, sources: Sequence[Source]) -> tuple[Sour
     Files are read a second time for it: a range's digest says nothing of its file's.
     """
     rows = [(number, absolute(source.url), source.size_bytes) for number, source in enumerate(sources)]
-    planned = spark.createDataFrame(
-        spark.sparkContext.parallelize(rows, len(rows)), "number int, url string, bytes bigint"
-    )
-    found = planned.mapInArrow(DigestSources(hadoop_settings()), DDL).collect()
+    plan = planned(spark, rows, "number int, url string, bytes bigint")
+    found = plan.mapInArrow(DigestSources(hadoop_settings()), DDL).collect()
     return tuple(
         SourceInfo(sources[row["number"]].url, row["bytes"], row["sha256"])
         for row in sorted(found, key=lambda row: row["number"])

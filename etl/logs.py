@@ -16,6 +16,7 @@ from etl.quality import check_bad
 from etl.records import RecordLines
 from etl.session import tuned
 from etl.spark_errors import translated
+from etl.tasks import planned
 from etl.watch import watched
 from etl.write import Origin, refuse_existing, write_dataset
 from storage.manifest import DatasetManifest
@@ -24,7 +25,6 @@ from storage.settings import hadoop_settings
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-MAX_RANGES_A_JOB = 10_000
 _BAD_ROWS = tuple(f"_{name} AS {name}" for name in ("source", "position", "reason", "raw", "length", "sha256"))
 
 
@@ -78,9 +78,8 @@ def run(spark: SparkSession, config: LogsConfig) -> DatasetManifest:
 
 def parsed(spark: SparkSession, work: Sequence[Work], parser: LineParser) -> DataFrame:
     """The rows of etl.parse over all ranges, a task each."""
-    partitions = min(len(work), MAX_RANGES_A_JOB)
-    planned = spark.createDataFrame(spark.sparkContext.parallelize([one.row() for one in work], partitions), WORK_DDL)
-    return planned.mapInArrow(ParseLog(hadoop_settings(), parser), output_ddl(parser))
+    plan = planned(spark, [one.row() for one in work], WORK_DDL)
+    return plan.mapInArrow(ParseLog(hadoop_settings(), parser), output_ddl(parser))
 
 
 def _check_label(spark: SparkSession, config: LogsConfig, plan: Plan) -> None:

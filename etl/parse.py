@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from etl.lines import RAW_BYTES, LongLine, read_lines
 from etl.ranges import Range
 from etl.reasons import Reasons
-from etl.spark_errors import in_task
 from etl.table_lines import Form
+from etl.tasks import EachRow
 from etl.text import without_bom
-from storage.settings import set_hadoop_settings
 
 ROW, BAD, SUMMARY = 0, 1, 2
 LINE_TOO_LONG = "line_too_long"
@@ -109,20 +108,16 @@ def output_ddl(parser: LineParser) -> str:
     return ", ".join(f"`{field.name}` {ddl_type(field.type)}" for field in output_schema(parser))
 
 
-class ParseLog:
+class ParseLog(EachRow):
     """The function for mapInArrow: rows of WORK_DDL in, rows of output_schema out."""
 
     def __init__(self, settings: dict[str, str], parser: LineParser) -> None:
-        self._settings = settings
+        super().__init__(settings)
         self._parser = parser
 
-    @in_task
-    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Read and parse each range. Raises what read_lines raises."""
-        set_hadoop_settings(self._settings)
-        for batch in batches:
-            for row in batch.to_pylist():
-                yield from parse_range(Work.from_row(row), self._parser)
+    def batches_of(self, row: Mapping[str, Any]) -> Iterator[pa.RecordBatch]:
+        """Read and parse a range. Raises what read_lines raises."""
+        return parse_range(Work.from_row(row), self._parser)
 
 
 def parse_range(work: Work, parser: LineParser) -> Iterator[pa.RecordBatch]:
