@@ -154,7 +154,7 @@ def _signed_sum(block: bytes) -> int:
 
 def _octal(field: bytes) -> int:
     text = field.split(b"\0")[0].strip()
-    if not text or not all(48 <= digit <= 55 for digit in text):
+    if not text.isdigit():  # int would also read signs and underscores
         raise ValueError
     return int(text, 8)
 

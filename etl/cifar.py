@@ -86,7 +86,7 @@ class CifarPiece(Piece):
             columns |= {"image": r.pixel_rows(intake.stack(stack[good])), "label": labels[good]}
             columns |= {c.POSITION: positions[good], "kind": r.RECORD}
             yield r.rows(int(good.sum()), {**told, **columns})
-        gather = r.Gather(**told)
+        gather = r.Gather((), **told)
         for at in np.flatnonzero(~good).tolist():
             gather.bad(r.LABEL_OUT_OF_RANGE, int(positions[at]), records[at].tobytes())
         yield from gather.rest()

@@ -21,6 +21,7 @@ from storage.errors import DataError, NotFoundError
 from storage.fs import absolute, basename, filesystem, join, walk
 
 MAX_FILES_A_PIECE = 2000
+_COLUMNS = (c.SPLIT, "class", "name", "place", "length", "sha256")
 _EMPTY_SHA256 = hashlib.sha256(b"").hexdigest()
 
 
@@ -35,7 +36,7 @@ class FolderPiece(Piece):
 
     def read(self, intake: Intake, num_classes: int | None) -> Iterator[pa.RecordBatch]:
         """Raises DataError for a file whose length is not the planned one."""
-        gather = r.Gather(**{c.SOURCE: self.source, "number": 0, c.OCCURRENCE: 0})
+        gather = r.Gather(_COLUMNS, **{c.SOURCE: self.source, c.POSITION: 0, "number": 0, c.OCCURRENCE: 0})
         for place, size in self.files:
             self._take(place, size, intake, gather)
             yield from gather.full()
@@ -72,8 +73,8 @@ class FolderPiece(Piece):
         except ImageError as error:
             gather.bad(error.reason, 0, data, place)
             return
-        columns = {c.POSITION: 0, c.SPLIT: known.split, "class": known.label, "name": known.name, "place": place}
-        gather.record(image, **columns, length=size, sha256=hashlib.sha256(data).hexdigest())
+        digest = hashlib.sha256(data).hexdigest()
+        gather.record(image, known.split, known.label, known.name, place, size, digest)
 
 
 def plan(inputs: Sequence[str], *, split_bytes: int) -> ImagePlan:

@@ -70,19 +70,22 @@ def pixel_rows(stack: np.ndarray) -> pa.Array:
 
 
 class Gather:
-    """Collects one row after another, hands out batches of about BATCH_BYTES; `fixed` columns are the same in all."""
+    """Collects one row after another and hands out batches of about BATCH_BYTES.
 
-    def __init__(self, **fixed: Any) -> None:
-        self._fixed = fixed
+    `columns` are those in which images differ, besides the image; `fixed` columns are the same in all rows.
+    """
+
+    def __init__(self, columns: tuple[str, ...], **fixed: Any) -> None:
+        self._columns, self._fixed = columns, fixed
         self._bytes = 0
-        self._good: dict[str, list[Any]] = {}
+        self._images: list[bytes] = []
+        self._values: list[tuple[Any, ...]] = []
         self._other: list[dict[str, Any]] = []
 
-    def record(self, image: bytes, **columns: Any) -> None:
-        """Add an image. Each call must name the same columns."""
-        for name, value in columns.items():
-            self._good.setdefault(name, []).append(value)
-        self._good.setdefault("image", []).append(image)
+    def record(self, image: bytes, *values: Any) -> None:
+        """Add an image, with its values in the order of `columns`."""
+        self._images.append(image)
+        self._values.append(values)
         self._bytes += len(image)
 
     def bad(self, reason: str, position: int, raw: bytes, place: str | None = None) -> None:
@@ -103,15 +106,16 @@ class Gather:
 
     def full(self) -> Iterator[pa.RecordBatch]:
         """The batches that are due: none before enough has come together."""
-        if self._bytes >= BATCH_BYTES or len(self._other) + len(self._good.get("image", ())) >= BATCH_ROWS:
+        if self._bytes >= BATCH_BYTES or len(self._images) + len(self._other) >= BATCH_ROWS:
             yield from self.rest()
 
     def rest(self) -> Iterator[pa.RecordBatch]:
         """What has come together since the last batch."""
-        if self._good:
-            yield rows(len(self._good["image"]), {**self._fixed, "kind": RECORD, **self._good})
+        if self._images:
+            values = dict(zip(self._columns, map(list, zip(*self._values, strict=True)), strict=True))
+            yield rows(len(self._images), {**self._fixed, "kind": RECORD, "image": self._images, **values})
         if self._other:
             names = dict.fromkeys(name for row in self._other for name in row)
             columns = {name: [row.get(name) for row in self._other] for name in names}
             yield rows(len(self._other), {**self._fixed, **columns})
-        self._good, self._other, self._bytes = {}, [], 0
+        self._images, self._values, self._other, self._bytes = [], [], [], 0

@@ -42,4 +42,8 @@ class Intake:
         """An encoded image: its pixels in C order, or `data` itself where it is kept. Raises ImageError."""
         assert self.channels is not None
         pixels = decode(data, self.channels, self.limits)
-        return data if self.keep else self.stack(pixels[None]).tobytes()
+        if self.keep:
+            return data
+        if not self.degrees and pixels.shape[:2] == self.size:
+            return pixels.tobytes()
+        return self.stack(pixels[None]).tobytes()

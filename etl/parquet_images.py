@@ -21,6 +21,7 @@ from storage.errors import ConfigError, DataError
 from storage.fs import absolute, filesystem
 from storage.parquet_footer import read_footer
 
+_COLUMNS = (c.POSITION, "number", "label", "class")
 _BATCH_ROWS = 64  # images of some MiB each must not come in thousands
 
 
@@ -40,7 +41,8 @@ class ParquetPiece(Piece):
 
     def read(self, intake: Intake, num_classes: int | None) -> Iterator[pa.RecordBatch]:
         """Raises DataError for a file that Arrow cannot read."""
-        gather = r.Gather(**{c.SOURCE: self.source, "name": self.name, c.OCCURRENCE: self.occurrence})
+        fixed = {c.SOURCE: self.source, "name": self.name, c.OCCURRENCE: self.occurrence, c.SPLIT: self.split}
+        gather = r.Gather(_COLUMNS, **fixed)
         number = self.first
         with filesystem(self.url).open_read(self.url) as file:
             try:
@@ -71,8 +73,8 @@ class ParquetPiece(Piece):
         except ImageError as error:
             gather.bad(error.reason, number, image)
             return
-        named = {"label": None, "class": label} if isinstance(label, str) else {"label": label, "class": None}
-        gather.record(taken, **{c.POSITION: number, c.SPLIT: self.split, "number": number}, **named)
+        named = (None, label) if isinstance(label, str) else (label, None)
+        gather.record(taken, number, number, *named)
 
 
 def plan(inputs: Sequence[str], *, image: str, label: str, given: bool, num_classes: int | None) -> ImagePlan:

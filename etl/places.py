@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from etl.splits import TEST, TRAIN, VALIDATION
 
 SPLITS = {"train": TRAIN, "training": TRAIN, "test": TEST, "testing": TEST, "t10k": TEST}
 SPLITS |= dict.fromkeys(("val", "valid", "validation", "dev"), VALIDATION)
 _TEXTS = ("txt", "md", "csv", "tsv", "json", "jsonl", "xml", "html", "yaml", "yml", "toml", "ini", "log", "py", "sh")
+_SIDE = ("__MACOSX", "Thumbs.db", "desktop.ini")
 _OTHERS = frozenset((*_TEXTS, "pdf", "mat", "npy", "npz", "pkl", "bin", "db", "gz", "zip", "tar", "mp4", "avi"))
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """The split that a place names (or None), the class (or None), and the name by which the sample is known."""
 
     split: str | None
@@ -32,19 +33,30 @@ def place_of(parts: Sequence[str], hint: str | None = None) -> Place:
     """Read a relative path. The first folder named like a split is the split, and the folder in it the class; without
     one, the class is the folder that the file lies in and the split `hint`, which the archive's or root's name gave.
     """
-    folders = parts[:-1]
+    split, label, hinted = _of_folders(tuple(parts[:-1]), hint)
+    name = "/".join(parts)
+    # With the hint in front, a sample has the same name whether its split is a folder or an archive of its own.
+    return Place(split, label, f"{split}/{name}" if hinted and split else name)
+
+
+@lru_cache(maxsize=1 << 12)  # images come class by class
+def _of_folders(folders: tuple[str, ...], hint: str | None) -> tuple[str | None, str | None, bool]:
+    """(split, class, whether the split is the hint's)."""
     for number, folder in enumerate(folders):
         split = SPLITS.get(folder.lower())
         if split is not None:
-            below = folders[number + 1 :]
-            return Place(split, below[0] if below else None, "/".join(parts))
-    # With the hint in front, a sample has the same name whether its split is a folder or an archive of its own.
-    return Place(hint, folders[-1] if folders else None, "/".join([hint, *parts] if hint else parts))
+            return split, next(iter(folders[number + 1 :]), None), False
+    return hint, folders[-1] if folders else None, True
 
 
 def is_left_out(parts: Sequence[str]) -> bool:
     """Whether a name says that there is no image: hidden, of another kind (.txt, .csv, ...), a system's side file."""
-    if any(part.startswith(".") or part == "__MACOSX" for part in parts) or parts[-1] in ("Thumbs.db", "desktop.ini"):
+    if parts[-1].startswith(".") or parts[-1] in _SIDE or _is_hidden(tuple(parts[:-1])):
         return True
     stem, dot, suffix = parts[-1].rpartition(".")
     return bool(stem and dot) and suffix.lower() in _OTHERS
+
+
+@lru_cache(maxsize=1 << 12)
+def _is_hidden(folders: tuple[str, ...]) -> bool:
+    return any(folder.startswith(".") or folder in _SIDE for folder in folders)

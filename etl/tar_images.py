@@ -22,6 +22,7 @@ from etl.unpack import PLAIN
 from features.decode import TOO_LONG, ImageError
 from storage.fs import absolute
 
+_COLUMNS = (c.POSITION, c.SPLIT, "class", "name")
 _SCANS_AT_ONCE = 8  # a scan waits for storage most of the time
 
 
@@ -41,7 +42,7 @@ class TarPiece(Piece):
 
     def read(self, intake: Intake, num_classes: int | None) -> Iterator[pa.RecordBatch]:
         """Raises DataError with the byte position where the archive is damaged."""
-        gather = r.Gather(**{c.SOURCE: self.source, "number": 0, c.OCCURRENCE: 0})
+        gather = r.Gather(_COLUMNS, **{c.SOURCE: self.source, "number": 0, c.OCCURRENCE: 0})
         with Forward(self.url, self.codec) as stream:
             for member in read_members(stream, self.url, self.start, self.end, to_end=self.to_end):
                 self._take(stream, member, intake, gather)
@@ -72,8 +73,7 @@ class TarPiece(Piece):
         except ImageError as error:
             gather.bad(error.reason, member.position, data)
             return
-        columns = {c.POSITION: member.position, c.SPLIT: place.split, "class": place.label, "name": place.name}
-        gather.record(image, **columns)
+        gather.record(image, member.position, place.split, place.label, place.name)
 
 
 def plan(inputs: Sequence[str], *, split_bytes: int) -> ImagePlan:
