@@ -10,11 +10,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from features.example import tensor_bytes
 from features.fitted import Fitted
 from features.schema import Field, Schema
 from features.signature import Signature, TensorSpec
-from features.transforms import Plan, Transform, categorical, image, null_error, number, sequence, standardised, unfit
+from features.tensor_transforms import image, tensor
+from features.transforms import Plan, Transform, categorical, null_error, number, sequence, standardised, unfit
 from storage.errors import DataError
 
 
@@ -23,7 +23,8 @@ class Encoded:
     """A batch of n rows.
 
     `x` by feature name: one-hot, multi-hot (n, size) float32, ids (n, 1) int64, numbers (n, 1), sequences (n, length)
-    and beside them NAME_mask (n, length) float32 or NAME_length (n, 1) int64, tensors (n, *shape) as declared.
+    and beside them NAME_mask (n, length) float32 or NAME_length (n, 1) int64, tensors (n, *shape) as declared, or
+    float32 where they are normalised.
     `y` (n,): float32 for bool and float labels, int64 for integers, or None. `sample_id` (n,) int64. `weight` (n,)
     float32: how much each sample counts in training, or None where the schema has no such field.
     """
@@ -103,6 +104,8 @@ def _plan(field: Field, fitted: Fitted | None) -> Plan:
         kind = field.encoding["kind"]
         if kind == "ignore":
             return {}
+        if kind == "normalise":
+            return tensor(field)
         if kind == "image":
             return image(field, field.encoding)
         if kind == "standardise":
@@ -117,8 +120,7 @@ def _plan(field: Field, fitted: Fitted | None) -> Plan:
             raise unfit(field, "an empty vocabulary without an oov bucket", "at least one column")
         return plan
     if field.is_tensor:
-        shape = tuple(size for size in field.shape if size is not None)
-        return {field.name: (TensorSpec(shape=shape, dtype=field.dtype), _tensor_transform(field, shape))}
+        return tensor(field)
     if field.is_list or field.nullable or field.dtype in ("string", "bytes"):
         raise unfit(
             field,
@@ -126,30 +128,6 @@ def _plan(field: Field, fitted: Fitted | None) -> Plan:
             "an encoding, or a plain number",
         )
     return number(field, None)
-
-
-def _tensor_transform(field: Field, shape: tuple[int, ...]) -> Transform:
-    dtype = np.dtype(field.dtype).newbyteorder("<")
-    wanted = tensor_bytes(field)
-
-    def transform(column: pa.Array) -> NDArray[Any]:
-        if column.null_count:
-            raise null_error(field)
-        offsets = np.frombuffer(column.buffers()[1], dtype=np.int32)[column.offset : column.offset + len(column) + 1]
-        if len(column) and not bool((np.diff(offsets) == wanted).all()):
-            raise DataError(
-                f"a tensor of field `{field.name}` has the wrong length",
-                got=f"{int(np.diff(offsets).min())} to {int(np.diff(offsets).max())} bytes",
-                allowed=f"{wanted} bytes",
-                next_step="Run `python -m jobs.verify URL`.",
-            )
-        if not len(column):
-            return np.zeros((0, *shape), dtype=field.dtype)
-        data = np.frombuffer(column.buffers()[2], dtype=np.uint8)[offsets[0] : offsets[-1]]
-        # (n * bytes,) uint8 -> (n, *shape): rows lie one after another; a copy, so that Arrow's memory can go
-        return data.view(dtype).reshape(len(column), *shape).astype(field.dtype, copy=True)
-
-    return transform
 
 
 def _numbers(field: Field, column: pa.Array, dtype: Any) -> NDArray[Any]:

@@ -7,7 +7,8 @@
     standardise  file                                             number                      distance from the mean
     number       [dtype], [null_value]                            number, bool                the value
     sequence     length, [keep], [with], [pad_value], [of]        list                        `length` values or ids
-    image        height, width, channels, [fit]                   bytes                       decoded pixels
+    normalise    mean, deviation, [divide_by]                     tensor                      float32 by channel
+    image        height, width, channels, [fit], [mean ...]       bytes                       decoded pixels
     ignore                                                        any                         nothing: only stored
 
 docs/features.md says what each makes of nulls, of unknown values and of lists.
@@ -32,6 +33,7 @@ ONE_HOT, MULTI_HOT, INDEX = "one_hot", "multi_hot", "index"
 MAX_COLUMNS = 1 << 16
 MAX_IDS = 1 << 31
 MAX_SIDE = 1 << 14
+_LEAST = 1e-30  # what float32 can divide by
 NUMBERS = ("int64", "float32", "float64")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,100}\.json")
 _HELD_OUT = re.compile(r".*\.fold-\d+\.json")
@@ -43,9 +45,13 @@ class _Case:
 
     field: str
     dtype: str
-    is_list: bool
+    shape: tuple[int | None, ...]
     nullable: bool
     encoding: Encoding
+
+    @property
+    def is_list(self) -> bool:
+        return self.shape == (None,)
 
     def __call__(self, good: bool, got: str, allowed: str) -> None:
         if not good:
@@ -64,14 +70,15 @@ class _Rule:
     required: Mapping[str, Any]
     optional: Mapping[str, Any]
     dtypes: tuple[str, ...]
-    scalar: bool = True
-    many: bool = False
+    fits: tuple[str, ...] = ("a scalar",)
     check: Callable[[_Case], None] | None = None
 
 
-def check_encoding(field: str, dtype: str, *, is_list: bool, nullable: bool, encoding: Encoding) -> None:
-    """Raise ConfigError unless `encoding` is well formed and fits a scalar or list field of this dtype."""
-    case = _Case(field, dtype, is_list, nullable, encoding)
+def check_encoding(
+    field: str, dtype: str, *, shape: tuple[int | None, ...], nullable: bool, encoding: Encoding
+) -> None:
+    """Raise ConfigError unless `encoding` is well formed and fits a field of this dtype and shape."""
+    case = _Case(field, dtype, shape, nullable, encoding)
     kind = encoding.get("kind")
     rule = _RULES.get(kind) if isinstance(kind, str) else None
     case(rule is not None, f"encoding kind {kind!r}", ", ".join(KINDS))
@@ -88,8 +95,8 @@ def check_encoding(field: str, dtype: str, *, is_list: bool, nullable: bool, enc
             right = isinstance(value, wanted) and not isinstance(value, bool)
             case(right, f"{key} = {value!r}"[:200], f"{key} of type {getattr(wanted, '__name__', wanted)}")
     case(dtype in rule.dtypes, f"encoding {kind} over {dtype}", f"{kind} over {', '.join(rule.dtypes)}")
-    fits = rule.many if is_list else rule.scalar
-    case(fits, f"encoding {kind} of {'a list' if is_list else 'a scalar'}", "a list" if rule.many else "a scalar")
+    here = "a list" if case.is_list else "a tensor" if shape else "a scalar"
+    case(here in rule.fits, f"encoding {kind} of {here}", ", ".join(rule.fits))
     if rule.check is not None:
         rule.check(case)
 
@@ -156,7 +163,7 @@ def _sequence(case: _Case) -> None:
     case("pad_value" not in declared, "pad_value beside `of`", "no pad_value: an id of 0 stands for nothing")
     case(of.get("kind") in ("vocabulary", "hash"), f"of kind {of.get('kind')!r}", "vocabulary, hash")
     case("output" not in of, f"output {of.get('output')!r} inside a sequence", "no output: a sequence holds ids")
-    check_encoding(case.field, case.dtype, is_list=False, nullable=False, encoding={**of, "output": INDEX})
+    check_encoding(case.field, case.dtype, shape=(), nullable=False, encoding={**of, "output": INDEX})
 
 
 def _image(case: _Case) -> None:
@@ -166,6 +173,27 @@ def _image(case: _Case) -> None:
     fit = case.encoding.get("fit", "resize")
     case(fit in FITS, f"fit {fit!r}", ", ".join(FITS))
     case(not case.nullable, "a nullable image", "an image in each row")
+    if {"mean", "deviation", "divide_by"} & set(case.encoding):
+        both = {"mean", "deviation"} <= set(case.encoding)
+        case(both, "only one of mean and deviation", "both, or neither and no divide_by")
+        _figures(case, channels)
+
+
+def _normalise(case: _Case) -> None:
+    channels = case.shape[-1]
+    assert channels is not None
+    case(not case.nullable, "a nullable tensor", "a tensor in each row")
+    _figures(case, channels)
+
+
+def _figures(case: _Case, channels: int) -> None:
+    for key in ("mean", "deviation"):
+        values = case.encoding[key]
+        numbers = all(isinstance(v, int | float) and not isinstance(v, bool) and _is_finite(v) for v in values)
+        case(numbers and len(values) in (1, channels), f"{key} {values!r}"[:200], f"1 or {channels} finite numbers")
+    case(all(value >= _LEAST for value in case.encoding["deviation"]), "a deviation of 0 or less", "above 0")
+    divisor = case.encoding.get("divide_by", 1)
+    case(_is_finite(divisor) and divisor >= _LEAST, f"divide_by {divisor!r}", "a number above 0, such as 255")
 
 
 def _file(case: _Case) -> None:
@@ -192,10 +220,16 @@ _RULES: dict[str, _Rule] = {
         {"file": str, "max_size": int, "min_count": int, "oov_buckets": int},
         {"output": str},
         ("string", "int64"),
-        many=True,
+        fits=("a scalar", "a list"),
         check=_vocabulary,
     ),
-    "hash": _Rule({"buckets": int, "seed": int}, {"output": str}, ("string", "int64", "bytes"), many=True, check=_hash),
+    "hash": _Rule(
+        {"buckets": int, "seed": int},
+        {"output": str},
+        ("string", "int64", "bytes"),
+        fits=("a scalar", "a list"),
+        check=_hash,
+    ),
     "bucketise": _Rule({"boundaries": list}, {"output": str}, NUMBERS, check=_bucketise),
     "standardise": _Rule({"file": str}, {}, NUMBERS, check=_file),
     "number": _Rule({}, {"dtype": str, "null_value": int | float}, (*NUMBERS, "bool"), check=_number),
@@ -203,11 +237,22 @@ _RULES: dict[str, _Rule] = {
         {"length": int},
         {"keep": str, "with": str, "pad_value": int | float, "of": Mapping},
         (*NUMBERS, "bool", "string", "bytes"),
-        scalar=False,
-        many=True,
+        fits=("a list",),
         check=_sequence,
     ),
-    "image": _Rule({"height": int, "width": int, "channels": int}, {"fit": str}, ("bytes",), check=_image),
-    "ignore": _Rule({}, {}, (*NUMBERS, "bool", "string", "bytes"), many=True),
+    "normalise": _Rule(
+        {"mean": list, "deviation": list},
+        {"divide_by": int | float},
+        (*NUMBERS, "uint8"),
+        fits=("a tensor",),
+        check=_normalise,
+    ),
+    "image": _Rule(
+        {"height": int, "width": int, "channels": int},
+        {"fit": str, "mean": list, "deviation": list, "divide_by": int | float},
+        ("bytes",),
+        check=_image,
+    ),
+    "ignore": _Rule({}, {}, (*NUMBERS, "bool", "string", "bytes", "uint8"), fits=("a scalar", "a list", "a tensor")),
 }
 KINDS = tuple(_RULES)

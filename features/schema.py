@@ -70,9 +70,8 @@ class Field:
         plain = self.kind != "weight" or (self.dtype == "float32" and not self.shape)
         self._check(plain, f"a weight of {self.dtype}, shape {self.shape}", "a scalar float32")
         if self.encoding is not None:
-            good = self.kind == "feature" and not self.is_tensor
-            self._check(good, "an encoding", "encodings on scalar and list features")
-            check_encoding(self.name, self.dtype, is_list=self.is_list, nullable=self.nullable, encoding=self.encoding)
+            self._check(self.kind == "feature", f"an encoding of a {self.kind}", "encodings of features")
+            check_encoding(self.name, self.dtype, shape=self.shape, nullable=self.nullable, encoding=self.encoding)
 
     @property
     def is_list(self) -> bool:

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from features.encodings import INDEX, Encoding, output_of
 from features.fitted import Fitted, Moments, Vocabulary
 from features.hashing import TokenTable, buckets_of
-from features.images import decode_image
 from features.schema import Field
 from features.signature import TensorSpec
 from storage.errors import ConfigError, DataError
@@ -104,7 +103,7 @@ def standardised(field: Field, fitted: Fitted | None) -> Plan:
     def transform(column: pa.Array) -> NDArray[Any]:
         values = np.array(column.cast(pa.float64(), safe=False).fill_null(mean), dtype=np.float64)
         scaled = (np.where(np.isnan(values), mean, values) - mean) / deviation
-        return _narrowed(field, scaled, np.dtype(np.float32)).reshape(-1, 1)
+        return narrowed(field, scaled, np.dtype(np.float32)).reshape(-1, 1)
 
     return {field.name: (TensorSpec(shape=(1,), dtype="float32"), transform)}
 
@@ -117,7 +116,7 @@ def number(field: Field, encoding: Encoding | None) -> Plan:
     def transform(column: pa.Array) -> NDArray[Any]:
         if column.null_count and null is None:
             raise null_error(field)
-        values = _narrowed(field, plain_values(column), dtype, rounds=encoding is not None)
+        values = narrowed(field, plain_values(column), dtype, rounds=encoding is not None)
         if column.null_count:
             values[~np.asarray(column.is_valid())] = null
         return values.reshape(-1, 1)  # (n,) -> (n, 1): one input column
@@ -130,7 +129,7 @@ def sequence(field: Field, encoding: Encoding, fitted: Fitted | None) -> Plan:
     length, of = int(encoding["length"]), encoding.get("of")
     at = np.arange(length)
     spec, pad = TensorSpec(shape=(length,), dtype="float32"), encoding.get("pad_value", 0)
-    values_of: Transform = lambda column: _narrowed(field, plain_values(column), np.dtype(np.float32))  # noqa: E731
+    values_of: Transform = lambda column: narrowed(field, plain_values(column), np.dtype(np.float32))  # noqa: E731
     if of is not None:
         columns, size = columns_of(field, of, fitted)
         spec, pad = TensorSpec(shape=(length,), dtype="int64", ids=size + 1), 0
@@ -159,29 +158,13 @@ def sequence(field: Field, encoding: Encoding, fitted: Fitted | None) -> Plan:
     return plan
 
 
-def image(field: Field, encoding: Encoding) -> Plan:
-    """The pixels of encoded image files, decoded when they are read."""
-    height, width, channels = (int(encoding[key]) for key in ("height", "width", "channels"))
-    fit = str(encoding.get("fit", "resize"))
-
-    def transform(column: pa.Array) -> NDArray[Any]:
-        if column.null_count:
-            raise null_error(field)
-        out = np.empty((len(column), height, width, channels), dtype=np.uint8)
-        for row, data in enumerate(column):  # decoding costs a thousand times as much as a call
-            out[row] = decode_image(data.as_py(), (height, width), channels, fit)
-        return out
-
-    return {field.name: (TensorSpec(shape=(height, width, channels), dtype="uint8"), transform)}
-
-
 def plain_values(column: pa.Array) -> NDArray[Any]:
     """The numbers of a column, 0 for null; bool as uint8."""
     plain = column.cast(pa.uint8()) if pa.types.is_boolean(column.type) else column
     return np.asarray(plain.fill_null(0) if plain.null_count else plain)
 
 
-def _narrowed(field: Field, values: NDArray[Any], dtype: np.dtype[Any], *, rounds: bool = False) -> NDArray[Any]:
+def narrowed(field: Field, values: NDArray[Any], dtype: np.dtype[Any], *, rounds: bool = False) -> NDArray[Any]:
     """A copy as `dtype`: fractions are rounded to nearest. Raises DataError for what would become another number.
 
     That is a number that would become infinite, and a whole number that is not the same as a float, unless the schema

@@ -277,6 +277,22 @@ def test_encoded_images_are_decoded_when_read() -> None:
         encode((field,), {}, i=[b"GIF89a"])
 
 
+def test_tensors_and_images_are_normalised_by_channel() -> None:
+    from PIL import Image
+
+    more = {"kind": "normalise", "mean": [0.5, 0.0], "deviation": [0.25], "divide_by": 255}
+    pixels = Field(name="t", dtype="uint8", shape=(1, 2, 2), encoding=more)
+    encoded = encode((pixels,), {}, t=[bytes([255, 255, 0, 51])])
+    np.testing.assert_allclose(encoded.x["t"], np.array([[[[2, 4], [-2, 0.8]]]]), rtol=1e-6)
+    wide = Field(name="t", dtype="int64", shape=(2,), encoding={"kind": "normalise", "mean": [2**60], "deviation": [1]})
+    assert encode((wide,), {}, t=[np.array([2**60 + 2**9, 2**60]).tobytes()]).x["t"].tolist() == [[512, 0]]
+    file = io.BytesIO()
+    Image.new("RGB", (2, 1), (255, 0, 51)).save(file, "PNG")
+    sizes = {"kind": "image", "height": 1, "width": 2, "channels": 3}
+    image = Field(name="i", dtype="bytes", encoding={**more, **sizes, "mean": [0.0]})
+    np.testing.assert_allclose(encode((image,), {}, i=[file.getvalue()]).x["i"][0, 0, 0], [4, 0, 0.8], rtol=1e-6)
+
+
 def test_what_is_ignored_is_not_fed() -> None:
     field = Field(name="when", dtype="string", nullable=True, encoding={"kind": "ignore"})
     assert list(encode((field, Field(name="f", dtype="float32")), {}, when=["x", None], f=[1, 2]).x) == ["f"]

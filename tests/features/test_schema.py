@@ -18,6 +18,7 @@ from features.signature import Signature, TensorSpec
 from storage.errors import ConfigError
 
 VOCABULARY = {"kind": "vocabulary", "file": "page.json", "max_size": 9, "min_count": 1, "oov_buckets": 1}
+NORMALISE = {"kind": "normalise", "mean": [0.5], "deviation": [1]}
 IMAGE = {"kind": "image", "height": 8, "width": 8, "channels": 3}
 HASH = {"kind": "hash", "buckets": 9, "seed": 42}
 
@@ -71,6 +72,12 @@ def test_json_form_and_back() -> None:
         ({"dtype": "bytes", "encoding": {**IMAGE, "channels": 2}}, "grey or colours"),
         ({"dtype": "bytes", "encoding": {**IMAGE, "fit": "tile"}}, "no such way"),
         ({"dtype": "string", "encoding": IMAGE}, "text is no image"),
+        ({"dtype": "bytes", "encoding": {**IMAGE, "mean": [0.5]}}, "no deviation"),
+        ({"dtype": "bytes", "encoding": {**IMAGE, "mean": [0.5, 1], "deviation": [1]}}, "two means, three channels"),
+        ({"dtype": "uint8", "shape": (2, 3), "encoding": {**NORMALISE, "deviation": [0]}}, "a division by zero"),
+        ({"dtype": "uint8", "shape": (2, 3), "encoding": {**NORMALISE, "mean": ["a"]}}, "no number"),
+        ({"dtype": "uint8", "shape": (2, 3), "encoding": HASH}, "a hash of tensors"),
+        ({"dtype": "float32", "encoding": NORMALISE}, "standardise does scalars"),
         ({"shape": (None,), "encoding": {"kind": "number"}}, "a list is no number"),
         ({"shape": (None,), "encoding": {"kind": "sequence", "length": 0}}, "a sequence of nothing"),
         ({"encoding": {"kind": "sequence", "length": 3}}, "a scalar is no sequence"),

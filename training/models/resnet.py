@@ -23,7 +23,8 @@ MOMENTUM = 0.9  # of the moving averages: two epochs of a small set are too few 
 def resnet(signature: Signature, options: ModelOptions, *, depth: int) -> keras.Model:
     """Three stages of `(depth - 2) / 6` blocks with 16, 32 and 64 filters, projections between stages.
 
-    One input (n, height, width, channels) of 0..255, any size and channels; label (n,) int64 in 0..num_classes-1.
+    One input (n, height, width, channels), any size and channels: whole numbers of 0..255, which are brought to 0..1,
+    or floats, which are taken as they are, since their schema normalises them; label (n,) int64 in 0..num_classes-1.
     Raises ConfigError for other signatures.
     """
     (name, image), *others = signature.features.items()
@@ -36,7 +37,7 @@ def resnet(signature: Signature, options: ModelOptions, *, depth: int) -> keras.
             next_step="Build the dataset with jobs.etl_images, or use another model.",
         )
     inputs = keras.Input(image.shape, dtype=image.dtype, name=name)
-    x = keras.layers.Rescaling(1.0 / 255.0)(inputs)
+    x = inputs if "float" in image.dtype else keras.layers.Rescaling(1.0 / 255.0)(inputs)
     x = _activated(_conv(x, 16, 1), options)
     for stage, filters in enumerate((16, 32, 64)):
         for block in range((depth - 2) // 6):
