@@ -161,6 +161,7 @@ class OpenSplit:
         reader = SplitReader(first.url, first.manifest, first.split, encoder)
         for part in parts[1:]:
             reader.add(part.url, part.manifest, part.split)
+        reader.split = split  # of all parts together, as the plan calls it
         return cls(manifest, encoder, reader)
 
 

@@ -12,7 +12,10 @@ from features.fitted import Vocabulary
 from storage.errors import ConfigError, CorruptionError, DataError
 from storage.manifest import DatasetManifest
 from tests.training._tiny import write_rows
-from training.reader import load_encoder
+from training.batches import RankFeed
+from training.plan import EpochPlan
+from training.reader import OpenSplit, load_encoder
+from training.world import World
 
 SCHEMA = load_schema("""
 fields = [{name = "w", dtype = "string", encoding = {kind = "vocabulary", max_size = 5}}]
@@ -20,13 +23,13 @@ fields = [{name = "w", dtype = "string", encoding = {kind = "vocabulary", max_si
 
 
 def write(url: Path, *files: str) -> DatasetManifest:
-    """A dataset of two folds with a vocabulary in each of `files`, one token longer each time."""
-    rows = pa.RecordBatch.from_pydict({"sample_id": range(4), "w": list("abab")}, schema=SCHEMA.arrow_schema())
+    """A dataset of three folds with a vocabulary in each of `files`, one token longer each time."""
+    rows = pa.RecordBatch.from_pydict({"sample_id": range(6), "w": list("ababab")}, schema=SCHEMA.arrow_schema())
     fitted = tuple(
         Vocabulary(name=name, tokens=("a", "b", "c")[: 1 + place], counts=(3, 2, 1)[: 1 + place], fitted_on=("x",))
         for place, name in enumerate(files)
     )
-    return write_rows(str(url), SCHEMA, rows, {"fold-0": 2, "fold-1": 2}, "tfrecord", 1, 8, 0, fitted)
+    return write_rows(str(url), SCHEMA, rows, {"fold-0": 2, "fold-1": 2, "fold-2": 2}, "tfrecord", 1, 8, 0, fitted)
 
 
 def test_each_held_out_fold_has_its_own_statistics(tmp_path: Path) -> None:
@@ -38,6 +41,15 @@ def test_each_held_out_fold_has_its_own_statistics(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="held out") as caught:
             load_encoder(str(tmp_path / "folds"), manifest, wrong)
         assert caught.value.allowed == "fold-0, fold-1"
+
+
+def test_folds_are_fed_with_the_statistics_of_their_own(tmp_path: Path) -> None:
+    """What a rank does: a plan over the folds that are not held out, a reader of them, and batches."""
+    write(tmp_path / "d", "w.fold-0", "w.fold-1", "w.fold-2")
+    opened = OpenSplit.at([str(tmp_path / "d")], "fold-0,fold-2", training=True)
+    plan = EpochPlan.for_dataset(opened.manifest, "fold-0,fold-2", seed=0, global_batch=2)
+    batch = RankFeed(plan, opened.reader, opened.encoder, World.local(0, 1)).batch(0)
+    assert batch.x["w"].shape == (2, 3), "fitted without fold-1: two tokens and one bucket"
 
 
 def test_a_dataset_without_folds_has_one_file(tmp_path: Path) -> None:
