@@ -28,7 +28,9 @@ LINE = rf'{_FRONT}"(?P<request>{QUOTED})" (?P<rest>.*)$'
 _REST = rf"^(?P<status>\d{{3}}|-) (?:\d+|-){MORE}$"
 # Old servers wrote quotes as they came; then the last quote before status and size ends the request.
 _LOOSE = rf'{_FRONT}"(?P<request>.*)" (?P<rest>(?:\d{{3}}|-) (?:\d+|-))$'
-_REQUEST = r"^(?P<method>[^ ]+) +(?P<target>.*?)(?: +HTTP/[0-9.]+)? *$"
+_PLAIN = r"^(?P<method>[^ ]+) (?P<page>[^ ?]+)(?:\?(?P<query>[^ ]*))? HTTP/[0-9.]+$"
+# What clients really sent: blanks anywhere, no protocol.
+_ODD = r"^(?P<method>[^ ]+) +(?P<target>.*?)(?: +HTTP/[0-9.]+)? *$"
 
 NOT_COMMON_LOG = "not_common_log"
 BAD_TIME = "bad_time"
@@ -83,8 +85,7 @@ def requests_of(front: pa.Array, rest: pa.Array, reasons: Reasons, no_such_log: 
     time, shaped, timely = seconds_of_stamps(part(front, "stamp"))
     reasons.add(~shaped, no_such_log)
     reasons.add(~timely, BAD_TIME)
-    method, target = request_parts(part(front, "request"))
-    page, query = target_parts(target)
+    method, page, query = asked(part(front, "request"))
     status = pc.fill_null(part(rest, "status"), "-")
     return Requests(
         visitor=part(front, "host"),
@@ -97,10 +98,17 @@ def requests_of(front: pa.Array, rest: pa.Array, reasons: Reasons, no_such_log: 
     )
 
 
-def request_parts(requests: pa.Array) -> tuple[pa.Array, pa.Array]:
-    """Methods and targets of request lines; both "" where there is no target, such as for `-`."""
-    parts = pc.extract_regex(requests, pattern=_REQUEST)
-    return pc.fill_null(part(parts, "method"), ""), pc.fill_null(part(parts, "target"), "")
+def asked(requests: pa.Array) -> tuple[pa.Array, pa.Array, pa.Array]:
+    """Methods, pages and queries of request lines; all "" where there is no target, such as for `-`."""
+    parts = pc.extract_regex(requests, pattern=_PLAIN)
+    odd = pc.is_null(parts)
+    rest = pc.extract_regex(requests.filter(odd), pattern=_ODD)
+    page, query = target_parts(part(rest, "target"))
+    found = {"method": part(rest, "method"), "page": page, "query": query}
+    method, page, query = (
+        pc.fill_null(pc.replace_with_mask(part(parts, name), odd, values), "") for name, values in found.items()
+    )
+    return method, page, query
 
 
 def target_parts(targets: pa.Array) -> tuple[pa.Array, pa.Array]:

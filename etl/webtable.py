@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from etl.clf import BAD_TIME, Requests, request_parts, target_parts
+from etl.clf import BAD_TIME, Requests, asked, target_parts
 from etl.reasons import Reasons, bad_value
 from etl.stamps import seconds_of_text
 from etl.table_lines import Column, Form, read_table
@@ -64,10 +64,9 @@ def read_requests(lines: pa.Array, form: Form, names: Sequence[str], drops: Reas
     time, timely = seconds_of_text(found["time"])
     reasons.add(there & ~timely, BAD_TIME)
     if "request" in found:
-        method, target = request_parts(found["request"])
+        method, page, query = asked(found["request"])
     else:
-        method, target = found["method"], found["target"]
-    page, query = target_parts(pc.fill_null(target, ""))
+        method, (page, query) = found["method"], target_parts(found["target"])
     return Requests(
         visitor=pc.fill_null(found["visitor"], ""),
         method=pc.fill_null(method, ""),
