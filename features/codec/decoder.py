@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from features.codec.arrays import array_of, bits_of, checked_text
 from features.codec.layout import BOOL, BOOL_LIST, BYTES, FIXED_LIST, INT, INT_LIST, TENSOR, Layout
 from features.example import BytesLike, decode_batch
 from features.schema import Field, Schema
@@ -112,8 +113,8 @@ class RecordDecoder:
             if rows * width > _MAX_OFFSET:
                 return None
             ends = np.arange(rows + 1, dtype=np.int32) * np.int32(width)
-            return _array(field.arrow_type, rows, None, ends, values)
-        return _array(field.arrow_type, rows, valid, _bits(values) if kind == BOOL else values)
+            return array_of(field.arrow_type, rows, None, ends, values)
+        return array_of(field.arrow_type, rows, valid, bits_of(values) if kind == BOOL else values)
 
     def _variable_column(
         self,
@@ -139,13 +140,13 @@ class RecordDecoder:
                 return None
             data = np.empty(total, dtype=np.uint8)
             kernel.gather(starts, sizes, offsets, data.ctypes.data)
-            return _checked(_array(field.arrow_type, rows, valid, offsets, data))
+            return checked_text(array_of(field.arrow_type, rows, valid, offsets, data))
         width, item = int(self._layout.widths[number]), field.arrow_type.value_type
         if kind in (INT_LIST, BOOL_LIST, FIXED_LIST):
             data = np.empty(total * {INT_LIST: 8, BOOL_LIST: 1}.get(kind, width), dtype=np.uint8)
             if not kernel.list_values(kind, width, starts, sizes, data.ctypes.data):
                 return None
-            items = _array(item, total, None, _bits(data) if kind == BOOL_LIST else data)
+            items = array_of(item, total, None, bits_of(data) if kind == BOOL_LIST else data)
         else:
             item_offsets = np.zeros(total + 1, dtype=np.int32)
             size = kernel.item_ends(starts, sizes, item_offsets)
@@ -153,31 +154,8 @@ class RecordDecoder:
                 return None
             data = np.empty(size, dtype=np.uint8)
             kernel.list_values(kind, width, starts, sizes, data.ctypes.data)
-            items = _checked(_array(item, total, None, item_offsets, data))
+            items = checked_text(array_of(item, total, None, item_offsets, data))
             if items is None:
                 return None
         lists = [None, pa.py_buffer(offsets)]
         return pa.Array.from_buffers(field.arrow_type, rows, lists, null_count=0, children=[items])
-
-
-def _array(kind: pa.DataType, rows: int, valid: NDArray[np.uint8] | None, *buffers: NDArray[Any]) -> pa.Array:
-    """An Arrow array of `rows` from its buffers; `valid` has a byte a row, 1 for a value."""
-    bits, nulls = None, 0
-    if valid is not None and (nulls := rows - int(np.count_nonzero(valid))):
-        bits = pa.py_buffer(_bits(valid))
-    return pa.Array.from_buffers(kind, rows, [bits, *(pa.py_buffer(each) for each in buffers)], null_count=nulls)
-
-
-def _bits(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Bytes of 0 and 1 as Arrow's bits."""
-    return np.packbits(values, bitorder="little")
-
-
-def _checked(column: pa.Array) -> pa.Array | None:
-    """The column, or None for text that is not UTF-8."""
-    if pa.types.is_string(column.type):
-        try:
-            column.validate(full=True)
-        except pa.ArrowInvalid:
-            return None
-    return column

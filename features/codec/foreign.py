@@ -1,30 +1,28 @@
-"""tf.Examples that others wrote: features in any order, some of them unknown, lists packed or not.
+"""tf.Examples that others wrote, to columns: features in any order, some of them unknown, lists packed or not.
 
-Our own shards hold exactly their schema's features in one form (features/codec/decoder.py); here whatever protobuf
-allows is read as protobuf reads it: the last entry of a name counts, unknown fields are skipped, parts of one list are
-joined.
+Our own shards hold exactly their schema's features in one form (features/codec/decoder.py).
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
+from features.codec import foreign_plain
+from features.codec.arrays import array_of, bits_of, checked_text
+from features.codec.foreign_plain import infer_schema
 from features.example import BytesLike, tensor_bytes
 from features.schema import Field
-from storage.errors import DataError
+from storage.tfrecord import FOOTER_BYTES, HEADER_BYTES
 
-_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
-_BYTES, _FLOAT, _INT64 = 1, 2, 3  # the numbers of Feature's lists
-_LIST_NAMES = {_BYTES: "bytes_list", _FLOAT: "float_list", _INT64: "int64_list"}
-_LIST_OF = {"int64": _INT64, "bool": _INT64, "float32": _FLOAT}
-_MASK = (1 << 64) - 1
-_VARINT_MAX_BYTES = 10
+__all__ = ["decode_foreign", "decode_foreign_frames", "infer_schema"]
 
-_Feature = tuple[int, list[Any]]  # the list's number and its values
+_MAX_OFFSET = (1 << 31) - 1
+_Places = NDArray[np.int64]
 
 
 def decode_foreign(fields: Iterable[Field], records: Sequence[BytesLike]) -> pa.RecordBatch:
@@ -36,179 +34,96 @@ def decode_foreign(fields: Iterable[Field], records: Sequence[BytesLike]) -> pa.
     are no Example.
     """
     asked = tuple(fields)
-    names = {field.name.encode() for field in asked}
-    parsed = [_parse(bytes(record), number, names) for number, record in enumerate(records)]
+    data = np.frombuffer(b"".join(records), dtype=np.uint8)
+    ends = np.cumsum(np.array([len(record) for record in records], dtype=np.int64))
+    starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)[: len(ends)]
+    found = _fast(asked, data, starts, ends)
+    return foreign_plain.decode_foreign(asked, records) if found is None else found
+
+
+def decode_foreign_frames(
+    fields: Iterable[Field], data: NDArray[np.uint8], offsets: NDArray[np.int64]
+) -> pa.RecordBatch:
+    """The same for framed records whose checksums are known to be right: `offsets` (n + 1,) from record_offsets."""
+    asked = tuple(fields)
+    starts, ends = offsets[:-1] + HEADER_BYTES, offsets[1:] - FOOTER_BYTES
+    found = _fast(asked, data, starts, ends)
+    if found is not None:
+        return found
+    records = [data[start:end].tobytes() for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+    return foreign_plain.decode_foreign(asked, records)
+
+
+def _fast(asked: tuple[Field, ...], data: NDArray[np.uint8], starts: _Places, ends: _Places) -> pa.RecordBatch | None:
+    """The records by the kernels; None where the plain reader has to look at them."""
+    from features.codec import foreign_kernel as kernel
+
+    names = [field.name.encode() for field in asked]
+    name_ends = np.concatenate([[0], np.cumsum([len(name) for name in names], dtype=np.int64)]).astype(np.int64)
+    kinds = np.array([foreign_plain.list_of(field) for field in asked], dtype=np.int64)
+    found = np.empty((len(asked), len(starts), 2), dtype=np.int64)
+    base = data.ctypes.data
+    raw_names = np.frombuffer(b"".join(names), dtype=np.uint8)
+    if not kernel.split(starts + base, ends + base, raw_names, name_ends, kinds, found):
+        return None
     columns = []
-    for field in asked:
-        name = field.name.encode()
-        values = [_value(field, found.get(name), number) for number, found in enumerate(parsed)]
-        columns.append(pa.array(values, type=field.arrow_type))
+    for field, kind, places in zip(asked, kinds.tolist(), found, strict=True):
+        column = _column(field, kind, places)
+        if column is None:
+            return None
+        columns.append(column)
     schema = pa.schema([pa.field(field.name, field.arrow_type, nullable=field.nullable) for field in asked])
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
-def infer_schema(records: Iterable[BytesLike]) -> list[tuple[str, str, bool]]:
-    """What features a sample of Examples has: (name, dtype, is_list) in byte order of the names.
+def _column(field: Field, kind: int, places: _Places) -> pa.Array | None:
+    from features.codec import foreign_kernel as kernel
 
-    dtype is `int64`, `float32`, `string` where every value is UTF-8 without control characters but tab and line ends,
-    else `bytes`. A feature is a list where any record of the sample holds another number of values than one. Raises
-    DataError for a feature that is of one type here and another there, and for bytes that are no Example.
-    """
-    kinds: dict[bytes, int] = {}
-    lists: set[bytes] = set()
-    binary: set[bytes] = set()
-    for number, record in enumerate(records):
-        for name, (kind, values) in _parse(bytes(record), number, None).items():
-            if kinds.setdefault(name, kind) != kind:
-                shown = name.decode(errors="replace")
-                raise _bad(number, shown, _LIST_NAMES[kind], f"{_LIST_NAMES[kinds[name]]} as in the records before")
-            if len(values) != 1:
-                lists.add(name)
-            if kind == _BYTES and name not in binary and not all(map(_is_text, values)):
-                binary.add(name)
-    found = []
-    for name in sorted(kinds):
-        dtype = {_FLOAT: "float32", _INT64: "int64", _BYTES: "bytes" if name in binary else "string"}[kinds[name]]
-        found.append((_name(name), dtype, name in lists))
-    return found
-
-
-def _is_text(value: bytes) -> bool:
-    try:
-        text = value.decode()
-    except UnicodeDecodeError:
-        return False
-    return all(character >= " " or character in "\t\r\n" for character in text)
-
-
-def _name(name: bytes) -> str:
-    try:
-        return name.decode()
-    except UnicodeDecodeError:
-        raise _bad(None, repr(name), "a feature's name that is not UTF-8", "UTF-8") from None
-
-
-def _value(field: Field, feature: _Feature | None, number: int) -> Any:
-    values: list[Any] = []
-    if feature is not None:
-        kind, values = feature
-        wanted = _BYTES if field.is_tensor else _LIST_OF.get(field.dtype, _BYTES)
-        if kind != wanted:
-            raise _bad(number, field.name, _LIST_NAMES[kind], f"{_LIST_NAMES[wanted]} for {field.dtype}")
-        values = [_converted(field, value, number) for value in values]
-    if field.is_list:
-        return values
-    if not values and field.nullable:
+    counts = np.empty(len(places), dtype=np.int64)
+    if not kernel.counts(kind, places, counts):
         return None
-    if len(values) != 1:
-        raise _bad(number, field.name, f"{len(values)} values", "exactly 1" + (" or none" if field.nullable else ""))
-    return values[0]
+    if not field.is_list and not (counts == 1).all() and not (field.nullable and (counts <= 1).all()):
+        return None
+    total = int(counts.sum())
+    values: NDArray[Any] = np.empty((total, 2) if kind == kernel.BYTES else total, dtype=np.int64)
+    if kind == kernel.FLOATS:
+        values = np.empty(total, dtype=np.float32)
+    kernel.values(kind, places, counts, values.ctypes.data)
+    item = field.arrow_type.value_type if field.is_list else field.arrow_type
+    items = _bytes(field, item, values) if kind == kernel.BYTES else _numbers(field, item, values)
+    if items is None or total > _MAX_OFFSET:
+        return None
+    if field.is_list:
+        offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        return pa.Array.from_buffers(
+            field.arrow_type, len(counts), [None, pa.py_buffer(offsets)], null_count=0, children=[items]
+        )
+    if total == len(counts):
+        return items
+    rows = np.cumsum(counts) - 1  # of each row, which value is its own
+    return items.take(pa.array(rows, mask=counts == 0))
 
 
-def _converted(field: Field, value: Any, number: int) -> Any:
-    if field.is_tensor:
-        if len(value) != tensor_bytes(field):
-            allowed = f"{tensor_bytes(field)} bytes: shape {field.shape} of {field.dtype}"
-            raise _bad(number, field.name, f"{len(value)} bytes", allowed)
-    elif field.dtype == "string":
-        try:
-            return value.decode()
-        except UnicodeDecodeError:
-            raise _bad(number, field.name, f"{value[:40]!r}", "UTF-8; declare the field as bytes") from None
-    elif field.dtype == "float64":
-        if len(value) != 8:
-            raise _bad(number, field.name, f"{len(value)} bytes", "8 little-endian bytes for float64")
-        return struct.unpack("<d", value)[0]
-    elif field.dtype == "bool":
-        if value not in (0, 1):
-            raise _bad(number, field.name, str(value), "0 or 1 for bool")
-        return bool(value)
-    return value
+def _numbers(field: Field, item: pa.DataType, values: NDArray[Any]) -> pa.Array | None:
+    if field.dtype != "bool":
+        return array_of(item, len(values), None, values)
+    if not ((values == 0) | (values == 1)).all():
+        return None
+    return array_of(item, len(values), None, bits_of(values.astype(np.uint8)))
 
 
-def _parse(record: bytes, number: int, names: set[bytes] | None) -> dict[bytes, _Feature]:
-    """The features of an Example that are in `names` (all where None) and have a list at all."""
-    found: dict[bytes, _Feature] = {}
-    try:
-        for tag, wire, start, end in _fields(record, 0, len(record)):
-            if tag == 1 and wire == _LENGTH:
-                for entry_tag, entry_wire, at, stop in _fields(record, start, end):
-                    if entry_tag == 1 and entry_wire == _LENGTH:
-                        _entry(record, at, stop, names, found)
-    except (IndexError, struct.error):
-        raise _bad(number, None, "bytes in another form", "a serialised tf.train.Example") from None
-    return found
+def _bytes(field: Field, item: pa.DataType, values: NDArray[np.int64]) -> pa.Array | None:
+    """Items of bytes from where they are and how long, (m, 2) int64."""
+    from features.codec import decode_kernel
 
-
-def _entry(record: bytes, start: int, end: int, names: set[bytes] | None, found: dict[bytes, _Feature]) -> None:
-    """One entry of the map into `found`; an entry without a list hides an earlier one of its name."""
-    name, feature = b"", None
-    for tag, wire, at, stop in _fields(record, start, end):
-        if tag == 1 and wire == _LENGTH:
-            name = record[at:stop]
-        elif tag == 2 and wire == _LENGTH:
-            for kind, kind_wire, list_start, list_end in _fields(record, at, stop):
-                if kind in _LIST_NAMES and kind_wire == _LENGTH:
-                    before: list[Any] = feature[1] if feature is not None and feature[0] == kind else []
-                    feature = (kind, before + _values(record, kind, list_start, list_end))
-    if names is None or name in names:
-        found.pop(name, None)
-        if feature is not None:
-            found[name] = feature
-
-
-def _values(record: bytes, kind: int, start: int, end: int) -> list[Any]:
-    values: list[Any] = []
-    for tag, wire, at, stop in _fields(record, start, end):
-        if tag != 1:
-            continue
-        if kind == _BYTES and wire == _LENGTH:
-            values.append(record[at:stop])
-        elif kind == _FLOAT and wire in (_LENGTH, _FIXED32):
-            values.extend(struct.unpack(f"<{(stop - at) // 4}f", record[at:stop]))
-        elif kind == _INT64 and wire in (_LENGTH, _VARINT):
-            while at < stop:
-                value, at = _varint(record, at, stop)
-                values.append(value - (1 << 64) if value >> 63 else value)
-    return values
-
-
-def _fields(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """The fields of a message: number, wire type, where its payload starts and ends. IndexError for another form."""
-    at = start
-    while at < end:
-        key, at = _varint(data, at, end)
-        wire, stop = key & 7, at
-        if wire == _VARINT:
-            _, stop = _varint(data, at, end)
-        elif wire == _LENGTH:
-            size, at = _varint(data, at, end)
-            stop = at + size
-        elif wire in (_FIXED32, _FIXED64):
-            stop = at + (4 if wire == _FIXED32 else 8)
-        else:  # groups, which proto3 has not, and types that do not exist
-            raise IndexError("an unknown wire type")
-        if stop > end or key >> 3 == 0:
-            raise IndexError("a field leaves its message")
-        yield key >> 3, wire, at, stop
-        at = stop
-
-
-def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
-    value = 0
-    for index in range(min(_VARINT_MAX_BYTES, end - at)):
-        byte = data[at + index]
-        value |= (byte & 127) << (7 * index)
-        if byte < 128:
-            return value & _MASK, at + index + 1
-    raise IndexError("a varint without an end")
-
-
-def _bad(number: int | None, name: str | None, got: str, allowed: str) -> DataError:
-    place = ("" if number is None else f"record {number} of the batch") + ("" if name is None else f", field `{name}`")
-    return DataError(
-        f"{place.removeprefix(', ')} cannot be read as declared",
-        got=got,
-        allowed=allowed,
-        next_step="Declare the schema as the records are, or leave the field out.",
-    )
+    places, sizes = np.ascontiguousarray(values.T)  # (m, 2) -> two (m,)
+    wanted = tensor_bytes(field) if field.is_tensor else 8 if field.dtype in ("float64", "uint64") else None
+    total = int(sizes.sum())
+    if (wanted is not None and not (sizes == wanted).all()) or total > _MAX_OFFSET:
+        return None
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    data = np.empty(total, dtype=np.uint8)
+    decode_kernel.gather(places, sizes, offsets, data.ctypes.data)
+    if not field.is_tensor and wanted is not None:
+        return array_of(item, len(sizes), None, data)
+    return checked_text(array_of(item, len(sizes), None, offsets, data))

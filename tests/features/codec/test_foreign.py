@@ -9,10 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from features.codec.foreign import decode_foreign, infer_schema
+from features.codec import foreign_plain
+from features.codec.encoder import RecordEncoder
+from features.codec.foreign import decode_foreign, decode_foreign_frames, infer_schema
 from features.example import encode_batch
-from features.schema import Field
+from features.schema import Field, Schema
 from storage.errors import DataError
+from tests.features.codec.test_encoder import tables
 from tests.features.test_example import ROWS, SCHEMA
 
 
@@ -40,6 +43,47 @@ def test_our_own_records_read_the_same(rows: list[dict[str, Any]]) -> None:
     batch = pa.RecordBatch.from_pylist(rows, schema=SCHEMA.arrow_schema())
     found = decode_foreign(SCHEMA, encode_batch(SCHEMA, batch))
     assert found.schema.equals(SCHEMA.arrow_schema()) and found.to_pylist() == rows
+
+
+@given(tables())
+@settings(max_examples=60, deadline=None)
+def test_the_kernel_reads_as_the_plain_reader(table: tuple[Schema, pa.RecordBatch]) -> None:
+    schema, batch = table
+    data, offsets = RecordEncoder(schema).encode(batch)
+    found = decode_foreign_frames(schema, data, offsets)
+    found.validate(full=True)
+    plain = foreign_plain.decode_foreign(schema, encode_batch(schema, batch))
+    assert found.schema.equals(plain.schema) and repr(found.to_pylist()) == repr(plain.to_pylist())
+
+
+# A list in two forms, its name twice, unknown fields around it; cut or changed in one byte.
+MIXED = b"\x10\x05" + item(
+    1,
+    entry("x", item(1, item(1, b"abc")))
+    + entry("i", item(3, b"\x08\x01" + item(1, b"\x02\xac\x02")))
+    + entry("f", item(2, b"\x0d\0\0\x80\x3f" + item(1, b"\0\0\0\x40")))
+    + b"\x18\x07"
+    + entry("i", item(3, item(1, b"\x7f"))),
+)
+MIXED_FIELDS = [
+    Field(name="i", dtype="int64", nullable=True),
+    Field(name="f", dtype="float32", shape=(None,)),
+    Field(name="x", dtype="string", nullable=True),
+]
+
+
+@given(st.integers(0, len(MIXED) - 1), st.integers(0, 255), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_changed_examples_are_read_or_refused_as_by_the_plain_reader(at: int, byte: int, cut: bool) -> None:
+    changed = MIXED[:at] if cut else MIXED[:at] + bytes([byte]) + MIXED[at + 1 :]
+    try:
+        expected = foreign_plain.decode_foreign(MIXED_FIELDS, [MIXED, changed])
+    except DataError as error:
+        with pytest.raises(DataError) as caught:
+            decode_foreign(MIXED_FIELDS, [MIXED, changed])
+        assert str(caught.value) == str(error)
+    else:
+        assert repr(decode_foreign(MIXED_FIELDS, [MIXED, changed]).to_pylist()) == repr(expected.to_pylist())
 
 
 @pytest.mark.parametrize(
