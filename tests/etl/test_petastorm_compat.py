@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,7 +30,7 @@ enable()
 
 from petastorm import TransformSpec, make_batch_reader, make_reader  # noqa: E402
 from petastorm.predicates import in_lambda, in_set  # noqa: E402
-from petastorm.workers_pool.thread_pool import ThreadPool  # noqa: E402
+from petastorm.workers_pool.ventilator import ConcurrentVentilator  # noqa: E402
 
 RECORDS = {"train": 20, "test": 12}
 SCHEMA = Schema(
@@ -206,19 +209,45 @@ def test_plain_parquet_is_read_row_by_row(dataset: Any, table: dict[int, Any]) -
     }
 
 
+@pytest.mark.parametrize(
+    ("pool", "question"),
+    [("thread", 1), pytest.param("process", 2, marks=pytest.mark.slow)],  # the process pool asks once for its log
+)
 def test_work_handed_out_while_the_pool_looks_idle_is_not_lost(
+    dataset: Any, table: dict[int, Any], monkeypatch: pytest.MonkeyPatch, pool: str, question: int
+) -> None:
+    hand_out, completed = ConcurrentVentilator._ventilate, ConcurrentVentilator.completed
+    asked, questions = threading.Event(), itertools.count(1)
+
+    def late(ventilator: Any) -> None:
+        asked.wait()
+        hand_out(ventilator)
+
+    def all_at_once(ventilator: Any) -> bool:
+        if threading.current_thread() is threading.main_thread() and next(questions) >= question:
+            asked.set()
+            ventilator._ventilation_thread.join()
+        return bool(completed(ventilator))
+
+    monkeypatch.setattr(ConcurrentVentilator, "_ventilate", late)
+    monkeypatch.setattr(ConcurrentVentilator, "completed", all_at_once)
+    with make_batch_reader(f"file://{dataset[0]}/split=train", reader_pool_type=pool, workers_count=3) as reader:
+        assert by_id(reader) == table
+
+
+def test_threads_give_one_order_however_late_work_comes(
     dataset: Any, table: dict[int, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    idle: Callable[[Any], bool] = ThreadPool.all_workers_done
+    hand_out = ConcurrentVentilator._ventilate
+    for wait_s in (0.01, 0.02, 0.03, 0.05):
 
-    def slow_look(pool: Any) -> bool:
-        found = idle(pool)
-        pool._ventilator._ventilation_thread.join()  # all of it is handed out between the pool's two questions
-        return found
+        def late(ventilator: Any, wait_s: float = wait_s) -> None:
+            time.sleep(wait_s)
+            hand_out(ventilator)
 
-    monkeypatch.setattr(ThreadPool, "all_workers_done", slow_look)
-    with make_batch_reader(f"file://{dataset[0]}/split=train", workers_count=9) as reader:
-        assert by_id(reader) == table
+        monkeypatch.setattr(ConcurrentVentilator, "_ventilate", late)
+        with make_batch_reader(f"file://{dataset[0]}/split=train", shuffle_row_groups=False, workers_count=3) as reader:
+            assert list(by_id(reader)) == list(table)
 
 
 # --- the dataset as pieces -------------------------------------------------------------------------------------------
