@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 
 from features.codec.decoder import RecordDecoder
 from features.codec.foreign import decode_foreign
+from features.foreign_order import Order
 from features.foreign_schema import foreign_schema
 from features.schema import Field, Schema
 from storage.errors import CorruptionError, DataError
 from storage.fs import FileSystem
 from storage.manifest import ShardInfo
-from storage.tfrecord import parse_records
+from storage.tfrecord import parse_records, record_offsets
 
 PIECE_BYTES = 4 << 20  # what is decoded at once: large enough for Arrow, small enough for a cache
 
@@ -78,23 +79,33 @@ def strict(schema: Schema, columns: Sequence[str] | None = None) -> Decode:
 
 
 class Lenient:
-    """Decode any Examples into a column for each of `fields`; those that have our form and no other feature, fast."""
+    """Decode any Examples into a column for each of `fields`.
+
+    Those of our form go to the compiled decoder as they are, those that differ in the order of their features or have
+    some that nobody asked for after a compiled rewriting, all others to one in Python.
+    """
 
     def __init__(self, fields: Sequence[Field]) -> None:
-        self._fields = fields
-        self._fast: RecordDecoder | None = RecordDecoder(foreign_schema(fields))
+        schema = foreign_schema(fields)
+        self._fields, self._decoder, self._order = fields, RecordDecoder(schema), Order.of(schema.in_byte_order)
+        self._ours = True
 
     def __call__(self, data: Buffer, file: str, first_record: int, base_offset: int) -> pa.RecordBatch:
         """The columns of some framed records."""
-        if self._fast is not None:
+        if self._ours:
             try:
-                return self._fast.decode(data, file=file, first_record=first_record, base_offset=base_offset)
+                return self._decoder.decode(data, file=file, first_record=first_record, base_offset=base_offset)
             except CorruptionError:
                 raise
             except DataError:
-                self._fast = None  # of another form, and so are those after them
-        view = data if isinstance(data, bytes) else data.data
-        records = parse_records(view, file=file, first_record=first_record, base_offset=base_offset)
+                self._ours = False  # and so, most likely, are those after them
+        framed = np.frombuffer(data, dtype=np.uint8)
+        offsets = record_offsets(framed, file=file, first_record=first_record, base_offset=base_offset)
+        rewritten = self._order.rewritten(framed, offsets)
+        if rewritten is not None:
+            with suppress(DataError):  # what is wrong, if anything, is said of the records as they are
+                return self._decoder.decode(rewritten, file=file)
+        records = parse_records(framed.data, file=file, first_record=first_record, base_offset=base_offset)
         with _placed(file, first_record):
             return decode_foreign(self._fields, records)
 

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from features.example import encode_batch
+from features.foreign_order import Order
+from features.foreign_schema import foreign_field, foreign_schema
+from features.shard_ranges import Lenient
+from storage.errors import DataError
+from storage.tfrecord import frame, record_offsets
+
+FIELDS = [
+    foreign_field("b", "int64", False),
+    foreign_field("a", "string", False),
+    foreign_field("aa", "float32", True),
+    foreign_field("ä", "bytes", True),
+    foreign_field("z", "int64", True),
+]
+
+
+def varint(value: int) -> bytes:
+    return bytes([value]) if value < 128 else bytes([value & 127 | 128]) + varint(value >> 7)
+
+
+def message(tag: int, body: bytes) -> bytes:
+    return bytes([tag]) + varint(len(body)) + body
+
+
+def entry(name: str, feature: bytes) -> bytes:
+    return message(0x0A, message(0x0A, name.encode()) + message(0x12, feature))
+
+
+FEATURES = st.one_of(
+    st.lists(st.integers(0, 2**64 - 1), max_size=3).map(
+        lambda values: message(0x1A, message(0x0A, b"".join(map(varint, values))) if values else b"")
+    ),
+    st.lists(st.integers(0, 300), max_size=3).map(  # not packed
+        lambda values: message(0x1A, b"".join(b"\x08" + varint(value) for value in values))
+    ),
+    st.lists(st.binary(min_size=4, max_size=4), max_size=3).map(
+        lambda values: message(0x12, message(0x0A, b"".join(values)) if values else b"")
+    ),
+    st.lists(st.one_of(st.binary(max_size=200), st.text(max_size=3).map(str.encode)), max_size=3).map(
+        lambda values: message(0x0A, b"".join(message(0x0A, value) for value in values))
+    ),
+    st.sampled_from([b"", b"\x22\x00", b"\x1a\x02\x0a\x00"]),  # no list, an unknown one, an empty packed one
+)
+NAMES = st.sampled_from(["b", "a", "aa", "ä", "z", "other", ""])
+ENTRIES = st.lists(st.tuples(NAMES, FEATURES).map(lambda pair: entry(*pair)), max_size=8)
+RECORDS = st.one_of(ENTRIES.map(lambda entries: message(0x0A, b"".join(entries))), st.binary(max_size=20))
+
+
+def outcome(lenient: Lenient, data: bytes) -> tuple[Any, str]:
+    try:
+        return lenient(data, "f", 0, 0).to_pylist(), ""
+    except DataError as error:
+        return None, str(error)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(RECORDS, min_size=1, max_size=4), st.integers(1, 31))
+def test_compiled_and_plain_reading_agree_in_values_and_errors(records: list[bytes], asked: int) -> None:
+    fields = [field for number, field in enumerate(FIELDS) if asked >> number & 1]
+    data = b"".join(map(frame, records))
+    plain = Lenient(fields)
+    plain._ours = False
+    plain._order = SimpleNamespace(rewritten=lambda data, offsets: None)  # type: ignore[assignment]
+    found, wanted = outcome(Lenient(fields), data), outcome(plain, data)
+    # NaN is not equal to itself
+    assert repr(found) == repr(wanted)
+
+
+def test_another_order_and_unknown_features_are_read_without_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("features.shard_ranges.decode_foreign", None)
+    shuffler = random.Random(1)
+    records = []
+    for number in range(300):
+        parts = [entry("other", b"\x0a\x03\x0a\x01x"), entry("aa", message(0x12, message(0x0A, bytes(4))))]
+        parts += [] if number % 3 == 0 else [entry("b", message(0x1A, message(0x0A, varint(number))))]
+        shuffler.shuffle(parts)
+        records.append(message(0x0A, b"".join(parts)))
+    batch = Lenient(FIELDS[:4])(b"".join(map(frame, records)), "f", 0, 0)
+    assert batch.column("b").to_pylist() == [None if number % 3 == 0 else number for number in range(300)]
+    assert batch.column("aa").to_pylist() == [[0.0]] * 300 and batch.column("ä").to_pylist() == [[]] * 300
+
+
+def test_rewritten_records_are_those_of_the_encoder() -> None:
+    schema = foreign_schema(FIELDS)
+    rows = [
+        {"b": 5, "a": "x" * 200, "aa": [], "ä": [b"", b"y"], "z": [1 << 62]},
+        {"b": None, "a": None, "aa": [1.0], "ä": [], "z": []},
+    ]
+    ours = encode_batch(schema, pa.RecordBatch.from_pylist(rows, schema=schema.arrow_schema()))
+    data = np.frombuffer(b"".join(map(frame, ours)), dtype=np.uint8)
+    again = Order.of(schema.in_byte_order).rewritten(data, record_offsets(data, file="f"))
+    assert again is not None and again.tobytes() == data.tobytes()
