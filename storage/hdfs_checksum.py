@@ -20,6 +20,7 @@ _ALGORITHM = re.compile(r"MD5-of-(\d+)MD5-of-(\d+)CRC32C")
 _HEADER = struct.Struct(">iq")  # bytes of a CRC, CRCs of an HDFS block (0 where the file has one block only)
 _READ_BYTES = 1 << 22
 _LEAST_BUFFER = 32
+_ONE_BLOCK = 1 << 62
 
 
 def same_as(stored: StoredChecksum, file: BinaryIO) -> bool | None:
@@ -29,16 +30,19 @@ def same_as(stored: StoredChecksum, file: BinaryIO) -> bool | None:
     found = _ALGORITHM.fullmatch(stored.algorithm)
     if found is None or len(stored.value) != _HEADER.size + 16:
         return None
-    bytes_per_crc, _ = _HEADER.unpack_from(stored.value)
-    if bytes_per_crc <= 0 or stored.block_bytes <= 0 or stored.block_bytes % bytes_per_crc:
+    bytes_per_crc, crcs_per_block = _HEADER.unpack_from(stored.value)
+    if not 0 < bytes_per_crc <= _READ_BYTES or crcs_per_block < 0:
         return None
-    return file_checksum(file, stored.block_bytes, bytes_per_crc) == stored.value[_HEADER.size :]
+    return file_checksum(file, bytes_per_crc, crcs_per_block) == stored.value[_HEADER.size :]
 
 
-def file_checksum(file: BinaryIO, block_bytes: int, bytes_per_crc: int) -> bytes:
-    """The 16 bytes of HDFS's MD5 of MD5s of CRC-32Cs; memory does not depend on the file's size."""
-    # Whole CRCs a piece and whole pieces a block, so that only the file's end cuts either.
-    piece_bytes = max(bytes_per_crc, min(block_bytes, _READ_BYTES) // bytes_per_crc * bytes_per_crc)
+def file_checksum(file: BinaryIO, bytes_per_crc: int, crcs_per_block: int) -> bytes:
+    """The 16 bytes of HDFS's MD5 of MD5s of CRC-32Cs; `crcs_per_block` is 0 for a file of one HDFS block. Memory does
+    not depend on the file's size.
+    """
+    # Whole CRCs a piece and a block, so that only the file's end cuts one.
+    piece_bytes = _READ_BYTES // bytes_per_crc * bytes_per_crc
+    block_bytes = crcs_per_block * bytes_per_crc or _ONE_BLOCK
     md5s, block, left = b"", hashlib.md5(), block_bytes
     while data := file.read(min(piece_bytes, left)):
         starts = range(0, len(data), bytes_per_crc)

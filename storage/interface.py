@@ -46,11 +46,10 @@ class Promises:
 
 @dataclass(frozen=True, slots=True)
 class StoredChecksum:
-    """A checksum that a storage keeps of a file: the name of its algorithm, its bytes, the size of an HDFS block."""
+    """A checksum that a storage keeps of a file: the name of its algorithm, and its bytes."""
 
     algorithm: str
     value: bytes
-    block_bytes: int
 
 
 # Inside FileSystem the name `list` is a method.

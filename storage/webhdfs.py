@@ -148,14 +148,10 @@ class WebHdfsFileSystem(FileSystem):
     def stored_checksum(self, url: str) -> StoredChecksum | None:
         path = path_of(url)
 
-        def ask(client: Any) -> StoredChecksum | None:
-            status = client._get_file_status(path).json()["FileStatus"]
-            if not status["length"]:
-                return None  # nothing to compare but the length
+        def ask(client: Any) -> StoredChecksum:
             answer = checked(client._request("GET", url=location(client._locate_checksum(path))))
             told = answer.json()["FileChecksum"]
-            value = bytes.fromhex(told["bytes"])[: int(told["length"])]
-            return StoredChecksum(str(told["algorithm"]), value, int(status["blockSize"]))
+            return StoredChecksum(str(told["algorithm"]), bytes.fromhex(told["bytes"])[: int(told["length"])])
 
         return self.calls.call_data(ask, "digest", url)
 

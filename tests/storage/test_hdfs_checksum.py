@@ -27,7 +27,7 @@ TOLD = [
 
 @pytest.mark.parametrize(("size", "algorithm", "value"), TOLD)
 def test_equal_and_changed_content(size: int, algorithm: str, value: str) -> None:
-    stored = StoredChecksum(algorithm, bytes.fromhex(value), 1024)
+    stored = StoredChecksum(algorithm, bytes.fromhex(value))
     data = bytearray(content(size))
     assert same_as(stored, io.BytesIO(data)) is True
     data[size // 2] ^= 1
@@ -37,16 +37,17 @@ def test_equal_and_changed_content(size: int, algorithm: str, value: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "value", "block_bytes"),
+    ("algorithm", "value"),
     [
-        ("COMPOSITE-CRC32C", "00000000", 1024),  # what a cluster may be set to instead
-        ("MD5-of-0MD5-of-512CRC32", TOLD[0][2], 1024),  # the older CRC
-        ("MD5-of-0MD5-of-512CRC32C", TOLD[0][2][:-2], 1024),  # cut off
-        ("MD5-of-0MD5-of-512CRC32C", "00000000" + TOLD[0][2][8:], 1024),  # no bytes a CRC
-        ("MD5-of-0MD5-of-512CRC32C", TOLD[0][2], 0),
-        ("MD5-of-0MD5-of-512CRC32C", TOLD[0][2], 1000),  # CRCs across the ends of blocks
+        ("COMPOSITE-CRC32C", "00000000"),  # what a cluster may be set to instead
+        ("MD5-of-0MD5-of-0CRC32", "00000000000000000000000070bc8f4b72a86921468bf8e8441dce51"),  # an empty file
+        ("MD5-of-0MD5-of-512CRC32", TOLD[0][2]),  # the older CRC
+        ("MD5-of-0MD5-of-512CRC32C", TOLD[0][2][:-2]),  # cut off
+        ("MD5-of-0MD5-of-512CRC32C", "00000000" + TOLD[0][2][8:]),  # no bytes a CRC
+        ("MD5-of-0MD5-of-512CRC32C", "7fffffff" + TOLD[0][2][8:]),  # more than is held in memory
+        ("MD5-of-0MD5-of-512CRC32C", TOLD[0][2][:8] + "ffffffffffffffff" + TOLD[0][2][24:]),
     ],
 )
-def test_another_algorithm_is_not_judged(algorithm: str, value: str, block_bytes: int) -> None:
-    stored = StoredChecksum(algorithm, bytes.fromhex(value), block_bytes)
+def test_another_algorithm_is_not_judged(algorithm: str, value: str) -> None:
+    stored = StoredChecksum(algorithm, bytes.fromhex(value))
     assert same_as(stored, io.BytesIO(content(1))) is None
