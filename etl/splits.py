@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from etl import columns as c
-from features.sample_id import unit_hash
+from features.sample_id import unit_hash, unit_hashes
 from storage.errors import ConfigError, DataError
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
@@ -123,12 +123,6 @@ def boundaries(weights: tuple[int, ...]) -> NDArray[np.uint64]:
         below += weight
         ends.append(-(-(below << 64) // total))
     return np.array(ends, dtype=np.uint64)
-
-
-def unit_hashes(ids: NDArray[np.int64], seed: int) -> NDArray[np.uint64]:
-    """unit_hash of each sample id as 8 little-endian bytes: (n,) int64 -> (n,) uint64."""
-    raw = ids.astype("<i8", copy=False).tobytes()
-    return np.array([unit_hash(raw[at : at + 8], seed) for at in range(0, len(raw), 8)], dtype=np.uint64)
 
 
 def texts_of(name: str, column: pa.Array) -> pa.StringArray:

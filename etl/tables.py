@@ -8,7 +8,7 @@ from etl.spark_errors import translated
 from etl.table import infer_schema
 from etl.table_config import TableConfig
 from etl.watch import watched
-from etl.write import Origin, refuse_existing, write_dataset
+from etl.write import Origin, check_output, write_dataset
 from features.declare import load_schema
 from features.schema import Schema
 from storage.errors import ConfigError, NotFoundError
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def check(config: TableConfig) -> Schema | None:
     """What can be checked before Spark starts: the output is free, the schema's file is one. Returns the schema."""
-    refuse_existing(config.output)
+    check_output(config)
     return None if config.schema is None else load_schema(config.schema)
 
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from etl import VERSION
 from etl import columns as c
 from etl.append import Parent, check_new_ids, open_parent
 from etl.assign import Assign
+from etl.beside import Origin, place_quarantine, write_fitted
 from etl.clean import clean as clean_beside
 from etl.config import DEFAULT_SHARD_BYTES, WriteConfig
 from etl.fit import fit_all
 from etl.leakage import check_leakage, leak_key
-from etl.place import move, plan_shards, sizes_of, write_shards
-from etl.quarantine import write_quarantine
+from etl.output import NOT_KEPT, check_output, refuse_existing
+from etl.place import plan_shards, sizes_of, write_shards
 from etl.sampling import Sampling, weight_field
 from etl.settle import settle
 from etl.shards import WriteShards
@@ -26,32 +27,19 @@ from etl.staging import Staging
 from etl.table import named_repeats, prepared
 from etl.weighing import class_weights
 from features.schema import Schema
-from storage.canonical import canonical_bytes, sha256_hex
-from storage.errors import ConfigError, DataError, ExistsError
-from storage.fs import absolute, filesystem, join, parent
-from storage.layout import DatasetPaths, fitted_path, split_name
-from storage.manifest import Counts, DatasetManifest, FileInfo, SourceInfo
-from storage.publish import occupied, write_file
+from storage.canonical import canonical_bytes
+from storage.errors import ConfigError, DataError
+from storage.fs import absolute
+from storage.layout import DatasetPaths, split_name
+from storage.manifest import Counts, DatasetManifest
 from storage.settings import hadoop_settings
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-NOT_KEPT = "none"
+__all__ = ["Origin", "check_output", "refuse_existing", "write_dataset"]
+
 MAX_SPLITS = 100
-
-
-@dataclass(frozen=True, kw_only=True)
-class Origin:
-    """Where a data frame's rows come from, for counts, quarantine and the manifest; `read` None: as many as it has."""
-
-    sources: tuple[SourceInfo, ...] = ()
-    read: int | None = None
-    dropped: Mapping[str, int] = field(default_factory=dict)
-    quarantined: int = 0
-    quarantined_raw_bytes: int = 0
-    quarantine: DataFrame | None = None
-    created_config: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -64,25 +52,6 @@ class _Job:
     split: SplitSpec
     origin: Origin
     parent: Parent | None
-
-
-def refuse_existing(url: str) -> None:
-    """Raise ExistsError where the output, or a file in place of a directory above it, is there already.
-
-    Asked before Spark starts, so that nobody waits for what cannot be published.
-    """
-    fs, above = filesystem(url), parent(absolute(url))
-    if fs.exists(url):
-        raise occupied(url)
-    while not fs.exists(above) and parent(above) != above:
-        above = parent(above)
-    if fs.exists(above) and not fs.stat(above).is_dir:
-        raise ExistsError(
-            f"{url} cannot be made: {above} is a file",
-            got="a file",
-            allowed="directories above the output",
-            next_step="Correct --output.",
-        )
 
 
 def write_dataset(
@@ -122,13 +91,18 @@ def write_dataset(
         sample=sample, weights=weights, quarantine=quarantine, append_to=append_to, clean=clean,
     )  # fmt: skip
     spec = config.split_spec
-    refuse_existing(config.output)
-    if quarantine not in (None, NOT_KEPT):
-        refuse_existing(str(quarantine))
+    check_output(config)
     picked = () if sample is None else (Sampling.parse(sample).column,)
     rows, schema = prepared(df, schema, id_columns, spec, label, picked)
-    weighed = weights == "balanced" and schema.weight is None
-    full = Schema((*schema.fields, weight_field())) if weighed else schema
+    weighed = weights == "balanced"
+    if weighed and schema.weight is not None:
+        raise ConfigError(
+            "--weights balanced makes the weights that the schema has already",
+            got=f"the field `{schema.weight.name}`",
+            allowed="one weight for each record",
+            next_step="Leave --weights or that field out.",
+        )
+    full = replace(schema, fields=(*schema.fields, weight_field())) if weighed else schema
     above = None if append_to is None else open_parent(append_to, config, full)
     job = _Job(config, full, tuple(id_columns), spec, origin or Origin(), above)
     try:
@@ -187,11 +161,15 @@ def _build(staging: Staging, rows: DataFrame, job: _Job, apart: Staging | None) 
     table = plan_shards(sizes, config.shard_bytes, config.row_group_bytes, blocks, alike=job.split.kind == "kfold")
     write = WriteShards(schema, config.fmt, table, staging.attempts, urls, hadoop_settings())
     splits, files = write_shards(staging.fs, paths, rows, table, write)
-    files |= _write_fitted(staging, rows, job, names)
+    if job.parent is not None:
+        files |= write_fitted(staging, job.parent.fitted())
+    else:
+        fitted = fit_all(rows, schema, names)
+        files |= write_fitted(staging, {name: canonical_bytes(found) for name, found in fitted.items()})
     if apart is not None:
-        _place_quarantine(apart, apart.root, origin, urls)
+        place_quarantine(apart, apart.root, origin, urls)
     elif origin.quarantine is not None and config.quarantine != NOT_KEPT:
-        files |= _place_quarantine(staging, paths.quarantine, origin, urls)
+        files |= place_quarantine(staging, paths.quarantine, origin, urls)
     assert read == counted, f"{read} records read, but {counted} accounted for"
     return DatasetManifest.build(
         format=config.fmt,
@@ -234,33 +212,3 @@ def _names(split: SplitSpec, sizes: Mapping[str, object], read: int, quarantined
         return tuple(split_name(name) for name in names)
     except ConfigError as error:
         raise DataError(error.what, got=error.got, allowed=error.allowed, next_step="Rename that split.") from None
-
-
-def _write_fitted(staging: Staging, rows: DataFrame, job: _Job, names: Sequence[str]) -> dict[str, FileInfo]:
-    if job.parent is not None:
-        documents = job.parent.fitted()
-    else:
-        documents = {name: canonical_bytes(found) for name, found in fit_all(rows, job.schema, names).items()}
-    files = {}
-    for name, data in sorted(documents.items()):
-        write_file(staging.fs, DatasetPaths(staging.root).fitted(name), data)
-        files[fitted_path(name)] = FileInfo(len(data), sha256_hex(data))
-    return files
-
-
-def _place_quarantine(staging: Staging, folder: str, origin: Origin, urls: tuple[str, ...]) -> dict[str, FileInfo]:
-    assert origin.quarantine is not None
-    staging.fs.mkdirs(folder, mode=0o700)
-    written = write_quarantine(
-        origin.quarantine,
-        count=origin.quarantined,
-        raw_bytes=origin.quarantined_raw_bytes,
-        attempts=staging.attempts,
-        source_urls=urls,
-    )
-    files = {}
-    for number, (attempt, info) in enumerate(written):
-        name = f"part-{number:05d}.parquet"
-        move(staging.fs, attempt, join(folder, name))
-        files[f"_quarantine/{name}"] = info
-    return files

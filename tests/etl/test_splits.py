@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from etl.sampling import Sampling, balanced
 from etl.settle import at_rank, cuts_of, last_before
-from etl.splits import SplitSpec, boundaries, texts_of, times_of, unit_hashes
+from etl.splits import SplitSpec, boundaries, texts_of, times_of
 from features.sample_id import share_of, unit_hash
 from storage.errors import ConfigError, DataError
 
@@ -76,7 +76,6 @@ def test_hash_splits_look_at_the_record_alone() -> None:
     assert whole[0] == spec.names[share_of(unit_hash(IDS[:1].tobytes(), 7), spec.weights)]
     counts = Counter(whole)
     assert abs(counts["train"] - 4000) < 150 and abs(counts["test"] - 500) < 100 and len(counts) == 3
-    assert unit_hashes(IDS[:2], 7).tolist() == [unit_hash(IDS[i : i + 1].tobytes(), 7) for i in range(2)]
     folds = SplitSpec.parse("kfold:5:user")
     users = pa.RecordBatch.from_pydict({"user": pa.array([n % 40 for n in range(5000)])})
     memory: dict[object, str] = {}
