@@ -3,9 +3,9 @@
     python -m benchmarks.storage_throughput [--sizes MB...] [--repeats N]
 
 Starts a NameNode and two DataNodes of its own (replication 2, all on this machine). Every way writes and reads the
-same random bytes, in pieces of 4 MiB, through the interface that the jobs use; in turn, the first round dropped. What
-carries over is the ratio. Then what an upload costs besides: comparing a file by HDFS's checksum or by reading it back,
-and small files one or several at a time. 1 MB is 10^6 bytes.
+same random bytes, in pieces of 4 MiB, through the interface that the jobs use, and the two libraries by themselves; in
+turn, the first round dropped. What carries over is the ratio. Then what an upload costs besides: comparing a file by
+HDFS's checksum or by reading it back, and small files one or several at a time. 1 MB is 10^6 bytes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
+import hdfs_native
 import numpy as np
+from hdfs import InsecureClient
 
 from storage.fs import filesystem, join
 from storage.hdfs_checksum import same_as
 from storage.publish import file_digest
+from storage.settings import hadoop_user
 from storage.upload import upload
 from storage.upload_plan import find_files
 from tests.cluster.daemons import Cluster
@@ -48,6 +51,38 @@ def ours(base: str) -> Way:
     def read(name: str) -> int:
         with fs.open_read(join(base, name)) as file:
             return sum(map(len, iter(lambda: file.read(PIECE_BYTES), b"")))
+
+    return write, read
+
+
+def hdfs_alone(address: str) -> Way:
+    """The `hdfs` package by itself, as its documentation shows it."""
+    client = InsecureClient(f"http://{address}", user=hadoop_user())
+
+    def write(name: str, data: bytes) -> None:
+        with client.write(f"/alone/{name}", overwrite=True) as writer:
+            for start in range(0, len(data), PIECE_BYTES):
+                writer.write(data[start : start + PIECE_BYTES])
+
+    def read(name: str) -> int:
+        with client.read(f"/alone/{name}", chunk_size=PIECE_BYTES) as pieces:
+            return sum(map(len, pieces))
+
+    return write, read
+
+
+def hdfs_native_alone(url: str) -> Way:
+    """hdfs-native by itself."""
+    client = hdfs_native.Client(url)
+
+    def write(name: str, data: bytes) -> None:
+        with client.create(f"/native-alone/{name}", hdfs_native.WriteOptions(overwrite=True)) as writer:
+            for start in range(0, len(data), PIECE_BYTES):
+                writer.write(data[start : start + PIECE_BYTES])
+
+    def read(name: str) -> int:
+        reader = client.read(f"/native-alone/{name}")
+        return sum(map(len, iter(lambda: reader.read(PIECE_BYTES), b"")))
 
     return write, read
 
@@ -100,7 +135,7 @@ def compare(ways: dict[str, Way], data: bytes, repeats: int) -> None:
         base = rates[verb, first][1:]
         ratios = [value / other for value, other in zip(values[1:], base, strict=True)]
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} - {max(ratios):.2f})"
-        print(f"{size:6.0f} MB  {verb:5}  {name:12} {told(values[1:]):28} MB/s   ratio {spread}", flush=True)
+        print(f"{size:6.0f} MB  {verb:5}  {name:18} {told(values[1:]):28} MB/s   ratio {spread}", flush=True)
 
 
 def comparing(base: str, path: Path, repeats: int) -> None:
@@ -166,6 +201,8 @@ def measure(cluster: Cluster, folder: Path, sizes_mb: list[int], repeats: int) -
     web = f"webhdfs://127.0.0.1:{cluster.ports['namenode-http']}/web"
     bases = {"hdfs-native": join(cluster.hdfs_url, "native"), "WebHDFS": web}
     ways = {name: ours(base) for name, base in bases.items()}
+    ways["hdfs-native alone"] = hdfs_native_alone(cluster.hdfs_url)
+    ways["hdfs package alone"] = hdfs_alone(f"127.0.0.1:{cluster.ports['namenode-http']}")
     third = libhdfs(cluster)
     if isinstance(third, str):
         print(f"libhdfs: {third}")
