@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from etl.globs import expand, is_pattern, visible_files
-from etl.unpack import MAGIC_BYTES, PLAIN, SUFFIXES, codec_of
+from etl.unpack import MAGIC_BYTES, PLAIN, SUFFIXES, codec_of, foreign_codec
 from storage.errors import ConfigError, DataError, NotFoundError
 from storage.fs import FileStat, absolute, basename, filesystem, split_url
 
@@ -36,7 +36,7 @@ def find_sources(urls: Sequence[str]) -> list[Source]:
     """The input files, in the order given; directories and patterns give theirs in order of names.
 
     Raises NotFoundError for a missing path, for a directory without files and for a pattern that nothing fits,
-    DataError for an empty file, ConfigError for a file that is named twice.
+    DataError for an empty file and one of another packer, ConfigError for a file that is named twice.
     """
     sources: list[Source] = []
     seen: dict[str, str] = {}
@@ -107,6 +107,14 @@ def _source(file: FileStat) -> Source:
             next_step="Take the file out or fetch it again.",
         )
     head = filesystem(file.url).read_range(file.url, 0, min(MAGIC_BYTES, file.size_bytes))
+    foreign = foreign_codec(head)
+    if foreign is not None:
+        raise DataError(
+            f"input {file.url} is packed in a way that is not read",
+            got=foreign,
+            allowed="plain files, gzip, bzip2 and zstd",
+            next_step="Unpack it, or pack it anew by one of these.",
+        )
     return Source(file.url, file.size_bytes, codec_of(head))
 
 

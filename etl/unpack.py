@@ -17,6 +17,13 @@ MAGIC_BYTES = 10
 _GZIP = b"\x1f\x8b"
 _BZIP2, _BZIP2_BLOCKS = b"BZh", (bytes.fromhex("314159265359"), bytes.fromhex("177245385090"))  # pi, or nothing packed
 _ZSTD, _ZSTD_SKIPPABLE = bytes.fromhex("28b52ffd"), bytes.fromhex("2a4d18")
+_OTHERS = {
+    bytes.fromhex("fd377a585a00"): "xz",
+    b"PK\x03\x04": "zip",
+    bytes.fromhex("04224d18"): "lz4",
+    b"\x1f\x9d": "compress (.Z)",
+    b"7z\xbc\xaf\x27\x1c": "7z",
+}
 _ARROW = {"bzip2": "bz2", "zstd": "zstd"}
 
 
@@ -29,6 +36,11 @@ def codec_of(head: bytes) -> str:
     if head.startswith(_ZSTD) or (head[1:4] == _ZSTD_SKIPPABLE and head[:1] and head[0] >> 4 == 5):
         return "zstd"
     return PLAIN
+
+
+def foreign_codec(head: bytes) -> str | None:
+    """The packer of a file that begins with `head`, where it is one that is not read here; else None."""
+    return next((name for magic, name in _OTHERS.items() if head.startswith(magic)), None)
 
 
 def unpacked(url: str, file: BinaryIO, codec: str, chunk_bytes: int) -> Iterator[bytes]:

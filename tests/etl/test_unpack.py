@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import io
+import lzma
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -86,6 +87,13 @@ def test_flipped_bytes_end_in_one_error_or_in_bytes() -> None:
                 unpack(codec, bytes(broken))
             except DataError as error:
                 assert error.next_step
+
+
+def test_packers_that_are_not_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "log.xz").write_bytes(lzma.compress(DATA))
+    with pytest.raises(DataError, match=r"log\.xz is packed in a way") as caught:
+        find_sources([str(tmp_path)])
+    assert caught.value.got == "xz" and "zstd" in caught.value.allowed
 
 
 def test_a_packed_file_is_one_range_under_its_plain_name(tmp_path: Path) -> None:
