@@ -38,8 +38,8 @@ class Description:
 def describe(url: str, max_records: int = MAX_RECORDS) -> Description:
     """Describe the dataset or indexed directory at `url`.
 
-    Counts and sizes are the manifest's. Values are those of at most about `max_records` records (whole blocks, spread
-    evenly over each split in proportion), so memory and time do not grow with the dataset. Raises ConfigError for
+    Counts and sizes are the manifest's. Values are those of about `max_records` records at most (from blocks that lie
+    evenly over each split, in proportion), so memory and time do not grow with the dataset. Raises ConfigError for
     max_records below 1, NotFoundError where there is no dataset, CorruptionError or DataError for what is damaged.
     """
     if max_records < 1:

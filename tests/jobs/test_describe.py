@@ -5,22 +5,29 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from etl.column_stats import ColumnSummary, Histogram
 from etl.describe import Description, describe
 from etl.describe_page import as_page
-from etl.describe_tables import Table
+from etl.describe_tables import Table, quarantine_table
 from etl.describe_text import as_text, shown
 from etl.sample_images import Picture, data_url, image_field
 from features.schema import Field
 from jobs import describe as job
 from jobs import index
-from storage.errors import ConfigError, NotFoundError
+from storage.canonical import sha256_hex
+from storage.errors import ConfigError, CorruptionError, NotFoundError
+from storage.manifest import FileInfo
 from tests.jobs.test_index import write
 from tests.pyspark_tfrecord.published import publish
 from tests.storage.make_dataset import make_dataset
+from tests.training._tiny import write_table
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -101,7 +108,7 @@ def test_a_dataset_is_told_and_a_sample_reaches_over_all_of_it(
     assert int(low) == -10 and int(high) > 38  # from the first shard and the last split
 
 
-def test_parquet_and_indexed_files_are_told_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_indexed_files_are_told_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "theirs", packed=True)
     index.main([str(tmp_path / "theirs")])
     assert job.main([str(tmp_path / "theirs"), "--max-records", "50"]) == 0
@@ -113,13 +120,31 @@ def test_parquet_and_indexed_files_are_told_too(tmp_path: Path, capsys: pytest.C
         describe(str(tmp_path / "theirs"), 0)
 
 
-def test_reasons_of_the_quarantine_are_counted(tmp_path: Path) -> None:
-    from etl.describe_tables import quarantine_table
-    from storage.errors import CorruptionError
+@pytest.mark.parametrize("fmt", ["parquet", "tfrecord"])
+def test_both_formats_tell_the_same(tmp_path: Path, fmt: str) -> None:
+    write_table(tmp_path / fmt, fmt=fmt)
+    found = describe(str(tmp_path / fmt), 40)
+    assert found.looked_at == "41 of 130 records"  # 40 shared out over the splits, and rounded up in each
+    columns = {column.name: column for column in found.columns}
+    assert columns["label"].type == "bool" and columns["a"].rows == 41
+    assert [table.title for table in found.tables][:3] == ["Dataset", "Splits", "Schema"]
 
-    manifest = make_dataset(str(tmp_path / "d"))
+
+def test_reasons_of_the_quarantine_are_counted_and_damage_is_told(tmp_path: Path) -> None:
+    path = "_quarantine/part-00000.parquet"
+    rows = pa.table({"reason": ["short", HOSTILE[0], "short"], "raw": [b"a", b"b", b"c"]})
+    (tmp_path / "_quarantine").mkdir()
+    pq.write_table(rows, tmp_path / path)
+    data = (tmp_path / path).read_bytes()
+    manifest: Any = SimpleNamespace(files={path: FileInfo(len(data), sha256_hex(data))})
+    (table,) = quarantine_table(str(tmp_path), manifest)
+    assert table.rows == (("short", "2"), (HOSTILE[0], "1"))
+    (tmp_path / path).write_bytes(data[:-1])
+    with pytest.raises(CorruptionError):
+        quarantine_table(str(tmp_path), manifest)
+    made = make_dataset(str(tmp_path / "d"))
     with pytest.raises(CorruptionError, match="quarantine file cannot be read"):  # there it has no column of reasons
-        quarantine_table(str(tmp_path / "d"), manifest)
+        quarantine_table(str(tmp_path / "d"), made)
 
 
 def test_pictures_come_from_tensors_and_from_stored_files() -> None:

@@ -15,9 +15,12 @@ from features.foreign_files import find_files
 from features.foreign_schema import foreign_field, foreign_schema
 from jobs import index
 from storage.errors import CorruptionError, DataError, ExistsError, LockstepError
+from storage.findings import Check
+from storage.fs import filesystem
 from storage.indexed import load_indexed, read_indexed
 from storage.sealed import seal, unseal
 from storage.tfrecord import frame, parse_index
+from storage.verify_indexed import check_indexed
 
 SCHEMA = foreign_schema([foreign_field("n", "int64", False), foreign_field("w", "bytes", True)])
 
@@ -111,3 +114,23 @@ def test_a_call_that_cannot_be_right(tmp_path: Path, flags: list[str]) -> None:
     write(tmp_path)
     with pytest.raises(LockstepError):
         index.main([str(tmp_path), *flags])
+
+
+def test_verification_names_what_changed_since(tmp_path: Path) -> None:
+    write(tmp_path, packed=True)
+    index.main([str(tmp_path)])
+
+    def faults() -> list[str]:
+        check = Check(filesystem(str(tmp_path)), str(tmp_path), lambda path, text: None, lambda count: None)
+        check_indexed(check)
+        return [str(finding) for finding in check.findings]
+
+    (tmp_path / "later.txt").write_text("theirs, and none of ours")
+    assert faults() == []
+    for path in ("a/d.tfrecord.gz", "_index/b.tfrecord-00001.idx"):
+        data = (tmp_path / path).read_bytes()
+        (tmp_path / path).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    (tmp_path / "a/c.tfrecord").unlink()
+    told = faults()
+    assert len(told) == 3 and "a/c.tfrecord: missing" in told[0], told
+    assert "a/d.tfrecord.gz" in told[1] and "_index/b.tfrecord-00001.idx" in told[2]

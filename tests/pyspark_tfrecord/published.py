@@ -48,7 +48,7 @@ def row(number: int) -> dict[str, Any]:
     }
 
 
-def publish(root: Path, splits: dict[str, tuple[int, ...]]) -> dict[str, list[dict[str, Any]]]:
+def publish(root: Path | str, splits: dict[str, tuple[int, ...]]) -> dict[str, list[dict[str, Any]]]:
     """Write the dataset, `splits` giving the records of each shard; returns the rows of each split."""
     url, fs = str(root), filesystem(str(root))
     files: dict[str, FileInfo] = {}
