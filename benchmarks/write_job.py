@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -36,6 +37,7 @@ from features.sample_id import shard_keys
 from features.schema import SAMPLE_ID, Schema
 from jobs._session import spark_session
 from storage.framed_writer import FramedWriter
+from storage.layout import shard_path
 from storage.tfrecord import frame
 
 if TYPE_CHECKING:
@@ -108,6 +110,41 @@ class PlainAssign(Assign):
         return pa.array([frame(record) for record in encode_batch(self.schema, fields)], pa.binary())
 
 
+class LateAssign(Assign):
+    """Leaves the columns as they are, for LateShards to encode; only sizes are worked out."""
+
+    def ddl(self) -> str:
+        return self._columns().ddl()
+
+    def rows(self, batch: pa.RecordBatch, groups: dict[Any, str]) -> pa.RecordBatch:
+        found = self._columns().rows(batch, groups)
+        sizes = pa.array(self._encoder.sizes(found.select([field.name for field in self.schema])))
+        return found.set_column(found.schema.get_field_index(c.BYTES), c.BYTES, sizes)
+
+    def _columns(self) -> Assign:
+        return Assign(self.schema, self.id_columns, self.split, self.seed, "parquet")
+
+
+class LateShards(WriteShards):
+    """Encodes behind the shuffle."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fmt", "parquet")  # all columns are wanted
+
+    def write(self, partition: int, batches: Iterable[pa.RecordBatch]) -> pa.RecordBatch:
+        encoder, schema = RecordEncoder(self.schema), self.schema
+
+        def encoded() -> Iterator[pa.RecordBatch]:
+            for batch in batches:
+                data, offsets = encoder.encode(batch.select([field.name for field in schema]))
+                buffers = [None, pa.py_buffer(offsets.astype(np.int32)), pa.py_buffer(data)]
+                records = pa.Array.from_buffers(pa.binary(), batch.num_rows, buffers)
+                yield batch.select([c.SHARD, c.KEY, c.SOURCE, c.POSITION, SAMPLE_ID]).append_column(c.RECORD, records)
+
+        write = WriteShards(schema, "tfrecord", self.table, self.attempts, self.source_urls, self.settings)
+        return write.write(partition, encoded())
+
+
 class WriteFiles:
     """Writes each partition as it comes: records, digests and index into files of their own."""
 
@@ -142,6 +179,9 @@ def patched(work: Callable[[], object], **classes: type) -> Callable[[], object]
         with contextlib.ExitStack() as stack:
             for name, kind in classes.items():
                 stack.enter_context(mock.patch(f"etl.write.{name}", kind))
+            stack.enter_context(
+                mock.patch("etl.place.shard_path", lambda split, n, _: shard_path(split, n, "tfrecord"))
+            )
             work()
 
     return run
@@ -160,9 +200,25 @@ def unshuffled(df: DataFrame, schema: Schema, folder: str, fmt: str) -> Callable
     return work
 
 
-def timed(works: dict[str, Callable[[], object]]) -> dict[str, Callable[[], float]]:
-    """Each work as one that returns its wall seconds."""
-    return {name: functools.partial(seconds, work) for name, work in works.items()}
+def all_cpu_seconds(work: Callable[[], object]) -> float:
+    """CPU seconds of this process and all below it: Spark's Java process and its Python workers."""
+
+    def spent() -> float:
+        total = 0.0
+        for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                total += sum(process.cpu_times()[:4])  # those of children that have ended are in their parent's
+        return total
+
+    before = spent()
+    work()
+    return spent() - before
+
+
+def timed(works: dict[str, Callable[[], object]], cpu: bool) -> dict[str, Callable[[], float]]:
+    """Each work as one that returns its seconds, of the clock or of all processors."""
+    measure = all_cpu_seconds if cpu else seconds
+    return {name: functools.partial(measure, work) for name, work in works.items()}
 
 
 def main(argv: list[str]) -> int:
@@ -173,6 +229,8 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--repeats", type=int, default=5, help="counted rounds, after one that is dropped")
     parser.add_argument("--master", default="local[2]")
+    parser.add_argument("--late", action="store_true", help="also the job that encodes behind the shuffle")
+    parser.add_argument("--cpu", action="store_true", help="count CPU seconds of all processes, not the clock's")
     parser.add_argument("--plain", action="store_true", help="also the job by the plain encoder, which takes long")
     args = parser.parse_args(argv)
     print(machine("pyspark", "pyarrow", "numba", "numpy"), args.master, flush=True)
@@ -181,13 +239,11 @@ def main(argv: list[str]) -> int:
             ("40 columns", tab_schema(False), tab_rows(args.rows, 0.0)),
             ("images", image_schema(), image_rows(args.rows * 15 // 100)),
         ):
-            compare(spark, folder, name, schema, rows, args.repeats, args.plain)
+            compare(spark, folder, name, schema, rows, args)
     return 0
 
 
-def compare(
-    spark: Any, folder: str, name: str, schema: Schema, rows: pa.RecordBatch, repeats: int, plain: bool
-) -> None:
+def compare(spark: Any, folder: str, name: str, schema: Schema, rows: pa.RecordBatch, args: argparse.Namespace) -> None:
     """Time the jobs of one shape and print them."""
     from pyspark.sql import functions as f
 
@@ -206,14 +262,21 @@ def compare(
     CountedAssign.canned = pa.array([frame(record) for record in encode_batch(schema, sample)], pa.binary())
     write = job(df, schema, folder)
     works = {"ceiling": patched(write, Assign=CountedAssign, WriteShards=CountedShards), "job": write}
-    if plain:
+    if args.late:
+        works["job, encoded behind the shuffle"] = patched(write, Assign=LateAssign, WriteShards=LateShards)
+    if args.plain:
         works["job, plain encoder"] = patched(write, Assign=PlainAssign)
-    told(f"{name}, whole job", count, interleaved(timed(works), repeats), "ceiling")
+    told(f"{name}, whole job", count, interleaved(timed(works, args.cpu), args.repeats), "ceiling")
     works = {
         "Spark's Parquet, uncompressed": unshuffled(full, schema, folder, "parquet"),
         "TFRecord by the kernel": unshuffled(full, schema, folder, "tfrecord"),
     }
-    told(f"{name}, without a shuffle", count, interleaved(timed(works), repeats), "Spark's Parquet, uncompressed")
+    told(
+        f"{name}, without a shuffle",
+        count,
+        interleaved(timed(works, args.cpu), args.repeats),
+        "Spark's Parquet, uncompressed",
+    )
     df.unpersist()
     full.unpersist()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import tracemalloc
 from itertools import pairwise
 
 import numpy as np
@@ -31,6 +32,28 @@ def test_batches_of_framed_records_give_the_same_files(batches: list[list[bytes]
     assert (writer.sha256, writer.crc32c) == (plain.sha256, plain.crc32c)
     assert (writer.index_bytes, writer.index_sha256) == (len(index.getvalue()), sha256_hex(index.getvalue()))
     assert writer.block_offsets == plain.block_offsets(block_records)
+
+
+class Nowhere:
+    def write(self, data: memoryview, /) -> int:
+        return len(data)
+
+
+def test_memory_does_not_grow_with_the_records() -> None:
+    batch = np.frombuffer(frame(b"x" * 20) * 2000, dtype=np.uint8)
+
+    def peak(batches: int) -> int:
+        writer = FramedWriter(Nowhere(), Nowhere(), block_records=1000)
+        tracemalloc.start()
+        try:
+            for _ in range(batches):
+                writer.write(batch)
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    peaks = [peak(3), peak(60)]
+    assert peaks[1] < peaks[0] + 64_000  # 114,000 records more; their offsets alone would be 900 kB
 
 
 def test_offsets_are_those_of_the_records() -> None:
