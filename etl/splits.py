@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -112,17 +114,14 @@ class SplitSpec:
         return pa.array([memory[group] for group in groups], pa.string()).take(codes.indices)
 
     def _named(self, hashes: NDArray[np.uint64]) -> pa.StringArray:
-        places = np.searchsorted(boundaries(self.weights), hashes, side="right")
-        return pa.array(self.names, pa.string()).take(pa.array(places))
+        return pa.array(self.names, pa.string()).take(pa.array(shares_of(hashes, self.weights)))
 
 
-def boundaries(weights: tuple[int, ...]) -> NDArray[np.uint64]:
-    """Where the shares of the unsigned 64-bit numbers end, (k - 1,) uint64: share_of, for whole arrays."""
-    total, below, ends = sum(weights), 0, []
-    for weight in weights[:-1]:
-        below += weight
-        ends.append(-(-(below << 64) // total))
-    return np.array(ends, dtype=np.uint64)
+def shares_of(hashes: NDArray[np.uint64], weights: Sequence[int]) -> NDArray[np.intp]:
+    """share_of each hash: (n,) uint64 -> (n,) indices into `weights`."""
+    total = sum(weights)
+    firsts = [-(-(below << 64) // total) for below in accumulate(weights[:-1])]  # of each share but the first
+    return np.searchsorted(np.array(firsts, dtype=np.uint64), hashes, side="right")
 
 
 def texts_of(name: str, column: pa.Array) -> pa.StringArray:

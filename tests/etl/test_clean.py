@@ -13,7 +13,8 @@ import pytest
 from etl.clean import clean, leftovers
 from etl.staging import SIGN_NAME, Staging
 from storage.errors import StorageError
-from storage.fs import filesystem
+from storage.fs import FileSystem, filesystem
+from storage.publish import write_file
 from tests.storage.make_dataset import make_dataset
 
 NOW_MS = int(time.time() * 1000)
@@ -80,5 +81,21 @@ def test_a_job_signs_again_and_again(tmp_path: Path) -> None:
 def test_a_job_whose_folder_was_cleaned_publishes_nothing(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="was taken from this job"), Staging(str(tmp_path / "out")) as staging:
         assert clean(staging.fs, staging.url, NOW_MS + 3_600_000)
+        staging.publish(b"{}")
+    assert not list(tmp_path.iterdir())
+
+
+def test_nor_one_whose_folder_is_cleaned_while_it_writes_the_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest would be the only file of a folder that its writing brings back."""
+
+    def write(fs: FileSystem, url: str, data: bytes, **options: bool) -> None:
+        if url.endswith("_manifest.json"):
+            assert clean(fs, str(tmp_path / "out"), NOW_MS + 3_600_000)
+        write_file(fs, url, data, **options)
+
+    monkeypatch.setattr("etl.staging.write_file", write)
+    with pytest.raises(StorageError, match="was taken from this job"), Staging(str(tmp_path / "out")) as staging:
         staging.publish(b"{}")
     assert not list(tmp_path.iterdir())

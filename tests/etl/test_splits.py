@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from etl.sampling import Sampling, balanced
 from etl.settle import at_rank, cuts_of, last_before
-from etl.splits import SplitSpec, boundaries, texts_of, times_of
-from features.sample_id import share_of, unit_hash
+from etl.splits import SplitSpec, shares_of, texts_of, times_of
+from features.sample_id import shard_keys, share_of, unit_hash
 from storage.errors import ConfigError, DataError
 
 IDS = np.random.default_rng(1).integers(-(2**63), 2**63 - 1, 5000, dtype=np.int64)
@@ -62,11 +62,9 @@ def test_what_split_may_not_say(text: str) -> None:
 @given(st.lists(st.integers(1, 10**6), min_size=2, max_size=5), st.integers(0, 2**64 - 1))
 def test_borders_are_those_of_share_of(weights: list[int], value: int) -> None:
     """Also beside each border, where one unit decides."""
-    ends = boundaries(tuple(weights))
-    beside = [min(max(int(end) + step, 0), 2**64 - 1) for end in ends for step in (-1, 0)]
-    values = np.array([value, *beside], dtype=np.uint64)
-    found = np.searchsorted(ends, values, side="right").tolist()
-    assert found == [share_of(int(number), weights) for number in values]
+    ends = [-(-(below << 64) // sum(weights)) for below in accumulate(weights[:-1])]
+    values = np.array([value, *(end + step for end in ends for step in (-1, 0))], dtype=np.uint64)
+    assert shares_of(values, weights).tolist() == [share_of(int(number), weights) for number in values]
 
 
 def test_hash_splits_look_at_the_record_alone() -> None:
@@ -139,6 +137,8 @@ def test_sampling_keeps_the_share_of_the_classes_that_it_names() -> None:
     assert Sampling.parse("click=0:0").keeps(batch, IDS, 3).tolist() == clicks.tolist()
     split = np.array(SplitSpec.parse("50/50").assign(EMPTY, IDS, 3, {}).to_pylist())
     assert 0.4 < (split[kept & ~clicks] == "train").mean() < 0.6  # what is kept does not follow from the split
+    late = shard_keys(IDS, 3) >> np.uint64(63) == 1
+    assert 0.4 < late[kept & ~clicks].mean() < 0.6  # nor from the order in the shards
     for wrong in ("click", "click=0", "click=0:2", "=0:1%", "a=0:1%,b=1:1%", "a=0:1%,a=0:2%", "click=:1%"):
         with pytest.raises(ConfigError, match="--sample cannot be"):
             Sampling.parse(wrong)
