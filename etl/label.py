@@ -22,7 +22,7 @@ def check_label(spark: SparkSession, label: str, columns: str, kinds: tuple[str,
             f"--label is not a label: {label}",
             got=got,
             allowed=allowed,
-            next_step="Correct --label; --help has an example.",
+            next_step="Correct --label; leave it out for the default.",
         )
 
     try:
