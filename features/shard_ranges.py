@@ -23,6 +23,7 @@ from storage.manifest import ShardInfo
 from storage.tfrecord import parse_records, record_offsets
 
 PIECE_BYTES = 4 << 20  # what is decoded at once: large enough for Arrow, small enough for a cache
+MAX_BLOCK_BYTES = 2 << 30  # ours have some MiB; a forged manifest over a sparse file may name any number
 
 Buffer = bytes | NDArray[np.uint8]
 # From framed records end to end, their file, the number of the first of them in it and where they begin there, to their
@@ -181,6 +182,11 @@ def _pieces(part: ShardRange) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _exactly(file: BinaryIO, start: int, stop: int, url: str) -> bytes:
+    if stop - start > MAX_BLOCK_BYTES:
+        allowed = f"{MAX_BLOCK_BYTES} bytes"
+        raise CorruptionError(
+            "a block is longer than any", file=url, offset=start, got=f"{stop - start}", allowed=allowed
+        )
     data = file.read(stop - start)
     if len(data) != stop - start:
         raise CorruptionError(

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from etl.index import index_directory
+from storage.errors import CorruptionError
 from tests.pyspark_tfrecord.published import publish
 
 if TYPE_CHECKING:
@@ -31,10 +33,18 @@ def test_a_dataset_is_read_and_plain_files_are_written_and_read(spark: SparkSess
 
     out = tmp_path / "out"
     frame = spark.range(10).selectExpr("id", "if(id % 3 = 0, null, id) some", "array(id, id) words")
-    for _ in range(2):
-        frame.coalesce(1).write.format("tfrecord").mode("append").save(str(out))
-    assert sorted(os.listdir(out)) == ["_SUCCESS", "part-00000.tfrecord", "part-00001.tfrecord"]
+    frame.coalesce(1).write.format("tfrecord").mode("append").save(str(out))
+    assert sorted(os.listdir(out)) == ["_SUCCESS", "part-00000.tfrecord"]
     back = spark.read.format("tfrecord").load(str(out))
     assert back.dtypes == [("id", "bigint"), ("some", "bigint"), ("words", "array<bigint>")]
-    assert back.collect() == frame.collect() * 2
+    assert back.collect() == frame.collect()
     assert sorted(os.listdir(tmp_path)) == ["d", "out"]
+
+    indexed = index_directory(str(out), pattern="*.tfrecord", sample_records=9, spark=spark, settings={})
+    assert [(file.path, file.records) for file in indexed.files] == [("part-00000.tfrecord", 10)]
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "x.tfrecord").write_bytes((out / "part-00000.tfrecord").read_bytes()[:-1])
+    with pytest.raises(CorruptionError, match=r"x\.tfrecord, record 9"):  # itself, though it was raised in a task
+        index_directory(str(theirs), pattern="*.tfrecord", sample_records=9, spark=spark, settings={})
+    assert os.listdir(theirs) == ["x.tfrecord"]

@@ -76,3 +76,12 @@ def test_a_shard_reads_as_it_was_written_and_damage_is_told_with_its_place(tmp_p
     path.write_bytes(path.read_bytes() + b"x")
     with pytest.raises(CorruptionError, match="another length"):
         read(1)
+
+
+def test_a_forged_block_is_not_read_into_memory(tmp_path: Path) -> None:
+    path = tmp_path / "sparse"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    part = ShardRange(str(path), 1 << 40, (0, 1 << 40), 0, 1, 1)
+    with pytest.raises(CorruptionError, match="longer than any"):
+        list(read_range(filesystem(str(path)), part, strict(SCHEMA)))
