@@ -30,7 +30,10 @@ enable()
 
 from petastorm import TransformSpec, make_batch_reader, make_reader  # noqa: E402
 from petastorm.predicates import in_lambda, in_set  # noqa: E402
+from petastorm.workers_pool import process_pool  # noqa: E402
 from petastorm.workers_pool.ventilator import ConcurrentVentilator  # noqa: E402
+
+process_pool._KEEP_TRYING_WHILE_ZMQ_AGAIN_IS_RAIZED_TIMEOUT_S = 300  # on a loaded machine a start takes its time
 
 RECORDS = {"train": 20, "test": 12}
 SCHEMA = Schema(
