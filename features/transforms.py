@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,8 +51,7 @@ def columns_of(field: Field, encoding: Encoding, fitted: Fitted | None) -> tuple
         buckets, seed = int(encoding["buckets"]), int(encoding["seed"])
         return lambda column: _where_valid(column, buckets_of(column, buckets, seed)), buckets
     if encoding["kind"] == "bucketise":
-        boundaries = np.array(encoding["boundaries"], dtype=np.float64)
-        return lambda column: _bucket(column, boundaries), len(boundaries) + 1
+        return _buckets(field, encoding["boundaries"]), len(encoding["boundaries"]) + 1
     if not isinstance(fitted, Vocabulary) or len(fitted.tokens) > encoding["max_size"]:
         raise DataError(
             f"the vocabulary of field `{field.name}` does not fit the schema",
@@ -79,10 +79,25 @@ def _vocabulary(vocabulary: Vocabulary, buckets: int) -> Columns:
     return columns
 
 
-def _bucket(column: pa.Array, boundaries: NDArray[np.float64]) -> NDArray[np.int64]:
+def _buckets(field: Field, boundaries: Sequence[float]) -> Columns:
     """Bucket i holds boundaries[i-1] <= value < boundaries[i]; null and NaN are in none."""
-    values = np.array(column.cast(pa.float64(), safe=False).fill_null(np.nan), dtype=np.float64)
-    return np.where(np.isnan(values), -1, np.searchsorted(boundaries, values, side="right")).astype(np.int64)
+    if field.dtype == "int64":
+        # As whole numbers, since a float64 is not exact beyond 2^53; what no int64 reaches is no boundary.
+        least, most = -(1 << 63), (1 << 63) - 1
+        whole = [max(math.ceil(bound), least) for bound in boundaries if math.ceil(bound) <= most]
+        exact = np.array(whole, dtype=np.int64)
+        return lambda column: _where_valid(column, _place(exact, plain_values(column)))
+    bounds = np.array(boundaries, dtype=np.float64)
+
+    def columns(column: pa.Array) -> NDArray[np.int64]:
+        values = np.array(column.cast(pa.float64()).fill_null(np.nan), dtype=np.float64)
+        return np.where(np.isnan(values), -1, _place(bounds, values))
+
+    return columns
+
+
+def _place(bounds: NDArray[Any], values: NDArray[Any]) -> NDArray[np.int64]:
+    return np.searchsorted(bounds, values, side="right").astype(np.int64)
 
 
 def _where_valid(column: pa.Array, found: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -127,13 +142,16 @@ def number(field: Field, encoding: Encoding | None) -> Plan:
 def sequence(field: Field, encoding: Encoding, fitted: Fitted | None) -> Plan:
     """The first or last `length` values of each list, then padding; beside them a mask or the number of values."""
     length, of = int(encoding["length"]), encoding.get("of")
-    at = np.arange(length)
-    spec, pad = TensorSpec(shape=(length,), dtype="float32"), encoding.get("pad_value", 0)
-    values_of: Transform = lambda column: narrowed(field, plain_values(column), np.dtype(np.float32))  # noqa: E731
-    if of is not None:
-        columns, size = columns_of(field, of, fitted)
-        spec, pad = TensorSpec(shape=(length,), dtype="int64", ids=size + 1), 0
-        values_of = lambda column: columns(column) + 1  # noqa: E731
+    at, pad = np.arange(length), encoding.get("pad_value", 0)
+    columns, size = (None, 0) if of is None else columns_of(field, of, fitted)
+    spec = TensorSpec(shape=(length,), dtype="float32")
+    if columns is not None:
+        spec = TensorSpec(shape=(length,), dtype="int64", ids=size + 1)
+
+    def values_of(flat: pa.Array) -> NDArray[Any]:
+        if columns is None:
+            return narrowed(field, plain_values(flat), np.dtype(np.float32))
+        return columns(flat) + 1
 
     def kept(column: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Where each row's values begin in the flattened column, and how many of them are kept: (n,) each."""

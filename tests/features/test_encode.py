@@ -67,6 +67,14 @@ def test_buckets_hold_their_lower_boundary() -> None:
     assert encoded.x["n"].sum(axis=1).tolist() == [1, 1, 1, 1, 0, 1]
 
 
+def test_buckets_of_whole_numbers_are_exact() -> None:
+    """2^53 and 2^53 + 1 are one float64; a boundary between two whole numbers is the upper one."""
+    bounds = [-1e30, -0.5, 2**53 + 1, 1e30]
+    field = Field(name="n", dtype="int64", encoding={"kind": "bucketise", "boundaries": bounds, "output": "index"})
+    encoded = encode((field,), {}, n=[-(2**63), -1, 0, 2**53, 2**53 + 1, 2**63 - 1])
+    assert encoded.x["n"].ravel().tolist() == [2, 2, 3, 3, 4, 4]
+
+
 def test_plain_numbers_and_tensors() -> None:
     fields = (
         Field(name="b", dtype="bool"),
