@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import keyword
-import os
 import pickle
 import sys
 from collections.abc import Mapping
@@ -63,10 +62,9 @@ def write_petastorm_metadata(
     groups = {shard.path: len(shard.block_offsets) for shard in shards}
     contents = {NAME: _footer(schema, groups, with_split=True)}
     for name, split in splits.items():
-        folder = os.path.commonpath([os.path.dirname(shard.path) for shard in split.shards])
-        inside = {os.path.relpath(shard.path, folder): groups[shard.path] for shard in split.shards}
-        assert folder == f"{SPLIT_COLUMN}={name}"
-        contents[f"{folder}/{NAME}"] = _footer(schema, inside, with_split=False)
+        folder = f"{SPLIT_COLUMN}={name}/"
+        inside = {shard.path.removeprefix(folder): groups[shard.path] for shard in split.shards}
+        contents[folder + NAME] = _footer(schema, inside, with_split=False)
     for path, data in contents.items():
         write_file(fs, join(root_url, path), data)
     return {path: FileInfo(len(data), sha256_hex(data)) for path, data in contents.items()}
