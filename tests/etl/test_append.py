@@ -1,0 +1,66 @@
+"""What an append takes from its parent, and reads of it: ids out of shards of both formats, without Spark."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from etl.append import ids_of, open_parent
+from etl.config import WriteConfig
+from features.sample_id import sample_id
+from features.schema import Schema
+from storage.errors import CorruptionError, DataError, NotFoundError
+from storage.fs import filesystem
+from storage.layout import DatasetPaths
+from storage.manifest import DatasetManifest
+from tests.training._tiny import write_table
+
+
+@pytest.mark.parametrize("fmt", ["tfrecord", "parquet"])
+def test_ids_are_read_out_of_shards(tmp_path: Path, fmt: str) -> None:
+    manifest = write_table(tmp_path / "d", fmt=fmt, records={"train": 43, "test": 9}, shards=3)
+    shards = [shard for split in manifest.splits.values() for shard in split.shards]
+    urls = [str(tmp_path / "d" / shard.path) for shard in shards]
+    found = [batch for url, shard in zip(urls, shards, strict=True) for batch in ids_of(url, shard)]
+    assert all(batch.schema == pa.schema([("sample_id", pa.int64())]) for batch in found)
+    ids = np.concatenate([np.asarray(batch["sample_id"]) for batch in found]).tolist()
+    assert sorted(ids) == sorted(sample_id([str(row).encode()], 0) for row in range(52))
+    damaged = bytearray(Path(urls[0]).read_bytes())
+    damaged[-3] ^= 1  # the footer of Parquet, the last checksum of a TFRecord
+    Path(urls[0]).write_bytes(damaged)
+    with pytest.raises(CorruptionError):
+        list(ids_of(urls[0], shards[0]))
+
+
+def published(folder: Path, name: str, manifest: DatasetManifest, parent: dict[str, str] | None) -> DatasetManifest:
+    """A dataset of nothing but a manifest."""
+    own = {"version": "0.1.0", "config": {"split": "80/20"}, "seed": 0}
+    made = DatasetManifest.from_bytes(replace(manifest, created_by=own, parent=parent).to_bytes(), name)
+    (folder / name).mkdir()
+    filesystem(str(folder)).create(DatasetPaths(str(folder / name)).manifest).write(made.to_bytes())
+    return made
+
+
+def test_a_chain_of_appends_is_followed_by_digest(tmp_path: Path) -> None:
+    tiny = write_table(tmp_path / "tiny")
+    first = published(tmp_path, "a", tiny, None)
+    link = {"url": str(tmp_path / "a"), "digest": first.digest}
+    published(tmp_path, "b", tiny, link)
+    schema = Schema.from_json(tiny.schema)
+    config = WriteConfig(output=str(tmp_path / "c"), append_to=str(tmp_path / "b"))
+    parent = open_parent(str(tmp_path / "b"), config, schema)
+    assert [url for url, _ in parent.chain] == [str(tmp_path / "b"), str(tmp_path / "a")]
+    assert parent.block_records == {"train": 8, "test": 8} and parent.fitted() == {}
+    published(tmp_path, "lost", tiny, {**link, "digest": "0" * 64})
+    with pytest.raises(DataError, match="is not the dataset that"):
+        open_parent(str(tmp_path / "lost"), config, schema)
+    published(tmp_path, "gone", tiny, {**link, "url": str(tmp_path / "nowhere")})
+    with pytest.raises(NotFoundError):
+        open_parent(str(tmp_path / "gone"), config, schema)
+    published(tmp_path, "itself", tiny, {"url": str(tmp_path / "itself"), "digest": tiny.digest})
+    with pytest.raises(DataError, match="is not the dataset that"):  # a chain that bites its tail ends too
+        open_parent(str(tmp_path / "itself"), config, schema)

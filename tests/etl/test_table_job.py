@@ -1,0 +1,52 @@
+"""jobs.etl_table, as far as it goes without Spark: what its call may say, told before anything is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jobs import etl_table
+from storage.errors import ConfigError, ExistsError, LockstepError, NotFoundError
+
+GOOD = ["--table", "t", "--id-columns", "a,b", "--output", "out"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind", "told"),
+    [
+        ([*GOOD, "--query", "SELECT 1"], ConfigError, "the input"),
+        (GOOD[2:], ConfigError, "the input"),
+        ([*GOOD, "--id-columns", ""], ConfigError, "--id-columns"),
+        ([*GOOD, "--id-columns", "a,a"], ConfigError, "--id-columns"),
+        ([*GOOD, "--schema", "s.toml", "--label", "y"], ConfigError, "--schema"),
+        ([*GOOD, "--schema", "s.toml"], NotFoundError, "s.toml"),
+        ([*GOOD, "--output", "there"], ExistsError, "there"),
+        ([*GOOD, "--append-to", "nothing"], NotFoundError, "no dataset at nothing"),
+        ([*GOOD, "--append-to", "there", "--split", "time:1/1"], ConfigError, "--append-to"),
+        ([*GOOD, "--row-group-bytes", "100"], ConfigError, "--row-group-bytes"),  # TFRecord has none
+        ([*GOOD, "--row-group-bytes", "0", "--format", "parquet"], ConfigError, "--row-group-bytes"),
+        ([*GOOD, "--weights", "heavy"], ConfigError, "--weights"),
+        ([*GOOD, "--sample", "click"], ConfigError, "--sample"),
+        ([*GOOD, "--split", "kfold:1"], ConfigError, "--split"),
+        ([*GOOD, "--max-bad", "1%"], ConfigError, "command line"),  # a table has no lines to reject
+    ],
+)
+def test_calls_that_cannot_be_right(
+    flags: list[str], kind: type[LockstepError], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("there").mkdir()
+    with pytest.raises(kind) as caught:
+        etl_table.main(flags)
+    assert caught.value.exit_code == 2 and told in caught.value.what
+    assert caught.value.got and caught.value.allowed and caught.value.next_step
+
+
+def test_a_configuration_holds_what_the_flags_say() -> None:
+    flags = [*GOOD, "--exclude", "c,d", "--weights", "balanced", "--clean", "--format", "parquet", "--seed", "3"]
+    config = etl_table.config_of(etl_table.parser().parse(flags))
+    assert (config.id_columns, config.exclude, config.table, config.inputs) == (("a", "b"), ("c", "d"), "t", ())
+    options = config.write_options()
+    assert (options["weights"], options["clean"], options["fmt"], options["seed"]) == ("balanced", True, "parquet", 3)
+    assert config.to_json()["table"] == "t" and "clean" not in config.to_json()  # what changes no byte is not kept
