@@ -34,6 +34,8 @@ def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("logs/odd[1].log", ["logs/odd[1].log"]),  # there as it stands
         ("logs/_t*/x.log", ["logs/_tmp/x.log"]),  # asked for by name
         ("logs/2015-02", ["logs/2015-02/a.log"]),
+        ("logs/2015-01/*", ["logs/2015-01/a.log", "logs/2015-01/b.log"]),  # not _SUCCESS
+        ("logs/*/x.log", None),
         ("logs/*/*/*", None),
         ("logs/top.log/*", None),
         ("none/*.log", None),
