@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -92,6 +93,7 @@ def prepared(
     """
     from pyspark.sql import functions as f
 
+    _check_frame(df)
     if schema is None:
         schema = infer_schema(df, label)
     elif label is not None and (schema.label is None or schema.label.name != label):
@@ -146,6 +148,20 @@ def named_repeats(df: DataFrame, id_columns: Sequence[str]) -> DataError | None:
 def quoted(name: str) -> str:
     """A column's name as Spark reads it whole, dots and all."""
     return "`" + name.replace("`", "``") + "`"
+
+
+def _check_frame(df: DataFrame) -> None:
+    if not hasattr(df, "_jdf"):
+        raise ConfigError(
+            "a data frame of Spark Connect cannot be written as a dataset",
+            got=type(df).__module__,
+            allowed="a data frame of a classic session, whose driver runs this code",
+            next_step="Start the session with spark-submit or a master.",
+        )
+    counts = Counter(name.lower() for name in df.columns)  # Spark takes Name and name for one
+    twice = [name for name in df.columns if counts[name.lower()] > 1]
+    if twice:
+        raise _cannot(twice[0], f"there {counts[twice[0].lower()]} times", "each name once", "Rename them in a query.")
 
 
 def _as(name: str, got: str | None, kind: str, have: dict[str, str]) -> Column:

@@ -86,6 +86,8 @@ def test_types_have_rules(spark: SparkSession) -> None:
     df = spark.createDataFrame([], "id bigint, s smallint")
     wide = Schema((sample_id_field(), Field(name="s", dtype="int64", nullable=True)))
     assert dict(prepared(df, wide, ["id"], SplitSpec.parse("1/1"))[0].dtypes)["s"] == "bigint"
+    with pytest.raises(ConfigError, match="column `s` cannot be used"):
+        prepared(df.selectExpr("id", "s", "s AS S"), None, ["id"], SplitSpec.parse("1/1"))
     narrow = Schema((sample_id_field(), Field(name="id", dtype="float32", nullable=True)))
     with pytest.raises(ConfigError, match="column `id` cannot be used"):
         prepared(df, narrow, ["id"], SplitSpec.parse("1/1"))
