@@ -15,17 +15,18 @@ from etl.text import without_bom
 from storage.errors import DataError
 
 HEAD_BYTES = 64 << 10
+HEAD_LINES = 100
 MAX_NAMES = 10_000
 
 
 def names_in(source: Source, log_format: str, quoted_newlines: bool) -> tuple[str, ...]:
-    """The names in a file's header (TSV and CSV), or the keys of its first JSON object, () where it has none early on.
+    """The names in a file's header (TSV and CSV), or the keys of its first JSON objects, () where it has none early on.
 
     Raises DataError naming the file for a header that is none.
     """
     head = _head(source, quoted_newlines)
     if log_format == "json":
-        return next((tuple(found) for line in head for found in [_object(line)] if found), ())
+        return tuple(dict.fromkeys(key for document in _objects(head) for key in document))
     line = head[0] if head else b""
     try:
         text = line.decode("utf-8")
@@ -40,10 +41,16 @@ def names_in(source: Source, log_format: str, quoted_newlines: bool) -> tuple[st
 
 
 def kinds_in(source: Source) -> dict[str, pa.DataType]:
-    """The types of the scalars in a file's first JSON object, by their keys; {} where it has none early on."""
+    """The types of the scalars in a file's first JSON objects, by their keys: whole numbers and others are float64."""
     kinds = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
-    first = next((found for line in _head(source, False) for found in [_object(line)] if found), {})
-    return {key: kinds[type(value)] for key, value in first.items() if type(value) in kinds}
+    found: dict[str, pa.DataType] = {}
+    for document in _objects(_head(source, False)):
+        for key, value in document.items():
+            if type(value) in kinds:
+                kind = found.setdefault(key, kinds[type(value)])
+                if pa.types.is_integer(kind) and type(value) is float:
+                    found[key] = pa.float64()
+    return found
 
 
 def _head(source: Source, quoted_newlines: bool) -> list[bytes]:
@@ -60,12 +67,17 @@ def _fields(text: str, delimiter: str) -> list[str]:
     return next(csv.reader([text], delimiter=delimiter, strict=True), [])
 
 
-def _object(line: bytes) -> dict[str, Any]:
-    try:
-        document = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return document if isinstance(document, dict) else {}
+def _objects(lines: list[bytes]) -> list[dict[str, Any]]:
+    """The objects among the first lines; what is none will be told when it is read as a record."""
+    found = []
+    for line in lines[:HEAD_LINES]:
+        try:
+            document = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(document, dict):
+            found.append(document)
+    return found
 
 
 def _bad_header(url: str, got: str) -> DataError:

@@ -44,9 +44,12 @@ def check(config: LogsConfig) -> Plan:
     return plan_of(config)
 
 
-def run(spark: SparkSession, config: LogsConfig) -> DatasetManifest:
-    """Parse, label, split and publish. Raises the errors of check, and DataError where the log is not one."""
-    plan = check(config)
+def run(spark: SparkSession, config: LogsConfig, plan: Plan | None = None) -> DatasetManifest:
+    """Parse, label, split and publish; `plan` is what `check` gave, where it was asked already.
+
+    Raises the errors of check, and DataError where the log is not one.
+    """
+    plan = plan or check(config)
     urls = [source.url for source in plan.sources]
     with translated(spark, "reading the log"), tuned(spark, plan.sources), watched(spark, "etl logs"):
         _check_label(spark, config, plan)

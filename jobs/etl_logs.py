@@ -65,10 +65,10 @@ def main(argv: Sequence[str]) -> int:
     """Run the job; returns the exit code."""
     args = parser().parse(argv)
     config = config_of(args)
-    logs.check(config)
+    plan = logs.check(config)
     with spark_session("lockstep etl_logs", args.master) as spark:
         set_hadoop_settings(hadoop_settings_of(spark))
-        manifest = logs.run(spark, config)
+        manifest = logs.run(spark, config, plan)
     print(summary(manifest, args.output))
     return 0
 

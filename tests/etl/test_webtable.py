@@ -15,8 +15,10 @@ import pytest
 
 from etl import clf
 from etl.config import LogsConfig
+from etl.headers import kinds_in, names_in
 from etl.log_plan import Plan, plan_of
 from etl.parse import BAD, ROW, SUMMARY, parse_range
+from etl.ranges import find_sources
 from etl.stamps import seconds_of_text
 from etl.webtable import roles
 from storage.errors import DataError
@@ -168,3 +170,35 @@ def test_the_whole_combined_log_and_the_ragged_table(shared_data: Path) -> None:
     assert (sums["read"], len(bad)) == (10_000, 1)
     _, bad, sums = rows_of(plan(shared_data / "weblogs" / "nasa_19950701_first10k.tsv.gz", "tsv"))
     assert (sums["read"], len(bad)) == (9_999, 0)
+
+
+def test_the_head_of_a_json_file(tmp_path: Path) -> None:
+    lines = ['{"a":1,"b":null}', "rubbish", "[1]", '{"a":1.5,"b":"x","c":{},"d":true}']
+    (tmp_path / "log").write_text("\n".join([*lines, ""]))
+    (source,) = find_sources([str(tmp_path / "log")])
+    assert names_in(source, "json", False) == ("a", "b", "c", "d")
+    assert kinds_in(source) == {"a": pa.float64(), "b": pa.string(), "d": pa.bool_()}
+
+
+@pytest.mark.parametrize(
+    ("head", "log_format", "names"),
+    [
+        (b"a,b\n1,2\n", "csv", ("a", "b")),
+        (b'\xef\xbb\xbf"a b","c,d","e""f"\r\n1', "csv", ("a b", "c,d", 'e"f')),
+        (b",a,b,,\n", "csv", ("", "a", "b")),  # a column without a name cannot be asked for, but counts
+        (b'a\t"b"\t\n', "tsv", ("a", '"b"')),
+        (b"a", "tsv", ("a",)),
+        (b"\n", "csv", None),
+        (b"\xff\xfea\0,\0", "csv", None),  # UTF-16
+        (b'a,"b\n', "csv", None),
+        (b"a" * (2 << 20), "tsv", None),
+    ],
+)
+def test_headers(tmp_path: Path, head: bytes, log_format: str, names: tuple[str, ...] | None) -> None:
+    (tmp_path / "log").write_bytes(head)
+    (source,) = find_sources([str(tmp_path / "log")])
+    if names is not None:
+        assert names_in(source, log_format, False) == names
+        return
+    with pytest.raises(DataError, match="names no fields"):
+        names_in(source, log_format, False)
