@@ -87,6 +87,7 @@ class WriteConfig:
             "row_group_bytes": self.row_group_bytes,
             "sample": self.sample,
             "weights": self.weights,
+            "quarantine": self.quarantine,
         }
 
 

@@ -19,7 +19,7 @@ def add_output_flags(job: JobParser, split: str) -> None:
     """The flags of the jobs that read files."""
     job.add_argument("--input", nargs="+", required=True, metavar="URL", help="files or directories, plain or gzip")
     job.add_argument("--max-bad", default="1%", metavar="SHARE", help="largest share of bad records (default 1%%)")
-    add = add_write_flags(job, split)
+    add = add_write_flags(job, f"{split} | A/B/C | stratified:COLUMN:A/B | kfold:K | time:COLUMN:A/B")
     add("--quarantine", metavar="URL|none", help="where rejected input goes (default: into the dataset)")
 
 
@@ -30,7 +30,7 @@ def add_write_flags(job: JobParser, split: str) -> Any:
     add("--format", default="tfrecord", dest="fmt", metavar="FORMAT", help="tfrecord (default) | parquet")
     add("--split", default="80/20", metavar="S", help=f"{split} (default 80/20)")
     add("--shard-bytes", type=int, default=DEFAULT_SHARD_BYTES, metavar="N", help="bytes of a shard (default 128 MiB)")
-    add("--row-group-bytes", type=int, metavar="N", help="bytes of a Parquet row group (default 2 MiB, or 64 of them)")
+    add("--row-group-bytes", type=int, metavar="N", help="bytes of a Parquet row group (default 2 MiB; less for 64)")
     add("--seed", type=int, default=0, metavar="N", help="seed of split and order (default 0)")
     sampled = "keep this share of a class, such as click=0:10%%; several with `,`"
     add("--sample", metavar="COLUMN=VALUE:SHARE", help=sampled)
