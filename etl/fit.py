@@ -68,12 +68,6 @@ def fitted_on(splits: Sequence[str]) -> tuple[FittedOn, ...]:
     return tuple(FittedOn(tuple(other for other in splits if other != name), name) for name in splits)
 
 
-def fit_vocabularies(rows: DataFrame, schema: Schema) -> dict[str, Vocabulary]:
-    """The vocabulary of each field that declares one, fitted on `train`, by field name: `fit_all` has all kinds."""
-    fields = [field for field in schema.fitted_fields if _part(field)["kind"] == "vocabulary"]
-    return {name: vocabulary for (name, _), vocabulary in _vocabularies(rows, fields, fitted_on([TRAIN])).items()}
-
-
 def _vocabularies(
     rows: DataFrame, fields: Sequence[Field], plan: Sequence[FittedOn]
 ) -> dict[tuple[str, str | None], Vocabulary]:
