@@ -3,7 +3,7 @@
     python -m benchmarks.growth [--rows 100000 1000000 10000000] [--repeats N] [--master local[2]]
 
 Memory is the largest resident set of one of Spark's Python workers, looked at five times a second. Spark makes the rows
-from their numbers, so that nothing is held; a dataset is deleted before the next is written. Linear growth shows as equal
+from their numbers, so that nothing is held; a dataset goes before the next is written. Linear growth shows as equal
 seconds a million rows and bytes a row, flat memory as equal MiB.
 """
 
