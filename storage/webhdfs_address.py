@@ -74,7 +74,7 @@ def _converted(url: str, scheme: str, have: str, want: str, settings: Mapping[st
     raise ConfigError(
         f"{url} cannot be reached by {scheme}: the NameNode's address for it is not known",
         got=f"no {want} beside {have} = {authority or '(none)'}",
-        allowed=f"a {scheme}:// URL, or the two addresses in the files of HADOOP_CONF_DIR",
+        allowed=f"{scheme}://HOST:PORT/PATH, or both addresses in the files of HADOOP_CONF_DIR",
         next_step=f"Write --output {scheme}://HOST:PORT{path}, or set HADOOP_CONF_DIR.",
     )
 
