@@ -1,6 +1,6 @@
 """How much of plain decoding the whole image job keeps: JPEGs of a tar to published shards, against a loop over them.
 
-    python -m benchmarks.decode_jpeg TAR... [--limit N] [--repeats N] [--cores N] [--format tfrecord|parquet]
+    python -m benchmarks.decode_jpeg TAR... [--limit N] [--upscale N] [--repeats N] [--cores N] [--format FORMAT]
 
 TAR are archives of class folders, such as CIFAR-10's JPEGs; they are unpacked to one plain archive first. Three rounds,
 interleaved, the first dropped:
@@ -8,7 +8,8 @@ interleaved, the first dropped:
          Image.open(...).convert("RGB") and numpy.asarray, nothing kept
   ours   the same with features.decode, which the job uses
   job    etl.image_sets.run in a session that is warm: scan, decode, split, shuffle, sort, encode, checksums, manifest
-What carries over is the job's share of the loop.
+What carries over is the loop's share of the job: of its wall time, and of the processors' time, which other work on the
+machine changes less. With --upscale N the JPEGs are N times as tall and wide, and the job brings them back to 32x32.
 """
 
 from __future__ import annotations
@@ -22,15 +23,19 @@ import sys
 import tarfile
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 import PIL
+import psutil
 import pyarrow as pa
 import pyspark
 from PIL import Image
+from pyspark.sql import SparkSession
 
 from etl import image_sets
 from etl.image_config import ImagesConfig
@@ -40,8 +45,16 @@ from jobs._session import spark_session
 SIDE = 32
 
 
-def plain_archive(sources: list[str], target: str, limit: int) -> list[bytes]:
-    """One plain archive of the first `limit` files of each source; returns the files."""
+def upscaled(data: bytes, times: int) -> bytes:
+    """The JPEG, `times` as tall and wide."""
+    with Image.open(io.BytesIO(data)) as image:
+        file = io.BytesIO()
+        image.resize((image.width * times, image.height * times)).save(file, "JPEG", quality=75)
+    return file.getvalue()
+
+
+def plain_archive(sources: list[str], target: str, limit: int, upscale: int) -> list[bytes]:
+    """One plain archive of the first `limit` files of each source, made larger; returns the files."""
     files = []
     with tarfile.open(target, "w") as out:
         for source in sources:
@@ -50,7 +63,9 @@ def plain_archive(sources: list[str], target: str, limit: int) -> list[bytes]:
                 for member, _ in zip(members, range(limit), strict=False):
                     file = tar.extractfile(member)
                     assert file is not None
-                    files.append(file.read())
+                    data = file.read()
+                    files.append(data if upscale == 1 else upscaled(data, upscale))
+                    member.size = len(files[-1])
                     out.addfile(member, io.BytesIO(files[-1]))
     return files
 
@@ -89,14 +104,12 @@ class Decoders:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def run(self, way: str) -> float:
-        """Wall seconds until all are done."""
-        start = time.perf_counter()
+    def run(self, way: str) -> None:
+        """Decode all files; returns when all are done."""
         for pipe in self._pipes:
             pipe.send(way)
         for pipe in self._pipes:
             pipe.recv()
-        return time.perf_counter() - start
 
     def close(self) -> None:
         """End the processes."""
@@ -105,10 +118,30 @@ class Decoders:
             process.join()
 
 
-def told(times: list[float], count: int) -> str:
+def cpu_seconds() -> float:
+    """Processor time of this process and of all below it: decoders, Java, Spark's Python workers."""
+    below = psutil.Process().children(recursive=True)
+    return sum(sum(process.cpu_times()[:2]) for process in (psutil.Process(), *below))
+
+
+def timed(work: Callable[[], object]) -> tuple[float, float]:
+    """(wall seconds, processor seconds) of `work`."""
+    start, used = time.perf_counter(), cpu_seconds()
+    work()
+    return time.perf_counter() - start, cpu_seconds() - used
+
+
+def told(times: list[tuple[float, float]], count: int) -> str:
     """Median, spread and rate in words."""
-    middle = statistics.median(times)
-    return f"{middle:6.2f} s ({min(times):.2f} - {max(times):.2f})  {count / middle:8.0f} images/s"
+    wall, used = ([pair[n] for pair in times] for n in (0, 1))
+    middle = statistics.median(wall)
+    spread = f"{middle:6.2f} s ({min(wall):.2f} - {max(wall):.2f}) {count / middle:8.0f} images/s"
+    return f"{spread}, processors {statistics.median(used):6.2f} s ({min(used):.2f} - {max(used):.2f})"
+
+
+def job(spark: SparkSession, config: ImagesConfig, count: int) -> None:
+    """The whole job, every image of which must be written."""
+    assert image_sets.run(spark, config).counts.written == count
 
 
 def main(argv: list[str]) -> int:
@@ -116,6 +149,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("archives", nargs="+", metavar="TAR")
     parser.add_argument("--limit", type=int, default=1 << 30, help="files of each archive")
+    parser.add_argument("--upscale", type=int, default=1, metavar="N", help="times the sides of the JPEGs (default 1)")
     parser.add_argument("--repeats", type=int, default=5, help="counted rounds, after one that is dropped")
     parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--format", default="tfrecord", dest="fmt")
@@ -125,29 +159,29 @@ def main(argv: list[str]) -> int:
     print(f"pyarrow {pa.__version__}, {args.cores} cores, load {os.getloadavg()[0]:.1f} at the start")
     with tempfile.TemporaryDirectory() as folder, spark_session("decode_jpeg", f"local[{args.cores}]") as spark:
         archive = str(Path(folder) / "all.tar")
-        files = plain_archive(args.archives, archive, args.limit)
+        files = plain_archive(args.archives, archive, args.limit, args.upscale)
         mean = sum(map(len, files)) / len(files)
         print(f"{len(files)} JPEGs of {mean:.0f} bytes on average, {os.path.getsize(archive) / 1e6:.0f} MB of archive")
         decoders = Decoders(files, args.cores)
-        times: dict[str, list[float]] = {"loop": [], "ours": [], "job": []}
+        times: dict[str, list[tuple[float, float]]] = {"loop": [], "ours": [], "job": []}
         for number in range(args.repeats + 1):
             for way in ("loop", "ours"):
-                times[way].append(decoders.run(way))
-            told_job = ImagesConfig(
+                times[way].append(timed(partial(decoders.run, way)))
+            config = ImagesConfig(
                 source="tar", inputs=(archive,), output=str(Path(folder) / f"out{number}"), image_size=(SIDE, SIDE),
                 fmt=args.fmt, split="80/20",
             )  # fmt: skip
-            start = time.perf_counter()
-            manifest = image_sets.run(spark, told_job)
-            times["job"].append(time.perf_counter() - start)
-            assert manifest.counts.written == len(files)
+            times["job"].append(timed(partial(job, spark, config, len(files))))
         decoders.close()
-    counted = {way: seconds[1:] for way, seconds in times.items()}
-    for way, seconds in counted.items():
-        print(f"{way:5s} {told(seconds, len(files))}")
+    counted = {way: pairs[1:] for way, pairs in times.items()}
+    for way, pairs in counted.items():
+        print(f"{way:5s} {told(pairs, len(files))}")
     for way in ("loop", "ours"):
-        share = [mine / whole for mine, whole in zip(counted[way], counted["job"], strict=True)]
-        print(f"the job does {statistics.median(share):.2f} ({min(share):.2f} - {max(share):.2f}) of `{way}`'s rate")
+        shares = [
+            [mine[n] / whole[n] for mine, whole in zip(counted[way], counted["job"], strict=True)] for n in (0, 1)
+        ]
+        wall, used = (f"{statistics.median(share):.2f} ({min(share):.2f} - {max(share):.2f})" for share in shares)
+        print(f"`{way}` takes {wall} of the job's wall time, {used} of its processor time")
     return 0
 
 

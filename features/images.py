@@ -16,18 +16,27 @@ _LUMA = np.array([19595, 38470, 7471], dtype=np.uint32)
 def resize(images: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
     """Resize by area: each new pixel is the mean of what it covers, rounded half up.
 
-    images (n, H, W, C) uint8 -> (n, height, width, C) uint8.
+    images (n, H, W, C) uint8, H below 2^23 -> (n, height, width, C) uint8.
     """
     n, old_height, old_width, channels = images.shape
+    assert old_height < 1 << 23, f"sums over {old_height} rows do not fit into 32 bits"
     if (old_height, old_width) == (height, width):
         return images
     from features.area import resize_area
 
     out = np.empty((n, height, width, channels), dtype=np.uint8)
-    row, sums = np.empty(old_width * channels, dtype=np.int64), np.empty(channels, dtype=np.int64)
+    row, columns = np.empty(old_width * channels, dtype=np.int32), _columns(old_width, width)
     # Pixels straight from a decoder may be read-only, for which the loop would be compiled once more.
-    resize_area(np.require(images, requirements=["C", "W"]), out, row, sums)
+    lines = np.require(images, requirements=["C", "W"]).reshape(n, old_height, old_width * channels)
+    resize_area(lines, out, row, columns)
     return out
+
+
+def _columns(old: int, new: int) -> NDArray[np.int64]:
+    """(4, new): first and last old column under each new one, and what of these two lies under it, in 1/new."""
+    left = np.arange(new, dtype=np.int64) * old
+    first, last = left // new, (left + old - 1) // new
+    return np.stack([first, last, np.minimum(left + old, (first + 1) * new) - left, left + old - last * new])
 
 
 def fit(images: NDArray[np.uint8], height: int, width: int, how: str) -> NDArray[np.uint8]:
