@@ -11,8 +11,9 @@ import pyarrow.parquet as pq
 
 from features.foreign_files import read_file
 from features.foreign_schema import foreign_field
+from features.read_ranges import Decode, Lenient, read_range, strict
 from features.schema import Field, Schema
-from features.shard_ranges import Decode, Lenient, ShardRange, cut, read_range, strict
+from features.shard_ranges import ShardRange, cut
 from storage.errors import CorruptionError
 from storage.fs import FileSystem, filesystem, join
 from storage.indexed import IndexedManifest

@@ -16,7 +16,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from features.codec.foreign import infer_schema
-from features.shard_ranges import PIECE_BYTES, Decode
+from features.read_ranges import PIECE_BYTES, Decode
 from storage.errors import CorruptionError, DataError
 from storage.fs import FileSystem, basename, filesystem, parent
 from storage.tfrecord import (
@@ -26,8 +26,6 @@ from storage.tfrecord import (
     parse_records,
 )
 
-DATA_GLOB = "*.tfrecord*"
-SAMPLE_RECORDS = 1000
 MAX_RECORD_BYTES = 2 << 30  # protobuf reads no larger message
 SAMPLED_FILES = 8
 _GZIP_MAGIC = b"\x1f\x8b\x08"

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from features.schema import Field, Schema
 
+DATA_GLOB = "*.tfrecord*"  # the names of such files
+SAMPLE_RECORDS = 1000  # what their columns are inferred from
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForeignField(Field):

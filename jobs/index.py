@@ -13,7 +13,7 @@ if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
 from etl.index import check, index_directory
-from features.foreign_files import DATA_GLOB, SAMPLE_RECORDS
+from features.foreign_schema import DATA_GLOB, SAMPLE_RECORDS
 from jobs._cli import JobParser, run_job
 from jobs._session import hadoop_settings_of, spark_session
 from storage.errors import ConfigError

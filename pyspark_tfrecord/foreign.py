@@ -12,8 +12,9 @@ from pyspark.sql.types import StructType
 
 from features.foreign_files import ForeignFile, find_files, infer_columns, read_file, sample
 from features.foreign_schema import foreign_field
+from features.read_ranges import Lenient, read_range
 from features.schema import Field
-from features.shard_ranges import Lenient, ShardRange, cut, read_range
+from features.shard_ranges import ShardRange, cut
 from pyspark_tfrecord.options import ReadOptions
 from pyspark_tfrecord.types import columns_of
 from storage.errors import ConfigError

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from features.foreign_files import DATA_GLOB, SAMPLE_RECORDS
+from features.foreign_schema import DATA_GLOB, SAMPLE_RECORDS
 from storage.errors import ConfigError
 from storage.fs import absolute
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 from pyspark.sql.datasource import InputPartition
 
 from features.schema import Schema
-from features.shard_ranges import ShardRange, cut, read_range, strict
+from features.shard_ranges import ShardRange, cut
 from pyspark_tfrecord.options import ReadOptions
 from storage.errors import ConfigError
 from storage.fs import filesystem, join
@@ -69,6 +69,8 @@ class Published:
 
     def read(self, partition: InputPartition, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """The records of a partition as the columns `names` of arrow_schema(), in this order."""
+        from features.read_ranges import read_range, strict
+
         assert isinstance(partition, PublishedPartition)
         part, schema = partition.part, self.arrow_schema()
         told = self.options.split is None and SPLIT_COLUMN in names

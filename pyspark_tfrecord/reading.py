@@ -9,7 +9,6 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.types import StructType
 
-from pyspark_tfrecord.foreign import Foreign
 from pyspark_tfrecord.options import ReadOptions
 from pyspark_tfrecord.published import Published
 from pyspark_tfrecord.types import arrow_schema, spark_schema
@@ -55,9 +54,11 @@ def open_input(options: Mapping[str, str], schema: StructType | None = None) -> 
     try:
         data = filesystem(read.path).read_bytes(where)
     except NotFoundError:
-        return Foreign(read, schema, None)
-    if is_indexed(data, where):
-        return Foreign(read, schema, read_indexed(data, where))
+        data = None
+    if data is None or is_indexed(data, where):
+        from pyspark_tfrecord.foreign import Foreign
+
+        return Foreign(read, schema, None if data is None else read_indexed(data, where))
     found = Published(read, DatasetManifest.from_bytes(data, where))
     if schema is not None:
         _check(found, schema)

@@ -8,7 +8,7 @@ import pytest
 from features.example import encode_example
 from features.foreign_files import _records, find_files, infer_columns, is_gzip, open_unpacked, read_file, sample
 from features.foreign_schema import foreign_field, foreign_schema
-from features.shard_ranges import Lenient
+from features.read_ranges import Lenient
 from storage.errors import CorruptionError, DataError, NotFoundError
 from storage.fs import filesystem
 from storage.tfrecord import frame

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from features.example import encode_batch
 from features.foreign_order import Order
 from features.foreign_schema import foreign_field, foreign_schema
-from features.shard_ranges import Lenient
+from features.read_ranges import Lenient
 from storage.errors import DataError
 from storage.tfrecord import frame, record_offsets
 
@@ -79,7 +79,7 @@ def test_compiled_and_plain_reading_agree_in_values_and_errors(records: list[byt
 
 
 def test_another_order_and_unknown_features_are_read_without_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("features.shard_ranges.decode_foreign", None)
+    monkeypatch.setattr("features.read_ranges.decode_foreign", None)
     shuffler = random.Random(1)
     records = []
     for number in range(300):

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from features.shard_ranges import PIECE_BYTES, ShardRange, _pieces, cut, read_range, strict
+from features.read_ranges import PIECE_BYTES, _pieces, read_range, strict
+from features.shard_ranges import ShardRange, cut
 from storage.errors import CorruptionError
 from storage.fs import filesystem
 from storage.manifest import ShardInfo, load_dataset

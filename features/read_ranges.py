@@ -1,0 +1,162 @@
+"""Stretches of a shard read front to back and decoded piece by piece, each by the decoder that fits its records."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import BinaryIO
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from features.codec.decoder import RecordDecoder
+from features.codec.foreign import decode_foreign
+from features.foreign_schema import foreign_schema
+from features.schema import Field, Schema
+from features.shard_ranges import ShardRange
+from storage.errors import CorruptionError, DataError
+from storage.fs import FileSystem
+from storage.tfrecord import parse_records, record_offsets
+
+PIECE_BYTES = 4 << 20  # what is decoded at once: large enough for Arrow, small enough for a cache
+MAX_BLOCK_BYTES = 2 << 30  # ours have some MiB; a forged manifest over a sparse file may name any number
+
+Buffer = bytes | NDArray[np.uint8]
+# From framed records end to end, their file, the number of the first of them in it and where they begin there, to their
+# columns. Raises CorruptionError and DataError with these places.
+Decode = Callable[[Buffer, str, int, int], pa.RecordBatch]
+
+
+def strict(schema: Schema, columns: Sequence[str] | None = None) -> Decode:
+    """Decode records of our own writing into columns of schema.arrow_schema(), or those of them in `columns`."""
+    decoder = RecordDecoder(schema, columns)
+
+    def decode(data: Buffer, file: str, first_record: int, base_offset: int) -> pa.RecordBatch:
+        with _placed(file, first_record):
+            return decoder.decode(data, file=file, first_record=first_record, base_offset=base_offset)
+
+    return decode
+
+
+class Lenient:
+    """Decode any Examples into a column for each of `fields`.
+
+    Those of our form go to the compiled decoder as they are, those that differ in the order of their features or have
+    some that nobody asked for after a compiled rewriting, all others to one in Python.
+    """
+
+    def __init__(self, fields: Sequence[Field]) -> None:
+        from features.foreign_order import Order  # Numba, which takes a quarter of a second that planning has not
+
+        schema = foreign_schema(fields)
+        self._fields, self._decoder, self._order = fields, RecordDecoder(schema), Order.of(schema.in_byte_order)
+        self._ours = True
+
+    def __call__(self, data: Buffer, file: str, first_record: int, base_offset: int) -> pa.RecordBatch:
+        """The columns of some framed records."""
+        if self._ours:
+            try:
+                return self._decoder.decode(data, file=file, first_record=first_record, base_offset=base_offset)
+            except CorruptionError:
+                raise
+            except DataError:
+                self._ours = False  # and so, most likely, are those after them
+        framed = np.frombuffer(data, dtype=np.uint8)
+        offsets = record_offsets(framed, file=file, first_record=first_record, base_offset=base_offset)
+        rewritten = self._order.rewritten(framed, offsets)
+        if rewritten is not None:
+            with suppress(DataError):  # what is wrong, if anything, is said of the records as they are
+                return self._decoder.decode(rewritten, file=file)
+        records = parse_records(framed.data, file=file, first_record=first_record, base_offset=base_offset)
+        with _placed(file, first_record):
+            return decode_foreign(self._fields, records)
+
+
+def read_range(fs: FileSystem, part: ShardRange, decode: Decode) -> Iterator[pa.RecordBatch]:
+    """The records of a range as batches that `decode` makes, in order; both checksums of each record are checked.
+
+    Memory: a few times PIECE_BYTES or the largest block. Raises CorruptionError naming file, record and offset for a
+    file of another length, content or number of records, DataError where `decode` does.
+    """
+    size = fs.stat(part.url).size_bytes
+    if size != part.file_bytes:
+        raise CorruptionError(
+            "a shard has another length than its manifest says",
+            file=part.url,
+            offset=min(size, part.file_bytes),
+            got=f"{size} bytes",
+            allowed=f"{part.file_bytes} bytes",
+        )
+    if not part.records:
+        return
+    digest = None if part.sha256 is None else hashlib.sha256()
+    with fs.open_read(part.url) as file:
+        file.seek(part.offsets[0])
+        for record, count, start, stop in _pieces(part):
+            data = _exactly(file, start, stop, part.url)
+            if digest is not None:
+                digest.update(data)
+            batch = decode(data, part.url, record, start)
+            if batch.num_rows != count:
+                raise CorruptionError(
+                    "a shard holds another number of records than its manifest says",
+                    file=part.url,
+                    record=record,
+                    offset=start,
+                    got=f"{batch.num_rows} records up to offset {stop}",
+                    allowed=str(count),
+                )
+            yield batch
+    if digest is not None and digest.hexdigest() != part.sha256:
+        raise CorruptionError(
+            "a shard does not match its digest", file=part.url, got=digest.hexdigest(), allowed=part.sha256 or ""
+        )
+
+
+@contextmanager
+def _placed(file: str, first_record: int) -> Iterator[None]:
+    """Name the file, and the number of the first record, in an error that knows only its batch."""
+    try:
+        yield
+    except CorruptionError:
+        raise
+    except DataError as error:
+        raise DataError(
+            f"{file}, records from {first_record} on: {error.what}",
+            got=error.got,
+            allowed=error.allowed,
+            next_step=error.next_step,
+        ) from None
+
+
+def _pieces(part: ShardRange) -> Iterator[tuple[int, int, int, int]]:
+    """(first record, records, first byte, end) of runs of blocks of PIECE_BYTES or one block."""
+    end_record = part.first_record + part.records
+    first = 0
+    for block in range(len(part.offsets) - 1):
+        stop = part.offsets[block + 1]
+        if block == len(part.offsets) - 2 or part.offsets[block + 2] - part.offsets[first] > PIECE_BYTES:
+            record = part.first_record + first * part.block_records
+            after = min(end_record, part.first_record + (block + 1) * part.block_records)
+            yield record, after - record, part.offsets[first], stop
+            first = block + 1
+
+
+def _exactly(file: BinaryIO, start: int, stop: int, url: str) -> bytes:
+    if stop - start > MAX_BLOCK_BYTES:
+        allowed = f"{MAX_BLOCK_BYTES} bytes"
+        raise CorruptionError(
+            "a block is longer than any", file=url, offset=start, got=f"{stop - start}", allowed=allowed
+        )
+    data = file.read(stop - start)
+    if len(data) != stop - start:
+        raise CorruptionError(
+            "a shard ends early",
+            file=url,
+            offset=start + len(data),
+            got=f"{len(data)} bytes",
+            allowed=f"{stop - start}",
+        )
+    return data
