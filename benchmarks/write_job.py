@@ -128,7 +128,8 @@ class LateAssign(Assign):
 class LateShards(WriteShards):
     """Encodes behind the shuffle."""
 
-    def __post_init__(self) -> None:
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
         object.__setattr__(self, "fmt", "parquet")  # all columns are wanted
 
     def write(self, partition: int, batches: Iterable[pa.RecordBatch]) -> pa.RecordBatch:
