@@ -25,7 +25,7 @@ _BELOW = (HdfsError, RefusedError, RequestException, HTTPError, HTTPException, O
 
 
 class WebHdfsCalls:
-    """What every operation goes through. Attributes: `whom` (the NameNodes, for errors), `call_deadline_s` and
+    """What every operation goes through. Attributes: `whom` and `whom_data` for errors, `call_deadline_s` and
     `data_deadline_s` for one attempt at the NameNode and at a DataNode, `give_up_s` for all of one call, in seconds.
     """
 
@@ -33,7 +33,7 @@ class WebHdfsCalls:
         addresses = http_addresses(authority, settings)
         hosts = ", ".join(address.removeprefix("http://") for address in addresses)
         self.whom = f"the NameNode{'s' if len(addresses) > 1 else ''} at {hosts}"
-        self.whom_data = f"a DataNode of {self.whom}"
+        self.whom_data = f"{self.whom} or a DataNode"
         self.call_deadline_s = seconds(settings, "lockstep.storage.call-deadline-s")
         self.data_deadline_s = seconds(settings, "lockstep.storage.data-deadline-s")
         self.give_up_s = seconds(settings, "lockstep.storage.give-up-s")
@@ -82,8 +82,9 @@ class WebHdfsCalls:
 
     def _once(self, client: Any, fn: Callable[[Any], T], verb: str, url: str, deadline_s: float) -> T:
         # The time-outs of sockets end most waits; the deadline also ends name look-ups and answers that trickle.
+        whom = self.whom if client is self._names else self.whom_data
         try:
-            return call_with_deadline(lambda: fn(client), deadline_s, what=f"cannot {verb} {url}", whom=self.whom)
+            return call_with_deadline(lambda: fn(client), deadline_s, what=f"cannot {verb} {url}", whom=whom)
         except LockstepError:
             raise
         except _BELOW as error:

@@ -145,7 +145,7 @@ class _Append:
 
     def _too_late(self, deadline_s: float) -> StorageTimeoutError:
         return StorageTimeoutError(
-            f"cannot write {self._url}: {self._fs.calls.whom_data} took nothing within {deadline_s:.3g} s",
+            f"cannot write {self._url}: its DataNode took nothing within {deadline_s:.3g} s",
             got="nothing",
             allowed="an answer",
             next_step=f"Check that {self._fs.calls.whom} and its DataNodes are alive and not overloaded.",
