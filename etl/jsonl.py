@@ -60,7 +60,7 @@ def read_objects(lines: pa.Array, kinds: Kinds, reasons: Reasons) -> dict[str, p
     for name, kind in kinds.items():
         chunks = table.column(name)
         values = (chunks.chunk(0) if chunks.num_chunks else pa.nulls(0, chunks.type)).take(back)
-        found[name] = _narrowed(name, kind, values, reasons)
+        found[name] = _checked(name, kind, values, reasons)
     return found
 
 
@@ -194,27 +194,26 @@ def _is_text(value: str) -> bool:
 
 
 def _read_as(kind: pa.DataType) -> pa.DataType:
-    """Arrow reads 1e39 as an infinite float32 without a word; as float64 the difference can be seen."""
+    """The type to ask Arrow for: it reads no bytes."""
     if pa.types.is_list(kind):
         return pa.list_(pa.field(kind.value_field.name, _read_as(kind.value_type)))
-    if pa.types.is_binary(kind):
-        return pa.string()
-    return pa.float64() if pa.types.is_floating(kind) else kind
+    return pa.string() if pa.types.is_binary(kind) else kind
 
 
-def _narrowed(name: str, kind: pa.DataType, values: pa.Array, reasons: Reasons) -> pa.Array:
-    """The values in the type that was asked for; refuses rows with a null in a list or a number too large for it."""
-    bad = np.zeros(len(values), dtype=bool)
-    inner = values.flatten() if pa.types.is_list(values.type) else values
-    if inner is not values and inner.null_count:
-        bad[_rows_of(values)[np.asarray(inner.is_null(), dtype=bool)]] = True
-    cast = values.cast(kind)
+def _checked(name: str, kind: pa.DataType, values: pa.Array, reasons: Reasons) -> pa.Array:
+    """The values in the type that was asked for; refuses rows with a null in a list, or with an infinite number: JSON
+    has none, so it is what became of one too large for the type.
+    """
+    listed = pa.types.is_list(values.type)
+    inner = values.flatten() if listed else values
+    bad = np.asarray(inner.is_null(), dtype=bool) if listed else np.zeros(len(inner), dtype=bool)
     if pa.types.is_floating(inner.type):
-        narrow = cast.flatten() if inner is not values else cast
-        lost = np.asarray(pc.fill_null(pc.and_not(pc.is_inf(narrow), pc.is_inf(inner)), False), dtype=bool)
-        bad[_rows_of(values)[lost] if inner is not values else lost] = True
-    reasons.add(bad, bad_value(name))
-    return cast
+        bad = bad | np.asarray(pc.fill_null(pc.is_inf(inner), False), dtype=bool)
+    if bad.any():
+        rows = np.zeros(len(values), dtype=bool)
+        rows[_rows_of(values)[bad] if listed else bad] = True
+        reasons.add(rows, bad_value(name))
+    return values.cast(kind)
 
 
 def _rows_of(lists: pa.Array) -> NDArray[np.int64]:

@@ -125,6 +125,7 @@ def test_tsv(line: bytes, found: Any) -> None:
         (b'{"a":1,"b":{"c":"x"}}', "bad_value:b"),
         (b'{"a":1,"b":"x","f":1e39}', "bad_value:f"),  # beyond float32
         (b'{"a":1,"b":"x","f":1e999}', "bad_value:f"),
+        (b'{"a":1,"b":"x","f":' + b"1" * 400 + b"}", "bad_value:f"),
         (b'{"a":1,"b":"x","tags":["u",null]}', "bad_value:tags"),
         (b'{"a":1,"b":"x","tags":["u",1]}', "bad_value:tags"),
         (b'{"a":1,"b":"x","tags":["u"]}', (1, "x", None, None, ["u"])),
