@@ -74,6 +74,9 @@ def test_a_shard_reads_as_it_was_written_and_damage_is_told_with_its_place(tmp_p
     forged = replace(info.shards[0], sha256="0" * 64)  # what is whole in itself but not what was published
     with pytest.raises(CorruptionError, match="digest"):
         list(read_range(fs, cut(str(path), forged, info.block_records, None)[0], strict(SCHEMA)))
+    (part,) = cut(str(path), info.shards[0], info.block_records, 1 << 20)
+    with pytest.raises(CorruptionError, match="another number of records"):
+        list(read_range(fs, replace(part, records=29), strict(SCHEMA)))
     path.write_bytes(path.read_bytes() + b"x")
     with pytest.raises(CorruptionError, match="another length"):
         read(1)
