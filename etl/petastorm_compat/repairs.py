@@ -24,7 +24,7 @@ def _wait_for_work(pool_class: Any) -> None:
 
     Petastorm asks whether its threads are idle and then whether all work was handed out: where all of it is handed out
     in between, the reader ends at once and the rows are lost. And it passes over a thread that has no work yet, so that
-    one seed gives several orders. On a loaded machine either made one in thirty of Petastorm's own tests fail.
+    one seed gives several orders. On a loaded machine each of the two made tests of Petastorm's own fail.
     """
     plain = pool_class.current_worker_done
 
