@@ -16,12 +16,12 @@ from storage.retry import with_retries
 from storage.settings import seconds
 from storage.webhdfs_address import http_addresses
 from storage.webhdfs_client import RefusedError, checked, make_client
-from storage.webhdfs_errors import translate
+from storage.webhdfs_errors import OTHER_FORM, translate
 
 T = TypeVar("T")
 
 _CONNECT_S = 10.0
-_BELOW = (HdfsError, RefusedError, RequestException, HTTPError, HTTPException, OSError, ValueError, KeyError, TypeError)
+_BELOW = (HdfsError, RefusedError, RequestException, HTTPError, HTTPException, OSError, *OTHER_FORM)
 
 
 class WebHdfsCalls:

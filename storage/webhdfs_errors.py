@@ -22,6 +22,9 @@ class LostAnswerError(RetryableStorageError):
     """A request was sent, or may have been, and no whole answer came: it may have happened."""
 
 
+# What reading an answer raises that is not WebHDFS's JSON; requests' error for what is no JSON is a ValueError too.
+OTHER_FORM = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
+
 _SECRET = re.compile(r"(delegation|user\.name|doas)=[^&\s'\"]+")
 _RETRYABLE_JAVA = ("RetriableException", "SafeModeException", "StandbyException", "NotReplicatedYetException")
 _RETRYABLE_TEXT = (
@@ -43,7 +46,7 @@ def translate(error: BaseException, *, verb: str, place: str, whom: str) -> Lock
             allowed="host names that resolve",
             next_step="Check the host in the URL; a DataNode's name must resolve here too.",
         )
-    if isinstance(error, (KeyError, TypeError, ValueError)):  # also what requests raises for a body that is no JSON
+    if isinstance(error, OTHER_FORM):
         return _no_webhdfs(what, text)
     unheard = any(mark in text for mark in ("NewConnectionError", "ConnectTimeoutError"))
     kind = RetryableStorageError if unheard else LostAnswerError

@@ -199,6 +199,28 @@ def test_another_server_is_no_webhdfs(fs: WebHdfsFileSystem, fake: FakeWebHdfs) 
 
 
 @pytest.mark.parametrize(
+    "body",
+    [
+        "", "null", "[]", "1", '"text"', "{}", '{"FileStatus": null}', '{"FileStatus": {}}', '{"FileStatus": [1]}',
+        '{"FileStatus": {"type": "FILE", "length": "many", "modificationTime": 1}}',
+        '{"FileStatus": {"type": "FILE", "length": 1e999, "modificationTime": 1}}',
+        '{"FileStatuses": {"FileStatus": 5}}', '{"FileStatuses": {"FileStatus": [5]}}',
+        '{"FileStatuses": {"FileStatus": [{"pathSuffix": 5}, {"pathSuffix": 6}]}}',
+        '{"FileStatuses": {"FileStatus": [{"pathSuffix": "..", "type": "FILE"}]}}',  # out of the directory
+        '{"RemoteException": 3}',
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("status", [200, 500])
+def test_answers_of_no_known_form_end_as_errors_of_ours(
+    fs: WebHdfsFileSystem, fake: FakeWebHdfs, body: str, status: int
+) -> None:
+    for operation, call in (("GETFILESTATUS", fs.stat), ("LISTSTATUS", fs.list)):
+        fake.before[operation] = [lambda handler: bool(handler.tell(body.encode(), status)) or True]
+        with pytest.raises(LockstepError):
+            call(url("a"))
+
+
+@pytest.mark.parametrize(
     ("authority", "settings", "wanted"),
     [
         ("a:1", {}, ("http://a:1",)),
