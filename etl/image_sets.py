@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from etl import cifar, folders, idx_images, parquet_images, tar_images
 from etl import columns as c
 from etl.digest import digest_sources
-from etl.image_config import MAX_CLASSES, ImagesConfig
+from etl.image_config import ImagesConfig
 from etl.image_rows import BAD, DROPPED, OUTPUT_DDL, RECORD
+from etl.image_tally import class_names, tally_of
 from etl.parse_images import PIECE_DDL, ParseImages, to_text
 from etl.pieces import ImagePlan
 from etl.quality import check_bad
@@ -20,7 +20,6 @@ from etl.spark_errors import translated
 from etl.watch import watched
 from etl.write import Origin, refuse_existing, write_dataset
 from features.schema import Field, Schema, sample_id_field
-from storage.errors import DataError
 from storage.manifest import DatasetManifest, SourceInfo
 from storage.settings import hadoop_settings
 
@@ -75,7 +74,7 @@ def run(spark: SparkSession, config: ImagesConfig, plan: ImagePlan | None = None
         parse = ParseImages(hadoop_settings(), intake, plan.num_classes)
         parsed = spark.createDataFrame(spread, PIECE_DDL).mapInArrow(parse, OUTPUT_DDL).persist()
         try:
-            tally = _tally(parsed)
+            tally = tally_of(parsed)
             # Some headers promise so many records and each task checks its own: a second way to the same number.
             assert plan.records in (None, tally.read), f"{tally.read} records of {plan.records}"
             quarantine = (
@@ -85,7 +84,7 @@ def run(spark: SparkSession, config: ImagesConfig, plan: ImagePlan | None = None
             )
             urls = [source.url for source in plan.sources]
             check_bad(quarantine, urls, tally.bad, tally.read, config.max_bad_share, config.max_bad)
-            names = _class_names(config, plan, tally)
+            names = class_names(config, plan, tally)
             classes = plan.num_classes or len(names)
             shape = intake.shape(*(plan.shape or (*_size(config), 3)))
             origin = Origin(
@@ -110,62 +109,6 @@ def run(spark: SparkSession, config: ImagesConfig, plan: ImagePlan | None = None
             )
         finally:
             parsed.unpersist()
-
-
-@dataclass(frozen=True, slots=True)
-class _Tally:
-    """How many rows of each kind there are, and the classes of the images by their names."""
-
-    read: int
-    bad: int
-    raw_bytes: int
-    dropped: Mapping[str, int]
-    classes: tuple[str, ...]
-    without_split: int
-
-
-def _tally(parsed: DataFrame) -> _Tally:
-    from pyspark.sql import functions as f
-
-    by = ("kind", "class", f.when(f.col("kind") == DROPPED, f.col("reason")).alias("reason"))
-    sums = (
-        f.count(f.lit(1)).alias("n"),
-        f.sum(f.octet_length("raw")).alias("raw"),
-        f.count(f.when(f.col(c.SPLIT).isNull(), 1)).alias("unsplit"),
-    )
-    found = parsed.groupBy(*by).agg(*sums).collect()
-    good = [row for row in found if row["kind"] == RECORD]
-    bad = [row for row in found if row["kind"] == BAD]
-    return _Tally(
-        read=sum(row["n"] for row in found),
-        bad=sum(row["n"] for row in bad),
-        raw_bytes=sum(row["raw"] or 0 for row in bad),
-        dropped={row["reason"]: row["n"] for row in found if row["kind"] == DROPPED},
-        classes=tuple(sorted(row["class"] for row in good if row["class"] is not None)),
-        without_split=sum(row["unsplit"] for row in good),
-    )
-
-
-def _class_names(config: ImagesConfig, plan: ImagePlan, tally: _Tally) -> Sequence[str]:
-    """The names of the labels in order, () where nobody knows any. Raises DataError where they cannot be labels."""
-    if config.split_spec.given and tally.without_split:
-        raise DataError(
-            f"{tally.without_split} images do not name their split",
-            got="neither a folder nor an archive named like a split",
-            allowed="train/CLASS/..., test/CLASS/... or val/CLASS/..., or archives named so",
-            next_step="Use --split 80/20.",
-        )
-    if plan.num_classes is not None:
-        return plan.class_names
-    most = config.num_classes or MAX_CLASSES
-    if not 2 <= len(tally.classes) <= most:
-        raise DataError(
-            f"{len(tally.classes)} classes were found",
-            got=", ".join(tally.classes[:5]) or "no image",
-            allowed=f"2 to {most}",
-            next_step="Put the images of each class into a folder of its name; correct --num-classes.",
-        )
-    return tally.classes
 
 
 def _size(config: ImagesConfig) -> tuple[int, int]:

@@ -79,6 +79,14 @@ def test_encoded_images_and_names_that_come_twice(spark: SparkSession, tmp_path:
     alone = image_sets.run(spark, config(first, tmp_path / "out", **{**told, "inputs": (str(first),)}))
     ids = {row["sample_id"] for _, row in table(tmp_path / "out", alone)}
     assert len(ids) == 24 and ids < {row["sample_id"] for row in rows}
+    # More images of the second class alone, continuing the first: their label stays 1.
+    more = make_tar(tmp_path / "3.tar", {f"b/{n}.png": picture(n) for n in range(50, 62)})
+    told = {**told, "inputs": (str(more),), "append_to": str(tmp_path / "out")}
+    image_sets.run(spark, config(more, tmp_path / "more", **told))
+    assert {row["label"] for row in pq.read_table(tmp_path / "more", columns=["label"]).to_pylist()} == {1}
+    other = make_tar(tmp_path / "4.tar", {"c/1.png": picture(1)})
+    with pytest.raises(DataError, match="has not all classes"):
+        image_sets.run(spark, config(other, tmp_path / "other", **{**told, "inputs": (str(other),)}))
 
 
 def test_what_cannot_be_a_dataset(spark: SparkSession, tmp_path: Path) -> None:
