@@ -16,7 +16,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from features.codec.foreign import infer_schema
-from features.read_ranges import PIECE_BYTES, Decode
+from features.read_ranges import PIECE_BYTES, Decode, refuse_sequences
 from storage.errors import CorruptionError, DataError
 from storage.fs import FileSystem, basename, filesystem, parent
 from storage.tfrecord import (
@@ -199,6 +199,7 @@ def infer_columns(files: Sequence[ForeignFile], records: Sequence[bytes]) -> lis
     Raises DataError for a feature of changing types, and for records that are no Examples.
     """
     try:
+        refuse_sequences(records)
         return infer_schema(records)
     except DataError as error:
         raise DataError(

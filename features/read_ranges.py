@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import BinaryIO
 
@@ -21,6 +21,8 @@ from storage.fs import FileSystem
 from storage.tfrecord import parse_records, record_offsets
 
 PIECE_BYTES = 4 << 20  # what is decoded at once: large enough for Arrow, small enough for a cache
+_FEATURES, _FEATURE_LISTS = 0x0A, 0x12  # fields 1 and 2 of a message: an Example has no second one
+_LENGTH_MAX_BYTES = 10
 MAX_BLOCK_BYTES = 2 << 30  # ours have some MiB; a forged manifest over a sparse file may name any number
 
 Buffer = bytes | NDArray[np.uint8]
@@ -71,7 +73,34 @@ class Lenient:
                 return self._decoder.decode(rewritten, file=file)
         records = parse_records(framed.data, file=file, first_record=first_record, base_offset=base_offset)
         with _placed(file, first_record):
+            refuse_sequences(records)
             return decode_foreign(self._fields, records)
+
+
+def refuse_sequences(records: Iterable[bytes | memoryview]) -> None:
+    """Raise DataError for a SequenceExample: read as an Example it would lose its feature lists without a word."""
+    for number, record in enumerate(records):
+        at = _after_context(record)
+        if at < len(record) and record[at] == _FEATURE_LISTS:
+            raise DataError(
+                f"record {number} of the batch is a SequenceExample",
+                got="feature lists",
+                allowed="tf.train.Example; SequenceExamples in datasets of ours, whose manifest declares them",
+                next_step="Read these files with TensorFlow, and write the rows as a dataset.",
+            )
+
+
+def _after_context(record: bytes | memoryview) -> int:
+    """Where the field behind the first one begins, if that is a message's field 1; else 0, or the record's end."""
+    if not len(record) or record[0] != _FEATURES:
+        return 0
+    size = shift = 0
+    for at in range(1, min(len(record), 1 + _LENGTH_MAX_BYTES)):
+        size |= (record[at] & 127) << shift
+        shift += 7
+        if record[at] < 128:
+            return at + 1 + size
+    return len(record)
 
 
 def read_range(fs: FileSystem, part: ShardRange, decode: Decode) -> Iterator[pa.RecordBatch]:

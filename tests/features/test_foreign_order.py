@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from features.example import encode_batch
+from features.foreign_files import ForeignFile, infer_columns
 from features.foreign_order import Order
 from features.foreign_schema import foreign_field, foreign_schema
 from features.read_ranges import Lenient
@@ -102,3 +103,14 @@ def test_rewritten_records_are_those_of_the_encoder() -> None:
     data = np.frombuffer(b"".join(map(frame, ours)), dtype=np.uint8)
     again = Order.of(schema.in_byte_order).rewritten(data, record_offsets(data, file="f"))
     assert again is not None and again.tobytes() == data.tobytes()
+
+
+def test_a_sequence_example_does_not_lose_its_lists_in_silence() -> None:
+    context = message(0x0A, entry("b", message(0x1A, message(0x0A, b"\x07"))))
+    lists = message(0x12, message(0x0A, message(0x0A, b"l") + message(0x12, b"")))
+    assert Lenient(FIELDS[:1])(frame(context), "f", 0, 0).to_pylist() == [{"b": 7}]
+    for record in (context + lists, lists):
+        with pytest.raises(DataError, match="f, records from 0 on: record 1 of the batch is a SequenceExample"):
+            Lenient(FIELDS[:1])(frame(context) + frame(record), "f", 0, 0)
+        with pytest.raises(DataError, match="SequenceExample"):
+            infer_columns([ForeignFile("u", "u", 0)], [context, record])
