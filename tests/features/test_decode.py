@@ -64,7 +64,7 @@ def test_pixels_of_each_format(data: bytes, pixels: np.ndarray) -> None:
     found = decode(data, 3)
     assert found.dtype == np.uint8
     np.testing.assert_array_equal(found, pixels)
-    luma = (pixels.astype(np.int64) @ [19595, 38470, 7471] + 0x8000) >> 16
+    luma = (pixels.astype(np.int64) @ np.array([19595, 38470, 7471]) + 0x8000) >> 16
     np.testing.assert_array_equal(decode(data, 1)[:, :, 0], luma)  # of grey pixels it is themselves
 
 
