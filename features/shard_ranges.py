@@ -29,16 +29,19 @@ class ShardRange:
 
 
 def cut(url: str, shard: ShardInfo, block_records: int, range_bytes: int | None) -> list[ShardRange]:
-    """The ranges of a shard, each of whole blocks and about `range_bytes` long; one with its SHA-256 for None."""
+    """The ranges of a shard: whole blocks, about `range_bytes` each and as equal as blocks allow; for None one range of
+    all, with its SHA-256.
+    """
     ends = (*shard.block_offsets[1:], shard.bytes)
     if range_bytes is None:
         offsets = (*shard.block_offsets, shard.bytes)
         return [ShardRange(url, shard.bytes, offsets, 0, shard.records, block_records, shard.sha256)]
-    ranges = []
+    pieces = max(1, round(shard.bytes / range_bytes))
+    ranges: list[ShardRange] = []
     first = 0
     for block, end in enumerate(ends):
         last = block == len(ends) - 1
-        if last or end - shard.block_offsets[first] >= range_bytes:
+        if last or end * pieces >= (len(ranges) + 1) * shard.bytes:
             begin = first * block_records
             stop = shard.records if last else (block + 1) * block_records
             offsets = (*shard.block_offsets[first : block + 1], end)
