@@ -172,6 +172,8 @@ def main(argv: list[str]) -> int:
                 fmt=args.fmt, split="80/20",
             )  # fmt: skip
             times["job"].append(timed(partial(job, spark, config, len(files))))
+            walls = ", ".join(f"{way} {pairs[-1][0]:.1f} s" for way, pairs in times.items())
+            print(f"round {number}: {walls}", flush=True)
         decoders.close()
     counted = {way: pairs[1:] for way, pairs in times.items()}
     for way, pairs in counted.items():

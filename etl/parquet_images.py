@@ -19,7 +19,7 @@ from etl.ranges import Source, find_sources, source_name
 from features.decode import ImageError
 from storage.errors import ConfigError, DataError
 from storage.fs import absolute, filesystem
-from storage.parquet_footer import read_footer
+from storage.parquet_footer import columns_can_be_told, read_footer
 
 _COLUMNS = (c.POSITION, "number", "label", "class")
 _BATCH_ROWS = 64  # images of some MiB each must not come in thousands
@@ -118,9 +118,12 @@ def _footer(source: Source) -> pq.FileMetaData:
     fs = filesystem(source.url)
     footer = read_footer(lambda offset, size: fs.read_range(source.url, offset, size), source.size_bytes, source.url)
     try:
-        return pq.read_metadata(pa.BufferReader(b"PAR1" + footer))
+        metadata = pq.read_metadata(pa.BufferReader(b"PAR1" + footer))
     except (pa.ArrowException, OSError) as error:
         raise _damaged(source.url, error) from None
+    if not columns_can_be_told(metadata):
+        raise _damaged(source.url, ValueError("a footer over which Arrow would end the process"))
+    return metadata
 
 
 def _labels_are_text(url: str, schema: pa.Schema, image: str, label: str) -> bool:
