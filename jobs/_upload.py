@@ -1,0 +1,39 @@
+"""What jobs.upload asks and tells: the output by the way that was chosen, what became of each file."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from storage.errors import ConfigError
+from storage.fs import split_url
+from storage.settings import hadoop_settings
+from storage.upload import Outcome
+from storage.webhdfs_address import as_hdfs, as_webhdfs
+
+
+def target(output: str, via: str | None) -> str:
+    """The output's URL for the way that was chosen. Raises ConfigError for what is not on HDFS."""
+    scheme = split_url(output)[0]
+    if scheme not in ("hdfs", "webhdfs"):
+        raise ConfigError(
+            "--output is not on HDFS",
+            got=output,
+            allowed="hdfs://HOST:PORT/PATH, webhdfs://HOST:HTTP_PORT/PATH, or the same with a name service",
+            next_step="Correct --output.",
+        )
+    convert = {"webhdfs": as_webhdfs, "hdfs": as_hdfs}[via or scheme]
+    return convert(output, hadoop_settings())
+
+
+def line(outcome: Outcome) -> str:
+    """What became of one file."""
+    return f"{outcome.done:8} {outcome.item.url}: {outcome.item.size_bytes} bytes, equal by {outcome.compared_by}"
+
+
+def summary(outcomes: Sequence[Outcome], output: str) -> str:
+    """What was done, in a line."""
+    counts = Counter(outcome.done for outcome in outcomes)
+    sent = sum(outcome.item.size_bytes for outcome in outcomes if outcome.done != "there")
+    told = f"{counts['sent']} sent, {counts['replaced']} replaced ({sent} bytes), {counts['there']} already there"
+    return f"{output}: {told}"
