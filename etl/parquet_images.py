@@ -17,7 +17,7 @@ from etl.pieces import ImagePlan, Piece
 from etl.places import split_word
 from etl.ranges import Source, find_sources, source_name
 from features.decode import ImageError
-from storage.errors import ConfigError, DataError
+from storage.errors import ConfigError, CorruptionError, DataError
 from storage.fs import absolute, filesystem
 from storage.parquet_footer import columns_can_be_told, read_footer
 
@@ -116,9 +116,11 @@ def plan(inputs: Sequence[str], *, image: str, label: str, given: bool, num_clas
 
 def _footer(source: Source) -> pq.FileMetaData:
     fs = filesystem(source.url)
-    footer = read_footer(lambda offset, size: fs.read_range(source.url, offset, size), source.size_bytes, source.url)
     try:
+        footer = read_footer(lambda at, size: fs.read_range(source.url, at, size), source.size_bytes, source.url)
         metadata = pq.read_metadata(pa.BufferReader(b"PAR1" + footer))
+    except CorruptionError as error:
+        raise _damaged(source.url, ValueError(f"its end is {error.got}")) from None
     except (pa.ArrowException, OSError) as error:
         raise _damaged(source.url, error) from None
     if not columns_can_be_told(metadata):
