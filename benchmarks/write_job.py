@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 SHARD_BYTES = 64 << 20
 CANNED_ROWS = 2000
+PARTS = ("job", "unshuffled")
 
 
 class CountedAssign(Assign):
@@ -230,6 +231,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--repeats", type=int, default=5, help="counted rounds, after one that is dropped")
     parser.add_argument("--master", default="local[2]")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="which tables to print")
     parser.add_argument("--late", action="store_true", help="also the job that encodes behind the shuffle")
     parser.add_argument("--cpu", action="store_true", help="count CPU seconds of all processes, not the clock's")
     parser.add_argument("--plain", action="store_true", help="also the job by the plain encoder, which takes long")
