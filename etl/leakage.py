@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -90,15 +90,14 @@ def check_leakage(rows: DataFrame, split: SplitSpec, schema: Schema, names: Sequ
     Equal content on two sides is counted and told. Raises DataError for an id or a group on two sides and for times
     that overlap: the split's own promise is broken then.
     """
-    found: dict[str, int] = {}
-    for check in checks_of(split, schema):
-        if check == TIME:
-            found[check] = _overlap(rows, split, names)
-            continue
-        column = SAMPLE_ID if check == ID else c.LEAK
-        found[check] = _on_two_sides(rows, column, names)
-        if found[check] and check != CONTENT:
-            raise _broken(rows, column, check, found[check], split)
+    checks = checks_of(split, schema)
+    columns = {check: SAMPLE_ID if check == ID else c.LEAK for check in checks if check != TIME}
+    found = _on_two_sides(rows, columns, names)
+    for check, count in found.items():
+        if count and check != CONTENT:
+            raise _broken(rows, columns[check], check, count, split)
+    if TIME in checks:
+        found[TIME] = _overlap(rows, split, names)
     if found.get(CONTENT):
         log.warning(
             "leakage: %d records have the same features as a record of another split (the manifest's `leakage`);"
@@ -108,18 +107,25 @@ def check_leakage(rows: DataFrame, split: SplitSpec, schema: Schema, names: Sequ
     return Leakage(split.kind, found)
 
 
-def _on_two_sides(rows: DataFrame, column: str, names: Sequence[str]) -> int:
-    """Records whose value of `column` occurs in more than one split, or more than once for an id."""
+def _on_two_sides(rows: DataFrame, columns: Mapping[str, str], names: Sequence[str]) -> dict[str, int]:
+    """For each check, the records whose value of its column occurs in more than one split; all in one pass."""
     from pyspark.sql import functions as f
 
-    number = f.lit(0)  # numbers in place of names: Spark aggregates those in place
+    if not columns:
+        return {}
+    side = f.lit(0)  # numbers in place of names: Spark aggregates those in place
     for place, name in enumerate(names):
-        number = f.when(f.col(c.SPLIT) == name, place).otherwise(number)
-    sides = rows.groupBy(column).agg(
-        f.min(number).alias("low"), f.max(number).alias("high"), f.count(f.lit(1)).alias("n")
+        side = f.when(f.col(c.SPLIT) == name, place).otherwise(side)
+    looked_at = [f.struct(f.lit(n).alias("of"), f.col(name).alias("value")) for n, name in enumerate(columns.values())]
+    values = rows.select(side.alias("side"), f.explode(f.array(*looked_at)).alias("_")).select(
+        "side", "_.of", "_.value"
     )
-    found = sides.where("low <> high").agg(f.sum("n").alias("n")).collect()[0]["n"]
-    return int(found or 0)
+    sides = values.groupBy("of", "value").agg(
+        f.min("side").alias("low"), f.max("side").alias("high"), f.count(f.lit(1)).alias("n")
+    )
+    counts = sides.where("low <> high").groupBy("of").agg(f.sum("n").alias("n")).collect()
+    by_number = {row["of"]: int(row["n"]) for row in counts}
+    return {check: by_number.get(number, 0) for number, check in enumerate(columns)}
 
 
 def _overlap(rows: DataFrame, split: SplitSpec, names: Sequence[str]) -> int:
