@@ -23,7 +23,7 @@ from etl.places import split_word
 from etl.ranges import Source, find_sources, source_name
 from etl.unpack import PLAIN
 from storage.errors import DataError, NotFoundError
-from storage.fs import absolute
+from storage.fs import absolute, basename
 
 SIDE, CHANNELS = 32, 3
 PIXELS = SIDE * SIDE * CHANNELS
@@ -103,7 +103,7 @@ def plan(inputs: Sequence[str], kind: str, *, given: bool, num_classes: int, spl
     seen: Counter[str] = Counter()
     for number, source in enumerate(sources):
         for name, offset, size in _files(source):
-            split = split_word(name)
+            split = _split_of(name)
             if given and split is None:
                 raise DataError(
                     f"{source.url} does not name its split",
@@ -147,6 +147,11 @@ def plan(inputs: Sequence[str], kind: str, *, given: bool, num_classes: int, spl
         num_classes=num_classes,
         class_names=NAMES[kind][:num_classes],
     )
+
+
+def _split_of(name: str) -> str | None:
+    """The official names: data_batch_1.bin ... are for training; test_batch.bin, train.bin and test.bin say it."""
+    return split_word(name) or ("train" if basename(name).startswith("data_batch") else None)
 
 
 def _is_batch(name: str) -> bool:

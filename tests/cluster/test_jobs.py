@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -106,11 +107,12 @@ def test_web_log_on_hdfs_through_a_killed_rank(on_hdfs: Cluster, tmp_path: Path)
 
 
 @pytest.mark.timeout(1800)
-def test_pipelines_on_yarn_in_client_mode(on_hdfs: Cluster, tmp_path: Path) -> None:
-    """Log and images, ETL to evaluation, in one session whose executors are YARN's."""
+def test_cifar_batches_from_upload_to_evaluation_on_yarn(on_hdfs: Cluster, tmp_path: Path) -> None:
+    """Uploaded, then ETL to evaluation in one session whose executors are YARN's, in client mode."""
     on_hdfs.start_yarn()
-    conf = tmp_path / "images.toml"
-    files = ", ".join(f'"{path}"' for path in cut_images(tmp_path / "idx", 600, 200))
+    conf, raw = tmp_path / "images.toml", f"{on_hdfs.hdfs_url}/cifar-10-batches-bin"
+    batches = cifar_batches(tmp_path / "batches", 600, 200)
+    assert "2 sent" in ended(job("upload", "--input", *map(str, batches), "--output", raw, folder=tmp_path))
     conf.write_text(
         f"""
         [pipeline]
@@ -118,7 +120,8 @@ def test_pipelines_on_yarn_in_client_mode(on_hdfs: Cluster, tmp_path: Path) -> N
         metric = "accuracy"
         at_least = 0.0
         [etl_images]
-        input = [{files}]
+        source = "cifar10"
+        input = ["{raw}"]
         split = "given"
         format = "parquet"
         [train]
@@ -153,14 +156,18 @@ def test_pipelines_on_yarn_in_client_mode(on_hdfs: Cluster, tmp_path: Path) -> N
     assert b"<svg" in filesystem(run).read_bytes(page.url)
 
 
-def cut_images(folder: Path, train: int, test: int) -> list[Path]:
-    """The first images of each split as IDX files of their own; returns their paths."""
+def cifar_batches(folder: Path, train: int, test: int) -> list[Path]:
+    """The first images of each split in the layout of CIFAR-10's official binary batches; returns their paths."""
     folder.mkdir()
     made = []
-    for prefix, count in (("train", train), ("t10k", test)):
-        for kind, head, size in (("images-idx3-ubyte", 16, 28 * 28), ("labels-idx1-ubyte", 8, 1)):
-            whole = gzip.decompress((IDX / f"{prefix}-{kind}.gz").read_bytes())
-            path = folder / f"{prefix}-{kind}"
-            path.write_bytes(whole[:4] + count.to_bytes(4, "big") + whole[8:head] + whole[head : head + count * size])
-            made.append(path)
+    for prefix, name, count in (("train", "data_batch_1.bin", train), ("t10k", "test_batch.bin", test)):
+        pixels = gzip.decompress((IDX / f"{prefix}-images-idx3-ubyte.gz").read_bytes())[16 : 16 + count * 28 * 28]
+        labels = gzip.decompress((IDX / f"{prefix}-labels-idx1-ubyte.gz").read_bytes())[8 : 8 + count]
+        records = np.zeros((count, 1 + 3 * 32 * 32), dtype=np.uint8)  # a class, then the red, green and blue plane
+        records[:, 0] = np.frombuffer(labels, dtype=np.uint8)
+        planes = records[:, 1:].reshape(count, 3, 32, 32)
+        planes[:, :, 2:30, 2:30] = np.frombuffer(pixels, dtype=np.uint8).reshape(count, 1, 28, 28)
+        path = folder / name
+        path.write_bytes(records.tobytes())
+        made.append(path)
     return made

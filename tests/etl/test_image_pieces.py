@@ -207,6 +207,8 @@ def test_cifar_batches_of_each_form(tmp_path: Path, form: str) -> None:
         named = {f"cifar-10-batches-bin/{name}": data for name, data in files.items()}
         root = make_tar(tmp_path / "cifar-10-binary", named, "w" if form == "tar" else "w:gz")
     plan = cifar_plan(root)
+    official = {piece.name: piece.split for piece in cifar_plan(root, given=True).pieces}
+    assert official == {"data_batch_1.bin": "train", "test_batch.bin": "test"}
     found = rows(plan, Intake(size=None, channels=None))
     assert [row["number"] for row in found] == [*range(30), *range(11)] and len(plan.pieces) > (form == "gzip")
     for row in found:
