@@ -17,7 +17,8 @@ _WRITTEN = (
 
 def add_output_flags(job: JobParser, split: str) -> None:
     """The flags of the jobs that read files."""
-    job.add_argument("--input", nargs="+", required=True, metavar="URL", help="files or directories, plain or gzip")
+    read = "files, directories or patterns; plain, gzip, bzip2 or zstd"
+    job.add_argument("--input", nargs="+", required=True, metavar="URL", help=read)
     job.add_argument("--max-bad", default="1%", metavar="SHARE", help="largest share of bad records (default 1%%)")
     add = add_write_flags(job, f"{split} | A/B/C | stratified:COLUMN:A/B | kfold:K | time:COLUMN:A/B")
     add("--quarantine", metavar="URL|none", help="where rejected input goes (default: into the dataset)")
