@@ -9,22 +9,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, cast
 
-import numpy as np
-from numpy.typing import NDArray
-
 from etl import VERSION
 from etl.spark_errors import in_task, translated
-from features.foreign_files import ForeignFile, Piece, find_files, infer_columns, is_gzip, pieces, sample
-from storage.canonical import sha256_hex
+from features.foreign_files import ForeignFile, find_files, infer_columns, is_gzip, pieces, sample
 from storage.errors import ConfigError, DataError, ExistsError
 from storage.findings import CHUNK_BYTES, HashedReader
+from storage.framed_writer import FramedWriter
 from storage.fs import absolute, filesystem, join
 from storage.indexed import INDEX_FOLDER, IndexedManifest, index_name
 from storage.layout import MANIFEST_NAME, safe_relative
 from storage.manifest import FileInfo, ShardInfo
 from storage.publish import write_file
 from storage.settings import set_hadoop_settings
-from storage.tfrecord import FRAMING_BYTES, index_bytes, record_offsets
+from storage.tfrecord import FRAMING_BYTES, record_offsets
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -54,26 +51,38 @@ class Scan:
         """
         url = join(self.root, path)
         fs = filesystem(url)
-        packed = is_gzip(fs, url)
-        begins = [np.empty(0, dtype=np.int64)]
-        position = 0
-        with fs.open_read(url) as file:
-            hashed = HashedReader(file, lambda count: None)
-            source: BinaryIO = io.BufferedReader(hashed, CHUNK_BYTES)
-            if packed:
-                source = cast(BinaryIO, gzip.GzipFile(fileobj=source))
-            for piece in pieces(source, url):
-                begins.append(_offsets(piece, url))
-                position = piece.base_offset + len(piece.data)
-            hashed.drain()
-        offsets = np.concatenate(begins).tolist()
-        blocks = () if packed else tuple(offsets[:: self.block_records])
-        info = ShardInfo(path, len(offsets), hashed.bytes, hashed.sha256, hashed.crc32c, None, blocks)
-        if packed:
-            return info, True, None
-        data = index_bytes(offsets, position)
-        write_file(fs, join(self.staging, index_name(path)), data)
-        return info, False, FileInfo(len(data), sha256_hex(data))
+        if is_gzip(fs, url):
+            with fs.open_read(url) as file:
+                hashed = HashedReader(file, lambda count: None)
+                counted = FramedWriter(_NOWHERE, _NOWHERE, self.block_records)
+                _copy(cast(BinaryIO, gzip.GzipFile(fileobj=io.BufferedReader(hashed, CHUNK_BYTES))), url, counted)
+                hashed.drain()
+            return ShardInfo(path, counted.records, hashed.bytes, hashed.sha256, hashed.crc32c, None, ()), True, None
+        with fs.open_read(url) as file, fs.create(join(self.staging, index_name(path))) as index:
+            written = FramedWriter(_NOWHERE, index, self.block_records)
+            _copy(file, url, written)
+            index.sync()
+        blocks = tuple(written.block_offsets)
+        info = ShardInfo(path, written.records, written.bytes, written.sha256, written.crc32c, None, blocks)
+        return info, False, FileInfo(written.index_bytes, written.index_sha256)
+
+
+class _Nowhere:
+    """Where the records go that are only looked at."""
+
+    def write(self, data: memoryview) -> int:
+        """Take nothing of it."""
+        return len(data)
+
+
+_NOWHERE = _Nowhere()
+
+
+def _copy(source: BinaryIO, url: str, target: FramedWriter) -> None:
+    for piece in pieces(source, url):
+        # Looked at twice, which costs little: the writer does not know the file that an error has to name.
+        record_offsets(piece.data, file=url, first_record=piece.first_record, base_offset=piece.base_offset)
+        target.write(piece.data)
 
 
 def check(url: str) -> None:
@@ -132,12 +141,6 @@ def index_directory(
     finally:
         fs.discard(staging)
     return manifest
-
-
-def _offsets(piece: Piece, url: str) -> NDArray[np.int64]:
-    """Where the records of a piece begin in the file, (n,) int64; both checksums of each are checked."""
-    first, base = piece.first_record, piece.base_offset
-    return record_offsets(piece.data, file=url, first_record=first, base_offset=base)[:-1] + base
 
 
 def _each(scan: Scan, paths: list[str], spark: SparkSession | None) -> list[Scanned]:
