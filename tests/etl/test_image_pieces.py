@@ -207,7 +207,9 @@ def test_cifar_batches_of_each_form(tmp_path: Path, form: str) -> None:
         named = {f"cifar-10-batches-bin/{name}": data for name, data in files.items()}
         root = make_tar(tmp_path / "cifar-10-binary", named, "w" if form == "tar" else "w:gz")
     plan = cifar_plan(root)
-    official = {piece.name: piece.split for piece in cifar_plan(root, given=True).pieces}
+    official = {
+        row["name"]: row["_split"] for row in rows(cifar_plan(root, given=True), Intake(size=None, channels=None))
+    }
     assert official == {"data_batch_1.bin": "train", "test_batch.bin": "test"}
     found = rows(plan, Intake(size=None, channels=None))
     assert [row["number"] for row in found] == [*range(30), *range(11)] and len(plan.pieces) > (form == "gzip")
