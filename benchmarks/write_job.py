@@ -5,7 +5,7 @@
 The ceiling is the same job (leak check, sizes, shuffle, sort, staging, manifest) whose functions only count the bytes
 handed to them: its rows carry records that were encoded before, and no shard is written. --plain adds the same job by
 the plain encoder. Without a shuffle, the kernel encodes and writes each partition's rows with digests and index;
-spark-tfrecord's jar cannot be had here, so its figure is its ratio to Parquet in ../shared/peers.md, 0.78.
+spark-tfrecord's jar cannot be had here, so its figure is its ratio to Parquet in a run of its own, 0.78.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 SHARD_BYTES = 64 << 20
 CANNED_ROWS = 2000
-PARTS = ("job", "unshuffled")
+PARTS, SHAPES = ("job", "unshuffled"), ("columns", "images")
 
 
 class CountedAssign(Assign):
@@ -231,6 +231,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--repeats", type=int, default=5, help="counted rounds, after one that is dropped")
     parser.add_argument("--master", default="local[2]")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=SHAPES)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="which tables to print")
     parser.add_argument("--late", action="store_true", help="also the job that encodes behind the shuffle")
     parser.add_argument("--cpu", action="store_true", help="count CPU seconds of all processes, not the clock's")
@@ -242,7 +243,8 @@ def main(argv: list[str]) -> int:
             ("40 columns", tab_schema(False), tab_rows(args.rows, 0.0)),
             ("images", image_schema(), image_rows(args.rows * 15 // 100)),
         ):
-            compare(spark, folder, name, schema, rows, args)
+            if name.split()[-1] in args.shapes:
+                compare(spark, folder, name, schema, rows, args)
     return 0
 
 
@@ -269,17 +271,14 @@ def compare(spark: Any, folder: str, name: str, schema: Schema, rows: pa.RecordB
         works["job, encoded behind the shuffle"] = patched(write, Assign=LateAssign, WriteShards=LateShards)
     if args.plain:
         works["job, plain encoder"] = patched(write, Assign=PlainAssign)
-    told(f"{name}, whole job", count, interleaved(timed(works, args.cpu), args.repeats), "ceiling")
+    if "job" in args.parts:
+        told(f"{name}, whole job", count, interleaved(timed(works, args.cpu), args.repeats), "ceiling")
     works = {
         "Spark's Parquet, uncompressed": unshuffled(full, schema, folder, "parquet"),
         "TFRecord by the kernel": unshuffled(full, schema, folder, "tfrecord"),
     }
-    told(
-        f"{name}, without a shuffle",
-        count,
-        interleaved(timed(works, args.cpu), args.repeats),
-        "Spark's Parquet, uncompressed",
-    )
+    if "unshuffled" in args.parts:
+        told(f"{name}, without a shuffle", count, interleaved(timed(works, args.cpu), args.repeats), next(iter(works)))
     df.unpersist()
     full.unpersist()
 
