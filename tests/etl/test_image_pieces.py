@@ -135,6 +135,25 @@ def test_a_tar_of_class_folders(tmp_path: Path, packed: bool) -> None:
     assert all(bad[places[name]]["sha256"] == hashlib.sha256(FILES[name]).hexdigest() for name in REASONS)
 
 
+def test_names_that_reach_outside_and_links_are_no_images(tmp_path: Path) -> None:
+    path = make_tar(tmp_path / "x.tar", {"../train/cat/1.png": picture(1), "/train/cat/2.png": picture(2)})
+    with tarfile.open(path, "a") as tar:
+        info = tarfile.TarInfo("train/cat/3.png")
+        info.type, info.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        tar.addfile(info)
+    found = rows(tar_images.plan([str(path)], split_bytes=STEP))
+    assert [row["reason"] for row in found] == ["unsafe_name", "unsafe_name", "not_a_regular_file"]
+    assert found[0]["raw"] == b"../train/cat/1.png" and not any(row["image"] for row in found)
+
+
+def test_a_split_told_by_the_root_or_the_archive(tmp_path: Path) -> None:
+    root = make_tree(tmp_path / "train", {"cat/1.png": picture(1)})
+    archive = make_tar(tmp_path / "my_train.tar", {"cat/1.png": picture(1)})
+    for plan in (folders.plan([str(root)], split_bytes=STEP), tar_images.plan([str(archive)], split_bytes=STEP)):
+        (row,) = rows(plan)
+        assert (row["_split"], row["class"], row["name"]) == ("train", "cat", "train/cat/1.png")
+
+
 def test_a_file_that_changes_under_the_job(tmp_path: Path) -> None:
     root = make_tree(tmp_path / "set", {"a/1.png": picture(1)})
     plan = folders.plan([str(root)], split_bytes=STEP)
@@ -219,6 +238,13 @@ def test_cifar_batches_of_each_form(tmp_path: Path, form: str) -> None:
     assert plan.shape == (32, 32, 3) and plan.class_names[3] == "cat"
     grey = rows(plan, Intake(size=(8, 8), channels=1))
     assert [row["image"][0] for row in grey[:3]] == [1, 2, 3] and len(grey[0]["image"]) == 64
+
+
+def test_cifar_planes_become_rows_of_pixels(tmp_path: Path) -> None:
+    planes = np.random.default_rng(0).integers(0, 256, (3, 32, 32), dtype=np.uint8)
+    path = make_tree(tmp_path, {"x.bin": b"\x04" + planes.tobytes()})
+    (row,) = rows(cifar_plan(path), Intake(size=None, channels=None))
+    assert row["image"] == np.dstack([planes[0], planes[1], planes[2]]).tobytes() and row["label"] == 4
 
 
 def test_cifar_labels_lengths_and_splits(tmp_path: Path) -> None:
