@@ -105,6 +105,13 @@ class DatasetManifest:
         unknown or missing keys, wrong types, paths out of the dataset, counts that do not add up.
         """
         doc = unseal(data, where)
+        if doc.get("kind") == "indexed":
+            raise DataError(
+                f"{where}: indexed files of others are no dataset",
+                got="files that jobs.index has indexed",
+                allowed="a dataset, whose records have sample ids and a split",
+                next_step='Read them by spark.read.format("tfrecord") and write a dataset by etl.write_dataset.',
+            )
         version = doc.get("format_version")
         if version != FORMAT_VERSION or type(version) is not int:
             raise DataError(

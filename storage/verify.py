@@ -12,11 +12,12 @@ from storage.layout import MANIFEST_NAME
 from storage.manifest import DatasetManifest
 from storage.sealed import unseal
 from storage.verify_dataset import check_dataset
+from storage.verify_indexed import check_indexed
 from storage.verify_run import RUN_JSON, check_checkpoint, check_model, check_run
 
 __all__ = ["Finding", "kind_of", "total_bytes", "verify"]
 
-KINDS = ("dataset", "checkpoint", "model", "run")
+KINDS = ("dataset", "indexed", "checkpoint", "model", "run")
 
 
 def verify(
@@ -37,7 +38,7 @@ def verify(
     if check.special_files():
         return check.findings  # what lies behind a link is not ours to read
     try:
-        {"dataset": check_dataset, "checkpoint": check_checkpoint, "model": check_model, "run": check_run}[kind](check)
+        CHECKS[kind](check)
     except DataError as error:  # the manifest itself cannot be used, so nothing else can be held against it
         check.caught(RUN_JSON if kind == "run" else MANIFEST_NAME, error)
     except NotFoundError as error:
@@ -53,10 +54,10 @@ def kind_of(fs: FileSystem, url: str) -> str:
     names = {entry.name for entry in fs.list(url)}
     if RUN_JSON in names or {"generations", "checkpoints"} <= names:
         return "run"
-    if any(name.startswith("split=") for name in names):
-        return "dataset"
     if MANIFEST_NAME in names:
         return _kind_of_manifest(fs, url)
+    if any(name.startswith("split=") for name in names):
+        return "dataset"
     if basename(url).startswith("step-") and any(name.startswith("rank-") for name in names):
         return "checkpoint"
     raise ConfigError(
@@ -81,7 +82,14 @@ def total_bytes(url: str) -> int | None:
     return shards + sum(info.bytes for info in manifest.files.values())
 
 
-_ALLOWED = "a directory with _manifest.json (dataset, checkpoint, model) or run.json (run)"
+CHECKS: dict[str, Callable[[Check], None]] = {
+    "dataset": check_dataset,
+    "indexed": check_indexed,
+    "checkpoint": check_checkpoint,
+    "model": check_model,
+    "run": check_run,
+}
+_ALLOWED = "a directory with _manifest.json (dataset, checkpoint, model, indexed files) or run.json (run)"
 
 
 def _kind_of_manifest(fs: FileSystem, url: str) -> str:

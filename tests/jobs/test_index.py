@@ -15,12 +15,11 @@ from features.foreign_files import find_files
 from features.foreign_schema import foreign_field, foreign_schema
 from jobs import index
 from storage.errors import CorruptionError, DataError, ExistsError, LockstepError
-from storage.findings import Check
-from storage.fs import filesystem
 from storage.indexed import load_indexed, read_indexed
+from storage.manifest import load_dataset
 from storage.sealed import seal, unseal
 from storage.tfrecord import frame, parse_index
-from storage.verify_indexed import check_indexed
+from storage.verify import verify
 
 SCHEMA = foreign_schema([foreign_field("n", "int64", False), foreign_field("w", "bytes", True)])
 
@@ -121,12 +120,13 @@ def test_verification_names_what_changed_since(tmp_path: Path) -> None:
     index.main([str(tmp_path)])
 
     def faults() -> list[str]:
-        check = Check(filesystem(str(tmp_path)), str(tmp_path), lambda path, text: None, lambda count: None)
-        check_indexed(check)
-        return [str(finding) for finding in check.findings]
+        return [str(finding) for finding in verify(str(tmp_path))]
 
     (tmp_path / "later.txt").write_text("theirs, and none of ours")
     assert faults() == []
+    with pytest.raises(DataError, match="no dataset") as caught:
+        load_dataset(str(tmp_path))
+    assert "etl.write_dataset" in caught.value.next_step
     for path in ("a/d.tfrecord.gz", "_index/b.tfrecord-00001.idx"):
         data = (tmp_path / path).read_bytes()
         (tmp_path / path).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
