@@ -12,13 +12,14 @@ from etl.digest import digest_sources
 from etl.image_config import ImagesConfig
 from etl.image_rows import BAD, DROPPED, OUTPUT_DDL, RECORD
 from etl.image_tally import class_names, tally_of
+from etl.output import check_output
 from etl.parse_images import PIECE_DDL, ParseImages, to_text
 from etl.pieces import ImagePlan
 from etl.quality import check_bad
 from etl.session import tuned
 from etl.spark_errors import translated
 from etl.watch import watched
-from etl.write import Origin, refuse_existing, write_dataset
+from etl.write import Origin, write_dataset
 from features.schema import Field, Schema, sample_id_field
 from storage.manifest import DatasetManifest, SourceInfo
 from storage.settings import hadoop_settings
@@ -32,7 +33,7 @@ MAX_PARTITIONS = 10_000
 
 def check(config: ImagesConfig) -> ImagePlan:
     """What can be checked before Spark starts: the output, the files, their names, headers and lengths."""
-    refuse_existing(config.output)
+    check_output(config)
     given, step = config.split_spec.given, config.split_bytes
     if config.source == "folder":
         return folders.plan(config.inputs, split_bytes=step)

@@ -11,6 +11,7 @@ from etl.config import DEFAULT_LABEL, LogsConfig
 from etl.digest import digest_sources
 from etl.label import check_label
 from etl.log_plan import Plan, plan_of
+from etl.output import check_output
 from etl.parse import BAD, NO_TIME, ROW, SUMMARY, WORK_DDL, LineParser, ParseLog, Work, output_ddl
 from etl.quality import check_bad
 from etl.records import RecordLines
@@ -18,7 +19,7 @@ from etl.session import tuned
 from etl.spark_errors import translated
 from etl.tasks import planned
 from etl.watch import watched
-from etl.write import Origin, refuse_existing, write_dataset
+from etl.write import Origin, write_dataset
 from storage.manifest import DatasetManifest
 from storage.settings import hadoop_settings
 
@@ -40,7 +41,7 @@ class _Totals:
 
 def check(config: LogsConfig) -> Plan:
     """What can be checked before Spark starts: the output is free, the inputs are there and have the columns wanted."""
-    refuse_existing(config.output)
+    check_output(config)
     return plan_of(config)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from etl.output import check_output
 from etl.spark_errors import translated
 from etl.table import infer_schema
 from etl.table_config import TableConfig
 from etl.watch import watched
-from etl.write import Origin, check_output, write_dataset
+from etl.write import Origin, write_dataset
 from features.declare import load_schema
 from features.schema import Schema
 from storage.errors import ConfigError, NotFoundError

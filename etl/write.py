@@ -16,7 +16,7 @@ from etl.clean import clean as clean_beside
 from etl.config import DEFAULT_SHARD_BYTES, WriteConfig
 from etl.fit import fit_all
 from etl.leakage import check_leakage, leak_key
-from etl.output import NOT_KEPT, check_output, refuse_existing
+from etl.output import NOT_KEPT, check_output
 from etl.place import plan_shards, sizes_of, write_shards
 from etl.sampling import Sampling, weight_field
 from etl.settle import settle
@@ -37,7 +37,7 @@ from storage.settings import hadoop_settings
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-__all__ = ["Origin", "check_output", "refuse_existing", "write_dataset"]
+__all__ = ["Origin", "write_dataset"]
 
 MAX_SPLITS = 100
 

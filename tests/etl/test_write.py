@@ -13,11 +13,12 @@ import pytest
 
 from etl.assign import Assign
 from etl.columns import logical_bytes
+from etl.output import refuse_existing
 from etl.place import block_records, plan_shards
 from etl.shards import ShardTable
 from etl.splits import SplitSpec
 from etl.staging import SIGN_NAME, Staging
-from etl.write import Origin, refuse_existing, write_dataset
+from etl.write import Origin, write_dataset
 from features.schema import Field, Schema, sample_id_field
 from storage.errors import ConfigError, DataError, ExistsError
 from storage.manifest import SourceInfo, load_dataset
