@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from features.codec.layout import BOOL, BOOL_LIST, BYTES, BYTES_LIST, TENSOR, Layout
 from features.example import check_nulls, check_tensor_lengths
-from features.schema import ARROW_TYPES, Field
+from features.schema import Field
 from storage.errors import DataError
 
 # The columns of a description: where the bits of validity begin (0 where nothing is null) and how many of them come
@@ -107,6 +107,3 @@ def _other_type(field: Field, kind: pa.DataType, got: str = "") -> DataError:
         allowed=f"{field.arrow_type} for {field.dtype}, shape {field.shape}",
         next_step="Cast the column, or declare the field as it is.",
     )
-
-
-assert set(_LARGE) <= set(ARROW_TYPES.values())
