@@ -30,7 +30,7 @@ def test_a_data_frame_becomes_a_tensorflow_dataset(spark: SparkSession, tmp_path
     frame = spark.range(50).selectExpr("id + 1152921504606846976 AS id", "id / 3D AS share", "concat('é', id) AS name")
     converter = make_spark_converter(frame, dtype=None)
     assert len(converter) == 50 and make_spark_converter(frame, dtype=None).cache_dir_url == converter.cache_dir_url
-    found = {}
+    found: dict[int, Any] = {}
     with converter.make_tf_dataset(batch_size=8, num_epochs=1, workers_count=1) as dataset:
         for batch in dataset:
             assert len(batch.id) <= 8
