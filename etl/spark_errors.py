@@ -81,14 +81,15 @@ def translated(spark: SparkSession, what: str) -> Iterator[None]:
     Loggers of Java and of pyspark that print each failed attempt with its stack are silent meanwhile.
     """
     from py4j.protocol import Py4JError
-    from pyspark.errors import PySparkException
+    from pyspark.errors import AnalysisException, PySparkException
 
     restore = _hush(spark)
     try:
         yield
     except (PySparkException, Py4JError) as error:
         text = str(error)
-        ours = from_text(text)
+        # The error of an analysis prints the plan, in which a mark is what a task would raise, not what one has raised.
+        ours = None if isinstance(error, AnalysisException) else from_text(text)
         if ours is not None:
             raise ours from error
         found = _CLASS.search(text)

@@ -17,11 +17,12 @@ from etl import tables
 from etl.assign import Assign
 from etl.leakage import check_leakage, leak_key
 from etl.settle import settle
+from etl.spark_errors import to_wire, translated
 from etl.splits import SplitSpec
 from etl.table import infer_schema, prepared
 from etl.table_config import TableConfig
 from features.schema import Field, Schema, sample_id_field
-from storage.errors import ConfigError, DataError, NotFoundError
+from storage.errors import ConfigError, DataError, LockstepError, NotFoundError
 from storage.manifest import DatasetManifest, load_dataset
 from storage.verify import verify
 from tests.etl.conftest import tree
@@ -203,6 +204,16 @@ def test_appends(spark: SparkSession, frame: DataFrame, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"its {what} is another one"):
             run("d", "id > 400", "a", **more)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_a_mark_in_a_plan_is_no_error_of_a_task(spark: SparkSession) -> None:
+    from pyspark.sql import functions as f
+
+    mark = to_wire(DataError("the mark", got="1", allowed="2", next_step="3"))
+    with pytest.raises(LockstepError, match="Spark failed while testing"), translated(spark, "testing"):
+        spark.range(1).select(f.raise_error(f.lit(mark)), "no_such_column")
+    with pytest.raises(DataError, match="the mark"), translated(spark, "testing"):
+        spark.range(1).select(f.raise_error(f.lit(mark))).collect()
 
 
 def test_any_data_frame_and_what_cannot_be_one(spark: SparkSession, frame: DataFrame, tmp_path: Path) -> None:
