@@ -52,6 +52,8 @@ class WriteConfig:
     """URL of the dataset that this one continues; None for a dataset of its own."""
     clean: bool = False
     """Whether to remove first what killed jobs left beside the output."""
+    petastorm: bool = False
+    """Whether to write the metadata of Petastorm's make_reader too (Parquet; docs/petastorm.md)."""
 
     def __post_init__(self) -> None:
         _check(self.fmt in FORMATS, "--format", self.fmt, ", ".join(FORMATS))
@@ -61,6 +63,8 @@ class WriteConfig:
         if self.row_group_bytes is not None:
             _check(self.row_group_bytes >= 1, "--row-group-bytes", str(self.row_group_bytes), "1 or more")
             _check(self.fmt == "parquet", "--row-group-bytes", f"--format {self.fmt}", "--format parquet")
+        if self.petastorm:
+            _check(self.fmt == "parquet", "--petastorm", f"--format {self.fmt}", "--format parquet")
         _check(self.quarantine is None or bool(self.quarantine), "--quarantine", "nothing", "a URL or none")
         spec = SplitSpec.parse(self.split)
         if self.append_to is not None:
@@ -88,6 +92,7 @@ class WriteConfig:
             "sample": self.sample,
             "weights": self.weights,
             "quarantine": self.quarantine,
+            "petastorm": self.petastorm,
         }
 
 

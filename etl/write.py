@@ -17,6 +17,7 @@ from etl.config import DEFAULT_SHARD_BYTES, WriteConfig
 from etl.fit import fit_all
 from etl.leakage import check_leakage, leak_key
 from etl.output import NOT_KEPT, check_output
+from etl.petastorm_metadata import check_petastorm, write_petastorm_metadata
 from etl.place import plan_shards, sizes_of, write_shards
 from etl.sampling import Sampling, weight_field
 from etl.settle import settle
@@ -71,6 +72,7 @@ def write_dataset(
     quarantine: str | None = None,
     append_to: str | None = None,
     clean: bool = False,
+    petastorm: bool = False,
     origin: Origin | None = None,
 ) -> DatasetManifest:
     """Split, order, encode and publish the rows of a data frame as the dataset `url`.
@@ -89,6 +91,7 @@ def write_dataset(
     config = WriteConfig(
         output=absolute(url), fmt=fmt, split=text, shard_bytes=shard_bytes, row_group_bytes=row_group_bytes, seed=seed,
         sample=sample, weights=weights, quarantine=quarantine, append_to=append_to, clean=clean,
+        petastorm=petastorm,
     )  # fmt: skip
     spec = config.split_spec
     check_output(config)
@@ -103,6 +106,8 @@ def write_dataset(
             next_step="Leave --weights or that field out.",
         )
     full = replace(schema, fields=(*schema.fields, weight_field())) if weighed else schema
+    if petastorm:
+        check_petastorm(full, fmt)
     above = None if append_to is None else open_parent(append_to, config, full)
     job = _Job(config, full, tuple(id_columns), spec, origin or Origin(), above)
     try:
@@ -161,6 +166,8 @@ def _build(staging: Staging, rows: DataFrame, job: _Job, apart: Staging | None) 
     table = plan_shards(sizes, config.shard_bytes, config.row_group_bytes, blocks, alike=job.split.kind == "kfold")
     write = WriteShards(schema, config.fmt, table, staging.attempts, urls, hadoop_settings())
     splits, files = write_shards(staging.fs, paths, rows, table, write)
+    if config.petastorm:
+        files |= write_petastorm_metadata(staging.fs, staging.root, schema, splits)
     if job.parent is not None:
         files |= write_fitted(staging, job.parent.fitted())
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -140,11 +141,12 @@ def read_file(path: str, value: Any, where: str) -> FileInfo:
     """One entry of `files`, strictly."""
     safe_relative(path, where=f"{where}: files")
     place = f"{where}: {path}"
-    if path.split("/")[0] not in ("_index", "_quarantine", "_fitted"):
+    petastorm = re.fullmatch(r"(split=[^/]+/)?_common_metadata", path)
+    if path.split("/")[0] not in ("_index", "_quarantine", "_fitted") and petastorm is None:
         raise DataError(
             f"{place} is not a file that a dataset lists",
             got=path,
-            allowed="_index/, _quarantine/, _fitted/",
+            allowed="_index/, _quarantine/, _fitted/, Petastorm's _common_metadata",
             next_step="Build the dataset anew.",
         )
     doc = strict.obj(value, ("bytes", "sha256"), where=place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,11 @@ import pytest
 from etl.petastorm_compat import enable
 from etl.petastorm_metadata import write_petastorm_metadata
 from etl.petastorm_tensors import tensors
+from etl.write import write_dataset
 from features.schema import Schema
+from storage.errors import ConfigError
 from storage.fs import filesystem
+from storage.verify import verify
 from tests.training._tiny import write_images
 
 enable()
@@ -58,3 +62,20 @@ def test_our_dataset_reads_the_same_in_spark_and_tensorflow(spark: SparkSession,
             for sample, image, label in zip(batch.sample_id, batch.image, batch.label, strict=True):
                 found[int(sample)] = (image.numpy().tobytes(), int(label))
     assert found == {key: (bytes(row.image), row.label) for key, row in rows.items()}
+
+
+def test_the_flag_makes_datasets_that_make_reader_and_verify_know(spark: SparkSession, tmp_path: Path) -> None:
+    from petastorm import make_reader
+
+    url, rows = str(tmp_path / "set"), spark.range(40).selectExpr("id", "id * 2 AS twice")
+    with pytest.raises(ConfigError, match="--petastorm"):
+        write_dataset(rows, url, id_columns=["id"], petastorm=True)
+    write_dataset(rows, url, id_columns=["id"], fmt="parquet", split="1/1", petastorm=True)
+    assert verify(url) == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # "supports reading only Petastorm datasets"
+        with make_reader(f"file://{url}", workers_count=1) as reader:
+            assert sorted((row.id, row.twice) for row in reader) == [(n, 2 * n) for n in range(40)]
+    path = tmp_path / "set" / "_common_metadata"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    assert [finding.path for finding in verify(url)] == ["_common_metadata"]
