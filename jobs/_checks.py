@@ -20,7 +20,7 @@ MINIMUM_PYTHON = (3, 11)
 JAVA_MAJORS = ("17", "21")
 FREE_DISK_GIB = 5  # Spark's shuffle files and a local run; the environments are there already
 JAVA_LIMIT_S = 30.0
-IMPORT_NAME = {"google-crc32c": "google_crc32c", "hdfs-native": "hdfs_native"}
+IMPORT_NAME = {"google-crc32c": "google_crc32c", "hdfs-native": "hdfs_native", "pillow": "PIL"}
 
 
 class CheckFailed(LockstepError):

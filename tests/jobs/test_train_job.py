@@ -48,7 +48,7 @@ def test_every_field_has_a_flag(tmp_path: Path) -> None:
         (("--epochs", "0"), "epochs"),
         (("--lanes", "3"), "lanes"),
         (("--run", "webhdfs://host:1/run"), "run"),
-        (("--dataset", "a", "b"), "datasets"),
+        (("--dataset", "a", ""), "--dataset"),
         (("--precision", "float16"), "--precision"),
         (("--learning-rate", "-1"), "learning_rate"),
         (("--canonical",), "--canonical"),  # belongs to a later version: absent, no stub
