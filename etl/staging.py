@@ -80,6 +80,16 @@ class Staging:
         if self._published:
             self.fs.discard(self.url)
 
+    def may_be_published(self, manifest: bytes) -> bool:
+        """Whether the dataset `url` has this manifest; true too where that cannot be read."""
+        try:
+            return self.fs.read_bytes(DatasetPaths(self.url).manifest) == manifest
+        except NotFoundError:
+            return False
+        except StorageError as error:
+            log.warning("%s may have been published, which cannot be read: %s", self.url, error.what)
+            return True
+
     def signed_ms(self) -> int:
         """When the sign was last written, in the file system's own time."""
         return self.fs.stat(self._sign).mtime_ms
@@ -122,3 +132,19 @@ class Staging:
             "beats": self._beats,
         }
         write_file(self.fs, self._sign, seal(sign), exclusive=False)
+
+
+def publish_beside(staging: Staging, manifest: bytes, apart: Staging | None) -> None:
+    """Publish `apart` (a dataset's quarantine at a URL of its own) and then the dataset: both, or neither.
+
+    Raises what Staging.publish raises. A dataset that was renamed before its publication failed, such as by a
+    read-back without an answer, keeps its quarantine.
+    """
+    if apart is not None:
+        apart.publish(None)
+    try:
+        staging.publish(manifest)
+    except BaseException:
+        if apart is not None and not staging.may_be_published(manifest):
+            apart.withdraw()
+        raise

@@ -24,7 +24,7 @@ from etl.settle import settle
 from etl.shards import WriteShards
 from etl.spark_errors import translated
 from etl.splits import SplitSpec
-from etl.staging import Staging
+from etl.staging import Staging, publish_beside
 from etl.table import named_repeats, prepared
 from etl.weighing import class_weights
 from features.schema import Schema
@@ -134,14 +134,7 @@ def _written(df: DataFrame, job: _Job, unweighed: Schema | None) -> DatasetManif
             if job.origin.quarantine is not None and config.quarantine not in (None, NOT_KEPT):
                 apart = stack.enter_context(Staging(str(config.quarantine), mode=0o700))
             manifest = _build(staging, settle(rows, split), job, apart)
-            if apart is not None:
-                apart.publish(None)
-            try:
-                staging.publish(manifest.to_bytes())
-            except BaseException:
-                if apart is not None:
-                    apart.withdraw()
-                raise
+            publish_beside(staging, manifest.to_bytes(), apart)
     finally:
         rows.unpersist()
     return manifest

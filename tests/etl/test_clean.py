@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from etl.clean import clean, leftovers
-from etl.staging import SIGN_NAME, Staging
-from storage.errors import StorageError
+from etl.staging import SIGN_NAME, Staging, publish_beside
+from storage.errors import ExistsError, StorageError, StorageTimeoutError
 from storage.fs import FileSystem, filesystem
 from storage.publish import write_file
 from tests.storage.make_dataset import make_dataset
@@ -99,3 +99,43 @@ def test_nor_one_whose_folder_is_cleaned_while_it_writes_the_manifest(
     with pytest.raises(StorageError, match="was taken from this job"), Staging(str(tmp_path / "out")) as staging:
         staging.publish(b"{}")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("fails", "left"),
+    [
+        ("before the rename", []),
+        ("after the rename", ["apart", "out"]),
+        ("after the rename, nothing can be read", ["apart", "out"]),  # not known: a quarantine is not thrown away
+        ("name taken", ["out"]),  # by the dataset of another job, with another manifest
+    ],
+)
+def test_a_published_dataset_keeps_its_quarantine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str, left: list[str]
+) -> None:
+    out = tmp_path / "out"
+
+    def publish(fs: FileSystem, root: str, url: str) -> None:
+        if url == str(out) and fails == "name taken":
+            out.mkdir()
+            (out / "_manifest.json").write_bytes(b"[]")
+            raise ExistsError("taken")
+        if url == str(out) and fails == "before the rename":
+            raise StorageTimeoutError("no answer")
+        fs.rename_new(root, url)
+        if url == str(out):
+            if fails != "after the rename":
+                monkeypatch.setattr(type(fs), "read_bytes", unread)
+            raise StorageTimeoutError("no answer")
+
+    def unread(fs: FileSystem, url: str) -> bytes:
+        raise StorageTimeoutError("no answer")
+
+    monkeypatch.setattr("etl.staging.publish_directory", publish)
+    with (
+        pytest.raises(ExistsError if fails == "name taken" else StorageTimeoutError),
+        Staging(str(out)) as staging,
+        Staging(str(tmp_path / "apart"), mode=0o700) as apart,
+    ):
+        publish_beside(staging, b"{}", apart)
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
