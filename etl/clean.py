@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from etl.staging import KIND, SIGN_NAME
-from storage.errors import DataError, ExistsError, NotFoundError
+from storage.errors import DataError, ExistsError, NotFoundError, StorageError
 from storage.fs import FileStat, FileSystem, absolute, join, parent
 from storage.layout import MANIFEST_NAME
 from storage.manifest import DatasetManifest
@@ -52,7 +52,7 @@ def clean(fs: FileSystem, output: str, now_ms: int, dead_after_s: float = DEAD_A
     """Remove the leftovers beside `output` and say which; returns those removed.
 
     Each is renamed first: should its job live after all, it loses the folder at one moment and ends with an error,
-    and publishes nothing.
+    and publishes nothing. One that the storage does not let us read or remove is logged and stays.
     """
     removed = []
     for item in leftovers(fs, output, now_ms, dead_after_s):
@@ -63,6 +63,9 @@ def clean(fs: FileSystem, output: str, now_ms: int, dead_after_s: float = DEAD_A
             gone = fs.delete(url, recursive=True)
         except (NotFoundError, ExistsError):
             continue  # another job cleans too
+        except StorageError as error:
+            log.warning("clean: %s could not be removed: %s", item.url, error.what)
+            continue
         if gone:
             log.warning("clean: removed %s (for %s, unsigned for %.0f s)", item.url, item.output, item.silent_s)
             removed.append(item)
@@ -84,4 +87,7 @@ def _signed(fs: FileSystem, folder: FileStat, job: str) -> tuple[str, int] | Non
         DatasetManifest.from_bytes(fs.read_bytes(manifest), manifest)
         return "", fs.stat(manifest).mtime_ms
     except (NotFoundError, DataError):
+        return None
+    except StorageError as error:  # such as another user's folder, mode 0700
+        log.warning("clean: %s was passed over: %s", folder.url, error.what)
         return None

@@ -67,6 +67,38 @@ def test_a_cleaner_that_was_killed_is_cleaned_behind(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_of_another_user_is_named_and_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    closed, held, kept, gone = (left_by_a_killed_job(tmp_path, 3600) for _ in range(4))
+    fs = filesystem(str(tmp_path))
+    exists, rename, delete = fs.exists, fs.rename_new, fs.delete
+
+    def refuses(url: str, folder: Path) -> None:
+        if url.startswith(str(folder)):
+            raise StorageError(f"{url}: permission denied")
+
+    def exists_or_not(url: str) -> bool:
+        refuses(url, closed)
+        return exists(url)
+
+    def rename_new(source: str, target: str) -> None:
+        refuses(source, held)
+        rename(source, target)
+
+    def delete_all(url: str, *, recursive: bool = False) -> bool:
+        refuses(url, kept)
+        return delete(url, recursive=recursive)
+
+    for name, function in (("exists", exists_or_not), ("rename_new", rename_new), ("delete", delete_all)):
+        monkeypatch.setattr(fs, name, function)
+    removed = clean(fs, str(tmp_path / "out"), NOW_MS)
+    assert [item.url for item in removed] == [str(gone)]
+    for folder in (closed, held, kept):
+        assert sum(str(folder) in line for line in caplog.messages) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {closed.name, held.name, f"{kept.name}.dead"}
+
+
 def test_a_job_signs_again_and_again(tmp_path: Path) -> None:
     with Staging(str(tmp_path / "out"), beat_s=0.01) as staging:
         sign = Path(staging.root) / SIGN_NAME
