@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from features.codec.decoder import RecordDecoder
 from features.codec.foreign import decode_foreign
+from features.codec.foreign_plain import message_fields
 from features.foreign_schema import foreign_schema
 from features.schema import Field, Schema
 from features.shard_ranges import ShardRange
@@ -21,8 +22,7 @@ from storage.fs import FileSystem
 from storage.tfrecord import parse_records, record_offsets
 
 PIECE_BYTES = 4 << 20  # what is decoded at once: large enough for Arrow, small enough for a cache
-_FEATURES, _FEATURE_LISTS = 0x0A, 0x12  # fields 1 and 2 of a message: an Example has no second one
-_LENGTH_MAX_BYTES = 10
+_FEATURE_LISTS = 2, 2  # the number and wire type of a SequenceExample's second field: an Example has none
 MAX_BLOCK_BYTES = 2 << 30  # ours have some MiB; a forged manifest over a sparse file may name any number
 
 Buffer = bytes | NDArray[np.uint8]
@@ -80,8 +80,7 @@ class Lenient:
 def refuse_sequences(records: Iterable[bytes | memoryview]) -> None:
     """Raise DataError for a SequenceExample: read as an Example it would lose its feature lists without a word."""
     for number, record in enumerate(records):
-        at = _after_context(record)
-        if at < len(record) and record[at] == _FEATURE_LISTS:
+        if _has_lists(record):
             raise DataError(
                 f"record {number} of the batch is a SequenceExample",
                 got="feature lists",
@@ -90,17 +89,13 @@ def refuse_sequences(records: Iterable[bytes | memoryview]) -> None:
             )
 
 
-def _after_context(record: bytes | memoryview) -> int:
-    """Where the field behind the first one begins, if that is a message's field 1; else 0, or the record's end."""
-    if not len(record) or record[0] != _FEATURES:
-        return 0
-    size = shift = 0
-    for at in range(1, min(len(record), 1 + _LENGTH_MAX_BYTES)):
-        size |= (record[at] & 127) << shift
-        shift += 7
-        if record[at] < 128:
-            return at + 1 + size
-    return len(record)
+def _has_lists(record: bytes | memoryview) -> bool:
+    """Whether a message has a field 2 of bytes, wherever it lies; False for what is no message, for others to tell."""
+    with suppress(IndexError):
+        for number, wire, _, _ in message_fields(record, 0, len(record)):
+            if (number, wire) == _FEATURE_LISTS:
+                return True
+    return False
 
 
 def read_range(fs: FileSystem, part: ShardRange, decode: Decode) -> Iterator[pa.RecordBatch]:

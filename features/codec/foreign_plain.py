@@ -129,9 +129,9 @@ def _parse(record: bytes, number: int, names: set[bytes] | None) -> dict[bytes, 
     """The features of an Example that are in `names` (all where None) and have a list at all."""
     found: dict[bytes, _Lists] = {}
     try:
-        for tag, wire, start, end in _fields(record, 0, len(record)):
+        for tag, wire, start, end in message_fields(record, 0, len(record)):
             if tag == 1 and wire == _LENGTH:
-                for entry_tag, entry_wire, at, stop in _fields(record, start, end):
+                for entry_tag, entry_wire, at, stop in message_fields(record, start, end):
                     if entry_tag == 1 and entry_wire == _LENGTH:
                         _entry(record, at, stop, names, found)
         return {
@@ -146,11 +146,11 @@ def _entry(record: bytes, start: int, end: int, names: set[bytes] | None, found:
     """One entry of the map into `found`; an entry without a list hides an earlier one of its name."""
     name = b""
     feature: _Lists | None = None
-    for tag, wire, at, stop in _fields(record, start, end):
+    for tag, wire, at, stop in message_fields(record, start, end):
         if tag == 1 and wire == _LENGTH:
             name = record[at:stop]
         elif tag == 2 and wire == _LENGTH:
-            for kind, kind_wire, list_start, list_end in _fields(record, at, stop):
+            for kind, kind_wire, list_start, list_end in message_fields(record, at, stop):
                 if kind in _LIST_NAMES and kind_wire == _LENGTH:
                     before = feature[1] if feature is not None and feature[0] == kind else []
                     feature = (kind, [*before, (list_start, list_end)])
@@ -162,7 +162,7 @@ def _entry(record: bytes, start: int, end: int, names: set[bytes] | None, found:
 
 def _values(record: bytes, kind: int, start: int, end: int) -> list[Any]:
     values: list[Any] = []
-    for tag, wire, at, stop in _fields(record, start, end):
+    for tag, wire, at, stop in message_fields(record, start, end):
         if tag != 1:
             continue
         if kind == _BYTES and wire == _LENGTH:
@@ -176,7 +176,7 @@ def _values(record: bytes, kind: int, start: int, end: int) -> list[Any]:
     return values
 
 
-def _fields(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+def message_fields(data: BytesLike, start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
     """The fields of a message: number, wire type, where its payload starts and ends. IndexError for another form."""
     at = start
     while at < end:
@@ -197,7 +197,7 @@ def _fields(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, int, 
         at = stop
 
 
-def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
+def _varint(data: BytesLike, at: int, end: int) -> tuple[int, int]:
     value = 0
     for index in range(min(_VARINT_MAX_BYTES, end - at)):
         byte = data[at + index]
