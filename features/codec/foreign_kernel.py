@@ -47,9 +47,9 @@ def _span(at: Any, end: Any) -> Any:
 
 @njit
 def _skip(at: Any, end: Any) -> Any:
-    """Where a field of any number that begins at `at` ends; 0 for none."""
+    """Where an unknown field that begins at `at` ends; 0 for none, and for field 1 in a key longer than need be."""
     key, at = _varint(at, end)
-    if at == 0 or key >> np.uint64(3) == np.uint64(0):
+    if at == 0 or key >> np.uint64(3) == np.uint64(0) or key == np.uint64(0x0A):
         return 0
     wire = key & np.uint64(7)
     if wire == np.uint64(0):
