@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from etl.config import WriteConfig
+from etl.sampling import Sampling
 from etl.spark_errors import in_task
 from etl.splits import SplitSpec
 from features.codec.foreign import decode_foreign
@@ -55,17 +56,21 @@ class Parent:
 
 
 def open_parent(url: str, config: WriteConfig, schema: Schema) -> Parent:
-    """The dataset at `url` and all before it. Raises ConfigError where schema, format, split or seed are not those of
-    the dataset to be made, DataError where one before has changed.
+    """The dataset at `url` and all before it. Raises ConfigError where weights, sample, schema, format, split or
+    seed are not those of the dataset to be made (weights and sample where the parent says them), DataError where one
+    before has changed.
     """
     url = absolute(url)
     chain = [(url, load_dataset(url))]
     first = chain[0][1]
-    stored = first.created_by["config"].get("split")
+    stored = first.created_by["config"]
     told = {
+        # Before the schema, which differs too where one of the two has weights.
+        "weights": (stored.get("weights", config.weights), config.weights),
+        "sample": _samples(stored.get("sample", config.sample), config.sample),
         "schema": (_text(first.schema), _text(schema.to_json())),
         "format": (first.format, config.fmt),
-        "split": (SplitSpec.parse(str(stored)).text, config.split_spec.text),
+        "split": (SplitSpec.parse(str(stored.get("split"))).text, config.split_spec.text),
         "seed": (first.created_by["seed"], config.seed),
     }
     for what, (theirs, ours) in told.items():
@@ -153,6 +158,15 @@ def ids_of(url: str, shard: ShardInfo) -> Iterator[pa.RecordBatch]:
 def _decoded(records: list[bytes]) -> pa.RecordBatch:
     ids = decode_foreign((sample_id_field(),), records).column(SAMPLE_ID)
     return pa.RecordBatch.from_arrays([ids], schema=_IDS)
+
+
+def _samples(theirs: str | None, ours: str | None) -> tuple[str | None, str | None]:
+    """Both texts; ours twice where theirs says the same shares in another way."""
+    if theirs is None or ours is None:
+        return theirs, ours
+    one, two = Sampling.parse(theirs), Sampling.parse(ours)
+    same = (one.column, dict(one.shares)) == (two.column, dict(two.shares))
+    return (ours, ours) if same else (theirs, ours)
 
 
 def _text(schema: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +14,7 @@ from etl.append import ids_of, open_parent
 from etl.config import WriteConfig
 from features.sample_id import sample_id
 from features.schema import Schema
-from storage.errors import CorruptionError, DataError, NotFoundError
+from storage.errors import ConfigError, CorruptionError, DataError, NotFoundError
 from storage.fs import filesystem
 from storage.layout import DatasetPaths
 from storage.manifest import DatasetManifest
@@ -36,9 +37,11 @@ def test_ids_are_read_out_of_shards(tmp_path: Path, fmt: str) -> None:
         list(ids_of(urls[0], shards[0]))
 
 
-def published(folder: Path, name: str, manifest: DatasetManifest, parent: dict[str, str] | None) -> DatasetManifest:
+def published(
+    folder: Path, name: str, manifest: DatasetManifest, parent: dict[str, str] | None, **config: str | None
+) -> DatasetManifest:
     """A dataset of nothing but a manifest."""
-    own = {"version": "0.1.0", "config": {"split": "80/20"}, "seed": 0}
+    own = {"version": "0.1.0", "config": {"split": "80/20", **config}, "seed": 0}
     made = DatasetManifest.from_bytes(replace(manifest, created_by=own, parent=parent).to_bytes(), name)
     (folder / name).mkdir()
     filesystem(str(folder)).create(DatasetPaths(str(folder / name)).manifest).write(made.to_bytes())
@@ -64,3 +67,31 @@ def test_a_chain_of_appends_is_followed_by_digest(tmp_path: Path) -> None:
     published(tmp_path, "itself", tiny, {"url": str(tmp_path / "itself"), "digest": tiny.digest})
     with pytest.raises(DataError, match="is not the dataset that"):  # a chain that bites its tail ends too
         open_parent(str(tmp_path / "itself"), config, schema)
+
+
+@pytest.mark.parametrize(
+    ("stored", "told", "refused"),
+    [
+        ({"weights": "none", "sample": None}, {}, None),
+        ({"weights": "none", "sample": None}, {"weights": "balanced"}, "weights"),
+        ({"weights": "balanced", "sample": None}, {}, "weights"),
+        ({"weights": "none", "sample": None}, {"sample": "b=0:50%"}, "sample"),
+        ({"weights": "none", "sample": "b=0:50%"}, {}, "sample"),
+        ({"weights": "none", "sample": "b=0:50%"}, {"sample": "b=0:25%"}, "sample"),
+        ({"sample": "b=0:50%,b=1:25%"}, {"sample": "b=1:25%,b=0:50%"}, None),  # the same in another order
+        ({}, {"weights": "balanced", "sample": "b=0:50%"}, None),  # not known
+    ],
+)
+def test_an_append_is_weighed_and_sampled_as_its_parent(
+    tmp_path: Path, stored: dict[str, str | None], told: dict[str, str], refused: str | None
+) -> None:
+    tiny = write_table(tmp_path / "tiny")
+    above = str(tmp_path / "a")
+    published(tmp_path, "a", tiny, None, **stored)
+    options: dict[str, Any] = {"output": str(tmp_path / "b"), "append_to": above, **told}
+    if refused is None:
+        assert len(open_parent(above, WriteConfig(**options), Schema.from_json(tiny.schema)).chain) == 1
+        return
+    with pytest.raises(ConfigError, match=f"its {refused} is another one") as caught:
+        open_parent(above, WriteConfig(**options), Schema.from_json(tiny.schema))
+    assert caught.value.got and caught.value.allowed == str(stored[refused])
