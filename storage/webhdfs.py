@@ -20,7 +20,7 @@ from storage.retry import with_retries
 from storage.urls import join
 from storage.webhdfs_address import path_of
 from storage.webhdfs_calls import WebHdfsCalls
-from storage.webhdfs_client import checked, location
+from storage.webhdfs_client import Sent, checked, location
 from storage.webhdfs_errors import LostAnswerError
 from storage.webhdfs_read import READ_BUFFER_BYTES, WebHdfsRaw
 from storage.webhdfs_write import WebHdfsWriter
@@ -117,16 +117,11 @@ class WebHdfsFileSystem(FileSystem):
             raise StorageError(f"cannot make {url}", got="false", allowed="true", next_step="See the NameNode's log.")
 
     def delete(self, url: str, *, recursive: bool = False) -> bool:
-        attempts = 0
-
-        def remove(client: Any) -> bool:
-            nonlocal attempts
-            attempts += 1
-            return _delete(client, url, recursive)
-
+        sent = Sent()
         try:
-            # Where a second attempt finds nothing, the first one may have removed it without an answer.
-            return self.calls.call(remove, "delete", url) or attempts > 1
+            removed = self.calls.call(lambda client: _delete(sent.over(client), url, recursive), "delete", url)
+            # Where the last request finds nothing, one before it may have removed it without an answer.
+            return removed or len(sent) > 1
         except NotFoundError:
             return False  # something above it is a file
 
@@ -178,20 +173,18 @@ class WebHdfsFileSystem(FileSystem):
             raise StorageError(
                 f"{src} cannot replace {dst}", got="a directory", allowed="a file", next_step="Use rename_new."
             )
-        attempts = 0
+        sent = Sent()
 
         def attempt(left_s: float) -> None:
-            nonlocal attempts
-            attempts += 1
             limit = min(left_s, self.calls.call_deadline_s)
             try:
                 answer = self.calls.once(
-                    lambda client: client._rename(source, destination=target, renameoptions=options),
+                    lambda client: sent.over(client)._rename(source, destination=target, renameoptions=options),
                     "rename", f"{src} to {dst}", limit,
                 )  # fmt: skip
             except (NotFoundError, ExistsError):
-                # An attempt without an answer may have happened, now or while this one was on its way.
-                if attempts == 1 or not self._moved(before, src, dst, limit):
+                # A request without an answer may have happened, now or while this one was on its way.
+                if not len(sent) or not self._moved(before, src, dst, limit):
                     raise
                 return
             if answer.content:  # the old rename's answer, which moves into a directory and tells what is wrong by false

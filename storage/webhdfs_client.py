@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 import requests
 from hdfs.client import InsecureClient, TokenClient, _Request
 from requests.adapters import HTTPAdapter
+from urllib3.exceptions import ConnectTimeoutError, NewConnectionError
 
 CONNECTIONS = 32  # kept open for each host; more threads than that only lose the reuse
 
@@ -20,6 +22,28 @@ class RefusedError(Exception):
         self.java, self.text, self.status = java, text, status
 
 
+class Sent:
+    """The requests of one operation that may have happened: those that reached a server and were not refused."""
+
+    def __init__(self) -> None:
+        self._urls: list[str] = []  # append and pop are atomic: an attempt that was given up still runs
+
+    def __len__(self) -> int:
+        return len(self._urls)
+
+    def over(self, client: Any) -> Any:
+        """`client`, counted here: the package asks the next NameNode by itself, so calls are no count of requests."""
+        counted = copy.copy(client)
+        counted._sent = self
+        return counted
+
+    def leaves(self, url: str) -> None:
+        self._urls.append(url)
+
+    def refused(self) -> None:
+        self._urls.pop()
+
+
 class _Exact:
     """What both clients are given besides."""
 
@@ -27,6 +51,23 @@ class _Exact:
     _locate_open = _Request("GET", allow_redirects=False).to_method("OPEN")
     _locate_checksum = _Request("GET", allow_redirects=False).to_method("GETFILECHECKSUM")
     _get_file_block_locations = _Request("GET").to_method("GETFILEBLOCKLOCATIONS")
+
+    _sent: Sent | None = None
+
+    def _request(self, method: str, url: str, **kwargs: Any) -> Any:
+        sent = self._sent
+        if sent is not None:
+            sent.leaves(url)
+        try:
+            answer = super()._request(method, url, **kwargs)  # type: ignore[misc]
+        except requests.exceptions.ConnectionError as error:
+            reason = getattr(error.args[0], "reason", None) if error.args else None
+            if sent is not None and isinstance(reason, (NewConnectionError, ConnectTimeoutError)):
+                sent.refused()
+            raise
+        if sent is not None and not answer.ok:
+            sent.refused()
+        return answer
 
     def resolve(self, hdfs_path: str) -> str:
         """The path itself: the package would drop `..` and put the newest entry for a part named `#LATEST`."""

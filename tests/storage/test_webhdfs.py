@@ -103,6 +103,28 @@ def test_a_deletion_whose_answer_is_lost_has_happened(fs: WebHdfsFileSystem, fak
     assert fs.delete(url("a")) is False
 
 
+@pytest.mark.parametrize("fault", [gone, silent(0.4)], ids=["broken", "frozen"])
+def test_an_answer_that_one_of_two_namenodes_loses(fake: FakeWebHdfs, fault: Any) -> None:
+    """The `hdfs` package goes on to the second one by itself, within one attempt."""
+    with serving() as other:
+        other.files = fake.files
+        pair = f"{fake.address},{other.address}"
+        fake.files["/a"] = b"mine"
+        fake.after["RENAME"] = [fault]
+        WebHdfsFileSystem(pair, QUICK, user="me", token=None).rename_new(url("a"), url("b"))
+        assert fake.files == {"/b": b"mine"} and fake.count("RENAME") == other.count("RENAME") == 1
+        fake.after["DELETE"] = [fault]
+        assert WebHdfsFileSystem(pair, QUICK, user="me", token=None).delete(url("b")) is True
+        assert fake.files == {}
+
+
+def test_a_namenode_that_refuses_or_is_dead_has_deleted_nothing(fake: FakeWebHdfs) -> None:
+    with serving() as standby:
+        for first in ("127.0.0.1:9", standby.address):
+            standby.before["DELETE"] = [refusing("StandbyException")]
+            assert WebHdfsFileSystem(f"{first},{fake.address}", QUICK, user="me", token=None).delete(url("a")) is False
+
+
 def test_a_read_that_breaks_goes_on_where_it_was(fs: WebHdfsFileSystem, fake: FakeWebHdfs) -> None:
     data = bytes(range(256)) * 40_000
 
