@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from fnmatch import translate
 
-from storage.errors import NotFoundError
+from storage.errors import DataError, NotFoundError
 from storage.fs import FileStat, FileSystem, filesystem, join, split_url
 
 _WILD = re.compile(r"[*?\[]")
@@ -46,10 +46,20 @@ def expand(url: str) -> list[str]:
 
 
 def visible_files(fs: FileSystem, url: str) -> Iterator[FileStat]:
-    """The files below a directory, depth first, sorted by name in each directory, without what is hidden."""
+    """The files below a directory, depth first, sorted by name in each directory, without what is hidden.
+
+    Raises DataError for a link to a directory, which may lead elsewhere or in a circle.
+    """
     pending = [entry for entry in fs.list(url) if not is_hidden(entry.name)][::-1]
     while pending:
         entry = pending.pop()
+        if entry.is_dir and entry.is_special:
+            raise DataError(
+                f"input {entry.url} is a link to a folder",
+                got="a link",
+                allowed="files, links to files and folders",
+                next_step="Take the link out, or give --input the folder that it leads to.",
+            )
         if entry.is_dir:
             pending += [below for below in fs.list(entry.url) if not is_hidden(below.name)][::-1]
         else:

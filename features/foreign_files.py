@@ -55,8 +55,8 @@ def find_files(url: str, pattern: str) -> list[ForeignFile]:
     """The files at `url`, by path: a file itself, the files of a directory tree whose names fit `pattern`, or those
     that the last part of `url` fits where it holds `*`, `?` or `[`.
 
-    Names that begin with `_` or `.` are passed over, as Spark does, directories too. Raises NotFoundError where
-    nothing is at `url`, DataError where no file there fits.
+    Names that begin with `_` or `.` are passed over, as Spark does, directories too; so are links to directories.
+    Raises NotFoundError where nothing is at `url`, DataError where no file there fits.
     """
     fs = filesystem(url)
     if _GLOB_CHARACTERS & set(basename(url)) and not fs.exists(url):
@@ -74,7 +74,7 @@ def find_files(url: str, pattern: str) -> list[ForeignFile]:
             if entry.name.startswith(("_", ".")):
                 continue
             path = above + entry.name
-            if entry.is_dir and deep:
+            if entry.is_dir and deep and not entry.is_special:
                 pending.append((entry.url, path + "/"))
             elif not entry.is_dir and fnmatch.fnmatchcase(entry.name, pattern):
                 found.append(ForeignFile(entry.url, path, entry.size_bytes))

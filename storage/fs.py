@@ -50,11 +50,14 @@ def filesystem(url: str) -> FileSystem:
 
 
 def walk(fs: FileSystem, url: str) -> Iterator[FileStat]:
-    """All files below a directory, depth first, sorted by name in each directory."""
+    """All files below a directory, depth first, sorted by name in each directory.
+
+    A link to a directory is yielded as it is, not entered: links lead elsewhere, or in circles.
+    """
     pending = fs.list(url)[::-1]  # no recursion: a path may have more levels than Python has frames
     while pending:
         entry = pending.pop()
-        if entry.is_dir:
+        if entry.is_dir and not entry.is_special:
             pending += fs.list(entry.url)[::-1]
         else:
             yield entry

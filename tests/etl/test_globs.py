@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from etl.ranges import find_sources
-from storage.errors import ConfigError, NotFoundError
+from storage.errors import ConfigError, DataError, NotFoundError
 
 
 @pytest.fixture
@@ -65,6 +65,14 @@ def test_one_file_twice_is_refused(logs: Path) -> None:
         with pytest.raises(ConfigError, match="is there twice") as caught:
             find_sources(urls)
         assert caught.value.got and caught.value.next_step
+
+
+def test_a_linked_folder_is_not_entered(logs: Path) -> None:
+    os.symlink(logs / "logs", logs / "logs/2015-02/loop")
+    with pytest.raises(DataError, match="2015-02/loop is a link to a folder") as caught:
+        find_sources(["logs"])
+    assert caught.value.got and caught.value.next_step
+    assert len(find_sources(["logs/2015-02/loop/2015-01"])) == 2  # named outright
 
 
 def test_a_pipe_is_no_file_and_nobody_waits_for_it(logs: Path) -> None:

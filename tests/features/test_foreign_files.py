@@ -48,6 +48,14 @@ def test_files_are_found_by_name_in_order_and_hidden_ones_passed_over(tmp_path: 
         find_files(f"{url}/nothing", "*")
 
 
+def test_a_linked_folder_is_passed_over(tmp_path: Path) -> None:
+    write(tmp_path / "in/a/x.tfrecord", range(1))
+    write(tmp_path / "out/y.tfrecord", range(1))
+    (tmp_path / "in/b").symlink_to(tmp_path / "out")
+    (tmp_path / "in/loop").symlink_to(tmp_path / "in")
+    assert [file.path for file in find_files(str(tmp_path / "in"), "*")] == ["a/x.tfrecord"]
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_file_reads_as_columns_and_damage_is_told(tmp_path: Path, packed: bool) -> None:
     path = tmp_path / "x.tfrecord"

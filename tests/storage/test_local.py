@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from storage.errors import ConfigError, ExistsError, NotFoundError, StorageError
-from storage.fs import FileSystem, absolute, basename, filesystem, join, parent, split_url
+from storage.fs import FileSystem, absolute, basename, filesystem, join, parent, split_url, walk
 from storage.local import LocalFileSystem, rename_noreplace_portable
 from tests.fs_contract import FileSystemContract, put
 
@@ -158,3 +158,17 @@ def test_pipe_or_device_in_place_of_a_file_is_neither_waited_for_nor_read_withou
             with pytest.raises(StorageError, match=path) as caught:
                 read(path)
             assert "pipe, socket or device" in caught.value.got
+
+
+def test_a_linked_folder_is_named_and_not_entered(tmp_path: Path) -> None:
+    (tmp_path / "in" / "a").mkdir(parents=True)
+    (tmp_path / "in" / "a" / "x").write_bytes(b"1")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "y").write_bytes(b"2")
+    os.symlink(tmp_path / "out", tmp_path / "in" / "b")
+    os.symlink(tmp_path / "in", tmp_path / "in" / "loop")
+    top = str(tmp_path / "in")
+    found = [(entry.url.removeprefix(top), entry.is_special) for entry in walk(filesystem(top), top)]
+    assert found == [("/a/x", False), ("/b", True), ("/loop", True)]
+    os.symlink(top, tmp_path / "top")  # what is asked for may itself be a link
+    assert len(list(walk(filesystem(top), str(tmp_path / "top")))) == 3
