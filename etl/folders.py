@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 
 import pyarrow as pa
 
@@ -17,8 +19,8 @@ from etl.pieces import ImagePlan, Piece, step_bytes
 from etl.places import is_left_out, place_of, split_word
 from etl.ranges import Source
 from features.decode import TOO_LONG, ImageError
-from storage.errors import DataError, NotFoundError
-from storage.fs import absolute, basename, filesystem, join, walk
+from storage.errors import ConfigError, DataError, NotFoundError
+from storage.fs import absolute, basename, filesystem, join, split_url, walk
 
 MAX_FILES_A_PIECE = 2000
 _COLUMNS = (c.SPLIT, "class", "name", "place", "length", "sha256")
@@ -80,8 +82,9 @@ class FolderPiece(Piece):
 def plan(inputs: Sequence[str], *, split_bytes: int) -> ImagePlan:
     """List the files below each input, in order of their places.
 
-    Raises NotFoundError for what is missing, no folder, or without files.
+    Raises NotFoundError for what is missing, no folder, or without files, ConfigError for folders that overlap.
     """
+    _refuse_overlap(inputs)
     sources, pieces = [], []
     for number, url in enumerate(inputs):
         root = absolute(url)
@@ -90,6 +93,26 @@ def plan(inputs: Sequence[str], *, split_bytes: int) -> ImagePlan:
         split = split_word(basename(root))
         pieces += [FolderPiece(number, root, split, part) for part in _cut(files, step_bytes(split_bytes))]
     return ImagePlan(sources=sources, pieces=pieces, trees=True, names_may_repeat=len(inputs) > 1)
+
+
+def _refuse_overlap(inputs: Sequence[str]) -> None:
+    """Each image is to be read once: no input is another, or lies in another."""
+    places = [_place(url) for url in inputs]
+    for (one, place), (other, above) in permutations(zip(inputs, places, strict=True), 2):
+        if place[: len(above)] == above:
+            raise ConfigError(
+                f"input {one} would be read twice",
+                got="given twice" if place == above else f"it lies in {other}",
+                allowed="folders of which none is or holds another",
+                next_step="Take one of them out of --input.",
+            )
+
+
+def _place(url: str) -> tuple[str, ...]:
+    """The same parts for every way of writing one folder's URL; a local link counts as what it leads to."""
+    scheme, authority, path = split_url(absolute(url))
+    path = os.path.realpath(path) if scheme == "file" else os.path.normpath(path)
+    return (scheme, authority, *(part for part in path.split("/") if part))
 
 
 def _listed(url: str, root: str) -> list[tuple[str, int]]:

@@ -120,6 +120,33 @@ def test_a_folder_of_class_folders(tmp_path: Path) -> None:
     assert len(small.pieces) > 5 and sorted(map(str, rows(small))) == sorted(map(str, rows(plan)))
 
 
+def test_linked_folders_are_not_entered_and_count_as_linked_files_do(tmp_path: Path) -> None:
+    root = make_tree(tmp_path / "set", {"cat/1.png": picture(1)})
+    make_tree(tmp_path / "out", {"2.png": picture(2)})
+    (root / "dog").symlink_to(tmp_path / "out")
+    (root / "loop").symlink_to(root)
+    found = rows(folders.plan([str(root)], split_bytes=STEP))
+    assert [(row["place"], row["reason"]) for row in found] == [
+        ("cat/1.png", None),
+        ("dog", "not_a_regular_file"),
+        ("loop", "not_a_regular_file"),
+    ]
+
+
+def test_folders_that_overlap_are_refused(tmp_path: Path) -> None:
+    root = make_tree(tmp_path / "set", {"train/cat/1.png": picture(1), "test/cat/2.png": picture(2)})
+    make_tree(tmp_path / "set2", {"cat/3.png": picture(3)})  # a longer name is not a folder below
+    (tmp_path / "link").symlink_to(root / "train")
+    one, inside, link = str(root), str(root / "train"), str(tmp_path / "link")
+    pairs = [(one, one), (one, f"file://{one}/"), (one, inside), (inside, one), (inside, link), (link, one)]
+    for inputs in pairs:
+        with pytest.raises(ConfigError, match="would be read twice") as caught:
+            folders.plan(inputs, split_bytes=STEP)
+        assert caught.value.exit_code == 2 and caught.value.got and caught.value.next_step
+    apart = (inside, str(root / "test"), str(tmp_path / "set2"))
+    assert len(rows(folders.plan(apart, split_bytes=STEP))) == 3
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_tar_of_class_folders(tmp_path: Path, packed: bool) -> None:
     path = make_tar(tmp_path / "set.tar", FILES, "w:gz" if packed else "w")
