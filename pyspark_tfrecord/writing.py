@@ -15,7 +15,7 @@ from features.foreign_schema import foreign_field
 from features.schema import Field
 from pyspark_tfrecord.options import WriteOptions
 from pyspark_tfrecord.types import columns_of
-from storage.errors import ConfigError, ExistsError, LockstepError, NotFoundError
+from storage.errors import ConfigError, ExistsError, LockstepError, NotFoundError, StorageError
 from storage.fs import FileSystem, filesystem, join, parent
 from storage.layout import MANIFEST_NAME
 from storage.publish import occupied, write_file
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 SUCCESS_NAME = "_SUCCESS"  # what Spark's own writers leave when all files are there
 _PART = re.compile(r"part-(\d{5,})\.tfrecord(\.gz)?")
+
+
+class NotRestoredError(StorageError):
+    """What a job was to replace lies in its staging folder, which therefore stays."""
 
 
 @dataclass
@@ -88,32 +92,55 @@ class FileWriter(DataSourceArrowWriter):
                 self._add(fs, [m.url for m in done if m.url is not None])
             else:
                 self._place(fs, [m.url for m in done if m.url is not None])
-        finally:
+        except NotRestoredError:
+            raise  # the staging folder holds the only copy of what was there
+        except BaseException:
             fs.discard(self.staging)
+            raise
+        fs.discard(self.staging)
 
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """Runs on the driver when a task has failed for good: nothing of the job stays."""
+        """Runs on the driver when a task, or commit, has failed: nothing stays but data that could not be put back."""
         set_hadoop_settings(self.options.hadoop)
-        filesystem(self.options.path).discard(self.staging)
+        fs = filesystem(self.options.path)
+        if not fs.exists(self._old):
+            fs.discard(self.staging)
+
+    @property
+    def _old(self) -> str:
+        """Where a directory that is being replaced lies meanwhile."""
+        return join(self.staging, "replaced")
 
     def _place(self, fs: FileSystem, urls: Sequence[str]) -> None:
         """Make a directory of the files and give it the path's name, in place of one that it replaces."""
-        path, ready, old = self.options.path, join(self.staging, "ready"), join(self.staging, "replaced")
+        path, ready = self.options.path, join(self.staging, "ready")
         fs.mkdirs(ready)
         for number, url in enumerate(urls):
             fs.rename_new(url, join(ready, self._name(number)))
         if not urls:  # a data frame without rows is a file without records
             write_file(fs, join(ready, self._name(0)), b"")
         write_file(fs, join(ready, SUCCESS_NAME), b"")
-        replaced = fs.exists(path)
-        if replaced:
-            fs.rename_new(path, old)
         try:
+            if fs.exists(path):
+                fs.rename_new(path, self._old)
             fs.rename_new(ready, path)
-        except LockstepError:
-            if replaced:
-                fs.rename_new(old, path)
+        except BaseException as error:
+            self._restore(fs, error)
             raise
+
+    def _restore(self, fs: FileSystem, cause: BaseException) -> None:
+        """Give a directory that was moved aside its name again. Raises NotRestoredError where that fails too."""
+        try:
+            # Asked and not remembered: a rename whose answer was lost may have happened.
+            if fs.exists(self._old):
+                fs.rename_new(self._old, self.options.path)
+        except BaseException as error:
+            raise NotRestoredError(
+                f"{self.options.path} could not be replaced, and what was there could not be put back",
+                got=f"{cause}; then {error}",
+                allowed="a rename that succeeds",
+                next_step=f"Its data, if not at the path, is whole in {self._old}: rename that to the path.",
+            ) from cause
 
     def _add(self, fs: FileSystem, urls: Sequence[str]) -> None:
         """Number the files on behind those that are there; what another job took first ends this one."""

@@ -32,7 +32,8 @@ from pyspark.sql.types import (
 from jobs import index
 from pyspark_tfrecord import DefaultSource
 from pyspark_tfrecord.writing import FileWriter
-from storage.errors import ConfigError, CorruptionError, DataError, ExistsError, LockstepError
+from storage.errors import ConfigError, CorruptionError, DataError, ExistsError, LockstepError, StorageError
+from storage.fs import filesystem
 from tests.jobs.test_index import write
 from tests.pyspark_tfrecord.published import SCHEMA, publish
 
@@ -214,3 +215,29 @@ def test_a_path_that_changed_while_the_job_ran_is_not_overwritten(tmp_path: Path
     with pytest.raises(ExistsError):
         writer.commit([])
     assert os.listdir(tmp_path) == ["out"] and (tmp_path / "out/part-00000.tfrecord").stat().st_size > 0
+
+
+@pytest.mark.parametrize("stays_broken", [True, False])
+def test_what_could_not_be_replaced_is_never_deleted(
+    tmp_path: Path, save: Callable[..., None], monkeypatch: pytest.MonkeyPatch, stays_broken: bool
+) -> None:
+    out, files = tmp_path / "out", type(filesystem(str(tmp_path)))
+    save(out, TABLE.select(["n"]))
+    before, rename = (out / "part-00000.tfrecord").read_bytes(), files.rename_new
+
+    def broken(self: Any, source: str, target: str) -> None:
+        if target == str(out) and (stays_broken or source.endswith("/ready")):
+            # Not of ours: an interrupt must not cost the data either.
+            raise StorageError("a dead server") if stays_broken else KeyboardInterrupt
+        rename(self, source, target)
+
+    writer = FileWriter.of({"path": str(out)}, struct(n=LONG), True)
+    monkeypatch.setattr(files, "rename_new", broken)
+    with pytest.raises(StorageError if stays_broken else KeyboardInterrupt) as caught:
+        writer.commit([])
+    writer.abort([])  # as Spark does behind a commit that failed
+    if stays_broken:
+        out = Path(writer.staging) / "replaced"
+        assert str(out) in str(caught.value)
+    assert (out / "part-00000.tfrecord").read_bytes() == before
+    assert len(os.listdir(tmp_path)) == 1
