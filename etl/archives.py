@@ -59,7 +59,8 @@ def read_members(
     """Yield the members whose headers lie from `start` to `end`, both borders of members; None where nobody knows the
     end, as of a packed archive. `to_end` says that the archive itself ends there.
 
-    The caller may read a member's content from `stream` before it asks for the next. Raises DataError with the byte
+    The caller may read a member's content from `stream` before it asks for the next. In a packed archive any size may
+    be claimed: whether the content is there is looked at when the next is asked for. Raises DataError with the byte
     position for a header that is none, for a member that is cut, and for an archive without the zeros at its end: one
     that is cut between two members would else be a whole, shorter one.
     """
@@ -100,7 +101,7 @@ def _entries(
             size = _pax_size(told["size"], url, position)
         behind = data_at + (-(-size // BLOCK) * BLOCK if has_data else 0)
         if has_data and end is not None and data_at + size > end:
-            raise _cut(url, position, size)
+            raise cut_error(url, position, size)
         if kind in _EXTENSIONS:
             told |= _told(stream, url, position, size, kind)
             position, begin = behind, behind if kind == b"g" else begin
@@ -111,7 +112,7 @@ def _entries(
         is_file = kind in _FILES and not sparse
         yield begin, None if folder else Member(position, name, is_file, data_at, size if has_data else 0)
         if has_data and size and end is None and not stream.at(data_at + size - 1, 1):
-            raise _cut(url, position, size)
+            raise cut_error(url, position, size)
         position = begin = behind
         told = {}
     if to_end and not closed:
@@ -185,7 +186,7 @@ def _told(stream: Forward, url: str, position: int, size: int, kind: bytes) -> d
         )
     data = stream.at(position + BLOCK, size)
     if len(data) < size:
-        raise _cut(url, position, size)
+        raise cut_error(url, position, size)
     if kind == b"L":
         return {"path": _text(data.split(b"\0")[0])}
     return _records(data, url, position) if kind == b"x" else {}
@@ -211,7 +212,8 @@ def _pax_size(text: str, url: str, position: int) -> int:
     return int(text)
 
 
-def _cut(url: str, position: int, size: int) -> DataError:
+def cut_error(url: str, position: int, size: int) -> DataError:
+    """What to raise for a member whose content the archive does not hold whole; its header lies at `position`."""
     return _bad(url, position, f"a member of {size} bytes", "a member that ends within the archive")
 
 

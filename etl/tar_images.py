@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from etl import columns as c
 from etl import image_rows as r
-from etl.archives import BLOCK, Member, plan_stretches, read_members
+from etl.archives import BLOCK, Member, cut_error, plan_stretches, read_members
 from etl.forward import CHUNK_BYTES, Forward
 from etl.intake import Intake
 from etl.lines import RAW_BYTES
@@ -61,7 +61,7 @@ class TarPiece(Piece):
             return
         place = place_of(parts, self.split)
         if member.size > intake.limits.max_file_bytes:
-            raw, digest = _passed(stream, member)
+            raw, digest = _passed(stream, self.url, member)
             gather.bad_part(TOO_LONG, member.position, raw, member.size, digest)
             return
         data = stream.at(member.offset, member.size)
@@ -103,9 +103,13 @@ def _stretches(source: Source, step: int) -> Sequence[tuple[int, int | None]]:
         return plan_stretches(stream, source.url, source.size_bytes, step)
 
 
-def _passed(stream: Forward, member: Member) -> tuple[bytes, str]:
-    """(first bytes, SHA-256) of a member that is too long to be held."""
+def _passed(stream: Forward, url: str, member: Member) -> tuple[bytes, str]:
+    """(first bytes, SHA-256) of a member that is too long to be held. Raises DataError where the archive ends in it."""
     digest, raw = hashlib.sha256(), stream.at(member.offset, min(RAW_BYTES, member.size))
     for at in range(0, member.size, CHUNK_BYTES):
-        digest.update(stream.at(member.offset + at, min(CHUNK_BYTES, member.size - at)))
+        wanted = min(CHUNK_BYTES, member.size - at)
+        data = stream.at(member.offset + at, wanted)
+        if len(data) < wanted:  # a header may claim 2**88 bytes, which nobody lives to count to
+            raise cut_error(url, member.position, member.size)
+        digest.update(data)
     return raw, digest.hexdigest()

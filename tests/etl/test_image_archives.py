@@ -6,14 +6,16 @@ import gzip
 import io
 import tarfile
 import tracemalloc
+from itertools import islice
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from etl.archives import MAX_PADDING_BYTES, plan_stretches, read_members
+from etl.archives import MAX_PADDING_BYTES, Member, plan_stretches, read_members
 from etl.forward import Forward
+from etl.tar_images import _passed
 from storage.errors import DataError
 
 LONG = "train/" + "d" * 90 + "/" + "f" * 120 + ".jpg"
@@ -146,6 +148,21 @@ def test_damage_is_told_with_its_place(tmp_path: Path, data: bytes, place: int, 
     with pytest.raises(DataError, match=rf"cannot be read on at byte {place}\n") as caught:
         contents(path)
     assert any(part in caught.value.got for part in got.split("|")) and caught.value.next_step
+
+
+@pytest.mark.parametrize("size", [601, 1 << 80])  # one byte too many, and more than anybody could count to
+def test_a_packed_archive_may_claim_any_size(tmp_path: Path, size: int) -> None:
+    header = bytearray(TWO[SECOND : SECOND + 512])
+    header[124:136] = b"\x80" + size.to_bytes(11, "big")
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    path = tmp_path / "x.tar.gz"
+    path.write_bytes(gzip.compress(TWO[:SECOND] + bytes(header) + b"2" * 600))
+    member = Member(SECOND, "a/2", True, SECOND + 512, size)
+    with Forward(str(path), "gzip") as stream:
+        assert list(islice(read_members(stream, str(path)), 2))[1] == member
+        with pytest.raises(DataError, match=rf"cannot be read on at byte {SECOND}\n"):
+            _passed(stream, str(path), member)
 
 
 def test_padding_has_an_end_and_is_not_held(tmp_path: Path) -> None:
