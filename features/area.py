@@ -11,20 +11,21 @@ from storage.kernels.jit import kernels
 
 
 @kernels(__name__)
-def resize_area(images, out, row, columns):  # type: ignore[no-untyped-def]
+def resize_area(images, out, row, columns, new_h, new_w, first_row):  # type: ignore[no-untyped-def]
     """images (n, H, W * C) uint8 -> out (n, h, w, C) uint8; row (W * C,) int32 is scratch.
 
+    The whole new image has new_h rows and new_w columns; out is its part from first_row on, of the columns given.
     Old pixel j covers [j*new, (j+1)*new) and new pixel i [i*old, (i+1)*old) of a line of old*new parts, so overlaps are
     whole numbers; a row's sums stay below 255*H, which the caller keeps below 2^31, and a pixel's below 255*H*W.
-    columns (4, w) int64: the first and last old column under each new one, and how much of those two lies under it.
+    columns (4, w) int64: the first and last old column under each one of out, and how much of those two lies under it.
     """
     n, old_h, line = images.shape
-    new_h, new_w, channels = out.shape[1], out.shape[2], out.shape[3]
+    height, width, channels = out.shape[1], out.shape[2], out.shape[3]
     area = old_h * (line // channels)
     double_area = np.float64(2 * area)
     for image in range(n):
-        for i in range(new_h):
-            top, bottom = i * old_h, (i + 1) * old_h
+        for i in range(height):
+            top, bottom = (first_row + i) * old_h, (first_row + i + 1) * old_h
             row[:] = 0
             for y in range(top // new_h, (bottom - 1) // new_h + 1):
                 # 32 bits, so that a vector unit takes twice as many at once
@@ -32,7 +33,7 @@ def resize_area(images, out, row, columns):  # type: ignore[no-untyped-def]
                 source = images[image, y]
                 for x in range(line):
                     row[x] += weight * np.int32(source[x])
-            for j in range(new_w):
+            for j in range(width):
                 first, last = columns[0, j], columns[1, j]
                 for c in range(channels):
                     total = columns[2, j] * row[first * channels + c]

@@ -18,23 +18,34 @@ def resize(images: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uin
 
     images (n, H, W, C) uint8, H below 2^23 -> (n, height, width, C) uint8.
     """
+    if images.shape[1:3] == (height, width):
+        return images
+    return _resized_part(images, (height, width), (height, width))
+
+
+def _resized_part(images: NDArray[np.uint8], whole: tuple[int, int], part: tuple[int, int]) -> NDArray[np.uint8]:
+    """The middle of what `resize` to `whole` (height, width) gives: (n, H, W, C) uint8 -> (n, *part, C) uint8.
+
+    Only the part is computed: a line of pixels scaled to cover an image would take gigabytes as a whole.
+    """
     n, old_height, old_width, channels = images.shape
     assert old_height < 1 << 23, f"sums over {old_height} rows do not fit into 32 bits"
-    if (old_height, old_width) == (height, width):
-        return images
     from features.area import resize_area
 
+    (tall, wide), (height, width) = whole, part
     out = np.empty((n, height, width, channels), dtype=np.uint8)
-    row, columns = np.empty(old_width * channels, dtype=np.int32), _columns(old_width, width)
+    row, columns = np.empty(old_width * channels, dtype=np.int32), _columns(old_width, wide, (wide - width) // 2, width)
     # Pixels straight from a decoder may be read-only, for which the loop would be compiled once more.
     lines = np.require(images, requirements=["C", "W"]).reshape(n, old_height, old_width * channels)
-    resize_area(lines, out, row, columns)
+    resize_area(lines, out, row, columns, tall, wide, (tall - height) // 2)
     return out
 
 
-def _columns(old: int, new: int) -> NDArray[np.int64]:
-    """(4, new): first and last old column under each new one, and what of these two lies under it, in 1/new."""
-    left = np.arange(new, dtype=np.int64) * old
+def _columns(old: int, new: int, start: int, count: int) -> NDArray[np.int64]:
+    """(4, count): first and last old column under each of `count` new ones from `start` on, and what of these two lies
+    under it, in 1/new.
+    """
+    left = np.arange(start, start + count, dtype=np.int64) * old
     first, last = left // new, (left + old - 1) // new
     return np.stack([first, last, np.minimum(left + old, (first + 1) * new) - left, left + old - last * new])
 
@@ -52,12 +63,11 @@ def fit(images: NDArray[np.uint8], height: int, width: int, how: str) -> NDArray
     if how == "resize" or (old_height, old_width) == (height, width):
         return resize(images, height, width)
     tall, wide = _scaled(old_height, old_width, height, width, cover=how == "crop")
-    scaled = resize(images, tall, wide)
-    top, left = abs(tall - height) // 2, abs(wide - width) // 2
     if how == "crop":
-        return np.ascontiguousarray(scaled[:, top : top + height, left : left + width])
+        return _resized_part(images, (tall, wide), (height, width))
+    top, left = (height - tall) // 2, (width - wide) // 2
     out = np.zeros((len(images), height, width, images.shape[3]), dtype=np.uint8)
-    out[:, top : top + tall, left : left + wide] = scaled
+    out[:, top : top + tall, left : left + wide] = resize(images, tall, wide)
     return out
 
 

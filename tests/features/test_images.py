@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import tracemalloc
 from fractions import Fraction
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from features.images import FITS, decode_image, fit, resize, rotate
+from features.images import FITS, _scaled, decode_image, fit, resize, rotate
 from storage.errors import ConfigError, DataError
 
 
@@ -88,6 +89,27 @@ def test_crop_and_pad(old: tuple[int, int], new: tuple[int, int], scaled: tuple[
     np.testing.assert_array_equal(found[inner], whole)
     found[inner] = 0
     assert not found.any()
+
+
+@given(*[st.integers(1, 40)] * 4, st.sampled_from([1, 3]))
+def test_a_crop_is_the_middle_of_the_whole(height: int, width: int, tall: int, wide: int, channels: int) -> None:
+    image = np.random.default_rng(height).integers(0, 256, (2, height, width, channels), dtype=np.uint8)
+    scaled = _scaled(height, width, tall, wide, cover=True)
+    top, left = (scaled[0] - tall) // 2, (scaled[1] - wide) // 2
+    whole = resize(image, *scaled)
+    np.testing.assert_array_equal(fit(image, tall, wide, "crop"), whole[:, top : top + tall, left : left + wide])
+
+
+@pytest.mark.parametrize("sides", [(256, 1), (1, 256)])
+def test_a_crop_of_a_line_takes_what_its_result_takes(sides: tuple[int, int]) -> None:
+    """The whole of it, scaled, would take 200 MB."""
+    image = np.full((1, *sides, 3), 9, dtype=np.uint8)
+    fit(image, 2, 2, "crop")  # the loop is compiled
+    tracemalloc.start()
+    found = fit(image, 512, 512, "crop")
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (found == 9).all() and peak_bytes < 2 * found.nbytes
 
 
 @given(*[st.integers(1, 40)] * 4, st.sampled_from(FITS))
