@@ -1,4 +1,4 @@
-"""The IDX format of MNIST and its kin, plain or gzip, checked byte for byte against what its header promises.
+"""The IDX format of MNIST and its kin, plain or packed, checked byte for byte against what its header promises.
 
 offset 0   two zero bytes, the type of the values (08: unsigned byte), the number of dimensions d
 offset 4   d big-endian uint32: the sizes; for images n, height, width (and channels), for labels n
@@ -7,24 +7,20 @@ behind     the values in C order, nothing else
 
 from __future__ import annotations
 
-import gzip
 import math
 import struct
-import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import BinaryIO, cast
 
-from etl.lines import bad_gzip
+from etl.forward import Forward
 from etl.ranges import Source
+from etl.unpack import PLAIN
 from storage.errors import DataError
-from storage.fs import filesystem
 
 _UNSIGNED_BYTE = 0x08
 MAX_SIDE = 4096
 MAX_RECORDS = (1 << 31) - 1
-# A gzip file does not tell its length, so its header must not be able to ask for all memory.
+# A packed file does not tell its length, so its header must not be able to ask for all memory.
 MAX_RECORD_BYTES = MAX_SIDE * MAX_SIDE * 4
 
 
@@ -58,13 +54,13 @@ class IdxFile:
 
 def read_header(source: Source) -> IdxFile:
     """Read and check the header, and for a plain file its length. Raises DataError naming the file."""
-    with _opened(source.url, source.codec) as stream:
-        head = _read(stream, source.url, 4)
+    with Forward(source.url, source.codec) as stream:
+        head = stream.at(0, 4)
         if len(head) < 4 or head[:3] != bytes([0, 0, _UNSIGNED_BYTE]) or not 1 <= head[3] <= 4:
             raise _bad(
                 source.url, f"it begins with {head.hex(' ')}", "00 00 08 and 1 to 4 dimensions", "IDX of unsigned bytes"
             )
-        sizes = _read(stream, source.url, 4 * head[3])
+        sizes = stream.at(4, 4 * head[3])
     if len(sizes) < 4 * head[3]:
         raise _short(source.url, 4 + len(sizes), f"a header of {4 + 4 * head[3]} bytes")
     file = IdxFile(source.url, source.codec, struct.unpack(f">{head[3]}I", sizes))
@@ -72,7 +68,7 @@ def read_header(source: Source) -> IdxFile:
     if not (sides and 1 <= file.shape[0] <= MAX_RECORDS and file.record_bytes <= MAX_RECORD_BYTES):
         allowed = f"1 to {MAX_RECORDS} records, sides 1 to {MAX_SIDE}, {MAX_RECORD_BYTES} bytes a record at most"
         raise _bad(source.url, f"dimensions {file.shape}", allowed, "an image set")
-    if source.codec == "none" and source.size_bytes != file.total_bytes:
+    if source.codec == PLAIN and source.size_bytes != file.total_bytes:
         raise _length(file, source.size_bytes)
     return file
 
@@ -80,47 +76,20 @@ def read_header(source: Source) -> IdxFile:
 def read_records(file: IdxFile, first: int, count: int, batch: int) -> Iterator[bytes]:
     """Yield the bytes of records `first` to `first + count`, `batch` records at a time.
 
-    A gzip file is read through, to its end where the range ends there, so that a cut or overlong one is noticed.
+    A packed file is read through, to its end where the range ends there, so that a cut or overlong one is noticed.
     Raises DataError.
     """
-    with _opened(file.url, file.codec) as stream:
-        if file.codec == "none":
-            stream.seek(file.position(first))
-        else:
-            _skip(stream, file, file.position(first))
+    with Forward(file.url, file.codec) as stream:
         for start in range(first, first + count, batch):
             wanted = min(batch, first + count - start) * file.record_bytes
-            data = _read(stream, file.url, wanted)
+            data = stream.at(file.position(start), wanted)
             if len(data) < wanted:
-                raise _length(file, file.position(start) + len(data))
+                # What lies before the range was skipped, so where it ended is not known.
+                skipped = start == first > 0 and not data
+                raise _length(file, file.position(start) + len(data), "or fewer" if skipped else "")
             yield data
-        if first + count == file.shape[0] and (rest := _read(stream, file.url, 1 << 20)):
+        if first + count == file.shape[0] and (rest := stream.at(file.total_bytes, 1 << 20)):
             raise _length(file, file.total_bytes + len(rest), "or more")
-
-
-@contextmanager
-def _opened(url: str, codec: str) -> Iterator[BinaryIO]:
-    with filesystem(url).open_read(url) as raw:
-        if codec == "none":
-            yield raw
-            return
-        with gzip.GzipFile(fileobj=raw, mode="rb") as stream:
-            yield cast(BinaryIO, stream)
-
-
-def _read(stream: BinaryIO, url: str, size: int) -> bytes:
-    try:
-        return stream.read(size)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise bad_gzip(url, stream.tell(), error) from None
-
-
-def _skip(stream: BinaryIO, file: IdxFile, size: int) -> None:
-    while size:
-        data = _read(stream, file.url, min(size, 1 << 20))
-        if not data:
-            raise _length(file, file.total_bytes - size)
-        size -= len(data)
 
 
 def _length(file: IdxFile, got: int, more: str = "") -> DataError:

@@ -134,7 +134,7 @@ def pair_up(sources: Sequence[Source], given: bool) -> list[Pair]:
             raise ConfigError(
                 f"input {source.url} is not named like an IDX file",
                 got=name,
-                allowed="*images*idx3* and *labels*idx1*, plain or .gz",
+                allowed="*images*idx3* and *labels*idx1*, plain, .gz, .bz2 or .zst",
                 next_step="Name the files as MNIST does, or leave this one out.",
             )
         key = (parent(source.url), _KIND.sub(r"*\2idx", name))

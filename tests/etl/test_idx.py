@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from etl.idx import IdxFile, read_header, read_records
@@ -15,10 +18,16 @@ from etl.image_sets import check
 from etl.ranges import find_sources
 from storage.errors import ConfigError, DataError, NotFoundError
 
+PACK: dict[str, Callable[[bytes], bytes]] = {
+    "gzip": gzip.compress,
+    "bzip2": bz2.compress,
+    "zstd": lambda data: pa.compress(data, codec="zstd", asbytes=True),
+}
 
-def idx(path: Path, shape: tuple[int, ...], data: bytes, *, packed: bool = False, magic: int = 0x0800) -> Path:
+
+def idx(path: Path, shape: tuple[int, ...], data: bytes, *, packed: bool | str = False, magic: int = 0x0800) -> Path:
     content = struct.pack(f">I{len(shape)}I", magic + len(shape), *shape) + data
-    path.write_bytes(gzip.compress(content) if packed else content)
+    path.write_bytes(PACK["gzip" if packed is True else packed](content) if packed else content)
     return path
 
 
@@ -26,8 +35,8 @@ def header(path: Path) -> IdxFile:
     return read_header(find_sources([str(path)])[0])
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_reading_any_range(tmp_path: Path, packed: bool) -> None:
+@pytest.mark.parametrize("packed", [False, *PACK])
+def test_reading_any_range(tmp_path: Path, packed: bool | str) -> None:
     data = bytes(range(30))
     file = header(idx(tmp_path / "x", (5, 2, 3), data, packed=packed))
     assert (file.shape, file.record_bytes, file.position(1)) == ((5, 2, 3), 6, 22)
@@ -51,10 +60,18 @@ def test_a_packed_file_of_another_length_is_told_when_read(tmp_path: Path, size:
     assert caught.value.got == got
 
 
-def test_a_cut_gzip_stream(tmp_path: Path) -> None:
-    path = idx(tmp_path / "x", (50, 2, 3), bytes(range(150)) * 2, packed=True)
+def test_a_packed_file_that_ends_before_the_range(tmp_path: Path) -> None:
+    file = header(idx(tmp_path / "x", (5, 2, 3), bytes(3), packed=True))
+    with pytest.raises(DataError, match="wrong length") as caught:
+        list(read_records(file, 2, 3, 2))
+    assert caught.value.got == "28 bytes or fewer"
+
+
+@pytest.mark.parametrize("codec", PACK)
+def test_a_cut_packed_stream(tmp_path: Path, codec: str) -> None:
+    path = idx(tmp_path / "x", (50, 2, 3), bytes(range(150)) * 2, packed=codec)
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(DataError, match="damaged gzip"):
+    with pytest.raises(DataError, match=f"damaged {codec}"):
         list(read_records(header(path), 0, 50, 2))
 
 
