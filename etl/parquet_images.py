@@ -80,7 +80,7 @@ class ParquetPiece(Piece):
 def plan(inputs: Sequence[str], *, image: str, label: str, given: bool, num_classes: int | None) -> ImagePlan:
     """Read the footers: which row groups there are, and whether the columns are of types that are taken.
 
-    Raises ConfigError for a missing or wrong column, DataError for what is no Parquet file.
+    Raises ConfigError for a missing or wrong column, DataError for what is no Parquet file and for files without rows.
     """
     sources = find_sources(inputs)
     pieces: list[ParquetPiece] = []
@@ -110,6 +110,13 @@ def plan(inputs: Sequence[str], *, image: str, label: str, given: bool, num_clas
             got="text in one file and numbers in another" if len(named) > 1 else "numbers, and no --num-classes",
             allowed="text in all files, or numbers with --num-classes",
             next_step="Give --num-classes, or build a dataset from each kind of file.",
+        )
+    if not pieces:
+        raise DataError(
+            "the inputs hold no record",
+            got=f"{len(sources)} Parquet files without a row group",
+            allowed="a row or more",
+            next_step="Check --input, and what wrote these files.",
         )
     return ImagePlan(sources=sources, pieces=pieces, num_classes=num_classes if named == {False} else None)
 

@@ -301,6 +301,16 @@ def parquet_plan(path: Path, **more: Any) -> ImagePlan:
     return parquet_images.plan([str(path)], **{**told, **more})
 
 
+def test_parquet_without_a_row_group(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    with pq.ParquetWriter(path, pa.schema([("image", pa.binary()), ("label", pa.string())])):
+        assert path.exists()
+    assert pq.read_metadata(path).num_row_groups == 0
+    with pytest.raises(DataError, match="hold no record") as caught:
+        parquet_plan(path, image="image")
+    assert caught.value.got and caught.value.allowed and caught.value.next_step
+
+
 def test_parquet_with_a_column_of_images(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     images = [{"bytes": picture(n), "path": "x"} for n in range(5)] + [None, {"bytes": b"noise", "path": "x"}]
