@@ -9,7 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from features.example import tensor_bytes
 from features.schema import Field, Schema
+from storage.errors import ConfigError, DataError
 from storage.manifest import load_dataset
 from training.reader import SplitReader
 
@@ -24,8 +26,9 @@ def split_arrays(dataset_url: str, split: str, batch_rows: int) -> Iterator[Arra
 
     Numbers come as (n,), tensors as (n, *shape) of their dtype; strings, bytes, lists and nullable fields as Arrow
     arrays, since NumPy has no form for them that keeps everything. Read-only. Raises CorruptionError naming file,
-    record and offset, as all reading does.
+    record and offset, as all reading does, and ConfigError for batches of less than one row.
     """
+    _check_rows(batch_rows)
     manifest = load_dataset(dataset_url)
     schema = Schema.from_json(manifest.schema)
     reader = SplitReader(dataset_url, manifest, split, schema)
@@ -39,7 +42,8 @@ def split_arrays(dataset_url: str, split: str, batch_rows: int) -> Iterator[Arra
 
 
 def rebatched(batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[pa.RecordBatch]:
-    """The same rows in batches of `rows` each; only rows at the seams are copied."""
+    """The same rows in batches of `rows` each; only rows at the seams are copied. Raises ConfigError for `rows` < 1."""
+    _check_rows(rows)
     held: list[pa.RecordBatch] = []
     missing = rows
     for batch in batches:
@@ -55,6 +59,13 @@ def rebatched(batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[pa.Recor
         yield pa.concat_batches(held)
 
 
+def _check_rows(rows: int) -> None:
+    if rows < 1:
+        raise ConfigError(
+            "batches must have rows", got=str(rows), allowed="1 or more", next_step="Ask for batches of 1 row or more."
+        )
+
+
 def _array(field: Field, column: pa.Array) -> npt.NDArray[Any] | pa.Array:
     if field.is_list or field.nullable or field.dtype in ("string", "bytes"):
         return column
@@ -62,6 +73,14 @@ def _array(field: Field, column: pa.Array) -> npt.NDArray[Any] | pa.Array:
         return column.to_numpy(zero_copy_only=field.dtype != "bool")
     shape = tuple(size for size in field.shape if size is not None)
     offsets = np.frombuffer(column.buffers()[1], dtype=np.int32)[column.offset : column.offset + len(column) + 1]
+    sizes, wanted = np.diff(offsets), tensor_bytes(field)
+    if not bool((sizes == wanted).all()):
+        raise DataError(
+            f"a tensor of field `{field.name}` has the wrong length",
+            got=f"{int(sizes.min())} to {int(sizes.max())} bytes",
+            allowed=f"{wanted} bytes",
+            next_step="Run `python -m jobs.verify URL`.",
+        )
     data = np.frombuffer(column.buffers()[2], dtype=np.uint8)[offsets[0] : offsets[-1]]
     # (n * bytes,) uint8 -> (n, *shape): tensors lie one after another
     return data.view(np.dtype(field.dtype).newbyteorder("<")).reshape(len(column), *shape)

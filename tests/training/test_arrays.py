@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.errors import CorruptionError
+from features.schema import Field
+from storage.errors import ConfigError, CorruptionError, DataError
 from tests.training._tiny import write_images, write_table
-from training.arrays import rebatched, split_arrays
+from training.arrays import _array, rebatched, split_arrays
 
 
 @pytest.mark.parametrize("fmt", ["tfrecord", "parquet"])
@@ -48,6 +49,21 @@ def test_damage_is_told(tmp_path: Path, fmt: str) -> None:
     path.write_bytes(data)
     with pytest.raises(CorruptionError, match=path.name):
         list(split_arrays(str(tmp_path / "images"), "train", 10))
+
+
+def test_tensors_of_another_length_are_not_cut_anew() -> None:
+    field = Field(name="t", dtype="uint8", shape=(2,))
+    assert np.array_equal(_array(field, pa.array([b"ab", b"cd"])), np.array([[97, 98], [99, 100]], dtype=np.uint8))
+    with pytest.raises(DataError, match=r"(?s)`t` has the wrong length.*1 to 3 bytes.*2 bytes"):
+        _array(field, pa.array([b"a", b"bcd"]))  # as many bytes in all
+
+
+def test_batches_without_rows_are_refused() -> None:
+    for rows in (0, -1):
+        with pytest.raises(ConfigError, match=f"got: {rows}"):
+            next(split_arrays("/nowhere", "train", rows))
+        with pytest.raises(ConfigError, match=f"got: {rows}"):
+            next(rebatched([pa.record_batch({"n": [1]})], rows))
 
 
 @given(st.lists(st.integers(0, 9), max_size=6), st.integers(1, 7))
