@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +24,7 @@ ARROW_TYPES: dict[str, pa.DataType] = {
 }
 KINDS = ("feature", "label", "id", "weight")
 TENSOR_DTYPES = ("uint8", "float32", "float64", "int64")
+_MAX_TENSOR_BYTES = (1 << 31) - 1  # what Arrow's offsets reach, and a forged manifest may name any number
 SAMPLE_ID = "sample_id"
 EXAMPLE, SEQUENCE_EXAMPLE = "example", "sequence_example"
 
@@ -54,6 +56,10 @@ class Field:
         self._check(
             not self.is_tensor or self.dtype in TENSOR_DTYPES, f"a tensor of {self.dtype}", ", ".join(TENSOR_DTYPES)
         )
+        if self.is_tensor:
+            sizes = cast(tuple[int, ...], self.shape)
+            small = math.prod(sizes) * (ARROW_TYPES[self.dtype].bit_width // 8) <= _MAX_TENSOR_BYTES
+            self._check(small, f"shape {sizes} of {self.dtype}", f"tensors of at most {_MAX_TENSOR_BYTES} bytes")
         self._check(
             self.dtype != "uint8" or self.is_tensor,
             "uint8 outside a tensor",

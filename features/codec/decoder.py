@@ -70,6 +70,8 @@ class RecordDecoder:
             outs[number, kernel.VARIABLE] = self._variable.get(number, -1)
             if field.name in self._wanted and number not in self._variable:
                 size = {INT: 8, BOOL: 1}.get(kind, int(layout.widths[number]))
+                if kind == TENSOR and rows * size > len(data):
+                    return None  # shorter than declared, and what is declared may be more than there is memory
                 values[number] = np.empty(rows * size, dtype=np.uint8)
                 outs[number, kernel.VALUES] = values[number].ctypes.data
         starts, sizes = np.zeros((2, max(len(self._variable), 1), rows), dtype=np.int64)

@@ -90,6 +90,16 @@ def test_a_schema_with_other_fields_is_refused() -> None:
             RecordDecoder(schema).decode(data, file="f")
 
 
+def test_a_tensor_larger_than_the_records_takes_no_memory() -> None:
+    narrow, wide = (
+        Schema((sample_id_field(), Field(name="t", dtype="uint8", shape=(size,)))) for size in (1, (1 << 31) - 1)
+    )
+    rows = pa.RecordBatch.from_pylist([{"sample_id": 1, "t": b"x"}] * 100_000, schema=narrow.arrow_schema())
+    data = RecordEncoder(narrow).encode(rows)[0].tobytes()
+    with pytest.raises(DataError, match="field `t`"):  # 200 TB, were there room for all of them
+        RecordDecoder(wide).decode(data, file="f")
+
+
 def test_damage_names_file_record_and_offset() -> None:
     good = RecordEncoder(SCHEMA).encode(batch_of(ROW, ROW))[0].tobytes()
     data = bytearray(good)
