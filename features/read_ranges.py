@@ -98,6 +98,15 @@ def _has_lists(record: bytes | memoryview) -> bool:
     return False
 
 
+def check_block_bytes(url: str, start: int, stop: int) -> None:
+    """Raise CorruptionError for a block from byte `start` to `stop` that is too long to be one."""
+    if stop - start > MAX_BLOCK_BYTES:
+        allowed = f"{MAX_BLOCK_BYTES} bytes"
+        raise CorruptionError(
+            "a block is longer than any", file=url, offset=start, got=f"{stop - start}", allowed=allowed
+        )
+
+
 def read_range(fs: FileSystem, part: ShardRange, decode: Decode) -> Iterator[pa.RecordBatch]:
     """The records of a range as batches that `decode` makes, in order; both checksums of each record are checked.
 
@@ -169,11 +178,7 @@ def _pieces(part: ShardRange) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _exactly(file: BinaryIO, start: int, stop: int, url: str) -> bytes:
-    if stop - start > MAX_BLOCK_BYTES:
-        allowed = f"{MAX_BLOCK_BYTES} bytes"
-        raise CorruptionError(
-            "a block is longer than any", file=url, offset=start, got=f"{stop - start}", allowed=allowed
-        )
+    check_block_bytes(url, start, stop)
     data = file.read(stop - start)
     if len(data) != stop - start:
         raise CorruptionError(

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from features.codec.decoder import RecordDecoder
+from features.read_ranges import check_block_bytes
 from features.schema import Schema
 from storage.errors import CorruptionError, DataError
 from storage.fs import FileSystem
@@ -58,6 +59,7 @@ class TFRecordShard:
         """
         block, skip = divmod(first_record, self._block_records)
         start, stop = self._start_of(block, skip), self._start_of(block, skip + count)
+        check_block_bytes(self._url, start, stop)
         data = self._fs.read_range(self._url, start, stop - start)
         try:
             found = self._decoder.decode(data, file=self._url, first_record=first_record, base_offset=start)

@@ -165,6 +165,20 @@ def test_a_block_table_that_contradicts_the_shard_is_refused(tmp_path: Path) -> 
         TFRecordShard(fs, url, info, 8, encoder_of(manifest).schema, index_url, index[: index.rindex(b"\n", 0, -1) + 1])
 
 
+def test_a_forged_block_over_a_sparse_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = write_table(tmp_path / "d", records={"train": 40}, shards=1)
+    fs = filesystem(str(tmp_path))
+    paths = DatasetPaths(str(tmp_path / "d"))
+    index, info = fs.read_bytes(paths.index("train", 0)), manifest.splits["train"].shards[0]
+    forged = replace(info, bytes=1 << 40, block_offsets=(0, 1 << 39, *range((1 << 39) + 1, (1 << 39) + 4)))
+    shard = TFRecordShard(
+        fs, paths.shard("train", 0, "tfrecord"), forged, 8, encoder_of(manifest).schema, paths.index("train", 0), index
+    )
+    monkeypatch.setattr(type(fs), "read_range", None)
+    with pytest.raises(CorruptionError, match="a block is longer than any"):
+        shard.read(0, 8)
+
+
 def test_a_parquet_file_that_is_not_the_one_published_is_refused(tmp_path: Path) -> None:
     manifest = write_table(tmp_path / "d", fmt="parquet", records={"train": 40}, shards=1)
     info = manifest.splits["train"].shards[0]
