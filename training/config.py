@@ -23,7 +23,7 @@ class TrainConfig:
     """All that a run is made from; saved in run.json and handed to every rank."""
 
     datasets: tuple[str, ...]
-    """URLs of the datasets to train on, in this order: one, and what was appended to it (training.parts)."""
+    """URLs of the datasets to train on, in this order: different ones that fit together (training.parts)."""
     run: str
     """URL of the run directory; an existing one is resumed."""
     model: str

@@ -24,8 +24,10 @@ def open_parts(urls: Sequence[str], split: str) -> tuple[tuple[Part, ...], Datas
     """The parts that `urls` and `split` (names with `,` between them, such as fold-1,fold-2) say, and one manifest.
 
     The manifest is the first dataset's; of several parts its split `split` holds all their shards, and of several
-    datasets its digest is that of the list of theirs. Raises NotFoundError for a missing dataset, ConfigError for parts
-    that do not fit together.
+    datasets its digest is that of the list of theirs. Any datasets will do that have one schema, one format, the same
+    fitted files and blocks of one size, whether or not one was appended to another. Sample ids are not compared: only
+    an append was checked against what it continues, and two appends of one parent may hold the same records. Raises
+    NotFoundError for a missing dataset, ConfigError for parts that do not fit together and for a dataset given twice.
     """
     manifests = [load_dataset(url) for url in urls]
     names = split.split(",")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,11 +65,13 @@ def test_folds_that_are_not_held_out(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = write_table(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "copy")
     write_table(tmp_path / "blocks", block_records=4, seed=1)
     write_table(tmp_path / "parquet", fmt="parquet", seed=1)
     write_images(tmp_path / "images")
     for name, got in (
         ("a", "the same records twice"),
+        ("copy", "the same records twice"),  # known by its digest, not by its URL
         ("blocks", "blocks of 4, 8 records"),
         ("parquet", "another format"),
         ("images", "another schema"),
