@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from typing import TYPE_CHECKING, Any
 
 from storage.errors import StorageError
@@ -28,8 +29,10 @@ class WebHdfsRaw(io.RawIOBase):
     def __init__(self, fs: WebHdfsFileSystem, url: str, size: int, begin: int = 0) -> None:
         super().__init__()
         self._fs, self._url, self._size = fs, url, size
-        self._stream: Any = None
-        self._stream_at = -1
+        # An attempt that was given up still runs: it has the stream that it took, and may not keep one any more.
+        self._lock = threading.Lock()
+        self._attempt = 0
+        self._kept: tuple[Any, int] | None = None  # a stream and the place it came to
         self._last_end = begin  # a file is most often read from its start to its end
         self._position = 0
 
@@ -80,28 +83,34 @@ class WebHdfsRaw(io.RawIOBase):
         return data
 
     def close(self) -> None:
-        self._drop()
         super().close()
+        self._keep(None, -1)
 
     def _read(self, client: Any, offset: int, length: int) -> bytes:
-        stream, at = self._stream, self._stream_at
-        self._stream = None  # after a failure or a time-out the next attempt opens the file anew
-        if stream is not None and at != offset:
-            stream.close()
-            stream = None
-        if stream is None:
+        with self._lock:
+            self._attempt += 1
+            attempt = self._attempt
+            kept, self._kept = self._kept, None  # after a failure or a time-out the next attempt opens the file anew
+        if kept is not None and kept[1] == offset:
+            stream = kept[0]
+        else:
+            if kept is not None:
+                kept[0].close()
             stream = open_at(client, self._url, offset, self._size - offset if offset == self._last_end else length)
         data = _exactly(stream, length)
         if len(data) == length and offset + length < self._size:
-            self._stream, self._stream_at = stream, offset + length
+            self._keep((stream, offset + length), attempt)
         else:
             stream.close()
         return data
 
-    def _drop(self) -> None:
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            stream.close()
+    def _keep(self, new: tuple[Any, int] | None, attempt: int) -> None:
+        """Keep `new` if its attempt is the newest and the file is open; what is not kept is closed."""
+        with self._lock:
+            if new is None or (attempt == self._attempt and not self.closed):
+                new, self._kept = self._kept, new
+        if new is not None:
+            new[0].close()
 
 
 def open_at(client: Any, url: str, offset: int, length: int) -> Any:

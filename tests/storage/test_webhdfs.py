@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from storage.publish import write_file
 from storage.settings import DEFAULTS
 from storage.webhdfs import WebHdfsFileSystem
 from storage.webhdfs_address import as_hdfs, as_webhdfs, http_addresses
+from storage.webhdfs_read import WebHdfsRaw, open_at
 from tests.storage.fake_webhdfs import FakeWebHdfs, gone, refusing, serving, silent
 
 QUICK = DEFAULTS | {
@@ -140,6 +142,47 @@ def test_a_read_that_breaks_goes_on_where_it_was(fs: WebHdfsFileSystem, fake: Fa
     with fs.open_read(url("a")) as file:
         assert file.read(1 << 20) + file.read() == data
     assert [asked["offset"] for name, asked in fake.asked if name == "OPEN"] == ["0", str(4 << 20)]
+
+
+def test_an_attempt_that_was_given_up_leaves_no_stream_behind(
+    fs: WebHdfsFileSystem, fake: FakeWebHdfs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends later than the one after it, whose stream and place are kept."""
+    fake.files["/a"] = bytes(range(100))
+    go_on, reached = threading.Event(), threading.Event()
+    opened: list[Any] = []
+
+    class Slow:
+        def __init__(self, stream: Any, slow: bool) -> None:
+            self.stream, self.slow, self.closed, self.raw = stream, slow, False, self
+
+        def read(self, length: int, decode_content: bool) -> Any:
+            if self.slow:
+                reached.set()
+                go_on.wait(10)
+            return self.stream.raw.read(length, decode_content=decode_content)
+
+        def close(self) -> None:
+            self.closed = True
+            self.stream.close()
+
+    def open_slowly(*arguments: Any) -> Slow:
+        opened.append(Slow(open_at(*arguments), not opened))
+        return opened[-1]
+
+    monkeypatch.setattr("storage.webhdfs_read.open_at", open_slowly)
+    with WebHdfsRaw(fs, url("a"), 100) as raw:
+        client = fs.calls._data
+        old = threading.Thread(target=raw._read, args=(client, 0, 10))
+        old.start()
+        assert reached.wait(10)
+        assert raw.read_at(0, 20) == bytes(range(20))
+        go_on.set()
+        old.join(10)
+        assert opened[0].closed and not opened[1].closed
+        assert raw.read_at(20, 20) == bytes(range(20, 40)) and len(opened) == 2
+    assert opened[1].closed
+    assert raw._read(client, 0, 10) == bytes(range(10)) and opened[2].closed  # nor one that begins after the end
 
 
 def test_a_write_that_breaks_is_written_anew_under_another_name(fs: WebHdfsFileSystem, fake: FakeWebHdfs) -> None:
