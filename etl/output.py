@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from etl.config import WriteConfig
+from etl.config import NOT_KEPT, WriteConfig
 from storage.errors import ExistsError
 from storage.fs import absolute, filesystem, parent
 from storage.manifest import load_dataset
 from storage.publish import occupied
 
-NOT_KEPT = "none"
+__all__ = ["NOT_KEPT", "check_output", "refuse_existing"]
 
 
 def refuse_existing(url: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import etl
-from etl.config import LogsConfig, parse_size
+from etl.config import LogsConfig, WriteConfig, parse_size
 from etl.image_config import ImagesConfig
 from etl.shares import parse_share
 from etl.spark_errors import from_text, to_wire
@@ -52,6 +52,31 @@ def test_bad_log_options(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         LogsConfig(**{"inputs": ("a",), "output": "b", **wrong})
     assert caught.value.exit_code == 2 and caught.value.got and caught.value.allowed and caught.value.next_step
+
+
+@pytest.mark.parametrize(
+    ("output", "quarantine", "good"),
+    [
+        ("/d/out", "/d/out", False),
+        ("/d/out", "file:///d/./out/", False),
+        ("/d/out", "/d/out/bad", False),
+        ("/d/out", "/d", False),
+        ("/d/out", "/", False),
+        ("out", "out/../out", False),
+        ("hdfs://nn:1/d/out", "hdfs://nn:1/d", False),
+        ("/d/out", "none", True),
+        ("/d/out", "/d/out-bad", True),  # begins alike, but lies beside it
+        ("/d/out", "/d/bad", True),
+        ("hdfs://nn:1/d/out", "hdfs://other:1/d/out", True),
+        ("hdfs://nn:1/d/out", "/d/out", True),
+    ],
+)
+def test_rejected_input_goes_beside_the_output(output: str, quarantine: str, good: bool) -> None:
+    if good:
+        assert WriteConfig(output=output, quarantine=quarantine).quarantine == quarantine
+        return
+    with pytest.raises(ConfigError, match="--quarantine"):
+        WriteConfig(output=output, quarantine=quarantine)
 
 
 @pytest.mark.parametrize("wrong", [{"source": "tar"}, {"num_classes": 1}, {"num_classes": 257}, {"image_size": (0, 5)}])
