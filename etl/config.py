@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 from dataclasses import dataclass, fields
 from fractions import Fraction
@@ -12,10 +13,13 @@ from etl.shares import parse_share
 from etl.splits import SplitSpec
 from storage.errors import ConfigError
 from storage.layout import FORMATS
+from storage.urls import absolute, split_url
 
 DEFAULT_SHARD_BYTES = 128 << 20
 DEFAULT_SPLIT_BYTES = 64 << 20
 WEIGHTS = ("none", "balanced")
+NOT_KEPT = "none"
+"""The --quarantine of rejected input that is not kept."""
 LOG_FORMATS = ("common", "combined", "tsv", "csv", "json")
 SESSION_S = 1800
 _SIDE = re.compile(r"[0-9]{1,9}")
@@ -45,7 +49,8 @@ class WriteConfig:
     sample: str | None = None
     """See Sampling: the share of records of common classes to keep; None keeps all."""
     weights: str = "none"
-    """`balanced` adds a field `weight` with which all classes of the label weigh alike; `none` adds none."""
+    """`balanced` adds a field `weight` with which all classes of the label weigh alike in training (1 for a class that
+    training has not); `none` adds none."""
     quarantine: str | None = None
     """Where rejected input goes: None for the dataset's own folder, `none` for nowhere, or a URL that is free."""
     append_to: str | None = None
@@ -66,6 +71,9 @@ class WriteConfig:
         if self.petastorm:
             _check(self.fmt == "parquet", "--petastorm", f"--format {self.fmt}", "--format parquet")
         _check(self.quarantine is None or bool(self.quarantine), "--quarantine", "nothing", "a URL or none")
+        if self.quarantine not in (None, NOT_KEPT):
+            apart = not _nested(self.output, str(self.quarantine))
+            _check(apart, "--quarantine", str(self.quarantine), f"a place beside {self.output}")
         spec = SplitSpec.parse(self.split)
         if self.append_to is not None:
             _check(spec.kind != "time", "--append-to", self.split, "another split: the border in time was the parent's")
@@ -199,3 +207,10 @@ def _check(good: bool, what: str, got: str, allowed: str) -> None:
         raise ConfigError(
             f"{what} cannot be right", got=got, allowed=allowed, next_step="Correct it; --help lists the flags."
         )
+
+
+def _nested(one: str, other: str) -> bool:
+    """Whether two URLs name one place, or one lies in the other."""
+    first, second = (split_url(absolute(url)) for url in (one, other))
+    paths = [posixpath.normpath("/" + path.lstrip("/")) for _, _, path in (first, second)]
+    return first[:2] == second[:2] and posixpath.commonpath(paths) in paths
