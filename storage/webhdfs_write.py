@@ -49,6 +49,9 @@ class WebHdfsWriter(Writer):
 
     def sync(self) -> None:
         self._flush()
+        self._finish()
+
+    def _finish(self) -> None:
         request, self._request = self._request, None
         if request is not None:
             self._guarded(lambda: request.finish(self._fs.calls.data_deadline_s))
@@ -81,12 +84,13 @@ class WebHdfsWriter(Writer):
         self._pending_bytes = 0
         if not data:
             return
-        if self._request is None:
-            self._request = self._guarded(lambda: _Append(self._fs, self._url))
-        request = self._request
         for start in range(0, len(data), WRITE_PIECE_BYTES):
             piece = data[start : start + WRITE_PIECE_BYTES]
-            self._guarded(partial(request.put, piece, self._fs.calls.data_deadline_s))
+            while self._request is None or not self._guarded(
+                partial(self._request.put, piece, self._fs.calls.data_deadline_s)
+            ):
+                self._finish()
+                self._request = self._guarded(lambda: _Append(self._fs, self._url))
             self._written += len(piece)
 
     def _guarded(self, step: Callable[[], Any]) -> Any:
@@ -98,7 +102,11 @@ class WebHdfsWriter(Writer):
 
 
 class _Append:
-    """One APPEND, whose body another thread sends while it is still being handed over, a few pieces at a time."""
+    """One APPEND, whose body another thread sends while it is still being handed over, a few pieces at a time.
+
+    It ends by itself where nothing comes for the deadline of a piece: a writer that was dropped without an end would
+    keep thread, connection and lease for ever, and one that is only slow goes on with another request.
+    """
 
     def __init__(self, fs: WebHdfsFileSystem, url: str) -> None:
         self._fs, self._url = fs, url
@@ -109,12 +117,16 @@ class _Append:
         where = fs.locate_append(url)
         threading.Thread(target=self._send, args=(where,), name="webhdfs-append", daemon=True).start()
 
-    def put(self, piece: bytes, deadline_s: float) -> None:
-        """Hand over a piece as soon as there is room for it."""
+    def put(self, piece: bytes, deadline_s: float) -> bool:
+        """Hand over a piece as soon as there is room for it; False where the request has ended by itself."""
         with self._changed:
-            self._wait(lambda: len(self._pieces) < PIECES_UNDER_WAY, deadline_s)
+            if not self._ended:
+                self._wait(lambda: self._ended or len(self._pieces) < PIECES_UNDER_WAY, deadline_s)
+            if self._ended:
+                return False
             self._pieces.append(piece)
             self._changed.notify_all()
+            return True
 
     def finish(self, deadline_s: float) -> None:
         """End the body, and return when the DataNode has said that all of it is there."""
@@ -127,6 +139,7 @@ class _Append:
                 if len(self._pieces) < pieces:
                     end, pieces = time.monotonic() + deadline_s, len(self._pieces)
                 elif time.monotonic() >= end and not self._done:
+                    self._cancelled = True
                     raise self._too_late(deadline_s)
             if self._error is not None:
                 raise self._error
@@ -162,7 +175,9 @@ class _Append:
     def _body(self) -> Iterator[bytes]:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._pieces or self._ended or self._cancelled)
+                idle_s = self._fs.calls.data_deadline_s
+                if not self._changed.wait_for(lambda: self._pieces or self._ended or self._cancelled, idle_s):
+                    self._ended = True
                 if self._cancelled:
                     raise _Cancelled
                 if not self._pieces:

@@ -9,13 +9,22 @@ from typing import Any
 
 import pytest
 
-from storage.errors import ConfigError, ExistsError, LockstepError, NotFoundError, RetryableStorageError, StorageError
+from storage.errors import (
+    ConfigError,
+    ExistsError,
+    LockstepError,
+    NotFoundError,
+    RetryableStorageError,
+    StorageError,
+    StorageTimeoutError,
+)
 from storage.fs import filesystem
 from storage.publish import write_file
 from storage.settings import DEFAULTS
 from storage.webhdfs import WebHdfsFileSystem
 from storage.webhdfs_address import as_hdfs, as_webhdfs, http_addresses
 from storage.webhdfs_read import WebHdfsRaw, open_at
+from storage.webhdfs_write import WRITE_PIECE_BYTES, _Append
 from tests.storage.fake_webhdfs import FakeWebHdfs, gone, refusing, serving, silent
 
 QUICK = DEFAULTS | {
@@ -198,6 +207,52 @@ def test_a_write_that_breaks_is_written_anew_under_another_name(fs: WebHdfsFileS
     fake.after["APPEND data"] = [lambda handler: bool(fake.files.update({"/c": b"12"}))]
     with pytest.raises(StorageError, match="another length"), fs.create(url("c")) as writer:
         writer.write(b"1234")
+
+
+def senders() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "webhdfs-append"]
+
+
+def wait_for_senders() -> None:
+    end = time.monotonic() + 5
+    while senders() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert senders() == []
+
+
+def test_a_writer_that_nobody_ends_gives_its_connection_back(fake: FakeWebHdfs) -> None:
+    """And one that is only slow goes on with another request."""
+    settings = QUICK | {"lockstep.storage.data-deadline-s": "0.3"}
+    writer = WebHdfsFileSystem(fake.address, settings, user="me", token=None).create(url("a"))
+    writer.write(b"1" * WRITE_PIECE_BYTES)
+    assert len(senders()) == 1
+    wait_for_senders()
+    writer.write(b"2" * WRITE_PIECE_BYTES)
+    writer.close()
+    assert fake.files["/a"] == b"1" * WRITE_PIECE_BYTES + b"2" * WRITE_PIECE_BYTES
+    assert fake.count("APPEND data") == 2
+    wait_for_senders()
+
+
+def test_an_end_that_comes_too_late_gives_the_request_up(fs: WebHdfsFileSystem, fake: FakeWebHdfs) -> None:
+    taken = threading.Event()
+
+    def slowly(method: str, where: str, body: Any, *rest: Any) -> None:
+        next(body)
+        taken.wait(10)  # a DataNode that takes nothing more for now
+        for _ in body:
+            raise AssertionError("a piece was sent after the end")
+
+    fake.files["/a"] = b""
+    fs.calls.send = slowly  # type: ignore[method-assign,assignment]
+    request = _Append(fs, url("a"))
+    for piece in (b"1", b"2"):
+        request.put(piece, 1.0)
+    with pytest.raises(StorageTimeoutError):
+        request.finish(0.1)
+    assert request._cancelled
+    taken.set()
+    wait_for_senders()
 
 
 def test_a_frozen_server_ends_at_the_deadline(fs: WebHdfsFileSystem, fake: FakeWebHdfs) -> None:
