@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import BinaryIO, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from features.foreign_files import read_file
+from features.foreign_files import pieces
 from features.foreign_schema import foreign_field
 from features.read_ranges import Decode, Lenient, read_range, strict
 from features.schema import Field, Schema
 from features.shard_ranges import ShardRange, cut
 from storage.errors import CorruptionError
+from storage.findings import CHUNK_BYTES, HashedReader
 from storage.fs import FileSystem, filesystem, join
 from storage.indexed import IndexedManifest
 from storage.manifest import DatasetManifest, ShardInfo
@@ -61,10 +65,52 @@ def indexed_blocks(url: str, manifest: IndexedManifest) -> list[Block]:
     for file in manifest.files:
         place = join(url, file.path)
         if file.path in manifest.gzip:
-            found.append(Block(file.records, partial(read_file, fs, place, decode)))
+            found.append(Block(file.records, partial(read_gzip, fs, place, file, decode)))
         else:
             found += _ranges(fs, place, file, manifest.block_records, decode)
     return found
+
+
+def read_gzip(
+    fs: FileSystem, url: str, info: ShardInfo, decode: Decode, *, full: bool = False
+) -> Iterator[pa.RecordBatch]:
+    """The records of an indexed gzip file as batches that `decode` makes, its digest checked too if `full`.
+
+    Raises CorruptionError for a file of another length or number of records than `info` says, or another digest, and
+    what `pieces` raises.
+    """
+    size = fs.stat(url).size_bytes
+    if size != info.bytes:
+        raise CorruptionError(
+            "a file has another length than its manifest says",
+            file=url,
+            offset=min(size, info.bytes),
+            got=f"{size} bytes",
+            allowed=f"{info.bytes} bytes",
+        )
+    records = 0
+    with fs.open_read(url) as file:
+        hashed = HashedReader(file, lambda count: None)
+        packed = io.BufferedReader(hashed, CHUNK_BYTES) if full else file
+        with gzip.GzipFile(fileobj=packed) as unpacked:
+            for piece in pieces(cast(BinaryIO, unpacked), url):
+                records += piece.records
+                if records > info.records:
+                    break
+                yield decode(piece.data, url, piece.first_record, piece.base_offset)
+        if records != info.records:
+            raise CorruptionError(
+                "a file holds another number of records than its manifest says",
+                file=url,
+                got=f"at least {records}" if records > info.records else str(records),
+                allowed=str(info.records),
+            )
+        if full:
+            hashed.drain()
+            if hashed.sha256 != info.sha256:
+                raise CorruptionError(
+                    "a file does not match its digest", file=url, got=hashed.sha256, allowed=info.sha256
+                )
 
 
 def _ranges(fs: FileSystem, url: str, shard: ShardInfo, block_records: int, decode: Decode) -> list[Block]:

@@ -10,6 +10,7 @@ import pyarrow as pa
 from pyspark.sql.datasource import InputPartition
 from pyspark.sql.types import StructType
 
+from features.dataset_blocks import read_gzip
 from features.foreign_files import ForeignFile, find_files, infer_columns, read_file, sample
 from features.foreign_schema import foreign_field
 from features.read_ranges import Lenient, read_range
@@ -20,13 +21,15 @@ from pyspark_tfrecord.types import columns_of
 from storage.errors import ConfigError
 from storage.fs import filesystem, join
 from storage.indexed import IndexedManifest
+from storage.manifest import ShardInfo
 
 
 @dataclass
 class FilePartition(InputPartition):
-    """A whole file, for one that no index describes."""
+    """A whole file: one that no index describes, or a gzip file, then with what its manifest says of it."""
 
     url: str
+    info: ShardInfo | None = None
 
 
 @dataclass
@@ -66,7 +69,7 @@ class Foreign:
         for file in self._manifest.files:
             url = join(self.options.path, file.path)
             if file.path in self._manifest.gzip:
-                found.append(FilePartition(url))
+                found.append(FilePartition(url, file))
             else:
                 found += [RangePartition(part) for part in cut(url, file, self._manifest.block_records, size)]
         return found
@@ -75,7 +78,10 @@ class Foreign:
         """The records of a partition as the columns `names` of arrow_schema()."""
         decode = Lenient([field for field in self.fields if field.name in names])
         if isinstance(partition, FilePartition):
-            return read_file(filesystem(partition.url), partition.url, decode)
+            fs, url = filesystem(partition.url), partition.url
+            if partition.info is None:
+                return read_file(fs, url, decode)
+            return read_gzip(fs, url, partition.info, decode, full=self.options.verify == "full")
         assert isinstance(partition, RangePartition)
         return read_range(filesystem(partition.part.url), partition.part, decode)
 
