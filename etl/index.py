@@ -5,17 +5,19 @@ from __future__ import annotations
 import gzip
 import io
 import secrets
-from collections.abc import Iterable, Iterator
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, cast
 
 from etl import VERSION
+from etl.shards import upload
 from etl.spark_errors import in_task, translated
 from features.foreign_files import ForeignFile, find_files, infer_columns, is_gzip, pieces, sample
 from storage.errors import ConfigError, DataError, ExistsError
 from storage.findings import CHUNK_BYTES, HashedReader
 from storage.framed_writer import FramedWriter
-from storage.fs import absolute, filesystem, join
+from storage.fs import FileSystem, absolute, filesystem, join, parent
 from storage.indexed import INDEX_FOLDER, IndexedManifest, index_name
 from storage.layout import MANIFEST_NAME, safe_relative
 from storage.manifest import FileInfo, ShardInfo
@@ -26,7 +28,8 @@ from storage.tfrecord import FRAMING_BYTES, record_offsets
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-Scanned = tuple[ShardInfo, bool, FileInfo | None]  # a file's entry, whether it is gzip, its index's entry
+# A file's entry, whether it is gzip, its index's entry, the URL of that index as this attempt wrote it.
+Scanned = tuple[ShardInfo, bool, FileInfo | None, str | None]
 BLOCK_BYTES = 2 << 20  # as in our own shards: docs/decisions/010-blocks-and-sizes.md
 
 
@@ -46,8 +49,8 @@ class Scan:
         yield from map(self.scan, paths)
 
     def scan(self, path: str) -> Scanned:
-        """Read the file at `path` (relative) to its end and write its index; returns its entry, whether it is gzip, and
-        its index's entry. Raises CorruptionError naming the record and offset where it is not whole.
+        """Read the file at `path` (relative) to its end and write its index; returns what `Scanned` says. Raises
+        CorruptionError naming the record and offset where it is not whole.
         """
         url = join(self.root, path)
         fs = filesystem(url)
@@ -57,14 +60,17 @@ class Scan:
                 counted = FramedWriter(_NOWHERE, _NOWHERE, self.block_records)
                 _copy(cast(BinaryIO, gzip.GzipFile(fileobj=io.BufferedReader(hashed, CHUNK_BYTES))), url, counted)
                 hashed.drain()
-            return ShardInfo(path, counted.records, hashed.bytes, hashed.sha256, hashed.crc32c, None, ()), True, None
-        with fs.open_read(url) as file, fs.create(join(self.staging, index_name(path))) as index:
+            info = ShardInfo(path, counted.records, hashed.bytes, hashed.sha256, hashed.crc32c, None, ())
+            return info, True, None, None
+        with tempfile.TemporaryFile(prefix="lockstep-index-") as index:
             written = FramedWriter(_NOWHERE, index, self.block_records)
-            _copy(file, url, written)
-            index.sync()
+            with fs.open_read(url) as file:
+                _copy(file, url, written)
+            # A name of its own: an attempt that was lost must not stand in the way of the next.
+            place = upload(self.staging, "index", index)
         blocks = tuple(written.block_offsets)
         info = ShardInfo(path, written.records, written.bytes, written.sha256, written.crc32c, None, blocks)
-        return info, False, FileInfo(written.index_bytes, written.index_sha256)
+        return info, False, FileInfo(written.index_bytes, written.index_sha256), place
 
 
 class _Nowhere:
@@ -125,22 +131,37 @@ def index_directory(
     try:
         fs.mkdirs(staging)
         found = _each(scan, [file.path for file in files], spark)
-        _unchanged(files, [info for info, _, _ in found])
+        _unchanged(files, [info for info, *_ in found])
         manifest = IndexedManifest(
             version=VERSION,
             sampled=len(records),
             columns=tuple(columns),
             block_records=scan.block_records,
-            files=tuple(info for info, _, _ in found),
-            gzip=frozenset(info.path for info, packed, _ in found if packed),
-            indexes={info.path: index for info, _, index in found if index is not None},
+            files=tuple(info for info, *_ in found),
+            gzip=frozenset(info.path for info, packed, *_ in found if packed),
+            indexes={info.path: index for info, _, index, _ in found if index is not None},
         )
-        if manifest.indexes:
-            fs.rename_new(staging, join(url, INDEX_FOLDER))
-        write_file(fs, join(url, MANIFEST_NAME), manifest.to_bytes())
+        _publish(fs, url, staging, manifest, {info.path: place for info, *_, place in found if place is not None})
     finally:
         fs.discard(staging)
     return manifest
+
+
+def _publish(fs: FileSystem, url: str, staging: str, manifest: IndexedManifest, places: Mapping[str, str]) -> None:
+    """Give the indexes, by the paths of their files in `places`, their names, and write the manifest; or leave none."""
+    if places:
+        ready = join(staging, "ready")
+        for path, place in places.items():
+            target = join(ready, index_name(path))
+            fs.mkdirs(parent(target))
+            fs.rename_new(place, target)
+        fs.rename_new(ready, join(url, INDEX_FOLDER))
+    try:
+        write_file(fs, join(url, MANIFEST_NAME), manifest.to_bytes())
+    except BaseException:
+        if places:  # else what is there, if anything, is not of this call
+            fs.discard(join(url, INDEX_FOLDER))
+        raise
 
 
 def _each(scan: Scan, paths: list[str], spark: SparkSession | None) -> list[Scanned]:

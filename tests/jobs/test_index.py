@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from features.dataset_blocks import indexed_blocks
+from etl.index import Scan
+from features.dataset_blocks import indexed_blocks, indexed_fields, read_gzip
 from features.example import encode_example
 from features.foreign_files import find_files
 from features.foreign_schema import foreign_field, foreign_schema
+from features.read_ranges import Lenient
 from jobs import index
-from storage.errors import CorruptionError, DataError, ExistsError, LockstepError
+from pyspark_tfrecord import DefaultSource
+from storage.errors import CorruptionError, DataError, ExistsError, LockstepError, StorageError
+from storage.fs import filesystem
 from storage.indexed import load_indexed, read_indexed
-from storage.manifest import load_dataset
+from storage.manifest import ShardInfo, load_dataset
 from storage.sealed import seal, unseal
 from storage.tfrecord import frame, parse_index
 from storage.verify import verify
@@ -134,3 +140,65 @@ def test_verification_names_what_changed_since(tmp_path: Path) -> None:
     told = faults()
     assert len(told) == 3 and "a/c.tfrecord: missing" in told[0], told
     assert "a/d.tfrecord.gz" in told[1] and "_index/b.tfrecord-00001.idx" in told[2]
+
+
+def test_a_manifest_that_cannot_be_written_takes_the_indexes_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path)
+    before = sorted(os.listdir(tmp_path))
+
+    def broken(*_: object) -> None:
+        raise StorageError("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("etl.index.write_file", broken)
+        with pytest.raises(StorageError, match="no room"):
+            index.main([str(tmp_path)])
+    assert sorted(os.listdir(tmp_path)) == before
+    assert index.main([str(tmp_path)]) == 0
+
+
+def test_a_second_attempt_does_not_meet_the_first(tmp_path: Path) -> None:
+    write(tmp_path / "theirs")
+    (tmp_path / "aside").mkdir()
+    scan = Scan(str(tmp_path / "theirs"), str(tmp_path / "aside"), 8, {})
+    first, second = scan.scan("a/c.tfrecord"), scan.scan("a/c.tfrecord")
+    assert first[:3] == second[:3] and first[3] != second[3]
+
+
+def test_a_gzip_file_is_held_against_the_manifest(tmp_path: Path) -> None:
+    write(tmp_path, packed=True)
+    index.main([str(tmp_path)])
+    manifest, path = load_indexed(str(tmp_path)), tmp_path / "a/d.tfrecord.gz"
+    (info,) = (file for file in manifest.files if file.path in manifest.gzip)
+    whole = path.read_bytes()
+    framed = gzip.decompress(whole)
+
+    def read(info: ShardInfo, full: bool) -> int:
+        decode = Lenient(indexed_fields(manifest))
+        return sum(batch.num_rows for batch in read_gzip(filesystem(str(path)), str(path), info, decode, full=full))
+
+    assert read(info, True) == read(info, False) == 20
+    same_length = whole[:4] + b"\1\2\3\4" + whole[8:]  # another time in the header: the same records
+    path.write_bytes(same_length)
+    assert read(info, False) == 20
+    with pytest.raises(CorruptionError, match="does not match its digest"):
+        read(info, True)
+    with pytest.raises(CorruptionError, match="another number of records"):
+        read(replace(info, records=19), False)
+    with pytest.raises(CorruptionError, match="another number of records"):
+        read(replace(info, records=21), False)
+    path.write_bytes(gzip.compress(framed + framed))
+    for full in (True, False):
+        with pytest.raises(CorruptionError, match="another length"):
+            read(info, full)
+    with pytest.raises(CorruptionError, match="another length"):
+        for block in indexed_blocks(str(tmp_path), manifest):
+            list(block.read())
+    for verify_option in ("records", "full"):
+        source = DefaultSource({"path": str(tmp_path), "verify": verify_option})
+        reader = source.reader(source.schema())
+        with pytest.raises(CorruptionError, match="another length"):
+            for part in reader.partitions():
+                list(reader.read(part))
