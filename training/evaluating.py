@@ -18,7 +18,7 @@ from storage.canonical import parse_canonical, sha256_hex
 from storage.errors import ConfigError, CorruptionError, LockstepError
 from storage.fs import filesystem, join
 from storage.layout import MANIFEST_NAME, fitted_path
-from storage.manifest import DatasetManifest
+from storage.manifest import DatasetManifest, load_dataset
 from storage.sealed import unseal
 from training import models, state
 from training.baseline import Baseline
@@ -29,8 +29,9 @@ from training.control.carry import json_safe
 from training.export import FITTED_PREFIX, MODEL_FILE, SCHEMA_FILE
 from training.launch.context import RankContext
 from training.models import ModelOptions
+from training.parts import held_out
 from training.planning import lane_groups
-from training.reader import OpenSplit, SplitReader
+from training.reader import OpenSplit, SplitReader, load_encoder
 
 SHOWN_BATCH_ROWS = 8  # of the batch of zeros that builds the metrics
 
@@ -39,7 +40,7 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
     """Load, evaluate without any collective until this rank is done, then sum the metrics' state."""
     payload, world = context.payload, context.world
     context.control.beat(0, "open the dataset")
-    split = OpenSplit.at(payload["dataset"], payload["split"])
+    split = open_split(payload["dataset"], payload["split"], config)
     signature = split.encoder.signature
     context.control.beat(0, "load the model")
     if payload["model"] is not None:
@@ -76,6 +77,17 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
         "metrics": json_safe(state.as_floats(model.get_metrics_result())),
         "baseline": None if scored is None else {"name": scored.baseline.name, "metrics": scored.result(comm)},
     }
+
+
+def open_split(dataset: str, split: str, config: TrainConfig) -> OpenSplit:
+    """A split to evaluate a run of `config` on. One that the run was trained on is encoded as it was then: with what
+    was fitted without the fold that the run left out.
+    """
+    if split not in config.split.split(","):
+        return OpenSplit.at(dataset, split)
+    manifest = load_dataset(dataset)
+    encoder = load_encoder(dataset, manifest, held_out(manifest, config.split, training=True))
+    return OpenSplit(manifest, encoder, SplitReader(dataset, manifest, split, encoder))
 
 
 def _rows(reader: SplitReader, rank: int, num_ranks: int) -> int:

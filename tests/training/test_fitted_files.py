@@ -13,6 +13,7 @@ from storage.errors import ConfigError, CorruptionError, DataError
 from storage.manifest import DatasetManifest
 from tests.training._tiny import write_rows
 from training.batches import RankFeed
+from training.config import TrainConfig
 from training.plan import EpochPlan
 from training.reader import OpenSplit, load_encoder
 from training.world import World
@@ -50,6 +51,34 @@ def test_folds_are_fed_with_the_statistics_of_their_own(tmp_path: Path) -> None:
     plan = EpochPlan.for_dataset(opened.manifest, "fold-0,fold-2", seed=0, global_batch=2)
     batch = RankFeed(plan, opened.reader, opened.encoder, World.local(0, 1)).batch(0)
     assert batch.x["w"].shape == (2, 3), "fitted without fold-1: two tokens and one bucket"
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "columns"),
+    [
+        ("fold-0", 2),  # held out by the run
+        ("fold-1", 2),  # trained on, with what was fitted without fold-0
+    ],
+)
+def test_a_run_is_evaluated_with_the_statistics_it_was_trained_with(
+    tmp_path: Path, evaluated: str, columns: int
+) -> None:
+    from training.evaluating import open_split  # imports TensorFlow
+
+    url = str(tmp_path / "d")
+    write(tmp_path / "d", "w.fold-0", "w.fold-1", "w.fold-2")
+    config = TrainConfig(
+        datasets=(url,),
+        run=str(tmp_path / "run"),
+        model="logistic",
+        split="fold-1,fold-2",
+        global_batch=2,
+        num_ranks=1,
+        epochs=1,
+    )
+    opened = open_split(url, evaluated, config)
+    assert opened.encoder.signature.features["w"].shape == (columns,)
+    assert opened.reader.split == evaluated and opened.reader.table.run(0).count == 2
 
 
 def test_a_dataset_without_folds_has_one_file(tmp_path: Path) -> None:
