@@ -108,6 +108,8 @@ def _plain_jpeg(data: bytes, header: Header, channels: int) -> bytes | None:
     mode = "L" if header.components == 1 else "RGB"
     try:
         image = Image.frombytes(mode, (header.width, header.height), data, "jpeg", mode, "")
+    except MemoryError:  # of this machine, not of the file
+        raise
     except Exception as error:
         raise ImageError(BROKEN, _told(error)) from None
     wanted = "L" if channels == 1 else "RGB"
@@ -128,7 +130,7 @@ def _opened(data: bytes, header: Header, limits: Limits) -> tuple[NDArray[np.uin
                 # Pillow turns a TIFF while it loads.
                 orientation = 1 if header.format == TIFF else _orientation(image)
                 return _pixels(image), orientation
-        except ImageError:
+        except (ImageError, MemoryError):  # memory is of this machine, not of the file
             raise
         # A hostile file makes Pillow raise almost anything; each of these ends in the quarantine with its reason.
         except Exception as error:
@@ -158,6 +160,8 @@ def _check_tiles(image: Any, limits: Limits) -> None:
 def _orientation(image: Any) -> int:
     try:
         found = image.getexif().get(_ORIENTATION, 1)
+    except MemoryError:
+        raise
     except Exception:
         return 1  # an image whose EXIF cannot be read has no orientation; its pixels are as good as any
     return found if isinstance(found, int) and 1 <= found <= 8 else 1
