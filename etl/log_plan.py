@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,14 @@ from etl.webtable import roles
 from features.declare import load_schema
 from features.schema import Schema
 from storage.errors import ConfigError
+
+# In Spark's SQL: what is no name (raw strings, strings, comments), a name in backquotes, or a bare one. What stands
+# before a bracket is a function.
+_TOKEN = re.compile(
+    r"""\br(?:'[^']*'|"[^"]*")|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|--[^\n]*|/\*.*?\*/"""
+    r"""|`(?P<quoted>(?:[^`]|``)+)`|(?P<bare>\w+)(?!\w|\s*\()""",
+    re.DOTALL | re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +101,20 @@ def _names(source: Source, config: LogsConfig) -> tuple[str, ...]:
 
 
 def _others(config: LogsConfig, schema: Schema, known: Iterable[str]) -> list[str]:
-    """Columns that only the label's expression or the split asks for. A name that the expression holds for another
-    reason costs its reading, nothing else.
-    """
-    text = (config.label or "").lower()
-    others = [name for name in known if name and not name.startswith("_") and name.lower() in text]
+    """Columns that only the label's expression or the split asks for."""
+    asked = names_asked(config.label or "")
+    others = [name for name in known if name and not name.startswith("_") and name.lower() in asked]
     others += config.time_columns
     made = schema.label.name if schema.label is not None and config.label is not None else None
     column = config.split_spec.column
     return others if column is None or column in (made, *others) else [*others, column]
+
+
+def names_asked(expression: str) -> frozenset[str]:
+    """The names in a SQL expression that may be columns, in lower case; strings and functions are none."""
+    found = _TOKEN.finditer(expression)
+    names = ((token["quoted"] or "").replace("``", "`") or token["bare"] for token in found)
+    return frozenset(name.lower() for name in names if name)
 
 
 def _check_split(config: LogsConfig, columns: Sequence[str]) -> None:

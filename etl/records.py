@@ -84,7 +84,7 @@ def columns_for(
     for name in (*id_columns, *others):
         if name not in found and name not in PLACE_COLUMNS:
             kind = pa.timestamp("us") if name in time_columns else kinds.get(name, pa.string())
-            found[name] = Column(name, kind, nullable=name not in id_columns, may_be_empty=False)
+            found[name] = Column(name, kind, nullable=name not in id_columns, may_be_empty=name not in id_columns)
     return tuple(found.values())
 
 
