@@ -70,9 +70,12 @@ def _whole(text: pa.Array) -> _Read:
 
 
 def _fractional(text: pa.Array) -> _Read:
-    values = np.asarray(pc.fill_null(as_values(text, pa.float64())[0], np.inf))
-    known = np.abs(values) < -2.0 * _FIRST
-    return np.floor(np.where(known, values, 0)).astype(np.int64), known
+    # By its digits: a float would round 0.99999999 up.
+    parts = pc.extract_regex(text, r"^\s*(?P<sign>[+-]?)(?P<whole>\d*)\.(?P<rest>\d+)\s*$")
+    whole, known = _whole(pc.binary_join_element_wise("0", parts.field("whole"), ""))
+    below = np.asarray(pc.match_substring_regex(parts.field("rest"), "[1-9]"), dtype=bool)
+    minus = np.asarray(pc.equal(parts.field("sign"), "-"), dtype=bool)
+    return np.where(minus, -whole - below, whole), known
 
 
 def _iso(text: pa.Array) -> _Read:

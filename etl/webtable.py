@@ -96,27 +96,35 @@ def _read(
 
     if form.log_format != "json":
         return read(lines, pa.string(), reasons, drops)
-    # JSON has times as numbers and as strings; what the first line has is tried first, which changes nothing but speed.
-    kinds = [_NUMBER, pa.string()]
-    if pc.any(_text_time(lines.slice(0, 1), columns["time"])).as_py():
-        kinds.reverse()
-    found = _in_seconds(read(lines, kinds[0], reasons, drops))
-    again = reasons.where(bad_value(columns["time"]))
-    if again.any():
-        second = Reasons(int(again.sum()))
-        more = _in_seconds(read(lines.filter(pa.array(again)), kinds[1], second, Reasons(len(second))))
-        found = {role: pc.replace_with_mask(found[role], pa.array(again), more[role]) for role in found}
-        reasons.replace(second, again)
-    return found
+    # JSON has times as numbers and as strings, and Arrow reads a number out of a string too, by a grammar of its own.
+    # So each line that may hold a string is read as text first, whatever its neighbours hold.
+    text = np.asarray(_text_time(lines, columns["time"]), dtype=bool)
+    parts, places = [], []
+    for where, kind in ((text, pa.string()), (~text, _NUMBER)):
+        some, why, left_out = lines.filter(pa.array(where)), Reasons(int(where.sum())), Reasons(int(where.sum()))
+        part = _in_seconds(read(some, kind, why, left_out))
+        again = why.where(bad_value(columns["time"])) if kind == pa.string() else np.zeros(len(some), dtype=bool)
+        if again.any():
+            second = Reasons(int(again.sum()))
+            more = _in_seconds(read(some.filter(pa.array(again)), _NUMBER, second, Reasons(len(second))))
+            part = {role: pc.replace_with_mask(part[role], pa.array(again), more[role]) for role in part}
+            why.replace(second, again)
+        parts.append(part)
+        places.append(np.flatnonzero(where))
+        reasons.take_from(why, places[-1])
+        drops.take_from(left_out, places[-1])
+    back = pa.array(np.argsort(np.concatenate(places)))
+    return {role: pa.concat_arrays([part[role] for part in parts]).take(back) for role in columns}
 
 
 def _in_seconds(found: dict[str, pa.Array]) -> dict[str, pa.Array]:
     """Times as text, if they were numbers as whole seconds."""
     time = found["time"]
-    whole = pc.floor(time).cast(pa.string()) if pa.types.is_decimal(time.type) else time
+    whole = pc.floor(time).cast(pa.decimal128(38, 0)).cast(pa.string()) if pa.types.is_decimal(time.type) else time
     return {**found, "time": whole}
 
 
 def _text_time(lines: pa.Array, name: str) -> pa.Array:
+    """Where the field may be a string: where it seems one, or a name may be written with escapes."""
     escaped = "".join(f"\\x{{{ord(letter):x}}}" for letter in name)
-    return pc.match_substring_regex(lines, rf'"{escaped}"[ \t]*:[ \t]*"')
+    return pc.match_substring_regex(lines, rf'"{escaped}"[ \t\r]*:[ \t\r]*"|\\u')

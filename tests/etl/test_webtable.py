@@ -11,20 +11,33 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
 from etl import clf
 from etl.config import LogsConfig
 from etl.headers import kinds_in, names_in
-from etl.log_plan import Plan, plan_of
+from etl.log_plan import Plan, names_asked, plan_of
 from etl.parse import BAD, ROW, SUMMARY, parse_range
 from etl.ranges import find_sources
+from etl.reasons import Reasons
 from etl.stamps import seconds_of_text
-from etl.webtable import roles
+from etl.table_lines import Form
+from etl.webtable import read_requests, roles
 from storage.errors import DataError
 
 from .conftest import ELASTIC, nasa_lines
 
+SCHEMA = """
+[[fields]]
+name = "x"
+dtype = "int64"
+
+[[fields]]
+name = "y"
+dtype = "bool"
+kind = "label"
+"""
 HEADER = ("host", "logname", "time", "method", "url", "response", "bytes")
 
 
@@ -112,6 +125,14 @@ def test_the_same_requests_whatever_format_and_ranges(tmp_path: Path) -> None:
         ("804571201", 804571201),
         ("804571201.9", 804571201),
         ("-0.5", -1),
+        ("-1.0", -1),
+        (".5", 0),
+        (" 5.5 ", 5),
+        ("1436400000.99999999", 1436400000),  # a float would round it up
+        ("253402300799.999999999999", 253402300799),
+        ("12.", None),
+        ("1e9", None),
+        ("9" * 30 + ".5", None),
         ("1995-07-01T00:00:01-04:00", 804571201),
         ("1995-07-01 04:00:01.999", 804571201),
         ("[01/Jul/1995:00:00:01 -0400]", 804571201),
@@ -155,6 +176,67 @@ def test_json_times_as_numbers_and_as_text(tmp_path: Path) -> None:
             ("::1", "/a", "b", 804571201)
         ] * 3
         assert sorted(row["_reason"] for row in bad) == ["bad_time", "bad_value:status", "bad_value:time"]
+
+
+def test_a_json_time_does_not_hang_on_its_neighbours(tmp_path: Path) -> None:
+    wanted = {
+        '"time":0': 0,
+        '"time":0.5': 0,
+        '"time":1e9': 1000000000,
+        '"time":1436400000.99999999': 1436400000,
+        '"time":"1436400000.99999999"': 1436400000,
+        '"t\\u0069me":"1436400000.99999999"': 1436400000,
+        '"x":{"time":"a"},"time":7': 7,
+        '"time":"1e9"': None,
+        '"t\\u0069me":"1e9"': None,
+        '"x":{"time":5},"time":"12."': None,
+        '"time":"12."': None,
+        '"time":true': None,
+    }
+    lines = [f'{{{time},"ip":"h","request":"GET /{n} HTTP/1.1","status":200}}' for n, time in enumerate(wanted)]
+    lines.append("")
+    names = ("time", "ip", "request", "status")
+    for order in (lines, lines[::-1], *([line] for line in lines[:-1])):
+        drops = Reasons(len(order))
+        found = read_requests(pa.array(order, pa.binary()), Form("json"), names, drops)
+        good = found.reasons.good & drops.good
+        known = {line: time for line, time in zip(lines, wanted.values(), strict=False) if time is not None}
+        assert [line in known for line in order] == good.tolist()
+        assert found.time[good].tolist() == [known[line] for line in order if line in known]
+        assert np.asarray(pc.binary_length(found.page))[good].all()
+        assert drops.good.tolist() == [line != "" for line in order]
+
+
+@pytest.mark.parametrize(
+    ("label", "names"),
+    [
+        ("CASE WHEN valid(clicks) THEN 1e9 END", "case when clicks then 1e9 end"),
+        ("A.`b c` + `d``e` -- f\n /* g \n h */ > i", "a b`c d`e i"),
+        (r"""x IN ('y', "z", 'it\'s w', 'a''b', r'\', R"v\") AND u""", "x and u"),
+        ("count (*) = größe", "größe"),
+    ],
+)
+def test_names_that_an_expression_asks_for(label: str, names: str) -> None:
+    assert names_asked(label) == {name.replace("b`c", "b c") for name in names.split()}
+
+
+@pytest.mark.parametrize("log_format", ["csv", "json"])
+def test_a_label_asks_for_whole_names_and_takes_empty_texts(tmp_path: Path, log_format: str) -> None:
+    (tmp_path / "s.toml").write_text(SCHEMA)
+    rows = [{"x": "1", "e": "", "id": "", "clicks": ""}, {"x": "2", "e": "e", "id": "i", "clicks": "1"}]
+    with (tmp_path / "log").open("w") as file:
+        if log_format == "csv":
+            writer = csv.DictWriter(file, list(rows[0]), quoting=csv.QUOTE_ALL)
+            writer.writeheader()
+            writer.writerows(rows)
+        else:
+            file.writelines(json.dumps({**row, "x": int(row["x"])}) + "\n" for row in rows)
+    found = plan(
+        tmp_path / "log", log_format, schema=str(tmp_path / "s.toml"), label="CASE WHEN valid(clicks) THEN true END"
+    )
+    assert found.parser.schema.names == ["x", "clicks"]
+    kept, bad, _ = rows_of(found)
+    assert [row["clicks"] for row in kept] == ["", "1"] and not bad
 
 
 def test_the_combined_excerpt_has_one_malformed_line(tmp_path: Path) -> None:
