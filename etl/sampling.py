@@ -15,10 +15,11 @@ from etl.shares import parse_share
 from etl.splits import texts_of
 from features.sample_id import shard_keys, splitmix64
 from features.schema import Field
-from storage.errors import ConfigError, DataError
+from storage.errors import ConfigError
 
 SAMPLED_OUT = "sampled_out"
 WEIGHT = "weight"
+UNCOUNTED = 1.0  # of a class that only validation or test has: the mean weight in training
 _OWN_SEED = 0x73616D706C65  # "sample": what is kept must not follow from the order in shards or from the split
 _AS_BOOLEAN = {"0": "false", "1": "true"}
 
@@ -63,24 +64,17 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class ClassWeights:
-    """The weight of each class of `column`, by the text of its value."""
+    """The weight of each class of `column`, by the text of its value; 1 for a class that was not counted."""
 
     column: str
     weights: Mapping[str, float]
 
     def of(self, batch: pa.RecordBatch) -> pa.FloatArray:
-        """The weight of each row, (n,) float32. Raises DataError for a class without one."""
+        """The weight of each row, (n,) float32."""
         codes = texts_of(self.column, batch.column(self.column)).dictionary_encode()
         classes = codes.dictionary.to_pylist()
-        unknown = [name for name in classes if name not in self.weights]
-        if unknown:
-            raise DataError(
-                f"class {unknown[0]} of `{self.column}` has no weight",
-                got=f"classes {', '.join(sorted(map(str, classes)))}",
-                allowed="the same input each time that it is read",
-                next_step="Write the input to Parquet first, then build the dataset from there.",
-            )
-        return pa.array([self.weights[name] for name in classes], pa.float32()).take(codes.indices)
+        weights = [self.weights.get(name, UNCOUNTED) for name in classes]
+        return pa.array(weights, pa.float32()).take(codes.indices)
 
 
 def balanced(column: str, counts: Mapping[str, int]) -> ClassWeights:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 def class_weights(df: DataFrame, schema: Schema, assign: Assign) -> ClassWeights:
     """Balanced weights of the classes of the label among the records that `assign` will write of `df`.
 
-    Counted on the training split, after sampling; over all splits where none is called train (folds). Raises
-    ConfigError where the label has no classes, DataError for too many of them.
+    Counted on the training split, after sampling; over all splits where no record is in one called train (folds).
+    Raises ConfigError where the label has no classes, DataError for too many of them.
     """
     from pyspark.sql import functions as f
 
@@ -37,10 +38,10 @@ def class_weights(df: DataFrame, schema: Schema, assign: Assign) -> ClassWeights
     rows = df.mapInArrow(narrow, narrow.ddl()).persist()
     try:
         kept = settle(rows, assign.split).where(f.col(c.DROPPED).isNull())
-        if TRAIN in assign.split.names:
-            kept = kept.where(f.col(c.SPLIT) == TRAIN)
-        found = kept.groupBy(f.col(f"`{label.name}`").cast("string").alias("class")).count()
-        counts = {row["class"]: row["count"] for row in found.limit(MAX_CLASSES + 1).collect()}
+        trains = (f.col(c.SPLIT) == TRAIN).alias("trains")
+        found = kept.groupBy(trains, f.col(f"`{label.name}`").cast("string").alias("class")).count()
+        first = found.orderBy(f.desc("trains")).limit(MAX_CLASSES + 1).collect()
+        counts = counts_of([(row["trains"], row["class"], row["count"]) for row in first])
     finally:
         rows.unpersist()
     if len(counts) > MAX_CLASSES:
@@ -51,3 +52,10 @@ def class_weights(df: DataFrame, schema: Schema, assign: Assign) -> ClassWeights
             next_step="Leave --weights out.",
         )
     return balanced(label.name, counts)
+
+
+def counts_of(found: Iterable[tuple[bool, str, int]]) -> dict[str, int]:
+    """Records by class, from (whether in the training split, class, records): of that split alone if it has any."""
+    rows = list(found)
+    trained = any(trains for trains, _, _ in rows)
+    return {name: count for trains, name, count in rows if trains or not trained}

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from etl.sampling import Sampling, balanced
 from etl.settle import at_rank, cuts_of, last_before
 from etl.splits import SplitSpec, shares_of, texts_of, times_of
+from etl.weighing import counts_of
 from features.sample_id import shard_keys, share_of, unit_hash
 from storage.errors import ConfigError, DataError
 
@@ -149,5 +150,11 @@ def test_balanced_classes_weigh_alike() -> None:
     batch = pa.RecordBatch.from_pydict({"y": pa.array([True] + [False] * 9)})
     weights = np.asarray(found.of(batch))
     assert weights[0] == 5.0 and np.isclose(weights[1:].sum(), 5.0) and weights.dtype == np.float32
-    with pytest.raises(DataError, match="has no weight"):
-        balanced("y", {"true": 1}).of(batch)
+    rare = balanced("y", {"true": 1, "other": 3}).of(batch)  # training has no false: only validation or test
+    assert rare.to_pylist() == [2.0] + [1.0] * 9
+
+
+def test_classes_are_counted_on_the_training_split_if_there_is_one() -> None:
+    given = [(True, "a", 5), (True, "b", 1), (False, "a", 100), (False, "c", 7)]
+    assert counts_of(given) == {"a": 5, "b": 1}
+    assert counts_of(given[2:]) == {"a": 100, "c": 7}
