@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from typing import BinaryIO, cast
 
 from storage.errors import (
     CorruptionError,
@@ -17,7 +19,6 @@ from storage.errors import (
 )
 from storage.fs import FileSystem, filesystem
 from storage.hdfs_checksum import same_as
-from storage.publish import file_digest
 from storage.retry import Backoff
 from storage.settings import write_give_up_s
 from storage.upload_plan import Item, survey, temporary_name
@@ -114,6 +115,8 @@ class _Upload:
                 break
             except (RetryableStorageError, StorageTimeoutError) as error:
                 self._fs.discard(temporary)
+                if self._stopped.is_set():
+                    raise _Stopped from error
                 backoff.wait_or_raise(error, what=f"`upload {item.url}`")
         try:
             how = self._equal(item, temporary)
@@ -154,11 +157,19 @@ class _Upload:
         stored = self._fs.stored_checksum(url)
         if stored is not None:
             with filesystem(item.path).open_read(item.path) as source:
-                if same_as(stored, source):
+                if same_as(stored, cast("BinaryIO", _Stoppable(source, self._stopped))):
                     return BY_CHECKSUM
         # No checksum that is understood, or another one, as in an encryption zone: then the bytes themselves decide.
-        local = file_digest(filesystem(item.path), item.path)
-        return BY_READING if file_digest(self._fs, url) == local else None
+        local = self._digest(filesystem(item.path), item.path)
+        return BY_READING if self._digest(self._fs, url) == local else None
+
+    def _digest(self, fs: FileSystem, url: str) -> bytes:
+        digest = hashlib.sha256()
+        with fs.open_read(url) as file:
+            source = _Stoppable(file, self._stopped)
+            while data := source.read(COPY_BYTES):
+                digest.update(data)
+        return digest.digest()
 
     def _count(self, count: int) -> None:
         with self._lock:
@@ -168,6 +179,18 @@ class _Upload:
         with self._lock:
             self._on_done(outcome)
         return outcome
+
+
+class _Stoppable:
+    """Reads of `file` that end with _Stopped when the upload has failed elsewhere."""
+
+    def __init__(self, file: BinaryIO, stopped: threading.Event) -> None:
+        self._file, self._stopped = file, stopped
+
+    def read(self, size: int) -> bytes:
+        if self._stopped.is_set():
+            raise _Stopped
+        return self._file.read(size)
 
 
 class _Stopped(Exception):

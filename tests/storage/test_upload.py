@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -184,6 +186,44 @@ def test_a_failure_stops_the_others_and_leaves_no_half_file(
         run(source, tmp_path / "out", parallel=2, on_bytes=count)
     left = tree(tmp_path / "out")
     assert all(name.startswith("c") for name in left) and len(left) < 50 and counted.count(1) < 2000
+
+
+@pytest.mark.parametrize("step", ["compare", "back-off"])
+def test_a_failure_stops_steps_that_send_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    source = files(tmp_path / "in", a=b"1", b=b"2" * 3000)
+    if step == "compare":
+        files(tmp_path / "out", a=b"1", b=b"2" * 3000)
+    monkeypatch.setattr("storage.upload.COPY_BYTES", 1)
+    monkeypatch.setenv("LOCKSTEP_STORAGE_WRITE_GIVE_UP_S", "5")
+    begun = threading.Event()
+
+    class Slow(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            begun.set()
+            time.sleep(0.005)
+            return super().read(1)
+
+    plain_create, plain_open = LocalFileSystem.create, LocalFileSystem.open_read
+
+    def create(self: LocalFileSystem, url: str, *, exclusive: bool = True) -> Any:
+        if ".a." in url:
+            assert begun.wait(10)
+            raise StorageError("no space")
+        begun.set()
+        raise RetryableStorageError("a DataNode died")
+
+    def open_read(self: LocalFileSystem, url: str) -> Any:
+        if url.endswith("out/a"):
+            assert begun.wait(10)
+            raise StorageError("no space")
+        return Slow(b"2" * 3000) if url.endswith("out/b") else plain_open(self, url)
+
+    monkeypatch.setattr(LocalFileSystem, "create", create if step == "back-off" else plain_create)
+    monkeypatch.setattr(LocalFileSystem, "open_read", open_read)
+    start = time.monotonic()
+    with pytest.raises(StorageError, match="no space"):
+        run(source, tmp_path / "out", parallel=2)
+    assert time.monotonic() - start < 3
 
 
 def test_a_local_file_that_changes_is_told(tmp_path: Path) -> None:
