@@ -40,7 +40,9 @@ class ImageError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What an image's header may ask for. The defaults keep a decoding task below 512 MiB."""
+    """What an image's header may ask for. Under the defaults an image of 2^25 pixels took a whole process to 479 MiB (RGB
+    PNG), 543 MiB (RGBA PNG), 571 MiB (RGBA TIFF) and 801 MiB (RGBA WebP).
+    """
 
     max_file_bytes: int = 64 << 20
     """Bytes of the file."""

@@ -11,6 +11,7 @@ FITS = ("resize", "crop", "pad")
 ROTATIONS = (0, 90, 180, 270)
 # ITU-R 601 luma in 1/65536, as Pillow weighs it
 _LUMA = np.array([19595, 38470, 7471], dtype=np.uint32)
+_BLOCK_PIXELS = 1 << 16  # at a time, so that the sums in 32 bits take little beside a large image
 
 
 def resize(images: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
@@ -88,8 +89,13 @@ def rotate(images: NDArray[np.uint8], degrees: int) -> NDArray[np.uint8]:
 
 def blend(pixels: NDArray[np.uint8], alpha: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Lay pixels (H, W, C) of opacity (H, W, 1) over white, rounded half up: (H, W, C) uint8."""
-    wide, over = pixels.astype(np.uint32), alpha.astype(np.uint32)
-    return ((wide * over + 255 * (255 - over) + 127) // 255).astype(np.uint8)
+    height, width, channels = pixels.shape
+    out = np.empty((height, width, channels), dtype=np.uint8)
+    rows = max(1, _BLOCK_PIXELS // max(1, width))
+    for top in range(0, height, rows):
+        wide, over = pixels[top : top + rows].astype(np.uint32), alpha[top : top + rows].astype(np.uint32)
+        out[top : top + rows] = (wide * over + 255 * (255 - over) + 127) // 255
+    return out
 
 
 def set_channels(pixels: NDArray[np.uint8], channels: int) -> NDArray[np.uint8]:
@@ -98,7 +104,12 @@ def set_channels(pixels: NDArray[np.uint8], channels: int) -> NDArray[np.uint8]:
         return pixels
     if channels == 3:
         return np.repeat(pixels, 3, axis=-1)
-    return ((pixels.astype(np.uint32) @ _LUMA + 0x8000) >> 16).astype(np.uint8)[..., None]
+    flat = pixels.reshape(-1, 3)
+    out = np.empty(len(flat), dtype=np.uint8)
+    for start in range(0, len(flat), _BLOCK_PIXELS):
+        block = slice(start, start + _BLOCK_PIXELS)
+        out[block] = (flat[block].astype(np.uint32) @ _LUMA + 0x8000) >> 16
+    return out.reshape(*pixels.shape[:-1], 1)
 
 
 def decode_image(data: bytes, size: tuple[int, int], channels: int, how: str = "resize") -> NDArray[np.uint8]:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from features.images import FITS, _scaled, decode_image, fit, resize, rotate
+from features.images import FITS, _scaled, blend, decode_image, fit, resize, rotate, set_channels
 from storage.errors import ConfigError, DataError
 
 
@@ -130,6 +130,28 @@ def test_turns_are_clockwise() -> None:
     assert rotate(image, 90)[0, :, :, 0].tolist() == [[3, 0], [4, 1], [5, 2]]
     np.testing.assert_array_equal(rotate(rotate(image, 90), 270), image)
     np.testing.assert_array_equal(rotate(image, 180), image[:, ::-1, ::-1])
+
+
+@pytest.mark.parametrize(
+    "sides", [(1, 1), (3, 70_000), (400, 331), (70_000, 1)]
+)  # less than a block, and no whole ones
+def test_large_images_are_blended_and_made_grey_as_a_whole_is(sides: tuple[int, int]) -> None:
+    random = np.random.default_rng(3)
+    rgba = random.integers(0, 256, (*sides, 4), dtype=np.uint8)
+    pixels, alpha = rgba[:, :, :3], rgba[:, :, 3:]
+    wide, over = pixels.astype(np.uint32), alpha.astype(np.uint32)
+    np.testing.assert_array_equal(blend(pixels, alpha), (wide * over + 255 * (255 - over) + 127) // 255)
+    grey = (wide @ np.array([19595, 38470, 7471], np.uint32) + 0x8000) >> 16
+    np.testing.assert_array_equal(set_channels(pixels, 1), grey[..., None])
+
+
+def test_blending_a_large_image_takes_little_beside_it() -> None:
+    tracemalloc.start()
+    set_channels(np.broadcast_to(np.uint8(7), (1 << 11, 1 << 10, 3)).copy(), 1)
+    blend(np.zeros((1 << 11, 1 << 10, 3), np.uint8), np.zeros((1 << 11, 1 << 10, 1), np.uint8))
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 10 * (1 << 21), "seven bytes a pixel of images and result, and a block"
 
 
 def test_an_encoded_image_of_a_dataset() -> None:
