@@ -40,8 +40,8 @@ class ImageError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What an image's header may ask for. Under the defaults an image of 2^25 pixels took a whole process to 479 MiB (RGB
-    PNG), 543 MiB (RGBA PNG), 571 MiB (RGBA TIFF) and 801 MiB (RGBA WebP).
+    """What an image's header may ask for. Under the defaults an image of 2^25 pixels took a whole process to 479 MiB
+    (RGB PNG), 543 MiB (RGBA PNG), 571 MiB (RGBA TIFF) and 801 MiB (RGBA WebP).
     """
 
     max_file_bytes: int = 64 << 20
