@@ -26,6 +26,7 @@ _KINDS: dict[str, type[Piece]] = {
 
 def to_text(piece: Piece) -> str:
     """A piece as one line of JSON."""
+    # each Piece is a dataclass; the protocol cannot say so
     return json.dumps({"kind": type(piece).__name__, **asdict(piece)})  # type: ignore[call-overload]
 
 

@@ -78,6 +78,7 @@ def bad_gzip(url: str, done: int, error: Exception) -> DataError:
 
 def _stream(file: BinaryIO, codec: str) -> BinaryIO:
     if codec == "gzip":
+        # a GzipFile reads as a BinaryIO does, but is not declared one
         return gzip.GzipFile(fileobj=file, mode="rb")  # type: ignore[return-value]
     # Python's bz2 takes anything behind the first stream for padding; Arrow's refuses what is no stream.
     return pa.CompressedInputStream(pa.PythonFile(file, mode="r"), _ARROW[codec])

@@ -164,7 +164,7 @@ def _orientation(image: Any) -> int:
         found = image.getexif().get(_ORIENTATION, 1)
     except MemoryError:
         raise
-    except Exception:
+    except Exception:  # Pillow raises whatever its parser of EXIF meets
         return 1  # an image whose EXIF cannot be read has no orientation; its pixels are as good as any
     return found if isinstance(found, int) and 1 <= found <= 8 else 1
 

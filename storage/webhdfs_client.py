@@ -59,6 +59,7 @@ class _Exact:
         if sent is not None:
             sent.leaves(url)
         try:
+            # the package has no types, so mypy sees no such method above a mixin
             answer = super()._request(method, url, **kwargs)  # type: ignore[misc]
         except requests.exceptions.ConnectionError as error:
             reason = getattr(error.args[0], "reason", None) if error.args else None
@@ -75,11 +76,11 @@ class _Exact:
 
 
 class _Insecure(_Exact, InsecureClient):
-    pass
+    """By user name."""
 
 
 class _Token(_Exact, TokenClient):
-    pass
+    """By delegation token."""
 
 
 def make_client(addresses: Sequence[str], *, user: str, token: str | None, connect_s: float, read_s: float) -> Any:

@@ -101,6 +101,7 @@ class CommunicatorContract:
     ) -> None:
         def work(comm: Communicator) -> bool:
             with pytest.raises(error):
+                # an operation that is none is what is tried
                 comm.all_reduce(buf, op)  # type: ignore[arg-type]
             comm.barrier()  # a refused call leaves the communicator whole
             return True

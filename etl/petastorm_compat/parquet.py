@@ -219,6 +219,7 @@ def _fsspec_like(filesystem: Any) -> Any:
     if filesystem is None:
         return LocalFileSystem()
     if isinstance(filesystem, pafs.FileSystem):
+        # fsspec has no types
         from fsspec.implementations.arrow import ArrowFSWrapper  # type: ignore[import-untyped]
 
         return ArrowFSWrapper(filesystem)

@@ -98,6 +98,7 @@ def test_a_datanode_dies_under_a_read_and_an_upload(hadoop: Cluster, source: Pat
         writer.write(bytes(range(256)) * (16 << 12))
     with fs.open_read(before) as file, ThreadPoolExecutor(1) as pool:
         read = file.read(1 << 20)
+        # only the open answer tells which DataNode serves it
         serving = file.raw._kept[0].url  # type: ignore[attr-defined]
         sent = pool.submit(upload, find_files([str(source)], target), target)
         wait_for_big(fs, target)

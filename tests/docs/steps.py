@@ -52,8 +52,11 @@ def project_in(folder: Path) -> Iterator[Path]:
         subprocess.run(["make", "-s", "cluster-stop"], cwd=folder, capture_output=True, timeout=120, check=False)
 
 
-def run_steps(steps: Sequence[Step], folder: Path) -> None:
-    """Run them in order and in one shell's environment, as a newcomer would: what one exports the next one has."""
+def run_steps(steps: Sequence[Step], folder: Path) -> int:
+    """Run them in order and in one shell's environment, as a newcomer would: what one exports the next one has.
+
+    Returns how many ran and showed all that should be seen; the first that does not raises AssertionError.
+    """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "PYTHON"))}
     for step in steps:
         script = f"set -euo pipefail\n{step.commands}\nenv -0 > {folder}/environment\n"
@@ -65,6 +68,7 @@ def run_steps(steps: Sequence[Step], folder: Path) -> None:
         assert not missing, f"{step.commands}\nnot seen: {missing}\n{done.stdout[-3000:]}"
         saved = (folder / "environment").read_text().split("\0")
         environment = dict(entry.split("=", 1) for entry in saved if entry)
+    return len(steps)
 
 
 def not_seen(wanted: Sequence[str], lines: Sequence[str]) -> str | None:

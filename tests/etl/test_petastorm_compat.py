@@ -28,6 +28,7 @@ from tests.training._tiny import write_rows
 
 enable()
 
+# enable() comes before anything of Petastorm is imported
 from petastorm import TransformSpec, make_batch_reader, make_reader  # noqa: E402
 from petastorm.predicates import in_lambda, in_set  # noqa: E402
 from petastorm.workers_pool import process_pool  # noqa: E402
