@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from storage.progress import Progress
 
 if TYPE_CHECKING:
+    from pyspark import SparkStageInfo
     from pyspark.sql import SparkSession
 
 POLL_S = 0.5
@@ -36,11 +37,17 @@ def _poll(spark: SparkSession, progress: Progress, stop: threading.Event) -> Non
     finished: dict[int, int] = {}
     while not stop.wait(POLL_S):
         try:
-            stages = [tracker.getStageInfo(stage) for stage in tracker.getActiveStageIds()]
+            found = [tracker.getStageInfo(stage) for stage in tracker.getActiveStageIds()]
         except (Py4JError, OSError):
-            return  # the session ends; whoever runs the job hears of it there
+            break  # the session ends; whoever runs the job hears of it there
+        stages = [stage for stage in found if stage is not None]
         for stage in stages:
-            if stage is not None:
-                finished[stage.stageId] = max(finished.get(stage.stageId, 0), stage.numCompletedTasks)
-        active = ", ".join(f"stage {s.stageId}: {s.numCompletedTasks}/{s.numTasks}" for s in stages if s is not None)
-        progress.set(sum(finished.values()), note=active)
+            finished[stage.stageId] = max(finished.get(stage.stageId, 0), stage.numCompletedTasks)
+        progress.set(sum(finished.values()), note=_now(stages))
+    progress.set(sum(finished.values()), note="")  # the last line is about the whole
+
+
+def _now(stages: Sequence[SparkStageInfo]) -> str:
+    """What runs at this moment: the tasks of each stage that are done, and of how many."""
+    told = [f"{stage.numCompletedTasks} of {stage.numTasks} tasks of stage {stage.stageId}" for stage in stages]
+    return f"now {', '.join(told)}" if told else ""

@@ -25,16 +25,17 @@ class Progress:
         self._start = self._last = time.monotonic()
         self._bar = tqdm(total=total, desc=label, unit=f" {unit}") if sys.stderr.isatty() else None
 
-    def update(self, units: int = 1, note: str = "") -> None:
-        """Add finished units; `note` is a short text such as the current loss."""
+    def update(self, units: int = 1, note: str | None = None) -> None:
+        """Add finished units; `note` is a short text such as the current loss, and stays until the next one."""
         self.set(self._done + units, note)
 
-    def set(self, done: int, note: str = "") -> None:
+    def set(self, done: int, note: str | None = None) -> None:
         """Say how many units are finished in all; a smaller number than before is a restart and is shown."""
-        self._note = note or self._note
         if self._bar is not None:
             self._bar.update(done - self._done)
-            if note:
+        if note is not None:
+            self._note = note
+            if self._bar is not None:
                 self._bar.set_postfix_str(note)
         self._done = done
         if self._bar is None and time.monotonic() - self._last >= LINE_EVERY_S:
