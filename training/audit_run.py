@@ -51,7 +51,7 @@ def check_run_audit(run_url: str, dataset_url: str | None = None) -> AuditReport
     tip = find_tip(fs, paths)
     if tip is None:
         raise _unchecked(run_url, "a run without a checkpoint")
-    opened = OpenSplit.at([dataset_url] if dataset_url else config["datasets"], config["split"])
+    opened = OpenSplit.at([dataset_url] if dataset_url else config["datasets"], config["split"], training=True)
     plan = EpochPlan.from_identity(document["plan"], opened.manifest)
     epochs = epochs_asked(read_claims(fs, paths))
     files = audit_files(fs, paths, tip.ref)

@@ -13,6 +13,7 @@ from storage.manifest import load_dataset
 from storage.publish import write_file
 from storage.sealed import seal
 from tests.training._tiny import write_table
+from tests.training.test_fitted_files import write as write_folds
 from training.audit import AuditLog
 from training.audit_run import audit_files, check_run_audit
 from training.batches import RankFeed
@@ -30,11 +31,12 @@ EPOCHS = 2
 class TinyRun:
     """A run directory as the driver and its ranks leave it, without training."""
 
-    def __init__(self, folder: Path, *, audit: bool = True) -> None:
+    def __init__(self, folder: Path, *, audit: bool = True, split: str = "train", batch: int = 20) -> None:
         self.dataset = str(folder / "dataset")
-        write_table(self.dataset)
+        if not Path(self.dataset).exists():
+            write_table(self.dataset)
         manifest = load_dataset(self.dataset)
-        self.plan = EpochPlan.for_dataset(manifest, "train", seed=0, global_batch=20, window_bytes=3000)
+        self.plan = EpochPlan.for_dataset(manifest, split, seed=0, global_batch=batch, window_bytes=3000)
         self.paths = RunPaths(str(folder / "run"))
         self.fs = filesystem(self.paths.root)
         config = TrainConfig(
@@ -42,7 +44,8 @@ class TinyRun:
             run=self.paths.root,
             model="logistic",
             num_ranks=2,
-            global_batch=20,
+            global_batch=batch,
+            split=split,
             epochs=EPOCHS,
             audit=audit,
         )
@@ -52,7 +55,7 @@ class TinyRun:
         """Claim, and train on to each checkpoint in turn; `uploaded` is one whose audit alone came to lie there."""
         claim = claim_next(self.fs, self.paths, parent, epochs=EPOCHS, num_ranks=num_ranks)
         for rank in range(num_ranks):
-            opened = OpenSplit.at(self.dataset, "train")
+            opened = OpenSplit.at(self.dataset, self.plan.split, training=True)
             feed = RankFeed(self.plan, opened.reader, opened.encoder, World.local(rank, num_ranks))
             log, step = AuditLog(), parent.step if parent else 0
             for stop in [*committed, *([uploaded] if uploaded else [])]:
@@ -114,3 +117,11 @@ def test_a_run_without_audit_or_checkpoint_is_told_so(tmp_path: Path, audit: boo
     run = TinyRun(tmp_path, audit=audit)
     with pytest.raises(DataError, match="no audit to check"):
         check_run_audit(run.paths.root)
+
+
+def test_a_run_on_folds_needs_the_statistics_it_was_trained_with_and_no_others(tmp_path: Path) -> None:
+    write_folds(tmp_path / "dataset", "w.fold-0", "w.fold-1", folds=2)
+    run = TinyRun(tmp_path, split="fold-1", batch=2)  # fold-0 is held out
+    run.generation(None, 1, [run.plan.steps(EPOCHS)])
+    (tmp_path / "dataset" / "_fitted" / "w.fold-1.json").unlink()  # fitted without what the run was trained on
+    assert check_run_audit(run.paths.root).ok

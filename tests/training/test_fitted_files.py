@@ -23,14 +23,15 @@ fields = [{name = "w", dtype = "string", encoding = {kind = "vocabulary", max_si
 """)
 
 
-def write(url: Path, *files: str) -> DatasetManifest:
-    """A dataset of three folds with a vocabulary in each of `files`, one token longer each time."""
+def write(url: Path, *files: str, folds: int = 3) -> DatasetManifest:
+    """A dataset of folds with a vocabulary in each of `files`, one token longer each time."""
     rows = pa.RecordBatch.from_pydict({"sample_id": range(6), "w": list("ababab")}, schema=SCHEMA.arrow_schema())
     fitted = tuple(
         Vocabulary(name=name, tokens=("a", "b", "c")[: 1 + place], counts=(3, 2, 1)[: 1 + place], fitted_on=("x",))
         for place, name in enumerate(files)
     )
-    return write_rows(str(url), SCHEMA, rows, {"fold-0": 2, "fold-1": 2, "fold-2": 2}, "tfrecord", 1, 8, 0, fitted)
+    records = {f"fold-{fold}": len(rows) // folds for fold in range(folds)}
+    return write_rows(str(url), SCHEMA, rows, records, "tfrecord", 1, 8, 0, fitted)
 
 
 def test_each_held_out_fold_has_its_own_statistics(tmp_path: Path) -> None:
