@@ -37,7 +37,9 @@ def main(argv: Sequence[str]) -> int:
         "--master", help="Spark master, for example local[2] or yarn; by default spark-submit's, else local[*]"
     )
     parser.add_argument(
-        "--hdfs", metavar="URL", help="also write, sync, rename, read back and delete a small file here"
+        "--hdfs",
+        metavar="URL",
+        help="also write, sync, rename, read back and delete a small file here: hdfs:// or webhdfs://",
     )
     options = parser.parse(argv)
     checks: list[tuple[str, Callable[[], str]]] = [

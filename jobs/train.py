@@ -30,7 +30,7 @@ def parser() -> JobParser:
         dest="datasets",
         required=True,
         metavar="URL",
-        help="a dataset, and those appended to it",
+        help="datasets to train on, in this order; several must fit together, as a dataset and its appends do",
     )
     add("--run", required=True, metavar="URL", help="directory of the run, local or hdfs://; an existing run goes on")
     add("--model", required=True, metavar="NAME", help="logistic | resnet20 | ... | module:function")

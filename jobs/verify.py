@@ -21,7 +21,8 @@ from training.audit_run import check_run_audit
 def parser() -> JobParser:
     """The command line."""
     found = JobParser("verify", __doc__ or "", table="verify")
-    found.add_argument("url", metavar="URL", help="a local path or hdfs:// URL of a dataset, checkpoint, model or run")
+    where = "a local path, hdfs:// or webhdfs:// URL of a dataset, checkpoint, model or run"
+    found.add_argument("url", metavar="URL", help=where)
     found.epilog = "exit 0: whole; 1: damaged, each fault on a line with file, record and offset; 2: nothing to verify"
     return found
 
