@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment
@@ -14,8 +14,10 @@ from storage.fs import filesystem
 from storage.manifest import DatasetManifest
 from storage.publish import write_file
 from training.chain import find_result
+from training.claims import Claim, read_claims
 from training.history import History, read_history
 from training.paths import RunPaths
+from training.run_json import read_run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -65,22 +67,64 @@ def write_report(run: str, manifest: DatasetManifest, evaluation: Mapping[str, A
             next_step="Run jobs.train with this --run to its end.",
         )
     url = paths.report(int(result["generation"]))
-    page = render(run, result, read_history(run), manifest, evaluation)
+    about = about_run(read_run(fs, paths), read_claims(fs, paths), result)
+    page = render(run, about, result, read_history(run), manifest, evaluation)
     fs.mkdirs(url.rpartition("/")[0])
     write_file(fs, url, page.encode(), exclusive=False)
     return url
 
 
+def about_run(
+    document: Mapping[str, Any], claims: Mapping[int, Claim], result: Mapping[str, Any]
+) -> list[tuple[str, str]]:
+    """What was trained, how and when, as rows of text: of run.json, the claims and the result, not of this moment."""
+    config = document["config"]
+    versions = document.get("versions", {})
+    rows = [
+        ("model", config.get("model")),
+        ("datasets", ", ".join(map(str, config.get("datasets", [])))),
+        ("split", config.get("split")),
+        ("ranks", _over_steps(claims, result, lambda claim: claim.num_ranks)),
+        ("global batch", config.get("global_batch")),
+        ("epochs asked for", _over_steps(claims, result, lambda claim: claim.epochs)),
+        ("learning rate", config.get("learning_rate") or "the model's own"),
+        *((name, config.get(name)) for name in ("batchnorm", "precision", "seed", "launcher")),
+        ("begun", document.get("created_at")),
+        ("finished", result.get("finished_at")),
+        ("versions", ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))),
+        ("git revision", document.get("git_revision")),
+    ]
+    return [(name, str(value)) for name, value in rows if value not in (None, "")]
+
+
+def _over_steps(claims: Mapping[int, Claim], result: Mapping[str, Any], value: Callable[[Claim], int]) -> str:
+    """`2`, or `2, from step 400 on 4` where the generations that lead to the result differ."""
+    chain: list[Claim] = []
+    claim = claims.get(int(result["generation"]))
+    while claim is not None:
+        chain.append(claim)
+        claim = claims.get(claim.parent.generation) if claim.parent else None
+    told: list[str] = []
+    last: int | None = None
+    for claim in reversed(chain):
+        if value(claim) != last:
+            last = value(claim)
+            told.append(f"from step {claim.parent.step} on {last}" if told and claim.parent else str(last))
+    return ", ".join(told)
+
+
 def render(
     run: str,
+    about: Sequence[tuple[str, str]],
     result: Mapping[str, Any],
     history: History,
     manifest: DatasetManifest,
     evaluation: Mapping[str, Any] | None,
 ) -> str:
-    """The page's HTML."""
+    """The page's HTML; `about` are the rows of `about_run`."""
     counts = manifest.counts
-    tables = [
+    tables: list[tuple[str, Sequence[tuple[str, object]]]] = [
+        ("Run", about),
         (
             "Data",
             [

@@ -12,10 +12,10 @@ from storage.errors import CorruptionError, NotFoundError
 from storage.fs import filesystem
 from storage.manifest import load_dataset
 from tests.training._tiny import write_table
-from training.claims import CheckpointRef, claim_next
+from training.claims import CheckpointRef, Claim, claim_next
 from training.history import read_history
 from training.paths import RunPaths
-from training.report import render, write_report
+from training.report import about_run, render, write_report
 
 HOSTILE = "<script>alert(1)</script>"
 
@@ -78,11 +78,33 @@ def test_the_page_stands_alone_and_escapes_what_comes_from_data(run: str, tmp_pa
         "split": HOSTILE, "samples": 25, "metrics": {"auc": 0.75},
         "baseline": {"name": "rate:page", "metrics": {"auc": 0.5}},
     }  # fmt: skip
-    page = render(run, result, read_history(run), load_dataset(str(tmp_path / "data")), evaluation)
+    about = [("model", HOSTILE)]
+    page = render(run, about, result, read_history(run), load_dataset(str(tmp_path / "data")), evaluation)
     assert "<script" not in page and "&lt;script&gt;" in page
     assert "http" not in page.replace("http://www.w3.org/", "").replace("https://matplotlib.org/", "").replace(
         "http://purl.org/", ""
     ).replace("http://creativecommons.org/", "")  # names of XML vocabularies; nothing is fetched
     assert page.count("<svg") == 2  # loss, and the one other metric
     assert "0.7500   (baseline rate:page: 0.5000)" in page and "12" in page
-    assert page == render(run, result, read_history(run), load_dataset(str(tmp_path / "data")), evaluation)
+    assert page == render(run, about, result, read_history(run), load_dataset(str(tmp_path / "data")), evaluation)
+
+
+def test_what_was_trained_how_and_when_is_told_from_the_run_s_own_record() -> None:
+    config = {
+        "model": "resnet20", "datasets": ["a", "b"], "split": "train", "global_batch": 128, "num_ranks": 2,
+        "learning_rate": None, "seed": 0,
+    }  # fmt: skip
+    document = {"config": config, "created_at": "2026-01-02T03:04:05+00:00", "versions": {"keras": "3"}}
+    claims = {
+        1: Claim(1, "a", None, epochs=2, num_ranks=2),
+        2: Claim(2, "b", CheckpointRef(300, 1), epochs=2, num_ranks=4),
+        3: Claim(3, "c", CheckpointRef(300, 1), epochs=9, num_ranks=9),  # failed, and led to nothing
+        4: Claim(4, "d", CheckpointRef(400, 2), epochs=5, num_ranks=4),
+    }
+    rows = dict(about_run(document, claims, {"generation": 4, "finished_at": "2026-01-02T04:00:00+00:00"}))
+    assert rows == {
+        "model": "resnet20", "datasets": "a, b", "split": "train", "ranks": "2, from step 300 on 4",
+        "global batch": "128", "epochs asked for": "2, from step 400 on 5", "learning rate": "the model's own",
+        "seed": "0", "begun": "2026-01-02T03:04:05+00:00", "finished": "2026-01-02T04:00:00+00:00",
+        "versions": "keras 3",
+    }  # fmt: skip
