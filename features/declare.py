@@ -27,6 +27,7 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any
 
+from features.baked_form import BAKED
 from features.encodings import Encoding
 from features.schema import EXAMPLE, Field, Schema, sample_id_field
 from storage.errors import ConfigError
@@ -92,6 +93,8 @@ def complete_encoding(encoding: object, name: str) -> Encoding | None:
             return None
         raise _bad(f"field `{name}`", f"encoding {encoding!r}"[:200], "an object with the key `kind`")
     kind = encoding.get("kind")
+    if kind == BAKED:
+        raise _bad(f"field `{name}`", "encoding kind 'baked'", "the encoding itself, and --bake for the job")
     full = {**_DEFAULTS.get(kind, {}), **encoding} if isinstance(kind, str) else dict(encoding)
     if kind in ("vocabulary", "standardise"):
         full.setdefault("file", f"{_file_stem(name)}.json")

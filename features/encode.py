@@ -10,6 +10,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from features.baked_form import BAKED
+from features.baked_inputs import baked
 from features.fitted import Fitted
 from features.schema import Field, Schema
 from features.signature import Signature, TensorSpec
@@ -50,7 +52,7 @@ class Encoder:
         self._transforms: dict[str, tuple[str, Transform]] = {}  # by the array's name: its column and how it is made
         specs: dict[str, TensorSpec] = {}
         for field in schema.features:
-            for name, (spec, transform) in _plan(field, fitted.get(field.name)).items():
+            for name, (spec, transform) in plan_of(field, fitted.get(field.name)).items():
                 if name in specs:
                     raise unfit(field, f"two inputs of the name `{name}`", "names that no mask or length takes")
                 specs[name], self._transforms[name] = spec, (field.name, transform)
@@ -99,11 +101,14 @@ class Encoder:
         return labels
 
 
-def _plan(field: Field, fitted: Fitted | None) -> Plan:
+def plan_of(field: Field, fitted: Fitted | None) -> Plan:
+    """What a model is fed of a feature; raises as Encoder does."""
     if field.encoding is not None:
         kind = field.encoding["kind"]
         if kind == "ignore":
             return {}
+        if kind == BAKED:
+            return baked(field)
         if kind == "normalise":
             return tensor(field)
         if kind == "image":

@@ -10,8 +10,10 @@
     normalise    mean, deviation, [divide_by]                     tensor                      float32 by channel
     image        height, width, channels, [fit], [mean ...]       bytes                       decoded pixels
     ignore                                                        any                         nothing: only stored
+    baked        raw, [ids], [fitted]                             what --bake stored          the same as with `raw`
 
-docs/features.md says what each makes of nulls, of unknown values and of lists.
+Nobody declares `baked` (features/baked.py). docs/features.md says what each makes of nulls, of unknown values and of
+lists.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from features.baked_form import BAKED, RAW_KEYS, has_ids, stored_form
 from features.images import FITS
 from storage.errors import ConfigError
 
@@ -186,6 +189,33 @@ def _normalise(case: _Case) -> None:
     _figures(case, channels)
 
 
+def _baked(case: _Case) -> None:
+    raw, ids, fitted = (case.encoding.get(key) for key in ("raw", "ids", "fitted"))
+    types = (str, list, bool, Mapping | None)
+    assert isinstance(raw, Mapping)
+    right = set(raw) == set(RAW_KEYS) and all(map(isinstance, (raw[key] for key in RAW_KEYS), types))
+    right = right and all(size is None or type(size) is int for size in raw["shape"])
+    case(right, f"raw {dict(raw)!r}"[:200], f"a field's {', '.join(RAW_KEYS)}")
+    inner, shape = raw["encoding"], tuple(raw["shape"])
+    if inner is not None:
+        case(inner.get("kind") != BAKED, "a field baked twice", "the encoding that was declared")
+        check_encoding(case.field, raw["dtype"], shape=shape, nullable=raw["nullable"], encoding=inner)
+    form = stored_form(raw["dtype"], shape, inner)
+    stored = f"{case.dtype}, shape {case.shape}, nullable={case.nullable}"
+    case(form == (case.dtype, case.shape) and not case.nullable, stored, f"what is stored of it, never null: {form}")
+    columns = has_ids(inner) and "of" not in inner and output_of(inner, is_list=case.is_list) != INDEX
+    most, part = MAX_COLUMNS + 1 if columns else MAX_IDS, fitted_part(inner)
+    case((ids is not None) == has_ids(inner), f"ids {ids!r}", "their number, where ids are stored")
+    case(ids is None or 1 <= ids <= most, f"ids {ids!r}", f"1 to {most}")
+    case((fitted is None) == (part is None), f"fitted {fitted!r}"[:200], "its file and splits, where one is fitted")
+    if part is not None:
+        assert isinstance(fitted, Mapping)
+        splits = fitted.get("splits")
+        told = set(fitted) == {"file", "splits"} and fitted["file"] == part["file"]
+        told = told and isinstance(splits, list) and all(isinstance(split, str) for split in splits)
+        case(told, f"fitted {dict(fitted)!r}"[:200], f"file {part['file']} and a list of splits")
+
+
 def _figures(case: _Case, channels: int) -> None:
     for key in ("mean", "deviation"):
         values = case.encoding[key]
@@ -252,6 +282,13 @@ _RULES: dict[str, _Rule] = {
         {"fit": str, "mean": list, "deviation": list, "divide_by": int | float},
         ("bytes",),
         check=_image,
+    ),
+    BAKED: _Rule(
+        {"raw": Mapping},
+        {"ids": int, "fitted": Mapping},
+        (*NUMBERS, "uint8"),
+        fits=("a scalar", "a list", "a tensor"),
+        check=_baked,
     ),
     "ignore": _Rule({}, {}, (*NUMBERS, "bool", "string", "bytes", "uint8"), fits=("a scalar", "a list", "a tensor")),
 }

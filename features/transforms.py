@@ -26,8 +26,12 @@ Plan = dict[str, tuple[TensorSpec, Transform]]  # by the name of the array
 
 def categorical(field: Field, encoding: Encoding, fitted: Fitted | None) -> Plan:
     """A vocabulary, a hash or buckets as one-hot, multi-hot or index."""
-    columns, size = columns_of(field, encoding, fitted)
-    if output_of(encoding, is_list=field.is_list) == INDEX:
+    return as_columns(field, output_of(encoding, is_list=field.is_list), *columns_of(field, encoding, fitted))
+
+
+def as_columns(field: Field, output: str, columns: Columns, size: int) -> Plan:
+    """Values that lie in columns as one-hot, multi-hot or index."""
+    if output == INDEX:
         spec = TensorSpec(shape=(1,), dtype="int64", ids=size + 1)
         return {field.name: (spec, lambda column: (columns(column) + 1).reshape(-1, 1))}
 
@@ -141,39 +145,49 @@ def number(field: Field, encoding: Encoding | None) -> Plan:
 
 def sequence(field: Field, encoding: Encoding, fitted: Fitted | None) -> Plan:
     """The first or last `length` values of each list, then padding; beside them a mask or the number of values."""
-    length, of = int(encoding["length"]), encoding.get("of")
+    of = encoding.get("of")
+    return as_sequence(field, encoding, *((None, 0) if of is None else columns_of(field, of, fitted)))
+
+
+def as_sequence(field: Field, encoding: Encoding, columns: Columns | None, size: int) -> Plan:
+    """A sequence of the values themselves, or, with `columns`, of ids 0..size."""
+    length = int(encoding["length"])
     at, pad = np.arange(length), encoding.get("pad_value", 0)
-    columns, size = (None, 0) if of is None else columns_of(field, of, fitted)
     spec = TensorSpec(shape=(length,), dtype="float32")
     if columns is not None:
         spec = TensorSpec(shape=(length,), dtype="int64", ids=size + 1)
 
-    def values_of(flat: pa.Array) -> NDArray[Any]:
-        if columns is None:
-            return narrowed(field, plain_values(flat), np.dtype(np.float32))
-        return columns(flat) + 1
-
-    def kept(column: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Where each row's values begin in the flattened column, and how many of them are kept: (n,) each."""
-        sizes = np.asarray(pc.list_value_length(column)).astype(np.int64)
-        counts, ends = np.minimum(sizes, length), np.cumsum(sizes)
-        return (ends - counts if encoding.get("keep") == "last" else ends - sizes), counts
-
     def padded(column: pa.Array) -> NDArray[Any]:
-        starts, counts = kept(column)
+        starts, counts = kept_of(encoding, column)
         out = np.full((len(column), length), pad, dtype=spec.dtype)
         rows, places = np.nonzero(at < counts[:, None])
-        out[rows, places] = values_of(column.flatten())[starts[rows] + places]
+        out[rows, places] = sequence_values(field, columns, column)[starts[rows] + places]
         return out
 
     plan: Plan = {field.name: (spec, padded)}
     if encoding.get("with", "mask") == "mask":
         mask = TensorSpec(shape=(length,), dtype="float32")
-        plan[f"{field.name}_mask"] = (mask, lambda column: (at < kept(column)[1][:, None]).astype(np.float32))
+        plan[f"{field.name}_mask"] = (
+            mask,
+            lambda column: (at < kept_of(encoding, column)[1][:, None]).astype(np.float32),
+        )
     elif encoding["with"] == "length":
         one = TensorSpec(shape=(1,), dtype="int64")
-        plan[f"{field.name}_length"] = (one, lambda column: kept(column)[1].reshape(-1, 1))
+        plan[f"{field.name}_length"] = (one, lambda column: kept_of(encoding, column)[1].reshape(-1, 1))
     return plan
+
+
+def kept_of(encoding: Encoding, column: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where the values of each row's sequence begin in the flattened column, and how many they are: (n,) each."""
+    sizes = np.asarray(pc.list_value_length(column)).astype(np.int64)
+    counts, ends = np.minimum(sizes, int(encoding["length"])), np.cumsum(sizes)
+    return (ends - counts if encoding.get("keep") == "last" else ends - sizes), counts
+
+
+def sequence_values(field: Field, columns: Columns | None, column: pa.Array) -> NDArray[Any]:
+    """All values of a column of lists end to end, as float32, or as ids with `columns`."""
+    flat = column.flatten()
+    return narrowed(field, plain_values(flat), np.dtype(np.float32)) if columns is None else columns(flat) + 1
 
 
 def plain_values(column: pa.Array) -> NDArray[Any]:
