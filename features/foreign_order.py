@@ -15,7 +15,9 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from features.codec.arrays import rows_at_once
 from features.schema import Field
+from features.wire import list_tag, sized
 from storage.kernels import crc32c, memory
 from storage.kernels.crc32c import masked_crc32c
 from storage.kernels.jit import kernels
@@ -24,8 +26,6 @@ from storage.kernels.memory import copy, load_u8, store_u8, store_u32, store_u64
 HEADER_BYTES, FOOTER_BYTES = 12, 4
 _MAX_PREFIX_BYTES = 6  # the tag of Example.features and a length of up to five bytes
 _REMEMBERED = 256  # entries of a record whose fields are guessed from the record before
-_LIST_TAGS = {"int64": 0x1A, "bool": 0x1A, "float32": 0x12}
-_BYTES_TAG = 0x0A
 
 _kernel = kernels(__name__, crc32c, memory)
 
@@ -48,20 +48,26 @@ class Order:
     def of(cls, fields: Sequence[Field]) -> Order:
         """For fields in byte order of their names."""
         names = [field.name.encode() for field in fields]
-        tags = [_LIST_TAGS.get(field.dtype, _BYTES_TAG) for field in fields]
+        tags = [list_tag(field) for field in fields]
         entries = [_empty_entry(tag, name) for tag, name in zip(tags, names, strict=True)]
         empties = [entry if field.is_list else b"" for field, entry in zip(fields, entries, strict=True)]
         return cls(np.array(tags, dtype=np.uint8), *_joined(names), *_joined(empties))
+
+    @property
+    def rows_at_once(self) -> int:
+        """How many records to rewrite at once: each may become longer by an empty list for each field."""
+        return rows_at_once(len(self.empties) + _MAX_PREFIX_BYTES)
 
     def rewritten(self, data: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDArray[np.uint8] | None:
         """Framed records with exactly these fields, as the encoder would have them but for their values, whose form is
         not looked at; None where some record is of a form that is not read here.
 
         `data` uint8 holds framed records whose checksums are right, `offsets` (n + 1,) int64 say where. A scalar
-        without a value is left out, a list that is missing is there and empty.
+        without a value is left out, a list that is missing is there and empty: who has more than rows_at_once of them
+        takes them in parts, since they may take many times the memory of `data`.
         """
-        rows = len(offsets) - 1
-        target = np.empty(len(data) + rows * (len(self.empties) + _MAX_PREFIX_BYTES), dtype=np.uint8)
+        more = (len(offsets) - 1) * (len(self.empties) + _MAX_PREFIX_BYTES)
+        target = np.empty(int(offsets[-1] - offsets[0]) + more, dtype=np.uint8)
         size = _rewrite(
             data.ctypes.data,
             offsets,
@@ -76,16 +82,7 @@ class Order:
 
 
 def _empty_entry(tag: int, name: bytes) -> bytes:
-    entry = b"\x0a" + _varint(len(name)) + name + bytes((0x12, 2, tag, 0))
-    return b"\x0a" + _varint(len(entry)) + entry
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 127:
-        out.append(value & 127 | 128)
-        value >>= 7
-    return bytes([*out, value])
+    return sized(0x0A, sized(0x0A, name) + bytes((0x12, 2, tag, 0)))
 
 
 def _joined(parts: Sequence[bytes]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:

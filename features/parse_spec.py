@@ -13,7 +13,7 @@ from typing import Any
 
 from features.schema import SEQUENCE_EXAMPLE, Field, Schema
 
-# The type of a tf.Example's list, by dtype; float64 values and tensors are bytes.
+# The type of a tf.Example's list, by dtype; float64 and uint64 values and tensors are bytes.
 _LIST_TYPES = {"int64": "int64", "bool": "int64", "float32": "float32"}
 
 
@@ -45,8 +45,8 @@ def parse_sequence_spec(schema: Schema) -> tuple[dict[str, Any], dict[str, Any]]
 def decode_parsed(schema: Schema, parsed: Mapping[str, Any]) -> dict[str, Any]:
     """What tf.io.parse_example gave, in the schema's own types.
 
-    bool (n,), float64 (n,) and tensors (n, *shape) come out of the int64 and bytes they lie in, ragged ones as ragged
-    tensors of the same; strings stay tf.string in UTF-8, as TensorFlow has them.
+    bool, float64, uint64 (n,) and tensors (n, *shape) come out of the int64 and bytes they lie in, ragged ones as
+    ragged tensors of the same; strings stay tf.string in UTF-8, as TensorFlow has them.
     """
     import tensorflow as tf
 
@@ -83,6 +83,8 @@ def _decoded(field: Field, values: Any) -> Any:
 
     if field.dtype == "bool":
         return tf.cast(values, tf.bool)
+    if field.dtype == "uint64":  # which decode_raw does not know
+        return tf.reshape(tf.bitcast(tf.io.decode_raw(values, tf.int64, little_endian=True), tf.uint64), [-1])
     if field.is_tensor or field.dtype == "float64":
         raw = tf.io.decode_raw(values, tf.as_dtype(field.dtype), little_endian=True)  # (m, items)
         return tf.reshape(raw, [-1, *field.shape] if field.is_tensor else [-1])

@@ -23,15 +23,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from features.example import BytesLike, decode_batch, encode_batch
+from features.column_checks import as_recorded
+from features.example import decode_batch, encode_batch
 from features.schema import Field, Schema
+from features.wire import MASK, BytesLike, list_tag, read_varint, sized, varint
 from storage.errors import DataError
 from storage.tfrecord import frame
 
-_BYTES_LIST, _FLOAT_LIST, _INT64_LIST = 0x0A, 0x12, 0x1A
-_MASK = (1 << 64) - 1
-_VARINT_MAX_BYTES = 10
-_RAW = {"float32": "<f4", "float64": "<f8"}
+_RAW = {"float32": "<f4", "float64": "<f8", "uint64": "<u8"}
 
 
 class SequenceEncoder:
@@ -58,7 +57,7 @@ def encode_sequence_batch(schema: Schema, batch: pa.RecordBatch) -> list[bytes]:
     context = encode_batch(parts.context, batch.select([field.name for field in parts.context]))
     columns = [_entries(field, batch.column(field.name)) for field in parts.lists]
     return [
-        head + _sized(0x12, b"".join(entries)) for head, *entries in zip(context, *columns, strict=True)
+        head + sized(0x12, b"".join(entries)) for head, *entries in zip(context, *columns, strict=True)
     ]  # a schema that asks for sequences has a list
 
 
@@ -101,6 +100,7 @@ class _Parts:
 
 def _entries(field: Field, column: pa.Array) -> list[bytes]:
     """Each row's entry of the map of feature lists."""
+    column = as_recorded(field, column)
     flat = column.flatten()
     if column.null_count or flat.null_count:
         raise DataError(
@@ -110,24 +110,24 @@ def _entries(field: Field, column: pa.Array) -> list[bytes]:
             next_step="Drop nulls from the lists.",
         )
     name = field.name.encode()
-    key = _sized(0x0A, name)
-    values = [_sized(0x0A, feature) for feature in _features(field, flat)]
+    key = sized(0x0A, name)
+    values = [sized(0x0A, feature) for feature in _features(field, flat)]
     ends = np.cumsum(np.asarray(pc.list_value_length(column))).tolist()
     starts = [0, *ends[:-1]]
     return [
-        _sized(0x0A, key + _sized(0x12, b"".join(values[start:end]))) for start, end in zip(starts, ends, strict=False)
+        sized(0x0A, key + sized(0x12, b"".join(values[start:end]))) for start, end in zip(starts, ends, strict=False)
     ]
 
 
 def _features(field: Field, flat: pa.Array) -> Iterator[bytes]:
     """A Feature for each value."""
+    tag = list_tag(field)
     if field.dtype in ("int64", "bool"):
-        return (_sized(_INT64_LIST, _sized(0x0A, _varint(int(value) & _MASK))) for value in flat.to_pylist())
+        return (sized(tag, sized(0x0A, varint(int(value) & MASK))) for value in flat.to_pylist())
     if field.dtype in _RAW:  # as bits, since a float on its way through Python may lose those of a NaN
         raw, size = np.asarray(flat).astype(_RAW[field.dtype]).tobytes(), 4 if field.dtype == "float32" else 8
-        tag = _FLOAT_LIST if field.dtype == "float32" else _BYTES_LIST
-        return (_sized(tag, _sized(0x0A, raw[at : at + size])) for at in range(0, len(raw), size))
-    return (_sized(_BYTES_LIST, _sized(0x0A, value)) for value in flat.cast(pa.binary()).to_pylist())
+        return (sized(tag, sized(0x0A, raw[at : at + size])) for at in range(0, len(raw), size))
+    return (sized(tag, sized(0x0A, value)) for value in flat.cast(pa.binary()).to_pylist())
 
 
 def _split(record: bytes, parts: _Parts, contexts: list[bytes], lists: list[list[list[bytes]]]) -> None:
@@ -144,8 +144,7 @@ def _split(record: bytes, parts: _Parts, contexts: list[bytes], lists: list[list
         if name != field.name.encode():
             raise ValueError("another list")
         features, _ = _field(entry, rest, 0x12)
-        tag = {"int64": _INT64_LIST, "bool": _INT64_LIST, "float32": _FLOAT_LIST}.get(field.dtype, _BYTES_LIST)
-        values, place = [], 0
+        tag, values, place = list_tag(field), [], 0
         while place < len(features):
             feature, place = _field(features, place, 0x0A)
             values.append(_field(_field(feature, 0, tag)[0], 0, 0x0A)[0])
@@ -157,11 +156,11 @@ def _column(field: Field, rows: list[list[bytes]]) -> pa.Array:
     items: pa.Array
     try:
         if field.dtype in ("int64", "bool"):
-            numbers = np.array([_read_varint(value, 0)[0] for value in flat], dtype=np.uint64).view(np.int64)
+            numbers = np.array([read_varint(value, 0)[0] for value in flat], dtype=np.uint64).view(np.int64)
             items = pa.array(numbers if field.dtype == "int64" else numbers.astype(bool))
         elif field.dtype in _RAW:
             raw = np.frombuffer(b"".join(flat), dtype=_RAW[field.dtype])
-            items = pa.array(raw.astype(field.dtype))
+            items = pa.array(raw.astype(field.dtype)).cast(field.arrow_type.value_type)
         else:
             items = pa.array(flat, pa.binary()).cast(field.arrow_type.value_type)
     except (IndexError, ValueError, OverflowError, struct.error, pa.ArrowInvalid):
@@ -173,37 +172,14 @@ def _column(field: Field, rows: list[list[bytes]]) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(offsets), items, type=field.arrow_type)
 
 
-def _sized(tag: int, data: bytes) -> bytes:
-    return bytes((tag,)) + _varint(len(data)) + data
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 127:
-        out.append(value & 127 | 128)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
-
-
 def _field(data: bytes, at: int, tag: int) -> tuple[bytes, int]:
     """The content of the length-delimited field of this tag that begins at `at`, and where it ends."""
     if data[at] != tag:
         raise ValueError("another field")
-    size, start = _read_varint(data, at + 1)
+    size, start = read_varint(data, at + 1)
     if start + size > len(data):
         raise IndexError("a field beyond its message")
     return data[start : start + size], start + size
-
-
-def _read_varint(data: bytes, at: int) -> tuple[int, int]:
-    value = 0
-    for index in range(_VARINT_MAX_BYTES):
-        byte = data[at + index]
-        value |= (byte & 127) << (7 * index)
-        if byte < 128:
-            return value, at + index + 1
-    raise IndexError("a varint of more than 10 bytes")
 
 
 def _bad(number: int | None, got: str) -> DataError:

@@ -7,7 +7,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from features.codec.layout import BOOL, BOOL_LIST, BYTES, BYTES_LIST, TENSOR, Layout
-from features.example import check_nulls, check_tensor_lengths
+from features.column_checks import as_recorded, check_nulls, check_tensor_lengths
 from features.schema import Field
 from storage.errors import DataError
 
@@ -24,10 +24,11 @@ def describe(layout: Layout, batch: pa.RecordBatch) -> tuple[NDArray[np.int64], 
     """Where the values of a batch lie, (k, 8) int64, and the columns that own them: keep these while it is in use.
 
     Columns are found by name. Raises DataError for a null where none may be or within a list, a tensor of the wrong
-    length, and a column of another type, unless every value of it is exactly one of the declared type.
+    length, a decimal that is no uint64, and a column of another type, unless every value of it is exactly one of the
+    declared type.
     """
     found = np.zeros((len(layout.fields), DESCRIPTION_COLUMNS), dtype=np.int64)
-    columns = [as_declared(field, batch.column(field.name)) for field in layout.fields]
+    columns = [as_recorded(field, as_declared(field, batch.column(field.name))) for field in layout.fields]
     for row, field, kind, column in zip(found, layout.fields, layout.kinds.tolist(), columns, strict=True):
         check_nulls(field, column)
         if column.null_count:
@@ -53,7 +54,7 @@ def describe(layout: Layout, batch: pa.RecordBatch) -> tuple[NDArray[np.int64], 
 def as_declared(field: Field, column: pa.Array) -> pa.Array:
     """The column in its declared Arrow type, or in the one with 64-bit offsets; nothing is narrowed or rounded."""
     kind, wanted = column.type, field.arrow_type
-    if kind == wanted:
+    if kind in (wanted, field.record_type):
         return column
     item = wanted.value_type if field.is_list else wanted
     if field.is_list and (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
@@ -82,6 +83,8 @@ def _widens(kind: pa.DataType, wanted: pa.DataType) -> bool:
         return True
     if pa.types.is_integer(wanted):
         return pa.types.is_integer(kind)
+    if pa.types.is_decimal(wanted):
+        return pa.types.is_integer(kind) or pa.types.is_decimal(kind)
     if pa.types.is_floating(wanted):
         return pa.types.is_floating(kind) and kind.bit_width <= wanted.bit_width
     if wanted == pa.string():

@@ -9,13 +9,15 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from features.codec.arrays import array_of, bits_of, checked_text
+from features.codec.arrays import array_of, bits_of, checked_text, in_runs, of_type, rows_at_once
 from features.codec.layout import BOOL, BOOL_LIST, BYTES, FIXED_LIST, INT, INT_LIST, TENSOR, Layout
-from features.example import BytesLike, decode_batch
+from features.example import decode_batch
 from features.schema import Field, Schema
+from features.wire import BytesLike
 from storage.tfrecord import parse_records, record_offsets
 
 _MAX_OFFSET = (1 << 31) - 1
+_CELL_BYTES = 16  # where a value of variable size begins, and its size
 
 
 class RecordDecoder:
@@ -39,6 +41,7 @@ class RecordDecoder:
             if kind >= INT_LIST or kind == BYTES or (kind == TENSOR and field.nullable)
         ]
         self._variable = {number: row for row, number in enumerate(apart)}
+        self._rows_at_once = rows_at_once(_CELL_BYTES * len(apart) + len(self._layout.fields))
 
     def decode(
         self, buffer: BytesLike | NDArray[np.uint8], *, file: str, first_record: int = 0, base_offset: int = 0
@@ -50,7 +53,8 @@ class RecordDecoder:
         """
         data = np.frombuffer(buffer, dtype=np.uint8)
         place: dict[str, Any] = {"file": file, "first_record": first_record, "base_offset": base_offset}
-        found = self._fast(data, record_offsets(data, **place, check_data=False))
+        offsets = record_offsets(data, **place, check_data=False)
+        found = in_runs(offsets, self._rows_at_once, lambda some: self._fast(data, some))
         if found is not None:
             return found
         return decode_batch(self._schema, parse_records(data.data, **place)).select(self._arrow.names)
@@ -75,22 +79,7 @@ class RecordDecoder:
                 values[number] = np.empty(rows * size, dtype=np.uint8)
                 outs[number, kernel.VALUES] = values[number].ctypes.data
         starts, sizes = np.zeros((2, max(len(self._variable), 1), rows), dtype=np.int64)
-        good = kernel.decode(
-            layout.kinds,
-            layout.tags,
-            layout.widths,
-            layout.heads.ctypes.data,
-            layout.head_sizes,
-            layout.names.ctypes.data,
-            layout.name_sizes,
-            layout.heads.shape[2],
-            data.ctypes.data,
-            offsets,
-            outs,
-            starts,
-            sizes,
-        )
-        if not good:
+        if not kernel.decode(*layout.arguments, data.ctypes.data, offsets, outs, starts, sizes):
             return None
         columns = []
         for name in self._arrow.names:
@@ -116,7 +105,8 @@ class RecordDecoder:
                 return None
             ends = np.arange(rows + 1, dtype=np.int32) * np.int32(width)
             return array_of(field.arrow_type, rows, None, ends, values)
-        return array_of(field.arrow_type, rows, valid, bits_of(values) if kind == BOOL else values)
+        column = array_of(field.record_type, rows, valid, bits_of(values) if kind == BOOL else values)
+        return of_type(column, field.arrow_type)
 
     def _variable_column(
         self,
@@ -143,7 +133,7 @@ class RecordDecoder:
             data = np.empty(total, dtype=np.uint8)
             kernel.gather(starts, sizes, offsets, data.ctypes.data)
             return checked_text(array_of(field.arrow_type, rows, valid, offsets, data))
-        width, item = int(self._layout.widths[number]), field.arrow_type.value_type
+        width, item = int(self._layout.widths[number]), field.record_type.value_type
         if kind in (INT_LIST, BOOL_LIST, FIXED_LIST):
             data = np.empty(total * {INT_LIST: 8, BOOL_LIST: 1}.get(kind, width), dtype=np.uint8)
             if not kernel.list_values(kind, width, starts, sizes, data.ctypes.data):
@@ -160,4 +150,5 @@ class RecordDecoder:
             if items is None:
                 return None
         lists = [None, pa.py_buffer(offsets)]
-        return pa.Array.from_buffers(field.arrow_type, rows, lists, null_count=0, children=[items])
+        children = [of_type(items, field.arrow_type.value_type)]
+        return pa.Array.from_buffers(field.arrow_type, rows, lists, null_count=0, children=children)

@@ -43,20 +43,7 @@ class RecordEncoder:
         total = int(offsets[-1])
         if len(self._buffer) < total + kernel.SPILL_BYTES:
             self._buffer = np.empty(total + total // 8 + kernel.SPILL_BYTES, dtype=np.uint8)
-        exact = kernel.encode(
-            layout.kinds,
-            layout.tags,
-            layout.widths,
-            layout.heads.ctypes.data,
-            layout.head_sizes,
-            layout.names.ctypes.data,
-            layout.name_sizes,
-            layout.heads.shape[2],
-            places,
-            entries,
-            offsets,
-            self._buffer.ctypes.data,
-        )
+        exact = kernel.encode(*layout.arguments, places, entries, offsets, self._buffer.ctypes.data)
         del owners
         assert exact, "sizes and bytes of a batch disagree"
         return self._buffer[:total], offsets

@@ -6,6 +6,7 @@ Our own shards hold exactly their schema's features in one form (features/codec/
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,15 +14,17 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from features.codec import foreign_plain
-from features.codec.arrays import array_of, bits_of, checked_text
+from features.codec.arrays import array_of, bits_of, checked_text, in_runs, of_type, rows_at_once
 from features.codec.foreign_plain import infer_schema
-from features.example import BytesLike, tensor_bytes
+from features.column_checks import tensor_bytes
 from features.schema import Field
+from features.wire import BytesLike
 from storage.tfrecord import FOOTER_BYTES, HEADER_BYTES
 
 __all__ = ["decode_foreign", "decode_foreign_frames", "infer_schema"]
 
 _MAX_OFFSET = (1 << 31) - 1
+_CELL_BYTES = 16  # where a feature's list begins and ends in a record
 _Places = NDArray[np.int64]
 
 
@@ -46,12 +49,18 @@ def decode_foreign_frames(
 ) -> pa.RecordBatch:
     """The same for framed records whose checksums are known to be right: `offsets` (n + 1,) from record_offsets."""
     asked = tuple(fields)
-    starts, ends = offsets[:-1] + HEADER_BYTES, offsets[1:] - FOOTER_BYTES
-    found = _fast(asked, data, starts, ends)
-    if found is not None:
-        return found
-    records = [data[start:end].tobytes() for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
-    return foreign_plain.decode_foreign(asked, records)
+
+    def read(some: _Places) -> pa.RecordBatch | None:
+        return _fast(asked, data, some[:-1] + HEADER_BYTES, some[1:] - FOOTER_BYTES)
+
+    found = in_runs(offsets, rows_at_once(_CELL_BYTES * len(asked)), read)
+    return foreign_plain.decode_foreign(asked, records_between(data, offsets)) if found is None else found
+
+
+def records_between(data: NDArray[np.uint8], offsets: NDArray[np.int64]) -> list[bytes]:
+    """The records that lie framed between `offsets` (n + 1,)."""
+    view = data.data
+    return [bytes(view[start + HEADER_BYTES : end - FOOTER_BYTES]) for start, end in pairwise(offsets.tolist())]
 
 
 def _fast(asked: tuple[Field, ...], data: NDArray[np.uint8], starts: _Places, ends: _Places) -> pa.RecordBatch | None:
@@ -89,10 +98,11 @@ def _column(field: Field, kind: int, places: _Places) -> pa.Array | None:
     if kind == kernel.FLOATS:
         values = np.empty(total, dtype=np.float32)
     kernel.values(kind, places, counts, values.ctypes.data)
-    item = field.arrow_type.value_type if field.is_list else field.arrow_type
+    item = field.record_type.value_type if field.is_list else field.record_type
     items = _bytes(field, item, values) if kind == kernel.BYTES else _numbers(field, item, values)
     if items is None or total > _MAX_OFFSET:
         return None
+    items = of_type(items, field.arrow_type.value_type if field.is_list else field.arrow_type)
     if field.is_list:
         offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         return pa.Array.from_buffers(

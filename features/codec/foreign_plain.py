@@ -12,16 +12,16 @@ from typing import Any
 
 import pyarrow as pa
 
-from features.example import BytesLike, tensor_bytes
+from features.column_checks import tensor_bytes
 from features.schema import Field
+from features.wire import MASK, VARINT_MAX_BYTES, BytesLike
 from storage.errors import DataError
 
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _BYTES, _FLOAT, _INT64 = 1, 2, 3  # the numbers of Feature's lists
 _LIST_NAMES = {_BYTES: "bytes_list", _FLOAT: "float_list", _INT64: "int64_list"}
+_EIGHT_BYTES = {"float64": "<d", "uint64": "<Q"}
 _LIST_OF = {"int64": _INT64, "bool": _INT64, "float32": _FLOAT}
-_MASK = (1 << 64) - 1
-_VARINT_MAX_BYTES = 10
 
 _Feature = tuple[int, list[Any]]  # the list's number and its values
 _Lists = tuple[int, list[tuple[int, int]]]  # the same, with where the values begin and end
@@ -114,10 +114,10 @@ def _converted(field: Field, value: Any, number: int) -> Any:
             return value.decode()
         except UnicodeDecodeError:
             raise _bad(number, field.name, f"{value[:40]!r}", "UTF-8; declare the field as bytes") from None
-    elif field.dtype == "float64":
+    elif field.dtype in _EIGHT_BYTES:
         if len(value) != 8:
-            raise _bad(number, field.name, f"{len(value)} bytes", "8 little-endian bytes for float64")
-        return struct.unpack("<d", value)[0]
+            raise _bad(number, field.name, f"{len(value)} bytes", f"8 little-endian bytes for {field.dtype}")
+        return struct.unpack(_EIGHT_BYTES[field.dtype], value)[0]
     elif field.dtype == "bool":
         if value not in (0, 1):
             raise _bad(number, field.name, str(value), "0 or 1 for bool")
@@ -199,11 +199,11 @@ def message_fields(data: BytesLike, start: int, end: int) -> Iterator[tuple[int,
 
 def _varint(data: BytesLike, at: int, end: int) -> tuple[int, int]:
     value = 0
-    for index in range(min(_VARINT_MAX_BYTES, end - at)):
+    for index in range(min(VARINT_MAX_BYTES, end - at)):
         byte = data[at + index]
         value |= (byte & 127) << (7 * index)
         if byte < 128:
-            return value & _MASK, at + index + 1
+            return value & MASK, at + index + 1
     raise IndexError("a varint without an end")
 
 

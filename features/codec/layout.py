@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from features.example import tensor_bytes
+from features.column_checks import tensor_bytes
 from features.schema import Field, Schema
+from features.wire import VARINT_MAX_BYTES, list_tag, map_key, varint
 
 # How the values of a field lie. A field's bytes in a tf.Example are described in features/example.py.
 INT, BOOL, FIXED, BYTES, TENSOR, INT_LIST, BOOL_LIST, FIXED_LIST, BYTES_LIST = range(9)
-VARINT_MAX_BYTES = 10
-BYTES_TAG, FLOAT_TAG, INT_TAG = 0x0A, 0x12, 0x1A
 _WORD = 8  # kernels copy and compare heads in words: each has so many bytes to spare
 _KINDS = {"int64": (INT, INT_LIST), "bool": (BOOL, BOOL_LIST), "float32": (FIXED, FIXED_LIST)}
 _KINDS |= {"float64": (FIXED, FIXED_LIST), "uint64": (FIXED, FIXED_LIST)}
-_TAGS = {"int64": INT_TAG, "bool": INT_TAG, "float32": FLOAT_TAG}
 
 
 @dataclass(frozen=True)
@@ -41,14 +40,23 @@ class Layout:
     names: NDArray[np.uint8]
     name_sizes: NDArray[np.int64]
 
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """What a kernel is told of all fields, heads and names by their addresses: keep the layout while it runs."""
+        heads, names = self.heads.ctypes.data, self.names.ctypes.data
+        return (self.kinds, self.tags, self.widths, heads, self.head_sizes, names, self.name_sizes, self.heads.shape[2])
+
     @classmethod
     def of(cls, schema: Schema) -> Layout:
         """The layout of a schema's Examples."""
         fields = schema.in_byte_order
-        kinds, tags = [kind_of(field) for field in fields], [tag_of(field) for field in fields]
+        kinds, tags = (
+            [kind_of(field) for field in fields],
+            [list_tag(field) for field in fields],
+        )
         widths = [_width(field, kind) for field, kind in zip(fields, kinds, strict=True)]
         heads = [_heads(*each) for each in zip(fields, kinds, tags, widths, strict=True)]
-        names = [_name(field) for field in fields]
+        names = [map_key(field.name) for field in fields]
         stride = max(len(part) for row in (*heads, names) for part in row) // _WORD * _WORD + 2 * _WORD
         return cls(
             fields=fields,
@@ -67,11 +75,6 @@ def kind_of(field: Field) -> int:
     if field.is_tensor:
         return TENSOR
     return _KINDS.get(field.dtype, (BYTES, BYTES_LIST))[field.is_list]
-
-
-def tag_of(field: Field) -> int:
-    """The tag of the list that holds a field's values."""
-    return BYTES_TAG if field.is_tensor else _TAGS.get(field.dtype, BYTES_TAG)
 
 
 def _width(field: Field, kind: int) -> int:
@@ -101,26 +104,11 @@ def _head(field: Field, tag: int, size: int) -> bytes:
 
 def _entry(field: Field, feature: bytes, missing: int) -> bytes:
     """An entry from its Feature message, of which `missing` bytes are to come."""
-    name, size = _name(field), len(feature) + missing
+    name, size = map_key(field.name), len(feature) + missing
     body = name + varint(size) + feature
     return b"\x0a" + varint(len(body) + missing) + body
-
-
-def _name(field: Field) -> bytes:
-    name = field.name.encode()
-    return b"\x0a" + varint(len(name)) + name + b"\x12"
 
 
 def _padded(rows: list[bytes], stride: int) -> NDArray[np.uint8]:
     """(len(rows), stride) uint8, each row from its beginning."""
     return np.frombuffer(b"".join(row.ljust(stride, b"\0") for row in rows), dtype=np.uint8).reshape(-1, stride)
-
-
-def varint(value: int) -> bytes:
-    """A base-128 varint; `value` is not negative."""
-    out = bytearray()
-    while value > 127:
-        out.append(value & 127 | 128)
-        value >>= 7
-    out.append(value)
-    return bytes(out)

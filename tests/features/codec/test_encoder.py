@@ -30,6 +30,7 @@ VALUES: dict[str, Any] = {
     "bool": st.booleans(),
     "float32": st.sampled_from([0.0, -0.0, math.nan, math.inf]) | st.floats(width=32),
     "float64": FLOATS,
+    "uint64": st.sampled_from([0, 2**63 - 1, 2**63, 2**64 - 1]) | st.integers(0, 2**64 - 1),
     "string": TEXT,
     "bytes": BLOBS,
 }
@@ -67,7 +68,9 @@ def tables(draw: st.DrawFn) -> tuple[Schema, pa.RecordBatch]:
         values = st.none() | values if field.nullable else values
         fields.append(field)
         columns[name] = pa.array(draw(st.lists(values, min_size=rows, max_size=rows)), field.arrow_type)
-        if draw(st.booleans()) and not field.is_list:
+        if dtype == "uint64" and draw(st.booleans()):  # as numbers, where a table of Spark has decimals
+            columns[name] = columns[name].cast(field.record_type)
+        elif draw(st.booleans()) and not field.is_list:
             columns[name] = columns[name].cast(WIDER.get(field.arrow_type, field.arrow_type))
         elif field.is_list and draw(st.booleans()):
             item = field.arrow_type.value_type
