@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from io import BufferedReader
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 from storage.deadline import call_with_deadline
 from storage.errors import (
@@ -18,9 +17,9 @@ from storage.errors import (
     StorageTimeoutError,
 )
 from storage.hdfs_errors import translate
-from storage.hdfs_streams import READ_BUFFER_BYTES, HdfsRaw, HdfsWriter
-from storage.interface import Blocks, FileStat, FileSystem, HdfsBlock, Listing, Promises, Writer
-from storage.local import check_range, short_file
+from storage.hdfs_streams import HdfsRaw, HdfsWriter
+from storage.interface import Blocks, FileStat, HdfsBlock, Listing, Promises, Writer
+from storage.remote import RemoteFileSystem
 from storage.retry import with_retries
 from storage.settings import seconds
 from storage.urls import join, split_url
@@ -28,10 +27,9 @@ from storage.urls import join, split_url
 T = TypeVar("T")
 
 _DISCARD_S = 5.0
-PIECE_BYTES = 1 << 23  # one call's worth of data: small enough to come well within a deadline at 1 MB/s
 
 
-class HdfsFileSystem(FileSystem):
+class HdfsFileSystem(RemoteFileSystem):
     """One HDFS, by authority ("host:port", a name service, or "" for fs.defaultFS) and settings.
 
     Each call ends: `lockstep.storage.call-deadline-s` an attempt for the NameNode, `...data-deadline-s` for data,
@@ -50,18 +48,8 @@ class HdfsFileSystem(FileSystem):
         self._lock = threading.Lock()
         self._raw: Any = None
 
-    def open_read(self, url: str) -> BinaryIO:
-        return BufferedReader(HdfsRaw(self, url, self._file(url).size_bytes), READ_BUFFER_BYTES)
-
-    def read_range(self, url: str, offset: int, length: int) -> bytes:
-        check_range(url, offset, length)
-        with HdfsRaw(self, url, offset + length) as raw:
-            pieces = []
-            for start in range(offset, offset + length, PIECE_BYTES):
-                pieces.append(raw.read_at(start, min(PIECE_BYTES, offset + length - start)))
-            if not length and offset > (size := self._file(url).size_bytes):
-                raise short_file(url, offset, 0, size)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    def raw(self, url: str, size: int, begin: int = 0) -> HdfsRaw:
+        return HdfsRaw(self, url, size)
 
     def create(self, url: str, *, exclusive: bool = True) -> Writer:
         from hdfs_native import WriteOptions
@@ -115,6 +103,10 @@ class HdfsFileSystem(FileSystem):
     def stat(self, url: str) -> FileStat:
         path = _path(url)
         return _stat(url, self.call(lambda raw: raw.get_file_info(path), "stat", url))
+
+    def stat_once(self, url: str, deadline_s: float) -> FileStat:
+        path = _path(url)
+        return _stat(url, self.once(lambda raw: raw.get_file_info(path), "stat", url, deadline_s))
 
     def mkdirs(self, url: str, *, mode: int = 0o755) -> None:
         path = _path(url)
@@ -196,48 +188,15 @@ class HdfsFileSystem(FileSystem):
             if clients and self._raw is clients[0]:
                 self._raw = None
 
-    def _file(self, url: str) -> FileStat:
-        status = self.stat(url)
-        if status.is_dir:
-            raise NotFoundError(f"cannot read {url}", got="a directory", allowed="a file", next_step="Check the path.")
-        return status
-
     def _rename(self, src: str, dst: str, *, overwrite: bool) -> None:
         source, target = _path(src), _path(dst)
-        before = self.stat(src)
-        if overwrite and before.is_dir:
-            raise StorageError(
-                f"{src} cannot replace {dst}", got="a directory", allowed="a file", next_step="Use rename_new."
-            )
-        attempts = 0
 
-        def attempt(left_s: float) -> None:
-            nonlocal attempts
-            attempts += 1
-            limit = min(left_s, self.call_deadline_s)
-            try:
-                self.once(lambda raw: raw.rename(source, target, overwrite), "rename", f"{src} to {dst}", limit)
-            except (NotFoundError, ExistsError):
-                # An attempt without an answer may have happened, now or while this one was on its way.
-                if attempts == 1 or not self._moved(before, src, dst, limit):
-                    raise
+        def rename(limit_s: float) -> None:
+            self.once(lambda raw: raw.rename(source, target, overwrite), "rename", f"{src} to {dst}", limit_s)
 
-        with_retries(attempt, what=f"`rename {src} to {dst}`", whom=self.whom, give_up_s=self.give_up_s)
-
-    def _moved(self, before: FileStat, src: str, dst: str, limit_s: float) -> bool:
-        """Whether `src` is gone and what lies at `dst` is it; sources bear a nonce, so nobody else moved them."""
-
-        def look(url: str) -> FileStat | None:
-            path = _path(url)
-            try:
-                return _stat(url, self.once(lambda raw: raw.get_file_info(path), "stat", url, limit_s))
-            except NotFoundError:
-                return None
-
-        there = look(dst)
-        if look(src) is not None or there is None or there.is_dir != before.is_dir:
-            return False
-        return before.is_dir or (there.size_bytes, there.mtime_ms) == (before.size_bytes, before.mtime_ms)
+        self.rename_settled(
+            src, dst, replace=overwrite, rename=rename, earlier_may_have_happened=lambda attempt: attempt > 1
+        )
 
 
 class _Unsettled(Exception):

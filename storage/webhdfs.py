@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from io import BufferedReader
-from typing import Any, BinaryIO
+from typing import Any
 
 from storage.errors import (
-    ExistsError,
     LockstepError,
     NotFoundError,
     RetryableStorageError,
     StorageError,
     StorageTimeoutError,
 )
-from storage.interface import Blocks, FileStat, FileSystem, HdfsBlock, Listing, Promises, StoredChecksum, Writer
-from storage.local import check_range, short_file
+from storage.interface import Blocks, FileStat, HdfsBlock, Listing, Promises, StoredChecksum, Writer
+from storage.remote import RemoteFileSystem
 from storage.retry import with_retries
 from storage.urls import join
 from storage.webhdfs_address import path_of
 from storage.webhdfs_calls import WebHdfsCalls
 from storage.webhdfs_client import Sent, checked, location
 from storage.webhdfs_errors import LostAnswerError
-from storage.webhdfs_read import READ_BUFFER_BYTES, WebHdfsRaw
+from storage.webhdfs_read import WebHdfsRaw
 from storage.webhdfs_write import WebHdfsWriter
 
 _DISCARD_S = 5.0
-_PIECE_BYTES = 1 << 23
 
 
-class WebHdfsFileSystem(FileSystem):
+class WebHdfsFileSystem(RemoteFileSystem):
     """One HDFS over HTTP, by authority ("host:port", "host:port,host:port" or a name service) and settings.
 
     `token` is a delegation token; without one the server is told `user`. Deadlines are those of hdfs://
@@ -40,19 +37,11 @@ class WebHdfsFileSystem(FileSystem):
 
     def __init__(self, authority: str, settings: Mapping[str, str], *, user: str, token: str | None) -> None:
         self.calls = WebHdfsCalls(authority, settings, user=user, token=token)
+        self.whom, self.give_up_s = self.calls.whom, self.calls.give_up_s
+        self.call_deadline_s, self.data_deadline_s = self.calls.call_deadline_s, self.calls.data_deadline_s
 
-    def open_read(self, url: str) -> BinaryIO:
-        return BufferedReader(WebHdfsRaw(self, url, self._file(url).size_bytes), READ_BUFFER_BYTES)
-
-    def read_range(self, url: str, offset: int, length: int) -> bytes:
-        check_range(url, offset, length)
-        with WebHdfsRaw(self, url, offset + length, begin=offset) as raw:
-            pieces = []
-            for start in range(offset, offset + length, _PIECE_BYTES):
-                pieces.append(raw.read_at(start, min(_PIECE_BYTES, offset + length - start)))
-            if not length and offset > (size := self._file(url).size_bytes):
-                raise short_file(url, offset, 0, size)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    def raw(self, url: str, size: int, begin: int = 0) -> WebHdfsRaw:
+        return WebHdfsRaw(self, url, size, begin)
 
     def create(self, url: str, *, exclusive: bool = True) -> Writer:
         path = path_of(url)
@@ -60,7 +49,7 @@ class WebHdfsFileSystem(FileSystem):
 
         def attempt(left_s: float) -> None:
             nonlocal lost
-            limit = min(left_s, self.calls.call_deadline_s)
+            limit = min(left_s, self.call_deadline_s)
             if lost:
                 # A create without an answer may still happen, so only a new name is safe, and only the caller can
                 # choose one; it is told so as soon as the NameNode answers again.
@@ -71,13 +60,13 @@ class WebHdfsFileSystem(FileSystem):
                 lambda client: location(client._create(path, overwrite=overwrite)), "create", url, limit
             )
             try:
-                self.calls.send("PUT", where, b"", "create", url, min(left_s, self.calls.data_deadline_s))
+                self.calls.send("PUT", where, b"", "create", url, min(left_s, self.data_deadline_s))
             except (LostAnswerError, StorageTimeoutError):
                 lost = True
                 raise
 
         try:
-            with_retries(attempt, what=f"`create {url}`", whom=self.calls.whom, give_up_s=self.calls.give_up_s)
+            with_retries(attempt, what=f"`create {url}`", whom=self.whom, give_up_s=self.give_up_s)
         except _Unsettled:
             raise RetryableStorageError(
                 f"cannot create {url}: it was not answered and may still happen",
@@ -102,12 +91,15 @@ class WebHdfsFileSystem(FileSystem):
                 raise StorageError(
                     f"cannot list {url}", got="a file", allowed="a directory", next_step="Check the path."
                 )
-            return [_stat(join(url, item["pathSuffix"]), item) for item in found]
+            return [_stat(join(url, _name(item["pathSuffix"])), item) for item in found]
 
         return sorted(self.calls.call(ask, "list", url), key=lambda entry: entry.name)
 
     def stat(self, url: str) -> FileStat:
         return self.calls.call(lambda client: _ask_stat(client, url), "stat", url)
+
+    def stat_once(self, url: str, deadline_s: float) -> FileStat:
+        return self.calls.once(lambda client: _ask_stat(client, url), "stat", url, deadline_s)
 
     def mkdirs(self, url: str, *, mode: int = 0o755) -> None:
         path, permission = path_of(url), f"{mode:o}"
@@ -160,56 +152,25 @@ class WebHdfsFileSystem(FileSystem):
                 f"cannot write {url}: the file was taken away from its writer", got=error.got
             ) from None
 
-    def _file(self, url: str) -> FileStat:
-        status = self.stat(url)
-        if status.is_dir:
-            raise NotFoundError(f"cannot read {url}", got="a directory", allowed="a file", next_step="Check the path.")
-        return status
-
     def _rename(self, src: str, dst: str, options: str) -> None:
-        source, target = path_of(src), path_of(dst)
-        before = self.stat(src)
-        if options == "OVERWRITE" and before.is_dir:
-            raise StorageError(
-                f"{src} cannot replace {dst}", got="a directory", allowed="a file", next_step="Use rename_new."
-            )
-        sent = Sent()
+        source, target, sent = path_of(src), path_of(dst), Sent()
 
-        def attempt(left_s: float) -> None:
-            limit = min(left_s, self.calls.call_deadline_s)
-            try:
-                answer = self.calls.once(
-                    lambda client: sent.over(client)._rename(source, destination=target, renameoptions=options),
-                    "rename", f"{src} to {dst}", limit,
-                )  # fmt: skip
-            except (NotFoundError, ExistsError):
-                # A request without an answer may have happened, now or while this one was on its way.
-                if not len(sent) or not self._moved(before, src, dst, limit):
-                    raise
-                return
+        def rename(limit_s: float) -> None:
+            answer = self.calls.once(
+                lambda client: sent.over(client)._rename(source, destination=target, renameoptions=options),
+                "rename", f"{src} to {dst}", limit_s,
+            )  # fmt: skip
             if answer.content:  # the old rename's answer, which moves into a directory and tells what is wrong by false
                 raise StorageError(
-                    f"{self.calls.whom} does not know renames that refuse a taken name",
+                    f"{self.whom} does not know renames that refuse a taken name",
                     got="an answer to another kind of rename (HttpFS?)",
                     allowed="a NameNode of Hadoop 2.6 or later",
                     next_step=f"Look where {src} is now, and use the NameNode's own address.",
                 )
 
-        with_retries(attempt, what=f"`rename {src} to {dst}`", whom=self.calls.whom, give_up_s=self.calls.give_up_s)
-
-    def _moved(self, before: FileStat, src: str, dst: str, limit_s: float) -> bool:
-        """Whether `src` is gone and what lies at `dst` is it; sources bear a nonce, so nobody else moved them."""
-
-        def look(url: str) -> FileStat | None:
-            try:
-                return self.calls.once(lambda client: _ask_stat(client, url), "stat", url, limit_s)
-            except NotFoundError:
-                return None
-
-        there = look(dst)
-        if look(src) is not None or there is None or there.is_dir != before.is_dir:
-            return False
-        return before.is_dir or (there.size_bytes, there.mtime_ms) == (before.size_bytes, before.mtime_ms)
+        self.rename_settled(
+            src, dst, replace=options == "OVERWRITE", rename=rename, earlier_may_have_happened=lambda _: len(sent) > 0
+        )
 
 
 class _Unsettled(Exception):
@@ -228,4 +189,13 @@ def _stat(url: str, status: Mapping[str, Any]) -> FileStat:
     is_dir = status["type"] == "DIRECTORY"
     name = path_of(url).rpartition("/")[2]
     special = status["type"] not in ("DIRECTORY", "FILE")
-    return FileStat(url, name, is_dir, 0 if is_dir else int(status["length"]), int(status["modificationTime"]), special)
+    length = 0 if is_dir else int(status["length"])
+    if length < 0:
+        raise ValueError(f"{length} as the length of a file")
+    return FileStat(url, name, is_dir, length, int(status["modificationTime"]), special)
+
+
+def _name(told: str) -> str:
+    if "/" in told:
+        raise ValueError(f"{told!r} as a name in a directory")
+    return told

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import requests
 from hdfs.client import InsecureClient, TokenClient, _Request
@@ -12,6 +14,7 @@ from requests.adapters import HTTPAdapter
 from urllib3.exceptions import ConnectTimeoutError, NewConnectionError
 
 CONNECTIONS = 32  # kept open for each host; more threads than that only lose the reuse
+_MAX_FAULT_BYTES = 1 << 16  # Java's stack among them
 
 
 class RefusedError(Exception):
@@ -58,6 +61,10 @@ class _Exact:
         sent = self._sent
         if sent is not None:
             sent.leaves(url)
+        # Only the requests that ask where data lies say so themselves. A redirect of any other (to a login page, to a
+        # stranger) would turn a PUT into a GET of something else, whose success tells nothing.
+        asks_where = "allow_redirects" in kwargs
+        kwargs["allow_redirects"] = False
         try:
             # the package has no types, so mypy sees no such method above a mixin
             answer = super()._request(method, url, **kwargs)  # type: ignore[misc]
@@ -66,8 +73,13 @@ class _Exact:
             if sent is not None and isinstance(reason, (NewConnectionError, ConnectTimeoutError)):
                 sent.refused()
             raise
-        if sent is not None and not answer.ok:
+        elsewhere = not asks_where and 300 <= answer.status_code < 400
+        if sent is not None and (elsewhere or not answer.ok):
             sent.refused()
+        if elsewhere:
+            answer.close()
+            host = urlsplit(answer.headers.get("location", "")).netloc or "nowhere"
+            raise RefusedError("", f"a redirect to {host}", answer.status_code)
         return answer
 
     def resolve(self, hdfs_path: str) -> str:
@@ -92,6 +104,7 @@ def make_client(addresses: Sequence[str], *, user: str, token: str | None, conne
     session = requests.Session()
     # Proxies and passwords of the environment (HTTP_PROXY, .netrc) are meant for the web, not for the cluster.
     session.trust_env = False
+    session.headers["Accept-Encoding"] = "identity"  # what a proxy packs would be taken for the file's own bytes
     session.mount("http://", HTTPAdapter(pool_connections=CONNECTIONS, pool_maxsize=CONNECTIONS))
     kind = {"session": session, "timeout": (connect_s, read_s)}
     if token is not None:
@@ -110,11 +123,13 @@ def location(answer: Any) -> str:
 
 def checked(answer: Any) -> Any:
     """The answer of a DataNode if it is a success. Raises RefusedError."""
-    if answer.ok:
+    if 200 <= answer.status_code < 300:
         return answer
+    body = next(answer.iter_content(_MAX_FAULT_BYTES), b"")
+    answer.close()  # a stranger may go on sending
     try:
-        told = answer.json()["RemoteException"]
+        told = json.loads(body)["RemoteException"]
         java, text = str(told["exception"]), str(told["message"])
     except (ValueError, KeyError, TypeError):
-        java, text = "", answer.text[:500]
+        java, text = "", body[:500].decode(errors="replace")
     raise RefusedError(java, text, answer.status_code)

@@ -2,74 +2,36 @@
 
 from __future__ import annotations
 
-import io
 import threading
 from typing import TYPE_CHECKING, Any
 
 from storage.errors import StorageError
 from storage.local import short_file
+from storage.remote_streams import RemoteRaw
 from storage.webhdfs_address import path_of
-from storage.webhdfs_client import checked, location
+from storage.webhdfs_client import RefusedError, checked, location
 
 if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
-
     from storage.webhdfs import WebHdfsFileSystem
 
-READ_BUFFER_BYTES = 1 << 22
 
-
-class WebHdfsRaw(io.RawIOBase):
-    """A file as `io.BufferedReader` wants it; `size` is the length that must be readable.
+class WebHdfsRaw(RemoteRaw):
+    """A file to be read.
 
     Where a read begins at the end of the one before, the rest of the file is asked for once and read on from; other
     reads ask for just their bytes. A stream that breaks (a dead DataNode) is opened anew at the place it came to.
     """
 
     def __init__(self, fs: WebHdfsFileSystem, url: str, size: int, begin: int = 0) -> None:
-        super().__init__()
-        self._fs, self._url, self._size = fs, url, size
+        super().__init__(url, size)
+        self._fs = fs
         # An attempt that was given up still runs: it has the stream that it took, and may not keep one any more.
         self._lock = threading.Lock()
         self._attempt = 0
         self._kept: tuple[Any, int] | None = None  # a stream and the place it came to
         self._last_end = begin  # a file is most often read from its start to its end
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        if base + offset < 0:
-            raise ValueError(f"seek to {base + offset} in {self._url}")
-        self._position = base + offset
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def readinto(self, buffer: WriteableBuffer) -> int:
-        view = memoryview(buffer).cast("B")
-        length = max(0, min(len(view), self._size - self._position, 2 * READ_BUFFER_BYTES))
-        if length:
-            view[:length] = self.read_at(self._position, length)
-        self._position += length
-        return length
-
-    def readall(self) -> bytes:
-        # What RawIOBase does for `read()` of a buffered reader is to ask for 8 KiB at a time.
-        pieces = []
-        while self._position < self._size:
-            pieces.append(self.read_at(self._position, min(self._size - self._position, 2 * READ_BUFFER_BYTES)))
-            self._position += len(pieces[-1])
-        return b"".join(pieces)
 
     def read_at(self, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes from `offset`. Raises CorruptionError where the file has fewer."""
         try:
             data = self._fs.calls.call_data(lambda client: self._read(client, offset, length), "read", self._url)
         except StorageError:
@@ -114,9 +76,18 @@ class WebHdfsRaw(io.RawIOBase):
 
 
 def open_at(client: Any, url: str, offset: int, length: int) -> Any:
-    """The answer whose raw body is `length` bytes of the file from `offset`, or fewer where it ends before."""
+    """The answer whose raw body is `length` bytes of the file from `offset`, or fewer where it ends before.
+
+    Raises RefusedError for a body that cannot be that: a longer one, or a packed one.
+    """
     where = location(client._locate_open(path_of(url), offset=offset, length=length))
-    return checked(client._request("GET", url=where, stream=True))
+    answer = checked(client._request("GET", url=where, stream=True))
+    told = answer.headers.get("Content-Length", "0")
+    packed = answer.headers.get("Content-Encoding", "identity")
+    if packed != "identity" or not told.isdecimal() or int(told) > length:
+        answer.close()
+        raise RefusedError("", f"{told} bytes ({packed}) for {length} that were asked for", answer.status_code)
+    return answer
 
 
 def _exactly(stream: Any, length: int) -> bytes:

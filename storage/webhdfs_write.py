@@ -6,99 +6,48 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from storage.errors import LockstepError, RetryableStorageError, StorageError, StorageTimeoutError
-from storage.interface import Writer
+from storage.errors import LockstepError, RetryableStorageError, StorageTimeoutError
+from storage.remote_streams import RemoteWriter
 
 if TYPE_CHECKING:
     from storage.webhdfs import WebHdfsFileSystem
 
-WRITE_PIECE_BYTES = 1 << 20
 PIECES_UNDER_WAY = 4
 
 
-class WebHdfsWriter(Writer):
-    """Appends to a file that `create` has made empty; after a failure nothing can be written: abort, and write anew.
+class WebHdfsWriter(RemoteWriter):
+    """Appends to a file that `create` has made empty.
 
     A connection that breaks leaves a closed, shorter file on HDFS, so `close` compares the length, and what matters
     is written under a temporary name. `sync` ends the request: the bytes are with the DataNodes, not on their disks.
     """
 
+    piece_bytes = 1 << 20
+
     def __init__(self, fs: WebHdfsFileSystem, url: str) -> None:
-        self._fs, self._url = fs, url
+        super().__init__(fs, url)
+        self._fs = fs
         self._request: _Append | None = None
-        self._pending: list[bytes] = []
-        self._pending_bytes = 0
-        self._written = 0
-        self._open = True
 
-    def write(self, data: bytes | bytearray | memoryview) -> int:
-        if not self._open:
-            raise StorageError(
-                f"{self._url} is closed", got="a write", allowed="an open file", next_step="Create it anew."
-            )
-        # The caller may reuse a bytearray after write() has returned, so anything mutable is copied.
-        piece = data if isinstance(data, bytes) else bytes(data)
-        self._pending.append(piece)
-        self._pending_bytes += len(piece)
-        if self._pending_bytes >= WRITE_PIECE_BYTES:
-            self._flush()
-        return len(piece)
+    def _send(self, piece: bytes) -> None:
+        while self._request is None or not self._request.put(piece, self._fs.data_deadline_s):
+            self._sync()
+            self._request = _Append(self._fs, self._url)
 
-    def sync(self) -> None:
-        self._flush()
-        self._finish()
-
-    def _finish(self) -> None:
+    def _sync(self) -> None:
         request, self._request = self._request, None
         if request is not None:
-            self._guarded(lambda: request.finish(self._fs.calls.data_deadline_s))
+            request.finish(self._fs.data_deadline_s)
 
-    def close(self) -> None:
-        if not self._open:
-            return
-        self.sync()
-        self._open = False
-        length = self._fs.stat(self._url).size_bytes
-        if length != self._written:
-            raise StorageError(
-                f"{self._url} has another length than what was written",
-                got=f"{length} bytes",
-                allowed=f"{self._written} bytes",
-                next_step="Find out who else writes there, then run again.",
-            )
+    def _end(self) -> None:
+        self._sync()
 
-    def abort(self) -> None:
-        self._open = False
-        self._pending.clear()
-        if self._request is not None:
-            self._request.cancel()
-            self._request = None
-        self._fs.discard(self._url)
-
-    def _flush(self) -> None:
-        data = b"".join(self._pending)
-        self._pending.clear()
-        self._pending_bytes = 0
-        if not data:
-            return
-        for start in range(0, len(data), WRITE_PIECE_BYTES):
-            piece = data[start : start + WRITE_PIECE_BYTES]
-            while self._request is None or not self._guarded(
-                partial(self._request.put, piece, self._fs.calls.data_deadline_s)
-            ):
-                self._finish()
-                self._request = self._guarded(lambda: _Append(self._fs, self._url))
-            self._written += len(piece)
-
-    def _guarded(self, step: Callable[[], Any]) -> Any:
-        try:
-            return step()
-        except LockstepError:
-            self._open = False
-            raise
+    def _drop(self) -> None:
+        request, self._request = self._request, None
+        if request is not None:
+            request.cancel()
 
 
 class _Append:
@@ -161,7 +110,7 @@ class _Append:
             f"cannot write {self._url}: its DataNode took nothing within {deadline_s:.3g} s",
             got="nothing",
             allowed="an answer",
-            next_step=f"Check that {self._fs.calls.whom} and its DataNodes are alive and not overloaded.",
+            next_step=f"Check that {self._fs.whom} and its DataNodes are alive and not overloaded.",
         )
 
     def _unanswered(self) -> RetryableStorageError:
@@ -175,7 +124,7 @@ class _Append:
     def _body(self) -> Iterator[bytes]:
         while True:
             with self._changed:
-                idle_s = self._fs.calls.data_deadline_s
+                idle_s = self._fs.data_deadline_s
                 if not self._changed.wait_for(lambda: self._pieces or self._ended or self._cancelled, idle_s):
                     self._ended = True
                 if self._cancelled:

@@ -24,7 +24,7 @@ from storage.settings import DEFAULTS
 from storage.webhdfs import WebHdfsFileSystem
 from storage.webhdfs_address import as_hdfs, as_webhdfs, http_addresses
 from storage.webhdfs_read import WebHdfsRaw, open_at
-from storage.webhdfs_write import WRITE_PIECE_BYTES, _Append
+from storage.webhdfs_write import WebHdfsWriter, _Append
 from tests.storage.fake_webhdfs import FakeWebHdfs, gone, refusing, serving, silent
 
 QUICK = DEFAULTS | {
@@ -224,12 +224,12 @@ def test_a_writer_that_nobody_ends_gives_its_connection_back(fake: FakeWebHdfs) 
     """And one that is only slow goes on with another request."""
     settings = QUICK | {"lockstep.storage.data-deadline-s": "0.3"}
     writer = WebHdfsFileSystem(fake.address, settings, user="me", token=None).create(url("a"))
-    writer.write(b"1" * WRITE_PIECE_BYTES)
+    writer.write(b"1" * WebHdfsWriter.piece_bytes)
     assert len(senders()) == 1
     wait_for_senders()
-    writer.write(b"2" * WRITE_PIECE_BYTES)
+    writer.write(b"2" * WebHdfsWriter.piece_bytes)
     writer.close()
-    assert fake.files["/a"] == b"1" * WRITE_PIECE_BYTES + b"2" * WRITE_PIECE_BYTES
+    assert fake.files["/a"] == b"1" * WebHdfsWriter.piece_bytes + b"2" * WebHdfsWriter.piece_bytes
     assert fake.count("APPEND data") == 2
     wait_for_senders()
 
