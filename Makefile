@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test check cluster cluster-stop venv airflow-venv jars clean
+.PHONY: help demo test check fuzz cluster cluster-stop venv airflow-venv jars clean
 
 PYTHON_VENV := .venv/bin/python
 # The JDK that setup.sh found, for Spark and Maven alike; read when a recipe runs, since setup.sh may just have installed it.
@@ -19,6 +19,10 @@ test: venv airflow-venv jars lint ## all checks and all tests, on a real HDFS an
 
 check: venv lint ## the fast loop: checks and the tests that start no process (under 3 minutes)
 	@$(WITH_JAVA) $(PYTHON_VENV) -m pytest -q -n 2 --dist loadscope --no-loadscope-reorder -m "not slow and not cluster"
+
+fuzz: venv ## fuzz each reader of foreign bytes for two minutes by atheris, under limits of time and memory
+	@[ -d .fuzz/packages ] || .venv/bin/python -m pip install -q --disable-pip-version-check --target .fuzz/packages -r requirements-fuzz.txt
+	@PYTHONPATH=.fuzz/packages $(PYTHON_VENV) -m tests.fuzz
 
 .PHONY: lint
 lint: venv ## ruff, mypy, import-linter

@@ -1,0 +1,86 @@
+"""Fuzz the targets by atheris, each in a process of its own with a limit to its time and memory.
+
+    make fuzz                       all targets, 120 seconds each
+    PYTHONPATH=.fuzz/packages .venv/bin/python -m tests.fuzz tars images --seconds 600
+
+What is learnt stays in .fuzz/corpus/TARGET and is gone on with; what crashes, hangs or takes too much memory is put
+into .fuzz/found/TARGET. After the repair such a file belongs into tests/fuzz/corpus/TARGET, which every test run reads.
+Exit code 1 where something was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+WORK = HERE.parents[1] / ".fuzz"
+ADDRESS_SPACE_BYTES = 8 << 30  # allocators of Arrow and Numba reserve far more than they use
+MEMORY_MIB, INPUT_LIMIT_S = 1024, 20
+INSTRUMENTED = ["storage", "features", "etl", "tests.fuzz"]
+# What Numba compiles must stay as it is written.
+COMPILED = ["storage.kernels", "features.area", "features.foreign_order", "features.hash_kernels", "features.codec"]
+
+
+def main() -> int:
+    """Run the targets one after another; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help="which (default: all)")
+    parser.add_argument("--seconds", type=int, default=120, metavar="S", help="for each target (default 120)")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        return fuzz(args.targets[0], args.seconds)
+    from tests.fuzz.targets import TARGETS
+
+    unknown = sorted(set(args.targets) - set(TARGETS))
+    if unknown:
+        parser.error(f"no such target: {', '.join(unknown)}; there are {', '.join(TARGETS)}")
+    found = []
+    for name in args.targets or TARGETS:
+        command = [sys.executable, "-m", "tests.fuzz", name, "--child", "--seconds", str(args.seconds)]
+        done = subprocess.run(
+            command, cwd=HERE.parents[1], capture_output=True, text=True, errors="replace", check=False
+        )
+        told = [line for line in done.stderr.splitlines() if line.startswith(("Done", "#"))]
+        print(f"{'found' if done.returncode else 'OK   '} {name}: {told[-1] if told else ''}", flush=True)
+        if done.returncode:
+            found.append(name)
+            print(done.stdout[-2000:], done.stderr[-3000:], sep="\n", flush=True)
+    return 1 if found else 0
+
+
+def fuzz(name: str, seconds: int) -> int:
+    """Fuzz one target in this process, which libFuzzer ends."""
+    try:
+        import atheris
+    except ImportError:
+        print("atheris is missing: `make fuzz` installs it into .fuzz", file=sys.stderr)
+        return 2
+    with atheris.instrument_imports(include=INSTRUMENTED, exclude=COMPILED):
+        from tests.fuzz.targets import TARGETS
+    target = TARGETS[name]
+    for seed in [b"", *target.seeds()]:
+        target.run(seed)  # compiles what is compiled, outside the time limit of an input
+    learnt, crashes = WORK / "corpus" / name, WORK / "found" / name
+    for folder in (learnt, crashes):
+        folder.mkdir(parents=True, exist_ok=True)
+    for number, seed in enumerate(target.seeds()):
+        (learnt / f"seed-{number}").write_bytes(seed)
+    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, ADDRESS_SPACE_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limits = [
+        f"-max_total_time={seconds}", f"-max_len={target.max_bytes}", f"-timeout={INPUT_LIMIT_S}",
+        f"-rss_limit_mb={MEMORY_MIB}", f"-artifact_prefix={crashes}/", "-print_final_stats=1",
+    ]  # fmt: skip
+    folders = [str(learnt), *(str(path) for path in [HERE / "corpus" / name] if path.is_dir())]
+    atheris.Setup([sys.argv[0], *limits, *folders], target.run)
+    atheris.Fuzz()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
