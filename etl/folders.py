@@ -23,7 +23,7 @@ from storage.errors import ConfigError, DataError, NotFoundError
 from storage.fs import absolute, basename, filesystem, join, split_url, walk
 
 MAX_FILES_A_PIECE = 2000
-_COLUMNS = (c.SPLIT, "class", "name", "place", "length", "sha256")
+_COLUMNS = (r.PACKED, c.SPLIT, "class", "name", "place", "length", "sha256")
 _EMPTY_SHA256 = hashlib.sha256(b"").hexdigest()
 
 
@@ -71,12 +71,12 @@ class FolderPiece(Piece):
             gather.bad(r.NO_CLASS, 0, data, place)
             return
         try:
-            image = intake.take(data)
+            image, packed = intake.hand_on(data)
         except ImageError as error:
             gather.bad(error.reason, 0, data, place)
             return
         digest = hashlib.sha256(data).hexdigest()
-        gather.record(image, known.split, known.label, known.name, place, size, digest)
+        gather.record(image, packed, known.split, known.label, known.name, place, size, digest)
 
 
 def plan(inputs: Sequence[str], *, split_bytes: int) -> ImagePlan:

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from etl import columns as c
+from etl.late_images import PACKED
 from etl.lines import RAW_BYTES
 
 RECORD, BAD, DROPPED = 0, 1, 2
@@ -35,6 +36,7 @@ OUTPUT = pa.schema(
         ("name", pa.string()),
         ("number", pa.int64()),
         ("image", pa.binary()),
+        (PACKED, pa.bool_()),
         ("label", pa.int64()),
         ("class", pa.string()),
         ("reason", pa.string()),
@@ -45,8 +47,8 @@ OUTPUT = pa.schema(
 )
 OUTPUT_DDL = (
     f"kind int, {c.SOURCE} int, {c.POSITION} bigint, place string, {c.OCCURRENCE} bigint, {c.SPLIT} string,"
-    " name string, number bigint, image binary, label bigint, class string, reason string, raw binary,"
-    " length bigint, sha256 string"
+    f" name string, number bigint, image binary, {PACKED} boolean, label bigint, class string, reason string,"
+    " raw binary, length bigint, sha256 string"
 )
 
 

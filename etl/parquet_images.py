@@ -21,7 +21,7 @@ from storage.errors import ConfigError, CorruptionError, DataError
 from storage.fs import absolute, filesystem
 from storage.parquet_footer import columns_can_be_told, read_footer
 
-_COLUMNS = (c.POSITION, "number", "label", "class")
+_COLUMNS = (r.PACKED, c.POSITION, "number", "label", "class")
 _BATCH_ROWS = 64  # images of some MiB each must not come in thousands
 
 
@@ -69,12 +69,12 @@ class ParquetPiece(Piece):
             gather.bad(r.LABEL_OUT_OF_RANGE, number, image)
             return
         try:
-            taken = intake.take(image)
+            taken, packed = intake.hand_on(image)
         except ImageError as error:
             gather.bad(error.reason, number, image)
             return
         named = (None, label) if isinstance(label, str) else (label, None)
-        gather.record(taken, number, number, *named)
+        gather.record(taken, packed, number, number, *named)
 
 
 def plan(inputs: Sequence[str], *, image: str, label: str, given: bool, num_classes: int | None) -> ImagePlan:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from etl import columns as c
@@ -13,7 +13,7 @@ from storage.layout import DatasetPaths, index_path, shard_path
 from storage.manifest import FileInfo, ShardInfo, SplitInfo
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, Row
 
 BLOCK_BYTES = 2 << 20
 MIN_BLOCKS = 64  # docs/decisions/010-blocks-and-sizes.md
@@ -64,6 +64,14 @@ def write_shards(
     fs: FileSystem, paths: DatasetPaths, rows: DataFrame, table: ShardTable, write: WriteShards
 ) -> tuple[dict[str, SplitInfo], dict[str, FileInfo]]:
     """Write the rows that are not dropped and move each shard and index to its place below `paths.root`."""
+    names = [field.name for field in write.schema if field.name != SAMPLE_ID] if write.fmt == "parquet" else [c.RECORD]
+    columns = (c.SHARD, c.KEY, c.SOURCE, c.POSITION, SAMPLE_ID, *names)
+    results = ordered(rows, table, columns).mapInArrow(write, RESULT_DDL).collect()
+    return placed(fs, paths, results, table, write.fmt)
+
+
+def ordered(rows: DataFrame, table: ShardTable, columns: Sequence[str]) -> DataFrame:
+    """`columns` of the rows that are not dropped, SHARD among them: a partition for each shard, in its order."""
     from pyspark.sql import functions as f
 
     base, shard = 0, None
@@ -73,17 +81,22 @@ def write_shards(
         shard = f.when(here, number) if shard is None else shard.when(here, number)
         base += count
     assert shard is not None
-    placed = rows.where(f.col(c.DROPPED).isNull()).withColumn(c.SHARD, shard).drop(c.SPLIT, c.DROPPED, c.BYTES, c.LEAK)
-    if write.fmt == "tfrecord":
-        placed = placed.select(c.SHARD, c.KEY, c.SOURCE, c.POSITION, c.RECORD, SAMPLE_ID)
-    ordered = placed.repartitionById(table.total, c.SHARD).sortWithinPartitions(c.KEY, SAMPLE_ID)
-    results = sorted(ordered.mapInArrow(write, RESULT_DDL).collect(), key=lambda row: row["shard"])
+    kept = rows.where(f.col(c.DROPPED).isNull()).withColumn(c.SHARD, shard)
+    kept = kept.select(*(f.col(f"`{name}`") for name in columns))
+    return kept.repartitionById(table.total, c.SHARD).sortWithinPartitions(c.KEY, SAMPLE_ID)
+
+
+def placed(
+    fs: FileSystem, paths: DatasetPaths, results: Sequence[Row], table: ShardTable, fmt: str
+) -> tuple[dict[str, SplitInfo], dict[str, FileInfo]]:
+    """Move the shards and indexes that tasks told of (rows of RESULT_DDL) to their places below `paths.root`."""
+    results = sorted(results, key=lambda row: row["shard"])
     assert [row["shard"] for row in results] == list(range(table.total)), "each partition gives one shard"
     shards: dict[str, list[ShardInfo]] = {name: [] for name, _, _ in table.splits}
     files: dict[str, FileInfo] = {}
     for row in results:
         name, number, _, _ = table.locate(row["shard"])
-        relative = shard_path(name, number, write.fmt)
+        relative = shard_path(name, number, fmt)
         move(fs, row["path"], join(paths.root, relative))
         shards[name].append(
             ShardInfo(

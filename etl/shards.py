@@ -33,7 +33,7 @@ RESULT_DDL = (
     "shard int, path string, records bigint, bytes bigint, sha256 string, crc32c string, footer_sha256 string,"
     " blocks array<bigint>, index_path string, index_bytes bigint, index_sha256 string"
 )
-_RESULT = pa.schema(
+RESULT = pa.schema(
     [
         ("shard", pa.int32()),
         ("path", pa.string()),
@@ -101,7 +101,7 @@ class WriteShards:
         write = self._write_tfrecord if self.fmt == "tfrecord" else self._write_parquet
         with tempfile.TemporaryFile(prefix="lockstep-shard-") as file:
             result = {"shard": partition, **write(f"{partition:05d}", file, rows, block_records)}
-        return pa.RecordBatch.from_pylist([result], schema=_RESULT)
+        return pa.RecordBatch.from_pylist([result], schema=RESULT)
 
     def _write_tfrecord(
         self, name: str, file: IO[bytes], rows: Iterable[pa.RecordBatch], block_records: int

@@ -22,7 +22,7 @@ from etl.unpack import PLAIN
 from features.decode import TOO_LONG, ImageError
 from storage.fs import absolute
 
-_COLUMNS = (c.POSITION, c.SPLIT, "class", "name")
+_COLUMNS = (r.PACKED, c.POSITION, c.SPLIT, "class", "name")
 _SCANS_AT_ONCE = 8  # a scan waits for storage most of the time
 
 
@@ -69,11 +69,11 @@ class TarPiece(Piece):
             gather.bad(r.NO_CLASS, member.position, data)
             return
         try:
-            image = intake.take(data)
+            image, packed = intake.hand_on(data)
         except ImageError as error:
             gather.bad(error.reason, member.position, data)
             return
-        gather.record(image, member.position, place.split, place.label, place.name)
+        gather.record(image, packed, member.position, place.split, place.label, place.name)
 
 
 def plan(inputs: Sequence[str], *, split_bytes: int) -> ImagePlan:
