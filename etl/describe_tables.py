@@ -11,6 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from features.baked import is_baked, raw_field
+from features.schema import Schema
 from storage.errors import CorruptionError
 from storage.fs import filesystem, join
 from storage.indexed import IndexedManifest
@@ -61,6 +63,9 @@ def dataset_tables(manifest: DatasetManifest) -> Iterator[Table]:
     ]
     yield Table("Splits", head, tuple(rows))
     yield Table("Schema", ("field", "dtype", "shape", "kind", "nullable", "encoding"), tuple(_fields(manifest.schema)))
+    baked = tuple(_baked(manifest.schema))
+    if baked:
+        yield Table("Baked: stored as a model is fed", ("field", "encoding", "stored", "ids", "fitted", "on"), baked)
     if manifest.leakage is not None:
         found = tuple((name, str(count)) for name, count in sorted(manifest.leakage["found"].items()))
         yield Table(f"Leakage: on two sides of the split ({manifest.leakage['kind']})", ("what", "found"), found)
@@ -83,6 +88,18 @@ def _fields(schema: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
         shape = "x".join("any" if size is None else str(size) for size in field["shape"]) or "one value"
         encoding = "" if field["encoding"] is None else json.dumps(field["encoding"], sort_keys=True)
         yield field["name"], field["dtype"], shape, field["kind"], "yes" if field["nullable"] else "no", encoding
+
+
+def _baked(schema: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    for field in Schema.from_json(schema):
+        if is_baked(field):
+            assert field.encoding is not None
+            declared, ids = raw_field(field).encoding or {}, field.encoding.get("ids")
+            kinds = [one["kind"] for one in (declared, declared.get("of", {})) if one]
+            fitted = field.encoding.get("fitted", {"file": "", "splits": []})
+            stored = f"{field.dtype} list" if field.is_list else field.dtype
+            told = "" if ids is None else str(ids)
+            yield field.name, " of ".join(kinds) or "none", stored, told, fitted["file"], ", ".join(fitted["splits"])
 
 
 def indexed_tables(manifest: IndexedManifest) -> list[Table]:
