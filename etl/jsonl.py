@@ -168,7 +168,8 @@ def _fits(value: Any, kind: pa.DataType, sure: bool) -> bool:
     number = isinstance(value, _Number)
     if pa.types.is_integer(kind):
         whole = number and len(value) < 21 and _DIGITS.fullmatch(value) is not None
-        return whole and -(1 << 63) <= int(value) < 1 << 63
+        least, bits = (0, 64) if pa.types.is_unsigned_integer(kind) else (-(1 << 63), 63)
+        return whole and least <= int(value) < 1 << bits
     if pa.types.is_floating(kind):
         return number and (sure or math.isfinite(float(value)))
     if pa.types.is_decimal(kind):

@@ -12,6 +12,7 @@ import keyword
 import pickle
 import sys
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -93,13 +94,15 @@ def _pickled(schema: Schema, *, with_split: bool) -> bytes:
     return sink.getvalue()
 
 
-def _numpy_type(field: Field) -> type[np.generic]:
+def _numpy_type(field: Field) -> type:
     """What Petastorm makes a value of: `type(value)`, with lists as arrays."""
     kind = field.arrow_type
     if pa.types.is_list(kind):
         kind = kind.value_type
         if pa.types.is_string(kind) or pa.types.is_binary(kind):
             return np.object_  # np.str_ would make one text of the whole list
+    if pa.types.is_decimal(kind):
+        return Decimal
     if pa.types.is_string(kind):
         return np.str_
     if pa.types.is_binary(kind):

@@ -24,7 +24,7 @@ RAW_KEYS = ("dtype", "shape", "nullable", "encoding")
 Form = tuple[str, tuple[int | None, ...]]
 
 _CATEGORICAL = ("hash", "vocabulary", "bucketise")
-_PLAIN = ("int64", "float32", "float64", "bool")
+_PLAIN = ("int64", "uint64", "float32", "float64", "bool")
 
 
 def stored_form(dtype: str, shape: tuple[int | None, ...], encoding: Mapping[str, Any] | None) -> Form | None:

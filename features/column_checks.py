@@ -11,7 +11,7 @@ from features.field import Field
 from storage.errors import DataError
 
 _ITEM_BYTES = {"uint8": 1, "float32": 4, "float64": 8, "int64": 8}
-_MAX_UINT64 = (1 << 64) - 1
+MAX_UINT64 = (1 << 64) - 1
 
 
 def tensor_bytes(field: Field) -> int:
@@ -63,10 +63,10 @@ def as_recorded(field: Field, column: pa.Array) -> pa.Array:
         return column.cast(wanted)
     except pa.ArrowInvalid:
         values = (column.flatten() if field.is_list else column).drop_null().to_pylist()
-        wrong = next(value for value in values if not 0 <= value <= _MAX_UINT64)
+        wrong = next(value for value in values if not 0 <= value <= MAX_UINT64)
         raise DataError(
             f"field `{field.name}` holds a number that is no uint64",
             got=str(wrong),
-            allowed=f"0 to {_MAX_UINT64}",
+            allowed=f"0 to {MAX_UINT64}",
             next_step="Correct or drop those rows, or declare the field as string.",
         ) from None

@@ -1,8 +1,8 @@
 """The encodings that a field may declare: their keys, the fields that they fit, and what they need fitted.
 
     kind         keys (optional ones in brackets)                 fields                      a model is fed
-    vocabulary   file, max_size, min_count, oov_buckets, [output] string, int64; list         columns or ids
-    hash         buckets, seed, [output]                          string, int64, bytes; list  columns or ids
+    vocabulary   file, max_size, min_count, oov_buckets, [output] string, (u)int64; list      columns or ids
+    hash         buckets, seed, [output]                          also bytes                  columns or ids
     bucketise    boundaries, [output]                             number                      columns or ids
     standardise  file                                             number                      distance from the mean
     number       [dtype], [null_value]                            number, bool                the value
@@ -37,7 +37,8 @@ MAX_COLUMNS = 1 << 16
 MAX_IDS = 1 << 31
 MAX_SIDE = 1 << 14
 _LEAST = 1e-30  # what float32 can divide by
-NUMBERS = ("int64", "float32", "float64")
+NUMBERS = ("int64", "float32", "float64")  # what a model may be fed
+STORED_NUMBERS = (*NUMBERS, "uint64")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,100}\.json")
 _HELD_OUT = re.compile(r".*\.fold-\d+\.json")
 
@@ -147,7 +148,7 @@ def _number(case: _Case) -> None:
     case(told, "a nullable number without null_value", "null_value, which stands in")
     whole = dtype != "int64" or (isinstance(null, int) and -(1 << 63) <= null < 1 << 63)
     case(_is_finite(null) and whole, f"null_value {null!r}", "a finite number, a whole one for int64")
-    exact = dtype != "int64" or case.dtype in ("int64", "bool")
+    exact = dtype != "int64" or case.dtype in ("int64", "uint64", "bool")
     case(exact, f"dtype int64 for a field of {case.dtype}", "float32 or float64, which hold a fraction")
 
 
@@ -159,7 +160,7 @@ def _sequence(case: _Case) -> None:
     case(extra in ("mask", "length", "nothing"), f"with {extra!r}", "mask, length, nothing")
     if of is None:
         pad = declared.get("pad_value", 0)
-        plain = case.dtype in (*NUMBERS, "bool")
+        plain = case.dtype in (*STORED_NUMBERS, "bool")
         case(plain, f"a sequence of {case.dtype} without `of`", "of = a vocabulary or a hash")
         case(_is_finite(pad), f"pad_value {pad!r}", "a finite number")
         return
@@ -249,24 +250,24 @@ _RULES: dict[str, _Rule] = {
     "vocabulary": _Rule(
         {"file": str, "max_size": int, "min_count": int, "oov_buckets": int},
         {"output": str},
-        ("string", "int64"),
+        ("string", "int64", "uint64"),
         fits=("a scalar", "a list"),
         check=_vocabulary,
     ),
     "hash": _Rule(
         {"buckets": int, "seed": int},
         {"output": str},
-        ("string", "int64", "bytes"),
+        ("string", "int64", "uint64", "bytes"),
         fits=("a scalar", "a list"),
         check=_hash,
     ),
-    "bucketise": _Rule({"boundaries": list}, {"output": str}, NUMBERS, check=_bucketise),
-    "standardise": _Rule({"file": str}, {}, NUMBERS, check=_file),
-    "number": _Rule({}, {"dtype": str, "null_value": int | float}, (*NUMBERS, "bool"), check=_number),
+    "bucketise": _Rule({"boundaries": list}, {"output": str}, STORED_NUMBERS, check=_bucketise),
+    "standardise": _Rule({"file": str}, {}, STORED_NUMBERS, check=_file),
+    "number": _Rule({}, {"dtype": str, "null_value": int | float}, (*STORED_NUMBERS, "bool"), check=_number),
     "sequence": _Rule(
         {"length": int},
         {"keep": str, "with": str, "pad_value": int | float, "of": Mapping},
-        (*NUMBERS, "bool", "string", "bytes"),
+        (*STORED_NUMBERS, "bool", "string", "bytes"),
         fits=("a list",),
         check=_sequence,
     ),
@@ -290,6 +291,8 @@ _RULES: dict[str, _Rule] = {
         fits=("a scalar", "a list", "a tensor"),
         check=_baked,
     ),
-    "ignore": _Rule({}, {}, (*NUMBERS, "bool", "string", "bytes", "uint8"), fits=("a scalar", "a list", "a tensor")),
+    "ignore": _Rule(
+        {}, {}, (*STORED_NUMBERS, "bool", "string", "bytes", "uint8"), fits=("a scalar", "a list", "a tensor")
+    ),
 }
 KINDS = tuple(_RULES)

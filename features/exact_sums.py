@@ -40,11 +40,13 @@ class ExactSums:
     squares: int = 0
 
     def add(self, values: NDArray[Any]) -> None:
-        """Add values: (n,) int64 where unit is 0, else (n,) float64, all finite."""
+        """Add values: (n,) int64 or uint64 where unit is 0, else (n,) float64, all finite."""
         for start in range(0, len(values), _CHUNK):
             chunk = values[start : start + _CHUNK]
             self.count += len(chunk)
-            if self.unit == 0:
+            if chunk.dtype == np.uint64:
+                self._add(chunk, np.zeros(len(chunk), dtype=bool), np.zeros(len(chunk), np.int64))
+            elif self.unit == 0:
                 # -2^63 has no positive int64: as unsigned numbers, the two's complement does it.
                 words = chunk.astype(np.int64).view(np.uint64)
                 self._add(np.where(chunk < 0, ~words + np.uint64(1), words), chunk < 0, np.zeros(len(chunk), np.int64))

@@ -1,8 +1,8 @@
 """Hashes and tokens of whole columns: the hash is XXH64, so that anybody can work out a bucket.
 
-Text is hashed as its UTF-8 bytes, bytes as they are, int64 as its 8 little-endian bytes. The bucket is the hash, read
-as a signed number, modulo the number of buckets, never negative. With seed 42 that is Spark SQL's
-`pmod(xxhash64(column), buckets)`.
+Text is hashed as its UTF-8 bytes, bytes as they are, int64 and uint64 as their 8 little-endian bytes. The bucket is the
+hash, read as a signed number, modulo the number of buckets, never negative. With seed 42 that is Spark SQL's
+`pmod(xxhash64(column), buckets)`, for all but uint64, which Spark has as decimals.
 """
 
 from __future__ import annotations
@@ -18,9 +18,13 @@ _LONG_BYTES = np.uint64(8)
 
 
 def hash_values(column: pa.Array, seed: int) -> NDArray[np.int64]:
-    """XXH64 of each value of a string, binary or int64 column, (n,) int64; of a null, that of nothing or of 0."""
+    """XXH64 of each value of a string, binary or int64 column, or one of decimals that stand for uint64: (n,) int64; of
+    a null, that of nothing or of 0.
+    """
     if pa.types.is_int64(column.type):
         return _hash_longs(np.asarray(column.fill_null(0), dtype=np.int64), seed)
+    if pa.types.is_decimal(column.type):
+        return _hash_longs(np.asarray(column.cast(pa.uint64()).fill_null(0), dtype=np.uint64).view(np.int64), seed)
     return _hash_bytes(*_parts(column), seed).view(np.int64)
 
 

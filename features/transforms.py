@@ -85,11 +85,11 @@ def _vocabulary(vocabulary: Vocabulary, buckets: int) -> Columns:
 
 def _buckets(field: Field, boundaries: Sequence[float]) -> Columns:
     """Bucket i holds boundaries[i-1] <= value < boundaries[i]; null and NaN are in none."""
-    if field.dtype == "int64":
-        # As whole numbers, since a float64 is not exact beyond 2^53; what no int64 reaches is no boundary.
-        least, most = -(1 << 63), (1 << 63) - 1
-        whole = [max(math.ceil(bound), least) for bound in boundaries if math.ceil(bound) <= most]
-        exact = np.array(whole, dtype=np.int64)
+    if field.dtype in ("int64", "uint64"):
+        # As whole numbers, since a float64 is not exact beyond 2^53; what no such number reaches is no boundary.
+        limits = np.iinfo(field.dtype)
+        whole = [max(math.ceil(bound), limits.min) for bound in boundaries if math.ceil(bound) <= limits.max]
+        exact = np.array(whole, dtype=field.dtype)
         return lambda column: _where_valid(column, _place(exact, plain_values(column)))
     bounds = np.array(boundaries, dtype=np.float64)
 
@@ -120,7 +120,7 @@ def standardised(field: Field, fitted: Fitted | None) -> Plan:
     mean, deviation = fitted.mean, float(np.sqrt(fitted.variance)) or 1.0  # a constant column is 0 throughout
 
     def transform(column: pa.Array) -> NDArray[Any]:
-        values = np.array(column.cast(pa.float64(), safe=False).fill_null(mean), dtype=np.float64)
+        values = np.array(_unsigned(column).cast(pa.float64(), safe=False).fill_null(mean), dtype=np.float64)
         scaled = (np.where(np.isnan(values), mean, values) - mean) / deviation
         return narrowed(field, scaled, np.dtype(np.float32)).reshape(-1, 1)
 
@@ -191,23 +191,28 @@ def sequence_values(field: Field, columns: Columns | None, column: pa.Array) -> 
 
 
 def plain_values(column: pa.Array) -> NDArray[Any]:
-    """The numbers of a column, 0 for null; bool as uint8."""
-    plain = column.cast(pa.uint8()) if pa.types.is_boolean(column.type) else column
+    """The numbers of a column, 0 for null; bool as uint8, decimals as the uint64 that they stand for."""
+    plain = column.cast(pa.uint8()) if pa.types.is_boolean(column.type) else _unsigned(column)
     return np.asarray(plain.fill_null(0) if plain.null_count else plain)
+
+
+def _unsigned(column: pa.Array) -> pa.Array:
+    return column.cast(pa.uint64()) if pa.types.is_decimal(column.type) else column
 
 
 def narrowed(field: Field, values: NDArray[Any], dtype: np.dtype[Any], *, rounds: bool = False) -> NDArray[Any]:
     """A copy as `dtype`: fractions are rounded to nearest. Raises DataError for what would become another number.
 
-    That is a number that would become infinite, and a whole number that is not the same as a float, unless the schema
-    asks for it (`rounds`).
+    That is a number that would become infinite or has no place in int64, and a whole number that is not the same as a
+    float, unless the schema asks for it (`rounds`).
     """
     with np.errstate(over="ignore"):
         narrow = values.astype(dtype)
-    if dtype.kind != "f" or not len(values):
+    if (dtype.kind != "f" and values.dtype != np.uint64) or not len(values):
         return narrow
-    whole = values.dtype.kind == "i" and not rounds
-    limit = 1 << np.finfo(dtype).nmant + 1  # up to there each whole number is a float
+    whole = dtype.kind != "f" or (values.dtype.kind in "iu" and not rounds)
+    # Up to there each whole number is a float, or an int64.
+    limit = 1 << np.finfo(dtype).nmant + 1 if dtype.kind == "f" else (1 << 63) - 1
     wrong = (values > limit) | (values < -limit) if whole else np.isinf(narrow) & np.isfinite(values)
     if wrong.any():
         raise DataError(

@@ -21,6 +21,7 @@ DTYPES: dict[str, list[Any]] = {
     "int64": [2**63 - 1, -(2**63), 0],
     "float32": [0.5, -0.0, float("inf")],
     "float64": [0.1, 1e308, 5e-324],
+    "uint64": [2**64 - 1, 0, 5],
     "bool": [True, False, True],
     "string": ["é", "", "\U0001f600\0"],
     "bytes": [b"\xff", b"", b"ab"],
