@@ -53,7 +53,7 @@ class CountedAssign(Assign):
 
     canned: pa.BinaryArray
 
-    def rows(self, batch: pa.RecordBatch, groups: dict[Any, str]) -> pa.RecordBatch:
+    def rows(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         ids = np.asarray(batch.column(c.POSITION))
         keys = shard_keys(ids, self.seed)
         records = self.canned.take(pa.array(np.arange(len(ids)) % len(self.canned)))
@@ -117,8 +117,8 @@ class LateAssign(Assign):
     def ddl(self) -> str:
         return self._columns().ddl()
 
-    def rows(self, batch: pa.RecordBatch, groups: dict[Any, str]) -> pa.RecordBatch:
-        found = self._columns().rows(batch, groups)
+    def rows(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        found = self._columns().rows(batch)
         sizes = pa.array(self._encoder.sizes(found.select([field.name for field in self.schema])))
         return found.set_column(found.schema.get_field_index(c.BYTES), c.BYTES, sizes)
 

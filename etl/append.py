@@ -13,21 +13,22 @@ from etl.config import WriteConfig
 from etl.sampling import Sampling
 from etl.spark_errors import in_task
 from etl.splits import SplitSpec
-from features.codec.foreign import decode_foreign
+from features.codec.foreign import decode_foreign_frames
+from features.foreign_files import pieces
 from features.schema import SAMPLE_ID, Schema, sample_id_field
 from storage.canonical import canonical_bytes
-from storage.errors import ConfigError, DataError
-from storage.fs import absolute, filesystem, join
+from storage.errors import ConfigError, CorruptionError, DataError
+from storage.fs import FileSystem, absolute, filesystem, join
 from storage.manifest import DatasetManifest, ShardInfo, load_dataset, read_checked
 from storage.parquet_footer import read_published_footer
 from storage.settings import hadoop_settings, set_hadoop_settings
-from storage.tfrecord import read_records
+from storage.tfrecord import record_offsets
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
+CLASS_COUNTS = "class_counts"  # in created_by.config: what balanced weights follow from
 MAX_CHAIN = 1000
-BATCH_RECORDS = 4096
 _IDS = pa.schema([(SAMPLE_ID, pa.int64())])
 
 
@@ -42,6 +43,11 @@ class Parent:
         """Records of a block by split: the same in all datasets of a chain, so that one plan covers them."""
         return {name: split.block_records for name, split in self.chain[0][1].splits.items()}
 
+    @property
+    def class_counts(self) -> dict[str, int]:
+        """The records of each class that the weights were made for, by the text of the class."""
+        return dict(self.chain[0][1].created_by["config"][CLASS_COUNTS])
+
     def to_json(self) -> dict[str, Any]:
         """The manifest's `parent`."""
         url, manifest = self.chain[0]
@@ -55,10 +61,12 @@ class Parent:
         return {path.removeprefix("_fitted/"): read_checked(fs, url, path, info) for path, info in listed.items()}
 
 
-def open_parent(url: str, config: WriteConfig, schema: Schema) -> Parent:
-    """The dataset at `url` and all before it. Raises ConfigError where weights, sample, schema, format, split or
-    seed are not those of the dataset to be made (weights and sample where the parent says them), DataError where one
-    before has changed.
+def open_parent(url: str, config: WriteConfig, schema: Schema | None) -> Parent:
+    """The dataset at `url` and all before it.
+
+    Raises ConfigError where weights, sample, schema, format, split or seed are not those of the
+    dataset to be made (weights and sample where the parent says them; `schema` None is not known yet), and where it has
+    weights but does not say of which classes; DataError where one before has changed.
     """
     url = absolute(url)
     chain = [(url, load_dataset(url))]
@@ -68,9 +76,9 @@ def open_parent(url: str, config: WriteConfig, schema: Schema) -> Parent:
         # Before the schema, which differs too where one of the two has weights.
         "weights": (stored.get("weights", config.weights), config.weights),
         "sample": _samples(stored.get("sample", config.sample), config.sample),
-        "schema": (_text(first.schema), _text(schema.to_json())),
+        "schema": (_text(first.schema), _text(first.schema if schema is None else schema.to_json())),
         "format": (first.format, config.fmt),
-        "split": (SplitSpec.parse(str(stored.get("split"))).text, config.split_spec.text),
+        "split": (_split_text(stored.get("split")), config.split_spec.text),
         "seed": (first.created_by["seed"], config.seed),
     }
     for what, (theirs, ours) in told.items():
@@ -81,16 +89,23 @@ def open_parent(url: str, config: WriteConfig, schema: Schema) -> Parent:
                 allowed=str(theirs)[:500],
                 next_step=f"Give the same {what}, or make a dataset of its own without --append-to.",
             )
-    while (above := chain[-1][1].parent) is not None:
-        manifest = load_dataset(above["url"])
-        if manifest.digest != above["digest"] or len(chain) == MAX_CHAIN:
+    if config.weights == "balanced" and CLASS_COUNTS not in stored:
+        raise ConfigError(
+            f"{url} cannot be continued: it does not say how many records of each class its weights were made for",
+            got=f"no {CLASS_COUNTS} in its created_by.config",
+            allowed="a dataset made with --weights balanced by this version or a later one",
+            next_step="Make a dataset of its own without --append-to.",
+        )
+    while (link := chain[-1][1].parent) is not None:
+        manifest = load_dataset(link["url"])
+        if manifest.digest != link["digest"] or len(chain) == MAX_CHAIN:
             raise DataError(
-                f"{above['url']} is not the dataset that {chain[-1][0]} continues",
+                f"{link['url']} is not the dataset that {chain[-1][0]} continues",
                 got=f"digest {manifest.digest}",
-                allowed=f"digest {above['digest']}, in a chain of {MAX_CHAIN} at most",
+                allowed=f"digest {link['digest']}, in a chain of {MAX_CHAIN} at most",
                 next_step="Restore that dataset, or build one from all inputs.",
             )
-        chain.append((above["url"], manifest))
+        chain.append((link["url"], manifest))
     return Parent(tuple(chain))
 
 
@@ -136,28 +151,41 @@ class ReadIds:
 
 
 def ids_of(url: str, shard: ShardInfo) -> Iterator[pa.RecordBatch]:
-    """The sample ids of a shard, in batches with the one column `sample_id`."""
-    fs = filesystem(url)
-    with fs.open_read(url) as file:
-        if shard.footer_sha256 is not None:
-            footer = pq.read_metadata(pa.BufferReader(read_published_footer(fs, url, shard)))
+    """The sample ids of a shard, in batches with the one column `sample_id`.
+
+    Memory: some MiB or the largest record. Raises CorruptionError for a shard that is damaged or has other records.
+    """
+    fs, count = filesystem(url), 0
+    for ids in _ids_of_parquet(fs, url, shard) if shard.footer_sha256 is not None else _ids_of_tfrecord(fs, url):
+        count += len(ids)
+        yield pa.RecordBatch.from_arrays([ids], schema=_IDS)
+    if count != shard.records:
+        raise CorruptionError(
+            "a shard holds another number of records than its manifest says",
+            file=url,
+            got=str(count),
+            allowed=str(shard.records),
+        )
+
+
+def _ids_of_parquet(fs: FileSystem, url: str, shard: ShardInfo) -> Iterator[pa.Array]:
+    footer = pq.read_metadata(pa.BufferReader(read_published_footer(fs, url, shard)))
+    try:
+        with fs.open_read(url) as file:
             reader = pq.ParquetFile(file, metadata=footer, page_checksum_verification=True)
             for batch in reader.iter_batches(columns=[SAMPLE_ID]):
-                yield pa.RecordBatch.from_arrays([batch.column(SAMPLE_ID)], schema=_IDS)
-            return
-        records: list[bytes] = []
-        for record in read_records(file, file=url):
-            records.append(record)
-            if len(records) == BATCH_RECORDS:
-                yield _decoded(records)
-                records = []
-        if records:
-            yield _decoded(records)
+                yield batch.column(SAMPLE_ID)
+    except (pa.ArrowException, OSError) as error:
+        raise CorruptionError("sample ids cannot be read", file=url, got=str(error).splitlines()[0]) from None
 
 
-def _decoded(records: list[bytes]) -> pa.RecordBatch:
-    ids = decode_foreign((sample_id_field(),), records).column(SAMPLE_ID)
-    return pa.RecordBatch.from_arrays([ids], schema=_IDS)
+def _ids_of_tfrecord(fs: FileSystem, url: str) -> Iterator[pa.Array]:
+    with fs.open_read(url) as file:
+        for piece in pieces(file, url):
+            offsets = record_offsets(
+                piece.data, file=url, first_record=piece.first_record, base_offset=piece.base_offset
+            )
+            yield decode_foreign_frames((sample_id_field(),), piece.data, offsets).column(SAMPLE_ID)
 
 
 def _samples(theirs: str | None, ours: str | None) -> tuple[str | None, str | None]:
@@ -167,6 +195,13 @@ def _samples(theirs: str | None, ours: str | None) -> tuple[str | None, str | No
     one, two = Sampling.parse(theirs), Sampling.parse(ours)
     same = (one.column, dict(one.shares)) == (two.column, dict(two.shares))
     return (ours, ours) if same else (theirs, ours)
+
+
+def _split_text(stored: object) -> str:
+    try:
+        return SplitSpec.parse(str(stored)).text
+    except ConfigError:  # of a dataset that ETL has not made
+        return "none that is told"
 
 
 def _text(schema: Mapping[str, Any]) -> str:

@@ -53,13 +53,12 @@ class Assign:
     @in_task
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Raises DataError for a null in an id column, or for a row that does not fit the schema."""
-        groups: dict[Any, str] = {}
         for batch in batches:
             if batch.num_rows:
-                yield self.rows(batch, groups)
+                yield self.rows(batch)
 
-    def rows(self, batch: pa.RecordBatch, groups: dict[Any, str]) -> pa.RecordBatch:
-        """One batch; `groups` remembers the splits of groups seen before."""
+    def rows(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """What becomes of one batch."""
         lost = pa.nulls(0, pa.string())
         if c.DROPPED in batch.schema.names and batch.column(c.DROPPED).null_count < batch.num_rows:
             reasons = batch.column(c.DROPPED)
@@ -69,13 +68,13 @@ class Assign:
             keeps = self.sample.keeps(batch, ids, self.seed)
             out = pa.array([SAMPLED_OUT] * int((~keeps).sum()), pa.string())
             batch, ids, lost = batch.filter(pa.array(keeps)), ids[keeps], pa.concat_arrays([lost, out])
-        kept = self._kept(batch, ids, groups)
+        kept = self._kept(batch, ids)
         if not len(lost):
             return kept
         nulls = [lost if f.name == c.DROPPED else pa.nulls(len(lost), f.type) for f in kept.schema]
         return pa.concat_batches([kept, pa.RecordBatch.from_arrays(nulls, schema=kept.schema)])
 
-    def _kept(self, batch: pa.RecordBatch, ids: NDArray[np.int64], groups: dict[Any, str]) -> pa.RecordBatch:
+    def _kept(self, batch: pa.RecordBatch, ids: NDArray[np.int64]) -> pa.RecordBatch:
         if self.weights is not None:
             batch = batch.append_column(WEIGHT, self.weights.of(batch))
         full = {field.name: batch.column(field.name) for field in self.schema if field.name != SAMPLE_ID}
@@ -85,7 +84,7 @@ class Assign:
         )
         keys = (shard_keys(ids, self.seed) ^ _SIGN).view(np.int64)  # flipping the sign keeps unsigned order
         out: dict[str, Any] = {
-            c.SPLIT: self.split.assign(batch, ids, self.seed, groups),
+            c.SPLIT: self.split.assign(batch, ids, self.seed),
             c.DROPPED: pa.nulls(batch.num_rows, pa.string()),
             c.KEY: pa.array(keys),
         }
@@ -129,7 +128,7 @@ class Assign:
 
 
 def _as_text(name: str, column: pa.Array) -> pa.Array:
-    """An id column as what is hashed: its text, the decimal digits of its numbers, or its bytes."""
+    """An id column as what is hashed, see etl.columns."""
     if column.null_count:
         raise DataError(
             f"id column `{name}` is null",
@@ -137,4 +136,4 @@ def _as_text(name: str, column: pa.Array) -> pa.Array:
             allowed="a value in each row",
             next_step="Fill or drop those rows.",
         )
-    return column if pa.types.is_binary(column.type) else column.cast(pa.string())
+    return c.text_of(column)

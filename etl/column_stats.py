@@ -12,6 +12,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from etl.number_stats import PIECE, NumberStats
+from etl.text import flat
+
 BINS = 24
 TOP = 10
 MAX_DISTINCT = 100_000  # strings kept apart; more are told as "more than"
@@ -44,7 +47,7 @@ class ColumnSummary:
 class ColumnStats:
     """Collects one column. `dtype` and `shape` as in features.schema.Field: shape () scalar, (None,) list, else tensor.
 
-    Memory: 8 bytes a value for numbers, MAX_DISTINCT strings, 256 counts for the bytes of a uint8 tensor.
+    Memory: two NumberStats, MAX_DISTINCT strings, 256 counts for the bytes of a uint8 tensor, however much is added.
     """
 
     name: str
@@ -53,8 +56,8 @@ class ColumnStats:
     kind: str = "feature"
     rows: int = 0
     nulls: int = 0
-    _numbers: list[npt.NDArray[Any]] = field(default_factory=list)
-    _lengths: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    _numbers: NumberStats = field(default_factory=NumberStats)
+    _lengths: NumberStats = field(default_factory=NumberStats)
     _texts: Counter[str] = field(default_factory=Counter)
     _more_texts: bool = False
     _cut_texts: bool = False
@@ -66,16 +69,16 @@ class ColumnStats:
         self.nulls += column.null_count
         values = column.drop_null()
         if self.shape == (None,):
-            self._lengths.append(pc.list_value_length(values).cast(pa.int64()).to_numpy())
+            self._lengths.add(pc.list_value_length(values).cast(pa.int64()).to_numpy())
             values = values.flatten().drop_null()
         elif self.shape:
             self._tensors(values)
             return
         if self.dtype in _NUMBERS:
-            self._numbers.append(values.cast(pa.int8() if self.dtype == "bool" else values.type).to_numpy())
+            self._numbers.add(values.cast(pa.int8() if self.dtype == "bool" else values.type).to_numpy())
             return
         if self.shape == ():
-            self._lengths.append(pc.binary_length(values).cast(pa.int64()).to_numpy())
+            self._lengths.add(pc.binary_length(values).cast(pa.int64()).to_numpy())
         if self.dtype == "string":
             self._strings(values)
 
@@ -84,14 +87,12 @@ class ColumnStats:
         shape = "" if not self.shape else " list" if self.shape == (None,) else f" {'x'.join(map(str, self.shape))}"
         facts: list[tuple[str, str]] = []
         histograms: list[Histogram] = []
-        if self._lengths:
+        if self._lengths.count:
             what = "values in a row" if self.shape else "length in bytes"
-            lengths = np.concatenate(self._lengths)
-            if len(lengths):
-                facts.append((what, _range(lengths)))
-                histograms += [histogram(lengths, what)] if lengths.min() < lengths.max() else []
-        if self._numbers:
-            _tell_numbers(np.concatenate(self._numbers), facts, histograms)
+            facts.append((what, _range(self._lengths)))
+            if self._lengths.least < self._lengths.most:
+                histograms.append(histogram(self._lengths.picked, _title(what, self._lengths)))
+        _tell_numbers(self._numbers, facts, histograms)
         if self._bytes.any():
             self._tell_bytes(facts, histograms)
         if self._texts:
@@ -101,11 +102,12 @@ class ColumnStats:
         )
 
     def _tensors(self, values: pa.Array) -> None:
-        data = b"".join(values.to_pylist())
-        if self.dtype == "uint8":
-            self._bytes += np.bincount(np.frombuffer(data, np.uint8), minlength=256)
-        else:
-            self._numbers.append(np.frombuffer(data, np.dtype(self.dtype).newbyteorder("<")))
+        data = flat(values)[1]
+        if self.dtype != "uint8":
+            self._numbers.add(data.view(np.dtype(self.dtype).newbyteorder("<")))
+            return
+        for start in range(0, len(data), PIECE):  # which bincount takes as 8 bytes each
+            self._bytes += np.bincount(data[start : start + PIECE], minlength=256)
 
     def _strings(self, values: pa.Array) -> None:
         short = pc.utf8_slice_codeunits(values, 0, MAX_TEXT)
@@ -160,27 +162,28 @@ def histogram(values: npt.NDArray[Any], title: str) -> Histogram:
     return Histogram(title, tuple((f"{start:.4g} to {end:.4g}", int(count)) for start, end, count in bars))
 
 
-def _tell_numbers(values: npt.NDArray[Any], facts: list[tuple[str, str]], histograms: list[Histogram]) -> None:
-    finite = values[np.isfinite(values)] if values.dtype.kind == "f" else values
-    for name, count in (("NaN", np.isnan(values).sum()), ("infinite", np.isinf(values).sum())):
+def _tell_numbers(stats: NumberStats, facts: list[tuple[str, str]], histograms: list[Histogram]) -> None:
+    for name, count in (("NaN", stats.nans), ("infinite", stats.infinite)):
         if count:
-            facts.append((name, str(int(count))))
-    if not len(finite):
+            facts.append((name, str(count)))
+    if not stats.count:
         return
-    facts.append(("values", _range(finite)))
-    with np.errstate(over="ignore"):
-        deviation = float(np.std(finite.astype(np.float64)))
-    facts.append(("standard deviation", f"{deviation:.4g}"))
-    facts.append(("median", f"{float(np.median(finite)):.6g}"))
-    facts.append(("zeros", str(int((finite == 0).sum()))))
-    facts.append(("distinct", str(len(np.unique(finite)))))
-    histograms.append(histogram(finite, "values"))
+    picked = stats.picked
+    distinct = len(np.unique(picked))
+    facts.append(("values", _range(stats)))
+    facts.append(("standard deviation", f"{stats.deviation:.4g}"))
+    facts.append(("median", f"{'' if stats.whole else 'about '}{float(np.median(picked)):.6g}"))
+    facts.append(("zeros", str(stats.zeros)))
+    facts.append(("distinct", str(distinct) if stats.whole else f"{distinct} or more"))
+    histograms.append(histogram(picked, _title("values", stats)))
 
 
-def _range(values: npt.NDArray[Any]) -> str:
-    mean = float(np.mean(values.astype(np.float64) / len(values)) * len(values))
-    low, high = _number(values.min()), _number(values.max())
-    return f"{low} to {high}, mean {mean:.6g}"
+def _title(what: str, stats: NumberStats) -> str:
+    return what if stats.whole else f"{what}, {len(stats.picked)} of {stats.count}"
+
+
+def _range(stats: NumberStats) -> str:
+    return f"{_number(stats.least)} to {_number(stats.most)}, mean {stats.mean:.6g}"
 
 
 def _number(value: Any) -> str:

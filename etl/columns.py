@@ -15,6 +15,10 @@ KEY, BYTES, RECORD, SHARD = "_key", "_bytes", "_record", "_shard"
 # What must not be on two sides of the split, as a number: see etl.leakage.
 LEAK = "_leak"
 
+# Types in Spark's notation: whole numbers, and what has parts.
+WHOLE = ("tinyint", "smallint", "int", "bigint")
+NESTED = ("array", "struct", "map", "variant")
+
 _DDL = {
     "int64": "bigint",
     "float32": "float",
@@ -36,12 +40,26 @@ def ddl_type(field: Field) -> str:
 
 def ddl(fields: tuple[Field, ...]) -> list[str]:
     """Columns in Spark's notation."""
-    return [f"`{field.name}` {ddl_type(field)}" for field in fields]
+    return [f"{quoted(field.name)} {ddl_type(field)}" for field in fields]
+
+
+def quoted(name: str) -> str:
+    """A column's name as Spark reads it whole, dots and all."""
+    return "`" + name.replace("`", "``") + "`"
 
 
 def vocabulary_fields(schema: Schema) -> tuple[Field, ...]:
     """The fields with a vocabulary or other statistics to fit, which travel unencoded until they are."""
     return schema.fitted_fields
+
+
+def text_of(column: pa.Array) -> pa.Array:
+    """What is hashed of a column that names records or groups, (n,): its text, the decimal digits of its numbers, or
+    its bytes. Equal numbers have one text: -0.0 is 0.
+    """
+    if pa.types.is_binary(column.type) or pa.types.is_string(column.type):
+        return column
+    return (pc.add(column, 0.0) if pa.types.is_floating(column.type) else column).cast(pa.string())
 
 
 def logical_bytes(field: Field, column: pa.Array) -> pa.Array:

@@ -116,7 +116,7 @@ def _vocabulary(name: str, found: Sequence[tuple[int, str, int]], splits: tuple[
 def _pairs(number: int, field: Field) -> Column:
     from pyspark.sql import functions as f
 
-    values = f.col(f"`{field.name}`") if field.is_list else f.array(f"`{field.name}`")
+    values = f.col(c.quoted(field.name)) if field.is_list else f.array(c.quoted(field.name))
     # int64 as decimal digits: a cast of text to text costs nothing
     return f.transform(
         values, lambda token: f.struct(f.lit(number).alias("field"), token.cast("string").alias("token"))

@@ -52,7 +52,7 @@ def fit_moments(rows: DataFrame, fields: Sequence[Field], plan: Sequence[Fit]) -
 
     used = {name for fit in plan for name in fit.splits}
     # By number: mapInArrow cannot take a column with a dot in its name.
-    columns = [f.col(f"`{field.name}`").alias(str(number)) for number, field in enumerate(fields)]
+    columns = [f.col(c.quoted(field.name)).alias(str(number)) for number, field in enumerate(fields)]
     parts = rows.where(f.col(c.SPLIT).isin(*used)).select(c.SPLIT, *columns).mapInArrow(Sums(tuple(fields)), _DDL)
     sums = {(field.name, name): ExactSums(_unit(field)) for field in fields for name in used}
     for row in parts.collect():

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from etl import cifar, folders, idx_images, parquet_images, tar_images
 from etl import columns as c
 from etl.digest import digest_sources
-from etl.image_config import ImagesConfig
+from etl.image_config import MAX_CLASSES, ImagesConfig
 from etl.image_rows import BAD, DROPPED, OUTPUT_DDL, RECORD
 from etl.image_tally import class_names, tally_of
-from etl.output import check_output
+from etl.output import check_columns, check_output, check_schema
 from etl.parse_images import PIECE_DDL, ParseImages, to_text
 from etl.pieces import ImagePlan
 from etl.quality import check_bad
@@ -21,7 +21,7 @@ from etl.spark_errors import translated
 from etl.watch import watched
 from etl.write import Origin, write_dataset
 from features.schema import Field, Schema, sample_id_field
-from storage.manifest import DatasetManifest, SourceInfo
+from storage.manifest import DatasetManifest, SourceInfo, load_dataset
 from storage.settings import hadoop_settings
 
 if TYPE_CHECKING:
@@ -32,8 +32,18 @@ MAX_PARTITIONS = 10_000
 
 
 def check(config: ImagesConfig) -> ImagePlan:
-    """What can be checked before Spark starts: the output, the files, their names, headers and lengths."""
+    """What can be checked before Spark starts: the output, the files, their names, headers and lengths, and that split,
+    sample, weights and the dataset that is continued go with what the images become.
+    """
     check_output(config)
+    plan = _planned(config)
+    fields = _schema(config, plan, plan.num_classes or _known_classes(config))
+    check_columns(config, fields, {field.name: c.ddl_type(field) for field in fields})
+    check_schema(config, fields)
+    return plan
+
+
+def _planned(config: ImagesConfig) -> ImagePlan:
     given, step = config.split_spec.given, config.split_bytes
     if config.source == "folder":
         return folders.plan(config.inputs, split_bytes=step)
@@ -87,7 +97,6 @@ def run(spark: SparkSession, config: ImagesConfig, plan: ImagePlan | None = None
             check_bad(quarantine, urls, tally.bad, tally.read, config.max_bad_share, config.max_bad)
             names = class_names(config, plan, tally)
             classes = plan.num_classes or len(names)
-            shape = intake.shape(*(plan.shape or (*_size(config), 3)))
             origin = Origin(
                 sources=_digest_trees(parsed, plan) if plan.trees else digest_sources(spark, plan.sources),
                 read=tally.read,
@@ -103,13 +112,28 @@ def run(spark: SparkSession, config: ImagesConfig, plan: ImagePlan | None = None
             return write_dataset(
                 rows,
                 config.output,
-                schema=schema(shape, classes, encoded_fit=config.fit if intake.keep else None),
+                schema=_schema(config, plan, classes),
                 id_columns=ID_COLUMNS,
                 origin=origin,
                 **config.write_options(),
             )
         finally:
             parsed.unpersist()
+
+
+def _schema(config: ImagesConfig, plan: ImagePlan, num_classes: int) -> Schema:
+    intake = config.intake
+    shape = intake.shape(*(plan.shape or (*_size(config), 3)))
+    return schema(shape, num_classes, encoded_fit=config.fit if intake.keep else None)
+
+
+def _known_classes(config: ImagesConfig) -> int:
+    """How many classes there are where they have names, before these are known: the parent's, or the most."""
+    if config.append_to is not None:
+        label = Schema.from_json(load_dataset(config.append_to).schema).label
+        if label is not None and label.num_classes is not None:
+            return label.num_classes
+    return config.num_classes or MAX_CLASSES
 
 
 def _size(config: ImagesConfig) -> tuple[int, int]:

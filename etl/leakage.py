@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from etl import columns as c
 from etl.splits import SplitSpec
 from features.schema import SAMPLE_ID, Schema
-from storage.errors import ConfigError, DataError
+from storage.errors import DataError
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ID, CONTENT, GROUP, TIME = "sample_id", "content", "group", "time"
-_WHOLE = ("tinyint", "smallint", "int", "bigint")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,36 +46,27 @@ def checks_of(split: SplitSpec, schema: Schema) -> tuple[str, ...]:
     return (*ids, CONTENT) if schema.features else ids
 
 
-def leak_key(df: DataFrame, split: SplitSpec, schema: Schema) -> Column:
-    """The column LEAK of `df` (bigint): the time as a number, or a 64-bit hash of the group or of all features.
+def leak_key(df: DataFrame, split: SplitSpec, schema: Schema, *, late: bool = False) -> Column:
+    """The column LEAK of `df` (bigint): the time as a number, or a 64-bit hash of the group or of all features; null
+    where it is made `late`, with the features.
 
-    Raises ConfigError for a time column whose type has no order that we know.
+    A column that decides the split is of a type that SplitSpec.check takes; moments are numbers (etl.table.prepared).
     """
     from pyspark.sql import functions as f
 
+    if late:
+        return f.lit(None).cast("bigint")
     if split.kind == "time":
         assert split.column is not None
-        kind = dict(df.dtypes)[split.column]
-        column = f.col(f"`{split.column}`")
-        if kind in _WHOLE:
-            return column.cast("bigint")
-        if kind == "date":
-            return f.unix_date(column).cast("bigint")
-        if kind == "timestamp":
-            return f.unix_micros(column)
-        raise ConfigError(
-            f"column `{split.column}` is no time to split by",
-            got=kind,
-            allowed=f"{', '.join(_WHOLE)}, date or timestamp",
-            next_step="Cast the column, or split by another one.",
-        )
+        column = f.col(c.quoted(split.column))
+        return f.unix_date(column).cast("bigint") if dict(df.dtypes)[split.column] == "date" else column.cast("bigint")
     if split.column is not None and split.kind in ("group", "kfold"):
-        return f.xxhash64(f"`{split.column}`")
+        return f.xxhash64(c.quoted(split.column))
     if not schema.features:
         return f.lit(None).cast("bigint")
     parts: list[Column] = []
     for field in schema.features:
-        column = f.col(f"`{field.name}`")
+        column = f.col(c.quoted(field.name))
         parts.append(column)
         # A null and a list's end leave the hash as it is: (null, 1) would be (1, null), and [1], [2] be [1, 2], [].
         parts += [column.isNull()] if field.nullable else []

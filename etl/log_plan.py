@@ -9,17 +9,20 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from etl import columns as c
 from etl import weblog
 from etl.config import LogsConfig
 from etl.headers import kinds_in, names_in
+from etl.output import check_columns, check_schema
 from etl.parse import LineParser, Work, ddl_type
 from etl.ranges import Source, find_sources, plan_ranges, source_name
 from etl.records import PLACE_COLUMNS, RecordLines, columns_for
+from etl.sampling import Sampling
 from etl.table_lines import TABLE_FORMATS, Form
 from etl.weblines import WebLines
 from etl.webtable import roles
 from features.declare import load_schema
-from features.schema import Schema
+from features.schema import SAMPLE_ID, Schema
 from storage.errors import ConfigError
 
 # In Spark's SQL: what is no name (raw strings, strings, comments), a name in backquotes, or a bare one. What stands
@@ -50,12 +53,12 @@ class Plan:
 def plan_of(config: LogsConfig) -> Plan:
     """Find the files and read the names of their fields.
 
-    Raises the errors of find_sources and names_in, and ConfigError for columns that are not there.
+    Raises the errors of find_sources, names_in and check_schema, and ConfigError for columns that are not there.
     """
     header = config.log_format in ("tsv", "csv") and not config.columns
     form = Form(config.log_format, config.null_texts, header, config.quoted_newlines)
     if config.schema is None:
-        _check_split(config, weblog.ID_COLUMNS)
+        _check_asked(config, weblog.schema(_told(form)), weblog.ID_SCHEMA)
         sources = find_sources(config.inputs)
         names = [_names(source, config) for source in sources]
         if config.log_format in TABLE_FORMATS:
@@ -69,6 +72,7 @@ def plan_of(config: LogsConfig) -> Plan:
     kinds = kinds_in(sources[0]) if config.log_format == "json" else dict.fromkeys(names[0], pa.string())
     columns = columns_for(schema, id_columns, _others(config, schema, kinds), kinds, config.label, config.time_columns)
     parser = RecordLines(form, columns, config.time_columns)
+    _check_asked(config, schema, parser.schema)
     _check_columns(config, schema, parser, sources, names)
     return Plan(tuple(sources), _work(sources, names, config), parser, schema, id_columns)
 
@@ -89,9 +93,11 @@ def _work(sources: Sequence[Source], names: Sequence[tuple[str, ...]], config: L
     return tuple(Work(part, names[part.source_index], *called[part.source_index]) for part in ranges)
 
 
-def ddl_of(parser: LineParser) -> str:
-    """The columns of a parser's rows in Spark's notation."""
-    return ", ".join(f"`{field.name}` {ddl_type(field.type)}" for field in parser.schema)
+def _check_asked(config: LogsConfig, schema: Schema, read: pa.Schema) -> None:
+    """What can be told of rows with the columns `read` and those of the schema. Raises ConfigError."""
+    made = {field.name: c.ddl_type(field) for field in schema if field.name != SAMPLE_ID}
+    check_columns(config, schema, {field.name: ddl_type(field.type) for field in read} | made)
+    check_schema(config, schema)
 
 
 def _names(source: Source, config: LogsConfig) -> tuple[str, ...]:
@@ -101,13 +107,14 @@ def _names(source: Source, config: LogsConfig) -> tuple[str, ...]:
 
 
 def _others(config: LogsConfig, schema: Schema, known: Iterable[str]) -> list[str]:
-    """Columns that only the label's expression or the split asks for."""
+    """Columns that only the label's expression, the split or the sample asks for."""
     asked = names_asked(config.label or "")
     others = [name for name in known if name and not name.startswith("_") and name.lower() in asked]
     others += config.time_columns
     made = schema.label.name if schema.label is not None and config.label is not None else None
-    column = config.split_spec.column
-    return others if column is None or column in (made, *others) else [*others, column]
+    sampled = None if config.sample is None else Sampling.parse(config.sample).column
+    others += [name for name in (config.split_spec.column, sampled) if name not in (None, made)]
+    return list(dict.fromkeys(others))
 
 
 def names_asked(expression: str) -> frozenset[str]:
@@ -115,17 +122,6 @@ def names_asked(expression: str) -> frozenset[str]:
     found = _TOKEN.finditer(expression)
     names = ((token["quoted"] or "").replace("``", "`") or token["bare"] for token in found)
     return frozenset(name.lower() for name in names if name)
-
-
-def _check_split(config: LogsConfig, columns: Sequence[str]) -> None:
-    column = config.split_spec.column
-    if column is not None and column not in columns:
-        raise ConfigError(
-            f"--split names the column `{column}`",
-            got=config.split,
-            allowed=", ".join(columns),
-            next_step="Correct --split.",
-        )
 
 
 def _check_columns(
@@ -140,7 +136,7 @@ def _check_columns(
                 f"{source.url} has not the columns asked for, each once",
                 got=f"missing {', '.join(missing) or 'none'}; twice {', '.join(twice) or 'none'}",
                 allowed=f"its columns: {', '.join(there)}"[:500],
-                next_step="Correct --schema, --id-columns, --split or --time-columns; --columns names fields anew.",
+                next_step="Correct the flags that name columns, or the schema; --columns names fields anew.",
             )
     odd = [name for name in wanted if name.startswith("_") or name == "split"]
     alike = [name for name, count in Counter(name.lower() for name in wanted).items() if count > 1]

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from etl import log_plan, records, weblog
+from etl import records, weblog
 from etl.config import DEFAULT_LABEL, LogsConfig
 from etl.digest import digest_sources
 from etl.label import check_label
 from etl.log_plan import Plan, plan_of
 from etl.output import check_output
-from etl.parse import BAD, NO_TIME, ROW, SUMMARY, WORK_DDL, LineParser, ParseLog, Work, output_ddl
+from etl.parse import BAD, NO_TIME, ROW, SUMMARY, WORK_DDL, LineParser, ParseLog, Work, ddl_of, output_ddl
 from etl.quality import check_bad
 from etl.records import RecordLines
 from etl.session import tuned
@@ -40,7 +40,9 @@ class _Totals:
 
 
 def check(config: LogsConfig) -> Plan:
-    """What can be checked before Spark starts: the output is free, the inputs are there and have the columns wanted."""
+    """What can be checked before Spark starts: the output is free, the inputs are there and have the columns wanted,
+    which go with split, sample, weights and the dataset that is continued.
+    """
     check_output(config)
     return plan_of(config)
 
@@ -92,7 +94,7 @@ def _check_label(spark: SparkSession, config: LogsConfig, plan: Plan) -> None:
         check_label(spark, label, columns, weblog.LABEL_TYPES, weblog.LABEL_ALLOWED)
     elif config.label is not None:
         kinds = records.label_kinds(plan.schema)
-        columns = log_plan.ddl_of(plan.parser)
+        columns = ddl_of(plan.parser.schema)
         check_label(spark, config.label, columns, kinds, f"a SQL expression of type {kinds[0]} over {columns}"[:500])
 
 

@@ -1,14 +1,20 @@
-"""What can be told of an output before anything is read: that its places are free, and what it continues is there."""
+"""What can be told of an output before its rows are read: free places, what it continues, columns that it asks for."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
+from etl.append import Parent, open_parent
 from etl.config import NOT_KEPT, WriteConfig
-from storage.errors import ExistsError
+from etl.petastorm_metadata import check_petastorm
+from etl.sampling import Sampling, weight_field
+from features.schema import Field, Schema
+from storage.errors import ConfigError, ExistsError
 from storage.fs import absolute, filesystem, parent
-from storage.manifest import load_dataset
 from storage.publish import occupied
 
-__all__ = ["NOT_KEPT", "check_output", "refuse_existing"]
+__all__ = ["NOT_KEPT", "check_columns", "check_output", "check_schema", "refuse_existing"]
 
 
 def refuse_existing(url: str) -> None:
@@ -32,10 +38,62 @@ def refuse_existing(url: str) -> None:
 
 def check_output(config: WriteConfig) -> None:
     """What can be told of an output before Spark starts: it and the place of rejected input are free, and what it
-    continues is there. Raises ExistsError, NotFoundError and DataError.
+    continues is there and made alike. Raises ExistsError, NotFoundError, ConfigError and DataError.
     """
     refuse_existing(config.output)
     if config.quarantine not in (None, NOT_KEPT):
         refuse_existing(str(config.quarantine))
     if config.append_to is not None:
-        load_dataset(config.append_to)
+        open_parent(config.append_to, config, None)
+
+
+def check_schema(config: WriteConfig, schema: Schema) -> tuple[Schema, Parent | None]:
+    """The schema as it will be written, with the field that --weights adds, and what the output continues.
+
+    Raises ConfigError for a schema that weights, Petastorm or the parent do not go with, and what open_parent raises.
+    """
+    if config.weights == "balanced":
+        schema = replace(schema, fields=(*schema.fields, _weight(schema)))
+    if config.petastorm:
+        check_petastorm(schema, config.fmt)
+    return schema, None if config.append_to is None else open_parent(config.append_to, config, schema)
+
+
+def check_columns(config: WriteConfig, schema: Schema, kinds: Mapping[str, str]) -> None:
+    """Raise ConfigError where --split or --sample name a column that rows do not have, or one whose type or classes do
+    not go with it. `kinds` are the types of the columns, in Spark's notation.
+    """
+    split, sample = config.split_spec, None if config.sample is None else Sampling.parse(config.sample)
+    for flag, name in (("--split", split.column), ("--sample", None if sample is None else sample.column)):
+        if name is not None and name not in kinds:
+            raise ConfigError(
+                f"{flag} names the column `{name}`",
+                got="no such column",
+                allowed=", ".join(kinds)[:500],
+                next_step=f"Correct {flag}.",
+            )
+    if split.column is not None:
+        split.check(kinds[split.column])
+    if sample is not None:
+        label = schema.label
+        is_label = label is not None and label.name == sample.column
+        sample.check(kinds[sample.column], label.num_classes if is_label and label is not None else None)
+
+
+def _weight(schema: Schema) -> Field:
+    label = schema.label
+    if schema.weight is not None:
+        raise ConfigError(
+            "--weights balanced makes the weights that the schema has already",
+            got=f"the field `{schema.weight.name}`",
+            allowed="one weight for each record",
+            next_step="Leave --weights or that field out.",
+        )
+    if label is None or label.shape or label.dtype not in ("bool", "int64", "string"):
+        raise ConfigError(
+            "--weights needs classes to weigh",
+            got="no label" if label is None else f"a label of {label.dtype}, shape {label.shape}",
+            allowed="a label that is a boolean, a whole number or text",
+            next_step="Name the label, or leave --weights out.",
+        )
+    return weight_field()

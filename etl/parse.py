@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from etl.columns import quoted
 from etl.lines import RAW_BYTES, LongLine, read_lines
 from etl.ranges import Range
 from etl.reasons import Reasons
@@ -105,7 +106,7 @@ def output_schema(parser: LineParser) -> pa.Schema:
 
 def output_ddl(parser: LineParser) -> str:
     """The same in Spark's notation."""
-    return ", ".join(f"`{field.name}` {ddl_type(field.type)}" for field in output_schema(parser))
+    return ddl_of(output_schema(parser))
 
 
 class ParseLog(EachRow):
@@ -199,6 +200,11 @@ class _Rows:
             else:
                 arrays.append(values if isinstance(values, pa.Array) else pa.array(values, type=field.type))
         return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
+
+
+def ddl_of(schema: pa.Schema) -> str:
+    """Columns in Spark's notation."""
+    return ", ".join(f"{quoted(field.name)} {ddl_type(field.type)}" for field in schema)
 
 
 def ddl_type(kind: pa.DataType) -> str:

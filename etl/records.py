@@ -97,14 +97,14 @@ def label_kinds(schema: Schema) -> tuple[str, ...]:
 
 def rows_of(records: DataFrame, schema: Schema, parser: RecordLines, label: str | None, by_place: bool) -> DataFrame:
     """Records with the label and the writer's columns; `by_place` where file and position are the id."""
-    names = [f"`{name}`" for name in parser.schema.names]
+    names = [c.quoted(name) for name in parser.schema.names]
     kept = records.selectExpr(*names, "_file", "_position", "_source", *(["_occurrence"] if by_place else []))
     if label is None or schema.label is None:
         return kept
-    wanted = c.ddl_type(schema.label)
+    wanted, called = c.ddl_type(schema.label), c.quoted(schema.label.name)
     told = kept.selectExpr("*", f"CAST(({label}) AS {wanted}) AS `_label`")
     if schema.label.name in told.columns:
         told = told.drop(schema.label.name)
     return told.withColumnRenamed("_label", schema.label.name).selectExpr(
-        "*", f"IF(`{schema.label.name}` IS NULL, '{NO_LABEL}', NULL) AS _dropped"
+        "*", f"IF({called} IS NULL, '{NO_LABEL}', NULL) AS _dropped"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -11,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from etl import columns as c
 from etl.shares import parse_share
 from etl.splits import texts_of
 from features.sample_id import shard_keys, splitmix64
@@ -21,6 +23,7 @@ SAMPLED_OUT = "sampled_out"
 WEIGHT = "weight"
 UNCOUNTED = 1.0  # of a class that only validation or test has: the mean weight in training
 _OWN_SEED = 0x73616D706C65  # "sample": what is kept must not follow from the order in shards or from the split
+_BOOLEAN, _WHOLE = re.compile("true|false|[01]"), re.compile("0|-?[1-9][0-9]{0,18}")
 _AS_BOOLEAN = {"0": "false", "1": "true"}
 
 
@@ -46,6 +49,20 @@ class Sampling:
         if len(columns) != 1:
             raise _unreadable(text)
         return cls(columns.pop(), tuple(found.items()))
+
+    def check(self, kind: str, num_classes: int | None = None) -> None:
+        """Raise ConfigError where a column of `kind` (in Spark's notation), the label of `num_classes` perhaps, has no
+        classes or cannot have one that is named.
+        """
+        whole = kind in c.WHOLE
+        if not whole and kind not in ("boolean", "string"):
+            raise _no_class(self.column, kind, "whole numbers, text or booleans")
+        form = _BOOLEAN if kind == "boolean" else _WHOLE
+        for value, _ in self.shares:
+            if kind != "string" and not form.fullmatch(value):
+                raise _no_class(self.column, value, "true, false, 1, 0" if kind == "boolean" else "such as 7, not 07")
+            if whole and num_classes is not None and not 0 <= int(value) < num_classes:
+                raise _no_class(self.column, value, f"0 to {num_classes - 1}")
 
     def keeps(self, batch: pa.RecordBatch, ids: NDArray[np.int64], seed: int) -> NDArray[np.bool_]:
         """Which rows stay, (n,) bool: those whose hash lies in the share of their class. `ids` is (n,) int64."""
@@ -86,6 +103,15 @@ def balanced(column: str, counts: Mapping[str, int]) -> ClassWeights:
 def weight_field() -> Field:
     """The field that holds a record's weight, float32."""
     return Field(name=WEIGHT, dtype="float32", kind="weight")
+
+
+def _no_class(column: str, got: str, allowed: str) -> ConfigError:
+    return ConfigError(
+        f"--sample names a class that column `{column}` cannot have",
+        got=got,
+        allowed=allowed,
+        next_step="Correct --sample.",
+    )
 
 
 def _unreadable(text: str) -> ConfigError:

@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +13,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from etl import columns as c
-from features.sample_id import unit_hash, unit_hashes
+from features.sample_id import group_hashes, unit_hashes
 from storage.errors import ConfigError, DataError
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
@@ -27,7 +26,7 @@ ALLOWED = (
 )
 _PART = re.compile(r"[0-9]{1,6}([.][0-9]{1,6})?")
 _FOLDS = re.compile(r"[1-9][0-9]{0,2}")
-_NO_TIME = "whole numbers, dates or timestamps"
+_TIMES, _CLASSES = "whole numbers, dates or timestamps", "whole numbers, text or booleans"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,11 +47,6 @@ class SplitSpec:
     def given(self) -> bool:
         """Whether each record names its split."""
         return self.kind == "given"
-
-    @property
-    def by_hash(self) -> bool:
-        """Whether a record's split follows from itself alone, so that more data never moves it."""
-        return self.kind in ("random", "group", "kfold")
 
     @property
     def text(self) -> str:
@@ -84,14 +78,22 @@ class SplitSpec:
             raise _unreadable(text)
         return cls(kind=kind, names=_names(shares, text), weights=_weights(shares, text), column=column)
 
-    def assign(
-        self, batch: pa.RecordBatch, ids: NDArray[np.int64], seed: int, memory: dict[Any, str]
-    ) -> pa.StringArray:
+    def check(self, kind: str) -> None:
+        """Raise ConfigError where `column` is of a type, `kind` in Spark's notation, that cannot decide the split."""
+        assert self.column is not None
+        if self.kind == "time" and kind not in (*c.WHOLE, "date", "timestamp"):
+            raise ConfigError(**_unfit(self.column, kind, _TIMES))
+        if self.kind == "stratified" and kind not in (*c.WHOLE, "boolean", "string"):
+            raise ConfigError(**_unfit(self.column, kind, _CLASSES))
+        if kind.partition("<")[0] in c.NESTED:
+            raise ConfigError(**_unfit(self.column, kind, "a number, text, bytes, boolean, date or time"))
+
+    def assign(self, batch: pa.RecordBatch, ids: NDArray[np.int64], seed: int) -> pa.StringArray:
         """The split of each row: (n,) strings, none null.
 
-        `ids` are the rows' sample ids, (n,) int64; `memory` is the caller's, kept from batch to batch: it remembers the
-        splits of groups. For stratified and time it is not the split that comes back but what etl.settle decides it
-        from: the text of the class, or of the time as a whole number. Raises DataError for a null in `column`.
+        `ids` are the rows' sample ids, (n,) int64. For stratified and time it is not the split that comes back but
+        what etl.settle decides it from: the text of the class, or of the time as a whole number. Raises DataError for
+        a null in `column`.
         """
         if self.kind == "given":
             return _no_nulls(c.SPLIT, batch.column(c.SPLIT))
@@ -102,16 +104,7 @@ class SplitSpec:
             return times_of(self.column, column).cast(pa.string())
         if self.kind == "stratified":
             return texts_of(self.column, column)
-        return self._grouped(column, seed, memory)
-
-    def _grouped(self, column: pa.Array, seed: int, memory: dict[Any, str]) -> pa.StringArray:
-        codes = column.dictionary_encode()
-        groups = codes.dictionary.to_pylist()
-        new = [group for group in groups if group not in memory]
-        raw = [group if isinstance(group, bytes) else str(group).encode() for group in new]
-        hashes = np.array([unit_hash(value, seed) for value in raw], dtype=np.uint64)
-        memory.update(zip(new, self._named(hashes).to_pylist(), strict=True))
-        return pa.array([memory[group] for group in groups], pa.string()).take(codes.indices)
+        return self._named(group_hashes(c.text_of(column), seed))
 
     def _named(self, hashes: NDArray[np.uint64]) -> pa.StringArray:
         return pa.array(self.names, pa.string()).take(pa.array(shares_of(hashes, self.weights)))
@@ -129,7 +122,7 @@ def texts_of(name: str, column: pa.Array) -> pa.StringArray:
     kind = column.type
     if pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_string(kind):
         return column.cast(pa.string())
-    raise _wrong_type(name, kind, "whole numbers, text or booleans")
+    raise DataError(**_unfit(name, str(kind), _CLASSES))
 
 
 def times_of(name: str, column: pa.Array) -> pa.Int64Array:
@@ -141,7 +134,7 @@ def times_of(name: str, column: pa.Array) -> pa.Int64Array:
         return column.cast(pa.int32()).cast(pa.int64())
     if pa.types.is_timestamp(kind):
         return pc.cast(column, pa.timestamp("us", kind.tz)).cast(pa.int64())
-    raise _wrong_type(name, kind, _NO_TIME)
+    raise DataError(**_unfit(name, str(kind), _TIMES))
 
 
 def _no_nulls(name: str, column: pa.Array) -> pa.Array:
@@ -155,13 +148,9 @@ def _no_nulls(name: str, column: pa.Array) -> pa.Array:
     return column
 
 
-def _wrong_type(name: str, kind: pa.DataType, allowed: str) -> DataError:
-    return DataError(
-        f"column `{name}` cannot decide the split",
-        got=str(kind),
-        allowed=allowed,
-        next_step="Cast the column, or split by another one.",
-    )
+def _unfit(name: str, got: str, allowed: str) -> dict[str, str]:
+    what = f"column `{name}` cannot decide the split"
+    return {"what": what, "got": got, "allowed": allowed, "next_step": "Cast the column, or split by another one."}
 
 
 def _parts(shares: str, text: str) -> list[str]:

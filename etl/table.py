@@ -38,7 +38,6 @@ _INSTEAD = {
     "map": "map_values({0}), or single keys of it",
 }
 _OWN = (c.SOURCE, c.POSITION, c.OCCURRENCE, c.SPLIT, c.DROPPED)
-_NESTED = ("array", "struct", "map", "variant")
 MAX_NAMED = 2
 
 
@@ -110,7 +109,7 @@ def prepared(
     wanted |= {c.SPLIT: "string"} if split.given else {}
     for name in (*id_columns, *also, *(() if split.column is None else (split.column,))):
         wanted.setdefault(name, have.get(name, "a column"))
-        if wanted[name].partition("<")[0] in _NESTED:
+        if wanted[name].partition("<")[0] in c.NESTED:
             raise _cannot(name, wanted[name], "a number, text, bytes, boolean, date or time", "Name another column.")
     may_be_null = {field.name: field.dataType for field in df.schema.fields if field.nullable}
     kept = f.col(c.DROPPED).isNull() if c.DROPPED in have else f.lit(True)
@@ -131,7 +130,7 @@ def named_repeats(df: DataFrame, id_columns: Sequence[str]) -> DataError | None:
     from pyspark.sql import functions as f
 
     kept = df.where(f.col(c.DROPPED).isNull()) if c.DROPPED in df.columns else df
-    ids = [quoted(name) for name in id_columns]
+    ids = [c.quoted(name) for name in id_columns]
     found = kept.groupBy(*ids).agg(f.count(f.lit(1)).alias("_rows")).where("_rows > 1").orderBy(*ids)
     rows = found.limit(MAX_NAMED).collect()
     if not rows:
@@ -143,11 +142,6 @@ def named_repeats(df: DataFrame, id_columns: Sequence[str]) -> DataError | None:
         allowed=f"{', '.join(id_columns)} unique, since the rows of a table have no order to number them by",
         next_step="Name more id columns, or take each row only once (SELECT DISTINCT).",
     )
-
-
-def quoted(name: str) -> str:
-    """A column's name as Spark reads it whole, dots and all."""
-    return "`" + name.replace("`", "``") + "`"
 
 
 def _check_frame(df: DataFrame) -> None:
@@ -168,7 +162,7 @@ def _as(name: str, got: str | None, kind: str, have: dict[str, str]) -> Column:
     """The column `name`, widened to `kind` if that keeps each value."""
     from pyspark.sql import functions as f
 
-    column = f.col(quoted(name))
+    column = f.col(c.quoted(name))
     if got == kind:
         # A moment as a number: as text it would depend on the session's time zone.
         return f.unix_micros(column).alias(name) if kind == "timestamp" else column
@@ -208,7 +202,7 @@ def _with_occurrence(df: DataFrame, id_columns: Sequence[str]) -> DataFrame:
     from pyspark.sql import Window
     from pyspark.sql import functions as f
 
-    order = Window.partitionBy(*map(quoted, id_columns)).orderBy(c.SOURCE, c.POSITION)
+    order = Window.partitionBy(*map(c.quoted, id_columns)).orderBy(c.SOURCE, c.POSITION)
     return df.withColumn(c.OCCURRENCE, (f.row_number().over(order) - 1).cast("bigint"))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from etl.output import check_output
+from etl.output import check_output, check_schema
 from etl.spark_errors import translated
 from etl.table import infer_schema
 from etl.table_config import TableConfig
@@ -20,9 +20,15 @@ if TYPE_CHECKING:
 
 
 def check(config: TableConfig) -> Schema | None:
-    """What can be checked before Spark starts: the output is free, the schema's file is one. Returns the schema."""
+    """What can be checked before Spark starts: the output is free, the schema's file is one and goes with weights and
+    the dataset that is continued. Returns the schema.
+    """
     check_output(config)
-    return None if config.schema is None else load_schema(config.schema)
+    if config.schema is None:
+        return None
+    schema = load_schema(config.schema)
+    check_schema(config, schema)
+    return schema
 
 
 def run(spark: SparkSession, config: TableConfig) -> DatasetManifest:

@@ -25,6 +25,7 @@ NOT_A_PAGE = "not_a_page"
 CENSORED = "censored"
 
 ID_COLUMNS = ("visitor", "page", "time", "query")
+ID_SCHEMA = pa.schema([(name, pa.int64() if name == "time" else pa.string()) for name in ID_COLUMNS])
 TOLD = ("referrer", "agent")  # what the combined format says besides
 LABEL = "stays"
 LABEL_TYPES = ("boolean",)

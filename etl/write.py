@@ -9,24 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 from etl import VERSION
 from etl import columns as c
-from etl.append import Parent, check_new_ids, open_parent
+from etl.append import CLASS_COUNTS, Parent, check_new_ids
 from etl.assign import Assign
 from etl.beside import Origin, place_quarantine, write_fitted
 from etl.clean import clean as clean_beside
 from etl.config import DEFAULT_SHARD_BYTES, WriteConfig
 from etl.fit import fit_all
 from etl.leakage import check_leakage, leak_key
-from etl.output import NOT_KEPT, check_output
-from etl.petastorm_metadata import check_petastorm, write_petastorm_metadata
+from etl.output import NOT_KEPT, check_columns, check_output, check_schema
+from etl.petastorm_metadata import write_petastorm_metadata
 from etl.place import plan_shards, sizes_of, write_shards
-from etl.sampling import Sampling, weight_field
+from etl.sampling import Sampling, balanced
 from etl.settle import settle
 from etl.shards import WriteShards
 from etl.spark_errors import translated
 from etl.splits import SplitSpec
 from etl.staging import Staging, publish_beside
 from etl.table import named_repeats, prepared
-from etl.weighing import class_weights
+from etl.weighing import class_counts
 from features.schema import Schema
 from storage.canonical import canonical_bytes
 from storage.errors import ConfigError, DataError
@@ -53,6 +53,7 @@ class _Job:
     split: SplitSpec
     origin: Origin
     parent: Parent | None
+    class_counts: Mapping[str, int] | None = None
 
 
 def write_dataset(
@@ -97,34 +98,28 @@ def write_dataset(
     check_output(config)
     picked = () if sample is None else (Sampling.parse(sample).column,)
     rows, schema = prepared(df, schema, id_columns, spec, label, picked)
-    weighed = weights == "balanced"
-    if weighed and schema.weight is not None:
-        raise ConfigError(
-            "--weights balanced makes the weights that the schema has already",
-            got=f"the field `{schema.weight.name}`",
-            allowed="one weight for each record",
-            next_step="Leave --weights or that field out.",
-        )
-    full = replace(schema, fields=(*schema.fields, weight_field())) if weighed else schema
-    if petastorm:
-        check_petastorm(full, fmt)
-    above = None if append_to is None else open_parent(append_to, config, full)
+    check_columns(config, schema, dict(rows.dtypes))
+    full, above = check_schema(config, schema)
     job = _Job(config, full, tuple(id_columns), spec, origin or Origin(), above)
     try:
         with translated(df.sparkSession, "writing the dataset"):
-            return _written(rows, job, schema if weighed else None)
+            return _written(rows, job, schema)
     except DataError as error:
         # Rows without a place cannot be named by it, so equal ids are told by their columns.
         raise (named_repeats(df, id_columns) if c.POSITION not in df.columns else None) or error from None
 
 
-def _written(df: DataFrame, job: _Job, unweighed: Schema | None) -> DatasetManifest:
+def _written(df: DataFrame, job: _Job, unweighed: Schema) -> DatasetManifest:
     config, split, schema = job.config, job.split, job.schema
     df = df.withColumn(c.LEAK, leak_key(df, split, schema))
     sample = None if config.sample is None else Sampling.parse(config.sample)
     assign = Assign(schema, job.id_columns, split, config.seed, config.fmt, sample)
-    if unweighed is not None:
-        assign = replace(assign, weights=class_weights(df, unweighed, assign))
+    if config.weights == "balanced":
+        # An append has its parent's weights, as it has its fitted files: a class weighs the same in all of a chain.
+        counts = class_counts(df, unweighed, assign) if job.parent is None else job.parent.class_counts
+        job = replace(job, class_counts=counts)
+        assert schema.label is not None
+        assign = replace(assign, weights=balanced(schema.label.name, counts))
     rows = df.mapInArrow(assign, assign.ddl()).persist()
     try:
         with Staging(config.output) as staging, ExitStack() as stack:
@@ -185,9 +180,9 @@ def _build(staging: Staging, rows: DataFrame, job: _Job, apart: Staging | None) 
 
 
 def _created(job: _Job) -> dict[str, Any]:
-    if job.origin.created_config:
-        return dict(job.origin.created_config)
-    return {"job": "write_dataset", "id_columns": list(job.id_columns), **job.config.to_json()}
+    own = {"job": "write_dataset", "id_columns": list(job.id_columns), **job.config.to_json()}
+    counted = {} if job.class_counts is None else {CLASS_COUNTS: dict(job.class_counts)}
+    return {**(job.origin.created_config or own), **counted}
 
 
 def _names(split: SplitSpec, sizes: Mapping[str, object], read: int, quarantined: int) -> tuple[str, ...]:

@@ -104,6 +104,20 @@ def unit_hashes(ids: NDArray[np.int64], seed: int) -> NDArray[np.uint64]:
     return out
 
 
+def group_hashes(names: pa.Array, seed: int) -> NDArray[np.uint64]:
+    """unit_hash of each name: (n,) strings or binaries without nulls -> (n,) uint64. Memory: the longest name twice."""
+    from features.codec import sha256_kernel as kernel
+
+    _, offsets, values = names.buffers()
+    ends = np.frombuffer(offsets, dtype=np.int32, count=len(names) + 1, offset=names.offset * 4).astype(np.int64)
+    scratch = np.empty(int(np.diff(ends).max(initial=0)) + 96, dtype=np.uint8)
+    out = np.empty(len(names), dtype=np.uint64)
+    address = 0 if values is None else values.address
+    kernel.group_hashes(address, ends, np.uint64(seed & _MASK), scratch.ctypes.data, out)
+    del values  # the names had to live until here
+    return out
+
+
 def share_of(value: int, weights: Sequence[int]) -> int:
     """Which of the shares `weights` an unsigned 64-bit hash falls into: the index of its share, in order."""
     total, below = sum(weights), 0

@@ -95,6 +95,15 @@ def _offset(address: Any, width: Any, number: Any) -> Any:
     return load_i64(address + 8 * number)
 
 
+@njit
+def _split_head(scratch: Any, seed: Any) -> Any:
+    """Begin what a split hash is of; returns where the name goes."""
+    for at in range(len(_SPLIT)):
+        store_u8(scratch + at, _SPLIT[at])
+    store_u64(scratch + len(_SPLIT), seed)
+    return scratch + len(_SPLIT) + 8
+
+
 @_kernel
 def row_hashes(data: Any, ends: Any, widths: Any, occurrences: Any, scratch: Any, out: Any) -> None:
     """The hash of each row's fields, each behind its length, and its occurrence number; into `out`, (n,) uint64.
@@ -120,9 +129,18 @@ def unit_hashes(ids: Any, seed: Any, scratch: Any, out: Any) -> None:
     """The split hash of each id, (n,) int64, into `out`, (n,) uint64; `scratch` is the address of 128 bytes."""
     state, words = np.empty(8, dtype=np.uint32), np.empty(64, dtype=np.uint32)
     for row in range(len(ids)):
-        for at in range(len(_SPLIT)):
-            store_u8(scratch + at, _SPLIT[at])
-        at = scratch + len(_SPLIT)
-        store_u64(at, seed)
-        store_u64(at + 8, np.uint64(ids[row]))
-        out[row] = _first_8_bytes(scratch, len(_SPLIT) + 16, state, words)
+        at = _split_head(scratch, seed)
+        store_u64(at, np.uint64(ids[row]))
+        out[row] = _first_8_bytes(scratch, at + 8 - scratch, state, words)
+
+
+@_kernel
+def group_hashes(data: Any, offsets: Any, seed: Any, scratch: Any, out: Any) -> None:
+    """The split hash of each group's name, between `offsets`, (n + 1,) int64, of the address `data`, into `out`, (n,)
+    uint64; `scratch` is the address of room for the longest name and 96 bytes.
+    """
+    state, words = np.empty(8, dtype=np.uint32), np.empty(64, dtype=np.uint32)
+    for row in range(len(out)):
+        at, size = _split_head(scratch, seed), offsets[row + 1] - offsets[row]
+        copy(at, data + offsets[row], size)
+        out[row] = _first_8_bytes(scratch, at + size - scratch, state, words)

@@ -12,12 +12,15 @@ import pytest
 
 from etl.append import ids_of, open_parent
 from etl.config import WriteConfig
+from features.codec.foreign import decode_foreign_frames
+from features.example import encode_example
 from features.sample_id import sample_id
-from features.schema import Schema
+from features.schema import Field, Schema, sample_id_field
 from storage.errors import ConfigError, CorruptionError, DataError, NotFoundError
 from storage.fs import filesystem
 from storage.layout import DatasetPaths
-from storage.manifest import DatasetManifest
+from storage.manifest import DatasetManifest, ShardInfo
+from storage.tfrecord import frame
 from tests.training._tiny import write_table
 
 
@@ -37,8 +40,38 @@ def test_ids_are_read_out_of_shards(tmp_path: Path, fmt: str) -> None:
         list(ids_of(urls[0], shards[0]))
 
 
+@pytest.mark.parametrize("fmt", ["tfrecord", "parquet"])
+def test_a_shard_of_other_records_is_refused(tmp_path: Path, fmt: str) -> None:
+    shard = write_table(tmp_path / "d", fmt=fmt, records={"train": 43, "test": 9}).splits["train"].shards[0]
+    url = str(tmp_path / "d" / shard.path)
+    with pytest.raises(CorruptionError, match="another number of records"):
+        list(ids_of(url, replace(shard, records=shard.records + 1)))
+    damaged = bytearray(Path(url).read_bytes())
+    damaged[20] ^= 1
+    Path(url).write_bytes(damaged)
+    with pytest.raises(CorruptionError):
+        list(ids_of(url, shard))
+
+
+def test_large_records_are_not_held_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = Schema((sample_id_field(), Field(name="image", dtype="bytes")))
+    record = encode_example(schema, {"image": b"x" * (1 << 19), "sample_id": 7})
+    (tmp_path / "part").write_bytes(frame(record) * 40)
+    held = []
+
+    def seen(fields: Any, data: np.ndarray, offsets: np.ndarray) -> pa.RecordBatch:
+        held.append(len(data))
+        return decode_foreign_frames(fields, data, offsets)
+
+    monkeypatch.setattr("etl.append.decode_foreign_frames", seen)
+    info = ShardInfo(path="part", records=40, bytes=0, sha256="", crc32c="", footer_sha256=None, block_offsets=())
+    found = [batch["sample_id"].to_pylist() for batch in ids_of(str(tmp_path / "part"), info)]
+    assert [sample for batch in found for sample in batch] == [7] * 40
+    assert max(held) <= 5 << 20
+
+
 def published(
-    folder: Path, name: str, manifest: DatasetManifest, parent: dict[str, str] | None, **config: str | None
+    folder: Path, name: str, manifest: DatasetManifest, parent: dict[str, str] | None, **config: object
 ) -> DatasetManifest:
     """A dataset of nothing but a manifest."""
     own = {"version": "0.1.0", "config": {"split": "80/20", **config}, "seed": 0}
@@ -79,7 +112,7 @@ def test_a_chain_of_appends_is_followed_by_digest(tmp_path: Path) -> None:
         ({"weights": "none", "sample": "b=0:50%"}, {}, "sample"),
         ({"weights": "none", "sample": "b=0:50%"}, {"sample": "b=0:25%"}, "sample"),
         ({"sample": "b=0:50%,b=1:25%"}, {"sample": "b=1:25%,b=0:50%"}, None),  # the same in another order
-        ({}, {"weights": "balanced", "sample": "b=0:50%"}, None),  # not known
+        ({}, {"sample": "b=0:50%"}, None),  # not known
     ],
 )
 def test_an_append_is_weighed_and_sampled_as_its_parent(
@@ -95,3 +128,15 @@ def test_an_append_is_weighed_and_sampled_as_its_parent(
     with pytest.raises(ConfigError, match=f"its {refused} is another one") as caught:
         open_parent(above, WriteConfig(**options), Schema.from_json(tiny.schema))
     assert caught.value.got and caught.value.allowed == str(stored[refused])
+
+
+def test_an_append_is_weighed_by_the_classes_of_its_parent(tmp_path: Path) -> None:
+    """A class weighs the same in all of a chain, so that they can be trained on together."""
+    tiny, counts = write_table(tmp_path / "tiny"), {"false": 90, "true": 10}
+    made: dict[str, Any] = {"weights": "balanced", "class_counts": counts}
+    published(tmp_path, "a", tiny, None, **made)
+    published(tmp_path, "old", tiny, None, weights="balanced")
+    config = WriteConfig(output=str(tmp_path / "b"), append_to=str(tmp_path / "a"), weights="balanced")
+    assert open_parent(str(tmp_path / "a"), config, None).class_counts == counts
+    with pytest.raises(ConfigError, match="how many records of each class"):
+        open_parent(str(tmp_path / "old"), config, None)

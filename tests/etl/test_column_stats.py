@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from etl.column_stats import BINS, MAX_DISTINCT, ColumnStats, ColumnSummary, histogram
+from etl.number_stats import NumberStats
 
 
 def stats(dtype: str, *columns: pa.Array, shape: tuple[int | None, ...] = ()) -> ColumnSummary:
@@ -66,3 +67,34 @@ def test_tensors_by_their_numbers() -> None:
     assert found.type == "uint8 2x2" and dict(found.facts)["values"] == "0 to 220, mean 110"
     floats = np.array([[1.5, 2.5]], "<f4")
     assert dict(stats("float32", pa.array([floats.tobytes()]), shape=(2,)).facts)["values"] == "1.5 to 2.5, mean 2"
+
+
+@given(hnp.arrays(np.float64, st.integers(1, 60), elements=st.floats(-1e6, 1e6)), st.integers(1, 30))
+def test_numbers_in_pieces_are_told_as_numbers_at_once(values: np.ndarray, step: int) -> None:
+    found = NumberStats()
+    for start in range(0, len(values), step):
+        found.add(values[start : start + step])
+    assert (found.count, found.least, found.most) == (len(values), values.min(), values.max())
+    assert np.isclose(found.mean, values.mean()) and np.isclose(found.deviation, values.std(), atol=1e-6)
+    assert found.whole and np.array_equal(found.picked, values)
+
+
+@pytest.mark.parametrize("shape", [(None,), (4, 2)])
+def test_long_lists_and_tensors_are_not_kept_whole(
+    shape: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each place of a row has values of its own: whatever is picked is picked from all of them."""
+    monkeypatch.setattr("etl.number_stats.KEPT", 1000)
+    values = (np.arange(80_000) % 8).astype("<f8")
+    rows = values.reshape(-1, 8)
+    made = ColumnStats("x", "float64", shape)
+    for start in range(0, len(rows), 100):
+        part = rows[start : start + 100]
+        made.add(pa.array(part.tolist() if shape == (None,) else [row.tobytes() for row in part]))
+    held = made._numbers
+    assert 400 <= len(held.picked) <= 1000 and sum(map(len, held._hashes)) == len(held.picked)
+    assert min(np.bincount(held.picked.astype(int), minlength=8)) > 30
+    facts = dict(made.summary().facts)
+    assert facts["values"] == "0 to 7, mean 3.5" and facts["standard deviation"] == f"{values.std():.4g}"
+    assert facts["distinct"] == "8 or more" and facts["median"].startswith("about ") and facts["zeros"] == "10000"
+    assert f"{len(held.picked)} of 80000" in made.summary().histograms[-1].title

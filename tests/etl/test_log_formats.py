@@ -17,8 +17,10 @@ from etl.config import LogsConfig
 from jobs import etl_logs
 from storage.errors import ConfigError, DataError, NotFoundError
 from storage.verify import verify
+from tests.training._tiny import write_table
 
 from .conftest import ELASTIC, OPEN_BANDIT, tree
+from .test_append import published
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -152,6 +154,7 @@ def test_what_is_told_before_spark_starts(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     Path("schema.toml").write_text(CLICKS)
     Path("tensor.toml").write_text('[[fields]]\nname = "x"\ndtype = "float32"\nshape = [2]\n')
+    Path("bare.toml").write_text('[[fields]]\nname = "position"\ndtype = "int64"\n')
     Path("t.csv").write_bytes(b"click,position\n1,2\n")
     Path("twice.csv").write_bytes(CLICK_HEADER + b",click\n")
     Path("good.csv").write_bytes(CLICK_HEADER + b"\n")
@@ -172,7 +175,20 @@ def test_what_is_told_before_spark_starts(tmp_path: Path, monkeypatch: pytest.Mo
         ([*good, "--schema", "none.toml"], NotFoundError, "none.toml"),
         ([*good, "--id-columns", "a"], ConfigError, "with --schema"),
         ([*good, "--split", "group:item_id:80/20"], ConfigError, "names the column `item_id`"),
+        ([*good, "--split", "stratified:page_tokens:80/20"], ConfigError, "`page_tokens` cannot decide the split"),
+        ([*good, *table, "--split", "stratified:propensity_score:8/2"], ConfigError, "cannot decide the split"),
+        ([*good, *table, "--split", "time:propensity_score:8/2"], ConfigError, "cannot decide the split"),
+        ([*good, *table, "--sample", "user=1:1%"], ConfigError, "missing user"),
+        ([*good, "--sample", "host=a:1%"], ConfigError, "--sample names the column `host`"),
+        ([*good, "--sample", "stays=maybe:1%"], ConfigError, "a class that column `stays` cannot have"),
+        ([*good, *table, "--sample", "position=1.5:1%"], ConfigError, "a class that column `position` cannot have"),
+        ([*good, *table, "--sample", "propensity_score=1:1%"], ConfigError, "whole numbers, text or booleans"),
+        ([*good, "--schema", "bare.toml", "--weights", "balanced"], ConfigError, "needs classes to weigh"),
+        ([*good, "--append-to", "other"], ConfigError, "its schema is another one"),
+        ([*good, "--append-to", "other", "--seed", "1"], ConfigError, "its seed is another one"),
+        ([*good, "--append-to", "other", "--weights", "balanced"], ConfigError, "its weights is another one"),
     ]
+    published(tmp_path, "other", write_table(tmp_path / "tiny"), None, weights="none")
     for flags, kind, text in cases:
         with pytest.raises(kind) as caught:
             etl_logs.main([*base, *flags])

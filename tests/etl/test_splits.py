@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import bisect
 import datetime as dt
+import tracemalloc
 from collections import Counter
+from decimal import Decimal
 from fractions import Fraction
 from itertools import accumulate
 
@@ -14,14 +16,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from etl.assign import Assign
 from etl.sampling import Sampling, balanced
 from etl.settle import at_rank, cuts_of, last_before
 from etl.splits import SplitSpec, shares_of, texts_of, times_of
 from etl.weighing import counts_of
 from features.sample_id import shard_keys, share_of, unit_hash
+from features.schema import Schema, sample_id_field
 from storage.errors import ConfigError, DataError
 
 IDS = np.random.default_rng(1).integers(-(2**63), 2**63 - 1, 5000, dtype=np.int64)
+SCHEMA = Schema((sample_id_field(),))
 EMPTY = pa.RecordBatch.from_pydict({})
 
 
@@ -70,24 +75,57 @@ def test_borders_are_those_of_share_of(weights: list[int], value: int) -> None:
 
 def test_hash_splits_look_at_the_record_alone() -> None:
     spec = SplitSpec.parse("8/1/1")
-    whole = spec.assign(EMPTY, IDS, 7, {}).to_pylist()
-    assert spec.assign(EMPTY, IDS[::-3], 7, {}).to_pylist() == whole[::-3]
+    whole = spec.assign(EMPTY, IDS, 7).to_pylist()
+    assert spec.assign(EMPTY, IDS[::-3], 7).to_pylist() == whole[::-3]
     assert whole[0] == spec.names[share_of(unit_hash(IDS[:1].tobytes(), 7), spec.weights)]
     counts = Counter(whole)
     assert abs(counts["train"] - 4000) < 150 and abs(counts["test"] - 500) < 100 and len(counts) == 3
     folds = SplitSpec.parse("kfold:5:user")
     users = pa.RecordBatch.from_pydict({"user": pa.array([n % 40 for n in range(5000)])})
-    memory: dict[object, str] = {}
-    found = folds.assign(users, IDS, 7, memory).to_pylist()
+    found = folds.assign(users, IDS, 7).to_pylist()
     assert len(set(zip(users["user"].to_pylist(), found, strict=True))) == 40 and set(found) == set(folds.names)
-    assert folds.assign(users.slice(100, 9), IDS[:9], 7, memory).to_pylist() == found[100:109]
+    assert folds.assign(users.slice(100, 9), IDS[:9], 7).to_pylist() == found[100:109]
+
+
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        (pa.array(["", "ü", "x" * 200]), [b"", "ü".encode(), b"x" * 200]),
+        (pa.array([b"\xff", b"\0"]), [b"\xff", b"\0"]),
+        (pa.array([-1, 2**63 - 1]), [b"-1", b"9223372036854775807"]),
+        (pa.array([True, False]), [b"true", b"false"]),
+        (pa.array([0.0, -0.0, 1.5, float("nan")]), [b"0", b"0", b"1.5", b"nan"]),  # equal numbers are one group
+        (pa.array([dt.date(2026, 1, 2)]), [b"2026-01-02"]),
+        (pa.array([Decimal("1.50")]), [b"1.50"]),
+    ],
+)
+def test_a_group_is_hashed_by_its_text(values: pa.Array, names: list[bytes]) -> None:
+    spec = SplitSpec.parse("kfold:97:g")
+    wanted = [spec.names[share_of(unit_hash(name, 5), spec.weights)] for name in names]
+    twice = pa.RecordBatch.from_pydict({"g": pa.concat_arrays([values, values])}).slice(len(values))
+    assert spec.assign(twice, IDS[: len(values)], 5).to_pylist() == wanted
+
+
+def test_groups_are_not_remembered() -> None:
+    """A task's memory must not grow with its groups."""
+    spec, held = SplitSpec.parse("group:g:1/1"), list[int]()
+    assign = Assign(SCHEMA, ("g",), spec, 5, "parquet")
+    for part in range(4):
+        rows = {"g": [f"{part}-{n}" for n in range(5000)], "_occurrence": [0] * 5000, "_leak": [0] * 5000}
+        batch = pa.RecordBatch.from_pydict({**rows, "_source": [0] * 5000, "_position": [0] * 5000})
+        assert set(assign.rows(batch).column("_split").to_pylist()) == set(spec.names)
+        if part == 0:
+            tracemalloc.start()
+        held.append(tracemalloc.get_traced_memory()[0])  # with the part's own rows
+    tracemalloc.stop()
+    assert held[3] - held[1] < 100_000, "10,000 groups take more than a million bytes"
 
 
 def test_what_decides_a_split_is_never_null_or_vague() -> None:
     null = pa.RecordBatch.from_pydict({"time": pa.array([1, None])})
     for text in ("time:80/20", "stratified:time:80/20", "group:time:80/20", "kfold:2:time"):
         with pytest.raises(DataError, match="is null"):
-            SplitSpec.parse(text).assign(null, IDS[:2], 0, {})
+            SplitSpec.parse(text).assign(null, IDS[:2], 0)
     with pytest.raises(DataError, match="cannot decide"):
         texts_of("x", pa.array([0.5]))
     with pytest.raises(DataError, match="cannot decide"):
@@ -136,7 +174,7 @@ def test_sampling_keeps_the_share_of_the_classes_that_it_names() -> None:
     assert not (kept & ~more)[~clicks].any()  # a larger share keeps what a smaller one kept
     assert 200 < more[clicks].sum() < 300
     assert Sampling.parse("click=0:0").keeps(batch, IDS, 3).tolist() == clicks.tolist()
-    split = np.array(SplitSpec.parse("50/50").assign(EMPTY, IDS, 3, {}).to_pylist())
+    split = np.array(SplitSpec.parse("50/50").assign(EMPTY, IDS, 3).to_pylist())
     assert 0.4 < (split[kept & ~clicks] == "train").mean() < 0.6  # what is kept does not follow from the split
     late = shard_keys(IDS, 3) >> np.uint64(63) == 1
     assert 0.4 < late[kept & ~clicks].mean() < 0.6  # nor from the order in the shards

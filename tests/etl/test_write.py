@@ -60,16 +60,16 @@ def splits_of(rows: pa.RecordBatch) -> dict[int, str]:
 
 @pytest.mark.parametrize("split", ["80/20", "group:group:80/20"])
 def test_more_data_moves_no_sample(split: str) -> None:
-    few, many = (splits_of(assign(split).rows(batch(list(range(n))), {})) for n in (500, 2000))
+    few, many = (splits_of(assign(split).rows(batch(list(range(n))))) for n in (500, 2000))
     assert {sample: many[sample] for sample in few} == few
     assert 0.1 < list(many.values()).count("test") / 2000 < 0.35
-    other = splits_of(assign(split, seed=1).rows(batch(list(range(2000))), {}))
+    other = splits_of(assign(split, seed=1).rows(batch(list(range(2000)))))
     assert other != many
 
 
 def test_a_group_is_in_one_split() -> None:
     numbers = list(range(500))
-    rows = assign("group:group:50/50").rows(batch(numbers), {})
+    rows = assign("group:group:50/50").rows(batch(numbers))
     groups: dict[int, set[str]] = {}
     for number, split in zip(numbers, rows.column("_split").to_pylist(), strict=True):
         groups.setdefault(number % 7, set()).add(split)
@@ -77,7 +77,7 @@ def test_a_group_is_in_one_split() -> None:
 
 
 def test_dropped_rows_keep_their_reason_alone() -> None:
-    rows = assign("80/20", "parquet").rows(batch([1, 2, 3], dropped={2: "why"}), {})
+    rows = assign("80/20", "parquet").rows(batch([1, 2, 3], dropped={2: "why"}))
     assert rows.column("_dropped").to_pylist() == [None, None, "why"]
     assert rows.column("sample_id").null_count == 1 and rows.column("n").to_pylist() == [1, 3, None]
 

@@ -1,0 +1,90 @@
+"""What is told of an output before rows are read: columns and classes asked for, weights, what is continued."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etl import image_sets
+from etl.config import WriteConfig
+from etl.image_config import ImagesConfig
+from etl.output import check_columns, check_schema
+from features.schema import Field, Schema, sample_id_field
+from storage.errors import ConfigError
+from tests.etl.conftest import write_images
+from tests.etl.test_append import published
+from tests.training._tiny import write_table
+
+KINDS = {"click": "boolean", "n": "int", "word": "string", "x": "double", "at": "timestamp_ntz", "many": "array<int>"}
+LABEL = Field(name="n", dtype="int64", kind="label", num_classes=10)
+
+
+@pytest.mark.parametrize(
+    ("told", "refused"),
+    [
+        ({"sample": "click=true:1%,click=0:2%"}, None),
+        ({"sample": "click=yes:1%"}, "cannot have"),
+        ({"sample": "n=9:1%"}, None),
+        ({"sample": "n=10:1%"}, "cannot have"),  # the label has ten classes
+        ({"sample": "n=07:1%"}, "cannot have"),  # no number is written so, so none would be left out
+        ({"sample": "word=07:1%"}, None),
+        ({"sample": "x=1:1%"}, "cannot have"),
+        ({"sample": "no=1:1%"}, "names the column `no`"),
+        ({"split": "stratified:word:1/1"}, None),
+        ({"split": "stratified:x:1/1"}, "cannot decide"),
+        ({"split": "time:n:1/1"}, None),
+        ({"split": "time:at:1/1"}, "cannot decide"),  # a clock's hand without its zone
+        ({"split": "group:x:1/1"}, None),
+        ({"split": "kfold:3:many"}, "cannot decide"),
+        ({"split": "group:no:1/1"}, "names the column `no`"),
+    ],
+)
+def test_columns_that_are_asked_for(told: dict[str, str], refused: str | None) -> None:
+    config, schema = WriteConfig(output="out", **told), Schema((sample_id_field(), LABEL))  # type: ignore[arg-type]
+    if refused is None:
+        check_columns(config, schema, KINDS)
+        return
+    with pytest.raises(ConfigError, match=refused) as caught:
+        check_columns(config, schema, KINDS)
+    assert caught.value.got and caught.value.allowed and caught.value.next_step
+
+
+def test_weights_and_petastorm_go_with_the_schema(tmp_path: Path) -> None:
+    weighed = WriteConfig(output="out", weights="balanced")
+    schema, parent = check_schema(weighed, Schema((sample_id_field(), LABEL)))
+    assert schema.weight is not None and parent is None
+    with pytest.raises(ConfigError, match="has already"):
+        check_schema(weighed, schema)
+    with pytest.raises(ConfigError, match="needs classes to weigh"):
+        check_schema(weighed, Schema((sample_id_field(),)))
+    named = Schema((sample_id_field(), Field(name="a-b", dtype="int64")))
+    with pytest.raises(ConfigError, match="make_reader cannot name"):
+        check_schema(WriteConfig(output="out", petastorm=True, fmt="parquet"), named)
+
+
+@pytest.mark.parametrize(
+    ("told", "refused"),
+    [
+        ({"sample": "label=2:1%"}, None),
+        ({"sample": "label=3:1%"}, "cannot have"),
+        ({"sample": "image=3:1%"}, "cannot have"),
+        ({"append_to": "other"}, "its schema is another one"),
+        ({"append_to": "nowhere"}, "no dataset at"),
+        ({"append_to": "other", "weights": "balanced"}, "its weights is another one"),
+    ],
+)
+def test_images_are_not_read_for_a_call_that_cannot_be_right(
+    told: dict[str, str], refused: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in").mkdir()
+    write_images(Path("in"), "train", 9)
+    published(tmp_path, "other", write_table(tmp_path / "tiny"), None, weights="none", sample=None)
+    options: dict[str, Any] = {"inputs": ("in",), "output": "out", "num_classes": 3, **told}
+    if refused is None:
+        assert image_sets.check(ImagesConfig(**options)).num_classes == 3
+        return
+    with pytest.raises(ConfigError, match=refused):
+        image_sets.check(ImagesConfig(**options))
