@@ -11,19 +11,20 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from features.codec.arrays import in_runs
 from features.codec.decoder import RecordDecoder
-from features.codec.foreign import decode_foreign
+from features.codec.foreign import decode_foreign_frames, records_between
 from features.codec.foreign_plain import message_fields
 from features.foreign_schema import foreign_schema
 from features.schema import Field, Schema
 from features.shard_ranges import ShardRange
 from storage.errors import CorruptionError, DataError
 from storage.fs import FileSystem
-from storage.tfrecord import parse_records, record_offsets
+from storage.gzip_blocks import unpack_blocks
+from storage.tfrecord import MAX_BLOCK_BYTES, record_offsets
 
 PIECE_BYTES = 4 << 20  # what is decoded at once: large enough for Arrow, small enough for a cache
 _FEATURE_LISTS = 2, 2  # the number and wire type of a SequenceExample's second field: an Example has none
-MAX_BLOCK_BYTES = 2 << 30  # ours have some MiB; a forged manifest over a sparse file may name any number
 
 Buffer = bytes | NDArray[np.uint8]
 # From framed records end to end, their file, the number of the first of them in it and where they begin there, to their
@@ -36,7 +37,7 @@ def strict(schema: Schema, columns: Sequence[str] | None = None) -> Decode:
     decoder = RecordDecoder(schema, columns)
 
     def decode(data: Buffer, file: str, first_record: int, base_offset: int) -> pa.RecordBatch:
-        with _placed(file, first_record):
+        with placed(file, first_record):
             return decoder.decode(data, file=file, first_record=first_record, base_offset=base_offset)
 
     return decode
@@ -67,14 +68,17 @@ class Lenient:
                 self._ours = False  # and so, most likely, are those after them
         framed = np.frombuffer(data, dtype=np.uint8)
         offsets = record_offsets(framed, file=file, first_record=first_record, base_offset=base_offset)
+        with suppress(DataError):  # what is wrong, if anything, is said of the records as they are
+            found = in_runs(offsets, self._order.rows_at_once, lambda some: self._reordered(framed, some, file))
+            if found is not None:
+                return found
+        with placed(file, first_record):
+            refuse_sequences(records_between(framed, offsets))
+            return decode_foreign_frames(self._fields, framed, offsets)
+
+    def _reordered(self, framed: NDArray[np.uint8], offsets: NDArray[np.int64], file: str) -> pa.RecordBatch | None:
         rewritten = self._order.rewritten(framed, offsets)
-        if rewritten is not None:
-            with suppress(DataError):  # what is wrong, if anything, is said of the records as they are
-                return self._decoder.decode(rewritten, file=file)
-        records = parse_records(framed.data, file=file, first_record=first_record, base_offset=base_offset)
-        with _placed(file, first_record):
-            refuse_sequences(records)
-            return decode_foreign(self._fields, records)
+        return None if rewritten is None else self._decoder.decode(rewritten, file=file)
 
 
 def refuse_sequences(records: Iterable[bytes | memoryview]) -> None:
@@ -107,6 +111,21 @@ def check_block_bytes(url: str, start: int, stop: int) -> None:
         )
 
 
+def check_count(batch: pa.RecordBatch, count: int, url: str, record: int, start: int, stop: int, by: str) -> None:
+    """Raise CorruptionError where the bytes from `start` to `stop`, whose first record is number `record`, gave another
+    number of rows than `count`, which `by` says.
+    """
+    if batch.num_rows != count:
+        raise CorruptionError(
+            f"a shard holds another number of records than {by} says",
+            file=url,
+            record=record,
+            offset=start,
+            got=f"{batch.num_rows} records up to offset {stop}",
+            allowed=str(count),
+        )
+
+
 def read_range(fs: FileSystem, part: ShardRange, decode: Decode) -> Iterator[pa.RecordBatch]:
     """The records of a range as batches that `decode` makes, in order; both checksums of each record are checked.
 
@@ -126,22 +145,29 @@ def read_range(fs: FileSystem, part: ShardRange, decode: Decode) -> Iterator[pa.
         return
     digest = None if part.sha256 is None else hashlib.sha256()
     with fs.open_read(part.url) as file:
-        file.seek(part.offsets[0])
-        for record, count, start, stop in _pieces(part):
-            data = _exactly(file, start, stop, part.url)
+        if digest is None:
+            file.seek(part.offsets[0])
+        else:  # of a gzip file, also what lies around its blocks
+            digest.update(_exactly(file, 0, part.offsets[0], part.url))
+        for record, count, first, after in _pieces(part):
+            data = _exactly(file, part.offsets[first], part.offsets[after], part.url)
             if digest is not None:
                 digest.update(data)
-            batch = decode(data, part.url, record, start)
-            if batch.num_rows != count:
-                raise CorruptionError(
-                    "a shard holds another number of records than its manifest says",
+            start, stop = part.places[first], part.places[after]
+            if part.unpacked is not None:
+                data = unpack_blocks(
+                    data,
+                    part.offsets[first : after + 1],
+                    part.unpacked[first : after + 1],
                     file=part.url,
-                    record=record,
-                    offset=start,
-                    got=f"{batch.num_rows} records up to offset {stop}",
-                    allowed=str(count),
+                    first_record=record,
+                    block_records=part.block_records,
                 )
+            batch = decode(data, part.url, record, start)
+            check_count(batch, count, part.url, record, start, stop, "its manifest")
             yield batch
+        if digest is not None:
+            digest.update(_exactly(file, part.offsets[-1], part.file_bytes, part.url))
     if digest is not None and digest.hexdigest() != part.sha256:
         raise CorruptionError(
             "a shard does not match its digest", file=part.url, got=digest.hexdigest(), allowed=part.sha256 or ""
@@ -149,7 +175,7 @@ def read_range(fs: FileSystem, part: ShardRange, decode: Decode) -> Iterator[pa.
 
 
 @contextmanager
-def _placed(file: str, first_record: int) -> Iterator[None]:
+def placed(file: str, first_record: int) -> Iterator[None]:
     """Name the file, and the number of the first record, in an error that knows only its batch."""
     try:
         yield
@@ -165,15 +191,14 @@ def _placed(file: str, first_record: int) -> Iterator[None]:
 
 
 def _pieces(part: ShardRange) -> Iterator[tuple[int, int, int, int]]:
-    """(first record, records, first byte, end) of runs of blocks of PIECE_BYTES or one block."""
+    """(first record, records, first block, the block after) of runs of blocks of PIECE_BYTES or one block."""
     end_record = part.first_record + part.records
-    first = 0
-    for block in range(len(part.offsets) - 1):
-        stop = part.offsets[block + 1]
-        if block == len(part.offsets) - 2 or part.offsets[block + 2] - part.offsets[first] > PIECE_BYTES:
+    places, first = part.places, 0
+    for block in range(len(places) - 1):
+        if block == len(places) - 2 or places[block + 2] - places[first] > PIECE_BYTES:
             record = part.first_record + first * part.block_records
             after = min(end_record, part.first_record + (block + 1) * part.block_records)
-            yield record, after - record, part.offsets[first], stop
+            yield record, after - record, first, block + 1
             first = block + 1
 
 

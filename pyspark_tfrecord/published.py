@@ -58,7 +58,7 @@ class Published:
 
     def partitions(self) -> list[InputPartition]:
         """One for each range of about `partition_bytes`, split by split in order; one a shard for verify=full."""
-        total = sum(shard.bytes for info in self._cuts.values() for shard in info.shards)
+        total = sum(shard.unpacked_bytes for info in self._cuts.values() for shard in info.shards)
         size = None if self.options.verify == "full" else max(self.options.partition_bytes, total // MAX_PARTITIONS)
         found: list[InputPartition] = []
         for name, info in self._cuts.items():

@@ -10,6 +10,7 @@ from storage.fs import join, parent
 
 MANIFEST_NAME = "_manifest.json"
 FORMATS = ("tfrecord", "parquet")
+SUFFIXES = {None: "", "gzip": ".gz"}  # of shards, by their compression
 _SPLIT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _FITTED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.json")
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -32,9 +33,9 @@ class DatasetPaths:
         """The directory of rejected input, mode 0700."""
         return join(self.root, "_quarantine")
 
-    def shard(self, split: str, index: int, fmt: str) -> str:
+    def shard(self, split: str, index: int, fmt: str, compression: str | None = None) -> str:
         """Shard `index` of a split."""
-        return join(self.root, shard_path(split, index, fmt))
+        return join(self.root, shard_path(split, index, fmt, compression))
 
     def index(self, split: str, index: int) -> str:
         """The offset index of a TFRecord shard."""
@@ -49,13 +50,13 @@ class DatasetPaths:
         return join(parent(self.root), f"_staging-{_named(_JOB, job, 'job id')}")
 
 
-def shard_path(split: str, index: int, fmt: str) -> str:
-    """The path of a shard relative to the dataset, as its manifest names it."""
+def shard_path(split: str, index: int, fmt: str, compression: str | None = None) -> str:
+    """The path of a shard relative to the dataset, as its manifest names it; `compression` is one of SUFFIXES."""
     if fmt not in FORMATS:
         raise ConfigError(
             f"unknown shard format {fmt!r}", got=fmt, allowed=", ".join(FORMATS), next_step="Correct --format."
         )
-    return f"split={split_name(split)}/part-{index:05d}.{fmt}"
+    return f"split={split_name(split)}/part-{index:05d}.{fmt}{SUFFIXES[compression]}"
 
 
 def index_path(split: str, index: int) -> str:

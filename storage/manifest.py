@@ -10,7 +10,7 @@ from storage import strict
 from storage.canonical import canonical_bytes, sha256_hex
 from storage.errors import CorruptionError, DataError, NotFoundError
 from storage.fs import FileSystem, filesystem, join
-from storage.layout import FORMATS, MANIFEST_NAME, DatasetPaths, index_path
+from storage.layout import FORMATS, MANIFEST_NAME, SUFFIXES, DatasetPaths, index_path
 from storage.manifest_parts import (
     Counts,
     FileInfo,
@@ -34,6 +34,8 @@ __all__ = [
 ]  # fmt: skip
 
 FORMAT_VERSION = 2  # 2: `leakage`
+# 3: `compression` and the shards' `unpacked_offsets`. Without compression a manifest is of version 2, byte for byte.
+PACKED_VERSION = 3
 _KEYS = (
     "format_version", "format", "created_by", "schema", "splits", "files", "counts", "leakage", "source", "parent",
     "digest",
@@ -56,6 +58,7 @@ class DatasetManifest:
     parent: Mapping[str, Any] | None
     digest: str
     manifest_sha256: str
+    compression: str | None = None
 
     @classmethod
     def build(
@@ -70,15 +73,17 @@ class DatasetManifest:
         source: tuple[SourceInfo, ...],
         parent: Mapping[str, Any] | None = None,
         leakage: Mapping[str, Any] | None = None,
+        compression: str | None = None,
     ) -> Self:
         """A manifest with both digests worked out and everything checked as if it were read.
 
         `created_by` is {"version", "config", "seed"}; `files` is keyed by path relative to the dataset; `parent`
         is {"url", "digest"} of the dataset that this one appends to; `leakage` is {"kind", "checked", "found"}: the
         kind of split, what was looked for on two of its sides, and how many records were found. None: nobody looked.
+        `compression` is that of all shards: "gzip" (TFRecord alone, docs/decisions/068) or None.
         """
         made = cls(
-            format_version=FORMAT_VERSION,
+            format_version=FORMAT_VERSION if compression is None else PACKED_VERSION,
             format=format,
             created_by=dict(created_by),
             schema=dict(schema),
@@ -90,6 +95,7 @@ class DatasetManifest:
             parent=None if parent is None else dict(parent),
             digest=dataset_digest(schema, files, splits),
             manifest_sha256="",
+            compression=compression,
         )
         return cls.from_bytes(made.to_bytes(), MANIFEST_NAME)
 
@@ -113,18 +119,25 @@ class DatasetManifest:
                 next_step='Read them by spark.read.format("tfrecord") and write a dataset by etl.write_dataset.',
             )
         version = doc.get("format_version")
-        if version != FORMAT_VERSION or type(version) is not int:
+        if version not in (FORMAT_VERSION, PACKED_VERSION) or type(version) is not int:
             raise DataError(
                 f"{where}: unknown version of the dataset format",
                 got=repr(version),
-                allowed=str(FORMAT_VERSION),
+                allowed=f"{FORMAT_VERSION}, or {PACKED_VERSION} of compressed shards",
                 next_step="Use the version of Lockstep that wrote the dataset, or build the dataset anew.",
             )
-        strict.obj(doc, _KEYS, where=where)
-        fmt = strict.string(doc["format"], where=f"{where}: format", choices=FORMATS)
-        splits = {name: read_split(name, value, fmt, where) for name, value in _named(doc, "splits", where)}
+        packed = version == PACKED_VERSION
+        strict.obj(doc, (*_KEYS, "compression") if packed else _KEYS, where=where)
+        fmt = strict.string(doc["format"], where=f"{where}: format", choices=("tfrecord",) if packed else FORMATS)
+        compression = None
+        if packed:
+            known = [name for name in SUFFIXES if name is not None]
+            compression = strict.string(doc["compression"], where=f"{where}: compression", choices=known)
+        splits = {
+            name: read_split(name, value, fmt, where, compression) for name, value in _named(doc, "splits", where)
+        }
         manifest = cls(
-            format_version=FORMAT_VERSION,
+            format_version=version,
             format=fmt,
             created_by=read_created_by(doc["created_by"], where),
             schema=strict.mapping(doc["schema"], where=f"{where}: schema"),
@@ -136,6 +149,7 @@ class DatasetManifest:
             parent=read_parent(doc["parent"], where),
             digest=strict.sha256(doc["digest"], where=f"{where}: digest"),
             manifest_sha256=sha256_hex(canonical_bytes(doc)),
+            compression=compression,
         )
         actual = dataset_digest(manifest.schema, manifest.files, manifest.splits)
         if actual != manifest.digest:
@@ -164,18 +178,20 @@ class DatasetManifest:
             "source": [{"url": item.url, "bytes": item.bytes, "sha256": item.sha256} for item in self.source],
             "parent": self.parent,
             "digest": self.digest,
+            **({} if self.compression is None else {"compression": self.compression}),
         }
 
     def _check_files(self, where: str) -> None:
         if self.format != "tfrecord":
             return
-        wanted = {index_path(name, i) for name, split in self.splits.items() for i in range(len(split.shards))}
+        plain = self.splits if self.compression is None else {}  # what is packed has no place for an index to name
+        wanted = {index_path(name, i) for name, split in plain.items() for i in range(len(split.shards))}
         listed = {path for path in self.files if path.startswith("_index/")}
         if wanted != listed:
             raise DataError(
                 f"{where}: offset indexes and shards do not match",
                 got=f"{len(listed)} indexes listed, odd ones {sorted(wanted ^ listed)[:3]}",
-                allowed="one index a shard",
+                allowed="one index a shard" if self.compression is None else "no index of compressed shards",
                 next_step="Build the dataset anew.",
             )
 

@@ -26,6 +26,7 @@ _HEAD = struct.Struct("<QI")
 HEADER_BYTES = 12
 FOOTER_BYTES = 4
 FRAMING_BYTES = HEADER_BYTES + FOOTER_BYTES
+MAX_BLOCK_BYTES = 2 << 30  # ours have some MiB; a forged manifest over a sparse file may name any number
 _MASK_DELTA = 0xA282EAD8
 _CHUNK_BYTES = 1 << 22
 

@@ -13,6 +13,7 @@ from storage.layout import MANIFEST_NAME, index_path
 from storage.manifest import DatasetManifest, FileInfo, ShardInfo
 from storage.parquet_footer import columns_can_be_told, read_published_footer
 from storage.tfrecord import FRAMING_BYTES, index_bytes, read_records
+from storage.verify_packed import check_packed
 
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
@@ -28,6 +29,8 @@ def check_dataset(check: Check) -> None:
         for number, shard in enumerate(split.shards):
             if manifest.format == "parquet":
                 good = _check_parquet(check, shard)
+            elif manifest.compression is not None:
+                good = check_packed(check, shard, split.block_records)
             else:
                 path = index_path(name, number)
                 good = _check_tfrecord(check, shard, split.block_records, path, manifest.files[path])

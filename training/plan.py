@@ -91,13 +91,14 @@ class EpochPlan:
     ) -> Self:
         """The plan for a split. `lanes` None means `default_lanes`; `groups` are the lane groups of ghost BatchNorm.
 
-        `window_bytes` is shared by all lanes: W = window_bytes / (L * mean record size on disk), at least 1.
+        `window_bytes` is shared by all lanes: W = window_bytes / (L * mean record size on disk), at least 1. A record
+        of a gzip shard counts as what it unpacks to.
         """
         info = split_of(manifest, split)
         if lanes is None:
             lanes = default_lanes(global_batch, groups, max(info.records, 1))
         check_lanes(global_batch, lanes, groups)
-        disk_bytes = max(sum(shard.bytes for shard in info.shards), 1)
+        disk_bytes = max(sum(shard.unpacked_bytes for shard in info.shards), 1)
         return cls(
             dataset_digest=manifest.digest,
             split=split,

@@ -17,6 +17,7 @@ from storage.errors import ConfigError, CorruptionError, DataError, NotFoundErro
 from storage.fs import FileSystem, filesystem, join
 from storage.layout import fitted_path, index_path
 from storage.manifest import DatasetManifest, ShardInfo, read_checked
+from training.gzip_shard import GzipShard
 from training.parquet_shard import ParquetShard
 from training.parts import held_out, open_parts
 from training.plan import split_of
@@ -70,7 +71,7 @@ class SplitReader:
 
     At the start the length of every shard, TFRecord indexes and Parquet footers by digest are checked, so that a
     dataset that was cut or exchanged is refused before the first step; checksums of records and pages while reading.
-    Memory: O(blocks) for the block tables, and `keep_blocks` decoded Parquet row groups.
+    Memory: O(blocks) for the block tables, and `keep_blocks` decoded Parquet row groups or gzip blocks.
     """
 
     def __init__(self, dataset_url: str, manifest: DatasetManifest, split: str, encoder: Encoder | Schema) -> None:
@@ -78,7 +79,7 @@ class SplitReader:
         self.keep_blocks = 2
         self.schema = encoder if isinstance(encoder, Schema) else encoder.schema
         self._kept: OrderedDict[tuple[int, int], pa.RecordBatch] = OrderedDict()
-        self._shards: list[TFRecordShard | ParquetShard] = []
+        self._shards: list[TFRecordShard | GzipShard | ParquetShard] = []
         self._records: list[int] = []
         self.add(dataset_url, manifest, split)
 
@@ -94,6 +95,9 @@ class SplitReader:
             if manifest.format == "parquet":
                 self._shards.append(ParquetShard(fs, url, shard, info.block_records, self.schema))
                 continue
+            if manifest.compression is not None:
+                self._shards.append(GzipShard(fs, url, shard, info.block_records, self.schema))
+                continue
             path = index_path(split, number)
             index = read_checked(fs, dataset_url, path, manifest.files[path])
             place = join(dataset_url, path)
@@ -108,7 +112,7 @@ class SplitReader:
         if isinstance(shard, TFRecordShard):
             return shard.read(run.first_record, run.count)
         block, skip = divmod(run.first_record, self.table.block_records)
-        # A row group can only be read whole, but windows and lanes cut it: keep the last few for their other parts.
+        # A row group or gzip block can only be read whole, but windows and lanes cut it: the last few are kept.
         batch = self._kept.pop((run.shard, block), None)
         if batch is None:
             batch = shard.read_block(block)

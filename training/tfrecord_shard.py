@@ -8,10 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from features.codec.decoder import RecordDecoder
-from features.read_ranges import check_block_bytes
+from features.read_ranges import check_block_bytes, check_count, strict
 from features.schema import Schema
-from storage.errors import CorruptionError, DataError
+from storage.errors import CorruptionError
 from storage.fs import FileSystem
 from storage.manifest import ShardInfo
 
@@ -37,7 +36,7 @@ class TFRecordShard:
         index_url: str,
         index: bytes,
     ) -> None:
-        self._fs, self._url, self._info, self._decoder = fs, url, info, RecordDecoder(schema)
+        self._fs, self._url, self._info, self._decode = fs, url, info, strict(schema)
         self._block_records, self._index_url = block_records, index_url
         line_ends = np.flatnonzero(np.frombuffer(index, dtype=np.uint8) == ord("\n")) + 1
         if len(line_ends) != info.records or (len(index) and line_ends[-1] != len(index)):
@@ -61,26 +60,8 @@ class TFRecordShard:
         start, stop = self._start_of(block, skip), self._start_of(block, skip + count)
         check_block_bytes(self._url, start, stop)
         data = self._fs.read_range(self._url, start, stop - start)
-        try:
-            found = self._decoder.decode(data, file=self._url, first_record=first_record, base_offset=start)
-        except CorruptionError:
-            raise
-        except DataError as error:
-            raise DataError(
-                f"{self._url}, records from {first_record} on: {error.what}",
-                got=error.got,
-                allowed=error.allowed,
-                next_step=error.next_step,
-            ) from None
-        if found.num_rows != count:
-            raise CorruptionError(
-                "a shard holds another number of records than its index says",
-                file=self._url,
-                record=first_record,
-                offset=start,
-                got=f"{found.num_rows} records up to offset {stop}",
-                allowed=str(count),
-            )
+        found = self._decode(data, self._url, first_record, start)
+        check_count(found, count, self._url, first_record, start, stop, "its index")
         return found
 
     def _start_of(self, block: int, skip: int) -> int:

@@ -45,7 +45,7 @@ def test_pieces_stay_below_their_bytes_unless_a_block_is_larger() -> None:
     megabyte = 1 << 20
     part = ShardRange("u", 0, tuple(megabyte * at for at in (0, 1, 2, 3, 5, 6, 16, 17)), 70, 7 * 10 - 3, 10)
     pieces = list(_pieces(part))
-    assert [(stop - start) // megabyte for _, _, start, stop in pieces] == [3, 3, 10, 1]
+    assert [(first, after) for _, _, first, after in pieces] == [(0, 3), (3, 5), (5, 6), (6, 7)]  # 3, 3, 10 and 1 MiB
     assert [count for _, count, _, _ in pieces] == [30, 20, 10, 7]  # the last block of a shard is shorter
     assert [record for record, _, _, _ in pieces] == [70, 100, 120, 130]
     assert 4 * megabyte == PIECE_BYTES
