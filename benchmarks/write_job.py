@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 from benchmarks.shapes import image_rows, image_schema, interleaved, machine, seconds, tab_rows, tab_schema, told
 from etl import columns as c
 from etl.assign import Assign
-from etl.shards import _RESULT, WriteShards, upload
+from etl.shards import RESULT, WriteShards, upload
 from etl.write import write_dataset
 from features.codec.encoder import RecordEncoder
 from features.example import encode_batch
@@ -100,7 +100,7 @@ class CountedShards(WriteShards):
                     "index_sha256": "0" * 64,
                 }
             ],
-            schema=_RESULT,
+            schema=RESULT,
         )
 
 
@@ -182,7 +182,7 @@ def patched(work: Callable[[], object], **classes: type) -> Callable[[], object]
             for name, kind in classes.items():
                 stack.enter_context(mock.patch(f"etl.write.{name}", kind))
             stack.enter_context(
-                mock.patch("etl.place.shard_path", lambda split, n, _: shard_path(split, n, "tfrecord"))
+                mock.patch("etl.place.shard_path", lambda split, n, *_: shard_path(split, n, "tfrecord"))
             )
             work()
 

@@ -96,7 +96,8 @@ def placed(
     files: dict[str, FileInfo] = {}
     for row in results:
         name, number, _, _ = table.locate(row["shard"])
-        relative = shard_path(name, number, fmt)
+        unpacked = row["unpacked"]
+        relative = shard_path(name, number, fmt, None if unpacked is None else "gzip")
         move(fs, row["path"], join(paths.root, relative))
         shards[name].append(
             ShardInfo(
@@ -107,6 +108,7 @@ def placed(
                 crc32c=row["crc32c"],
                 footer_sha256=row["footer_sha256"],
                 block_offsets=tuple(row["blocks"]),
+                unpacked_offsets=None if unpacked is None else tuple(unpacked),
             )
         )
         if row["index_path"] is not None:

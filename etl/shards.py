@@ -24,6 +24,7 @@ from storage.canonical import sha256_hex
 from storage.errors import DataError, StorageError
 from storage.framed_writer import FramedWriter
 from storage.fs import Writer, filesystem, join
+from storage.gzip_blocks import GzipWriter
 from storage.parquet_footer import read_footer
 from storage.publish import write_stream
 from storage.settings import set_hadoop_settings
@@ -31,7 +32,7 @@ from storage.settings import set_hadoop_settings
 COPY_BYTES = 4 << 20
 RESULT_DDL = (
     "shard int, path string, records bigint, bytes bigint, sha256 string, crc32c string, footer_sha256 string,"
-    " blocks array<bigint>, index_path string, index_bytes bigint, index_sha256 string"
+    " blocks array<bigint>, unpacked array<bigint>, index_path string, index_bytes bigint, index_sha256 string"
 )
 RESULT = pa.schema(
     [
@@ -43,6 +44,7 @@ RESULT = pa.schema(
         ("crc32c", pa.string()),
         ("footer_sha256", pa.string()),
         ("blocks", pa.list_(pa.int64())),
+        ("unpacked", pa.list_(pa.int64())),
         ("index_path", pa.string()),
         ("index_bytes", pa.int64()),
         ("index_sha256", pa.string()),
@@ -83,6 +85,7 @@ class WriteShards:
     attempts: str
     source_urls: tuple[str, ...]
     settings: dict[str, str]
+    compression: str | None = None
 
     @in_task
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -98,7 +101,8 @@ class WriteShards:
         """Write the shard of `partition`; returns its row."""
         _, shard, count, block_records = self.table.locate(partition)
         rows = self._checked(partition, shard, count, batches)
-        write = self._write_tfrecord if self.fmt == "tfrecord" else self._write_parquet
+        tfrecord = self._write_tfrecord if self.compression is None else self._write_gzip
+        write = tfrecord if self.fmt == "tfrecord" else self._write_parquet
         with tempfile.TemporaryFile(prefix="lockstep-shard-") as file:
             result = {"shard": partition, **write(f"{partition:05d}", file, rows, block_records)}
         return pa.RecordBatch.from_pylist([result], schema=RESULT)
@@ -121,6 +125,23 @@ class WriteShards:
                 "index_bytes": writer.index_bytes,
                 "index_sha256": writer.index_sha256,
             }
+
+    def _write_gzip(
+        self, name: str, file: IO[bytes], rows: Iterable[pa.RecordBatch], block_records: int
+    ) -> dict[str, Any]:
+        writer = GzipWriter(file, block_records)
+        for batch in rows:
+            writer.write(_values(batch.column(c.RECORD)))
+        writer.finish()
+        return {
+            "path": upload(self.attempts, f"shard-{name}", file),
+            "records": writer.records,
+            "bytes": writer.bytes,
+            "sha256": writer.sha256,
+            "crc32c": writer.crc32c,
+            "blocks": writer.block_offsets,
+            "unpacked": writer.unpacked_offsets,
+        }
 
     def _write_parquet(
         self, name: str, file: IO[bytes], rows: Iterable[pa.RecordBatch], block_records: int
