@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etl.assign import Assign
-from etl.splits import SplitSpec
+from etl.columns import RECORD
+from etl.stored import Stored
 from features.codec.decoder import RecordDecoder
 from features.schema import SEQUENCE_EXAMPLE, Field, Schema, sample_id_field
 from features.sequence_example import SequenceEncoder, decode_sequence_batch, encode_sequence_batch
@@ -25,6 +25,7 @@ VALUES: dict[str, list[Any]] = {
     "int64": [2**63 - 1, -(2**63), 0],
     "float32": [0.5, -0.0, float("inf")],
     "float64": [0.1, 1e308, 5e-324],
+    "uint64": [2**64 - 1, 0, 5],
     "bool": [True, False, True],
     "string": ["é", "", "\U0001f600\0"],
     "bytes": [b"\xff", b"", b"a" * 200],
@@ -55,6 +56,7 @@ VALUE = st.fixed_dictionaries(
         "int64s": st.lists(st.integers(-(2**63), 2**63 - 1), max_size=4),
         "float32s": st.lists(st.floats(width=32), max_size=4),
         "float64s": st.lists(st.floats(), max_size=4),
+        "uint64s": st.lists(st.integers(0, 2**64 - 1), max_size=4),
         "bools": st.lists(st.booleans(), max_size=4),
         "strings": st.lists(st.text(max_size=150), max_size=3),
         "bytess": st.lists(st.binary(max_size=3), max_size=4),
@@ -108,5 +110,5 @@ def test_a_dataset_of_them_is_read_like_any_other(tmp_path: Path) -> None:
     schema = Schema.from_json(manifest.schema)
     assert RecordDecoder(schema).decode(shard, file="x").equals(batch)
     assert RecordDecoder(schema, ["x"]).decode(shard, file="x").column("x").to_pylist() == batch.column("x").to_pylist()
-    framed = Assign(schema, ("sample_id",), SplitSpec.parse("80/20"), 0, "tfrecord")._records(batch)
+    framed = Stored(schema, "tfrecord").columns(batch)[RECORD]
     assert b"".join(framed.to_pylist()) == shard
