@@ -19,7 +19,7 @@ BINS = 24
 TOP = 10
 MAX_DISTINCT = 100_000  # strings kept apart; more are told as "more than"
 MAX_TEXT = 200  # characters of a string by which it is told from others
-_NUMBERS = ("int64", "float32", "float64", "bool")
+_NUMBERS = ("int64", "float32", "float64", "uint64", "bool")
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,8 @@ class ColumnStats:
             self._tensors(values)
             return
         if self.dtype in _NUMBERS:
-            self._numbers.add(values.cast(pa.int8() if self.dtype == "bool" else values.type).to_numpy())
+            plain = {"bool": pa.int8(), "uint64": pa.uint64()}.get(self.dtype, values.type)
+            self._numbers.add(values.cast(plain).to_numpy())
             return
         if self.shape == ():
             self._lengths.add(pc.binary_length(values).cast(pa.int64()).to_numpy())

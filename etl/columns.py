@@ -23,11 +23,12 @@ _DDL = {
     "int64": "bigint",
     "float32": "float",
     "float64": "double",
+    "uint64": "decimal(20,0)",
     "bool": "boolean",
     "string": "string",
     "bytes": "binary",
 }
-_FIXED_BYTES = {"int64": 8, "float32": 4, "float64": 8, "bool": 1}
+_FIXED_BYTES = {"int64": 8, "float32": 4, "float64": 8, "uint64": 16, "bool": 1}
 _LENGTH_BYTES = 4
 
 

@@ -15,6 +15,7 @@ from etl.spark_errors import in_task
 from features.exact_sums import FLOAT_UNIT, ExactSums
 from features.fitted import Moments
 from features.schema import Field
+from features.transforms import plain_values
 from storage.errors import DataError
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class Sums:
 
 def add(sums: ExactSums, field: Field, column: pa.Array) -> None:
     """Add the values of a column but null and NaN. Raises DataError for one that is infinite."""
-    values = np.asarray(column.drop_null())
+    values = plain_values(column.drop_null())
     if sums.unit:
         values = values.astype(np.float64)[~np.isnan(values)]
         if np.isinf(values).any():
@@ -109,4 +110,4 @@ def add(sums: ExactSums, field: Field, column: pa.Array) -> None:
 
 
 def _unit(field: Field) -> int:
-    return 0 if field.dtype == "int64" else FLOAT_UNIT
+    return 0 if field.dtype in ("int64", "uint64") else FLOAT_UNIT

@@ -213,5 +213,7 @@ def ddl_type(kind: pa.DataType) -> str:
         return f"array<{ddl_type(kind.value_type)}>"
     if pa.types.is_timestamp(kind):
         return "timestamp"
+    if pa.types.is_decimal(kind):
+        return f"decimal({kind.precision},{kind.scale})"
     names = {"int32": "int", "int64": "bigint", "float": "float", "double": "double", "bool": "boolean"}
     return names.get(str(kind), str(kind))  # string and binary are called so by both

@@ -99,8 +99,8 @@ def _numpy_type(field: Field) -> type:
     kind = field.arrow_type
     if pa.types.is_list(kind):
         kind = kind.value_type
-        if pa.types.is_string(kind) or pa.types.is_binary(kind):
-            return np.object_  # np.str_ would make one text of the whole list
+        if pa.types.is_string(kind) or pa.types.is_binary(kind) or pa.types.is_decimal(kind):
+            return np.object_  # np.str_ would make one text of the whole list, and Decimal takes none
     if pa.types.is_decimal(kind):
         return Decimal
     if pa.types.is_string(kind):

@@ -13,7 +13,7 @@ from etl import columns as c
 from etl.parse import Found
 from etl.reasons import Reasons
 from etl.table_lines import Column, Form, read_table
-from features.schema import SAMPLE_ID, Schema
+from features.schema import SAMPLE_ID, Field, Schema
 from storage.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,11 +45,17 @@ class RecordLines:
 
     def _value(self, column: Column, values: pa.Array) -> pa.Array:
         if pa.types.is_list(column.kind):  # a list is never null: where there is none, it is empty
-            return pc.coalesce(values, pa.scalar([], column.kind))
+            values = pc.coalesce(values, pa.scalar([], column.kind))
         return values.cast(self._kept(column))
 
     def _kept(self, column: Column) -> pa.DataType:
-        return pa.int64() if column.name in self.time_columns else column.kind
+        if column.name in self.time_columns:
+            return pa.int64()
+        # Read as numbers of 64 bits, handed on as the decimals that Spark has for them.
+        listed = pa.types.is_list(column.kind)
+        if (column.kind.value_type if listed else column.kind) != pa.uint64():
+            return column.kind
+        return Field(name=column.name, dtype="uint64", shape=(None,) if listed else ()).arrow_type
 
 
 def columns_for(
@@ -77,7 +83,7 @@ def columns_for(
                 allowed="scalars, lists (in JSON), and int64 for a time",
                 next_step="Correct the schema.",
             )
-        kind = pa.timestamp("us") if timed else field.arrow_type
+        kind = pa.timestamp("us") if timed else field.record_type
         # An id's empty text is missing, not an id.
         nullable = (field.nullable or field.is_list) and field.name not in id_columns
         found[field.name] = Column(field.name, kind, nullable, may_be_empty=field.name not in id_columns)

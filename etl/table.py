@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import TYPE_CHECKING
 
 from etl import columns as c
 from etl.spark_errors import to_wire
 from etl.splits import SplitSpec
+from features.column_checks import MAX_UINT64
 from features.schema import SAMPLE_ID, Field, Schema, sample_id_field
 from storage.errors import ConfigError, DataError
 
@@ -27,10 +29,16 @@ DTYPES = {
     "string": "string",
     "binary": "bytes",
 }
+UINT64 = "decimal(20,0)"  # what Spark reads a Parquet file's unsigned numbers of 64 bits as
 # Casts that keep each value, whatever it is.
-_WIDER = {"bigint": ("tinyint", "smallint", "int"), "double": ("float",)}
+_WIDER = {
+    "bigint": ("tinyint", "smallint", "int"),
+    "double": ("float",),
+    UINT64: (*c.WHOLE, *(f"decimal({digits},0)" for digits in range(1, 20))),
+}
 _INSTEAD = {
-    "decimal": "CAST({0} AS STRING) keeps each digit, CAST({0} AS DOUBLE) the nearest number",
+    "decimal": "CAST({0} AS STRING) keeps each digit, CAST({0} AS DOUBLE) the nearest number, a schema that declares"
+    " uint64 whole numbers in decimal(20,0)",
     "timestamp": "unix_micros({0}), or unix_seconds({0})",
     "timestamp_ntz": "unix_micros(to_utc_timestamp({0}, 'ZONE'))",
     "date": "unix_date({0})",
@@ -116,6 +124,8 @@ def prepared(
     columns = []
     for name, kind in wanted.items():
         column = _as(name, have.get(name), kind, have)
+        if _item(kind)[0] == UINT64 and any(field.name == name for field in schema):
+            column = _unsigned(name, column, kind, kept)
         never_null = any(field.name == name and not field.nullable for field in schema)
         columns.append(_held(name, column, may_be_null[name], kept) if never_null and name in may_be_null else column)
     columns += [f.col(name) for name in (c.OCCURRENCE, c.DROPPED) if name in have]
@@ -189,6 +199,23 @@ def _held(name: str, column: Column, kind: DataType, kept: Column) -> Column:
         next_step="Drop or fill those rows in a query, such as coalesce(...); an empty list stands for nothing.",
     )
     return f.when(kept & missing, f.raise_error(f.lit(to_wire(error)))).otherwise(column).alias(name)
+
+
+def _unsigned(name: str, column: Column, kind: str, kept: Column) -> Column:
+    """The column of decimals, or a DataError out of the task where one that is kept is no uint64."""
+    from pyspark.sql import functions as f
+
+    def wrong(value: Column) -> Column:
+        return (value < 0) | (value > Decimal(MAX_UINT64))
+
+    found = f.exists(column, wrong) if kind.startswith("array") else wrong(column)
+    error = DataError(
+        f"field `{name}` holds a number that is no uint64",
+        got="a number below 0 or beyond 64 bits",
+        allowed=f"0 to {MAX_UINT64}",
+        next_step="Drop or correct those rows in a query, or declare the field as string.",
+    )
+    return f.when(kept & found, f.raise_error(f.lit(to_wire(error)))).otherwise(column).alias(name)
 
 
 def _item(kind: str) -> tuple[str, bool]:

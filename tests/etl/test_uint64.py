@@ -1,0 +1,71 @@
+"""uint64 through Spark: a table's decimals to shards of both forms and back, and what is none is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import etl
+from etl.petastorm_compat import enable
+from features.schema import Field, Schema, sample_id_field
+from storage.errors import DataError
+from storage.manifest import load_dataset
+from training.arrays import split_arrays
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = pytest.mark.slow
+
+VALUES = [0, 1, 2**63 - 1, 2**63, 2**64 - 1]
+SCHEMA = Schema(
+    (
+        sample_id_field(),
+        Field(name="id", dtype="int64"),
+        Field(name="u", dtype="uint64", encoding={"kind": "standardise", "file": "u.json"}),
+        Field(name="wide", dtype="uint64", encoding={"kind": "ignore"}),
+        Field(name="l", dtype="uint64", shape=(None,), encoding={"kind": "ignore"}),
+    )
+)
+
+
+def test_from_a_parquet_file_of_others_to_shards_and_back(spark: SparkSession, tmp_path: Path) -> None:
+    spark.conf.set("spark.sql.shuffle.partitions", "2")
+    columns = {
+        "id": pa.array(range(40)),
+        "u": pa.array(VALUES * 8, pa.uint64()),
+        "wide": pa.array(range(40)),  # int64, which Spark widens
+        "l": pa.array([[], VALUES] * 20, pa.list_(pa.uint64())),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "theirs.parquet")
+    df = spark.read.parquet(str(tmp_path / "theirs.parquet"))
+    assert df.schema["u"].dataType.simpleString() == "decimal(20,0)"
+    wanted = {n: (VALUES[n % 5], n, VALUES if n % 2 else []) for n in range(40)}
+    for fmt in ("parquet", "tfrecord"):
+        out = str(tmp_path / fmt)
+        etl.write_dataset(df, out, id_columns=["id"], schema=SCHEMA, fmt=fmt, petastorm=fmt == "parquet")
+        rows = spark.read.format(fmt).load(out).collect()
+        assert {row["id"]: (row["u"], row["wide"], row["l"]) for row in rows} == wanted, fmt
+        batches = [batch for split in load_dataset(out).splits for batch in split_arrays(out, split, 8)]
+        found = {int(n): int(u) for batch in batches for n, u in zip(batch["id"], batch["u"], strict=True)}
+        assert found == {n: u for n, (u, _, _) in wanted.items()}
+    # Petastorm leaves unsigned numbers of 64 bits out without a word; it reads decimals.
+    enable()
+    from petastorm import make_batch_reader, make_reader
+
+    with make_batch_reader(f"file://{tmp_path}/parquet/split=train", reader_pool_type="dummy") as reader:
+        found = {int(n): int(u) for batch in reader for n, u in zip(batch.id, batch.u, strict=True)}
+    assert len(found) > 20 and found.items() <= {n: u for n, (u, _, _) in wanted.items()}.items()
+    with make_reader(f"file://{tmp_path}/parquet/split=train", reader_pool_type="dummy") as reader:
+        assert {int(row.id): int(row.u) for row in reader} == found
+
+
+@pytest.mark.parametrize("wrong", ["-1", "18446744073709551616"])
+def test_other_numbers_are_refused(spark: SparkSession, tmp_path: Path, wrong: str) -> None:
+    rows = f"SELECT 1L AS id, CAST({wrong} AS DECIMAL(20,0)) AS u, 1L AS wide, array(CAST(1 AS DECIMAL(20,0))) AS l"
+    with pytest.raises(DataError, match="`u` holds a number that is no uint64"):
+        etl.write_dataset(spark.sql(rows), str(tmp_path / "d"), id_columns=["id"], schema=SCHEMA)
