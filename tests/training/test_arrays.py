@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from features.schema import Field
 from storage.errors import ConfigError, CorruptionError, DataError
 from tests.training._tiny import write_images, write_table
-from training.arrays import _array, rebatched, split_arrays
+from training.arrays import _array, cut, split_arrays
 
 
 @pytest.mark.parametrize("fmt", ["tfrecord", "parquet"])
@@ -63,13 +63,29 @@ def test_batches_without_rows_are_refused() -> None:
         with pytest.raises(ConfigError, match=f"got: {rows}"):
             next(split_arrays("/nowhere", "train", rows))
         with pytest.raises(ConfigError, match=f"got: {rows}"):
-            next(rebatched([pa.record_batch({"n": [1]})], rows))
+            next(cut([{"n": np.zeros(1)}], rows))
 
 
 @given(st.lists(st.integers(0, 9), max_size=6), st.integers(1, 7))
-def test_rebatching_keeps_rows_and_order(sizes: list[int], rows: int) -> None:
+def test_cutting_keeps_rows_and_order(sizes: list[int], rows: int) -> None:
     ends = np.concatenate([[0], np.cumsum(sizes)]).astype(int)
-    parts = [pa.record_batch({"n": np.arange(a, b)}) for a, b in pairwise(ends)]
-    found = list(rebatched(parts, rows))
-    assert [n for batch in found for n in batch.column("n").to_pylist()] == list(range(int(ends[-1])))
-    assert all(len(batch) == rows for batch in found[:-1]) and all(0 < len(batch) <= rows for batch in found[-1:])
+    chunks = [{"n": np.arange(a, b), "s": pa.array([str(n) for n in range(a, b)])} for a, b in pairwise(ends)]
+    found = list(cut(chunks, rows))
+    assert [n for batch in found for n in batch["n"].tolist()] == list(range(int(ends[-1])))
+    assert all(pa.array([str(n) for n in batch["n"]], pa.string()).equals(batch["s"]) for batch in found)
+    assert all(len(batch["n"]) == rows for batch in found[:-1]) and all(0 < len(b["n"]) <= rows for b in found[-1:])
+
+
+def test_only_a_batch_across_chunks_is_copied() -> None:
+    pixels = np.zeros((10, 2), np.uint8)
+    chunks = [{"x": pixels[:7]}, {"x": pixels[7:]}]
+    found = [batch["x"] for batch in cut(chunks, 2)]
+    assert [np.shares_memory(x, pixels) for x in found] == [True, True, True, False, True]
+    assert not found[3].flags.writeable
+
+
+@pytest.mark.parametrize("fmt", ["tfrecord", "parquet"])
+def test_what_is_handed_out_is_read_only(tmp_path: Path, fmt: str) -> None:
+    write_table(tmp_path / "d", fmt=fmt)
+    for batch in split_arrays(str(tmp_path / "d"), "train", 33):
+        assert not any(values.flags.writeable for values in batch.values())
