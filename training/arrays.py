@@ -15,8 +15,8 @@ from storage.errors import ConfigError, DataError
 from storage.manifest import load_dataset
 from training.reader import SplitReader
 
-# A batch that lies across two chunks is copied: of images 1 in 4, which reads them a fifth faster than chunks of one batch
-# do; chunks of 16 and 25 MiB gain nothing. A block holds about 2 MiB, which bounds the memory of rows that compress well.
+# A batch that lies across two chunks is copied: of images 1 in 4, which reads them a fifth faster than chunks of one
+# batch do; chunks of 16 and 25 MiB gain nothing. A block holds some 2 MiB before compression, which bounds the memory.
 _CHUNK_BLOCKS = 7
 _CHUNK_BYTES = 14 << 20
 
