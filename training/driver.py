@@ -21,7 +21,15 @@ from storage.publish import write_file
 from storage.sealed import seal
 from storage.settings import hadoop_settings
 from training.chain import find_result, find_tip
-from training.claims import CheckpointRef, Claim, SupersededError, check_newest, claim_next
+from training.claims import (
+    CheckpointRef,
+    Claim,
+    SupersededError,
+    check_newest,
+    claim_next,
+    epochs_asked,
+    read_claims,
+)
 from training.commit import CommitHandler
 from training.config import TrainConfig
 from training.control.carry import is_final
@@ -29,6 +37,7 @@ from training.control.failures import LauncherGoneError
 from training.handler import RunHandler
 from training.launch.task import Handler, Limits, RankTask
 from training.lease import WATCH_S, Lease
+from training.models import may_follow_length
 from training.parts import open_parts
 from training.paths import RunPaths
 from training.plan import EpochPlan
@@ -182,6 +191,8 @@ class _Driver:
         while True:
             tip = find_tip(self._fs, self._paths)
             began = tip.ref if tip else None
+            if tip is not None:
+                self._tell_longer(epochs_asked(read_claims(self._fs, self._paths)))
             claim = claim_next(
                 self._fs, self._paths, began, epochs=self._config.epochs, num_ranks=self._config.num_ranks
             )
@@ -214,6 +225,18 @@ class _Driver:
                 self._ended.add(claim.generation)
                 where = commits.tip or "the start"
                 print(f"generation {claim.generation} failed, going on from {where}: {error}", file=sys.stderr)
+
+    def _tell_longer(self, asked: int) -> None:
+        """Say so where the steps that are done may have followed a shorter schedule than the rest will."""
+        epochs, model = self._config.epochs, self._config.model
+        if asked < epochs and may_follow_length(model):
+            print(
+                f"note: {epochs} epochs, where this run was asked for {asked}. What `{model}` schedules over the run, "
+                f"such as its learning rate, spans {epochs} from here on; the steps that are done followed a span of "
+                f"{asked}: the result is not that of {epochs} epochs in one go (docs/control.md).",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _task(self, claim: Claim) -> RankTask:
         payload = {"config": self._config.to_json(), "plan": self._plan.identity()}

@@ -120,7 +120,7 @@ def test_final_errors_are_not_retried(config: TrainConfig) -> None:
     assert len(read_claims(filesystem(config.run), RunPaths(config.run))) == 1
 
 
-def test_resume(config: TrainConfig) -> None:
+def test_resume(config: TrainConfig, capfd: pytest.CaptureFixture[str]) -> None:
     first = go(config)
     began = time.monotonic()
     assert go(config) == first  # complete: nothing is claimed or launched
@@ -128,6 +128,7 @@ def test_resume(config: TrainConfig) -> None:
     assert len(read_claims(filesystem(config.run), RunPaths(config.run))) == 1
     more = go(dataclasses.replace(config, epochs=3, num_ranks=1))
     assert (more.generation, more.steps, more.samples) == (2, 37, 12 * 8)
+    assert capfd.readouterr().err.count("3 epochs, where this run was asked for 2") == 1
     assert not list(Path(config.run, ".trash/g0001").iterdir())  # emptied by the later claimant
 
 

@@ -85,6 +85,11 @@ def function_of(name: str) -> Callable[[Signature, ModelOptions], Any]:
     return found
 
 
+def may_follow_length(name: str) -> bool:
+    """Whether training by this model may depend on `options.steps`, as the learning rate of a resnet does."""
+    return name != "logistic"
+
+
 def _called(name: str, function: Callable[..., Any], signature: Signature, options: ModelOptions) -> Any:
     """Call a function of the user's: what it raises it would raise again after a restart."""
     try:
