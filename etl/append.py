@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from etl.config import WriteConfig
 from etl.sampling import Sampling
 from etl.spark_errors import in_task
 from etl.splits import SplitSpec
+from features.baked import is_baked, raw_schema
 from features.codec.foreign import decode_foreign_frames
 from features.foreign_files import pieces
 from features.schema import SAMPLE_ID, Schema, sample_id_field
@@ -64,19 +65,20 @@ class Parent:
 def open_parent(url: str, config: WriteConfig, schema: Schema | None) -> Parent:
     """The dataset at `url` and all before it.
 
-    Raises ConfigError where weights, sample, schema, format, split or seed are not those of the
+    Raises ConfigError where weights, sample, form of features, schema, format, split or seed are not those of the
     dataset to be made (weights and sample where the parent says them; `schema` None is not known yet), and where it has
     weights but does not say of which classes; DataError where one before has changed.
     """
     url = absolute(url)
     chain = [(url, load_dataset(url))]
     first = chain[0][1]
-    stored = first.created_by["config"]
+    stored, above = first.created_by["config"], Schema.from_json(first.schema)
     told = {
         # Before the schema, which differs too where one of the two has weights.
         "weights": (stored.get("weights", config.weights), config.weights),
         "sample": _samples(stored.get("sample", config.sample), config.sample),
-        "schema": (_text(first.schema), _text(first.schema if schema is None else schema.to_json())),
+        "form of features": (_form(baked=any(map(is_baked, above))), _form(baked=config.bake)),
+        "schema": (_text(raw_schema(above)), _text(raw_schema(above) if schema is None else schema)),
         "format": (first.format, config.fmt),
         "split": (_split_text(stored.get("split")), config.split_spec.text),
         "seed": (first.created_by["seed"], config.seed),
@@ -197,6 +199,10 @@ def _samples(theirs: str | None, ours: str | None) -> tuple[str | None, str | No
     return (ours, ours) if same else (theirs, ours)
 
 
+def _form(*, baked: bool) -> str:
+    return "what a model is fed (--bake)" if baked else "as they came, without --bake"
+
+
 def _split_text(stored: object) -> str:
     try:
         return SplitSpec.parse(str(stored)).text
@@ -204,5 +210,5 @@ def _split_text(stored: object) -> str:
         return "none that is told"
 
 
-def _text(schema: Mapping[str, Any]) -> str:
-    return canonical_bytes(dict(schema)).decode()
+def _text(schema: Schema) -> str:
+    return canonical_bytes(schema.to_json()).decode()

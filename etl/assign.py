@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from etl import columns as c
 from etl.sampling import SAMPLED_OUT, WEIGHT, ClassWeights, Sampling
 from etl.spark_errors import in_task
 from etl.splits import SplitSpec
+from etl.stored import Stored
 from features.codec.encoder import RecordEncoder
 from features.sample_id import sample_ids, shard_keys
-from features.schema import SAMPLE_ID, SEQUENCE_EXAMPLE, Schema
+from features.schema import SAMPLE_ID, Schema
 from features.sequence_example import SequenceEncoder
 from storage.errors import DataError
 
@@ -43,12 +43,8 @@ class Assign:
 
     def ddl(self) -> str:
         """The rows that come out, in Spark's notation."""
-        kept = (
-            self.schema.fields if self.fmt == "parquet" else (self.schema.id_field, *c.vocabulary_fields(self.schema))
-        )
-        record = [f"{c.RECORD} binary"] if self.fmt == "tfrecord" else []
-        own = [f"{c.SPLIT} string", f"{c.DROPPED} string", f"{c.KEY} bigint", f"{c.BYTES} bigint", f"{c.LEAK} bigint"]
-        return ", ".join([*own, f"{c.SOURCE} int", f"{c.POSITION} bigint", *record, *c.ddl(kept)])
+        own = [f"{c.SPLIT} string", f"{c.DROPPED} string", f"{c.KEY} bigint", f"{c.LEAK} bigint"]
+        return ", ".join([*own, f"{c.SOURCE} int", f"{c.POSITION} bigint", *self._stored.ddl()])
 
     @in_task
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -88,39 +84,16 @@ class Assign:
             c.DROPPED: pa.nulls(batch.num_rows, pa.string()),
             c.KEY: pa.array(keys),
         }
-        records = self._records(fields) if self.fmt == "tfrecord" else None
-        if records is None:
-            sizes = [c.logical_bytes(field, fields.column(field.name)) for field in self.schema]
-            out[c.BYTES] = pa.array(np.sum([np.asarray(size) for size in sizes], axis=0, dtype=np.int64))
-        else:
-            out[c.BYTES] = pc.binary_length(records).cast(pa.int64())
-        out[c.LEAK] = batch.column(c.LEAK)
-        out |= {c.SOURCE: batch.column(c.SOURCE), c.POSITION: batch.column(c.POSITION)}
-        if records is not None:
-            out[c.RECORD] = records
-        for field in (
-            self.schema.fields if records is None else (self.schema.id_field, *c.vocabulary_fields(self.schema))
-        ):
-            out[field.name] = fields.column(field.name)
-        return pa.RecordBatch.from_pydict(out)
+        out |= {name: batch.column(name) for name in (c.LEAK, c.SOURCE, c.POSITION)}
+        return pa.RecordBatch.from_pydict(out | self._stored.columns(fields))
+
+    @property
+    def _encoder(self) -> RecordEncoder | SequenceEncoder:
+        return self._stored.encoder
 
     @cached_property
-    def _encoder(self) -> RecordEncoder | SequenceEncoder:
-        return SequenceEncoder(self.schema) if self.schema.record == SEQUENCE_EXAMPLE else RecordEncoder(self.schema)
-
-    def _records(self, fields: pa.RecordBatch) -> pa.BinaryArray:
-        """The framed records of a batch. Raises DataError where they are more than Arrow's offsets of 32 bits hold."""
-        data, offsets = self._encoder.encode(fields)
-        if len(data) >= 1 << 31:
-            raise DataError(
-                "rows that Spark hands over together are too large",
-                got=f"{len(data)} encoded bytes in {fields.num_rows} rows",
-                allowed="less than 2 GiB",
-                next_step="Lower spark.sql.execution.arrow.maxRecordsPerBatch, or store smaller values.",
-            )
-        # A copy: Spark takes a batch over when it likes, and the encoder's buffer is used again for the next one.
-        buffers = [None, pa.py_buffer(offsets.astype(np.int32)), pa.py_buffer(data.tobytes())]
-        return pa.Array.from_buffers(pa.binary(), fields.num_rows, buffers)
+    def _stored(self) -> Stored:
+        return Stored(self.schema, self.fmt, also=c.vocabulary_fields(self.schema))
 
     def _ids(self, batch: pa.RecordBatch) -> NDArray[np.int64]:
         columns = [_as_text(name, batch.column(name)) for name in self.id_columns]

@@ -59,6 +59,8 @@ class WriteConfig:
     """Whether to remove first what killed jobs left beside the output."""
     petastorm: bool = False
     """Whether to write the metadata of Petastorm's make_reader too (Parquet; docs/petastorm.md)."""
+    bake: bool = False
+    """Whether shards hold what a model is fed, in place of the features as they came (docs/features.md)."""
 
     def __post_init__(self) -> None:
         _check(self.fmt in FORMATS, "--format", self.fmt, ", ".join(FORMATS))
@@ -101,6 +103,7 @@ class WriteConfig:
             "weights": self.weights,
             "quarantine": self.quarantine,
             "petastorm": self.petastorm,
+            "bake": self.bake,
         }
 
 

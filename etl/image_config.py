@@ -70,6 +70,7 @@ class ImagesConfig(OutputConfig):
             _check(good, "--image-size", str(self.image_size), f"1 to {MAX_SIDE}")
         elif files:
             _check(False, "--image-size", f"none with --source {self.source}", "HxW: files may have any size")
+        _check(not self.bake, "--bake", "images", "--store pixels without it: pixels are what a model is fed")
         column = self.split_spec.column
         _check(column in (None, "label"), "--split", self.split, "a split without a column, or stratified:label:A/B")
 

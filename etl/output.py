@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from etl.append import Parent, open_parent
+from etl.bake import check_bake
 from etl.config import NOT_KEPT, WriteConfig
 from etl.petastorm_metadata import check_petastorm
 from etl.sampling import Sampling, weight_field
+from features.bake import check_declared
 from features.schema import Field, Schema
 from storage.errors import ConfigError, ExistsError
 from storage.fs import absolute, filesystem, parent
@@ -50,8 +52,12 @@ def check_output(config: WriteConfig) -> None:
 def check_schema(config: WriteConfig, schema: Schema) -> tuple[Schema, Parent | None]:
     """The schema as it will be written, with the field that --weights adds, and what the output continues.
 
-    Raises ConfigError for a schema that weights, Petastorm or the parent do not go with, and what open_parent raises.
+    Raises ConfigError for a schema that --bake, weights, Petastorm or the parent do not go with, and what open_parent
+    raises.
     """
+    check_declared(schema)
+    if config.bake:
+        check_bake(schema, config.split_spec)
     if config.weights == "balanced":
         schema = replace(schema, fields=(*schema.fields, _weight(schema)))
     if config.petastorm:

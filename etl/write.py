@@ -11,6 +11,7 @@ from etl import VERSION
 from etl import columns as c
 from etl.append import CLASS_COUNTS, Parent, check_new_ids
 from etl.assign import Assign
+from etl.bake import Bake, baked_rows, fitted_of
 from etl.beside import Origin, place_quarantine, write_fitted
 from etl.clean import clean as clean_beside
 from etl.config import DEFAULT_SHARD_BYTES, WriteConfig
@@ -74,6 +75,7 @@ def write_dataset(
     append_to: str | None = None,
     clean: bool = False,
     petastorm: bool = False,
+    bake: bool = False,
     origin: Origin | None = None,
 ) -> DatasetManifest:
     """Split, order, encode and publish the rows of a data frame as the dataset `url`.
@@ -92,7 +94,7 @@ def write_dataset(
     config = WriteConfig(
         output=absolute(url), fmt=fmt, split=text, shard_bytes=shard_bytes, row_group_bytes=row_group_bytes, seed=seed,
         sample=sample, weights=weights, quarantine=quarantine, append_to=append_to, clean=clean,
-        petastorm=petastorm,
+        petastorm=petastorm, bake=bake,
     )  # fmt: skip
     spec = config.split_spec
     check_output(config)
@@ -113,7 +115,9 @@ def _written(df: DataFrame, job: _Job, unweighed: Schema) -> DatasetManifest:
     config, split, schema = job.config, job.split, job.schema
     df = df.withColumn(c.LEAK, leak_key(df, split, schema))
     sample = None if config.sample is None else Sampling.parse(config.sample)
-    assign = Assign(schema, job.id_columns, split, config.seed, config.fmt, sample)
+    # What is baked is needed as it came until there are statistics: no record is encoded before.
+    fmt = "parquet" if config.bake else config.fmt
+    assign = Assign(schema, job.id_columns, split, config.seed, fmt, sample)
     if config.weights == "balanced":
         # An append has its parent's weights, as it has its fitted files: a class weighs the same in all of a chain.
         counts = class_counts(df, unweighed, assign) if job.parent is None else job.parent.class_counts
@@ -128,14 +132,14 @@ def _written(df: DataFrame, job: _Job, unweighed: Schema) -> DatasetManifest:
             apart = None
             if job.origin.quarantine is not None and config.quarantine not in (None, NOT_KEPT):
                 apart = stack.enter_context(Staging(str(config.quarantine), mode=0o700))
-            manifest = _build(staging, settle(rows, split), job, apart)
+            manifest = _build(staging, settle(rows, split), job, apart, stack)
             publish_beside(staging, manifest.to_bytes(), apart)
     finally:
         rows.unpersist()
     return manifest
 
 
-def _build(staging: Staging, rows: DataFrame, job: _Job, apart: Staging | None) -> DatasetManifest:
+def _build(staging: Staging, rows: DataFrame, job: _Job, apart: Staging | None, stack: ExitStack) -> DatasetManifest:
     from pyspark.sql import functions as f
 
     config, schema, origin, paths = job.config, job.schema, job.origin, DatasetPaths(staging.root)
@@ -150,17 +154,20 @@ def _build(staging: Staging, rows: DataFrame, job: _Job, apart: Staging | None) 
     leakage = check_leakage(kept, job.split, schema, names)
     if job.parent is not None:
         check_new_ids(kept, job.parent)
+        fitted = job.parent.fitted()
+    else:
+        fitted = {name: canonical_bytes(found) for name, found in fit_all(rows, schema, names).items()}
+    if config.bake:
+        bake = Bake(schema, config.fmt, fitted_of(schema, fitted))
+        rows, schema = stack.enter_context(baked_rows(rows, bake)), bake.baker.schema
+        sizes, _ = sizes_of(rows)
     blocks = None if job.parent is None else job.parent.block_records
     table = plan_shards(sizes, config.shard_bytes, config.row_group_bytes, blocks, alike=job.split.kind == "kfold")
     write = WriteShards(schema, config.fmt, table, staging.attempts, urls, hadoop_settings())
     splits, files = write_shards(staging.fs, paths, rows, table, write)
     if config.petastorm:
         files |= write_petastorm_metadata(staging.fs, staging.root, schema, splits)
-    if job.parent is not None:
-        files |= write_fitted(staging, job.parent.fitted())
-    else:
-        fitted = fit_all(rows, schema, names)
-        files |= write_fitted(staging, {name: canonical_bytes(found) for name, found in fitted.items()})
+    files |= write_fitted(staging, fitted)
     if apart is not None:
         place_quarantine(apart, apart.root, origin, urls)
     elif origin.quarantine is not None and config.quarantine != NOT_KEPT:

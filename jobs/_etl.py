@@ -11,7 +11,7 @@ from storage.manifest import DatasetManifest
 
 _WRITTEN = (
     "output", "fmt", "split", "shard_bytes", "row_group_bytes", "seed", "sample", "weights", "quarantine", "append_to",
-    "clean", "petastorm",
+    "clean", "petastorm", "bake",
 )  # fmt: skip
 
 
@@ -39,6 +39,8 @@ def add_write_flags(job: JobParser, split: str) -> Any:
     add("--append-to", metavar="URL", help="the dataset that the new one continues")
     add("--clean", action="store_true", help="first remove what killed jobs left beside the output")
     add("--petastorm", action="store_true", help="also write the metadata of Petastorm's make_reader (a pickle)")
+    baked = "store what a model is fed, fitted on `train` alone, in place of the features (docs/features.md)"
+    add("--bake", action="store_true", help=baked)
     add("--master", metavar="URL", help="Spark master (default: spark-submit's, else local[*])")
     return add
 
