@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from etl.delimited import DELIMITERS
-from etl.lines import Lines, LongLine, read_lines
+from etl.lines import MAX_LINE_BYTES, Lines, LongLine, read_lines
 from etl.ranges import Range, Source
 from etl.text import without_bom
 from storage.errors import DataError
@@ -56,7 +56,8 @@ def kinds_in(source: Source) -> dict[str, pa.DataType]:
 def _head(source: Source, quoted_newlines: bool) -> list[bytes]:
     """The first lines of a file; [] where its first line is longer than any."""
     part = Range(0, source.url, 0, min(HEAD_BYTES, source.size_bytes), source.codec)
-    first: Lines | LongLine | None = next(read_lines(part, HEAD_BYTES, quoted_newlines=quoted_newlines), None)
+    lines = read_lines(part, HEAD_BYTES, quoted_newlines=quoted_newlines, most_bytes=2 * MAX_LINE_BYTES)
+    first: Lines | LongLine | None = next(lines, None)
     if not isinstance(first, Lines):
         return []
     values: pa.Array = without_bom(first.values)

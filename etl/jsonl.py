@@ -173,17 +173,22 @@ def _fits(value: Any, kind: pa.DataType, sure: bool) -> bool:
     if pa.types.is_floating(kind):
         return number and (sure or math.isfinite(float(value)))
     if pa.types.is_decimal(kind):
-        return isinstance(value, str) and _is_number(value, None if sure else kind.scale)
+        return isinstance(value, str) and _is_number(value, None if sure else kind)
     return isinstance(value, str) and not number and (sure or _is_text(value))
 
 
-def _is_number(text: str, scale: int | None) -> bool:
-    """Whether Python reads a number in it, with `scale` places or fewer; Arrow takes fewer texts for one."""
+def _is_number(text: str, kind: pa.DataType | None) -> bool:
+    """Whether Python reads a number in it, for `kind` one without blanks and with room in that decimal type; Arrow
+    takes fewer texts for one.
+    """
     try:
         number = Decimal(text)
     except InvalidOperation:
         return False
-    return number.is_finite() and (scale is None or -int(number.as_tuple().exponent) <= scale)
+    if kind is None or not number.is_finite():
+        return number.is_finite()
+    places = -int(number.as_tuple().exponent)
+    return text == text.strip() and places <= kind.scale and number.adjusted() < kind.precision - kind.scale
 
 
 def _is_text(value: str) -> bool:

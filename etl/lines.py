@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import BinaryIO
 
 import numpy as np
@@ -48,15 +49,18 @@ class LongLine:
 
 
 def read_lines(
-    part: Range, chunk_bytes: int = CHUNK_BYTES, *, quoted_newlines: bool = False
+    part: Range, chunk_bytes: int = CHUNK_BYTES, *, quoted_newlines: bool = False, most_bytes: int | None = None
 ) -> Iterator[Lines | LongLine]:
-    """Yield the lines that begin in the range, some thousand at a time.
+    """Yield the lines that begin in the range, some thousand at a time; of a packed file that is only looked at, those
+    of the first `most_bytes`, the last of which may be cut.
 
     Raises DataError naming the file where a packed stream is cut or damaged, or where the file is shorter than planned.
     """
     with filesystem(part.url).open_read(part.url) as file:
         if part.codec != PLAIN:
-            yield from _split(unpacked(part.url, file, part.codec, chunk_bytes), 0, None, quoted_newlines)
+            pieces = unpacked(part.url, file, part.codec, chunk_bytes)
+            pieces = pieces if most_bytes is None else islice(pieces, -(-most_bytes // chunk_bytes))
+            yield from _split(pieces, 0, None, quoted_newlines)
             return
         begin = max(part.start - 1, 0)
         file.seek(begin)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from etl.ranges import find_sources
 from etl.reasons import Reasons
 from etl.stamps import seconds_of_text
 from etl.table_lines import Form
+from etl.unpack import unpacked
 from etl.webtable import read_requests, roles
 from storage.errors import DataError
 
@@ -284,3 +285,28 @@ def test_headers(tmp_path: Path, head: bytes, log_format: str, names: tuple[str,
         return
     with pytest.raises(DataError, match="names no fields"):
         names_in(source, log_format, False)
+
+
+@pytest.mark.parametrize("value", ["1e30", "1e400000000", '" 200"', '"1e99999999999999999999"'])
+def test_a_number_that_has_no_room_is_no_broken_object(tmp_path: Path, value: str) -> None:
+    """Arrow refuses the whole line, so Python's reader says what of it."""
+    good = '{"ip":"h","time":1,"status":200,"request":"GET / HTTP/1.0"}'
+    (tmp_path / "log").write_text(f"{good}\n{good.replace('200', value)}\n")
+    kept, bad, _ = rows_of(plan(tmp_path / "log", "json"))
+    assert len(kept) == 1 and [row["_reason"] for row in bad] == ["bad_value:status"]
+
+
+def test_the_head_of_a_packed_file_is_not_unpacked_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GiB of one line takes 32 KiB of zstd; the driver looks at the beginning alone."""
+    (tmp_path / "bomb").write_bytes(pa.compress(bytes(16 << 20), codec="zstd", asbytes=True))
+    read = []
+
+    def counted(*told: Any) -> Iterator[bytes]:
+        for piece in unpacked(*told):
+            read.append(len(piece))
+            yield piece
+
+    monkeypatch.setattr("etl.lines.unpacked", counted)
+    with pytest.raises(DataError, match="names no fields"):
+        names_in(find_sources([str(tmp_path / "bomb")])[0], "csv", quoted_newlines=False)
+    assert sum(read) <= 3 << 20
