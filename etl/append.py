@@ -15,7 +15,7 @@ from etl.spark_errors import in_task
 from etl.splits import SplitSpec
 from features.baked import is_baked, raw_schema
 from features.codec.foreign import decode_foreign_frames
-from features.foreign_files import pieces
+from features.foreign_files import open_unpacked, pieces
 from features.schema import SAMPLE_ID, Schema, sample_id_field
 from storage.canonical import canonical_bytes
 from storage.errors import ConfigError, CorruptionError, DataError
@@ -114,7 +114,7 @@ def open_parent(url: str, config: WriteConfig, schema: Schema | None) -> Parent:
 def check_new_ids(rows: DataFrame, parent: Parent) -> None:
     """Raise DataError where a sample id of `rows` is one of the parent's or of those before it."""
     shards = tuple(
-        (join(url, shard.path), replace(shard, block_offsets=()))
+        (join(url, shard.path), replace(shard, block_offsets=(), unpacked_offsets=None))
         for url, manifest in parent.chain
         for split in manifest.splits.values()
         for shard in split.shards
@@ -182,7 +182,7 @@ def _ids_of_parquet(fs: FileSystem, url: str, shard: ShardInfo) -> Iterator[pa.A
 
 
 def _ids_of_tfrecord(fs: FileSystem, url: str) -> Iterator[pa.Array]:
-    with fs.open_read(url) as file:
+    with open_unpacked(fs, url) as file:
         for piece in pieces(file, url):
             offsets = record_offsets(
                 piece.data, file=url, first_record=piece.first_record, base_offset=piece.base_offset

@@ -12,7 +12,7 @@ from etl.sampling import Sampling
 from etl.shares import parse_share
 from etl.splits import SplitSpec
 from storage.errors import ConfigError
-from storage.layout import FORMATS
+from storage.layout import COMPRESSIONS, FORMATS
 from storage.urls import absolute, split_url
 
 DEFAULT_SHARD_BYTES = 128 << 20
@@ -38,10 +38,12 @@ class WriteConfig:
     """The dataset's URL; must not exist."""
     fmt: str = "tfrecord"
     """tfrecord or parquet."""
+    compression: str = "none"
+    """none or gzip, of TFRecord shards; pages of Parquet shards are always packed (zstd)."""
     split: str = "80/20"
     """See SplitSpec."""
     shard_bytes: int = DEFAULT_SHARD_BYTES
-    """Encoded bytes of a shard at most, on average over a split."""
+    """Encoded bytes of a shard at most, on average over a split; before compression."""
     row_group_bytes: int | None = None
     """Bytes of a Parquet row group on average, uncompressed; None for 2 MiB and at least 64 row groups a split."""
     seed: int = 0
@@ -64,6 +66,9 @@ class WriteConfig:
 
     def __post_init__(self) -> None:
         _check(self.fmt in FORMATS, "--format", self.fmt, ", ".join(FORMATS))
+        _check(self.compression in COMPRESSIONS, "--compression", self.compression, " or ".join(COMPRESSIONS))
+        if self.compression != "none":
+            _check(self.fmt == "tfrecord", "--compression", f"--format {self.fmt}", "--format tfrecord")
         _check(self.shard_bytes >= 1, "--shard-bytes", str(self.shard_bytes), "1 or more")
         _check(0 <= self.seed < 1 << 63, "--seed", str(self.seed), "0 to 2^63 - 1")
         _check(self.weights in WEIGHTS, "--weights", self.weights, " or ".join(WEIGHTS))
@@ -96,6 +101,7 @@ class WriteConfig:
         """What the content of the dataset follows from, besides the input and the seed."""
         return {
             "format": self.fmt,
+            "compression": self.compression,
             "split": self.split,
             "shard_bytes": self.shard_bytes,
             "row_group_bytes": self.row_group_bytes,

@@ -36,7 +36,7 @@ def dataset_tables(manifest: DatasetManifest) -> Iterator[Table]:
     shards = [shard for split in manifest.splits.values() for shard in split.shards]
     dropped = [(f"dropped: {why}", str(count)) for why, count in sorted(counts.dropped.items())]
     facts = [
-        ("format", manifest.format),
+        ("format", manifest.format if manifest.compression is None else f"{manifest.format}, {manifest.compression}"),
         ("digest", manifest.digest),
         ("made by version", str(manifest.created_by["version"])),
         ("seed", str(manifest.created_by["seed"])),
@@ -46,6 +46,8 @@ def dataset_tables(manifest: DatasetManifest) -> Iterator[Table]:
         *dropped,
         ("size of shards", size(sum(shard.bytes for shard in shards))),
     ]
+    if manifest.compression is not None:
+        facts.append(("size unpacked", size(sum(shard.unpacked_bytes for shard in shards))))
     if manifest.parent is not None:
         facts.append(("appends to", f"{manifest.parent['url']} ({manifest.parent['digest']})"))
     yield Table("Dataset", (), tuple(facts))

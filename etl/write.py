@@ -65,6 +65,7 @@ def write_dataset(
     schema: Schema | None = None,
     label: str | None = None,
     fmt: str = "tfrecord",
+    compression: str = "none",
     split: SplitSpec | str = "80/20",
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     row_group_bytes: int | None = None,
@@ -92,7 +93,8 @@ def write_dataset(
     """
     text = split if isinstance(split, str) else split.text
     config = WriteConfig(
-        output=absolute(url), fmt=fmt, split=text, shard_bytes=shard_bytes, row_group_bytes=row_group_bytes, seed=seed,
+        output=absolute(url), fmt=fmt, compression=compression, split=text, shard_bytes=shard_bytes,
+        row_group_bytes=row_group_bytes, seed=seed,
         sample=sample, weights=weights, quarantine=quarantine, append_to=append_to, clean=clean,
         petastorm=petastorm, bake=bake,
     )  # fmt: skip
@@ -163,7 +165,8 @@ def _build(staging: Staging, rows: DataFrame, job: _Job, apart: Staging | None, 
         sizes, _ = sizes_of(rows)
     blocks = None if job.parent is None else job.parent.block_records
     table = plan_shards(sizes, config.shard_bytes, config.row_group_bytes, blocks, alike=job.split.kind == "kfold")
-    write = WriteShards(schema, config.fmt, table, staging.attempts, urls, hadoop_settings())
+    compression = None if config.compression == "none" else config.compression
+    write = WriteShards(schema, config.fmt, table, staging.attempts, urls, hadoop_settings(), compression)
     splits, files = write_shards(staging.fs, paths, rows, table, write)
     if config.petastorm:
         files |= write_petastorm_metadata(staging.fs, staging.root, schema, splits)
@@ -183,6 +186,7 @@ def _build(staging: Staging, rows: DataFrame, job: _Job, apart: Staging | None, 
         source=origin.sources,
         parent=None if job.parent is None else job.parent.to_json(),
         leakage=leakage.to_json(),
+        compression=compression,
     )
 
 

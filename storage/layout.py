@@ -10,7 +10,8 @@ from storage.fs import join, parent
 
 MANIFEST_NAME = "_manifest.json"
 FORMATS = ("tfrecord", "parquet")
-SUFFIXES = {None: "", "gzip": ".gz"}  # of shards, by their compression
+COMPRESSIONS = ("none", "gzip")  # as a call says them
+SUFFIXES = {None: "", "gzip": ".gz"}  # of shards, by their compression as the manifest has it
 _SPLIT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _FITTED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.json")
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
