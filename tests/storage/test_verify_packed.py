@@ -1,0 +1,99 @@
+"""jobs.verify and the manifest of a gzip dataset: what is changed or forged is found, with its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from storage.errors import DataError
+from storage.manifest import DatasetManifest
+from storage.sealed import seal, unseal
+from storage.verify import verify
+from tests.storage.make_dataset import make_dataset
+from tests.storage.repacked import repacked
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    make_dataset(str(tmp_path / "plain"))
+    repacked(tmp_path / "plain", tmp_path / "d")
+    return tmp_path / "d"
+
+
+def test_a_whole_dataset_and_every_flipped_byte_of_its_shards(root: Path) -> None:
+    assert verify(str(root)) == []
+    for path in sorted(root.glob("split=*/*.tfrecord.gz")):
+        data = path.read_bytes()
+        for place in {*range(0, len(data), max(1, len(data) // 60)), len(data) - 1}:
+            path.write_bytes(data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :])
+            findings = verify(str(root))
+            assert findings and {finding.path for finding in findings} == {path.relative_to(root).as_posix()}, place
+        path.write_bytes(data)
+    assert verify(str(root)) == []
+
+
+def test_the_place_of_a_change_is_told(root: Path) -> None:
+    shard = DatasetManifest.from_bytes((root / "_manifest.json").read_bytes(), "m").splits["train"].shards[0]
+    path = root / shard.path
+    data, second = path.read_bytes(), shard.block_offsets[1]
+
+    def found(changed: bytes) -> list[tuple[int | None, int | None]]:
+        path.write_bytes(changed)
+        return [(finding.record, finding.offset) for finding in verify(str(root))]
+
+    assert found(data[:second] + b"\xff" + data[second + 1 :]) == [(8, second)]
+    assert found(b"\x1e" + data[1:]) == [(None, 0)]  # no gzip file
+    assert found(data[:-6] + bytes([data[-6] ^ 1]) + data[-5:]) == [(None, len(data) - 10)]  # a length in the trailer
+    assert found(data[: second + 5]) == [(8, second), (None, second + 5)]  # cut, within that block
+    assert found(data + b"x") == [(None, len(data))]
+
+
+def _set(*way: Any, value: Any) -> Any:
+    def change(doc: Any) -> None:
+        *path, last = way
+        for key in path:
+            doc = doc[key]
+        doc[last] = value
+
+    return change
+
+
+SHARD = ("splits", "train", "shards", 0)
+INDEX = {"bytes": 1, "sha256": "0" * 64}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _set("format_version", value=2),  # which knows no compression
+        _set("format_version", value=4),
+        _set("compression", value="zlib"),
+        _set("compression", value=None),
+        _set("format", value="parquet"),
+        _set(*SHARD, "path", value="split=train/part-00000.tfrecord"),
+        _set(*SHARD, "unpacked_offsets", value=[0, 5]),  # no end of the last block
+        _set(*SHARD, "unpacked_offsets", value=[0, 5, 5]),
+        _set(*SHARD, "unpacked_offsets", value=[1, 5, 9]),
+        _set(*SHARD, "unpacked_offsets", value=[]),
+        _set(*SHARD, "unpacked_offsets", value=None),
+        _set(*SHARD, "block_offsets", 0, value=0),  # a gzip header lies there
+        _set(*SHARD, "block_offsets", 1, value=1 << 40),
+        _set("files", "_index/train/part-00000.idx", value=INDEX),  # an index could name no place in the file
+    ],
+)
+def test_a_forged_manifest_is_refused(root: Path, change: Any) -> None:
+    doc = unseal((root / "_manifest.json").read_bytes(), "m")
+    change(doc)
+    with pytest.raises(DataError):
+        DatasetManifest.from_bytes(seal(doc), "m")
+
+
+def test_a_plain_manifest_has_the_version_that_it_had(root: Path) -> None:
+    plain = unseal((root.parent / "plain/_manifest.json").read_bytes(), "m")
+    packed = unseal((root / "_manifest.json").read_bytes(), "m")
+    assert (plain["format_version"], packed["format_version"]) == (2, 3)
+    assert set(packed) - set(plain) == {"compression"}
+    assert "unpacked_offsets" not in plain["splits"]["train"]["shards"][0]
+    assert DatasetManifest.from_bytes(seal(packed), "m").to_bytes() == seal(packed)
