@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from features.codec.foreign import infer_schema
-from features.read_ranges import PIECE_BYTES, Decode, refuse_sequences
+from features.codec.foreign import infer_schema, refuse_sequences
+from features.read_ranges import PIECE_BYTES, Decode
 from storage.errors import CorruptionError, DataError
 from storage.fs import FileSystem, basename, filesystem, parent
 from storage.tfrecord import (

@@ -15,19 +15,21 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from features.codec import varints
 from features.codec.arrays import rows_at_once
+from features.codec.varints import read_length, store_length
 from features.schema import Field
 from features.wire import list_tag, sized
 from storage.kernels import crc32c, memory
 from storage.kernels.crc32c import masked_crc32c
 from storage.kernels.jit import kernels
-from storage.kernels.memory import copy, load_u8, store_u8, store_u32, store_u64
+from storage.kernels.memory import copy, load_u8, same, store_u8, store_u32, store_u64
 
 HEADER_BYTES, FOOTER_BYTES = 12, 4
 _MAX_PREFIX_BYTES = 6  # the tag of Example.features and a length of up to five bytes
 _REMEMBERED = 256  # entries of a record whose fields are guessed from the record before
 
-_kernel = kernels(__name__, crc32c, memory)
+_kernel = kernels(__name__, varints, crc32c, memory)
 
 
 @dataclass(frozen=True)
@@ -91,29 +93,9 @@ def _joined(parts: Sequence[bytes]) -> tuple[NDArray[np.uint8], NDArray[np.int64
 
 
 @njit
-def _length(at: Any, end: Any) -> Any:
-    """A length and where it ends; -1 for one that is cut, of more than five bytes or longer than it need be."""
-    value: Any = 0
-    shift = 0
-    while at < end and shift < 35:
-        byte = np.int64(load_u8(at))
-        at += 1
-        value |= (byte & 127) << shift
-        if byte < 128:
-            return (value if byte != 0 or shift == 0 else -1), at
-        shift += 7
-    return -1, at
-
-
-@njit
 def _is_name(names: Any, name_ends: Any, field: Any, at: Any, size: Any) -> Any:
     start = name_ends[field]
-    if name_ends[field + 1] - start != size:
-        return False
-    different = 0
-    for place in range(size):
-        different += load_u8(names + start + place) != load_u8(at + place)
-    return different == 0
+    return name_ends[field + 1] - start == size and same(names + start, at, size)
 
 
 @njit
@@ -128,16 +110,6 @@ def _field_of(names: Any, name_ends: Any, guess: Any, at: Any, size: Any) -> Any
 
 
 @njit
-def _store_length(at: Any, value: Any) -> Any:
-    while value > 127:
-        store_u8(at, np.uint8(value & 127 | 128))
-        value >>= 7
-        at += 1
-    store_u8(at, np.uint8(value))
-    return at + 1
-
-
-@njit
 def _find(
     at: Any, end: Any, tags: Any, names: Any, name_ends: Any, empty_ends: Any, guesses: Any, starts: Any, sizes: Any
 ) -> Any:
@@ -149,15 +121,15 @@ def _find(
         begin = at
         if load_u8(at) != 0x0A:
             return False
-        length, at = _length(at + 1, end)
+        length, at = read_length(at + 1, end)
         stop = at + length
         if length < 2 or stop > end or load_u8(at) != 0x0A:
             return False
-        size, name = _length(at + 1, stop)
+        size, name = read_length(at + 1, stop)
         at = name + size
         if size < 0 or at >= stop or load_u8(at) != 0x12:
             return False
-        length, at = _length(at + 1, stop)
+        length, at = read_length(at + 1, stop)
         if length < 0 or at + length != stop:
             return False
         guess = guesses[number] if number < _REMEMBERED else -1
@@ -187,7 +159,7 @@ def _rewrite(
         if at < end:
             if load_u8(at) != 0x0A:
                 return -1
-            length, at = _length(at + 1, end)
+            length, at = read_length(at + 1, end)
             if length < 0 or at + length != end:
                 return -1
         if not _find(at, end, tags, names, name_ends, empty_ends, guesses, starts, sizes):
@@ -197,7 +169,7 @@ def _rewrite(
             body += sizes[field] if sizes[field] > 0 else empty_ends[field + 1] - empty_ends[field]
         begin = out + HEADER_BYTES
         store_u8(begin, np.uint8(0x0A))
-        place = _store_length(begin + 1, body)
+        place = store_length(begin + 1, body)
         for field in range(fields):
             size = sizes[field]
             start = starts[field]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import BinaryIO
 
@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from features.codec.arrays import in_runs
 from features.codec.decoder import RecordDecoder
-from features.codec.foreign import decode_foreign_frames, records_between
-from features.codec.foreign_plain import message_fields
+from features.codec.foreign import decode_foreign_frames
 from features.foreign_schema import foreign_schema
 from features.schema import Field, Schema
 from features.shard_ranges import ShardRange
@@ -24,7 +23,6 @@ from storage.gzip_blocks import unpack_blocks
 from storage.tfrecord import MAX_BLOCK_BYTES, record_offsets
 
 PIECE_BYTES = 4 << 20  # what is decoded at once: large enough for Arrow, small enough for a cache
-_FEATURE_LISTS = 2, 2  # the number and wire type of a SequenceExample's second field: an Example has none
 
 Buffer = bytes | NDArray[np.uint8]
 # From framed records end to end, their file, the number of the first of them in it and where they begin there, to their
@@ -73,33 +71,11 @@ class Lenient:
             if found is not None:
                 return found
         with placed(file, first_record):
-            refuse_sequences(records_between(framed, offsets))
             return decode_foreign_frames(self._fields, framed, offsets)
 
     def _reordered(self, framed: NDArray[np.uint8], offsets: NDArray[np.int64], file: str) -> pa.RecordBatch | None:
         rewritten = self._order.rewritten(framed, offsets)
         return None if rewritten is None else self._decoder.decode(rewritten, file=file)
-
-
-def refuse_sequences(records: Iterable[bytes | memoryview]) -> None:
-    """Raise DataError for a SequenceExample: read as an Example it would lose its feature lists without a word."""
-    for number, record in enumerate(records):
-        if _has_lists(record):
-            raise DataError(
-                f"record {number} of the batch is a SequenceExample",
-                got="feature lists",
-                allowed="tf.train.Example; SequenceExamples in datasets of ours, whose manifest declares them",
-                next_step="Read these files with TensorFlow, and write the rows as a dataset.",
-            )
-
-
-def _has_lists(record: bytes | memoryview) -> bool:
-    """Whether a message has a field 2 of bytes, wherever it lies; False for what is no message, for others to tell."""
-    with suppress(IndexError):
-        for number, wire, _, _ in message_fields(record, 0, len(record)):
-            if (number, wire) == _FEATURE_LISTS:
-                return True
-    return False
 
 
 def check_block_bytes(url: str, start: int, stop: int) -> None:

@@ -12,14 +12,16 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from features.codec import layout
-from features.codec.layout import BOOL, BOOL_LIST, BYTES, FIXED, FIXED_LIST, INT, INT_LIST, TENSOR
+from features.codec import decode_lists, layout, varints
+from features.codec.decode_lists import read_variable
+from features.codec.layout import BOOL, BYTES, FIXED, INT, TENSOR
+from features.codec.varints import read_length, read_number
 from storage.kernels import crc32c, frames, memory
 from storage.kernels.frames import data_matches
 from storage.kernels.jit import kernels
-from storage.kernels.memory import copy, load_u8, load_u32, load_u64, store_u8, store_u32, store_u64
+from storage.kernels.memory import copy, load_u8, load_u32, load_u64, same, store_u8, store_u32, store_u64
 
-_kernel = kernels(__name__, layout, crc32c, frames, memory)
+_kernel = kernels(__name__, decode_lists, layout, varints, crc32c, frames, memory)
 
 HEADER_BYTES, FOOTER_BYTES = 12, 4
 # Where a field's values and its bytes of validity go (0: nowhere), and which row of `starts` and `sizes` it has.
@@ -28,57 +30,6 @@ OUT_COLUMNS = 3
 # A block is read once for its checksums, which brings it into the first-level cache, and then field by field.
 _BLOCK_BYTES = 16 << 10
 _BLOCK_ROWS = 128
-_HIGH = np.uint64(0x8080808080808080)
-
-
-@njit(forceinline=True)
-def _same(at: Any, other: Any, size: Any) -> Any:
-    """Whether `size` bytes are equal; 8 at a time, the last ones twice."""
-    if size < 8:
-        different = 0
-        for place in range(size):
-            different += load_u8(at + place) != load_u8(other + place)
-        return different == 0
-    for place in range(0, size - 8, 8):
-        if load_u64(at + place) != load_u64(other + place):
-            return False
-    return load_u64(at + size - 8) == load_u64(other + size - 8)
-
-
-@njit(forceinline=True)
-def _length(at: Any, end: Any) -> Any:
-    """A length and where it ends; -1 for one that is cut, of more than five bytes or longer than it need be."""
-    value: Any = 0
-    shift = 0
-    while at < end and shift < 35:
-        byte = np.int64(load_u8(at))
-        at += 1
-        value |= (byte & 127) << shift
-        if byte < 128:
-            return (value if byte != 0 or shift == 0 else -1), at
-        shift += 7
-    return -1, at
-
-
-@njit(forceinline=True)
-def _number(at: Any, size: Any, end: Any) -> Any:
-    """The varint of just `size` bytes (1 to 10) at `at`, and whether it is one."""
-    value = np.uint64(0)
-    if size <= 8 and end - at >= 8:
-        word = load_u64(at)
-        ones = ~np.uint64(0) >> np.uint64(64 - 8 * size)
-        if (word & _HIGH & ones) != (_HIGH & (ones >> np.uint64(8))):
-            return value, False
-        word &= ones & ~_HIGH
-        word = (word & np.uint64(0x007F007F007F007F)) | (word & np.uint64(0x7F007F007F007F00)) >> np.uint64(1)
-        word = (word & np.uint64(0x00003FFF00003FFF)) | (word & np.uint64(0x3FFF00003FFF0000)) >> np.uint64(2)
-        return (word & np.uint64(0x0FFFFFFF)) | (word & np.uint64(0x0FFFFFFF00000000)) >> np.uint64(4), True
-    for place in range(size):
-        byte = np.uint64(load_u8(at + place))
-        if (byte < np.uint64(128)) != (place == size - 1) or (place == 9 and byte > np.uint64(1)):
-            return value, False
-        value |= (byte & np.uint64(127)) << np.uint64(7 * place)
-    return value, True
 
 
 @njit(forceinline=True)
@@ -87,11 +38,11 @@ def _head_of(at: Any, end: Any, heads: Any, stride: Any, head_sizes: Any) -> Any
     size = head_sizes[1]
     if end - at > size:
         said: Any = np.int64(load_u8(at + size - 1))
-        if 1 <= said <= 10 and head_sizes[said] == size and _same(at, heads + stride * said, size):
+        if 1 <= said <= 10 and head_sizes[said] == size and same(at, heads + stride * said, size):
             return said
     if head_sizes[10] != size:  # a long name: lengths of two bytes and more for the larger numbers
         for said in range(1, 11):
-            if end - at > head_sizes[said] and _same(at, heads + stride * said, head_sizes[said]):
+            if end - at > head_sizes[said] and same(at, heads + stride * said, head_sizes[said]):
                 return said
     return 0
 
@@ -113,7 +64,7 @@ def _read_ints(
         start = at[row] + head_sizes[size]
         if ends[row] - start < size:
             return False
-        value, good = _number(start, size, ends[row])
+        value, good = read_number(start, size, ends[row])
         if not good:
             return False
         if values != 0:
@@ -129,7 +80,7 @@ def _read_fixed(
     """Values whose head is always the same: bools, floats, tensors."""
     for row in range(rows):
         start = at[row] + size
-        here = ends[row] - start >= width and _same(at[row], head, size)
+        here = ends[row] - start >= width and same(at[row], head, size)
         if valid != 0:
             store_u8(valid + first + row, np.uint8(here))
         elif not here:
@@ -152,103 +103,6 @@ def _read_fixed(
             else:
                 store_u64(target, load_u64(start))
         at[row] = start + width
-    return True
-
-
-@njit(forceinline=True)
-def _body(at: Any, end: Any, name: Any, name_size: Any, tag: Any) -> Any:
-    """Where the body of a list message begins and ends; 0 where another entry stands here, -1 for a wrong one."""
-    if end - at < name_size + 4 or load_u8(at) != 0x0A:
-        return 0, 0
-    size, start = _length(at + 1, end)
-    if end - start <= name_size or not _same(start, name, name_size):
-        return 0, 0
-    stop = start + size
-    feature, start = _length(start + name_size, end)
-    if size < 0 or feature < 2 or stop > end or start + feature != stop or load_u8(start) != tag:
-        return -1, 0
-    body, start = _length(start + 1, stop)
-    if body < 0 or start + body != stop:
-        return -1, 0
-    return start, stop
-
-
-@njit(forceinline=True)
-def _item(at: Any, end: Any) -> Any:
-    """Where one item of bytes begins and ends; -1 for none."""
-    if at >= end or load_u8(at) != 0x0A:
-        return -1, 0
-    size, start = _length(at + 1, end)
-    if size < 0 or end - start < size:
-        return -1, 0
-    return start, start + size
-
-
-@njit(forceinline=True)
-def _count(kind: Any, width: Any, start: Any, stop: Any) -> Any:
-    """How many values the body of a list has; -1 for one of another form. Packed numbers come without their head."""
-    count = 0
-    if kind == INT_LIST:
-        for at in range(start, stop):
-            count += load_u8(at) < 128
-        return count if start == stop or load_u8(stop - 1) < 128 else -1
-    if kind == BOOL_LIST:
-        for at in range(start, stop):
-            if load_u8(at) > 1:
-                return -1
-        return stop - start
-    if kind == FIXED_LIST and width == 4:
-        return (stop - start) // 4 if (stop - start) % 4 == 0 else -1
-    at = start
-    while at < stop:
-        value, at_end = _item(at, stop)
-        if value < 0 or (kind == FIXED_LIST and at_end - value != 8):
-            return -1
-        at = at_end
-        count += 1
-    return count
-
-
-@njit(forceinline=True)
-def _read_variable(
-    kind: Any,
-    name: Any,
-    name_size: Any,
-    tag: Any,
-    width: Any,
-    valid: Any,
-    starts: Any,
-    sizes: Any,
-    first: Any,
-    at: Any,
-    ends: Any,
-    rows: Any,
-) -> Any:
-    """Where the bytes of a value or the values of a list lie, into `starts`; how many they are into `sizes`."""
-    for row in range(rows):
-        start, stop = _body(at[row], ends[row], name, name_size, tag)
-        if start < 0 or (start == 0 and valid == 0):
-            return False
-        if valid != 0:
-            store_u8(valid + first + row, np.uint8(start != 0))
-        sizes[first + row] = 0
-        if start == 0:
-            continue
-        at[row] = stop
-        if kind == BYTES:
-            start, item_stop = _item(start, stop)
-            if start < 0 or item_stop != stop:
-                return False
-            starts[first + row], sizes[first + row] = start, stop - start
-            continue
-        if start != stop and (kind in (INT_LIST, BOOL_LIST) or (kind == FIXED_LIST and width == 4)):
-            start, item_stop = _item(start, stop)
-            if start < 0 or item_stop != stop or start == stop:
-                return False
-        count = _count(kind, width, start, stop)
-        if count < 0:
-            return False
-        starts[first + row], sizes[first + row] = start, count
     return True
 
 
@@ -290,7 +144,7 @@ def decode(
             start, end = start + HEADER_BYTES, end - FOOTER_BYTES
             if start >= end or load_u8(start) != 0x0A:
                 return False
-            size, start = _length(start + 1, end)
+            size, start = read_length(start + 1, end)
             if start + size != end:
                 return False
             at[row], ends[row] = start, end
@@ -308,7 +162,7 @@ def decode(
             else:
                 row = outs[f, VARIABLE]
                 form = BYTES if kind == TENSOR else kind
-                good = _read_variable(
+                good = read_variable(
                     form,
                     names + stride * f,
                     name_sizes[f],
@@ -327,70 +181,4 @@ def decode(
         for row in range(rows):
             if at[row] != ends[row]:
                 return False
-    return True
-
-
-@_kernel
-def gather(starts: Any, sizes: Any, offsets: Any, target: Any) -> None:
-    """Copy each row's bytes to target + offsets[row]; `offsets` (n + 1,) int32."""
-    for row in range(len(starts)):
-        copy(target + offsets[row], starts[row], sizes[row])
-
-
-@_kernel
-def item_ends(starts: Any, sizes: Any, offsets: Any) -> Any:
-    """Where each item of all rows' byte lists ends when they lie end to end, into `offsets[1:]` (int32); their bytes.
-
-    -1 where these are more than 32 bits hold.
-    """
-    total, item = 0, 0
-    for row in range(len(starts)):
-        at = starts[row]
-        for _ in range(sizes[row]):
-            size, start = _length(at + 1, at + 11)
-            at = start + size
-            total += size
-            if total > 0x7FFFFFFF:
-                return -1
-            item += 1
-            offsets[item] = total
-    return total
-
-
-@_kernel
-def list_values(kind: Any, width: Any, starts: Any, sizes: Any, target: Any) -> Any:
-    """Write the values of all rows' lists end to end to the address `target`: int64, bytes of bool, floats, bytes.
-
-    Returns False for a number of more than 64 bits.
-    """
-    for row in range(len(starts)):
-        at = starts[row]
-        for _ in range(sizes[row]):
-            if kind == INT_LIST:
-                size = 1
-                while size < 10 and load_u8(at + size - 1) > 127:
-                    size += 1
-                value, good = _number(at, size, at + size)
-                if not good:
-                    return False
-                store_u64(target, value)
-                at += size
-                target += 8
-            elif kind == BOOL_LIST:
-                store_u8(target, load_u8(at))
-                at += 1
-                target += 1
-            elif kind == FIXED_LIST and width == 4:
-                store_u32(target, load_u32(at))
-                at += 4
-                target += 4
-            elif kind == FIXED_LIST:
-                store_u64(target, load_u64(at + 2))
-                at += 10
-                target += 8
-            else:
-                size, start = _length(at + 1, at + 11)
-                copy(target, start, size)
-                at = start + size
-                target += size
     return True

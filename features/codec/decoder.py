@@ -117,7 +117,7 @@ class RecordDecoder:
         valid: NDArray[np.uint8] | None,
     ) -> pa.Array | None:
         """A column of bytes or lists; None where the plain decoder has to look at it."""
-        from features.codec import decode_kernel as kernel
+        from features.codec import decode_lists as kernel
 
         kind, rows = int(self._layout.kinds[number]), len(starts)
         ends = np.zeros(rows + 1, dtype=np.int64)

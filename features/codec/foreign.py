@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 from features.codec import foreign_plain
 from features.codec.arrays import array_of, bits_of, checked_text, in_runs, of_type, rows_at_once
-from features.codec.foreign_plain import infer_schema
+from features.codec.foreign_plain import infer_schema, refuse_sequences
 from features.column_checks import tensor_bytes
 from features.schema import Field
 from features.wire import BytesLike
 from storage.tfrecord import FOOTER_BYTES, HEADER_BYTES
 
-__all__ = ["decode_foreign", "decode_foreign_frames", "infer_schema"]
+__all__ = ["decode_foreign", "decode_foreign_frames", "infer_schema", "refuse_sequences"]
 
 _MAX_OFFSET = (1 << 31) - 1
 _CELL_BYTES = 16  # where a feature's list begins and ends in a record
@@ -47,14 +47,21 @@ def decode_foreign(fields: Iterable[Field], records: Sequence[BytesLike]) -> pa.
 def decode_foreign_frames(
     fields: Iterable[Field], data: NDArray[np.uint8], offsets: NDArray[np.int64]
 ) -> pa.RecordBatch:
-    """The same for framed records whose checksums are known to be right: `offsets` (n + 1,) from record_offsets."""
+    """The same for framed records whose checksums are known to be right: `offsets` (n + 1,) from record_offsets.
+
+    Raises DataError for a SequenceExample too: read as an Example it would lose its feature lists without a word.
+    """
     asked = tuple(fields)
 
     def read(some: _Places) -> pa.RecordBatch | None:
         return _fast(asked, data, some[:-1] + HEADER_BYTES, some[1:] - FOOTER_BYTES)
 
     found = in_runs(offsets, rows_at_once(_CELL_BYTES * len(asked)), read)
-    return foreign_plain.decode_foreign(asked, records_between(data, offsets)) if found is None else found
+    if found is not None:
+        return found
+    records = records_between(data, offsets)
+    refuse_sequences(records)
+    return foreign_plain.decode_foreign(asked, records)
 
 
 def records_between(data: NDArray[np.uint8], offsets: NDArray[np.int64]) -> list[bytes]:
@@ -124,7 +131,7 @@ def _numbers(field: Field, item: pa.DataType, values: NDArray[Any]) -> pa.Array 
 
 def _bytes(field: Field, item: pa.DataType, values: NDArray[np.int64]) -> pa.Array | None:
     """Items of bytes from where they are and how long, (m, 2) int64."""
-    from features.codec import decode_kernel
+    from features.codec import decode_lists
 
     places, sizes = np.ascontiguousarray(values.T)  # (m, 2) -> two (m,)
     wanted = tensor_bytes(field) if field.is_tensor else 8 if field.dtype in ("float64", "uint64") else None
@@ -133,7 +140,7 @@ def _bytes(field: Field, item: pa.DataType, values: NDArray[np.int64]) -> pa.Arr
         return None
     offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
     data = np.empty(total, dtype=np.uint8)
-    decode_kernel.gather(places, sizes, offsets, data.ctypes.data)
+    decode_lists.gather(places, sizes, offsets, data.ctypes.data)
     if not field.is_tensor and wanted is not None:
         return array_of(item, len(sizes), None, data)
     return checked_text(array_of(item, len(sizes), None, offsets, data))

@@ -18,6 +18,7 @@ from storage.kernels.memory import load_u8, load_u32, store_u32, store_u64
 _kernel = kernels(__name__, memory)
 
 ABSENT = 0
+_FEATURE_LISTS = 0x12  # the key of a SequenceExample's second field: an Example has none
 BYTES, FLOATS, INTS = 1, 2, 3  # the numbers of Feature's lists
 
 
@@ -46,10 +47,12 @@ def _span(at: Any, end: Any) -> Any:
 
 
 @njit
-def _skip(at: Any, end: Any) -> Any:
-    """Where an unknown field that begins at `at` ends; 0 for none, and for field 1 in a key longer than need be."""
+def _skip(at: Any, end: Any, unwanted: Any) -> Any:
+    """Where an unknown field that begins at `at` ends; 0 for none, for one of the key `unwanted`, and for field 1 in a
+    longer key than it needs.
+    """
     key, at = _varint(at, end)
-    if at == 0 or key >> np.uint64(3) == np.uint64(0) or key == np.uint64(0x0A):
+    if at == 0 or key >> np.uint64(3) == np.uint64(0) or key == np.uint64(0x0A) or key == np.uint64(unwanted):
         return 0
     wire = key & np.uint64(7)
     if wire == np.uint64(0):
@@ -82,6 +85,17 @@ def _field_of(at: Any, size: Any, names: Any, name_ends: Any, guess: Any) -> Any
 
 
 @njit
+def _inner(at: Any, end: Any, unwanted: Any) -> Any:
+    """Of the field that begins at `at`: where the payload of a field 1 begins and ends (0 of another), and where the
+    next one begins, 0 for what _skip does not pass over.
+    """
+    if load_u8(at) != 0x0A:
+        return 0, 0, _skip(at, end, unwanted)
+    start, stop = _span(at + 1, end)
+    return start, stop, stop
+
+
+@njit
 def _entry(at: Any, end: Any, names: Any, name_ends: Any, guess: Any) -> Any:
     """Of one entry: its field (-1: not asked for), its list's kind, where that begins and ends; -2 for no usual one."""
     if at >= end or load_u8(at) != 0x0A:
@@ -109,34 +123,25 @@ def split(starts: Any, ends: Any, names: Any, name_ends: Any, kinds: Any, found:
     """Where each asked feature's list lies in the records between the addresses `starts` and `ends`, (n,) int64.
 
     `names` are the fields' names end to end, `kinds` (k,) the lists that they must have; `found` (k, n, 2) int64 gets
-    the addresses, 0 where there is no list. Returns False for anything but usual records with lists of those kinds.
+    the addresses, 0 where there is no list. Returns False for anything but usual records with lists of those kinds, and
+    so for a SequenceExample with feature lists.
     """
     found[:] = 0
     for row in range(len(starts)):
         at, end, guess = starts[row], ends[row], 0
         while at < end:
-            if load_u8(at) != 0x0A:
-                at = _skip(at, end)
-                if at == 0:
-                    return False
-                continue
-            entry, features_end = _span(at + 1, end)
-            if entry == 0:
+            entry, features_end, at = _inner(at, end, _FEATURE_LISTS)
+            if at == 0:
                 return False
-            at = features_end
             while entry < features_end:
-                if load_u8(entry) != 0x0A:
-                    entry = _skip(entry, features_end)
-                    if entry == 0:
-                        return False
-                    continue
-                start, stop = _span(entry + 1, features_end)
-                if start == 0:
+                start, stop, entry = _inner(entry, features_end, 0)
+                if entry == 0:
                     return False
+                if start == 0:
+                    continue
                 field, kind, list_start, list_end = _entry(start, stop, names, name_ends, guess)
                 if field == -2:
                     return False
-                entry = stop
                 if field < 0:
                     continue
                 if kind != ABSENT and kind != kinds[field]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pyarrow as pa
@@ -20,6 +21,7 @@ from storage.errors import DataError
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _BYTES, _FLOAT, _INT64 = 1, 2, 3  # the numbers of Feature's lists
 _LIST_NAMES = {_BYTES: "bytes_list", _FLOAT: "float_list", _INT64: "int64_list"}
+_FEATURE_LISTS = 2, _LENGTH  # the second field of a SequenceExample: an Example has none
 _EIGHT_BYTES = {"float64": "<d", "uint64": "<Q"}
 _LIST_OF = {"int64": _INT64, "bool": _INT64, "float32": _FLOAT}
 
@@ -65,6 +67,27 @@ def infer_schema(records: Iterable[BytesLike]) -> list[tuple[str, str, bool]]:
         dtype = {_FLOAT: "float32", _INT64: "int64", _BYTES: "bytes" if name in binary else "string"}[kinds[name]]
         found.append((_name(name), dtype, name in lists))
     return found
+
+
+def refuse_sequences(records: Iterable[BytesLike]) -> None:
+    """Raise DataError for a SequenceExample: read as an Example it would lose its feature lists without a word."""
+    for number, record in enumerate(records):
+        if _has_lists(record):
+            raise DataError(
+                f"record {number} of the batch is a SequenceExample",
+                got="feature lists",
+                allowed="tf.train.Example; SequenceExamples in datasets of ours, whose manifest declares them",
+                next_step="Read these files with TensorFlow, and write the rows as a dataset.",
+            )
+
+
+def _has_lists(record: BytesLike) -> bool:
+    """Whether a message has a field 2 of bytes, wherever it lies; False for what is no message, for others to tell."""
+    with suppress(IndexError):
+        for number, wire, _, _ in message_fields(record, 0, len(record)):
+            if (number, wire) == _FEATURE_LISTS:
+                return True
+    return False
 
 
 def list_of(field: Field) -> int:

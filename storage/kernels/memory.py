@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -72,3 +72,17 @@ def leading_zeros(typingctx: Any, value: Any) -> Any:
         return builder.ctlz(args[0], ir.Constant(ir.IntType(1), 1))
 
     return types.uint64(types.uint64), generate
+
+
+@njit(forceinline=True)
+def same(at: Any, other: Any, size: Any) -> Any:
+    """Whether `size` bytes are equal; 8 at a time, the last ones twice."""
+    if size < 8:
+        different = 0
+        for place in range(size):
+            different += load_u8(at + place) != load_u8(other + place)
+        return different == 0
+    for place in range(0, size - 8, 8):
+        if load_u64(at + place) != load_u64(other + place):
+            return False
+    return load_u64(at + size - 8) == load_u64(other + size - 8)
