@@ -12,7 +12,9 @@ import numpy as np
 import pyarrow as pa
 import tensorflow as tf
 
+from features.baked import raw_schema
 from features.encode import Encoded, Encoder
+from features.schema import Schema
 from features.signature import Signature
 from storage.canonical import parse_canonical, sha256_hex
 from storage.errors import ConfigError, CorruptionError, LockstepError
@@ -191,7 +193,9 @@ def _load_export(url: str, config: TrainConfig, dataset: DatasetManifest) -> ker
             raise CorruptionError("a file of a model was changed", file=join(url, name), got=sha256_hex(data))
         return data
 
-    if parse_canonical(checked(SCHEMA_FILE), file=join(url, SCHEMA_FILE)) != dataset.schema:
+    # Baked or not, the same declared schema and fitted files give the same inputs.
+    trained = Schema.from_json(parse_canonical(checked(SCHEMA_FILE), file=join(url, SCHEMA_FILE)))
+    if raw_schema(trained) != raw_schema(Schema.from_json(dataset.schema)):
         raise _other_data("schema")
     for name in sorted(files):
         if name.startswith(FITTED_PREFIX):

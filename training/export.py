@@ -10,6 +10,8 @@ from typing import Any
 
 import keras
 
+from features.baked import is_baked, raw_schema
+from features.schema import Schema
 from features.signature import Signature
 from storage.canonical import canonical_bytes
 from storage.fs import filesystem
@@ -19,6 +21,7 @@ from training.batchnorm import GhostBatchNormalization
 from training.checkpoint import write_bytes
 
 MODEL_FILE, SCHEMA_FILE, SIGNATURE_FILE, FITTED_PREFIX = "model.keras", "schema.json", "signature.json", "fitted-"
+RAW_SCHEMA_FILE = "raw_schema.json"
 
 
 def export(
@@ -26,14 +29,19 @@ def export(
 ) -> list[dict[str, Any]]:
     """Write model.keras, the feature schema, the fitted files and the signature; returns {name, bytes, sha256} each.
 
-    Ghost batch normalisation is saved as Keras' BatchNormalization, which computes the same in inference. The
-    optimizer's state is left out: a checkpoint has it.
+    Of a dataset whose features are baked, schema.json says how each input was made, and raw_schema.json is the declared
+    schema behind it: its Encoder, with the fitted files, makes those inputs of raw rows. Ghost batch normalisation is
+    saved as Keras' BatchNormalization, which computes the same in inference. The optimizer's state is left out: a
+    checkpoint has it.
     """
     with tempfile.TemporaryDirectory() as folder, _plain_layers(model):
         path = Path(folder, MODEL_FILE)
         model.save(path, include_optimizer=False)
         files = [write_bytes(directory, MODEL_FILE, path.read_bytes())]
     files.append(write_bytes(directory, SCHEMA_FILE, canonical_bytes(manifest.schema)))
+    schema = Schema.from_json(manifest.schema)
+    if any(map(is_baked, schema)):
+        files.append(write_bytes(directory, RAW_SCHEMA_FILE, canonical_bytes(raw_schema(schema).to_json())))
     files.append(write_bytes(directory, SIGNATURE_FILE, canonical_bytes(signature.to_json())))
     fs = filesystem(dataset_url)
     for path_of_file, info in sorted(manifest.files.items()):
