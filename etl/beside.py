@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from etl.clean import clean, clean_quarantine
+from etl.config import WriteConfig
+from etl.output import refuse_existing
 from etl.place import move
 from etl.quarantine import write_quarantine
 from etl.staging import Staging
@@ -39,6 +42,20 @@ def write_fitted(staging: Staging, documents: Mapping[str, bytes]) -> dict[str, 
         write_file(staging.fs, DatasetPaths(staging.root).fitted(name), data)
         files[fitted_path(name)] = FileInfo(len(data), sha256_hex(data))
     return files
+
+
+def quarantine_apart(config: WriteConfig) -> Staging:
+    """The folder of rejected input at the place of its own that `config` names; with `clean`, after what killed jobs
+    left there is gone. Raises ExistsError where the place is not free.
+    """
+    apart = Staging(str(config.quarantine), mode=0o700, part_of=config.output)
+    if config.clean:
+        with Staging(apart.url) as clock:  # its sign tells the time of that file system
+            now_ms = clock.signed_ms()
+            clean(apart.fs, apart.url, now_ms)
+            clean_quarantine(apart.fs, apart.url, now_ms)
+        refuse_existing(apart.url)
+    return apart
 
 
 def place_quarantine(staging: Staging, folder: str, origin: Origin, urls: tuple[str, ...]) -> dict[str, FileInfo]:

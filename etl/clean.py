@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from etl.staging import KIND, SIGN_NAME
 from storage.errors import DataError, ExistsError, NotFoundError, StorageError
-from storage.fs import FileStat, FileSystem, absolute, join, parent
-from storage.layout import MANIFEST_NAME
+from storage.fs import FileStat, FileSystem, absolute, filesystem, join, parent
+from storage.layout import MANIFEST_NAME, DatasetPaths
 from storage.manifest import DatasetManifest
 from storage.sealed import unseal_as
 
@@ -70,6 +70,37 @@ def clean(fs: FileSystem, output: str, now_ms: int, dead_after_s: float = DEAD_A
             log.warning("clean: removed %s (for %s, unsigned for %.0f s)", item.url, item.output, item.silent_s)
             removed.append(item)
     return removed
+
+
+def is_unfinished(fs: FileSystem, url: str) -> bool:
+    """Whether a quarantine at a place of its own was published by a job that was killed before its dataset was."""
+    return _unfinished(fs, url) is not None
+
+
+def clean_quarantine(fs: FileSystem, url: str, now_ms: int, dead_after_s: float = DEAD_AFTER_S) -> None:
+    """Remove such a quarantine from `url`, where it was not signed for `dead_after_s` seconds, and say so."""
+    found = _unfinished(fs, url)
+    if found is None or now_ms - found[1] < dead_after_s * 1000:
+        return
+    # The name of a staging folder: should this be killed too, the rest is found beside the next output.
+    dead = DatasetPaths(absolute(url)).staging(found[0]) + _DEAD
+    fs.rename_new(url, dead)
+    fs.delete(dead, recursive=True)
+    log.warning("clean: removed %s, the rejected input of a dataset that was never published", url)
+
+
+def _unfinished(fs: FileSystem, url: str) -> tuple[str, int] | None:
+    """The job that its sign names and when it was signed (ms); None for anything else, and where the dataset is."""
+    sign = join(url, SIGN_NAME)
+    try:
+        found = unseal_as(KIND, fs.read_bytes(sign), sign)
+        job, dataset = str(found.get("job")), found.get("part_of")
+        ours = found.get("output") == absolute(url) and _FOLDER.fullmatch(f"_staging-{job}")
+        if not ours or not isinstance(dataset, str) or filesystem(dataset).exists(dataset):
+            return None
+        return job, fs.stat(sign).mtime_ms
+    except (NotFoundError, DataError):
+        return None
 
 
 def _signed(fs: FileSystem, folder: FileStat, job: str) -> tuple[str, int] | None:

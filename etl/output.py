@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from etl.append import Parent, open_parent
 from etl.bake import check_bake
+from etl.clean import is_unfinished
 from etl.config import NOT_KEPT, WriteConfig
 from etl.petastorm_metadata import check_petastorm
 from etl.sampling import Sampling, weight_field
@@ -39,12 +40,15 @@ def refuse_existing(url: str) -> None:
 
 
 def check_output(config: WriteConfig) -> None:
-    """What can be told of an output before Spark starts: it and the place of rejected input are free, and what it
-    continues is there and made alike. Raises ExistsError, NotFoundError, ConfigError and DataError.
+    """What can be told of an output before Spark starts: it and the place of rejected input are free (or --clean will
+    see to it), and what it continues is there and made alike. Raises ExistsError, NotFoundError, ConfigError and
+    DataError.
     """
     refuse_existing(config.output)
     if config.quarantine not in (None, NOT_KEPT):
-        refuse_existing(str(config.quarantine))
+        place = str(config.quarantine)
+        if not (config.clean and is_unfinished(filesystem(place), place)):
+            refuse_existing(place)
     if config.append_to is not None:
         open_parent(config.append_to, config, None)
 

@@ -27,10 +27,11 @@ class Staging:
     """A signed folder beside the dataset `url`, from `with` to its end; `publish` gives it the dataset's name.
 
     The sign names the job and is written anew every `beat_s` seconds, so that a folder whose sign is old is known to
-    belong to nobody (etl.clean). Without `publish` the folder is removed at the end, whatever ended the block.
+    belong to nobody (etl.clean). Without `publish` the folder is removed at the end, whatever ended the block. What is
+    published for the dataset `part_of` keeps its sign, which names that, until `keep`.
     """
 
-    def __init__(self, url: str, beat_s: float = BEAT_S, mode: int = 0o755) -> None:
+    def __init__(self, url: str, beat_s: float = BEAT_S, mode: int = 0o755, part_of: str | None = None) -> None:
         self.url = absolute(url)
         self.fs: FileSystem = filesystem(self.url)
         self.job = f"etl-{secrets.token_hex(8)}"
@@ -39,6 +40,7 @@ class Staging:
         """Where tasks put what the driver moves."""
         self._sign = join(self.root, SIGN_NAME)
         self._beat_s, self._mode, self._beats, self._published = beat_s, mode, 0, False
+        self._part_of = None if part_of is None else absolute(part_of)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="lockstep-staging", daemon=True)
 
@@ -71,9 +73,14 @@ class Staging:
         if manifest is not None:
             write_file(self.fs, DatasetPaths(self.root).manifest, manifest)
         self._check()  # a folder that was removed between would now hold a manifest and nothing else
-        self.fs.delete(self._sign)
+        if self._part_of is None:
+            self.fs.delete(self._sign)
         publish_directory(self.fs, self.root, self.url)
         self._published = True
+
+    def keep(self) -> None:
+        """Take the sign out of what was published: the dataset that it is part of is published too."""
+        self.fs.discard(join(self.url, SIGN_NAME))
 
     def withdraw(self) -> None:
         """Remove what `publish` published: the job failed after all."""
@@ -131,14 +138,15 @@ class Staging:
             "pid": os.getpid(),
             "beats": self._beats,
         }
-        write_file(self.fs, self._sign, seal(sign), exclusive=False)
+        told = {} if self._part_of is None else {"part_of": self._part_of}
+        write_file(self.fs, self._sign, seal({**sign, **told}), exclusive=False)
 
 
 def publish_beside(staging: Staging, manifest: bytes, apart: Staging | None) -> None:
     """Publish `apart` (a dataset's quarantine at a URL of its own) and then the dataset: both, or neither.
 
     Raises what Staging.publish raises. A dataset that was renamed before its publication failed, such as by a
-    read-back without an answer, keeps its quarantine.
+    read-back without an answer, keeps its quarantine. A kill in between leaves a quarantine that etl.clean knows.
     """
     if apart is not None:
         apart.publish(None)
@@ -148,3 +156,5 @@ def publish_beside(staging: Staging, manifest: bytes, apart: Staging | None) -> 
         if apart is not None and not staging.may_be_published(manifest):
             apart.withdraw()
         raise
+    if apart is not None:
+        apart.keep()

@@ -12,7 +12,7 @@ from etl import columns as c
 from etl.append import CLASS_COUNTS, Parent, check_new_ids
 from etl.assign import Assign
 from etl.bake import Bake, baked_rows, fitted_of
-from etl.beside import Origin, place_quarantine, write_fitted
+from etl.beside import Origin, place_quarantine, quarantine_apart, write_fitted
 from etl.clean import clean as clean_beside
 from etl.config import DEFAULT_SHARD_BYTES, WriteConfig
 from etl.fit import fit_all
@@ -133,7 +133,7 @@ def _written(df: DataFrame, job: _Job, unweighed: Schema) -> DatasetManifest:
                 clean_beside(staging.fs, config.output, staging.signed_ms())
             apart = None
             if job.origin.quarantine is not None and config.quarantine not in (None, NOT_KEPT):
-                apart = stack.enter_context(Staging(str(config.quarantine), mode=0o700))
+                apart = stack.enter_context(quarantine_apart(config))
             manifest = _build(staging, settle(rows, split), job, apart, stack)
             publish_beside(staging, manifest.to_bytes(), apart)
     finally:

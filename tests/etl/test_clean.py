@@ -6,11 +6,15 @@ import json
 import os
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from etl.beside import quarantine_apart
 from etl.clean import clean, leftovers
+from etl.config import WriteConfig
+from etl.output import check_output
 from etl.staging import SIGN_NAME, Staging, publish_beside
 from storage.errors import ExistsError, StorageError, StorageTimeoutError
 from storage.fs import FileSystem, filesystem
@@ -171,3 +175,59 @@ def test_a_published_dataset_keeps_its_quarantine(
     ):
         publish_beside(staging, b"{}", apart)
     assert sorted(path.name for path in tmp_path.iterdir()) == left
+
+
+def killed_in_between(folder: Path, age_s: float, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What is left of a job that was killed behind the rename of its quarantine, before that of its dataset."""
+
+    def publish(fs: FileSystem, root: str, url: str) -> None:
+        fs.rename_new(root, url)
+        raise KeyboardInterrupt
+
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(KeyboardInterrupt),
+        Staging(str(folder / "out")) as staging,
+        Staging(str(folder / "far" / "apart"), mode=0o700, part_of=staging.url) as apart,
+    ):
+        (Path(apart.root) / "part-00000.parquet").touch()
+        patched.setattr("etl.staging.publish_directory", publish)
+        publish_beside(staging, b"{}", apart)
+    left = folder / "far" / "apart"
+    os.utime(left / SIGN_NAME, (NOW_MS / 1000 - age_s,) * 2)
+    return left
+
+
+def test_a_quarantine_without_its_dataset_is_cleaned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = killed_in_between(tmp_path, 3600, monkeypatch)
+    config = WriteConfig(output=str(tmp_path / "out"), quarantine=str(left), clean=True)
+    with pytest.raises(ExistsError):
+        check_output(replace(config, clean=False))
+    check_output(config)
+    with quarantine_apart(config) as apart:
+        assert not left.exists()
+        apart.publish(None)
+        apart.keep()
+    assert [path.name for path in tmp_path.rglob("*")] == ["far", "apart"], "whole, and without a sign"
+    with pytest.raises(ExistsError):  # what is finished stays
+        check_output(config)
+
+
+@pytest.mark.parametrize("why", ["young", "its dataset is there", "moved", "not signed", "another's"])
+def test_any_other_quarantine_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    left = killed_in_between(tmp_path, 10 if why == "young" else 3600, monkeypatch)
+    sign = left / SIGN_NAME
+    if why == "its dataset is there":
+        (tmp_path / "out").mkdir()
+    elif why == "moved":
+        left = left.rename(tmp_path / "elsewhere")
+    elif why == "not signed":
+        sign.unlink()
+    elif why == "another's":
+        sign.write_bytes(b'{"job":"etl-00000000000000ad"}')
+        os.utime(sign, (0, 0))
+    config = WriteConfig(output=str(tmp_path / "new"), quarantine=str(left), clean=True)
+    with pytest.raises(ExistsError):
+        check_output(config)
+        quarantine_apart(config)
+    assert (left / "part-00000.parquet").exists()
