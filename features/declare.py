@@ -36,6 +36,7 @@ from storage.fs import filesystem
 # With seed 42 the hash is that of Spark SQL's xxhash64: features/hashing.py.
 DEFAULT_SEED = 42
 _MAX_BYTES = 16 << 20
+_MAX_DEPTH, _MAX_BITS = 16, 1024  # a sequence of a vocabulary lies six deep; no float holds more bits before its point
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "vocabulary": {"max_size": 10_000, "min_count": 1, "oov_buckets": 1},
     "hash": {"seed": DEFAULT_SEED},
@@ -68,7 +69,7 @@ def declared_field(document: Mapping[str, Any]) -> tuple[Field, ...]:
     unknown = sorted(map(str, set(document) - set(_KEYS)))
     names = document.get("names", [document.get("name")])
     good = not unknown and ("name" in document) != ("names" in document)
-    if not good or not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+    if not good or not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise _bad("a field", f"keys {sorted(map(str, document))}, unknown {unknown}", f"name or names; {_KEYS[2:]}")
     shape = document.get("shape", [])
     if "list" in document and (not isinstance(document["list"], bool) or "shape" in document):
@@ -108,6 +109,7 @@ def _parsed(text: str, where: str, *, as_json: bool) -> Schema:
         document = json.loads(text) if as_json else tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise _bad(where, str(error).splitlines()[0], "JSON" if as_json else "TOML") from None
+    _check_extent(document, where)
     entries = document.get("fields") if isinstance(document, dict) else None
     good = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
     if not good or not set(document) <= {"fields", "record"}:
@@ -118,6 +120,27 @@ def _parsed(text: str, where: str, *, as_json: bool) -> Schema:
     if not any(field.kind == "id" for field in fields):
         fields = (sample_id_field(), *fields)
     return Schema(fields, document.get("record", EXAMPLE))
+
+
+def _check_extent(document: object, where: str) -> None:
+    """Refuse what Python reads, but cannot tell of in an error: TOML's hexadecimal numbers of any length, and values
+    nested as deep as its own stack.
+    """
+    level = [document]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            inner
+            for value in level
+            if isinstance(value, dict | list)
+            for inner in (value.values() if isinstance(value, dict) else value)
+        ]
+        long = next((value for value in level if isinstance(value, int) and value.bit_length() > _MAX_BITS), None)
+        if long is not None:
+            raise _bad(where, f"a number of {long.bit_length()} bits", f"numbers of at most {_MAX_BITS} bits")
+    if level:
+        raise _bad(
+            where, f"values nested more than {_MAX_DEPTH} deep", "a list of fields, as docs/features.md has them"
+        )
 
 
 def _file_stem(name: str) -> str:

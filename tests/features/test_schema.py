@@ -188,7 +188,13 @@ def test_the_schema_in_the_documentation_is_one() -> None:
         '{"fields": [{"name": "a", "dtype": "int64", "encoding": "hash"}]}',
         '{"fields": [{"name": "sample_id", "dtype": "int64"}]}',  # the id's name for another kind
         '{"fields": [{"name": "a", "dtype": "string", "encoding": {"kind": "sequence", "of": 1}}]}',
+        '{"fields": [{"names": [], "dtype": "int64", "list": 1}]}',
+        '[[fields]]\nname = "a"\ndtype = "float32"\nshape = [0x'
+        + "f" * 6000
+        + "]\n",  # too long to be written in decimals
+        '{"fields": [{"name": "a", "dtype": "int64", "encoding": ' + '{"of": ' * 990 + "1" + "}" * 990 + "}]}",
     ],
+    ids=lambda text: text[:60],
 )
 def test_a_wrong_declaration_is_refused(text: str) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 from features.declare import load_schema
@@ -19,7 +20,6 @@ from storage.sealed import SEAL, seal
 from tests.fuzz.target import Take, Target, refused
 
 _DIGEST = sha256_hex(b"")
-_DEEP = 1100
 _ODD: tuple[Callable[[], Any], ...] = (
     lambda: None, lambda: True, lambda: 0, lambda: -1, lambda: 1, lambda: 1 << 62, lambda: (1 << 63) - 1,
     lambda: 1 << 63, lambda: 10**40, lambda: 1.0, lambda: -0.5, lambda: 1e308, lambda: "", lambda: "..",
@@ -113,6 +113,7 @@ def _digest_of(document: dict[str, Any]) -> Any:
     return sha256_hex(canonical_bytes(parts))
 
 
+@cache
 def _documents() -> list[dict[str, Any]]:
     made = [_manifest("tfrecord"), _manifest("parquet"), _indexed().to_bytes()]
     documents = [json.loads(raw) for raw in made]
