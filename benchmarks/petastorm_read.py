@@ -4,10 +4,10 @@
 
 One core, one process, the same files (zstd level 1, page checksums, row groups of 2 MiB) in the page cache. Ours makes
 arrays of the images and checks footers and page checksums; Petastorm hands images out as bytes and checks nothing. Each
-work ends with its last batch; tf.data's autotuner, which would hold up the end, is off. "Large groups" are copies of
-the files with one row group each, which spares Petastorm its cost for each row group. Two tables for each shape, of the
-same rounds: wall time, in which Petastorm's pools also sleep, and CPU time of the process, which tells more where other
-work shares the machine.
+work ends with its last batch; tf.data's autotuner, which would hold up the end, is off. Large row groups are copies of
+the files with one row group each, which spares Petastorm its cost for each row group; all readers read both. Tables of
+the same rounds: wall time, in which Petastorm's pools also sleep, and CPU time of the process, which tells more where
+other work shares the machine.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from benchmarks.arrow_peer import arrow_batches, fixed_batches, split_files
 from benchmarks.shapes import image_rows, image_schema, interleaved, machine, seconds, tab_rows, tab_schema, told
 from etl.petastorm_compat import enable
 from etl.place import BLOCK_BYTES
@@ -79,15 +80,6 @@ def ours(root: Path) -> int:
     return sum(len(batch["label"]) for batch in split_arrays(str(root), "train", BATCH))
 
 
-def plain_arrow(root: Path) -> int:
-    """pyarrow's iter_batches over each file, page checksums checked: Arrow batches, no arrays."""
-    rows = 0
-    for file in sorted((root / "split=train").glob("*.parquet")):
-        with pq.ParquetFile(file, page_checksum_verification=True) as parquet:
-            rows += sum(len(batch) for batch in parquet.iter_batches(BATCH, use_threads=False))
-    return rows
-
-
 def batch_reader(root: Path, pool: str) -> int:
     """make_batch_reader: arrays of a row group each."""
     from petastorm import make_batch_reader
@@ -109,39 +101,50 @@ def rebatched(root: Path, pool: str) -> int:
         return sum(len(batch.label) for batch in dataset)
 
 
+def readers(root: Path, schema: Schema) -> dict[str, Callable[[], int]]:
+    """All that read one dataset; each returns the rows that it saw."""
+    files = split_files(root)
+    return {
+        OURS: lambda: ours(root),
+        "iter_batches": lambda: sum(map(len, arrow_batches(files, BATCH))),
+        "iter_batches as fixed batches of arrays": lambda: sum(
+            len(batch["label"]) for batch in fixed_batches(files, schema, BATCH)
+        ),
+        "make_batch_reader, dummy": lambda: batch_reader(root, "dummy"),
+        "make_batch_reader, 2 threads": lambda: batch_reader(root, "thread"),
+        "make_petastorm_dataset rebatched, dummy": lambda: rebatched(root, "dummy"),
+        "make_petastorm_dataset rebatched, 2 threads": lambda: rebatched(root, "thread"),
+    }
+
+
 def compare(name: str, schema: Schema, rows: pa.RecordBatch, repeats: int, folder: Path) -> None:
-    """Time all readers in turn over one shape, and print a table of ratios to ours."""
+    """Time all readers in turn over one shape, and print tables of ratios to ours on the same files."""
     small, large = folder / name, folder / f"{name}-large"
     write(small, schema, rows, max(1, BLOCK_BYTES * len(rows) // rows.nbytes))
     write(large, schema, rows, len(rows))
-    works: dict[str, Callable[[], int]] = {
-        OURS: lambda: ours(small),
-        "pyarrow iter_batches with checksums, no arrays": lambda: plain_arrow(small),
-        "make_batch_reader, dummy": lambda: batch_reader(small, "dummy"),
-        "make_batch_reader, 2 threads": lambda: batch_reader(small, "thread"),
-        "the same, large groups": lambda: batch_reader(large, "thread"),
-        "make_petastorm_dataset rebatched, dummy": lambda: rebatched(small, "dummy"),
-        "make_petastorm_dataset rebatched, 2 threads": lambda: rebatched(small, "thread"),
-        "rebatched, 2 threads, large groups": lambda: rebatched(large, "thread"),
-    }
-    cpu: dict[str, list[float]] = {title: [] for title in works}
+    both = {"small": readers(small, schema), "large": readers(large, schema)}
+    works = {f"{groups}/{title}": work for groups, found in both.items() for title, work in found.items()}
+    cpu: dict[str, list[float]] = {key: [] for key in works}
 
-    def timed(title: str) -> float:
+    def timed(key: str) -> float:
         found = 0
 
         def work() -> None:
             nonlocal found
-            found = works[title]()
+            found = works[key]()
 
         started = time.process_time()
         wall = seconds(work)
-        cpu[title].append(time.process_time() - started)
-        assert found == len(rows), title
+        cpu[key].append(time.process_time() - started)
+        assert found == len(rows), key
         return wall
 
-    wall = interleaved({title: partial(timed, title) for title in works}, repeats)
-    told(f"{name}, wall time", len(rows), wall, OURS)
-    told(f"{name}, CPU time", len(rows), {title: values[1:] for title, values in cpu.items()}, OURS)
+    wall = interleaved({key: partial(timed, key) for key in works}, repeats)
+    counted = {key: values[1:] for key, values in cpu.items()}
+    for groups, found in both.items():
+        for clock, spent in (("wall", wall), ("CPU", counted)):
+            part = {title: spent[f"{groups}/{title}"] for title in found}
+            told(f"{name}, {groups} row groups, {clock} time", len(rows), part, OURS)
 
 
 def main(argv: list[str]) -> int:

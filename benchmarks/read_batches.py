@@ -1,11 +1,11 @@
 """A split to batches of arrays on one core: TFRecord beside tf.data, Parquet beside pyarrow's own batches.
 
-    python -m benchmarks.read_batches [--rows N] [--repeats N]
+    python -m benchmarks.read_batches [--rows N] [--repeats N] [--formats tfrecord parquet]
 
-Both shapes of benchmarks.shapes, written once by our own writers in four shards, in the page cache. tf.data reads with
-and without autotuning (never with num_parallel_reads, which is its slow way) and parses whole batches by
-tf.io.parse_example; images stay bytes there, while ours are arrays of (n, 32, 32, 3). CPU seconds of the process are
-counted, since other work may share the machine.
+Both shapes of benchmarks.shapes, written once by our own writers in four shards, in memory; Parquet also on the disk,
+where the page cache has it. tf.data reads with and without autotuning (never with num_parallel_reads, which is its slow
+way) and parses whole batches by tf.io.parse_example; images stay bytes there, while ours are arrays of (n, 32, 32, 3).
+CPU seconds of the process are counted, since other work may share the machine.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from benchmarks.arrow_peer import arrow_batches, fixed_batches, split_files
 from benchmarks.shapes import cpu_seconds, image_rows, image_schema, interleaved, machine, tab_rows, tab_schema, told
 from features.schema import Schema
 from tests.training._tiny import write_rows
@@ -70,55 +71,64 @@ def by_tensorflow(root: str, schema: Schema, expected: int, form: str) -> Callab
 
 
 def by_pyarrow(root: str, expected: int) -> Callable[[], None]:
-    """pyarrow's batches as arrays; page checksums checked as ours are."""
-    files = sorted(glob.glob(f"{root}/split=train/*.parquet"))
+    """pyarrow's own batches, neither arrays nor joined at the ends of files; page checksums checked as ours are."""
 
     def work() -> None:
-        rows = 0
-        for name in files:
-            with pq.ParquetFile(name, page_checksum_verification=True) as file:
-                for batch in file.iter_batches(BATCH_ROWS, use_threads=False):
-                    for column in batch.columns:
-                        if not pa.types.is_binary(column.type):
-                            column.to_numpy()
-                    rows += batch.num_rows
-        assert rows == expected
+        assert sum(batch.num_rows for batch in arrow_batches(split_files(root), BATCH_ROWS)) == expected
 
     return work
 
 
-def compare(name: str, schema: Schema, rows: pa.RecordBatch, repeats: int) -> None:
-    """Write one shape in both formats, time the readers in turn, print two tables."""
+def by_pyarrow_fixed(root: str, schema: Schema, expected: int) -> Callable[[], None]:
+    """The same made into what ours gives: fixed batches of arrays."""
+
+    def work() -> None:
+        batches = fixed_batches(split_files(root), schema, BATCH_ROWS)
+        assert sum(len(batch["label"]) for batch in batches) == expected
+
+    return work
+
+
+def compare(name: str, schema: Schema, rows: pa.RecordBatch, repeats: int, fmt: str, folder: str | None) -> None:
+    """Write one shape in one format, time the readers in turn, print a table. `folder` is where, None the disk's."""
     count = rows.num_rows
     block_records = max(1, BLOCK_BYTES * count // rows.nbytes)
-    for fmt in ("tfrecord", "parquet"):
-        with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
-            root = f"{folder}/dataset"
-            write_rows(root, schema, rows, {"train": count}, fmt, SHARDS, block_records, 0)
-            if fmt == "parquet":
-                works = {"pyarrow's iter_batches": by_pyarrow(root, count), "ours": ours(root, count)}
-            else:
-                forms = ("serial", "autotune", "interleave")
-                works = {f"tf.data, {form}": by_tensorflow(root, schema, count, form) for form in forms}
-                works["ours"] = ours(root, count)
-            spent = interleaved(
-                {label: (lambda work=work: cpu_seconds(work)) for label, work in works.items()}, repeats
-            )
-            told(f"{name}, {fmt}", count, spent, next(iter(works)))
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        root = f"{place}/dataset"
+        write_rows(root, schema, rows, {"train": count}, fmt, SHARDS, block_records, 0)
+        if fmt == "parquet":
+            works = {
+                "iter_batches": by_pyarrow(root, count),
+                "iter_batches as fixed batches of arrays": by_pyarrow_fixed(root, schema, count),
+            }
+        else:
+            forms = ("serial", "autotune", "interleave")
+            works = {f"tf.data, {form}": by_tensorflow(root, schema, count, form) for form in forms}
+        works["ours"] = ours(root, count)
+        spent = interleaved({label: partial(cpu_seconds, work) for label, work in works.items()}, repeats)
+        told(f"{name}, {fmt}, from {'memory' if folder else 'disk'}", count, spent, next(iter(works)))
 
 
 def main(argv: list[str]) -> int:
-    """Print two tables a shape; exit code 0."""
+    """Print three tables a shape; exit code 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=100_000, help="rows of each shape")
     parser.add_argument("--repeats", type=int, default=5, help="counted rounds, after one that is dropped")
+    parser.add_argument("--formats", nargs="+", default=["tfrecord", "parquet"], help="which formats to read")
     args = parser.parse_args(argv)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     pa.set_cpu_count(1)
     print(machine("tensorflow", "pyarrow", "numba", "numpy"), flush=True)
-    compare("40 columns", tab_schema(False), tab_rows(args.rows, 0.0), args.repeats)
-    compare("images", image_schema(), image_rows(args.rows), args.repeats)
+    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    shapes = (
+        ("40 columns", tab_schema(False), tab_rows(args.rows, 0.0)),
+        ("images", image_schema(), image_rows(args.rows)),
+    )
+    for name, schema, rows in shapes:
+        for fmt, folder in (("tfrecord", memory), ("parquet", memory), ("parquet", None)):
+            if fmt in args.formats:
+                compare(name, schema, rows, args.repeats, fmt, folder)
     return 0
 
 

@@ -12,13 +12,17 @@ import pyarrow as pa
 from features.example import tensor_bytes
 from features.schema import Field, Schema
 from storage.errors import ConfigError, DataError
-from storage.manifest import load_dataset
+from storage.manifest import SplitInfo, load_dataset
 from training.reader import SplitReader
 
-# A batch that lies across two chunks is copied: of images 1 in 4, which reads them a fifth faster than chunks of one
-# batch do; chunks of 16 and 25 MiB gain nothing. A block holds some 2 MiB before compression, which bounds the memory.
+# Rows leave Arrow in chunks, of which batches are views. A column's way out costs a microsecond, so small batches come
+# from chunks of 2 MiB. A batch that lies across two chunks is copied: 1 in 4 where batches are large, which reads images
+# a fifth faster than chunks of one batch do (5 and 8 batches gain nothing). A block holds some 2 MiB before compression,
+# which bounds the memory of rows that compress well.
+_CHUNK_BYTES = 2 << 20
+_CHUNK_BATCHES = 4
+_CHUNK_MOST_BYTES = 14 << 20
 _CHUNK_BLOCKS = 7
-_CHUNK_BYTES = 14 << 20
 
 Arrays = dict[str, npt.NDArray[Any] | pa.Array]
 
@@ -27,20 +31,24 @@ def split_arrays(dataset_url: str, split: str, batch_rows: int) -> Iterator[Arra
     """The records of a split, `batch_rows` at a time (the last batch is as short as it comes), by field name.
 
     Numbers come as (n,), tensors as (n, *shape) of their dtype; strings, bytes, lists and nullable fields as Arrow
-    arrays, since NumPy has no form for them that keeps everything. Read-only; most batches are views of a chunk of some
-    14 MiB, which lives as long as one of them does. Raises CorruptionError naming file, record and offset, as all
+    arrays, since NumPy has no form for them that keeps everything. Read-only; most batches are views of a chunk of 2
+    to 14 MiB, which lives as long as one of them does. Raises CorruptionError naming file, record and offset, as all
     reading does, and ConfigError for batches of less than one row.
     """
     _check_rows(batch_rows)
     manifest = load_dataset(dataset_url)
     schema = Schema.from_json(manifest.schema)
     reader = SplitReader(dataset_url, manifest, split, schema)
-    info = manifest.splits[split]
-    record_bytes = sum(shard.bytes for shard in info.shards) / max(1, sum(shard.records for shard in info.shards))
-    wanted = min(_CHUNK_BLOCKS * info.block_records, int(_CHUNK_BYTES / max(1.0, record_bytes)))
-    chunks = reader.in_order(batch_rows * max(1, wanted // batch_rows))
+    chunks = reader.in_order(_chunk_rows(manifest.splits[split], batch_rows))
     arrays = ({field.name: _array(field, chunk.column(field.name)) for field in schema} for chunk in chunks)
     yield from cut(arrays, batch_rows)
+
+
+def _chunk_rows(split: SplitInfo, batch_rows: int) -> int:
+    stored_bytes, records = (sum(getattr(shard, name) for shard in split.shards) for name in ("bytes", "records"))
+    batch_bytes = max(1, batch_rows * stored_bytes // max(1, records))
+    wanted_bytes = max(_CHUNK_BYTES, min(_CHUNK_BATCHES * batch_bytes, _CHUNK_MOST_BYTES))
+    return batch_rows * max(1, min(wanted_bytes // batch_bytes, _CHUNK_BLOCKS * split.block_records // batch_rows))
 
 
 def cut(chunks: Iterable[Arrays], rows: int) -> Iterator[Arrays]:
