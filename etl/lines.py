@@ -17,11 +17,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from etl.ranges import Range
-from etl.unpack import PLAIN, bad_gzip, unpacked
+from etl.unpack import PLAIN, unpacked
 from storage.errors import DataError
 from storage.fs import filesystem
-
-__all__ = ["Lines", "LongLine", "bad_gzip", "read_lines"]
 
 CHUNK_BYTES = 1 << 20
 MAX_LINE_BYTES = 1 << 20  # longer lines are hashed and counted in passing, never held

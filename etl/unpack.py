@@ -71,11 +71,6 @@ def damaged(url: str, codec: str, done: int, error: Exception) -> DataError:
     )
 
 
-def bad_gzip(url: str, done: int, error: Exception) -> DataError:
-    """`damaged` for gzip."""
-    return damaged(url, "gzip", done, error)
-
-
 def _stream(file: BinaryIO, codec: str) -> BinaryIO:
     if codec == "gzip":
         # a GzipFile reads as a BinaryIO does, but is not declared one

@@ -54,7 +54,7 @@ def describe(layout: Layout, batch: pa.RecordBatch) -> tuple[NDArray[np.int64], 
 def as_declared(field: Field, column: pa.Array) -> pa.Array:
     """The column in its declared Arrow type, or in the one with 64-bit offsets; nothing is narrowed or rounded."""
     kind, wanted = column.type, field.arrow_type
-    if kind in (wanted, field.record_type):
+    if kind == wanted or kind == field.record_type:
         return column
     item = wanted.value_type if field.is_list else wanted
     if field.is_list and (pa.types.is_list(kind) or pa.types.is_large_list(kind)):

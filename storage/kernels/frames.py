@@ -51,6 +51,19 @@ def scan(address: Any, size: Any, offsets: Any, check_data: Any) -> Any:
 
 
 @_kernel
+def whole(address: Any, size: Any) -> Any:
+    """How many bytes at the beginning of a buffer are whole records, and how many records; no checksum is looked at."""
+    count, at = 0, 0
+    while size - at >= FRAMING_BYTES:
+        word = load_u64(address + at)
+        if word > np.uint64(size - at - FRAMING_BYTES):
+            break
+        at += np.int64(word) + FRAMING_BYTES
+        count += 1
+    return at, count
+
+
+@_kernel
 def crc32c_of(crc: Any, address: Any, size: Any) -> Any:
     """The CRC-32C (uint64) of what had the CRC-32C `crc`, and `size` bytes more."""
     return extended(crc, address, size)

@@ -1,16 +1,32 @@
 from __future__ import annotations
 
 import gzip
+import io
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from features.example import encode_example
-from features.foreign_files import _records, find_files, infer_columns, is_gzip, open_unpacked, read_file, sample
+from features.foreign_files import (
+    _pieces,
+    _records,
+    _whole_records,
+    find_files,
+    infer_columns,
+    is_gzip,
+    open_unpacked,
+    pieces,
+    read_file,
+    sample,
+)
 from features.foreign_schema import foreign_field, foreign_schema
 from features.read_ranges import Lenient
 from storage.errors import CorruptionError, DataError, NotFoundError
 from storage.fs import filesystem
+from storage.kernels import frames
 from storage.tfrecord import frame
 
 FIELDS = [foreign_field("_n", "int64", False), foreign_field("words", "string", True)]
@@ -78,6 +94,38 @@ def test_the_length_of_a_first_record_may_look_like_gzip(tmp_path: Path) -> None
     path = tmp_path / "x.tfrecord"
     path.write_bytes(frame(bytes(0x088B1F)))
     assert not is_gzip(filesystem(str(path)), str(path))
+
+
+def test_a_long_record_is_looked_at_once_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("features.foreign_files.PIECE_BYTES", 1 << 10)
+    file = b"".join(map(frame, [b"a", bytes(500_000), b"b" * 3000, b""]))
+    looked_at: list[int] = []
+
+    def whole(data: bytes) -> tuple[int, int]:
+        looked_at.append(len(data))
+        return _whole_records(data)
+
+    found = list(_pieces(io.BytesIO(file), "u", whole))
+    assert b"".join(piece.data.tobytes() for piece in found) == file and sum(piece.records for piece in found) == 4
+    assert sum(looked_at) < 2 * len(file)  # 244 times, were the long one looked at with each piece
+
+
+@given(st.lists(st.binary(max_size=40), max_size=5), st.integers(0, 60), st.binary(max_size=30))
+@settings(max_examples=100, deadline=None)
+def test_the_kernel_finds_the_records_that_python_finds(records: list[bytes], cut: int, noise: bytes) -> None:
+    data = b"".join(map(frame, records))
+    for part in (data[: len(data) - cut] if cut else data, data + noise, data + b"\xff" * 8 + noise):
+        raw = np.frombuffer(part, dtype=np.uint8)
+        assert frames.whole(raw.ctypes.data, len(raw)) == _whole_records(part)
+
+
+def test_an_error_of_the_storage_is_no_damaged_gzip() -> None:
+    class Broken(io.RawIOBase):
+        def read(self, size: int = -1) -> bytes:
+            raise OSError("no route to host")
+
+    with pytest.raises(OSError, match="no route to host"):
+        list(pieces(Broken(), "u"))  # type: ignore[arg-type]
 
 
 def test_a_sample_reaches_over_the_files(tmp_path: Path) -> None:
