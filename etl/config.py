@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Any
 
+from etl.flags import check_flag
 from etl.sampling import Sampling
 from etl.shares import parse_share
 from etl.splits import SplitSpec
-from storage.errors import ConfigError
 from storage.layout import COMPRESSIONS, FORMATS
 from storage.urls import absolute, split_url
 
@@ -65,25 +65,27 @@ class WriteConfig:
     """Whether shards hold what a model is fed, in place of the features as they came (docs/features.md)."""
 
     def __post_init__(self) -> None:
-        _check(self.fmt in FORMATS, "--format", self.fmt, ", ".join(FORMATS))
-        _check(self.compression in COMPRESSIONS, "--compression", self.compression, " or ".join(COMPRESSIONS))
+        check_flag(self.fmt in FORMATS, "--format", self.fmt, ", ".join(FORMATS))
+        check_flag(self.compression in COMPRESSIONS, "--compression", self.compression, " or ".join(COMPRESSIONS))
         if self.compression != "none":
-            _check(self.fmt == "tfrecord", "--compression", f"--format {self.fmt}", "--format tfrecord")
-        _check(self.shard_bytes >= 1, "--shard-bytes", str(self.shard_bytes), "1 or more")
-        _check(0 <= self.seed < 1 << 63, "--seed", str(self.seed), "0 to 2^63 - 1")
-        _check(self.weights in WEIGHTS, "--weights", self.weights, " or ".join(WEIGHTS))
+            check_flag(self.fmt == "tfrecord", "--compression", f"--format {self.fmt}", "--format tfrecord")
+        check_flag(self.shard_bytes >= 1, "--shard-bytes", str(self.shard_bytes), "1 or more")
+        check_flag(0 <= self.seed < 1 << 63, "--seed", str(self.seed), "0 to 2^63 - 1")
+        check_flag(self.weights in WEIGHTS, "--weights", self.weights, " or ".join(WEIGHTS))
         if self.row_group_bytes is not None:
-            _check(self.row_group_bytes >= 1, "--row-group-bytes", str(self.row_group_bytes), "1 or more")
-            _check(self.fmt == "parquet", "--row-group-bytes", f"--format {self.fmt}", "--format parquet")
+            check_flag(self.row_group_bytes >= 1, "--row-group-bytes", str(self.row_group_bytes), "1 or more")
+            check_flag(self.fmt == "parquet", "--row-group-bytes", f"--format {self.fmt}", "--format parquet")
         if self.petastorm:
-            _check(self.fmt == "parquet", "--petastorm", f"--format {self.fmt}", "--format parquet")
-        _check(self.quarantine is None or bool(self.quarantine), "--quarantine", "nothing", "a URL or none")
+            check_flag(self.fmt == "parquet", "--petastorm", f"--format {self.fmt}", "--format parquet")
+        check_flag(self.quarantine is None or bool(self.quarantine), "--quarantine", "nothing", "a URL or none")
         if self.quarantine not in (None, NOT_KEPT):
             apart = not _nested(self.output, str(self.quarantine))
-            _check(apart, "--quarantine", str(self.quarantine), f"a place beside {self.output}")
+            check_flag(apart, "--quarantine", str(self.quarantine), f"a place beside {self.output}")
         spec = SplitSpec.parse(self.split)
         if self.append_to is not None:
-            _check(spec.kind != "time", "--append-to", self.split, "another split: the border in time was the parent's")
+            check_flag(
+                spec.kind != "time", "--append-to", self.split, "another split: the border in time was the parent's"
+            )
         if self.sample is not None:
             Sampling.parse(self.sample)
 
@@ -126,8 +128,8 @@ class OutputConfig(WriteConfig):
 
     def __post_init__(self) -> None:
         super(OutputConfig, self).__post_init__()
-        _check(len(self.inputs) > 0, "--input", "nothing", "one URL or more")
-        _check(self.split_bytes >= 1, "split_bytes", str(self.split_bytes), "1 or more")
+        check_flag(len(self.inputs) > 0, "--input", "nothing", "one URL or more")
+        check_flag(self.split_bytes >= 1, "split_bytes", str(self.split_bytes), "1 or more")
         parse_share(self.max_bad)
 
     @property
@@ -164,7 +166,7 @@ class LogsConfig(OutputConfig):
 
     def __post_init__(self) -> None:
         super(LogsConfig, self).__post_init__()
-        _check(self.log_format in LOG_FORMATS, "--log-format", self.log_format, ", ".join(LOG_FORMATS))
+        check_flag(self.log_format in LOG_FORMATS, "--log-format", self.log_format, ", ".join(LOG_FORMATS))
         table, delimited = self.log_format in LOG_FORMATS[2:], self.log_format in ("tsv", "csv")
         only = (
             ("--schema", self.schema is not None, table, "tsv, csv or json"),
@@ -173,12 +175,12 @@ class LogsConfig(OutputConfig):
             ("--quoted-newlines", self.quoted_newlines, self.log_format == "csv", "csv"),
         )
         for flag, given, fits, formats in only:
-            _check(fits or not given, flag, f"--log-format {self.log_format}", f"with --log-format {formats}")
+            check_flag(fits or not given, flag, f"--log-format {self.log_format}", f"with --log-format {formats}")
         for flag, names in (("--id-columns", self.id_columns), ("--time-columns", self.time_columns)):
-            _check(self.schema is not None or not names, flag, " ".join(names), "with --schema")
-            _check(len(set(names)) == len(names) and all(names), flag, " ".join(names), "each name once")
-        _check(len(set(self.columns)) == len(self.columns), "--columns", " ".join(self.columns), "each name once")
-        _check(
+            check_flag(self.schema is not None or not names, flag, " ".join(names), "with --schema")
+            check_flag(len(set(names)) == len(names) and all(names), flag, " ".join(names), "each name once")
+        check_flag(len(set(self.columns)) == len(self.columns), "--columns", " ".join(self.columns), "each name once")
+        check_flag(
             not self.split_spec.given,
             "--split",
             self.split,
@@ -207,15 +209,8 @@ class LogsConfig(OutputConfig):
 def parse_size(text: str) -> tuple[int, int]:
     """Read "HxW". Raises ConfigError for another form."""
     height, _, width = text.partition("x")
-    _check(bool(_SIDE.fullmatch(height) and _SIDE.fullmatch(width)), "--image-size", text, "HxW such as 28x28")
+    check_flag(bool(_SIDE.fullmatch(height) and _SIDE.fullmatch(width)), "--image-size", text, "HxW such as 28x28")
     return int(height), int(width)
-
-
-def _check(good: bool, what: str, got: str, allowed: str) -> None:
-    if not good:
-        raise ConfigError(
-            f"{what} cannot be right", got=got, allowed=allowed, next_step="Correct it; --help lists the flags."
-        )
 
 
 def _nested(one: str, other: str) -> bool:

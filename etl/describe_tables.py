@@ -32,6 +32,7 @@ class Table:
 
 
 def dataset_tables(manifest: DatasetManifest) -> Iterator[Table]:
+    """What a dataset's manifest says: counts, splits, schema, leakage, fitted files, input, configuration."""
     counts = manifest.counts
     shards = [shard for split in manifest.splits.values() for shard in split.shards]
     dropped = [(f"dropped: {why}", str(count)) for why, count in sorted(counts.dropped.items())]
@@ -105,6 +106,7 @@ def _baked(schema: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def indexed_tables(manifest: IndexedManifest) -> list[Table]:
+    """What the manifest of an indexed directory says."""
     sizes = [file.bytes for file in manifest.files]
     facts = (
         ("kind", "TFRecord files of somebody else, with an index"),

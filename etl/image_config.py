@@ -7,10 +7,10 @@ from typing import Any
 
 from etl.cifar import NUM_CLASSES
 from etl.config import OutputConfig
+from etl.flags import check_flag
 from etl.intake import Intake
 from features.decode import Limits
 from features.images import FITS, ROTATIONS
-from storage.errors import ConfigError
 
 SOURCES = ("idx", "cifar10", "cifar100", "folder", "tar", "parquet")
 ENCODED = ("folder", "tar", "parquet")
@@ -49,30 +49,32 @@ class ImagesConfig(OutputConfig):
     def __post_init__(self) -> None:
         super(ImagesConfig, self).__post_init__()
         files = self.source in ENCODED
-        _check(self.source in SOURCES, "--source", self.source, ", ".join(SOURCES))
-        _check(self.fit in FITS, "--fit", self.fit, ", ".join(FITS))
-        _check(self.rotate in ROTATIONS, "--rotate", str(self.rotate), ", ".join(map(str, ROTATIONS)))
-        _check(self.channels in (None, 1, 3), "--channels", str(self.channels), "1 or 3")
-        _check(self.store in STORES, "--store", self.store, ", ".join(STORES))
-        _check(self.store == "pixels" or files, "--store", f"encoded with --source {self.source}", ", ".join(ENCODED))
-        _check(
+        check_flag(self.source in SOURCES, "--source", self.source, ", ".join(SOURCES))
+        check_flag(self.fit in FITS, "--fit", self.fit, ", ".join(FITS))
+        check_flag(self.rotate in ROTATIONS, "--rotate", str(self.rotate), ", ".join(map(str, ROTATIONS)))
+        check_flag(self.channels in (None, 1, 3), "--channels", str(self.channels), "1 or 3")
+        check_flag(self.store in STORES, "--store", self.store, ", ".join(STORES))
+        fits = self.store == "pixels" or files
+        check_flag(fits, "--store", f"encoded with --source {self.source}", ", ".join(ENCODED))
+        check_flag(
             self.store == "pixels" or self.rotate == 0,
             "--rotate",
             "with --store encoded",
             "0: the bytes stay as they are",
         )
-        _check(1 <= self.max_pixels <= 1 << 28, "--max-pixels", str(self.max_pixels), "1 to 2^28")
+        check_flag(1 <= self.max_pixels <= 1 << 28, "--max-pixels", str(self.max_pixels), "1 to 2^28")
         if self.num_classes is not None:
             most = _BYTE_CLASSES.get(self.source, MAX_CLASSES)
-            _check(2 <= self.num_classes <= most, "--num-classes", str(self.num_classes), f"2 to {most}")
+            check_flag(2 <= self.num_classes <= most, "--num-classes", str(self.num_classes), f"2 to {most}")
         if self.image_size is not None:
             good = all(1 <= size <= MAX_SIDE for size in self.image_size)
-            _check(good, "--image-size", str(self.image_size), f"1 to {MAX_SIDE}")
+            check_flag(good, "--image-size", str(self.image_size), f"1 to {MAX_SIDE}")
         elif files:
-            _check(False, "--image-size", f"none with --source {self.source}", "HxW: files may have any size")
-        _check(not self.bake, "--bake", "images", "--store pixels without it: pixels are what a model is fed")
+            check_flag(False, "--image-size", f"none with --source {self.source}", "HxW: files may have any size")
+        check_flag(not self.bake, "--bake", "images", "--store pixels without it: pixels are what a model is fed")
         column = self.split_spec.column
-        _check(column in (None, "label"), "--split", self.split, "a split without a column, or stratified:label:A/B")
+        fits = column in (None, "label")
+        check_flag(fits, "--split", self.split, "a split without a column, or stratified:label:A/B")
 
     @property
     def label_count(self) -> int | None:
@@ -107,10 +109,3 @@ class ImagesConfig(OutputConfig):
         if self.source == "parquet":
             own |= {"image_column": self.image_column, "label_column": self.label_column}
         return {**super(ImagesConfig, self).to_json(), **own}
-
-
-def _check(good: bool, what: str, got: str, allowed: str) -> None:
-    if not good:
-        raise ConfigError(
-            f"{what} cannot be right", got=got, allowed=allowed, next_step="Correct it; --help lists the flags."
-        )

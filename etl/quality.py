@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from storage.errors import DataError
+from storage.fs import join
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -15,15 +16,23 @@ if TYPE_CHECKING:
 def check_bad(bad_rows: DataFrame, urls: Sequence[str], bad: int, read: int, allowed: Fraction, told: str) -> None:
     """Raise DataError where more than the share `allowed` of the records is bad, naming the first three places.
 
-    `bad_rows` has source (an index into `urls`), position and reason.
+    `bad_rows` has source (an index into `urls`), position and reason, and where a source is a folder `place`, the path
+    of the file below it.
     """
     if bad == 0 or Fraction(bad, read) <= allowed:
         return
-    first = bad_rows.orderBy("source", "position").select("source", "position", "reason").limit(3).collect()
-    places = "; ".join(f"{urls[row['source']]} at byte {row['position']}: {row['reason']}" for row in first)
+    named = [name for name in ("source", "place", "position") if name in bad_rows.columns]
+    first = bad_rows.orderBy(*named).select(*named, "reason").limit(3).collect()
+    places = "; ".join(_place(urls, row.asDict()) for row in first)
     raise DataError(
         f"{bad} of {read} records are bad, more than --max-bad allows",
         got=f"{100 * bad / read:.2f} %, first {places}",
         allowed=told,
         next_step="Check that the input is what the job reads; raise --max-bad to go on with the rest.",
     )
+
+
+def _place(urls: Sequence[str], row: Mapping[str, Any]) -> str:
+    url = urls[row["source"]]
+    below = row.get("place")
+    return f"{url if below is None else join(url, below)} at byte {row['position']}: {row['reason']}"

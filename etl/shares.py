@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from storage.errors import ConfigError
+from etl.flags import check_flag
 
 _SHARE = re.compile(r"(?P<number>[0-9]{1,20}([.][0-9]{0,20}|/[0-9]{1,20})?|[.][0-9]{1,20})(?P<percent>%?)")
 
@@ -18,11 +18,5 @@ def parse_share(text: str, flag: str = "--max-bad") -> Fraction:
         share = Fraction(found["number"]) / (100 if found["percent"] else 1) if found else Fraction(-1)
     except ZeroDivisionError:
         share = Fraction(-1)
-    if not 0 <= share <= 1:
-        raise ConfigError(
-            f"{flag} cannot be right",
-            got=text,
-            allowed="0% to 100%, or 0 to 1",
-            next_step="Correct it; --help lists the flags.",
-        )
+    check_flag(0 <= share <= 1, flag, text, "0% to 100%, or 0 to 1")
     return share

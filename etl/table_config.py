@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from etl.config import WriteConfig
-from storage.errors import ConfigError
+from etl.flags import check_flag
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,12 +33,12 @@ class TableConfig(WriteConfig):
     def __post_init__(self) -> None:
         super(TableConfig, self).__post_init__()
         told = [flag for flag, value in self._sources().items() if value]
-        self._check(len(told) == 1, "the input", " and ".join(told) or "none", "one of --table, --query, --input")
+        check_flag(len(told) == 1, "the input", " and ".join(told) or "none", "one of --table, --query, --input")
         ids = self.id_columns
-        self._check(len(ids) > 0 and all(ids), "--id-columns", ",".join(ids) or "none", "one column or more")
-        self._check(len(set(ids)) == len(ids), "--id-columns", ",".join(ids), "each column once")
+        check_flag(len(ids) > 0 and all(ids), "--id-columns", ",".join(ids) or "none", "one column or more")
+        check_flag(len(set(ids)) == len(ids), "--id-columns", ",".join(ids), "each column once")
         alone = self.schema is None or not (self.exclude or self.label)
-        self._check(alone, "--schema", "--exclude or --label beside it", "what the file declares, alone")
+        check_flag(alone, "--schema", "--exclude or --label beside it", "what the file declares, alone")
 
     def to_json(self) -> dict[str, Any]:
         """What the content of the dataset follows from, besides the input and the seed."""
@@ -48,10 +48,3 @@ class TableConfig(WriteConfig):
 
     def _sources(self) -> dict[str, object]:
         return {"--table": self.table, "--query": self.query, "--input": self.inputs}
-
-    @staticmethod
-    def _check(good: bool, what: str, got: str, allowed: str) -> None:
-        if not good:
-            raise ConfigError(
-                f"{what} cannot be right", got=got, allowed=allowed, next_step="Correct it; --help lists the flags."
-            )

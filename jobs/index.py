@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,11 +11,11 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
+from etl.flags import check_flag
 from etl.index import check, index_directory
 from features.foreign_schema import DATA_GLOB, SAMPLE_RECORDS
 from jobs._cli import JobParser, run_job
 from jobs._session import hadoop_settings_of, spark_session
-from storage.errors import ConfigError
 from storage.indexed import IndexedManifest
 from storage.settings import set_hadoop_settings
 
@@ -37,7 +36,8 @@ def parser() -> JobParser:
 def main(argv: Sequence[str]) -> int:
     """Index; returns the exit code."""
     args = parser().parse(argv)
-    _check(args)
+    check_flag(args.sample_records >= 1, "--sample-records", str(args.sample_records), "1 or more")
+    check(args.url)
     with nullcontext() if args.master is None else spark_session("lockstep index", args.master) as spark:
         settings = {} if spark is None else hadoop_settings_of(spark)
         set_hadoop_settings(settings)
@@ -46,17 +46,6 @@ def main(argv: Sequence[str]) -> int:
         )
     print(_summary(args.url, manifest))
     return 0
-
-
-def _check(args: Namespace) -> None:
-    if args.sample_records < 1:
-        raise ConfigError(
-            "--sample-records cannot be right",
-            got=str(args.sample_records),
-            allowed="1 or more",
-            next_step="Correct the flag.",
-        )
-    check(args.url)
 
 
 def _summary(url: str, manifest: IndexedManifest) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -11,11 +12,15 @@ from etl import image_sets
 from etl.config import WriteConfig
 from etl.image_config import ImagesConfig
 from etl.output import check_columns, check_schema
+from etl.quality import check_bad
 from features.schema import Field, Schema, sample_id_field
-from storage.errors import ConfigError
+from storage.errors import ConfigError, DataError
 from tests.etl.conftest import write_images
 from tests.etl.test_append import published
 from tests.training._tiny import write_table
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 KINDS = {"click": "boolean", "n": "int", "word": "string", "x": "double", "at": "timestamp_ntz", "many": "array<int>"}
 LABEL = Field(name="n", dtype="int64", kind="label", num_classes=10)
@@ -88,3 +93,13 @@ def test_images_are_not_read_for_a_call_that_cannot_be_right(
         return
     with pytest.raises(ConfigError, match=refused):
         image_sets.check(ImagesConfig(**options))
+
+
+@pytest.mark.slow
+def test_bad_input_in_a_folder_is_named_by_its_file(spark: SparkSession) -> None:
+    rows = [(0, "cat/2.jpg", 0, "broken"), (0, "cat/1.jpg", 0, "broken"), (1, None, 7, "cut")]
+    bad = spark.createDataFrame(rows, "source int, place string, position bigint, reason string")
+    with pytest.raises(DataError, match="3 of 4 records are bad") as caught:
+        check_bad(bad, ["/in", "/in.tar"], 3, 4, Fraction(0), "1%")
+    told = ("/in/cat/1.jpg at byte 0: broken", "/in/cat/2.jpg at byte 0: broken", "/in.tar at byte 7: cut")
+    assert caught.value.got.endswith("first " + "; ".join(told))

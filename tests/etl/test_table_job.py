@@ -22,7 +22,7 @@ GOOD = ["--table", "t", "--id-columns", "a,b", "--output", "out"]
         ([*GOOD, "--schema", "s.toml", "--label", "y"], ConfigError, "--schema"),
         ([*GOOD, "--schema", "s.toml"], NotFoundError, "s.toml"),
         ([*GOOD, "--output", "there"], ExistsError, "there"),
-        ([*GOOD, "--append-to", "nothing"], NotFoundError, "no dataset at nothing"),
+        ([*GOOD, "--append-to", "nothing"], NotFoundError, "no dataset at"),
         ([*GOOD, "--append-to", "there", "--split", "time:1/1"], ConfigError, "--append-to"),
         ([*GOOD, "--row-group-bytes", "100"], ConfigError, "--row-group-bytes"),  # TFRecord has none
         ([*GOOD, "--row-group-bytes", "0", "--format", "parquet"], ConfigError, "--row-group-bytes"),
