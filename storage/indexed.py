@@ -14,8 +14,7 @@ from typing import Any
 
 from storage import strict
 from storage.errors import DataError
-from storage.fs import filesystem, join
-from storage.layout import MANIFEST_NAME, safe_relative
+from storage.layout import safe_relative
 from storage.manifest_parts import FileInfo, ShardInfo
 from storage.sealed import seal, unseal, unseal_as
 
@@ -78,12 +77,6 @@ def index_name(path: str) -> str:
 def is_indexed(data: bytes, where: str) -> bool:
     """Whether the bytes of a `_manifest.json` are of this kind. Raises CorruptionError where they are not sealed."""
     return unseal(data, where).get("kind") == KIND
-
-
-def load_indexed(url: str) -> IndexedManifest:
-    """Read the manifest of the directory at `url`; raises as `read_indexed` does, NotFoundError without one."""
-    where = join(url, MANIFEST_NAME)
-    return read_indexed(filesystem(url).read_bytes(where), where)
 
 
 def read_indexed(data: bytes, where: str) -> IndexedManifest:

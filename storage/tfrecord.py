@@ -131,30 +131,6 @@ def index_bytes(offsets: Iterable[int], total_bytes: int) -> bytes:
     return "".join(f"{start} {end - start}\n" for start, end in zip(starts, ends, strict=False)).encode("ascii")
 
 
-def parse_index(data: bytes, *, file: str) -> list[tuple[int, int]]:
-    """Read an offset index into (offset, size) pairs. Raises CorruptionError naming the line's record and offset."""
-    pairs: list[tuple[int, int]] = []
-    position = expected = 0
-    for number, line in enumerate(data.split(b"\n")[:-1]):
-        offset, _, size = line.partition(b" ")
-        good = offset.isdigit() and size.isdigit() and int(offset) == expected
-        if not good or int(size) < FRAMING_BYTES or line != b"%d %d" % (int(offset), int(size)):
-            raise CorruptionError(
-                "an index line is not the next record",
-                file=file,
-                record=number,
-                offset=position,
-                got=repr(line[:64]),
-                allowed=f"`{expected} SIZE`, SIZE at least {FRAMING_BYTES}",
-            )
-        pairs.append((int(offset), int(size)))
-        expected += int(size)
-        position += len(line) + 1
-    if position != len(data):
-        raise CorruptionError("an index ends within a line", file=file, record=len(pairs), offset=position)
-    return pairs
-
-
 def parse_records(
     buffer: bytes | bytearray | memoryview, *, file: str, first_record: int = 0, base_offset: int = 0
 ) -> list[memoryview]:

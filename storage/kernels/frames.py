@@ -58,7 +58,8 @@ def whole(address: Any, size: Any) -> Any:
         word = load_u64(address + at)
         if word > np.uint64(size - at - FRAMING_BYTES):
             break
-        at += np.int64(word) + FRAMING_BYTES
+        length: Any = np.int64(word)
+        at += length + FRAMING_BYTES
         count += 1
     return at, count
 

@@ -21,10 +21,10 @@ from jobs import index
 from pyspark_tfrecord import DefaultSource
 from storage.errors import CorruptionError, DataError, ExistsError, LockstepError, StorageError
 from storage.fs import filesystem
-from storage.indexed import load_indexed, read_indexed
+from storage.indexed import IndexedManifest, read_indexed
 from storage.manifest import ShardInfo, load_dataset
 from storage.sealed import seal, unseal
-from storage.tfrecord import frame, parse_index
+from storage.tfrecord import frame
 from storage.verify import verify
 
 SCHEMA = foreign_schema([foreign_field("n", "int64", False), foreign_field("w", "bytes", True)])
@@ -42,6 +42,11 @@ def write(folder: Path, packed: bool = False) -> dict[str, bytes]:
     return {file.path: Path(file.url).read_bytes() for file in find_files(str(folder), "*")}
 
 
+def manifest_of(folder: Path) -> IndexedManifest:
+    path = folder / "_manifest.json"
+    return read_indexed(path.read_bytes(), str(path))
+
+
 def test_the_files_are_described_and_not_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "theirs"
     before = write(folder, packed=True)
@@ -51,11 +56,11 @@ def test_the_files_are_described_and_not_touched(tmp_path: Path, capsys: pytest.
     assert "3 files, 60 records" in told and "w: list of bytes" in told and "n: int64" in told
     assert {path: (folder / path).read_bytes() for path in before} == before
     assert {path: os.stat(folder / path).st_mtime_ns for path in before} == times
-    manifest = load_indexed(str(folder))
+    manifest = manifest_of(folder)
     assert [(file.path, file.records) for file in manifest.files] == [(path, 20) for path in sorted(before)]
     assert manifest.gzip == {"a/d.tfrecord.gz"} and sorted(manifest.indexes) == ["a/c.tfrecord", "b.tfrecord-00001"]
-    pairs = parse_index((folder / "_index/a/c.tfrecord.idx").read_bytes(), file="i")
-    assert len(pairs) == 20 and sum(pairs[-1]) == len(before["a/c.tfrecord"])
+    lines = (folder / "_index/a/c.tfrecord.idx").read_text().splitlines()
+    assert len(lines) == 20 and sum(map(int, lines[-1].split())) == len(before["a/c.tfrecord"])
     rows = [
         row for block in indexed_blocks(str(folder), manifest) for batch in block.read() for row in batch.to_pylist()
     ]
@@ -170,7 +175,7 @@ def test_a_second_attempt_does_not_meet_the_first(tmp_path: Path) -> None:
 def test_a_gzip_file_is_held_against_the_manifest(tmp_path: Path) -> None:
     write(tmp_path, packed=True)
     index.main([str(tmp_path)])
-    manifest, path = load_indexed(str(tmp_path)), tmp_path / "a/d.tfrecord.gz"
+    manifest, path = manifest_of(tmp_path), tmp_path / "a/d.tfrecord.gz"
     (info,) = (file for file in manifest.files if file.path in manifest.gzip)
     whole = path.read_bytes()
     framed = gzip.decompress(whole)
