@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import re
 
-from storage.errors import (
-    ConfigError,
-    ExistsError,
-    LockstepError,
-    NotFoundError,
-    RetryableStorageError,
-    StorageError,
-)
+from storage.errors import ConfigError, LockstepError, RetryableStorageError, StorageError
+from storage.remote_errors import RETRYABLE_JAVA, below_a_file, check, not_in_service, not_there, taken
 
 _RPC = re.compile(r'^RPCError\("(?P<java>[^"]+)", "(?P<text>.*)', re.DOTALL)
-_RETRYABLE_JAVA = ("RetriableException", "SafeModeException", "StandbyException", "NotReplicatedYetException")
 _RETRYABLE_TEXT = ("could only be written to", "SafeModeException", "All DataNodes failed", "No new datanode found")
 
 
@@ -23,22 +16,11 @@ def translate(error: BaseException, *, verb: str, place: str, whom: str) -> Lock
     java, text = _parts(error)
     what = f"cannot {verb} {place}"
     if isinstance(error, FileNotFoundError):
-        if verb in ("write", "sync", "close"):
-            return RetryableStorageError(f"{what}: the file was taken away from its writer", got=text)
-        return NotFoundError(
-            f"{what}: not there", got=text, allowed="an existing path", next_step="Check the path and its host."
-        )
+        return not_there(what, verb, text)
     if isinstance(error, FileExistsError) or "must both be directories" in text or "directory is not empty" in text:
-        return ExistsError(
-            f"{what}: the name is taken",
-            got=text,
-            allowed="a name that is free",
-            next_step="Choose another name, or delete what is there.",
-        )
+        return taken(what, text)
     if java == "ParentNotDirectoryException" or "(is not a directory" in text:
-        if verb in ("create", "make"):
-            return StorageError(what, got=text, allowed="directories above it", next_step="Check the path.")
-        return NotFoundError(f"{what}: not there", got=text, allowed="an existing path", next_step="Check the path.")
+        return below_a_file(what, verb, text)
     if java == "AccessControlException":
         return StorageError(
             f"{what}: permission denied",
@@ -46,8 +28,8 @@ def translate(error: BaseException, *, verb: str, place: str, whom: str) -> Lock
             allowed="a user with the right to do so",
             next_step="Set HADOOP_USER_NAME, or ask for the permission; under Kerberos run kinit.",
         )
-    if java in _RETRYABLE_JAVA or any(mark in text for mark in _RETRYABLE_TEXT):
-        return RetryableStorageError(what, got=text, allowed="an HDFS in service", next_step=_check(whom))
+    if java in RETRYABLE_JAVA or any(mark in text for mark in _RETRYABLE_TEXT):
+        return not_in_service(what, text, whom)
     if "No NameNode hosts found" in text:
         return ConfigError(
             f"{what}: no NameNode is known for this name service",
@@ -73,7 +55,7 @@ def translate(error: BaseException, *, verb: str, place: str, whom: str) -> Lock
         return StorageError(f"{what}: Kerberos refused", got=text, allowed="a valid ticket", next_step="Run kinit.")
     if isinstance(error, OSError):
         # Its OSErrors are lost or refused connections; errno is never set, so the text is all there is.
-        return RetryableStorageError(what, got=text, allowed="a connection", next_step=_check(whom))
+        return RetryableStorageError(what, got=text, allowed="a connection", next_step=check(whom))
     if isinstance(error, (ValueError, TypeError)):
         return StorageError(what, got=text, allowed="a valid call", next_step="Check the path and the settings.")
     return StorageError(
@@ -88,7 +70,3 @@ def _parts(error: BaseException) -> tuple[str, str]:
     java, text = (found["java"].rpartition(".")[2], found["text"]) if found else ("", message)
     # Inside RPCError the text is a Rust literal, so its line ends are written out.
     return java, re.split(r"\\n|\n|\\t|\t", text)[0].strip().removesuffix('")')
-
-
-def _check(whom: str) -> str:
-    return f"Check that {whom} runs, has left safe mode and has live DataNodes (`hdfs dfsadmin -report`)."

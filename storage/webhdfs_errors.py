@@ -7,14 +7,8 @@ from urllib.parse import urlsplit
 
 from hdfs.util import HdfsError
 
-from storage.errors import (
-    ConfigError,
-    ExistsError,
-    LockstepError,
-    NotFoundError,
-    RetryableStorageError,
-    StorageError,
-)
+from storage.errors import ConfigError, LockstepError, RetryableStorageError, StorageError
+from storage.remote_errors import RETRYABLE_JAVA, below_a_file, check, not_in_service, not_there, taken
 from storage.webhdfs_client import RefusedError
 
 
@@ -26,7 +20,6 @@ class LostAnswerError(RetryableStorageError):
 OTHER_FORM = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
 
 _SECRET = re.compile(r"(delegation|user\.name|doas)=[^&\s'\"]+")
-_RETRYABLE_JAVA = ("RetriableException", "SafeModeException", "StandbyException", "NotReplicatedYetException")
 _RETRYABLE_TEXT = (
     "could only be written to", "SafeModeException", "StandbyException", "No active nodes contain",
     "Failed to find datanode", "All datanodes", "Could not obtain block", "Blocklist for", "Filesystem closed",
@@ -50,29 +43,18 @@ def translate(error: BaseException, *, verb: str, place: str, whom: str) -> Lock
         return _no_webhdfs(what, text)
     unheard = any(mark in text for mark in ("NewConnectionError", "ConnectTimeoutError"))
     kind = RetryableStorageError if unheard else LostAnswerError
-    return kind(what, got=text, allowed="a connection and a whole answer", next_step=_check(whom))
+    return kind(what, got=text, allowed="a connection and a whole answer", next_step=check(whom))
 
 
 def _answered(what: str, verb: str, java: str, text: str, status: int, whom: str) -> LockstepError:
     if java == "FileNotFoundException":
-        if verb in ("write", "sync", "close"):
-            return RetryableStorageError(f"{what}: the file was taken away from its writer", got=text)
-        return NotFoundError(
-            f"{what}: not there", got=text, allowed="an existing path", next_step="Check the path and its host."
-        )
+        return not_there(what, verb, text)
     if java in ("ParentNotDirectoryException", "InvalidPathException") or "(is not a directory" in text:
-        if verb in ("create", "make"):
-            return StorageError(what, got=text, allowed="directories above it", next_step="Check the path.")
-        return NotFoundError(f"{what}: not there", got=text, allowed="an existing path", next_step="Check the path.")
+        return below_a_file(what, verb, text)
     if java in ("FileAlreadyExistsException", "AlreadyBeingCreatedException") or (
         "must both be directories" in text or "directory is not empty" in text or "already exists" in text
     ):
-        return ExistsError(
-            f"{what}: the name is taken",
-            got=text,
-            allowed="a name that is free",
-            next_step="Choose another name, or delete what is there.",
-        )
+        return taken(what, text)
     if java in ("AccessControlException", "SecurityException", "InvalidToken", "AuthorizationException") or (
         status in (401, 403) and not java
     ):
@@ -82,8 +64,8 @@ def _answered(what: str, verb: str, java: str, text: str, status: int, whom: str
             allowed="a user, or a delegation token, with the right to do so",
             next_step="Set HADOOP_USER_NAME; under Kerberos set LOCKSTEP_WEBHDFS_TOKEN to a delegation token.",
         )
-    if java in _RETRYABLE_JAVA or any(mark in text for mark in _RETRYABLE_TEXT):
-        return RetryableStorageError(what, got=text, allowed="an HDFS in service", next_step=_check(whom))
+    if java in RETRYABLE_JAVA or any(mark in text for mark in _RETRYABLE_TEXT):
+        return not_in_service(what, text, whom)
     if not java:
         return _no_webhdfs(what, text)
     return StorageError(what, got=f"{java}: {text}", allowed="success", next_step="See the NameNode's log.")
@@ -115,7 +97,3 @@ def _parts(error: BaseException) -> tuple[str, str, int]:
 def _clean(text: str) -> str:
     lines = _SECRET.sub(r"\1=...", text).strip().splitlines()
     return lines[0].strip()[:500] if lines else "no message"
-
-
-def _check(whom: str) -> str:
-    return f"Check that {whom} runs, has left safe mode and has live DataNodes (`hdfs dfsadmin -report`)."
