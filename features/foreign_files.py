@@ -226,7 +226,15 @@ def infer_columns(files: Sequence[ForeignFile], records: Sequence[bytes]) -> lis
     """
     try:
         refuse_sequences(records)
-        return infer_schema(records)
+        columns = infer_schema(records)
+        if not columns:
+            raise DataError(
+                "no record has a feature",
+                got=f"{len(records)} empty records",
+                allowed="a feature or more",
+                next_step="Look at what wrote these files.",
+            )
+        return columns
     except DataError as error:
         raise DataError(
             f"no one schema fits the first records of {files[0].url} and the files after it: {error.what}",

@@ -45,12 +45,19 @@ class Lenient:
     """Decode any Examples into a column for each of `fields`.
 
     Those of our form go to the compiled decoder as they are, those that differ in the order of their features or have
-    some that nobody asked for after a compiled rewriting, all others to one in Python.
+    some that nobody asked for after a compiled rewriting, all others to one in Python. Raises DataError for no fields.
     """
 
     def __init__(self, fields: Sequence[Field]) -> None:
         from features.foreign_order import Order  # Numba, which takes a quarter of a second that planning has not
 
+        if not fields:
+            raise DataError(
+                "there is no column to read",
+                got="records without a feature",
+                allowed="a column or more",
+                next_step="Look at what wrote these files; index them anew.",
+            )
         schema = foreign_schema(fields)
         self._fields, self._decoder, self._order = fields, RecordDecoder(schema), Order.of(schema.in_byte_order)
         self._ours = True

@@ -50,6 +50,13 @@ def open_input(options: Mapping[str, str], schema: StructType | None = None) -> 
             allowed="one of the two",
             next_step="Leave the option out: .schema(...) chooses columns too.",
         )
+    if schema is not None and not schema.names:
+        raise ConfigError(
+            ".schema(...) asks for no column",
+            got="no names",
+            allowed="one column or more",
+            next_step="Name a column, or leave .schema(...) out; .count() needs none of them.",
+        )
     where = DatasetPaths(read.path).manifest
     try:
         data = filesystem(read.path).read_bytes(where)

@@ -29,11 +29,13 @@ from pyspark.sql.types import (
     StructType,
 )
 
+from features.read_ranges import Lenient
 from jobs import index
 from pyspark_tfrecord import DefaultSource
 from pyspark_tfrecord.writing import FileWriter
 from storage.errors import ConfigError, CorruptionError, DataError, ExistsError, LockstepError, StorageError
 from storage.fs import filesystem
+from storage.tfrecord import frame
 from tests.jobs.test_index import write
 from tests.pyspark_tfrecord.published import SCHEMA, publish
 
@@ -103,6 +105,7 @@ def test_a_dataset_reads_as_it_was_written(tmp_path: Path) -> None:
         ({}, struct(pag=TEXT), "no column `pag`"),
         ({}, struct(label=TEXT), "another type"),
         ({"columns": "page"}, struct(label=LONG), "different columns"),
+        ({}, struct(), "asks for no column"),
     ],
 )
 def test_what_a_dataset_has_not(tmp_path: Path, options: dict[str, Any], schema: StructType | None, told: str) -> None:
@@ -135,6 +138,7 @@ def test_files_of_others_by_inference_by_schema_and_by_index(tmp_path: Path) -> 
         (struct(n=ByteType()), DataError, r"column `n` holds a value that does not fit int8"),
         (StructType([StructField("other", TEXT, False)]), DataError, r"column `other` holds a null"),
         (struct(n=DecimalType(9)), ConfigError, r"column `n` has no form"),
+        (struct(), ConfigError, "asks for no column"),
     ):
         with pytest.raises(error, match=told):
             read(tmp_path, schema)
@@ -241,3 +245,12 @@ def test_what_could_not_be_replaced_is_never_deleted(
         assert str(out) in str(caught.value)
     assert (out / "part-00000.tfrecord").read_bytes() == before
     assert len(os.listdir(tmp_path)) == 1
+
+
+def test_records_without_features_are_told(tmp_path: Path) -> None:
+    (tmp_path / "a.tfrecord").write_bytes(frame(b"") * 3)
+    for reads in (lambda: read(tmp_path), lambda: index.main([str(tmp_path)])):
+        with pytest.raises(DataError, match="no record has a feature"):
+            reads()
+    with pytest.raises(DataError, match="no column to read"):
+        Lenient(())
