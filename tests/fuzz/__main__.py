@@ -39,18 +39,26 @@ def main() -> int:
     unknown = sorted(set(args.targets) - set(TARGETS))
     if unknown:
         parser.error(f"no such target: {', '.join(unknown)}; there are {', '.join(TARGETS)}")
-    found = []
+    found, before = [], _cpu_seconds()
     for name in args.targets or TARGETS:
         command = [sys.executable, "-m", "tests.fuzz", name, "--child", "--seconds", str(args.seconds)]
         done = subprocess.run(
             command, cwd=HERE.parents[1], capture_output=True, text=True, errors="replace", check=False
         )
         told = [line for line in done.stderr.splitlines() if line.startswith(("Done", "#"))]
-        print(f"{'found' if done.returncode else 'OK   '} {name}: {told[-1] if told else ''}", flush=True)
+        spent, before = _cpu_seconds() - before, _cpu_seconds()
+        word = "found" if done.returncode else "OK   "
+        print(f"{word} {name}: {told[-1] if told else ''}, {spent:.0f} s of CPU", flush=True)
         if done.returncode:
             found.append(name)
             print(done.stdout[-2000:], done.stderr[-3000:], sep="\n", flush=True)
     return 1 if found else 0
+
+
+def _cpu_seconds() -> float:
+    """What the processes that this one has awaited took, their starts included."""
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return spent.ru_utime + spent.ru_stime
 
 
 def fuzz(name: str, seconds: int) -> int:

@@ -22,7 +22,7 @@ from features.read_ranges import Lenient
 from features.schema import SEQUENCE_EXAMPLE, Field, Schema, sample_id_field
 from storage.errors import LockstepError
 from storage.fs import filesystem
-from storage.tfrecord import FRAMING_BYTES, frame, parse_index, parse_records, read_records, record_offsets
+from storage.tfrecord import frame, parse_records, read_records, record_offsets
 from tests.fuzz.target import Take, Target, refused, scratch, verdict
 
 _FIELDS = (
@@ -153,14 +153,6 @@ def _bits(batch: pa.RecordBatch) -> Iterator[object]:
             yield repr(value) if not isinstance(value, float) or not math.isnan(value) else "nan"
 
 
-def offset_indexes(data: bytes) -> None:
-    """An index that is taken is one that we would write."""
-    with refused():
-        pairs = parse_index(data, file="f")
-        assert b"".join(b"%d %d\n" % pair for pair in pairs) == data
-        assert all(size >= FRAMING_BYTES for _, size in pairs)
-
-
 def _own_seeds() -> list[bytes]:
     seeds = []
     for schema in (EXAMPLES, SEQUENCES):
@@ -196,5 +188,4 @@ TARGETS = (
     Target("tfrecord", tfrecord_files, lambda: [b"\0" + joined([b"a", b"", b"bc" * 40]), b"\xff" + frame(b"x") * 2]),
     Target("own_records", own_records, _own_seeds),
     Target("foreign_records", foreign_records, _foreign_seeds),
-    Target("offset_indexes", offset_indexes, lambda: [b"0 17\n17 20\n37 16\n", b"0 16\n"], 512),
 )
