@@ -94,7 +94,7 @@ def libhdfs(cluster: Cluster) -> Way | str:
     os.environ.setdefault("JAVA_HOME", str(java_home()))
     os.environ["CLASSPATH"] = os.pathsep.join([cluster.conf_dir, *map(str, hadoop_jars())])
     try:
-        hdfs = pyarrow.fs.HadoopFileSystem("127.0.0.1", cluster.ports["namenode"])
+        hdfs = pyarrow.fs.HadoopFileSystem("127.0.0.1", cluster.ports["namenode"], replication=2)
     except OSError as error:
         return " ".join(str(error).split())
 
@@ -185,7 +185,8 @@ def main(argv: list[str]) -> int:
     names = ("hdfs", "hdfs-native", "requests", "urllib3", "pyarrow")
     print(f"python {platform.python_version()}, {', '.join(f'{name} {version(name)}' for name in names)}")
     print(
-        f"Hadoop {hadoop_version()}, replication 2, {os.cpu_count()} cores, {args.repeats} rounds after a dropped one"
+        f"Hadoop {hadoop_version()}, replication 2, {os.cpu_count()} cores, load {os.getloadavg()[0]:.0f} at the start,"
+        f" {args.repeats} rounds after a dropped one"
     )
     with tempfile.TemporaryDirectory() as folder:
         cluster = Cluster(Path(folder) / "hadoop").start_hdfs()

@@ -82,17 +82,23 @@ class Cluster:
 
     @property
     def submit_conf(self) -> list[str]:
-        """Arguments for spark-submit: Spark's jars are on each node already, so none is uploaded (460 MB otherwise).
+        """Arguments for spark-submit. Spark's jars are on each node already, so none is uploaded (460 MB otherwise); so
+        are compiled kernels, which a container would look for in another home.
 
         The driver's page stays off: under YARN Spark 4.3 now and then fails at its start, when the page's handlers and
         YARN's filter for it are added at the same moment (ConcurrentModificationException in Jetty).
         """
         import importlib.util
 
+        from storage.kernels.jit import cache_folder
+
         spec = importlib.util.find_spec("pyspark")
         assert spec is not None and spec.origin is not None
         jars = f"spark.yarn.jars=local:{Path(spec.origin).parent}/jars/*"
         settings = [jars, "spark.log.level=WARN", "spark.ui.enabled=false"]
+        folder = cache_folder()
+        if folder is not None:
+            settings.append(f"spark.executorEnv.NUMBA_CACHE_DIR={folder}")
         return ["--master", "yarn", *(word for setting in settings for word in ("--conf", setting))]
 
     def log(self, name: str) -> Path:

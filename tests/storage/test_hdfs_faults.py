@@ -204,6 +204,25 @@ def test_a_file_that_lost_bytes_is_not_published(fake: tuple[HdfsFileSystem, Fak
     assert client.files == {}
 
 
+def test_a_whole_file_is_read_in_large_pieces(
+    fake: tuple[HdfsFileSystem, FakeClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`io` by itself would ask for 8 KiB at a time: 2,560 calls for this file."""
+    fs, client = fake
+    client.files["/f"] = bytes(20 << 20)
+    asked: list[int] = []
+    at_once = HdfsFileSystem.call
+
+    def counted(self: HdfsFileSystem, fn: Any, verb: str, url: str, **limits: Any) -> Any:
+        asked.extend([1] if verb == "read" else [])
+        return at_once(self, fn, verb, url, **limits)
+
+    monkeypatch.setattr(HdfsFileSystem, "call", counted)
+    with fs.open_read("hdfs://nn:1/f") as file:
+        assert file.read() == client.files["/f"]
+    assert len(asked) == 3
+
+
 def test_a_panic_of_the_library_is_an_error_of_ours(fake: tuple[HdfsFileSystem, FakeClient]) -> None:
     class PanicException(BaseException):
         pass
