@@ -16,9 +16,9 @@ from storage.manifest import SplitInfo, load_dataset
 from training.reader import SplitReader
 
 # Rows leave Arrow in chunks, of which batches are views. A column's way out costs a microsecond, so small batches come
-# from chunks of 2 MiB. A batch that lies across two chunks is copied: 1 in 4 where batches are large, which reads images
-# a fifth faster than chunks of one batch do (5 and 8 batches gain nothing). A block holds some 2 MiB before compression,
-# which bounds the memory of rows that compress well.
+# from chunks of 2 MiB. A batch that lies across two chunks is copied: 1 in 4 of the large ones, which reads images a
+# fifth faster than chunks of one batch do (5 and 8 batches gain nothing). A block holds some 2 MiB before compression:
+# that bounds the memory of rows that compress well.
 _CHUNK_BYTES = 2 << 20
 _CHUNK_BATCHES = 4
 _CHUNK_MOST_BYTES = 14 << 20
