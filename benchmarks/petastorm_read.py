@@ -27,9 +27,9 @@ import pyarrow.parquet as pq
 
 from benchmarks.arrow_peer import arrow_batches, fixed_batches, split_files
 from benchmarks.shapes import image_rows, image_schema, interleaved, machine, seconds, tab_rows, tab_schema, told
+from etl.parquet_shard import parquet_options
 from etl.petastorm_compat import enable
 from etl.place import BLOCK_BYTES
-from etl.shards import parquet_options
 from features.schema import Schema
 from storage.canonical import crc32c_hex, sha256_hex
 from storage.layout import shard_path

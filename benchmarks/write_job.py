@@ -29,7 +29,8 @@ import pyarrow.parquet as pq
 from benchmarks.shapes import image_rows, image_schema, interleaved, machine, seconds, tab_rows, tab_schema, told
 from etl import columns as c
 from etl.assign import Assign
-from etl.shards import RESULT, WriteShards, upload
+from etl.attempts import upload
+from etl.shards import RESULT, WriteShards
 from etl.write import write_dataset
 from features.codec.encoder import RecordEncoder
 from features.example import encode_batch

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, cast
 
 from etl import VERSION
-from etl.shards import upload
+from etl.attempts import upload
 from etl.spark_errors import in_task, translated
 from features.foreign_files import ForeignFile, find_files, infer_columns, is_gzip, pieces, sample
 from storage.errors import ConfigError, DataError, ExistsError

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from etl import columns as c
 from etl.assign import Assign
+from etl.attempts import partition_of_task
 from etl.intake import Intake
 from etl.lines import RAW_BYTES
 from etl.shards import RESULT, RESULT_DDL, WriteShards
@@ -29,7 +30,6 @@ from features.codec.encoder import RecordEncoder
 from features.decode import ImageError
 from features.hashing import hash_values
 from features.schema import SAMPLE_ID, Field, Schema
-from storage.settings import set_hadoop_settings
 
 PACKED, PLACE = "_packed", "place"
 CHUNK_BYTES = 4 << 20
@@ -161,12 +161,7 @@ class WriteLate:
     @in_task
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Write the shard of this partition, also an empty one. Raises what WriteShards raises."""
-        from pyspark import TaskContext
-
-        context = TaskContext.get()
-        assert context is not None
-        set_hadoop_settings(self.write.settings)
-        yield from self.rows(context.partitionId(), batches)
+        yield from self.rows(partition_of_task(self.write.settings), batches)
 
     def rows(self, partition: int, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """What becomes of the images of `partition`, in the order of WRITTEN_DDL, its shard's row first."""

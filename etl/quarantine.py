@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from etl.shards import COPY_BYTES, upload
+from etl.attempts import COPY_BYTES, partition_of_task, upload
 from etl.spark_errors import in_task
 from storage.fs import join
 from storage.manifest import FileInfo
-from storage.settings import hadoop_settings, set_hadoop_settings
+from storage.settings import hadoop_settings
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -74,12 +74,7 @@ class WriteQuarantine:
     @in_task
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Write the file of this partition, also an empty one."""
-        from pyspark import TaskContext
-
-        context = TaskContext.get()
-        assert context is not None
-        set_hadoop_settings(self.settings)
-        yield self.write(context.partitionId(), batches)
+        yield self.write(partition_of_task(self.settings), batches)
 
     def write(self, part: int, batches: Iterable[pa.RecordBatch]) -> pa.RecordBatch:
         """Write the file of partition `part`; returns its row."""

@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
-import secrets
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any
 
-import google_crc32c
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from etl import columns as c
+from etl.attempts import partition_of_task, upload
+from etl.parquet_shard import digests_of, write_parquet
 from etl.spark_errors import in_task
 from features.sample_id import shard_of
 from features.schema import SAMPLE_ID, Schema
-from storage.canonical import sha256_hex
-from storage.errors import DataError, StorageError
+from storage.errors import DataError
 from storage.framed_writer import FramedWriter
-from storage.fs import Writer, filesystem, join
 from storage.gzip_blocks import GzipWriter
-from storage.parquet_footer import read_footer
-from storage.publish import write_stream
-from storage.settings import set_hadoop_settings
 
-COPY_BYTES = 4 << 20
 RESULT_DDL = (
     "shard int, path string, records bigint, bytes bigint, sha256 string, crc32c string, footer_sha256 string,"
     " blocks array<bigint>, unpacked array<bigint>, index_path string, index_bytes bigint, index_sha256 string"
@@ -90,12 +82,7 @@ class WriteShards:
     @in_task
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Write the shard of this partition, also an empty one."""
-        from pyspark import TaskContext
-
-        context = TaskContext.get()
-        assert context is not None
-        set_hadoop_settings(self.settings)
-        yield self.write(context.partitionId(), batches)
+        yield self.write(partition_of_task(self.settings), batches)
 
     def write(self, partition: int, batches: Iterable[pa.RecordBatch]) -> pa.RecordBatch:
         """Write the shard of `partition`; returns its row."""
@@ -146,8 +133,8 @@ class WriteShards:
     def _write_parquet(
         self, name: str, file: IO[bytes], rows: Iterable[pa.RecordBatch], block_records: int
     ) -> dict[str, Any]:
-        records = _write_parquet(file, self.schema, rows, block_records)
-        size, sha256, crc32c, footer_sha256 = _digests(file)
+        records = write_parquet(file, self.schema, rows, block_records)
+        size, sha256, crc32c, footer_sha256 = digests_of(file)
         return {
             "path": upload(self.attempts, f"shard-{name}", file),
             "records": records,
@@ -196,82 +183,3 @@ def _values(records: pa.BinaryArray) -> npt.NDArray[np.uint8]:
     _, offsets, data = records.buffers()
     first, last = np.frombuffer(offsets, dtype=np.int32)[[records.offset, records.offset + len(records)]]
     return np.frombuffer(data, dtype=np.uint8)[first:last]
-
-
-def _write_parquet(file: IO[bytes], schema: Schema, batches: Iterable[pa.RecordBatch], block_records: int) -> int:
-    """Write rows as row groups of `block_records`; returns how many rows."""
-    arrow, records = schema.arrow_schema(), 0
-    with pq.ParquetWriter(file, arrow, **parquet_options(schema)) as writer:
-        for block in _blocks(batches, arrow, block_records):
-            writer.write_table(block, row_group_size=block_records)
-            records += block.num_rows
-    return records
-
-
-def parquet_options(schema: Schema) -> dict[str, Any]:
-    """How Parquet is written: zstd, each page with its checksum, nothing that depends on time or place.
-
-    Tensors are pixels or embeddings that a dictionary cannot shrink: it is left out for them.
-    """
-    plain = [field.name for field in schema if not field.is_tensor]
-    return {
-        "compression": "zstd",
-        "compression_level": 1,
-        "use_dictionary": plain or False,
-        "write_page_checksum": True,
-        "write_statistics": True,
-        "version": "2.6",
-    }
-
-
-def _blocks(batches: Iterable[pa.RecordBatch], arrow: pa.Schema, block_records: int) -> Iterator[pa.Table]:
-    held: list[pa.RecordBatch] = []
-    rows = 0
-    for batch in batches:
-        held.append(pa.RecordBatch.from_arrays([batch.column(f.name).cast(f.type) for f in arrow], schema=arrow))
-        rows += batch.num_rows
-        if rows < block_records:
-            continue
-        table = pa.Table.from_batches(held, arrow)
-        whole = rows // block_records * block_records
-        for start in range(0, whole, block_records):
-            yield table.slice(start, block_records)
-        held, rows = table.slice(whole).to_batches(), rows - whole
-    if rows:
-        yield pa.Table.from_batches(held, arrow)
-
-
-def _digests(file: IO[bytes]) -> tuple[int, str, str, str]:
-    """Length, SHA-256 and CRC-32C of a Parquet file, and the SHA-256 of its footer."""
-    sha256, crc, size = hashlib.sha256(), 0, 0
-    file.seek(0)
-    while data := file.read(COPY_BYTES):
-        sha256.update(data)
-        crc, size = google_crc32c.extend(crc, data), size + len(data)
-    footer = read_footer(lambda offset, length: _range(file, offset, length), size, "a new shard")
-    return size, sha256.hexdigest(), f"{crc:08x}", sha256_hex(footer)
-
-
-def _range(file: IO[bytes], offset: int, length: int) -> bytes:
-    file.seek(offset)
-    return file.read(length)
-
-
-def upload(folder: str, name: str, file: IO[bytes]) -> str:
-    """Copy a local file into the attempts' folder under a name that no other attempt has; returns its URL."""
-
-    def produce(writer: Writer) -> None:
-        file.seek(0)
-        while data := file.read(COPY_BYTES):
-            writer.write(data)
-
-    fs, url = filesystem(folder), join(folder, f"{name}-{secrets.token_hex(8)}")
-    if not fs.exists(folder):  # a task that outlives its job must not bring a removed staging folder back
-        raise StorageError(
-            f"{folder} is gone",
-            got="no folder",
-            allowed="the folder that the driver made",
-            next_step="Run the job again.",
-        )
-    write_stream(fs, url, produce)
-    return url
