@@ -8,7 +8,7 @@ import re
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 _MASTER = re.compile(
     r"local(\[(\*|[1-9][0-9]{0,3})(\s*,\s*[0-9]+)?\])?|local-cluster\[[0-9, ]+\]|yarn|(spark|k8s)://.+"
 )
+LOG4J = ROOT / "conf" / "spark-log4j2.properties"
 ROOMS = ("storage", "features", "etl", "training", "pyspark_tfrecord", "jobs")
 
 # Results must not depend on the machine's locale or zone, and a failed cast must fail aloud.
@@ -44,6 +45,21 @@ def ship_rooms(folder: str) -> str:
             for path in sorted((ROOT / room).rglob("*.py")):
                 archive.write(path, path.relative_to(ROOT).as_posix())
     return target
+
+
+def quiet_start(environment: MutableMapping[str, str]) -> None:
+    """Have the Java process that this one will start use our log4j2 file, unless its owner has one.
+
+    The file leaves out what Spark says at each start; an own one in the configuration folder or by a Java option wins.
+    """
+    home = environment.get("SPARK_HOME")
+    folder = environment.get("SPARK_CONF_DIR") or (home and os.path.join(home, "conf"))
+    options = environment.get("SPARK_SUBMIT_OPTS", "")
+    own = folder is not None and any(Path(folder).glob("log4j2*"))
+    if own or "log4j" in options or not LOG4J.is_file():
+        return
+    # spark-submit puts these before spark.driver.extraJavaOptions, and of two of one name Java takes the last.
+    environment["SPARK_SUBMIT_OPTS"] = f"{options} -Dlog4j2.configurationFile={LOG4J.as_uri()}".strip()
 
 
 @contextmanager
@@ -69,6 +85,8 @@ def spark_session(app_name: str, master: str | None = None) -> Iterator[SparkSes
     for key, value in PINNED.items():
         builder = builder.config(key, value)
     submitted = "SPARK_ENV_LOADED" in os.environ  # what spark-submit's own launcher sets
+    if not submitted:
+        quiet_start(os.environ)
     if master is not None:
         builder = builder.master(master)
     elif not submitted:
