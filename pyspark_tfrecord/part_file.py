@@ -17,6 +17,7 @@ from features.schema import Field
 from pyspark_tfrecord.options import WriteOptions
 from storage.errors import DataError
 from storage.fs import Writer, filesystem
+from storage.gzip_blocks import LEVEL
 
 
 def write_part(url: str, batches: Iterable[pa.RecordBatch], fields: Sequence[Field], options: WriteOptions) -> int:
@@ -48,7 +49,7 @@ def _sink(writer: Writer, options: WriteOptions) -> Iterator[Callable[[memoryvie
         yield writer.write
         return
     # mtime 0: the same rows give the same bytes.
-    with gzip.GzipFile(filename="", fileobj=cast(IO[bytes], writer), mode="wb", mtime=0) as packed:
+    with gzip.GzipFile("", "wb", LEVEL, cast(IO[bytes], writer), mtime=0) as packed:
         yield packed.write
 
 
