@@ -132,6 +132,10 @@ def _find(
         length, at = read_length(at + 1, stop)
         if length < 0 or at + length != stop:
             return False
+        if length > 0:  # nobody else looks into a feature that is left out
+            body, values = read_length(at + 1, stop)
+            if load_u8(at) & 7 != 2 or not 1 <= load_u8(at) >> 3 <= 3 or body < 0 or values + body != stop:
+                return False
         guess = guesses[number] if number < _REMEMBERED else -1
         field = _field_of(names, name_ends, guess, name, size)
         if number < _REMEMBERED:

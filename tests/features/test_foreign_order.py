@@ -58,7 +58,8 @@ FEATURES = st.one_of(
     st.lists(st.one_of(st.binary(max_size=200), st.text(max_size=3).map(str.encode)), max_size=3).map(
         lambda values: message(0x0A, b"".join(message(0x0A, value) for value in values))
     ),
-    st.sampled_from([b"", b"\x22\x00", b"\x1a\x02\x0a\x00"]),  # no list, an unknown one, an empty packed one
+    # no list, an unknown one, an empty packed one, one that leaves its feature
+    st.sampled_from([b"", b"\x22\x00", b"\x1a\x02\x0a\x00", b"\x1a\x05\x0a"]),
 )
 NAMES = st.sampled_from(["b", "a", "aa", "ä", "z", "other", ""])
 LONG_KEYS = st.sampled_from([0, 0, 0, 0, 0, 0, 1, 2])
