@@ -4,7 +4,7 @@
 
 Memory is the largest resident set of one of Spark's Python workers, looked at five times a second. Spark makes the rows
 from their numbers, so that nothing is held; a dataset goes before the next is written. Linear growth shows as equal
-seconds a million rows and bytes a row, flat memory as equal MiB.
+CPU seconds a million rows (Java and all workers) and bytes a row, flat memory as equal MiB.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from benchmarks.shapes import FLOATS, INTS, machine, seconds
+from benchmarks.shapes import FLOATS, INTS, machine
+from benchmarks.write_job import all_cpu_seconds
 from etl.write import write_dataset
 from jobs._session import spark_session
 
@@ -86,10 +87,10 @@ def main(argv: list[str]) -> None:
             write_dataset(table(spark, rows), url, id_columns=["id"], label="label")
 
         write(min(args.rows))  # compiles and warms up
-        print(f"{'rows':>12}{'s':>10}{'s/million':>12}{'bytes/row':>12}{'shards':>8}{'worker MiB':>12}")
+        print(f"{'rows':>12}{'CPU s':>10}{'s/million':>12}{'bytes/row':>12}{'shards':>8}{'worker MiB':>12}")
         for rows in args.rows:
             with watched_workers() as peak:
-                spent = statistics.median(seconds(lambda rows=rows: write(rows)) for _ in range(args.repeats))
+                spent = statistics.median(all_cpu_seconds(lambda rows=rows: write(rows)) for _ in range(args.repeats))
             files = list(Path(url).rglob("*.tfrecord"))
             size = sum(file.stat().st_size for file in files)
             million = spent / rows * 1e6

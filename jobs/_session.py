@@ -28,8 +28,11 @@ _MASTER = re.compile(
 LOG4J = ROOT / "conf" / "spark-log4j2.properties"
 ROOMS = ("storage", "features", "etl", "training", "pyspark_tfrecord", "jobs")
 
-# Results must not depend on the machine's locale or zone, and a failed cast must fail aloud.
 PINNED = {
+    # Java's serializer keeps all it has written since its last reset: by default 100 batches of cached rows, each MiB
+    # large, for each task that spills its cache to disk. 4 million rows ended a heap of 1 GiB.
+    "spark.serializer.objectStreamReset": "1",
+    # Results must not depend on the machine's locale or zone, and a failed cast must fail aloud.
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.ansi.enabled": "true",
     "spark.ui.showConsoleProgress": "false",
