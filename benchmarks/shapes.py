@@ -93,6 +93,12 @@ def cpu_seconds(work: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
+def warm_cpu_seconds(work: Callable[[], object]) -> float:
+    """cpu_seconds of the second of two runs in a row: the first has its memory from the system anew, page by page."""
+    work()
+    return cpu_seconds(work)
+
+
 def told(title: str, rows: int, spent: dict[str, list[float]], base: str) -> None:
     """Print rows/s of each work, and its speed as a multiple of that of `base`, round by round: median (min - max)."""
     print(f"\n{title}: {rows} rows, {len(spent[base])} interleaved rounds after a dropped one")
