@@ -10,7 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import etl
+from etl.parse import output_ddl
 from etl.petastorm_compat import enable
+from etl.records import RecordLines
+from etl.table_lines import Column, Form
 from features.schema import Field, Schema, sample_id_field
 from storage.errors import DataError
 from storage.manifest import load_dataset
@@ -19,9 +22,8 @@ from training.arrays import split_arrays
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = pytest.mark.slow
-
-VALUES = [0, 1, 2**63 - 1, 2**63, 2**64 - 1]
+MOST = 2**64 - 1
+VALUES = [0, 1, 2**63 - 1, 2**63, MOST]
 SCHEMA = Schema(
     (
         sample_id_field(),
@@ -33,6 +35,36 @@ SCHEMA = Schema(
 )
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("0", 0),
+        ("18446744073709551615", MOST),
+        ("-1", None),
+        ("18446744073709551616", None),
+        ("1.5", None),
+        ("1.0", None),  # as for int64: a number with a fraction is written as none
+        ("10000000000000000000000000", None),
+    ],
+)
+def test_a_log_says_it_or_is_refused(text: str, value: int | None) -> None:
+    columns = (Column("u", pa.uint64()), Column("l", pa.list_(pa.field("element", pa.uint64())), nullable=True))
+    for form, line, asked in (
+        (Form("tsv"), text, columns[:1]),
+        (Form("json"), f'{{"u": {text}, "l": [{text}, 7]}}', columns),
+        (Form("json"), f'{{"u": 1, "l": [{text}, 7]}}', columns),
+    ):
+        parser = RecordLines(form, asked)
+        found = parser.parse(pa.array([line.encode(), b'{"u": 5}' if form.log_format == "json" else b"5"]), ["u"])
+        assert output_ddl(parser).endswith("`u` decimal(20,0)" + ", `l` array<decimal(20,0)>" * (len(asked) - 1))
+        assert found.reasons.good.tolist() == [value is not None, True], line
+        assert found.columns["u"][1].as_py() == 5 and found.columns["u"].type == pa.decimal128(20, 0)
+        if value is not None:
+            assert found.columns["u"][0].as_py() in (value, 1)
+            assert len(asked) == 1 or found.columns["l"].to_pylist() == [[value, 7], []]
+
+
+@pytest.mark.slow
 def test_from_a_parquet_file_of_others_to_shards_and_back(spark: SparkSession, tmp_path: Path) -> None:
     spark.conf.set("spark.sql.shuffle.partitions", "2")
     columns = {
@@ -64,6 +96,7 @@ def test_from_a_parquet_file_of_others_to_shards_and_back(spark: SparkSession, t
         assert {int(row.id): int(row.u) for row in reader} == found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", ["-1", "18446744073709551616"])
 def test_other_numbers_are_refused(spark: SparkSession, tmp_path: Path, wrong: str) -> None:
     rows = f"SELECT 1L AS id, CAST({wrong} AS DECIMAL(20,0)) AS u, 1L AS wide, array(CAST(1 AS DECIMAL(20,0))) AS l"
