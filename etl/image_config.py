@@ -54,8 +54,9 @@ class ImagesConfig(OutputConfig):
         check_flag(self.rotate in ROTATIONS, "--rotate", str(self.rotate), ", ".join(map(str, ROTATIONS)))
         check_flag(self.channels in (None, 1, 3), "--channels", str(self.channels), "1 or 3")
         check_flag(self.store in STORES, "--store", self.store, ", ".join(STORES))
-        fits = self.store == "pixels" or files
-        check_flag(fits, "--store", f"encoded with --source {self.source}", ", ".join(ENCODED))
+        check_flag(
+            self.store == "pixels" or files, "--store", f"encoded with --source {self.source}", ", ".join(ENCODED)
+        )
         check_flag(
             self.store == "pixels" or self.rotate == 0,
             "--rotate",
@@ -73,13 +74,22 @@ class ImagesConfig(OutputConfig):
             check_flag(False, "--image-size", f"none with --source {self.source}", "HxW: files may have any size")
         check_flag(not self.bake, "--bake", "images", "--store pixels without it: pixels are what a model is fed")
         column = self.split_spec.column
-        fits = column in (None, "label")
-        check_flag(fits, "--split", self.split, "a split without a column, or stratified:label:A/B")
+        check_flag(
+            column in (None, "label"), "--split", self.split, "a split without a column, or stratified:label:A/B"
+        )
 
     @property
     def label_count(self) -> int | None:
         """How many labels that are numbers there are; None where that is not known before the files are."""
         return self.num_classes or _DEFAULT_CLASSES.get(self.source)
+
+    @property
+    def late(self) -> bool:
+        """Whether images may become pixels only when they are written: what else follows from the number of records of
+        a class or of a time must know first which are broken.
+        """
+        counted = self.weights != "none" or self.split_spec.kind in ("stratified", "time")
+        return self.source in ENCODED and self.store == "pixels" and not counted
 
     @property
     def intake(self) -> Intake:
@@ -90,6 +100,7 @@ class ImagesConfig(OutputConfig):
             how=self.fit,
             degrees=self.rotate,
             keep=self.store == "encoded",
+            late=self.late,
             limits=Limits(max_pixels=self.max_pixels),
         )
 

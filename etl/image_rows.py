@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow as pa
 
 from etl import columns as c
-from etl.late_images import PACKED
 from etl.lines import RAW_BYTES
 
 RECORD, BAD, DROPPED = 0, 1, 2
@@ -21,6 +20,7 @@ NO_CLASS = "no_class"
 NOT_A_FILE = "not_a_regular_file"
 UNSAFE_NAME = "unsafe_name"
 NOT_AN_IMAGE = "not_an_image"  # dropped: its name says so
+PACKED, PLACE = "_packed", "place"  # whether the image is still a file; the path below the source, of a folder
 BATCH_BYTES = 4 << 20
 BATCH_ROWS = 4096
 

@@ -12,6 +12,7 @@ from etl.digest import digest_sources
 from etl.image_config import MAX_CLASSES, ImagesConfig
 from etl.image_rows import BAD, DROPPED, OUTPUT_DDL, RECORD
 from etl.image_tally import class_names, tally_of
+from etl.late_images import LateImages
 from etl.output import check_columns, check_output, check_schema
 from etl.parse_images import PIECE_DDL, ParseImages, to_text
 from etl.pieces import ImagePlan
@@ -20,6 +21,7 @@ from etl.session import tuned
 from etl.spark_errors import translated
 from etl.watch import watched
 from etl.write import Origin, write_dataset
+from etl.write_late import Late, has_late_content
 from features.schema import Field, Schema, sample_id_field
 from storage.manifest import DatasetManifest, SourceInfo, load_dataset
 from storage.settings import hadoop_settings
@@ -109,12 +111,14 @@ def run(spark: SparkSession, config: ImagesConfig, plan: ImagePlan | None = None
             rows = _labelled(parsed.where(f"kind = {RECORD}"), plan, names)
             if plan.names_may_repeat:
                 rows = _counted(rows, parsed)
+            fields = _schema(config, plan, classes)
             return write_dataset(
                 rows,
                 config.output,
-                schema=_schema(config, plan, classes),
+                schema=fields,
                 id_columns=ID_COLUMNS,
                 origin=origin,
+                late=_late(config, fields) if config.late else None,
                 **config.write_options(),
             )
         finally:
@@ -134,6 +138,18 @@ def _known_classes(config: ImagesConfig) -> int:
         if label is not None and label.num_classes is not None:
             return label.num_classes
     return config.num_classes or MAX_CLASSES
+
+
+def _late(config: ImagesConfig, fields: Schema) -> Late:
+    """How the images are made in the task that writes them, and how many of them may turn out broken there."""
+    images = LateImages(fields["image"], config.intake, has_late_content(config.split_spec, fields))
+
+    def check(origin: Origin) -> None:
+        assert origin.quarantine is not None and origin.read is not None
+        urls = [source.url for source in origin.sources]
+        check_bad(origin.quarantine, urls, origin.quarantined, origin.read, config.max_bad_share, config.max_bad)
+
+    return Late(images, check)
 
 
 def _size(config: ImagesConfig) -> tuple[int, int]:

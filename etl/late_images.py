@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from etl import columns as c
 from etl.assign import Assign
 from etl.attempts import partition_of_task
+from etl.image_rows import PACKED, PLACE
 from etl.intake import Intake
 from etl.lines import RAW_BYTES
 from etl.shards import RESULT, RESULT_DDL, WriteShards
@@ -31,7 +32,6 @@ from features.decode import ImageError
 from features.hashing import hash_values
 from features.schema import SAMPLE_ID, Field, Schema
 
-PACKED, PLACE = "_packed", "place"
 CHUNK_BYTES = 4 << 20
 # A shard's row, or what became of an image: its id, split and leak key, or what is wrong with it, and where it lies.
 WRITTEN_DDL = (

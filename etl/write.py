@@ -16,11 +16,14 @@ from etl.beside import Origin, place_quarantine, quarantine_apart, write_fitted
 from etl.clean import clean as clean_beside
 from etl.config import DEFAULT_SHARD_BYTES, WriteConfig
 from etl.fit import fit_all
+from etl.image_rows import PACKED, PLACE
+from etl.late_images import AssignLate
 from etl.leakage import check_leakage, leak_key
 from etl.output import NOT_KEPT, check_columns, check_output, check_schema
 from etl.petastorm_metadata import write_petastorm_metadata
 from etl.place import plan_shards, sizes_of, write_shards
 from etl.sampling import Sampling, balanced
+from etl.session import bounded
 from etl.settle import settle
 from etl.shards import WriteShards
 from etl.spark_errors import translated
@@ -28,6 +31,7 @@ from etl.splits import SplitSpec
 from etl.staging import Staging, publish_beside
 from etl.table import named_repeats, prepared
 from etl.weighing import class_counts
+from etl.write_late import Late, write_late
 from features.schema import Schema
 from storage.canonical import canonical_bytes
 from storage.errors import ConfigError, DataError
@@ -54,6 +58,7 @@ class _Job:
     split: SplitSpec
     origin: Origin
     parent: Parent | None
+    late: Late | None
     class_counts: Mapping[str, int] | None = None
 
 
@@ -78,6 +83,7 @@ def write_dataset(
     petastorm: bool = False,
     bake: bool = False,
     origin: Origin | None = None,
+    late: Late | None = None,
 ) -> DatasetManifest:
     """Split, order, encode and publish the rows of a data frame as the dataset `url`.
 
@@ -85,7 +91,8 @@ def write_dataset(
     from, they must be unique. `schema` None takes all columns by the rules of etl.table, `label` among them. The other
     arguments are those of WriteConfig. `df` may hold `_occurrence` (bigint: which repetition of its id columns a row
     is), `_dropped` (string: why a row is not written) and, for the split `given`, `_split`; it is read more than once
-    and must give the same rows each time. `origin` is what an ETL job says of its input.
+    and must give the same rows each time. `origin` is what an ETL job says of its input, `late` of images that become
+    pixels in the task that writes them.
 
     Nothing is seen at `url` before all of it is there. Raises ExistsError for an existing output, ConfigError for
     arguments and columns that do not fit, DataError where a split would be empty, two records have one id, or a group
@@ -101,12 +108,13 @@ def write_dataset(
     spec = config.split_spec
     check_output(config)
     picked = () if sample is None else (Sampling.parse(sample).column,)
+    picked = picked if late is None else (*picked, PACKED, PLACE)
     rows, schema = prepared(df, schema, id_columns, spec, label, picked)
     check_columns(config, schema, dict(rows.dtypes))
     full, above = check_schema(config, schema)
-    job = _Job(config, full, tuple(id_columns), spec, origin or Origin(), above)
+    job = _Job(config, full, tuple(id_columns), spec, origin or Origin(), above, late)
     try:
-        with translated(df.sparkSession, "writing the dataset"):
+        with translated(df.sparkSession, "writing the dataset"), bounded(df.sparkSession):
             return _written(rows, job, schema)
     except DataError as error:
         # Rows without a place cannot be named by it, so equal ids are told by their columns.
@@ -115,7 +123,8 @@ def write_dataset(
 
 def _written(df: DataFrame, job: _Job, unweighed: Schema) -> DatasetManifest:
     config, split, schema = job.config, job.split, job.schema
-    df = df.withColumn(c.LEAK, leak_key(df, split, schema))
+    late = job.late
+    df = df.withColumn(c.LEAK, leak_key(df, split, schema, late=late is not None and late.images.content))
     sample = None if config.sample is None else Sampling.parse(config.sample)
     # What is baked is needed as it came until there are statistics: no record is encoded before.
     fmt = "parquet" if config.bake else config.fmt
@@ -126,7 +135,15 @@ def _written(df: DataFrame, job: _Job, unweighed: Schema) -> DatasetManifest:
         job = replace(job, class_counts=counts)
         assert schema.label is not None
         assign = replace(assign, weights=balanced(schema.label.name, counts))
-    rows = df.mapInArrow(assign, assign.ddl()).persist()
+    full = None
+    if late is None:
+        rows = df.mapInArrow(assign, assign.ddl()).persist()
+    else:
+        # Counted without the images, which are handed on where they are written and kept nowhere in between.
+        whole = AssignLate.of(assign, late.images)
+        thin = replace(whole, carry=False)
+        rows = df.drop(late.images.field.name, PACKED, PLACE).mapInArrow(thin, thin.ddl()).persist()
+        full = df.mapInArrow(whole, whole.ddl())
     try:
         with Staging(config.output) as staging, ExitStack() as stack:
             if config.clean:
@@ -134,14 +151,16 @@ def _written(df: DataFrame, job: _Job, unweighed: Schema) -> DatasetManifest:
             apart = None
             if job.origin.quarantine is not None and config.quarantine not in (None, NOT_KEPT):
                 apart = stack.enter_context(quarantine_apart(config))
-            manifest = _build(staging, settle(rows, split), job, apart, stack)
+            manifest = _build(staging, settle(rows, split), full, job, apart, stack)
             publish_beside(staging, manifest.to_bytes(), apart)
     finally:
         rows.unpersist()
     return manifest
 
 
-def _build(staging: Staging, rows: DataFrame, job: _Job, apart: Staging | None, stack: ExitStack) -> DatasetManifest:
+def _build(
+    staging: Staging, rows: DataFrame, full: DataFrame | None, job: _Job, apart: Staging | None, stack: ExitStack
+) -> DatasetManifest:
     from pyspark.sql import functions as f
 
     config, schema, origin, paths = job.config, job.schema, job.origin, DatasetPaths(staging.root)
@@ -153,7 +172,8 @@ def _build(staging: Staging, rows: DataFrame, job: _Job, apart: Staging | None, 
     read = counted if origin.read is None else origin.read
     names = _names(job.split, sizes, read, origin.quarantined)
     kept = rows.where(f.col(c.DROPPED).isNull())
-    leakage = check_leakage(kept, job.split, schema, names)
+    if full is None:
+        leakage = check_leakage(kept, job.split, schema, names)
     if job.parent is not None:
         check_new_ids(kept, job.parent)
         fitted = job.parent.fitted()
@@ -167,7 +187,15 @@ def _build(staging: Staging, rows: DataFrame, job: _Job, apart: Staging | None, 
     table = plan_shards(sizes, config.shard_bytes, config.row_group_bytes, blocks, alike=job.split.kind == "kfold")
     compression = None if config.compression == "none" else config.compression
     write = WriteShards(schema, config.fmt, table, staging.attempts, urls, hadoop_settings(), compression)
-    splits, files = write_shards(staging.fs, paths, rows, table, write)
+    if full is None:
+        splits, files = write_shards(staging.fs, paths, rows, table, write)
+    else:
+        assert job.late is not None
+        done = write_late(staging.fs, paths, full, table, write, job.late, origin, stack)
+        splits, files = done.splits, done.files
+        written -= done.origin.quarantined - origin.quarantined
+        origin = done.origin
+        leakage = check_leakage(done.rows, job.split, schema, names)
     if config.petastorm:
         files |= write_petastorm_metadata(staging.fs, staging.root, schema, splits)
     files |= write_fitted(staging, fitted)
@@ -176,6 +204,7 @@ def _build(staging: Staging, rows: DataFrame, job: _Job, apart: Staging | None, 
     elif origin.quarantine is not None and config.quarantine != NOT_KEPT:
         files |= place_quarantine(staging, paths.quarantine, origin, urls)
     assert read == counted, f"{read} records read, but {counted} accounted for"
+    assert written == sum(split.records for split in splits.values()), "rows were lost on their way to the shards"
     return DatasetManifest.build(
         format=config.fmt,
         created_by={"version": VERSION, "config": _created(job), "seed": config.seed},

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from etl import columns as c
 from etl.beside import Origin
-from etl.late_images import PACKED, PLACE, WRITTEN_DDL, LateImages, WriteLate
+from etl.image_rows import PACKED, PLACE
+from etl.late_images import WRITTEN_DDL, LateImages, WriteLate
 from etl.leakage import CONTENT, checks_of
 from etl.place import ordered, placed
 from etl.shards import RESULT, ShardTable, WriteShards
