@@ -6,6 +6,7 @@ offset   0 name (100)          124 size, octal or binary (12)     148 checksum, 
 offset 257 "ustar" and version 345 prefix of the name (155; POSIX alone)
 
 Before it may stand headers that tell of the next one: L (GNU: a long name), x (POSIX: records "LENGTH KEY=VALUE").
+Behind the header of a sparse file (S, GNU) may stand blocks that its size does not count.
 Blocks of zeros end an archive; more may follow where archives were joined, and are read as well.
 """
 
@@ -26,6 +27,7 @@ MAX_NAME_BYTES = 4096
 MAX_PADDING_BYTES = 16 << 20  # archivers fill up to 10 KiB, some to a MiB; a hole of a TiB costs its maker nothing
 _FILES, _FOLDER, _LINKS = (b"0", b"\0", b"7"), b"5", (b"1", b"2", b"3", b"4", b"6")
 _EXTENSIONS = (b"L", b"K", b"x", b"g")
+_SPARSE, _SPARSE_MORE, _SPARSE_MORE_AGAIN = b"S", 482, 504  # GNU; a byte that says whether a block of the map follows
 _ADLER = 65521
 
 
@@ -92,11 +94,13 @@ def _entries(
             break
         if not block.strip(b"\0"):
             closed, position = True, _behind_zeros(stream, url, position)
-            begin = position
+            begin, told = position, {}  # what an extension said ends with the archive that it stands in
             continue
         closed = False
         size, kind = _checked(block, url, position)
         data_at, has_data = position + BLOCK, kind not in (*_LINKS, _FOLDER)
+        if kind == _SPARSE:
+            data_at += _sparse_blocks(stream, url, position, block)
         if has_data and kind not in _EXTENSIONS and "size" in told:
             size = _pax_size(told["size"], url, position)
         behind = data_at + (-(-size // BLOCK) * BLOCK if has_data else 0)
@@ -104,10 +108,10 @@ def _entries(
             raise cut_error(url, position, size)
         if kind in _EXTENSIONS:
             told |= _told(stream, url, position, size, kind)
-            position, begin = behind, behind if kind == b"g" else begin
+            position, begin = behind, behind if kind == b"g" and not told else begin
             continue
         name = told.get("path") or _name(block)
-        sparse = kind == b"S" or any(key.startswith("GNU.sparse") for key in told)
+        sparse = kind == _SPARSE or any(key.startswith("GNU.sparse") for key in told)
         folder = kind == _FOLDER or (kind == b"\0" and name.endswith("/"))
         is_file = kind in _FILES and not sparse
         yield begin, None if folder else Member(position, name, is_file, data_at, size if has_data else 0)
@@ -117,6 +121,20 @@ def _entries(
         told = {}
     if to_end and not closed:
         raise _bad(url, position, "the end of the file", "blocks of zeros, which end an archive, or another member")
+
+
+def _sparse_blocks(stream: Forward, url: str, position: int, header: bytes) -> int:
+    """The bytes of the blocks that go on with a sparse file's map, between its header and its content."""
+    found, more = 0, header[_SPARSE_MORE]
+    while more:
+        found += BLOCK
+        block = stream.at(position + found, BLOCK)
+        if len(block) < BLOCK or found > MAX_EXTENSION_BYTES:
+            raise _bad(
+                url, position, f"a map of {found} bytes or more", f"a whole map of {MAX_EXTENSION_BYTES} at most"
+            )
+        more = block[_SPARSE_MORE_AGAIN]
+    return found
 
 
 def _behind_zeros(stream: Forward, url: str, start: int) -> int:

@@ -165,6 +165,20 @@ def test_a_packed_archive_may_claim_any_size(tmp_path: Path, size: int) -> None:
             _passed(stream, str(path), member)
 
 
+def test_an_extension_is_of_the_next_member_wherever_the_archive_is_cut(tmp_path: Path) -> None:
+    """Of two members with one, the first is behind an archive's end, the second behind a global header."""
+    long = archive([entry(LONG, b"1")], tarfile.GNU_FORMAT)[:1536]  # header, name, member
+    told = archive([entry("né/" + "f" * 120, b"2")], tarfile.PAX_FORMAT)[:2048]
+    shared = tarfile.TarInfo.create_pax_global_header({"comment": "c"})
+    path = tmp_path / "x"
+    path.write_bytes(long[:1024] + bytes(1024) + TWO[:SECOND] + told[:1024] + shared + told[1024:] + bytes(1024))
+    with Forward(str(path), "none") as stream:
+        parts = plan_stretches(stream, str(path), path.stat().st_size, 1)
+    found = contents(path)
+    assert [member for start, end in parts for member in contents(path, start, end)] == found
+    assert [name for _, name, _, _ in found] == ["a/1", "né/" + "f" * 120] and len(parts) == 3
+
+
 def test_padding_has_an_end_and_is_not_held(tmp_path: Path) -> None:
     path = tmp_path / "x"
     with path.open("wb") as file:
