@@ -11,6 +11,7 @@ HDFS's checksum or by reading it back, and small files one or several at a time.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import platform
 import statistics
@@ -88,11 +89,15 @@ def hdfs_native_alone(url: str) -> Way:
 
 
 def libhdfs(cluster: Cluster) -> Way | str:
-    """The same by pyarrow on libhdfs, or why not."""
+    """The same by pyarrow on libhdfs, where ARROW_LIBHDFS_DIR names the folder of one, or why not."""
     import pyarrow.fs
 
     os.environ.setdefault("JAVA_HOME", str(java_home()))
-    os.environ["CLASSPATH"] = os.pathsep.join([cluster.conf_dir, *map(str, hadoop_jars())])
+    # libhdfs looks for this one under its own name, and the daemons' jars have it under another.
+    spark = importlib.util.find_spec("pyspark")
+    assert spark is not None and spark.origin is not None
+    lang = Path(spark.origin).parent.glob("jars/commons-lang3-*.jar")
+    os.environ["CLASSPATH"] = os.pathsep.join([cluster.conf_dir, *map(str, [*hadoop_jars(), *lang])])
     try:
         hdfs = pyarrow.fs.HadoopFileSystem("127.0.0.1", cluster.ports["namenode"], replication=2)
     except OSError as error:
