@@ -8,13 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from features.schema import Schema
 from storage.errors import CorruptionError, LockstepError
+from storage.fs import filesystem
 from storage.gzip_blocks import pack
 from storage.manifest import load_dataset
 from tests.storage.repacked import repacked
 from tests.training._tiny import write_images, write_table
 from training.arrays import split_arrays
 from training.batches import RankFeed
+from training.gzip_shard import GzipShard
 from training.plan import EpochPlan
 from training.reader import OpenSplit
 from training.world import World
@@ -78,6 +81,16 @@ def test_damage_of_the_same_length_is_told_with_its_place(
     with pytest.raises(CorruptionError, match=what) as caught:
         list(split_arrays(str(tmp_path / "d"), "train", 10))
     assert (caught.value.file, caught.value.record, caught.value.offset) == (str(path), record, at[block])
+
+
+def test_blocks_of_another_number_of_records_are_refused(tmp_path: Path) -> None:
+    manifest = write_table(tmp_path / "plain", shards=1)
+    shard = repacked(tmp_path / "plain", tmp_path / "d").splits["train"].shards[0]
+    url, schema = str(tmp_path / "d" / shard.path), Schema.from_json(manifest.schema)
+    assert len(GzipShard(filesystem(url), url, shard, 8, schema).read_block(1)) == 8
+    with pytest.raises(CorruptionError, match="another number of records than its manifest") as caught:
+        GzipShard(filesystem(url), url, shard, 7, schema).read_block(1)
+    assert (caught.value.got.split()[0], caught.value.allowed, caught.value.record) == ("8", "7", 7)
 
 
 def test_a_flipped_byte_changes_no_batch_in_silence(tmp_path: Path) -> None:
