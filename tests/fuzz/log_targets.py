@@ -10,14 +10,17 @@ from collections.abc import Callable
 import pyarrow as pa
 
 from etl.headers import kinds_in, names_in
+from etl.jsonl import read_objects
 from etl.log_plan import names_asked
 from etl.parse import BAD, ROW, SUMMARY, LineParser, Work, parse_range
 from etl.ranges import Range, find_sources
+from etl.reasons import Reasons
 from etl.records import RecordLines
 from etl.sampling import Sampling
 from etl.splits import SplitSpec
 from etl.stamps import seconds_of_text
 from etl.table_lines import Column, Form
+from etl.text import as_text
 from etl.unpack import PLAIN, codec_of, unpacked
 from etl.weblines import WebLines
 from tests.fuzz.target import Take, Target, refused, scratch, verdict
@@ -152,6 +155,29 @@ def packed_seeds() -> list[bytes]:
     return [*packed, *(one + one for one in packed), gzip.compress(bytes(1 << 20), mtime=0)]
 
 
+def json_lines(data: bytes) -> None:
+    """A line of JSON gives the same values, or is refused for the same reason, alone and among others."""
+    text, broken = as_text(pa.array(data.split(b"\n")[:8], pa.binary()))
+    lines = text.filter(pa.array(~broken))
+    kinds = {**_KINDS, **_LISTS, "status": pa.decimal128(18, 0), "time": pa.decimal128(38, 12)}
+    together = _objects(lines, kinds)
+    for place in range(len(lines)):
+        assert _objects(lines.slice(place, 1), kinds) == together[place : place + 1], lines[place]
+
+
+def _objects(lines: pa.Array, kinds: dict[str, pa.DataType]) -> list[tuple[object, ...]]:
+    """Each line's reason and its values."""
+    reasons = Reasons(len(lines))
+    found = read_objects(lines, kinds, reasons)
+    for values in found.values():
+        values.validate(full=True)
+    columns = [values.to_pylist() for values in found.values()]
+    return [
+        (reason, repr([column[place] for column in columns]) if reason is None else "")
+        for place, reason in enumerate(reasons.tolist())
+    ]
+
+
 def headers(data: bytes) -> None:
     """The names in a table's first line and the kinds of its first JSON objects."""
     take = Take(data)
@@ -188,6 +214,9 @@ def flags(data: bytes) -> None:
 
 TARGETS = (
     Target("logs", web_logs, log_seeds),
+    Target(
+        "json_lines", json_lines, lambda: [_JSON, _JSON + b"\n" + _JSON, b'{"n":1}\n{"ns":[1,null]}\n{"x":1e400}\n{}']
+    ),
     Target("packed", packed_inputs, packed_seeds, 16384),
     Target(
         "headers",
