@@ -31,9 +31,11 @@ LABEL_BYTES = {"cifar10": 1, "cifar100": 2}
 NUM_CLASSES = {"cifar10": 10, "cifar100": 100}
 NAMES = {
     "cifar10": ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
-    # The file of the names is not part of a batch, and a label's number is all that a record holds.
+    # A label's number is all that a record holds: the names are told by a file beside the batches, if it is there.
     "cifar100": (),
 }
+NAME_FILES = {"cifar100": "fine_label_names.txt"}
+MAX_NAMES_BYTES = 64 << 10
 _TAR_MAGIC_AT, _TAR_MAGIC = 257, b"ustar"
 
 
@@ -95,14 +97,19 @@ class CifarPiece(Piece):
 def plan(inputs: Sequence[str], kind: str, *, given: bool, num_classes: int, split_bytes: int) -> ImagePlan:
     """Find the *.bin files, in archives too, and check the lengths of those that are not packed alone.
 
-    Raises NotFoundError where there is none, DataError for a wrong length and for a name without a split if `given`.
+    Raises NotFoundError where there is none, DataError for a wrong length, for a name without a split if `given`, and
+    for a file of class names that does not name them all.
     """
-    sources = [source for source in find_sources(inputs) if _is_archive(source) or _is_batch(source_name(source.url))]
+    names, names_file = NAMES[kind], NAME_FILES.get(kind)
+    sources = [source for source in find_sources(inputs) if _is_archive(source) or _is_wanted(source, names_file)]
     width = LABEL_BYTES[kind] + PIXELS
     pieces: list[CifarPiece] = []
     seen: Counter[str] = Counter()
     for number, source in enumerate(sources):
-        for name, offset, size in _files(source):
+        for name, offset, size in _files(source, names_file):
+            if name == names_file:
+                names = _names(source, offset, size, NUM_CLASSES[kind])
+                continue
             split = _split_of(name)
             if given and split is None:
                 raise DataError(
@@ -145,7 +152,7 @@ def plan(inputs: Sequence[str], kind: str, *, given: bool, num_classes: int, spl
         pieces=pieces,
         shape=(SIDE, SIDE, CHANNELS),
         num_classes=num_classes,
-        class_names=NAMES[kind][:num_classes],
+        class_names=names[:num_classes],
     )
 
 
@@ -158,19 +165,39 @@ def _is_batch(name: str) -> bool:
     return name.endswith(".bin")
 
 
+def _is_wanted(source: Source, names_file: str | None) -> bool:
+    name = source_name(source.url)
+    return _is_batch(name) or name == names_file
+
+
+def _names(source: Source, offset: int, size: int | None, count: int) -> tuple[str, ...]:
+    """The names of the classes in order. Raises DataError for another number of them."""
+    with Forward(source.url, source.codec) as stream:
+        data = stream.at(offset, MAX_NAMES_BYTES if size is None else min(size, MAX_NAMES_BYTES))
+    names = tuple(data.decode("utf-8", errors="backslashreplace").split())
+    if len(names) != count or len(set(names)) != count:
+        raise DataError(
+            f"{source.url} does not name the classes",
+            got=f"{len(names)} names, {len(set(names))} of them different",
+            allowed=f"{count} names, a line each",
+            next_step="Fetch the file again, or leave the file of the names out.",
+        )
+    return names
+
+
 def _is_archive(source: Source) -> bool:
     with Forward(source.url, source.codec) as stream:
         return stream.at(_TAR_MAGIC_AT, len(_TAR_MAGIC)) == _TAR_MAGIC and not _is_batch(source_name(source.url))
 
 
-def _files(source: Source) -> Iterator[tuple[str, int, int | None]]:
-    """(name, offset, bytes or None where only reading tells) of each batch in a source."""
+def _files(source: Source, names_file: str | None) -> Iterator[tuple[str, int, int | None]]:
+    """(name, offset, bytes or None where only reading tells) of each batch in a source, and of the file of names."""
     if not _is_archive(source):
         yield source_name(source.url), 0, source.size_bytes if source.codec == PLAIN else None
         return
     with Forward(source.url, source.codec) as stream:
         for member in read_members(stream, source.url, 0, source.size_bytes if source.codec == PLAIN else None):
-            if member.is_file and member.is_safe and _is_batch(member.name):
+            if member.is_file and member.is_safe and (_is_batch(member.name) or member.parts[-1:] == (names_file,)):
                 yield member.parts[-1], member.offset, member.size
 
 

@@ -15,6 +15,7 @@ from etl.lines import RAW_BYTES
 RECORD, BAD, DROPPED = 0, 1, 2
 LABEL_OUT_OF_RANGE = "label_out_of_range"
 NO_LABEL = "no_label"
+LABEL_TOO_LONG = "label_too_long"
 NO_IMAGE = "no_image"
 NO_CLASS = "no_class"
 NOT_A_FILE = "not_a_regular_file"

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from etl import cifar, folders, idx_images, parquet_images, tar_images
 from etl import columns as c
 from etl.digest import digest_sources
+from etl.digest_trees import digest_trees
 from etl.image_config import MAX_CLASSES, ImagesConfig
-from etl.image_rows import BAD, DROPPED, OUTPUT_DDL, RECORD
+from etl.image_rows import BAD, OUTPUT_DDL, RECORD
 from etl.image_tally import class_names, tally_of
 from etl.late_images import LateImages
 from etl.output import check_columns, check_output, check_schema
@@ -23,7 +23,7 @@ from etl.watch import watched
 from etl.write import Origin, write_dataset
 from etl.write_late import Late, has_late_content
 from features.schema import Field, Schema, sample_id_field
-from storage.manifest import DatasetManifest, SourceInfo, load_dataset
+from storage.manifest import DatasetManifest, load_dataset
 from storage.settings import hadoop_settings
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def run(spark: SparkSession, config: ImagesConfig, plan: ImagePlan | None = None
         parse = ParseImages(hadoop_settings(), intake, plan.num_classes)
         parsed = spark.createDataFrame(spread, PIECE_DDL).mapInArrow(parse, OUTPUT_DDL).persist()
         try:
-            tally = tally_of(parsed)
+            tally = tally_of(parsed, config.num_classes or MAX_CLASSES)
             # Some headers promise so many records and each task checks its own: a second way to the same number.
             assert plan.records in (None, tally.read), f"{tally.read} records of {plan.records}"
             quarantine = (
@@ -100,7 +100,7 @@ def run(spark: SparkSession, config: ImagesConfig, plan: ImagePlan | None = None
             names = class_names(config, plan, tally)
             classes = plan.num_classes or len(names)
             origin = Origin(
-                sources=_digest_trees(parsed, plan) if plan.trees else digest_sources(spark, plan.sources),
+                sources=digest_trees(parsed, plan.sources) if plan.trees else digest_sources(spark, plan.sources),
                 read=tally.read,
                 dropped=tally.dropped,
                 quarantined=tally.bad,
@@ -173,18 +173,3 @@ def _counted(rows: DataFrame, parsed: DataFrame) -> DataFrame:
     """
     known = parsed.where(f"kind = {RECORD}").groupBy("name").count()
     return rows.drop(c.OCCURRENCE) if known.where("count > 1").limit(1).collect() else rows
-
-
-def _digest_trees(parsed: DataFrame, plan: ImagePlan) -> tuple[SourceInfo, ...]:
-    """Bytes and SHA-256 of each folder: over a line `SHA256 BYTES PLACE` for each file that was read, in order."""
-    found: Any = parsed.where(f"kind <> {DROPPED}").select(c.SOURCE, "place", "length", "sha256").toArrow()
-    rows = found.sort_by([(c.SOURCE, "ascending"), ("place", "ascending")]).to_pylist()
-    digests = [hashlib.sha256() for _ in plan.sources]
-    sizes = [0 for _ in plan.sources]
-    for row in rows:
-        digests[row[c.SOURCE]].update(f"{row['sha256']} {row['length']} {row['place']}\n".encode())
-        sizes[row[c.SOURCE]] += row["length"]
-    return tuple(
-        SourceInfo(source.url, size, digest.hexdigest())
-        for source, size, digest in zip(plan.sources, sizes, digests, strict=True)
-    )

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 
+_OTHER_GROUPS = 16  # what is rejected, and what is left out by the few rules there are
+
+
 @dataclass(frozen=True, slots=True)
 class Tally:
     """How many rows of each kind there are, and the classes of the images by their names."""
@@ -30,8 +33,10 @@ class Tally:
     without_split: int
 
 
-def tally_of(parsed: DataFrame) -> Tally:
-    """Count the rows of etl.image_rows in one pass."""
+def tally_of(parsed: DataFrame, most_classes: int = MAX_CLASSES) -> Tally:
+    """Count the rows of etl.image_rows in one pass. Raises DataError for more classes than that: unique texts in place
+    of labels are as many as images.
+    """
     from pyspark.sql import functions as f
 
     by = ("kind", "class", f.when(f.col("kind") == DROPPED, f.col("reason")).alias("reason"))
@@ -40,7 +45,10 @@ def tally_of(parsed: DataFrame) -> Tally:
         f.sum(f.octet_length("raw")).alias("raw"),
         f.count(f.when(f.col(c.SPLIT).isNull(), 1)).alias("unsplit"),
     )
-    found = parsed.groupBy(*by).agg(*sums).collect()
+    most = most_classes + _OTHER_GROUPS
+    found = parsed.groupBy(*by).agg(*sums).limit(most + 1).collect()
+    if len(found) > most:
+        raise _wrong_number(f"more than {most_classes}", [row["class"] for row in found], f"{most_classes} at most")
     good = [row for row in found if row["kind"] == RECORD]
     bad = [row for row in found if row["kind"] == BAD]
     return Tally(
@@ -70,13 +78,17 @@ def class_names(config: ImagesConfig, plan: ImagePlan, tally: Tally) -> Sequence
     most = config.num_classes or MAX_CLASSES
     least = 2 if config.append_to is None else 1
     if not least <= len(tally.classes) <= most:
-        raise DataError(
-            f"{len(tally.classes)} classes were found",
-            got=", ".join(tally.classes[:5]) or "no image",
-            allowed=f"{least} to {most}",
-            next_step="Put the images of each class into a folder of its name; correct --num-classes.",
-        )
+        raise _wrong_number(str(len(tally.classes)), tally.classes, f"{least} to {most}")
     return tally.classes if config.append_to is None else _continued(config.append_to, tally.classes)
+
+
+def _wrong_number(found: str, classes: Sequence[str | None], allowed: str) -> DataError:
+    return DataError(
+        f"{found} classes were found",
+        got=", ".join(sorted(name for name in classes if name is not None)[:5])[:500] or "no image",
+        allowed=allowed,
+        next_step="Put the images of each class into a folder of its name; correct --num-classes.",
+    )
 
 
 def _continued(url: str, found: Sequence[str]) -> Sequence[str]:

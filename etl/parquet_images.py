@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 
 from etl import columns as c
 from etl import image_rows as r
+from etl.archives import MAX_NAME_BYTES
 from etl.intake import Intake
 from etl.pieces import ImagePlan, Piece
 from etl.places import split_word
@@ -67,6 +68,9 @@ class ParquetPiece(Piece):
             return
         if isinstance(label, int) and not (num_classes is not None and 0 <= label < num_classes):
             gather.bad(r.LABEL_OUT_OF_RANGE, number, image)
+            return
+        if isinstance(label, str) and len(label) > MAX_NAME_BYTES:
+            gather.bad(r.LABEL_TOO_LONG, number, image)
             return
         try:
             taken, packed = intake.hand_on(image)

@@ -120,6 +120,25 @@ def test_names_that_reach_outside(tmp_path: Path, name: str, safe: bool) -> None
         assert [member.is_safe for member in read_members(stream, str(path), 0, path.stat().st_size)] == [safe]
 
 
+@pytest.mark.parametrize("blocks", [0, 1, 3])
+def test_a_sparse_file_is_no_image_and_hides_none(tmp_path: Path, blocks: int) -> None:
+    """GNU's map may go on for some blocks behind the header, which are neither content nor the next header."""
+    header = bytearray(archive([entry("a/sparse", b"1" * 600)], tarfile.GNU_FORMAT)[:512])
+    header[156:157], header[482] = b"S", blocks > 0
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    maps = [bytes(504) + bytes([number < blocks - 1]) + bytes(7) for number in range(blocks)]
+    data = bytes(header) + b"".join(maps) + b"1" * 600 + bytes(424) + archive([entry("a/1", b"2" * 9)])
+    path = tmp_path / "x"
+    path.write_bytes(data)
+    with Forward(str(path), "none") as stream:
+        found = [(m.name, m.is_file, m.offset) for m in read_members(stream, str(path), 0, path.stat().st_size)]
+    assert found == [("a/sparse", False, 512 * (1 + blocks)), ("a/1", True, 512 * (4 + blocks))]
+    path.write_bytes(data[: 512 * (1 + blocks) - 8])
+    with pytest.raises(DataError, match=r"cannot be read on at byte 0\n"):
+        contents(path)
+
+
 def broken(data: bytes, at: int, value: bytes) -> bytes:
     return data[:at] + value + data[at + len(value) :]
 

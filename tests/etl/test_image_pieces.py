@@ -275,6 +275,27 @@ def test_cifar_planes_become_rows_of_pixels(tmp_path: Path) -> None:
     assert row["image"] == np.dstack([planes[0], planes[1], planes[2]]).tobytes() and row["label"] == 4
 
 
+@pytest.mark.parametrize("form", ["plain", "tar", "tar.gz"])
+def test_cifar100_has_its_names_where_they_lie_beside_it(tmp_path: Path, form: str) -> None:
+    names = "".join(f"name_{n}\n" for n in range(100)).encode()
+    files = {"fine_label_names.txt": names, "coarse_label_names.txt": b"x", "train.bin": batch(12, 2)}
+
+    def made(files: dict[str, bytes], place: str) -> Path:
+        if form == "plain":
+            return make_tree(tmp_path / place, files)
+        named = {f"cifar-100-binary/{name}": data for name, data in files.items()}
+        return make_tar(tmp_path / place, named, "w" if form == "tar" else "w:gz")
+
+    plan = cifar_plan(made(files, "in"), "cifar100", classes=100)
+    assert plan.class_names == tuple(f"name_{n}" for n in range(100))
+    assert len(rows(plan, Intake(size=None, channels=None))) == 12
+    assert cifar_plan(tmp_path / "in", "cifar100", classes=5).class_names == plan.class_names[:5]
+    with pytest.raises(DataError, match="does not name the classes") as caught:
+        cifar_plan(made({**files, "fine_label_names.txt": names[:-8]}, "cut"), "cifar100", classes=100)
+    assert "99 names" in caught.value.got
+    assert cifar_plan(made({"train.bin": batch(12, 2)}, "alone"), "cifar100", classes=100).class_names == ()
+
+
 def test_cifar_labels_lengths_and_splits(tmp_path: Path) -> None:
     root = make_tree(tmp_path / "in", {"train.bin": batch(12, 2), "test.bin": batch(3, 2)})
     found = rows(cifar_plan(root, "cifar100", given=True, classes=5), Intake(size=None, channels=None))
