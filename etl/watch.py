@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from storage.progress import Progress
 
 if TYPE_CHECKING:
-    from pyspark import SparkStageInfo
+    from pyspark import SparkStageInfo, StatusTracker
     from pyspark.sql import SparkSession
 
 POLL_S = 0.5
@@ -33,18 +33,44 @@ def watched(spark: SparkSession, label: str) -> Iterator[None]:
 def _poll(spark: SparkSession, progress: Progress, stop: threading.Event) -> None:
     from py4j.protocol import Py4JError
 
-    tracker = spark.sparkContext.statusTracker()
-    finished: dict[int, int] = {}
-    while not stop.wait(POLL_S):
+    counted = _Counted(spark.sparkContext.statusTracker())
+    ended = False
+    while not ended:
+        ended = stop.wait(POLL_S)
         try:
-            found = [tracker.getStageInfo(stage) for stage in tracker.getActiveStageIds()]
+            active = counted.look()
         except (Py4JError, OSError):
-            break  # the session ends; whoever runs the job hears of it there
-        stages = [stage for stage in found if stage is not None]
-        for stage in stages:
-            finished[stage.stageId] = max(finished.get(stage.stageId, 0), stage.numCompletedTasks)
-        progress.set(sum(finished.values()), note=_now(stages))
-    progress.set(sum(finished.values()), note="")  # the last line is about the whole
+            return  # the session ends; whoever runs the job hears of it there
+        progress.set(counted.tasks, note="" if ended else _now(active))  # the last line is about the whole
+
+
+class _Counted:
+    """Tasks finished in all stages from the first that is seen at work, those between two looks too."""
+
+    def __init__(self, tracker: StatusTracker) -> None:
+        self._tracker = tracker
+        self._finished: dict[int, int] = {}
+        self._open: set[int] = set()
+        self._next: int | None = None
+
+    @property
+    def tasks(self) -> int:
+        return sum(self._finished.values())
+
+    def look(self) -> list[SparkStageInfo]:
+        """Ask Spark; returns the stages that are at work."""
+        active = sorted(self._tracker.getActiveStageIds())
+        if active:
+            # Spark numbers its stages one after another: what lies between was too short to be seen.
+            self._open.update(range(active[0] if self._next is None else self._next, active[-1] + 1))
+            self._next = max(active[-1] + 1, self._next or 0)
+        found = {number: self._tracker.getStageInfo(number) for number in sorted(self._open)}
+        for number, stage in found.items():
+            if stage is not None:
+                self._finished[number] = stage.numCompletedTasks
+            if active and number < active[0]:
+                self._open.remove(number)
+        return [stage for number in active if (stage := found.get(number)) is not None]
 
 
 def _now(stages: Sequence[SparkStageInfo]) -> str:
