@@ -102,7 +102,7 @@ def write(spark: SparkSession, url: str) -> list[dict[str, Any]]:
 def read(python: str, folder: str, mode: str) -> list[dict[str, Any]]:
     """All records by tfx-bsl, by key: each feature a list of values, or None."""
     shards = sorted(str(path) for path in Path(folder, "dataset").glob("split=*/*.tfrecord"))
-    kinds = {field.name: _list_type(field) for field in SCHEMA}
+    kinds = {field.name: list_type(field) for field in SCHEMA}
     out = f"{folder}/{mode}.arrow"
     call = [python, str(PEER), out, mode, json.dumps(kinds), *shards]
     subprocess.run(call, check=True, timeout=600)
@@ -111,7 +111,8 @@ def read(python: str, folder: str, mode: str) -> list[dict[str, Any]]:
     return sorted(found, key=lambda row: row["key"])
 
 
-def _list_type(field: Field) -> str:
+def list_type(field: Field) -> str:
+    """Which list of a tf.Example holds a field."""
     if field.is_tensor:
         return "BYTES"
     return {"int64": "INT", "bool": "INT", "float32": "FLOAT"}.get(field.dtype, "BYTES")
