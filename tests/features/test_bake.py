@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,8 @@ fields = [
     {name = "hot.hashed", dtype = "string", list = true, encoding = {kind = "hash", buckets = 3}},
     {name = "last", dtype = "float64", list = true, encoding = {kind = "sequence", length = 2, keep = "last", pad_value = -1}},
     {name = "ids", dtype = "string", list = true, encoding = {kind = "sequence", length = 3, with = "length", of = {kind = "vocabulary", max_size = 4, oov_buckets = 0}}},
+    {name = "big", dtype = "uint64"},
+    {name = "large", dtype = "uint64", list = true, encoding = {kind = "hash", buckets = 5}},
     {name = "t", dtype = "uint8", shape = [1, 2], encoding = {kind = "normalise", mean = [3, 4], deviation = [2]}},
     {name = "kept", dtype = "int64", shape = [2]},
     {name = "only", dtype = "string", nullable = true, encoding = {kind = "ignore"}},
@@ -81,6 +84,8 @@ def rows_of(count: int, seed: int) -> pa.RecordBatch:
         "hot.hashed": [some(TEXTS, 4) for _ in range(count)],
         "last": [some([0.1, 2.0, -5.5], 5) for _ in range(count)],
         "ids": [some(TEXTS, 5) for _ in range(count)],
+        "big": one([Decimal(0), Decimal(2**24)]),
+        "large": [some([Decimal(2**64 - 1), Decimal(2**63)], 3) for _ in range(count)],
         "t": one([b"\x00\xff", b"\x03\x04"]),
         "kept": one([b"\x01" * 16]),
         "only": one([None, "x"]),
