@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
 from etl import image_sets, logs
@@ -16,12 +22,17 @@ from etl.image_config import ImagesConfig
 from etl.output import check_schema
 from etl.splits import SplitSpec
 from etl.write import write_dataset
+from features.bake import Baker
 from features.declare import load_schema
+from features.encode import Encoder
+from features.fitted import read_fitted
+from features.sample_id import sample_ids
 from features.schema import Schema
 from storage.errors import ConfigError
-from storage.manifest import DatasetManifest
+from storage.manifest import DatasetManifest, load_dataset
 from storage.verify import verify
 from tests.etl.conftest import OPEN_BANDIT, tree
+from tests.training._tiny import write_rows
 from training.reader import OpenSplit
 
 if TYPE_CHECKING:
@@ -39,6 +50,7 @@ fields = [
     {name = "count", dtype = "int64"},
 ]
 """)
+HASHED = load_schema('{"fields": [{"name": "h", "dtype": "string", "encoding": {"kind": "hash", "buckets": 9}}]}')
 BY_FOLDS = SplitSpec.parse("kfold:3")
 
 
@@ -53,12 +65,11 @@ def visits(spark: SparkSession, first: int, last: int) -> DataFrame:
     )  # fmt: skip
 
 
-def inputs(url: Path, split: str) -> dict[int, dict[str, bytes]]:
-    """What a model is fed of each sample of a split, with its label, by sample id."""
-    opened = OpenSplit.at([str(url)], split)
+def inputs(encoder: Encoder, batches: Iterable[pa.RecordBatch]) -> dict[int, dict[str, bytes]]:
+    """What a model is fed of each sample, with its label, by sample id."""
     found: dict[int, dict[str, bytes]] = {}
-    for rows in opened.reader.in_order(50):
-        encoded = opened.encoder.encode(rows)
+    for rows in batches:
+        encoded = encoder.encode(rows)
         for place, sample in enumerate(encoded.sample_id.tolist()):
             assert encoded.y is not None
             found[sample] = {name: array[place].tobytes() for name, array in encoded.x.items()}
@@ -66,62 +77,83 @@ def inputs(url: Path, split: str) -> dict[int, dict[str, bytes]]:
     return found
 
 
+def as_declared(rows: DataFrame) -> pa.RecordBatch:
+    """The rows with the sample ids that the writer gives them, as columns of SCHEMA."""
+    table = rows.toArrow().combine_chunks()
+    ids = sample_ids([table.column("visit").combine_chunks().cast(pa.string())], np.zeros(len(table), np.int64))
+    columns = {name: table.column(name).combine_chunks() for name in table.column_names} | {"sample_id": pa.array(ids)}
+    arrays = [columns[field.name].cast(field.arrow_type) for field in SCHEMA]
+    return pa.RecordBatch.from_arrays(arrays, schema=SCHEMA.arrow_schema())
+
+
 @pytest.mark.slow
 def test_baked_shards_hold_what_a_model_is_fed(spark: SparkSession, tmp_path: Path) -> None:
     def write(name: str, rows: DataFrame, **options: Any) -> DatasetManifest:
-        told = {"id_columns": ["visit"], "schema": SCHEMA, "shard_bytes": 20_000, **options}
+        told = {"id_columns": ["visit"], "schema": SCHEMA, "shard_bytes": 10_000, "bake": True, **options}
         return write_dataset(rows, str(tmp_path / name), **told)
 
-    rows = visits(spark, 0, 400)
-    raw = write("raw", rows.repartition(2))
-    baked = write("baked", rows.coalesce(1), bake=True)
-    again = write("again", rows.repartition(4, "hour"), bake=True)
-    assert tree(tmp_path / "baked") == tree(tmp_path / "again") and baked.digest == again.digest != raw.digest
+    rows = visits(spark, 0, 300)
+    baked = write("baked", rows.coalesce(1))
+    again = write("again", rows.repartition(3, "hour"))
+    assert tree(tmp_path / "baked") == tree(tmp_path / "again") and baked.digest == again.digest
     assert verify(str(tmp_path / "baked")) == []
-    assert baked.counts == raw.counts and baked.leakage == raw.leakage
-    fitted = [{path: info for path, info in made.files.items() if path.startswith("_fitted/")} for made in (raw, baked)]
-    assert fitted[0] == fitted[1] and len(fitted[0]) == 4, "the statistics are those of the rows as they came"
-    assert [name for name, split in baked.splits.items() if len(split.shards) > 1] == ["train"]
-    for split in raw.splits:
-        assert inputs(tmp_path / "raw", split) == inputs(tmp_path / "baked", split)
-    assert OpenSplit.at(str(tmp_path / "raw"), "train").encoder.signature == (
-        OpenSplit.at(str(tmp_path / "baked"), "train").encoder.signature
-    )
+    assert len(baked.splits["train"].shards) > 1
+    files = {path.name: json.loads(path.read_bytes()) for path in (tmp_path / "baked" / "_fitted").iterdir()}
+    fitted = {field.name: read_fitted(files[str(field.fitted_file)]) for field in SCHEMA.fitted_fields}
+    opened = {split: OpenSplit.at(str(tmp_path / "baked"), split) for split in baked.splits}
+    declared = as_declared(rows)
+    found = {split: inputs(one.encoder, one.reader.in_order(50)) for split, one in opened.items()}
+    raw = Encoder(SCHEMA, fitted)
+    assert found["train"] | found["test"] == inputs(raw, [declared])
+    assert opened["train"].encoder.signature == raw.signature
+    trained = declared.filter(pc.is_in(declared["sample_id"], value_set=pa.array(list(found["train"]))))
+    pages = Counter(page for page in trained["page"].to_pylist() if page is not None).most_common(3)
+    assert sorted(files["page.json"]["counts"]) == sorted(count for _, count in pages), "of the training split alone"
 
     # the manifest says what was done, and describe tells it
     fields = {field["name"]: field for field in baked.schema["fields"]}
-    tokens = json.loads((tmp_path / "baked" / "_fitted" / "page.json").read_text("utf-8"))["tokens"]
-    assert fields["page"]["encoding"]["ids"] == 1 + len(tokens) + 1
+    assert fields["page"]["encoding"]["ids"] == 1 + 3 + 1
     assert fields["page"]["encoding"]["fitted"] == {"file": "page.json", "splits": ["train"]}
     assert [fields[name]["dtype"] for name in ("page", "price", "count", "bought")] == [
         "int64", "float32", "float32", "bool",
     ]  # fmt: skip
     (table,) = [table for table in dataset_tables(baked) if table.title.startswith("Baked")]
-    assert ("page", "vocabulary", "int64", str(len(tokens) + 2), "page.json", "train") in [
-        row[:6] for row in table.rows
-    ]
+    assert ("page", "vocabulary", "int64", "5", "page.json", "train") in table.rows
+    assert ("item", "sequence of vocabulary", "int64 list") in [row[:3] for row in table.rows]
 
-    # an append is encoded by what its parent was fitted to, and nothing else continues it
-    more = visits(spark, 400, 460)
-    link = str(tmp_path / "baked")
-    appended = write("more", more, bake=True, append_to=link)
-    assert appended.schema == baked.schema and tree(tmp_path / "more" / "_fitted") == tree(
-        tmp_path / "baked" / "_fitted"
-    )
-    both = OpenSplit.at([link, str(tmp_path / "more")], "train")
-    assert both.reader.table.num_blocks > OpenSplit.at(link, "train").reader.table.num_blocks
-    with pytest.raises(ConfigError, match="its form of features is another one"):
-        write("other", more, append_to=link)
-    with pytest.raises(ConfigError, match="its form of features is another one"):
-        write("other", more, bake=True, append_to=str(tmp_path / "raw"))
+    # an append is encoded by what its parent was fitted to
+    appended = write("more", visits(spark, 300, 340), append_to=str(tmp_path / "baked"))
+    assert appended.schema == baked.schema
+    assert tree(tmp_path / "more" / "_fitted") == tree(tmp_path / "baked" / "_fitted")
+    both = OpenSplit.at([str(tmp_path / "baked"), str(tmp_path / "more")], "train")
+    assert both.reader.table.num_blocks > opened["train"].reader.table.num_blocks
 
     # others see plain columns, and nothing bakes them a second time, in whatever way
     frame = spark.read.format("tfrecord").option("split", "train").load(str(tmp_path / "baked"))
     assert {dict(frame.dtypes)[name] for name in ("tags", "item")} == {"array<bigint>"}
-    for options in ({"bake": True}, {}):
+    for bake in (True, False):
         with pytest.raises(ConfigError, match="is baked: its values are a model's inputs already"):
-            write("twice", frame, schema=Schema.from_json(baked.schema), id_columns=["odd"], **options)
-    assert not (tmp_path / "twice").exists() and not (tmp_path / "other").exists()
+            write("twice", frame, schema=Schema.from_json(baked.schema), id_columns=["odd"], bake=bake)
+    assert not (tmp_path / "twice").exists()
+
+
+def test_an_append_has_its_parents_form_of_features(tmp_path: Path) -> None:
+    rows = pa.RecordBatch.from_pydict({"sample_id": [1, 2], "h": ["a", "b"]}, schema=HASHED.arrow_schema())
+    baker = Baker(HASHED, {})
+    (baked,) = baker.batches(rows)
+    for name, schema, batch in (("raw", HASHED, rows), ("baked", baker.schema, baked)):
+        write_rows(str(tmp_path / name), schema, batch, {"train": 2}, "tfrecord", 1, 8, 0)
+        manifest = load_dataset(str(tmp_path / name))
+        own = {**manifest.created_by, "config": {"split": "80/20"}}
+        (tmp_path / name / "_manifest.json").write_bytes(replace(manifest, created_by=own).to_bytes())
+        for bake in (True, False):
+            config = WriteConfig(output=str(tmp_path / "d"), bake=bake, append_to=str(tmp_path / name))
+            if bake == (name == "baked"):
+                assert check_schema(config, HASHED)[1] is not None
+                continue
+            with pytest.raises(ConfigError, match="its form of features is another one") as caught:
+                check_schema(config, HASHED)
+            assert "--bake" in str(caught.value.allowed)
 
 
 def test_what_cannot_be_baked_is_told_before_spark_starts(tmp_path: Path) -> None:
@@ -129,9 +161,8 @@ def test_what_cannot_be_baked_is_told_before_spark_starts(tmp_path: Path) -> Non
         check_bake(SCHEMA, BY_FOLDS)
     with pytest.raises(ConfigError, match="folds cannot be baked"):  # folds that the input names
         fitted_of(SCHEMA, {"page.fold-0.json": b"{}", "page.fold-1.json": b"{}"})
-    hashed = load_schema('{"fields": [{"name": "a", "dtype": "string", "encoding": {"kind": "hash", "buckets": 9}}]}')
-    check_bake(hashed, BY_FOLDS)  # nothing is fitted, so all folds have one encoding
-    assert fitted_of(hashed, {}) == {}
+    check_bake(HASHED, BY_FOLDS)  # nothing is fitted, so all folds have one encoding
+    assert fitted_of(HASHED, {}) == {}
     config = WriteConfig(output=str(tmp_path / "d"), bake=True, split="kfold:3")
     with pytest.raises(ConfigError, match="folds cannot be baked") as caught:
         check_schema(config, SCHEMA)
