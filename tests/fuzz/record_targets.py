@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import math
+import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from features.read_ranges import Lenient
 from features.schema import SEQUENCE_EXAMPLE, Field, Schema, sample_id_field
 from storage.errors import LockstepError
 from storage.fs import filesystem
+from storage.gzip_blocks import pack, unpack
 from storage.tfrecord import frame, parse_records, read_records, record_offsets
 from tests.fuzz.target import Take, Target, refused, scratch, verdict
 
@@ -105,6 +107,15 @@ def tfrecord_files(data: bytes) -> None:
         is_gzip(filesystem(url), url)
 
 
+def gzip_blocks(data: bytes) -> None:
+    """A block of a gzip shard gives as many bytes as its manifest says, and those that inflate gives, or is refused."""
+    take = Take(data)
+    size, block = take.number(65536), take.rest()
+    found = verdict(lambda: unpack(block, size, file="f", record=0, offset=0))
+    if isinstance(found, bytes):
+        assert len(found) == size and zlib.decompressobj(-15).decompress(block) == found
+
+
 def own_records(data: bytes) -> None:
     """The compiled decoder and the plain one agree on records of a dataset, and what they take is encoded so again."""
     records = split(data)
@@ -186,6 +197,7 @@ def _foreign_seeds() -> list[bytes]:
 
 TARGETS = (
     Target("tfrecord", tfrecord_files, lambda: [b"\0" + joined([b"a", b"", b"bc" * 40]), b"\xff" + frame(b"x") * 2]),
+    Target("gzip_blocks", gzip_blocks, lambda: [b"\xb8\x0b" + pack(b"a row " * 500), b"\0\0" + pack(b"")]),
     Target("own_records", own_records, _own_seeds),
     Target("foreign_records", foreign_records, _foreign_seeds),
 )
