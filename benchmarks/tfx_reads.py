@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ PEER = Path(__file__).with_name("tfx_reads_peer.py")
 ROWS = 500
 LARGEST = (1 << 63) - 1
 INTS = (0, 1, -1, 300, 1 << 31, -(1 << 40), LARGEST, -LARGEST - 1)
+HUGE = (Decimal(0), Decimal(1 << 63), Decimal((1 << 64) - 1))
 DOUBLES = (0.0, -0.0, 0.1, -1e308, 5e-324, math.pi, math.inf, -math.inf, math.nan)
 FLOATS = tuple(np.array([0, -0.0, 0.1, 3e38, 1e-45, math.inf, math.nan], np.float32).tolist())
 TEXTS = ("", "a", "é", "日本語", 'a\nb\t"c"', "𝄞" * 9, "\u202e\u0301")
@@ -46,6 +48,7 @@ SCHEMA = Schema(
         Field(name="flag", dtype="bool", nullable=True),
         Field(name="single", dtype="float32", nullable=True),
         Field(name="double", dtype="float64", nullable=True),
+        Field(name="huge", dtype="uint64", nullable=True),
         Field(name="text", dtype="string", nullable=True),
         Field(name="raw", dtype="bytes", nullable=True),
         Field(name="wholes", dtype="int64", shape=(None,)),
@@ -76,6 +79,7 @@ def rows() -> list[dict[str, Any]]:
             "flag": one((True, False), n),
             "single": one(FLOATS, n),
             "double": one(DOUBLES, n),
+            "huge": one(HUGE, n),
             "text": one(TEXTS, n),
             "raw": one(BYTES, n),
             "wholes": some(INTS, n),
@@ -126,6 +130,7 @@ def wanted(field: Field, value: Any) -> list[Any] | None:
     stored: dict[str, Callable[[Any], Any]] = {
         "bool": int,
         "float64": lambda item: struct.pack("<d", item),
+        "uint64": lambda item: int(item).to_bytes(8, "little"),
         "string": str.encode,
         "bytes": bytes,
     }

@@ -28,9 +28,10 @@ from tests.fuzz.target import Take, Target, refused, scratch, verdict
 MAX_UNPACKED_BYTES = 8 << 20
 _CLF = b'host - - [09/Jul/1995:00:00:00 -0400] "GET /a?b HTTP/1.0" 200 6245'
 _COMBINED = _CLF + b' "http://from/" "Mozilla/5.0 (a \\"b\\")"'
-_NAMES = ("host", "time", "method", "url", "status", "n", "x", "t", "on", "raw", "ns", "ss", "when")
+_NAMES = ("host", "time", "method", "url", "status", "n", "u", "x", "t", "on", "raw", "ns", "ss", "when")
 _KINDS = {
     "n": pa.int64(),
+    "u": pa.uint64(),
     "x": pa.float64(),
     "t": pa.string(),
     "on": pa.bool_(),
@@ -39,10 +40,25 @@ _KINDS = {
 }
 _LISTS = {"ns": pa.list_(pa.field("element", pa.int64())), "ss": pa.list_(pa.field("element", pa.string()))}
 _JSON = (
-    b'{"host":"h","time":804571200,"method":"GET","url":"/a","status":"200","n":1,"x":1.5e3,"t":"\\u00e9","on":true,'
+    b'{"host":"h","time":804571200,"method":"GET","url":"/a","status":"200","n":1,"u":18446744073709551615,"x":1.5e3,"t":"\\u00e9","on":true,'
     b'"raw":"ab","ns":[1,2],"ss":["a",""],"when":"2015-05-17T10:05:03Z"}'
 )
-_FIELDS = (b"h", b"804571200", b"GET", b"/a", b"200", b"1", b"1.5", b"text", b"yes", b"ab", b"", b"", b"2015-05-17")
+_FIELDS = (
+    b"h",
+    b"804571200",
+    b"GET",
+    b"/a",
+    b"200",
+    b"1",
+    b"18446744073709551615",
+    b"1.5",
+    b"text",
+    b"yes",
+    b"ab",
+    b"",
+    b"",
+    b"2015-05-17",
+)
 
 
 def parser_of(take: Take) -> tuple[LineParser, tuple[str, ...]]:

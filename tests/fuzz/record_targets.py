@@ -7,6 +7,7 @@ import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from functools import partial
 from typing import Any
 
@@ -38,6 +39,8 @@ _FIELDS = (
     Field(name="p", dtype="uint8", shape=(2, 2)),
     Field(name="s", dtype="string"),
     Field(name="ss", dtype="string", shape=(None,)),
+    Field(name="u", dtype="uint64", nullable=True),
+    Field(name="us", dtype="uint64", shape=(None,)),
     Field(name="x", dtype="bytes", nullable=True),
 )
 EXAMPLES, SEQUENCES = Schema(_FIELDS), Schema(_FIELDS, SEQUENCE_EXAMPLE)
@@ -52,9 +55,9 @@ FOREIGN = [
 ]
 _ROWS: list[dict[str, Any]] = [
     {"sample_id": -1, "b": True, "d": -0.5, "f": 1.5, "fs": [1.0, 2.0], "i": 300, "is": [1, -1, 1 << 62], "p": b"abcd",
-     "s": "é", "ss": ["a", ""], "x": b"\0"},
+     "s": "é", "ss": ["a", ""], "u": Decimal((1 << 64) - 1), "us": [Decimal(1)], "x": b"\0"},
     {"sample_id": 7, "b": None, "d": None, "f": 0.0, "fs": [], "i": None, "is": [], "p": b"wxyz", "s": "", "ss": [],
-     "x": None},
+     "u": None, "us": [], "x": None},
 ]  # fmt: skip
 
 
