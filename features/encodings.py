@@ -195,7 +195,7 @@ def _baked(case: _Case) -> None:
     types = (str, list, bool, Mapping | None)
     assert isinstance(raw, Mapping)
     right = set(raw) == set(RAW_KEYS) and all(map(isinstance, (raw[key] for key in RAW_KEYS), types))
-    right = right and all(size is None or type(size) is int for size in raw["shape"])
+    right = right and (raw["shape"] == [None] or all(type(size) is int and size > 0 for size in raw["shape"]))
     case(right, f"raw {dict(raw)!r}"[:200], f"a field's {', '.join(RAW_KEYS)}")
     inner, shape = raw["encoding"], tuple(raw["shape"])
     if inner is not None:

@@ -188,6 +188,7 @@ def test_large_tensors_are_baked_a_part_at_a_time(monkeypatch: pytest.MonkeyPatc
         ({"raw": {"dtype": "string", "shape": [], "nullable": True, "encoding": {"kind": "baked"}}}, "baked twice"),
         ({"raw": {"dtype": "string", "shape": [], "nullable": True, "encoding": None}}, "int64, shape ()"),
         ({"raw": {"dtype": "string", "shape": []}}, "raw "),
+        ({"raw": {"dtype": "string", "shape": [1, None], "nullable": True, "encoding": None}}, "raw "),
         ({"raw": {"dtype": "string", "shape": ["x"], "nullable": True, "encoding": None}}, "raw "),
     ],
 )
