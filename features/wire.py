@@ -32,7 +32,7 @@ def varint(value: int) -> bytes:
 
 
 def read_varint(data: BytesLike, at: int) -> tuple[int, int]:
-    """A varint that begins at `at` and where it ends; IndexError for one that is cut or of more than 10 bytes.
+    """A varint that begins at `at` and where it ends; IndexError for one that is cut or longer than it need be.
 
     The value may have more than 64 bits: who reads numbers looks at that.
     """
@@ -44,8 +44,10 @@ def read_varint(data: BytesLike, at: int) -> tuple[int, int]:
         byte = data[at + index]
         value |= (byte & 127) << (7 * index)
         if byte < 128:
+            if byte == 0:
+                break
             return value, at + index + 1
-    raise IndexError("a varint of more than 10 bytes")
+    raise IndexError("a varint of more bytes than it takes")
 
 
 def sized(tag: int, data: bytes) -> bytes:

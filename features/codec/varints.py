@@ -76,8 +76,10 @@ def read_length(at: Any, end: Any) -> Any:
 
 @njit(forceinline=True)
 def read_number(at: Any, size: Any, end: Any) -> Any:
-    """The varint of just `size` bytes (1 to 10) at `at`, and whether it is one."""
+    """The varint of just `size` bytes (1 to 10) at `at`, and whether it is one that needs all of them."""
     value = np.uint64(0)
+    if size > 1 and load_u8(at + size - 1) == 0:
+        return value, False
     if size <= 8 and end - at >= 8:
         word = load_u64(at)
         ones = ~np.uint64(0) >> np.uint64(64 - 8 * size)

@@ -14,6 +14,7 @@ from features.codec.decoder import RecordDecoder
 from features.codec.encoder import RecordEncoder
 from features.example import decode_batch, encode_batch
 from features.schema import Field, Schema, sample_id_field
+from features.wire import sized
 from storage.errors import CorruptionError, DataError
 from storage.tfrecord import frame, record_offsets
 from tests.features.codec.test_encoder import tables
@@ -79,6 +80,19 @@ def test_changed_records_are_taken_or_refused_as_by_the_plain_decoder(draw: st.D
         assert str(caught.value) == str(error)
     else:
         assert bits(RecordDecoder(SCHEMA).decode(data, file="f")) == bits(expected)
+
+
+@pytest.mark.parametrize("number", [b"\x80\0", b"\xff" * 7 + b"\0", b"\xff" * 8 + b"\0", b"\x81" * 9 + b"\0"])
+def test_a_number_of_more_bytes_than_it_takes_is_refused(number: bytes) -> None:
+    """Else one row had several records, and several digests."""
+    for shape in ((), (None,)):
+        schema = Schema((sample_id_field(), Field(name="a", dtype="int64", shape=shape)))
+        own = encode_batch(schema, pa.RecordBatch.from_pydict({"sample_id": [1], "a": [[5]] if shape else [5]}))[0]
+        feature = sized(0x12, sized(0x1A, sized(0x0A, number)))
+        record = sized(0x0A, sized(0x0A, b"\x0a\x01a" + feature) + own[own.index(b"\x0a\x12\x0a\x09sample_id") :])
+        assert own[own.index(b"\x0a\x01a") :].startswith(b"\x0a\x01a\x12\x05\x1a\x03\x0a\x01\x05")
+        with pytest.raises(DataError, match="field `a`"):
+            RecordDecoder(schema).decode(frame(record), file="f")
 
 
 def test_a_schema_with_other_fields_is_refused() -> None:
