@@ -33,27 +33,32 @@ from features.hashing import hash_values
 from features.schema import SAMPLE_ID, Field, Schema
 
 CHUNK_BYTES = 4 << 20
-# A shard's row, or what became of an image: its id, split and leak key, or what is wrong with it, and where it lies.
+# What became of a shard, of an image that could not be made, or of one that could: two of these three are null. Of an
+# image that could, its split and leak key; of each where it comes from.
 WRITTEN_DDL = (
-    f"{RESULT_DDL}, rejected bigint, rejected_bytes bigint, {c.SPLIT} string, {c.SOURCE} int, {c.POSITION} bigint,"
-    f" {SAMPLE_ID} bigint, {c.LEAK} bigint, {PLACE} string, reason string, raw binary, raw_length bigint,"
-    " raw_sha256 string"
+    f"shard struct<{RESULT_DDL}, rejected bigint, rejected_bytes bigint>,"
+    f" bad struct<{PLACE} string, reason string, raw binary, length bigint, sha256 string>,"
+    f" {c.SPLIT} string, {c.SOURCE} int, {c.POSITION} bigint, {SAMPLE_ID} bigint, {c.LEAK} bigint"
+)
+_SHARD = pa.struct([*RESULT, ("rejected", pa.int64()), ("rejected_bytes", pa.int64())])
+_BAD = pa.struct(
+    [
+        (PLACE, pa.string()),
+        ("reason", pa.string()),
+        ("raw", pa.binary()),
+        ("length", pa.int64()),
+        ("sha256", pa.string()),
+    ]
 )
 _WRITTEN = pa.schema(
     [
-        *RESULT,
-        ("rejected", pa.int64()),
-        ("rejected_bytes", pa.int64()),
+        ("shard", _SHARD),
+        ("bad", _BAD),
         (c.SPLIT, pa.string()),
         (c.SOURCE, pa.int32()),
         (c.POSITION, pa.int64()),
         (SAMPLE_ID, pa.int64()),
         (c.LEAK, pa.int64()),
-        (PLACE, pa.string()),
-        ("reason", pa.string()),
-        ("raw", pa.binary()),
-        ("raw_length", pa.int64()),
-        ("raw_sha256", pa.string()),
     ]
 )
 
@@ -105,9 +110,9 @@ class LateImages:
 
 
 def _rejected(batch: pa.RecordBatch, at: int, reason: str, data: bytes) -> dict[str, Any]:
-    place = {name: batch.column(name)[at].as_py() for name in (c.SOURCE, c.POSITION, PLACE)}
-    digest = hashlib.sha256(data).hexdigest()
-    return {**place, "reason": reason, "raw": data[:RAW_BYTES], "raw_length": len(data), "raw_sha256": digest}
+    place = {name: batch.column(name)[at].as_py() for name in (c.SOURCE, c.POSITION)}
+    told = {PLACE: batch.column(PLACE)[at].as_py(), "reason": reason, "raw": data[:RAW_BYTES]}
+    return {**place, "bad": {**told, "length": len(data), "sha256": hashlib.sha256(data).hexdigest()}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +174,7 @@ class WriteLate:
         with tempfile.TemporaryFile(prefix="lockstep-told-") as file, pa.ipc.new_stream(file, _WRITTEN) as told:
             counts = {"rejected": 0, "rejected_bytes": 0}
             row = self.write.write(partition, self._made(batches, split, told, counts)).to_pylist()[0]
-            yield pa.RecordBatch.from_pylist([{**row, **counts}], schema=_WRITTEN)
+            yield pa.RecordBatch.from_pylist([{"shard": {**row, **counts}}], schema=_WRITTEN)
             told.close()
             file.seek(0)
             yield from pa.ipc.open_stream(file)
@@ -189,7 +194,7 @@ class WriteLate:
                 if bad:
                     told.write_batch(pa.RecordBatch.from_pylist(bad, schema=_WRITTEN))
                     counts["rejected"] += len(bad)
-                    counts["rejected_bytes"] += sum(len(row["raw"]) for row in bad)
+                    counts["rejected_bytes"] += sum(len(row["bad"]["raw"]) for row in bad)
                 if not batch.num_rows:
                     continue
                 names = (c.SOURCE, c.POSITION, SAMPLE_ID, c.LEAK)

@@ -333,6 +333,15 @@ def test_parquet_without_a_row_group(tmp_path: Path) -> None:
     assert caught.value.got and caught.value.allowed and caught.value.next_step
 
 
+def test_a_text_of_any_length_is_no_label(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"image": [{"bytes": picture(1)}] * 2, "label": ["a" * 4096, "a" * 4097]}), path)
+    assert [(row["kind"], row["reason"]) for row in rows(parquet_plan(path))] == [
+        (RECORD, None),
+        (BAD, "label_too_long"),
+    ]
+
+
 def test_parquet_with_a_column_of_images(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     images = [{"bytes": picture(n), "path": "x"} for n in range(5)] + [None, {"bytes": b"noise", "path": "x"}]

@@ -95,6 +95,10 @@ def test_what_cannot_be_a_dataset(spark: SparkSession, tmp_path: Path) -> None:
         image_sets.run(spark, config(one_class, tmp_path / "out"))
     with pytest.raises(DataError, match="1 classes were found"):
         image_sets.run(spark, config(one_class, tmp_path / "out", split="80/20"))
+    unique = make_tar(tmp_path / "unique.tar", {f"{n}/1.png": picture(n) for n in range(40)})
+    with pytest.raises(DataError, match="more than 2 classes were found"):  # told without all of them
+        image_sets.run(spark, config(unique, tmp_path / "out", split="80/20", num_classes=2))
+    unique.unlink()
     one_class.write_bytes(one_class.read_bytes()[:512])
     with pytest.raises(DataError, match="cannot be read on at byte"):
         image_sets.run(spark, config(one_class, tmp_path / "out"))
