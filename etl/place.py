@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from etl import columns as c
 from etl.shards import RESULT_DDL, ShardTable, WriteShards
+from etl.tasks import mapped
 from features.schema import SAMPLE_ID
 from storage.fs import FileSystem, join, parent
 from storage.layout import DatasetPaths, index_path, shard_path
@@ -66,7 +67,7 @@ def write_shards(
     """Write the rows that are not dropped and move each shard and index to its place below `paths.root`."""
     names = [field.name for field in write.schema if field.name != SAMPLE_ID] if write.fmt == "parquet" else [c.RECORD]
     columns = (c.SHARD, c.KEY, c.SOURCE, c.POSITION, SAMPLE_ID, *names)
-    results = ordered(rows, table, columns).mapInArrow(write, RESULT_DDL).collect()
+    results = mapped(ordered(rows, table, columns), write, RESULT_DDL).collect()
     return placed(fs, paths, results, table, write.fmt)
 
 
@@ -82,7 +83,7 @@ def ordered(rows: DataFrame, table: ShardTable, columns: Sequence[str]) -> DataF
         base += count
     assert shard is not None
     kept = rows.where(f.col(c.DROPPED).isNull()).withColumn(c.SHARD, shard)
-    kept = kept.select(*(f.col(f"`{name}`") for name in columns))
+    kept = kept.select(*(f.col(c.quoted(name)) for name in columns))
     return kept.repartitionById(table.total, c.SHARD).sortWithinPartitions(c.KEY, SAMPLE_ID)
 
 

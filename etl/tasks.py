@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -17,6 +18,30 @@ if TYPE_CHECKING:
 MAX_TASKS = 10_000
 
 
+Batches = Iterable[pa.RecordBatch]
+
+
+@dataclass(frozen=True)
+class _Renamed:
+    """A function for mapInArrow whose batches come with other names than its own `names`."""
+
+    function: Callable[[Batches], Iterator[pa.RecordBatch]]
+    names: tuple[str, ...]
+
+    def __call__(self, batches: Batches) -> Iterator[pa.RecordBatch]:
+        return self.function(batch.rename_columns(list(self.names)) for batch in batches)
+
+
+def mapped(df: DataFrame, function: Callable[[Batches], Iterator[pa.RecordBatch]], ddl: str) -> DataFrame:
+    """df.mapInArrow, which itself asks for columns by names that it does not quote: here they may hold dots and
+    backticks.
+    """
+    names = tuple(df.columns)
+    if not any(set(name) & set(".`") for name in names):
+        return df.mapInArrow(function, ddl)
+    return df.toDF(*(f"_{number}" for number in range(len(names)))).mapInArrow(_Renamed(function, names), ddl)
+
+
 class EachRow(ABC):
     """The function for mapInArrow: a subclass says what becomes of one row of the plan."""
 
@@ -24,7 +49,7 @@ class EachRow(ABC):
         self._settings = settings
 
     @in_task
-    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    def __call__(self, batches: Batches) -> Iterator[pa.RecordBatch]:
         """What `batches_of` gives for each row in turn, with the session's Hadoop settings in force."""
         set_hadoop_settings(self._settings)
         for batch in batches:

@@ -30,6 +30,7 @@ from etl.spark_errors import translated
 from etl.splits import SplitSpec
 from etl.staging import Staging, publish_beside
 from etl.table import named_repeats, prepared
+from etl.tasks import mapped
 from etl.weighing import class_counts
 from etl.write_late import Late, write_late
 from features.schema import Schema
@@ -137,13 +138,13 @@ def _written(df: DataFrame, job: _Job, unweighed: Schema) -> DatasetManifest:
         assign = replace(assign, weights=balanced(schema.label.name, counts))
     full = None
     if late is None:
-        rows = df.mapInArrow(assign, assign.ddl()).persist()
+        rows = mapped(df, assign, assign.ddl()).persist()
     else:
         # Counted without the images, which are handed on where they are written and kept nowhere in between.
         whole = AssignLate.of(assign, late.images)
         thin = replace(whole, carry=False)
-        rows = df.drop(late.images.field.name, PACKED, PLACE).mapInArrow(thin, thin.ddl()).persist()
-        full = df.mapInArrow(whole, whole.ddl())
+        rows = mapped(df.drop(late.images.field.name, PACKED, PLACE), thin, thin.ddl()).persist()
+        full = mapped(df, whole, whole.ddl())
     try:
         with Staging(config.output) as staging, ExitStack() as stack:
             if config.clean:
@@ -172,8 +173,8 @@ def _build(
     read = counted if origin.read is None else origin.read
     names = _names(job.split, sizes, read, origin.quarantined)
     kept = rows.where(f.col(c.DROPPED).isNull())
-    if full is None:
-        leakage = check_leakage(kept, job.split, schema, names)
+    # Of late images the features are known only when they are written.
+    leakage = check_leakage(kept, job.split, schema, names) if full is None else None
     if job.parent is not None:
         check_new_ids(kept, job.parent)
         fitted = job.parent.fitted()
@@ -204,6 +205,7 @@ def _build(
     elif origin.quarantine is not None and config.quarantine != NOT_KEPT:
         files |= place_quarantine(staging, paths.quarantine, origin, urls)
     assert read == counted, f"{read} records read, but {counted} accounted for"
+    assert leakage is not None
     assert written == sum(split.records for split in splits.values()), "rows were lost on their way to the shards"
     return DatasetManifest.build(
         format=config.fmt,

@@ -13,8 +13,9 @@ from etl.image_rows import PACKED, PLACE
 from etl.late_images import WRITTEN_DDL, LateImages, WriteLate
 from etl.leakage import CONTENT, checks_of
 from etl.place import ordered, placed
-from etl.shards import RESULT, ShardTable, WriteShards
+from etl.shards import ShardTable, WriteShards
 from etl.splits import SplitSpec
+from etl.tasks import mapped
 from features.schema import SAMPLE_ID, Schema
 from storage.errors import DataError
 from storage.fs import FileSystem
@@ -70,13 +71,13 @@ def write_late(
     carried = [field.name for field in write.schema if field.name != SAMPLE_ID]
     columns = (c.SHARD, c.KEY, c.SOURCE, c.POSITION, SAMPLE_ID, c.LEAK, PACKED, PLACE, *carried)
     task = WriteLate(write, late.images)
-    found = ordered(rows, table, columns).mapInArrow(task, WRITTEN_DDL).persist()
+    found = mapped(ordered(rows, table, columns), task, WRITTEN_DDL).persist()
     stack.callback(found.unpersist)
-    results = found.where("shard IS NOT NULL").select(*RESULT.names, "rejected", "rejected_bytes").collect()
-    splits, files = placed(fs, paths, results, table, write.fmt)
-    _refuse_empty(splits)
+    results = found.where("shard IS NOT NULL").select("shard.*").collect()
     whole = _told(origin, found, results)
     late.check(whole)
+    splits, files = placed(fs, paths, results, table, write.fmt)
+    _refuse_empty(splits)
     return Written(splits, files, whole, found.where(f"{SAMPLE_ID} IS NOT NULL"))
 
 
@@ -96,10 +97,7 @@ def _told(origin: Origin, found: DataFrame, results: Sequence[Row]) -> Origin:
     rejected = sum(row["rejected"] for row in results)
     if not rejected:
         return origin
-    bad = found.where("reason IS NOT NULL").selectExpr(
-        f"{c.SOURCE} AS source", f"{c.POSITION} AS position", PLACE, "reason", "raw",
-        "raw_length AS length", "raw_sha256 AS sha256",
-    )  # fmt: skip
+    bad = found.where("bad IS NOT NULL").selectExpr(f"{c.SOURCE} AS source", f"{c.POSITION} AS position", "bad.*")
     before = origin.quarantine
     return replace(
         origin,
