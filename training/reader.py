@@ -61,7 +61,7 @@ def _fitted_path(file: str, manifest: DatasetManifest, held_out: str | None) -> 
             "this dataset was fitted once for each fold that is held out",
             got="no fold that is held out" if held_out is None else f"`{held_out}` held out",
             allowed=", ".join(folds),
-            next_step="Say which fold is kept for testing.",
+            next_step="Train on all folds but one: their names in --split, with `,` between them.",
         )
     return fitted_path(held_out_file(file, held_out))
 
