@@ -55,7 +55,7 @@ def baked_rows(rows: DataFrame, bake: Bake) -> Iterator[DataFrame]:
     from pyspark.sql import functions as f
 
     # By number: mapInArrow cannot take a column with a dot in its name.
-    fields = [f.col(f"`{field.name}`").alias(str(number)) for number, field in enumerate(bake.schema)]
+    fields = [f.col(c.quoted(field.name)).alias(str(number)) for number, field in enumerate(bake.schema)]
     kept = rows.where(f.col(c.DROPPED).isNull()).select(*_OWN, *fields)
     baked = kept.mapInArrow(bake, bake.ddl()).persist()
     try:

@@ -154,7 +154,7 @@ def _cut_by_class(rows: DataFrame, split: SplitSpec, firsts: Mapping[str, Sequen
     named = f.lit(split.names[0])
     for name, first in zip(split.names[1:], names, strict=True):
         named = f.when(f.col(c.KEY) >= f.col(first), name).otherwise(named)
-    return _renamed(joined, named).select(*rows.columns)
+    return _renamed(joined, named).select(*map(c.quoted, rows.columns))
 
 
 def _renamed(rows: DataFrame, named: Column) -> DataFrame:

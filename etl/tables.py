@@ -50,7 +50,7 @@ def run(spark: SparkSession, config: TableConfig) -> DatasetManifest:
 
 def frame(spark: SparkSession, config: TableConfig) -> DataFrame:
     """The rows that the configuration names."""
-    from pyspark.errors import AnalysisException, ParseException
+    from pyspark.errors import AnalysisException, ParseException, PySparkException
 
     try:
         if config.table is not None:
@@ -62,6 +62,15 @@ def frame(spark: SparkSession, config: TableConfig) -> DataFrame:
             df = spark.read.format(config.input_format).load(list(config.inputs))
     except (AnalysisException, ParseException) as error:
         raise _unreadable(config, error) from None
+    except PySparkException as error:
+        if "[DATA_SOURCE_NOT_FOUND]" not in str(error):
+            raise
+        raise ConfigError(
+            f"Spark knows no format {config.input_format}",
+            got=str(error).strip().splitlines()[0][:500],
+            allowed="parquet, orc, csv, json, or one whose jar the session has",
+            next_step="Correct --input-format, or name its jar by spark-submit --packages.",
+        ) from None
     _refuse_chance(spark, df)
     return df
 

@@ -10,6 +10,7 @@ from etl import columns as c
 from etl.assign import Assign
 from etl.settle import MAX_CLASSES, settle
 from etl.splits import TRAIN
+from etl.tasks import mapped
 from features.schema import Schema
 from storage.errors import DataError
 
@@ -28,7 +29,7 @@ def class_counts(df: DataFrame, schema: Schema, assign: Assign) -> dict[str, int
     label = schema.label
     assert label is not None, "etl.output.check_schema refuses a schema without"
     narrow = replace(assign, schema=Schema((schema.id_field, label)), fmt="parquet")
-    rows = df.mapInArrow(narrow, narrow.ddl()).persist()
+    rows = mapped(df, narrow, narrow.ddl()).persist()
     try:
         kept = settle(rows, assign.split).where(f.col(c.DROPPED).isNull())
         trains = (f.col(c.SPLIT) == TRAIN).alias("trains")
