@@ -38,10 +38,11 @@ from training.handler import RunHandler
 from training.launch.task import Handler, Limits, RankTask
 from training.lease import WATCH_S, Lease
 from training.models import may_follow_length
-from training.parts import open_parts
+from training.parts import held_out, open_parts
 from training.paths import RunPaths
-from training.plan import EpochPlan
+from training.plan import EpochPlan, split_of
 from training.planning import plan_for
+from training.reader import load_encoder
 from training.retention import drop_stagings, take_over
 from training.run_json import check_run, open_run
 
@@ -130,7 +131,7 @@ def check(config: TrainConfig) -> RunResult | None:
     Other file systems may need Spark's settings, so there `train` itself tells.
     """
     if all(map(_is_local, config.datasets)):
-        plan = plan_for(open_parts(config.datasets, config.split)[1], config)
+        plan = plan_for(_opened(config), config)
         plan.steps(config.epochs)
         if _is_local(config.run) and check_run(filesystem(config.run), RunPaths(config.run), config, plan):
             return _finished(filesystem(config.run), RunPaths(config.run), config)
@@ -145,7 +146,7 @@ def train(config: TrainConfig, launch: Launch, *, hooks: Hooks | None = None) ->
     """
     hooks = hooks or Hooks()
     config = replace(config, datasets=tuple(map(absolute, config.datasets)), run=absolute(config.run))
-    _, manifest = open_parts(config.datasets, config.split)
+    manifest = _opened(config)
     plan = plan_for(manifest, config)
     steps = plan.steps(config.epochs)
     fs, paths = filesystem(config.run), RunPaths(config.run)
@@ -158,6 +159,15 @@ def train(config: TrainConfig, launch: Launch, *, hooks: Hooks | None = None) ->
         open_run(fs, paths, config, manifest, plan)
         with Progress("training", steps, "steps") as progress:
             return _Driver(config, plan, manifest, fs, paths, hooks, progress).run(launch)
+
+
+def _opened(config: TrainConfig) -> DatasetManifest:
+    """The manifest of what is trained on; what its ranks would refuse in it (one fold of three) is refused here."""
+    parts, manifest = open_parts(config.datasets, config.split)
+    first = parts[0]
+    split_of(manifest, config.split)
+    load_encoder(first.url, first.manifest, held_out(first.manifest, config.split, training=True))
+    return manifest
 
 
 def _finished(fs: FileSystem, paths: RunPaths, config: TrainConfig) -> RunResult | None:

@@ -12,6 +12,7 @@ import pytest
 from jobs.train import ROOT, config_of, main, parser
 from storage.errors import ConfigError, NotFoundError
 from tests.training._tiny import write_table
+from tests.training.test_fitted_files import write as write_folds
 from training.config import TrainConfig
 
 NEEDED = ("--model", "logistic", "--num-ranks", "2", "--global-batch", "8", "--epochs", "1")
@@ -67,6 +68,13 @@ def test_missing_dataset_and_lanes_that_do_not_fit(tmp_path: Path) -> None:
     write_table(tmp_path / "data")
     with pytest.raises(ConfigError, match="9 ranks are more"):
         main(flags(tmp_path, "--num-ranks", "9"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_fold_of_three_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    write_folds(tmp_path / "data", "w.fold-0", "w.fold-1", "w.fold-2")
+    with pytest.raises(ConfigError, match=r"held out(?s:.*)all folds but one"):
+        main(flags(tmp_path, "--split", "fold-1"))
     assert not (tmp_path / "run").exists()
 
 
