@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from storage.fs import FileSystem, filesystem
 from tests.cluster.daemons import Cluster
 
 
@@ -26,3 +27,9 @@ def hadoop(hadoop_session: Cluster) -> Iterator[Cluster]:
     """
     yield hadoop_session
     hadoop_session.heal()
+
+
+@pytest.fixture
+def fs(root: str) -> FileSystem:
+    """The backend of `root`, a directory that the test file's own fixture makes."""
+    return filesystem(root)

@@ -25,11 +25,6 @@ def root(hadoop: Any) -> Iterator[str]:
     filesystem(url).delete(url, recursive=True)
 
 
-@pytest.fixture
-def fs(root: str) -> FileSystem:
-    return filesystem(root)
-
-
 class TestHdfs(FileSystemContract):
     """The whole contract."""
 

@@ -40,11 +40,6 @@ def root(web: str) -> Iterator[str]:
     filesystem(url).delete(url, recursive=True)
 
 
-@pytest.fixture
-def fs(root: str) -> FileSystem:
-    return filesystem(root)
-
-
 class TestWebHdfs(FileSystemContract):
     """The whole contract."""
 
