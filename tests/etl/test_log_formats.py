@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,6 +119,22 @@ def test_a_click_log(spark: SparkSession, tmp_path: Path) -> None:
     data = (tmp_path / "clicks.csv").read_bytes()
     for row in found:
         assert data[row["position"] :].startswith(row["raw"] + b"\r\n")
+    # The same clicks as JSON lines are the same dataset.
+    kept = [lines[0], *(line for number, line in enumerate(lines) if number and number not in bad)]
+    (tmp_path / "clicks.jsonl").write_text("".join(map(as_json, csv.DictReader(line.decode() for line in kept))))
+    flags[1], flags[3], flags[5] = str(tmp_path / "clicks.jsonl"), str(tmp_path / "two"), "json"
+    again = logs.run(spark, etl_logs.config_of(etl_logs.parser().parse(flags)))
+    assert (again.counts.read, again.digest) == (1996, manifest.digest)
+
+
+def as_json(click: dict[str, str]) -> str:
+    """A line of the click log as an object: its numbers and booleans as such."""
+    reads: dict[str, Callable[[str], object]] = {"click": "1".__eq__, "item_id": int, "position": int}
+    values = {
+        name: reads.get(name, float if "score" in name or "affinity" in name else str)(text)
+        for name, text in click.items()
+    }
+    return json.dumps(values) + "\n"
 
 
 def wide_lines(count: int) -> bytes:
