@@ -18,6 +18,8 @@ from storage.manifest import DatasetManifest
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+_NO_FORMAT = "DATA_SOURCE_NOT_FOUND"
+
 
 def check(config: TableConfig) -> Schema | None:
     """What can be checked before Spark starts: the output is free, the schema's file is one and goes with weights and
@@ -50,7 +52,8 @@ def run(spark: SparkSession, config: TableConfig) -> DatasetManifest:
 
 def frame(spark: SparkSession, config: TableConfig) -> DataFrame:
     """The rows that the configuration names."""
-    from pyspark.errors import AnalysisException, ParseException, PySparkException
+    from py4j.protocol import Py4JJavaError
+    from pyspark.errors import AnalysisException, ParseException
 
     try:
         if config.table is not None:
@@ -62,12 +65,12 @@ def frame(spark: SparkSession, config: TableConfig) -> DataFrame:
             df = spark.read.format(config.input_format).load(list(config.inputs))
     except (AnalysisException, ParseException) as error:
         raise _unreadable(config, error) from None
-    except PySparkException as error:
-        if "[DATA_SOURCE_NOT_FOUND]" not in str(error):
+    except Py4JJavaError as error:  # pyspark has no class for this one
+        if f"[{_NO_FORMAT}]" not in str(error):
             raise
         raise ConfigError(
             f"Spark knows no format {config.input_format}",
-            got=str(error).strip().splitlines()[0][:500],
+            got=_NO_FORMAT,
             allowed="parquet, orc, csv, json, or one whose jar the session has",
             next_step="Correct --input-format, or name its jar by spark-submit --packages.",
         ) from None

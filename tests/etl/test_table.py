@@ -21,6 +21,7 @@ from etl.spark_errors import to_wire, translated
 from etl.splits import SplitSpec
 from etl.table import infer_schema, prepared
 from etl.table_config import TableConfig
+from features.dataset_blocks import dataset_blocks
 from features.schema import Field, Schema, sample_id_field
 from storage.errors import ConfigError, DataError, LockstepError, NotFoundError
 from storage.manifest import DatasetManifest, load_dataset
@@ -185,7 +186,7 @@ def test_a_table_of_the_catalog(spark: SparkSession, frame: DataFrame, tmp_path:
 
 def test_appends(spark: SparkSession, frame: DataFrame, tmp_path: Path) -> None:
     frame.createOrReplaceTempView("rows")
-    common: dict[str, Any] = {"fmt": "tfrecord", "split": "group:user:80/20"}
+    common: dict[str, Any] = {"fmt": "tfrecord", "split": "group:user:80/20", "weights": "balanced"}
 
     def run(name: str, where: str, parent: str | None = None, **more: Any) -> DatasetManifest:
         above = None if parent is None else str(tmp_path / parent)
@@ -193,11 +194,18 @@ def test_appends(spark: SparkSession, frame: DataFrame, tmp_path: Path) -> None:
         return tables.run(spark, table_config(tmp_path / name, query=query, append_to=above, **{**common, **more}))
 
     first = run("a", "id < 300")
-    second = run("b", "id BETWEEN 300 AND 599", "a")
+    second = run("b", "id BETWEEN 300 AND 599 AND (id > 400 OR NOT click)", "a")  # clicks are rarer there
     assert second.parent == {"url": str(tmp_path / "a"), "digest": first.digest}
     assert {name: split.block_records for name, split in second.splits.items()} == {
         name: split.block_records for name, split in first.splits.items()
     }
+    assert second.created_by["config"]["class_counts"] == first.created_by["config"]["class_counts"]
+    weights = [
+        {(row["click"], row["weight"]) for block in blocks for batch in block.read() for row in batch.to_pylist()}
+        for name, manifest in (("a", first), ("b", second))
+        for blocks in dataset_blocks(str(tmp_path / name), manifest).values()
+    ]
+    assert all(found == weights[0] for found in weights) and len(weights[0]) == 2
     with pytest.raises(DataError, match=r"100 records are in .*b already, or in what it continues"):
         run("c", "id < 100", "b")
     for more, what in (({"seed": 1}, "seed"), ({"split": "80/20"}, "split"), ({"exclude": ("id",)}, "schema")):
@@ -217,8 +225,11 @@ def test_a_mark_in_a_plan_is_no_error_of_a_task(spark: SparkSession) -> None:
 
 
 def test_any_data_frame_and_what_cannot_be_one(spark: SparkSession, frame: DataFrame, tmp_path: Path) -> None:
-    one = etl.write_dataset(frame.repartition(3), str(tmp_path / "one"), id_columns=["id"], label="click")
-    etl.write_dataset(frame.coalesce(1), str(tmp_path / "two"), id_columns=["id"], label="click")
+    odd, name = frame.withColumnRenamed("kind", "k`ind.x"), "k`ind.x"  # a name that must be quoted wherever it goes
+    told: dict[str, Any] = {"id_columns": ["id"], "label": name, "split": f"stratified:{name}:80/20"}
+    one = etl.write_dataset(odd.repartition(3), str(tmp_path / "one"), **told, weights="balanced")
+    etl.write_dataset(odd.coalesce(1), str(tmp_path / "two"), **told, weights="balanced")
+    assert one.created_by["config"]["class_counts"] == {"a": 240, "b": 160, "c": 80}
     assert tree(tmp_path / "one") == tree(tmp_path / "two") and load_dataset(str(tmp_path / "one")) == one
     assert (one.format, list(one.splits), one.source) == ("tfrecord", ["test", "train"], ())
     with pytest.raises(DataError, match="rows have the same id columns") as caught:
@@ -235,6 +246,8 @@ def test_any_data_frame_and_what_cannot_be_one(spark: SparkSession, frame: DataF
         with pytest.raises(kind) as told:
             tables.run(spark, TableConfig(output=url, query=query, id_columns=("id",)))
         assert told.value.got and told.value.allowed and told.value.next_step
+    with pytest.raises(ConfigError, match="Spark knows no format nosuch"):
+        tables.run(spark, TableConfig(output=url, inputs=(url,), input_format="nosuch", id_columns=("id",)))
     for values in ([1], None, [2]), ([1], [3], [2, None]):
         lists = spark.createDataFrame(list(enumerate(values)), "id bigint, many array<bigint>")
         with pytest.raises(DataError, match="field `many` is null"):
