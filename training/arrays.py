@@ -23,6 +23,7 @@ _CHUNK_BYTES = 2 << 20
 _CHUNK_BATCHES = 4
 _CHUNK_MOST_BYTES = 14 << 20
 _CHUNK_BLOCKS = 7
+_POOLED_BYTES = 1 << 20
 
 Arrays = dict[str, npt.NDArray[Any] | pa.Array]
 
@@ -80,11 +81,24 @@ def _joined(parts: list[Arrays]) -> Arrays:
     found: Arrays = {}
     for name, first in parts[0].items():
         if isinstance(first, np.ndarray):
-            found[name] = np.concatenate([part[name] for part in parts])
-            found[name].flags.writeable = False
+            found[name] = _concatenated([part[name] for part in parts])
         else:
             found[name] = pa.concat_arrays([part[name] for part in parts])
     return found
+
+
+def _concatenated(parts: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """np.concatenate, large arrays in memory of Arrow's pool: NumPy's is given back and cleared at each array, once
+    TensorFlow has worked in the process."""
+    size = sum(part.nbytes for part in parts)
+    if size < _POOLED_BYTES:
+        joined = np.concatenate(parts)
+    else:
+        shape = (sum(map(len, parts)), *parts[0].shape[1:])
+        memory = np.frombuffer(pa.allocate_buffer(size), dtype=parts[0].dtype).reshape(shape)
+        joined = np.concatenate(parts, out=memory)
+    joined.flags.writeable = False
+    return joined
 
 
 def _check_rows(rows: int) -> None:

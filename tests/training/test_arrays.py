@@ -84,6 +84,13 @@ def test_only_a_batch_across_chunks_is_copied() -> None:
     assert not found[3].flags.writeable
 
 
+def test_large_arrays_are_joined_too() -> None:
+    whole = np.arange(600_000, dtype="<f4").reshape(-1, 3)
+    chunks = [{"x": whole[:150_000]}, {"x": whole[150_000:]}]
+    (found,) = cut(chunks, len(whole))
+    assert np.array_equal(found["x"], whole) and found["x"].dtype == whole.dtype and not found["x"].flags.writeable
+
+
 @pytest.mark.parametrize("fmt", ["tfrecord", "parquet"])
 def test_what_is_handed_out_is_read_only(tmp_path: Path, fmt: str) -> None:
     write_table(tmp_path / "d", fmt=fmt)
