@@ -243,9 +243,9 @@ def test_any_data_frame_and_what_cannot_be_one(spark: SparkSession, frame: DataF
         ("SELECT 1 AS id, current_date() AS x", ConfigError),
         ("SELECT 1 AS id, 2 AS `split`", ConfigError),
     ):
-        with pytest.raises(kind) as told:
+        with pytest.raises(kind) as refused:
             tables.run(spark, TableConfig(output=url, query=query, id_columns=("id",)))
-        assert told.value.got and told.value.allowed and told.value.next_step
+        assert refused.value.got and refused.value.allowed and refused.value.next_step
     with pytest.raises(ConfigError, match="Spark knows no format nosuch"):
         tables.run(spark, TableConfig(output=url, inputs=(url,), input_format="nosuch", id_columns=("id",)))
     for values in ([1], None, [2]), ([1], [3], [2, None]):
