@@ -136,8 +136,9 @@ def one_forks(context: RankContext) -> dict[str, Any]:
 
 def one_stopped(context: RankContext) -> dict[str, Any]:
     """Rank 0 stops its own process, heartbeats and all."""
+    context.control.beat(0, "train")
     if context.world.rank == 0:
-        time.sleep(0.5)
+        time.sleep(0.5)  # a heartbeat says that it has started
         os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(60)
     return {}

@@ -15,7 +15,8 @@ import pytest
 from storage.errors import CommunicationError, ConfigError, LockstepError, StorageError
 from training.control.carry import error_from_json, error_to_json
 from training.control.client import ControlClient, open_channel
-from training.control.protocol import HEADER, HELLO, MAGIC, MAX_BODY_BYTES, Role, Tag, present
+from training.control.failures import RankState, failure_of
+from training.control.protocol import HEADER, HELLO, MAGIC, MAX_BODY_BYTES, STARTING, Role, Tag, present
 from training.control.rendezvous import Rendezvous
 from training.control.server import ControlServer
 from training.launch.task import Limits
@@ -254,11 +255,28 @@ def test_world_from_hosts() -> None:
         World(2, 2, 0, 1, 1)
 
 
+@pytest.mark.parametrize(
+    ("phase", "now", "found"),
+    [
+        ("train", 14.0, None),
+        ("train", 16.0, "no heartbeat for 10 s"),
+        (STARTING, 16.0, None),  # it imports TensorFlow
+        (STARTING, 299.0, None),
+        (STARTING, 301.0, "no heartbeat for 10 s"),
+    ],
+)
+def test_silence_counts_once_a_rank_has_started(phase: str, now: float, found: str | None) -> None:
+    state = RankState(0, phase=phase, joined_at=5.0, beat_at=5.0, moved_at=5.0)
+    failure = failure_of(state, now, 0.0, Limits(start_s=300.0, silent_s=10.0))
+    assert (failure and failure.reason) == found
+
+
 def test_rank_that_is_heard_again_before_anything_was_done_has_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("training.control.server.SETTLE_S", 5.0)
     server = ControlServer(KEY, 7, 1, Limits(silent_s=0.5, grace_s=0.1), None, "127.0.0.1")
     rank = ControlClient(open_channel(("127.0.0.1", server.port), KEY, 7, Role.RANK, 0, 5.0), "here", beat_s=1.5)
-    threading.Timer(2.0, lambda: rank.send(Tag.RESULT, {"result": {"done": 1}})).start()
-    threading.Timer(2.0, lambda: setattr(server._states[0], "exit_code", 0)).start()
+    rank.beat(0, "train")  # told by the beat after 1.5 s; silence counts from there, and is over after 3 s
+    threading.Timer(3.2, lambda: rank.send(Tag.RESULT, {"result": {"done": 1}})).start()
+    threading.Timer(3.2, lambda: setattr(server._states[0], "exit_code", 0)).start()
     assert server.wait() == [{"done": 1}]
     server._listener.close()

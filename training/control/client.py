@@ -11,7 +11,7 @@ from typing import Any
 
 from storage.errors import CommunicationError, LockstepError
 from training.control.carry import error_from_json, json_safe
-from training.control.protocol import Channel, ConnectionLostError, Role, Tag, present
+from training.control.protocol import STARTING, Channel, ConnectionLostError, Role, Tag, present
 
 DRIVER = "the driver's control server"
 
@@ -53,7 +53,7 @@ class ControlClient:
         self.host = host
         self.lost = threading.Event()
         self._channel, self._beat_s = channel, beat_s
-        self.step, self.phase = 0, "start"
+        self.step, self.phase = 0, STARTING
         self._lock = threading.Lock()
         self._next_id = 0
         self._waiting: dict[int, queue.SimpleQueue[dict[str, Any] | None]] = {}

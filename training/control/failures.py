@@ -8,6 +8,7 @@ from enum import IntEnum
 
 from storage.errors import CommunicationError, LockstepError, TrainingFailedError
 from training.control.carry import is_final
+from training.control.protocol import STARTING
 from training.launch.task import Limits
 
 
@@ -99,7 +100,9 @@ def failure_of(state: RankState, now: float, started: float, limits: Limits) -> 
         return None
     if state.lost_at is not None:
         return Failure(state, "its control connection broke", Weight.LOST)
-    if now - state.beat_at > limits.silent_s:
+    # `import tensorflow` holds the interpreter for tens of seconds on a busy machine: until then the start has a limit.
+    starting = state.phase == STARTING and now - started <= limits.start_s
+    if now - state.beat_at > limits.silent_s and not starting:
         return Failure(state, f"no heartbeat for {limits.silent_s:.0f} s", Weight.SILENT)
     if now - state.moved_at > limits.stall_s:
         return Failure(state, f"alive, but no progress for {limits.stall_s:.0f} s", Weight.SILENT)

@@ -44,6 +44,9 @@ def new_key() -> bytes:
     return secrets.token_bytes(32)
 
 
+STARTING = "start"  # a rank's phase until it says what it does
+
+
 class Role(IntEnum):
     """Who speaks: the rank itself or the supervisor that started it."""
 

@@ -15,7 +15,7 @@ from typing import Any
 from storage.errors import CommunicationError, LockstepError
 from training.control.carry import error_from_json, error_to_json, is_final
 from training.control.failures import Failure, LauncherError, RankFailedError, RankState, failure_of
-from training.control.protocol import Channel, Role, Tag, greet
+from training.control.protocol import STARTING, Channel, Role, Tag, greet
 from training.control.rendezvous import Rendezvous
 from training.launch.task import Handler, Limits
 
@@ -154,7 +154,7 @@ class ControlServer:
                 return
             self._ranks[rank] = channel
             state.joined_at = state.beat_at = state.moved_at = time.monotonic()
-            state.phase = "start"
+            state.phase = STARTING
         try:
             while True:
                 self._rank_frame(state, channel, *channel.receive())

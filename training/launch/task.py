@@ -58,7 +58,7 @@ class Limits:
     beat_s: float = 1.0
     """Between two heartbeats of a rank."""
     silent_s: float = 10.0
-    """A rank without a heartbeat for so long is lost."""
+    """A rank without a heartbeat for so long is lost; one that still imports is given `start_s`."""
     grace_s: float = 10.0
     """From SIGTERM to SIGKILL."""
     lost_s: float = 30.0
