@@ -186,14 +186,14 @@ def test_failing_log_storage_does_not_fail_the_rank() -> None:
 
 
 def test_supervisor_kills_its_rank_when_the_driver_is_gone(tmp_path: Path) -> None:
-    """The server's process goes on, but its control port closes for good: 30 s, here 1."""
+    """The server's process goes on, but its control port closes for good: 30 s, here 5."""
     import threading
 
     from training.control.server import ControlServer
     from training.launch.supervisor import Order, Supervisor
     from training.world import World
 
-    limits = Limits(lost_s=1.0, grace_s=0.5)
+    limits = Limits(lost_s=5.0, grace_s=0.5)
     server = ControlServer(bytes(32), 1, 1, limits, None, "127.0.0.1")
     task = RankTask("_ranks:tells_pid", {"folder": str(tmp_path)})
     order = Order(task, World.local(0, 1), "127.0.0.1", ("127.0.0.1", server.port), bytes(32), limits)
