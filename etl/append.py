@@ -187,7 +187,8 @@ def _ids_of_tfrecord(fs: FileSystem, url: str) -> Iterator[pa.Array]:
             offsets = record_offsets(
                 piece.data, file=url, first_record=piece.first_record, base_offset=piece.base_offset
             )
-            yield decode_foreign_frames((sample_id_field(),), piece.data, offsets).column(SAMPLE_ID)
+            found = decode_foreign_frames((sample_id_field(),), piece.data, offsets, context_only=True)
+            yield found.column(SAMPLE_ID)
 
 
 def _samples(theirs: str | None, ours: str | None) -> tuple[str | None, str | None]:

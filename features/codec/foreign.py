@@ -45,11 +45,12 @@ def decode_foreign(fields: Iterable[Field], records: Sequence[BytesLike]) -> pa.
 
 
 def decode_foreign_frames(
-    fields: Iterable[Field], data: NDArray[np.uint8], offsets: NDArray[np.int64]
+    fields: Iterable[Field], data: NDArray[np.uint8], offsets: NDArray[np.int64], *, context_only: bool = False
 ) -> pa.RecordBatch:
     """The same for framed records whose checksums are known to be right: `offsets` (n + 1,) from record_offsets.
 
-    Raises DataError for a SequenceExample too: read as an Example it would lose its feature lists without a word.
+    Raises DataError for a SequenceExample too: read as an Example it would lose its feature lists without a word. With
+    `context_only` that is what is asked for.
     """
     asked = tuple(fields)
 
@@ -60,7 +61,8 @@ def decode_foreign_frames(
     if found is not None:
         return found
     records = records_between(data, offsets)
-    refuse_sequences(records)
+    if not context_only:
+        refuse_sequences(records)
     return foreign_plain.decode_foreign(asked, records)
 
 

@@ -15,13 +15,13 @@ from etl.config import WriteConfig
 from features.codec.foreign import decode_foreign_frames
 from features.example import encode_example
 from features.sample_id import sample_id
-from features.schema import Field, Schema, sample_id_field
+from features.schema import SEQUENCE_EXAMPLE, Field, Schema, sample_id_field
 from storage.errors import ConfigError, CorruptionError, DataError, NotFoundError
 from storage.fs import filesystem
 from storage.layout import DatasetPaths
 from storage.manifest import DatasetManifest, ShardInfo
 from storage.tfrecord import frame
-from tests.training._tiny import write_table
+from tests.training._tiny import write_rows, write_table
 
 
 @pytest.mark.parametrize("fmt", ["tfrecord", "parquet"])
@@ -38,6 +38,16 @@ def test_ids_are_read_out_of_shards(tmp_path: Path, fmt: str) -> None:
     Path(urls[0]).write_bytes(damaged)
     with pytest.raises(CorruptionError):
         list(ids_of(urls[0], shards[0]))
+
+
+def test_ids_are_read_out_of_sequence_examples(tmp_path: Path) -> None:
+    """They lie in the context of each: its feature lists are no reason to refuse it here."""
+    schema = Schema((sample_id_field(), Field(name="l", dtype="int64", shape=(None,))), SEQUENCE_EXAMPLE)
+    rows = pa.RecordBatch.from_pydict({"sample_id": [5, -7], "l": [[1, 2], []]}, schema=schema.arrow_schema())
+    manifest = write_rows(str(tmp_path / "d"), schema, rows, {"train": 2}, "tfrecord", 1, 8, 0)
+    shard = manifest.splits["train"].shards[0]
+    found = list(ids_of(str(tmp_path / "d" / shard.path), shard))
+    assert [sample for batch in found for sample in batch["sample_id"].to_pylist()] == [5, -7]
 
 
 @pytest.mark.parametrize("fmt", ["tfrecord", "parquet"])
@@ -59,9 +69,9 @@ def test_large_records_are_not_held_together(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "part").write_bytes(frame(record) * 40)
     held = []
 
-    def seen(fields: Any, data: np.ndarray, offsets: np.ndarray) -> pa.RecordBatch:
+    def seen(fields: Any, data: np.ndarray, offsets: np.ndarray, **options: bool) -> pa.RecordBatch:
         held.append(len(data))
-        return decode_foreign_frames(fields, data, offsets)
+        return decode_foreign_frames(fields, data, offsets, **options)
 
     monkeypatch.setattr("etl.append.decode_foreign_frames", seen)
     info = ShardInfo(path="part", records=40, bytes=0, sha256="", crc32c="", footer_sha256=None, block_offsets=())
