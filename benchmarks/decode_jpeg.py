@@ -1,21 +1,26 @@
 """How much of plain decoding the whole image job keeps: JPEGs of a tar to published shards, against a loop over them.
 
     python -m benchmarks.decode_jpeg TAR... [--limit N] [--upscale N] [--repeats N] [--cores N] [--format FORMAT]
+        [--all]
 
 TAR are archives of class folders, such as CIFAR-10's JPEGs; they are unpacked to one plain archive first. Three rounds,
 interleaved, the first dropped:
   loop   processes, one a core, that hold their share of the files in memory and decode it with Pillow as people do:
          Image.open(...).convert("RGB") and numpy.asarray, nothing kept
   ours   the same with features.decode, which the job uses
-  job    etl.image_sets.run in a session that is warm: scan, decode, split, shuffle, sort, encode, checksums, manifest
-What carries over is the loop's share of the job: of its wall time, and of the processors' time, which other work on the
-machine changes less. With --upscale N the JPEGs are N times as tall and wide, and the job brings them back to 32x32.
+  job    etl.image_sets.run in a session that is warm: scan, decode, split, sort, encode, checksums, manifest
+  rows   the same, all rows through Spark, as for what etl.planned_rows refuses (with --all)
+  early  the same, images as pixels from the first task on (with --all)
+What carries over is the loop's share of a job: of its wall time, and of the processors' time, which other work on the
+machine changes less. The jobs must give one and the same manifest. With --upscale N the JPEGs are N times as tall and
+wide, and the job brings them back to 32x32.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import os
 import platform
 import statistics
@@ -24,10 +29,12 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
+from unittest.mock import PropertyMock, patch
 
 import numpy as np
 import PIL
@@ -41,6 +48,7 @@ from etl import image_sets
 from etl.image_config import ImagesConfig
 from features.decode import Limits, decode
 from jobs._session import spark_session
+from storage.canonical import sha256_hex
 
 SIDE = 32
 
@@ -118,30 +126,43 @@ class Decoders:
             process.join()
 
 
-def cpu_seconds() -> float:
-    """Processor time of this process and of all below it: decoders, Java, Spark's Python workers."""
-    below = psutil.Process().children(recursive=True)
-    return sum(sum(process.cpu_times()[:2]) for process in (psutil.Process(), *below))
+def cpu_seconds() -> tuple[float, float]:
+    """Processor time of Python (this process, decoders, Spark's workers) and of Java."""
+    found = [0.0, 0.0]
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        found[process.name() == "java"] += sum(process.cpu_times()[:2])
+    return found[0], found[1]
 
 
-def timed(work: Callable[[], object]) -> tuple[float, float]:
-    """(wall seconds, processor seconds) of `work`."""
-    start, used = time.perf_counter(), cpu_seconds()
+def timed(work: Callable[[], object]) -> tuple[float, float, float]:
+    """Seconds of `work`: wall, all processors, those of them that were Java's."""
+    start, (python, java) = time.perf_counter(), cpu_seconds()
     work()
-    return time.perf_counter() - start, cpu_seconds() - used
+    ended, (python_now, java_now) = time.perf_counter(), cpu_seconds()
+    return ended - start, python_now - python + java_now - java, java_now - java
 
 
-def told(times: list[tuple[float, float]], count: int) -> str:
+def told(times: list[tuple[float, float, float]], count: int) -> str:
     """Median, spread and rate in words."""
-    wall, used = ([pair[n] for pair in times] for n in (0, 1))
-    middle = statistics.median(wall)
-    spread = f"{middle:6.2f} s ({min(wall):.2f} - {max(wall):.2f}) {count / middle:8.0f} images/s"
-    return f"{spread}, processors {statistics.median(used):6.2f} s ({min(used):.2f} - {max(used):.2f})"
+    wall, used, java = (statistics.median(column) for column in zip(*times, strict=True))
+    walls, all_used = ([row[n] for row in times] for n in (0, 1))
+    spread = f"{wall:6.2f} s ({min(walls):.2f} - {max(walls):.2f}) {count / wall:8.0f} images/s"
+    return f"{spread}, processors {used:6.2f} s ({min(all_used):.2f} - {max(all_used):.2f}), Java {java:.2f} s of it"
 
 
-def job(spark: SparkSession, config: ImagesConfig, count: int) -> None:
+JOBS: dict[str, dict[str, bool]] = {"job": {}, "rows": {"may_be_planned": False}}
+JOBS["early"] = {**JOBS["rows"], "late": False}
+
+
+def job(spark: SparkSession, config: ImagesConfig, way: str, count: int, digests: set[str]) -> None:
     """The whole job, every image of which must be written."""
-    assert image_sets.run(spark, config).counts.written == count
+    with ExitStack() as stack:
+        for name, value in JOBS[way].items():
+            stack.enter_context(patch.object(ImagesConfig, name, PropertyMock(return_value=value)))
+        manifest = image_sets.run(spark, config)
+    assert manifest.counts.written == count
+    digests.add(sha256_hex(manifest.to_bytes()))
+    assert len(digests) == 1, "each way gives the same dataset"
 
 
 def main(argv: list[str]) -> int:
@@ -153,6 +174,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--repeats", type=int, default=5, help="counted rounds, after one that is dropped")
     parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--format", default="tfrecord", dest="fmt")
+    parser.add_argument("--all", action="store_true", help="the other ways of the job too")
     args = parser.parse_args(argv)
     os.environ.setdefault("PYSPARK_SUBMIT_ARGS", "--driver-memory 2g pyspark-shell")
     print(f"python {platform.python_version()}, pillow {PIL.__version__}, pyspark {pyspark.__version__},", end=" ")
@@ -163,27 +185,30 @@ def main(argv: list[str]) -> int:
         mean = sum(map(len, files)) / len(files)
         print(f"{len(files)} JPEGs of {mean:.0f} bytes on average, {os.path.getsize(archive) / 1e6:.0f} MB of archive")
         decoders = Decoders(files, args.cores)
-        times: dict[str, list[tuple[float, float]]] = {"loop": [], "ours": [], "job": []}
+        jobs = list(JOBS) if args.all else ["job"]
+        times: dict[str, list[tuple[float, float, float]]] = {way: [] for way in ("loop", "ours", *jobs)}
+        digests: set[str] = set()
         for number in range(args.repeats + 1):
             for way in ("loop", "ours"):
                 times[way].append(timed(partial(decoders.run, way)))
-            config = ImagesConfig(
-                source="tar", inputs=(archive,), output=str(Path(folder) / f"out{number}"), image_size=(SIDE, SIDE),
-                fmt=args.fmt, split="80/20",
-            )  # fmt: skip
-            times["job"].append(timed(partial(job, spark, config, len(files))))
-            walls = ", ".join(f"{way} {pairs[-1][0]:.1f} s" for way, pairs in times.items())
+            for way in jobs:
+                output = str(Path(folder) / f"{way}{number}")
+                config = ImagesConfig(
+                    source="tar", inputs=(archive,), output=output, image_size=(SIDE, SIDE), fmt=args.fmt, split="80/20"
+                )
+                times[way].append(timed(partial(job, spark, config, way, len(files), digests)))
+            walls = ", ".join(f"{way} {rows[-1][0]:.1f} s" for way, rows in times.items())
             print(f"round {number}: {walls}", flush=True)
         decoders.close()
-    counted = {way: pairs[1:] for way, pairs in times.items()}
-    for way, pairs in counted.items():
-        print(f"{way:5s} {told(pairs, len(files))}")
-    for way in ("loop", "ours"):
+    counted = {way: rows[1:] for way, rows in times.items()}
+    for way, rows in counted.items():
+        print(f"{way:5s} {told(rows, len(files))}")
+    for way, whole in itertools.product(("loop", "ours"), jobs):
         shares = [
-            [mine[n] / whole[n] for mine, whole in zip(counted[way], counted["job"], strict=True)] for n in (0, 1)
+            [mine[n] / all_of[n] for mine, all_of in zip(counted[way], counted[whole], strict=True)] for n in (0, 1)
         ]
         wall, used = (f"{statistics.median(share):.2f} ({min(share):.2f} - {max(share):.2f})" for share in shares)
-        print(f"`{way}` takes {wall} of the job's wall time, {used} of its processor time")
+        print(f"`{way}` takes {wall} of the wall time of `{whole}`, {used} of its processor time")
     return 0
 
 

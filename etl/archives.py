@@ -13,7 +13,7 @@ Blocks of zeros end an archive; more may follow where archives were joined, and 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,15 +71,21 @@ def read_members(
             yield member
 
 
-def plan_stretches(stream: Forward, url: str, size: int, step: int) -> list[tuple[int, int]]:
+def plan_stretches(
+    stream: Forward, url: str, size: int, step: int, take: Callable[[Member], None] | None = None
+) -> list[tuple[int, int]]:
     """Cut an unpacked archive of `size` bytes into stretches (start, end) of about `step` bytes, reading headers alone.
 
-    Raises the errors of read_members.
+    `take` is called with each member on the way. Raises the errors of read_members.
     """
     borders = [0]
     for begin, member in _entries(stream, url, 0, size, True):
-        if member is not None and begin >= borders[-1] + step:
+        if member is None:
+            continue
+        if begin >= borders[-1] + step:
             borders.append(begin)
+        if take is not None:
+            take(member)
     return list(zip(borders, [*borders[1:], size], strict=True))
 
 

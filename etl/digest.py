@@ -28,7 +28,7 @@ class DigestSources(EachRow):
 
     def batches_of(self, row: Mapping[str, Any]) -> Iterator[pa.RecordBatch]:
         """Raises DataError for a file whose length is not the planned one."""
-        yield pa.RecordBatch.from_pylist([_digest(row["number"], row["url"], row["bytes"])], schema=_SCHEMA)
+        yield pa.RecordBatch.from_pylist([digest_of(row["number"], row["url"], row["bytes"])], schema=_SCHEMA)
 
 
 def digest_sources(spark: SparkSession, sources: Sequence[Source]) -> tuple[SourceInfo, ...]:
@@ -39,13 +39,19 @@ def digest_sources(spark: SparkSession, sources: Sequence[Source]) -> tuple[Sour
     rows = [(number, absolute(source.url), source.size_bytes) for number, source in enumerate(sources)]
     plan = planned(spark, rows, "number int, url string, bytes bigint")
     found = plan.mapInArrow(DigestSources(hadoop_settings()), DDL).collect()
+    return infos_of(sources, [row.asDict() for row in found])
+
+
+def infos_of(sources: Sequence[Source], found: Sequence[Mapping[str, Any]]) -> tuple[SourceInfo, ...]:
+    """What the manifest says of the sources, from the rows of DDL in any order."""
     return tuple(
         SourceInfo(sources[row["number"]].url, row["bytes"], row["sha256"])
         for row in sorted(found, key=lambda row: row["number"])
     )
 
 
-def _digest(number: int, url: str, planned_bytes: int) -> dict[str, object]:
+def digest_of(number: int, url: str, planned_bytes: int) -> dict[str, object]:
+    """A row of DDL for one file. Raises DataError where it is not of the planned length."""
     digest, size = hashlib.sha256(), 0
     with filesystem(url).open_read(url) as file:
         while data := file.read(_READ_BYTES):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +93,13 @@ class ImagesConfig(OutputConfig):
         return self.source in ENCODED and self.store == "pixels" and not counted
 
     @property
+    def may_be_planned(self) -> bool:
+        """Whether all but the pixels may follow from names and headers: ids, splits by the id or the name, order."""
+        split = self.split_spec
+        hashed = split.kind in ("random", "kfold", "given") and split.column is None
+        return self.source == "tar" and self.late and hashed and self.sample is None and self.append_to is None
+
+    @property
     def intake(self) -> Intake:
         """The operations on each image."""
         return Intake(
@@ -103,6 +111,10 @@ class ImagesConfig(OutputConfig):
             late=self.late,
             limits=Limits(max_pixels=self.max_pixels),
         )
+
+    def told(self, class_names: Sequence[str]) -> dict[str, Any]:
+        """`to_json` with the names of the classes, which came to light."""
+        return {**self.to_json(), "class_names": list(class_names) or None}
 
     def to_json(self) -> dict[str, Any]:
         """What the content of the dataset follows from, besides the input and the seed."""

@@ -13,6 +13,7 @@ from etl import columns as c
 from etl.lines import RAW_BYTES
 
 RECORD, BAD, DROPPED = 0, 1, 2
+ID_COLUMNS = ("name", "number")  # what a sample id is made of
 LABEL_OUT_OF_RANGE = "label_out_of_range"
 NO_LABEL = "no_label"
 LABEL_TOO_LONG = "label_too_long"

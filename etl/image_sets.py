@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from etl import cifar, folders, idx_images, parquet_images, tar_images
+from etl import cifar, folders, idx_images, parquet_images, planned_images, tar_images
 from etl import columns as c
 from etl.digest import digest_sources
 from etl.digest_trees import digest_trees
 from etl.image_config import MAX_CLASSES, ImagesConfig
-from etl.image_rows import BAD, OUTPUT_DDL, RECORD
+from etl.image_rows import BAD, ID_COLUMNS, OUTPUT_DDL, RECORD
 from etl.image_tally import class_names, tally_of
 from etl.late_images import LateImages
 from etl.output import check_columns, check_output, check_schema
 from etl.parse_images import PIECE_DDL, ParseImages, to_text
 from etl.pieces import ImagePlan
+from etl.planned_rows import NotPlannable
 from etl.quality import check_bad
 from etl.session import tuned
 from etl.spark_errors import translated
@@ -29,7 +31,8 @@ from storage.settings import hadoop_settings
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-ID_COLUMNS = ("name", "number")
+log = logging.getLogger(__name__)
+
 MAX_PARTITIONS = 10_000
 
 
@@ -50,7 +53,8 @@ def _planned(config: ImagesConfig) -> ImagePlan:
     if config.source == "folder":
         return folders.plan(config.inputs, split_bytes=step)
     if config.source == "tar":
-        return tar_images.plan(config.inputs, split_bytes=step)
+        listed = config.intake.limits if config.may_be_planned else None
+        return tar_images.plan(config.inputs, split_bytes=step, listed=listed)
     classes = config.label_count
     if config.source == "parquet":
         image, label = config.image_column, config.label_column
@@ -82,6 +86,11 @@ def run(spark: SparkSession, config: ImagesConfig, plan: ImagePlan | None = None
     plan = plan or check(config)
     intake = config.intake
     with translated(spark, "reading the images"), tuned(spark, plan.sources), watched(spark, "etl images"):
+        if plan.files is not None:
+            try:
+                return planned_images.run(spark, config, plan, schema_of=lambda count: _schema(config, plan, count))
+            except NotPlannable as why:
+                log.debug("the shards are not planned ahead: %s", why)
         texts = [(to_text(piece),) for piece in plan.pieces]
         spread = spark.sparkContext.parallelize(texts, min(len(texts), MAX_PARTITIONS))
         parse = ParseImages(hadoop_settings(), intake, plan.num_classes)
@@ -106,7 +115,7 @@ def run(spark: SparkSession, config: ImagesConfig, plan: ImagePlan | None = None
                 quarantined=tally.bad,
                 quarantined_raw_bytes=tally.raw_bytes,
                 quarantine=quarantine,
-                created_config={**config.to_json(), "class_names": list(names) or None},
+                created_config=config.told(names),
             )
             rows = _labelled(parsed.where(f"kind = {RECORD}"), plan, names)
             if plan.names_may_repeat:

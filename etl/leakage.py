@@ -88,6 +88,11 @@ def check_leakage(rows: DataFrame, split: SplitSpec, schema: Schema, names: Sequ
             raise _broken(rows, columns[check], check, count, split)
     if TIME in checks:
         found[TIME] = _overlap(rows, split, names)
+    return told(split, found)
+
+
+def told(split: SplitSpec, found: dict[str, int]) -> Leakage:
+    """What was found, by check; equal content is logged."""
     if found.get(CONTENT):
         log.warning(
             "leakage: %d records have the same features as a record of another split (the manifest's `leakage`);"

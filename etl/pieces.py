@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from etl.image_files import ImageFiles
 from etl.intake import Intake
 from etl.ranges import Source
 
@@ -32,6 +33,7 @@ class ImagePlan:
     `shape` is (height, width, channels) before any operation, None for files of any size. `num_classes` is None where
     classes are names, which come to light when all is read; `class_names` are those of labels that are numbers.
     `records` is what the headers promise, None where they promise nothing. `trees` says that sources are folders.
+    `files` are those in plain archives, where they were listed.
     """
 
     sources: Sequence[Source]
@@ -42,6 +44,7 @@ class ImagePlan:
     records: int | None = None
     trees: bool = False
     names_may_repeat: bool = False
+    files: ImageFiles | None = None
 
 
 def step_bytes(split_bytes: int) -> int:

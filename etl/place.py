@@ -88,7 +88,7 @@ def ordered(rows: DataFrame, table: ShardTable, columns: Sequence[str]) -> DataF
 
 
 def placed(
-    fs: FileSystem, paths: DatasetPaths, results: Sequence[Row], table: ShardTable, fmt: str
+    fs: FileSystem, paths: DatasetPaths, results: Sequence[Row | Mapping[str, Any]], table: ShardTable, fmt: str
 ) -> tuple[dict[str, SplitInfo], dict[str, FileInfo]]:
     """Move the shards and indexes that tasks told of (rows of RESULT_DDL) to their places below `paths.root`."""
     results = sorted(results, key=lambda row: row["shard"])

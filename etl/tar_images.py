@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
@@ -13,13 +13,14 @@ from etl import columns as c
 from etl import image_rows as r
 from etl.archives import BLOCK, Member, cut_error, plan_stretches, read_members
 from etl.forward import CHUNK_BYTES, Forward
+from etl.image_files import MAX_FILES, FileList, ImageFiles
 from etl.intake import Intake
 from etl.lines import RAW_BYTES
 from etl.pieces import ImagePlan, Piece, step_bytes
-from etl.places import is_left_out, place_of, split_word
+from etl.places import Place, is_left_out, place_of, split_word
 from etl.ranges import Source, find_sources, source_name
 from etl.unpack import PLAIN
-from features.decode import TOO_LONG, ImageError
+from features.decode import TOO_LONG, ImageError, Limits
 from storage.fs import absolute
 
 _COLUMNS = (r.PACKED, c.POSITION, c.SPLIT, "class", "name")
@@ -42,24 +43,34 @@ class TarPiece(Piece):
 
     def read(self, intake: Intake, num_classes: int | None) -> Iterator[pa.RecordBatch]:
         """Raises DataError with the byte position where the archive is damaged."""
-        gather = r.Gather(_COLUMNS, **{c.SOURCE: self.source, "number": 0, c.OCCURRENCE: 0})
+        gather = self.gather()
         with Forward(self.url, self.codec) as stream:
             for member in read_members(stream, self.url, self.start, self.end, to_end=self.to_end):
                 self._take(stream, member, intake, gather)
                 yield from gather.full()
         yield from gather.rest()
 
-    def _take(self, stream: Forward, member: Member, intake: Intake, gather: r.Gather) -> None:
+    def gather(self) -> r.Gather:
+        """What rows of this archive are gathered in."""
+        return r.Gather(_COLUMNS, **{c.SOURCE: self.source, "number": 0, c.OCCURRENCE: 0})
+
+    def place(self, member: Member, gather: r.Gather) -> Place | None:
+        """Where the name of an image puts it; None for what its header alone has rejected or left out."""
         parts = member.parts
         if not member.is_file or not member.is_safe or not parts:
             reason = r.UNSAFE_NAME if member.is_file else r.NOT_A_FILE
             # What a link says stands in its header, whose first part is the name.
             gather.bad(reason, member.position, member.name.encode()[:BLOCK])
-            return
+            return None
         if is_left_out(parts):
             gather.drop(r.NOT_AN_IMAGE, member.position)
+            return None
+        return place_of(parts, self.split)
+
+    def _take(self, stream: Forward, member: Member, intake: Intake, gather: r.Gather) -> None:
+        place = self.place(member, gather)
+        if place is None:
             return
-        place = place_of(parts, self.split)
         if member.size > intake.limits.max_file_bytes:
             raw, digest = _passed(stream, self.url, member)
             gather.bad_part(TOO_LONG, member.position, raw, member.size, digest)
@@ -76,31 +87,67 @@ class TarPiece(Piece):
         gather.record(image, packed, member.position, place.split, place.label, place.name)
 
 
-def plan(inputs: Sequence[str], *, split_bytes: int) -> ImagePlan:
+def plan(inputs: Sequence[str], *, split_bytes: int, listed: Limits | None = None) -> ImagePlan:
     """Cut plain archives at borders of members; a packed one, which can only be read from its start, stays whole.
 
+    With `listed` the plan has the files too, where all that is to be known of them before they are decoded stands in
+    their headers: plain archives, each file in the folder of a class and within these limits, and not too many.
     Raises NotFoundError for missing input and DataError for a plain archive that is none.
     """
     sources = find_sources(inputs)
     step = step_bytes(split_bytes)
+    scans = [_Scan(number, source, listed) for number, source in enumerate(sources)]
     with ThreadPoolExecutor(_SCANS_AT_ONCE, thread_name_prefix="lockstep-scan") as pool:
-        cut = list(pool.map(lambda source: _stretches(source, step), sources))
-    pieces = []
-    for number, (source, parts) in enumerate(zip(sources, cut, strict=True)):
+        cut = list(pool.map(lambda scan: scan.stretches(step), scans))
+    pieces = [
+        replace(scan.piece, start=start, end=end, to_end=end == parts[-1][1])
+        for scan, parts in zip(scans, cut, strict=True)
+        for start, end in parts
+    ]
+    files = ImageFiles.joined([scan.files() for scan in scans])
+    return ImagePlan(sources=sources, pieces=pieces, names_may_repeat=True, files=files)
+
+
+class _Scan:
+    """One look at the headers of an archive, for where to cut it and, with `limits`, for the files in it."""
+
+    def __init__(self, number: int, source: Source, limits: Limits | None) -> None:
+        self._source, self._limits = source, None if source.codec != PLAIN else limits
         split = split_word(source_name(source.url))
-        for start, end in parts:
-            to_end = end == parts[-1][1]
-            pieces.append(TarPiece(number, absolute(source.url), source.codec, start, end, to_end, split))
-    return ImagePlan(sources=sources, pieces=pieces, names_may_repeat=True)
+        self.piece = TarPiece(number, absolute(source.url), source.codec, 0, None, to_end=True, split=split)
+        self._list, self._gather = FileList(), self.piece.gather()
+        self._other: list[pa.RecordBatch] = []
 
+    def stretches(self, step: int) -> Sequence[tuple[int, int | None]]:
+        """(start, end) of what one task reads at a time."""
+        source = self._source
+        if source.codec != PLAIN:
+            return [(0, None)]
+        if source.size_bytes <= step and self._limits is None:
+            return [(0, source.size_bytes)]
+        with Forward(source.url, PLAIN) as stream:
+            return plan_stretches(stream, source.url, source.size_bytes, step, self._take)
 
-def _stretches(source: Source, step: int) -> Sequence[tuple[int, int | None]]:
-    if source.codec != PLAIN:
-        return [(0, None)]
-    if source.size_bytes <= step:
-        return [(0, source.size_bytes)]
-    with Forward(source.url, PLAIN) as stream:
-        return plan_stretches(stream, source.url, source.size_bytes, step)
+    def files(self) -> ImageFiles | None:
+        """The files, after `stretches`; None where not all is known of them."""
+        if self._limits is None:
+            return None
+        self._other += self._gather.rest()
+        return ImageFiles(self._list.table(), tuple(self._other))
+
+    def _take(self, member: Member) -> None:
+        if self._limits is None:
+            return
+        place = self.piece.place(member, self._gather)
+        self._other += self._gather.full()
+        if place is None:
+            return
+        # What has no class or is too long is rejected with a digest of its bytes, which a task had better read.
+        if place.label is None or member.size > self._limits.max_file_bytes or self._list.count >= MAX_FILES:
+            self._limits, self._list = None, FileList()
+            return
+        at = (self.piece.source, member.position, member.offset, member.size)
+        self._list.add(*at, place.split, place.label, place.name)
 
 
 def _passed(stream: Forward, url: str, member: Member) -> tuple[bytes, str]:

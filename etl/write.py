@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from etl import VERSION
 from etl import columns as c
-from etl.append import CLASS_COUNTS, Parent, check_new_ids
+from etl.append import check_new_ids
 from etl.assign import Assign
 from etl.bake import Bake, baked_rows, fitted_of
-from etl.beside import Origin, place_quarantine, quarantine_apart, write_fitted
-from etl.clean import clean as clean_beside
+from etl.beside import Origin
 from etl.config import DEFAULT_SHARD_BYTES, WriteConfig
+from etl.finish import Done, Job, compression_of, published, urls_of
 from etl.fit import fit_all
 from etl.image_rows import PACKED, PLACE
 from etl.late_images import AssignLate
 from etl.leakage import check_leakage, leak_key
-from etl.output import NOT_KEPT, check_columns, check_output, check_schema
-from etl.petastorm_metadata import write_petastorm_metadata
+from etl.output import check_columns, check_output, check_schema
 from etl.place import plan_shards, sizes_of, write_shards
 from etl.sampling import Sampling, balanced
 from etl.session import bounded
@@ -28,7 +26,7 @@ from etl.settle import settle
 from etl.shards import WriteShards
 from etl.spark_errors import translated
 from etl.splits import SplitSpec
-from etl.staging import Staging, publish_beside
+from etl.staging import Staging
 from etl.table import named_repeats, prepared
 from etl.tasks import mapped
 from etl.weighing import class_counts
@@ -38,7 +36,7 @@ from storage.canonical import canonical_bytes
 from storage.errors import ConfigError, DataError
 from storage.fs import absolute
 from storage.layout import DatasetPaths, split_name
-from storage.manifest import Counts, DatasetManifest
+from storage.manifest import DatasetManifest
 from storage.settings import hadoop_settings
 
 if TYPE_CHECKING:
@@ -47,20 +45,6 @@ if TYPE_CHECKING:
 __all__ = ["Origin", "write_dataset"]
 
 MAX_SPLITS = 100
-
-
-@dataclass(frozen=True)
-class _Job:
-    """One call of write_dataset, with all that it says read and checked."""
-
-    config: WriteConfig
-    schema: Schema
-    id_columns: tuple[str, ...]
-    split: SplitSpec
-    origin: Origin
-    parent: Parent | None
-    late: Late | None
-    class_counts: Mapping[str, int] | None = None
 
 
 def write_dataset(
@@ -113,7 +97,7 @@ def write_dataset(
     rows, schema = prepared(df, schema, id_columns, spec, label, picked)
     check_columns(config, schema, dict(rows.dtypes))
     full, above = check_schema(config, schema)
-    job = _Job(config, full, tuple(id_columns), spec, origin or Origin(), above, late)
+    job = Job(config, full, tuple(id_columns), spec, origin or Origin(), above, late)
     try:
         with translated(df.sparkSession, "writing the dataset"), bounded(df.sparkSession):
             return _written(rows, job, schema)
@@ -122,7 +106,7 @@ def write_dataset(
         raise (named_repeats(df, id_columns) if c.POSITION not in df.columns else None) or error from None
 
 
-def _written(df: DataFrame, job: _Job, unweighed: Schema) -> DatasetManifest:
+def _written(df: DataFrame, job: Job, unweighed: Schema) -> DatasetManifest:
     config, split, schema = job.config, job.split, job.schema
     late = job.late
     df = df.withColumn(c.LEAK, leak_key(df, split, schema, late=late is not None and late.images.content))
@@ -146,32 +130,20 @@ def _written(df: DataFrame, job: _Job, unweighed: Schema) -> DatasetManifest:
         rows = mapped(df.drop(late.images.field.name, PACKED, PLACE), thin, thin.ddl()).persist()
         full = mapped(df, whole, whole.ddl())
     try:
-        with Staging(config.output) as staging, ExitStack() as stack:
-            if config.clean:
-                clean_beside(staging.fs, config.output, staging.signed_ms())
-            apart = None
-            if job.origin.quarantine is not None and config.quarantine not in (None, NOT_KEPT):
-                apart = stack.enter_context(quarantine_apart(config))
-            manifest = _build(staging, settle(rows, split), full, job, apart, stack)
-            publish_beside(staging, manifest.to_bytes(), apart)
+        return published(job, lambda staging, stack: _built(staging, settle(rows, split), full, job, stack))
     finally:
         rows.unpersist()
-    return manifest
 
 
-def _build(
-    staging: Staging, rows: DataFrame, full: DataFrame | None, job: _Job, apart: Staging | None, stack: ExitStack
-) -> DatasetManifest:
+def _built(staging: Staging, rows: DataFrame, full: DataFrame | None, job: Job, stack: ExitStack) -> Done:
     from pyspark.sql import functions as f
 
     config, schema, origin, paths = job.config, job.schema, job.origin, DatasetPaths(staging.root)
-    urls = tuple(source.url for source in origin.sources) or ("the data frame",)
     sizes, late_drops = sizes_of(rows)
-    dropped = dict(sorted({**origin.dropped, **late_drops}.items()))
+    dropped = {**origin.dropped, **late_drops}
     written = sum(count for count, _ in sizes.values())
     counted = written + origin.quarantined + sum(dropped.values())
-    read = counted if origin.read is None else origin.read
-    names = _names(job.split, sizes, read, origin.quarantined)
+    names = _names(job.split, sizes, counted if origin.read is None else origin.read, origin.quarantined)
     kept = rows.where(f.col(c.DROPPED).isNull())
     # Of late images the features are known only when they are written.
     leakage = check_leakage(kept, job.split, schema, names) if full is None else None
@@ -186,45 +158,23 @@ def _build(
         sizes, _ = sizes_of(rows)
     blocks = None if job.parent is None else job.parent.block_records
     table = plan_shards(sizes, config.shard_bytes, config.row_group_bytes, blocks, alike=job.split.kind == "kfold")
-    compression = None if config.compression == "none" else config.compression
+    urls, compression = urls_of(origin), compression_of(config)
     write = WriteShards(schema, config.fmt, table, staging.attempts, urls, hadoop_settings(), compression)
     if full is None:
         splits, files = write_shards(staging.fs, paths, rows, table, write)
     else:
         assert job.late is not None
-        done = write_late(staging.fs, paths, full, table, write, job.late, origin, stack)
-        splits, files = done.splits, done.files
-        written -= done.origin.quarantined - origin.quarantined
-        origin = done.origin
-        leakage = check_leakage(done.rows, job.split, schema, names)
-    if config.petastorm:
-        files |= write_petastorm_metadata(staging.fs, staging.root, schema, splits)
-    files |= write_fitted(staging, fitted)
-    if apart is not None:
-        place_quarantine(apart, apart.root, origin, urls)
-    elif origin.quarantine is not None and config.quarantine != NOT_KEPT:
-        files |= place_quarantine(staging, paths.quarantine, origin, urls)
-    assert read == counted, f"{read} records read, but {counted} accounted for"
+        late = write_late(staging.fs, paths, full, table, write, job.late, origin, stack)
+        splits, files = late.splits, late.files
+        written -= late.origin.quarantined - origin.quarantined
+        origin = late.origin
+        leakage = check_leakage(late.rows, job.split, schema, names)
     assert leakage is not None
-    assert written == sum(split.records for split in splits.values()), "rows were lost on their way to the shards"
-    return DatasetManifest.build(
-        format=config.fmt,
-        created_by={"version": VERSION, "config": _created(job), "seed": config.seed},
-        schema=schema.to_json(),
-        splits=splits,
-        files=files,
-        counts=Counts(read, written, origin.quarantined, dropped),
-        source=origin.sources,
-        parent=None if job.parent is None else job.parent.to_json(),
-        leakage=leakage.to_json(),
-        compression=compression,
+    done = Done(
+        schema=schema, splits=splits, files=files, origin=origin, dropped=dropped, leakage=leakage, fitted=fitted
     )
-
-
-def _created(job: _Job) -> dict[str, Any]:
-    own = {"job": "write_dataset", "id_columns": list(job.id_columns), **job.config.to_json()}
-    counted = {} if job.class_counts is None else {CLASS_COUNTS: dict(job.class_counts)}
-    return {**(job.origin.created_config or own), **counted}
+    assert written == done.written, "rows were lost on their way to the shards"
+    return done
 
 
 def _names(split: SplitSpec, sizes: Mapping[str, object], read: int, quarantined: int) -> tuple[str, ...]:

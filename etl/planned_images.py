@@ -1,0 +1,149 @@
+"""Images of plain archives to shards in one Spark job: the driver plans each shard from names and headers alone.
+
+Ids, splits, order and sizes follow from a file's name and from the size of the pixels, so that no row has to pass
+through Spark: a task for each shard reads what the shard holds. The bytes are those of the general way
+(etl.image_sets.run), which takes over where this one does not fit, and for all that ends in an error of the input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from etl.beside import Origin
+from etl.digest import infos_of
+from etl.finish import Done, Job, compression_of, published
+from etl.image_config import ImagesConfig
+from etl.image_rows import ID_COLUMNS
+from etl.late_images import WriteLate
+from etl.leakage import CONTENT, checks_of, told
+from etl.output import check_schema
+from etl.pieces import ImagePlan
+from etl.place import placed
+from etl.planned_rows import QUARANTINE, NotPlannable, ShardPlans, known_of, refuse, refuse_bad
+from etl.planned_shard import MAX_RAW_BYTES, MakeShards, PlannedShard, ShardMade, SourceFile
+from etl.shards import WriteShards
+from etl.staging import Staging
+from features.schema import Schema
+from storage.fs import absolute
+from storage.layout import DatasetPaths
+from storage.manifest import DatasetManifest
+from storage.settings import hadoop_settings
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+
+class _FoundEarly(Exception):
+    """Images that the general way rejects before it settles shards: what was planned with them has to be done again."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        super().__init__(f"{len(rows)} images")
+        self.rows = rows
+
+
+def run(
+    spark: SparkSession, config: ImagesConfig, plan: ImagePlan, schema_of: Callable[[int], Schema]
+) -> DatasetManifest:
+    """Plan, write and publish. `schema_of` gives the schema for a number of classes.
+
+    Raises NotPlannable, with nothing published, and the errors of etl.image_sets.run.
+    """
+    early: list[dict[str, Any]] = []
+    while True:
+        known = known_of(plan, early)
+        refuse(config, known)
+        schema, _ = check_schema(config, schema_of(len(known.classes)))
+        try:
+            return _Planned(spark, ShardPlans(config, plan, known, schema)).published()
+        except _FoundEarly as found:
+            assert not early, "all of them are found at once"
+            early = found.rows
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """One attempt."""
+
+    spark: SparkSession
+    plans: ShardPlans
+
+    def published(self) -> DatasetManifest:
+        """Write and publish. Raises NotPlannable and _FoundEarly."""
+        config, known, schema = self.plans.config, self.plans.known, self.plans.schema
+        origin = Origin(quarantine=self._frame(known.bad), created_config=config.told(known.classes))
+        config = replace(config, output=absolute(config.output))
+        job = Job(config, schema, ID_COLUMNS, config.split_spec, origin, None, None)
+        shards = self.plans.shards()
+        return published(job, lambda staging, _: self._done(staging, job, shards))
+
+    def _done(self, staging: Staging, job: Job, shards: list[PlannedShard]) -> Done:
+        plans, config, sources = self.plans, job.config, self.plans.plan.sources
+        known, table = plans.known, plans.table
+        urls = tuple(source.url for source in sources)
+        settings, compression = hadoop_settings(), compression_of(config)
+        write = WriteShards(job.schema, config.fmt, table, staging.attempts, urls, settings, compression)
+        make = MakeShards(WriteLate(write, plans.late), tuple(map(absolute, urls)))
+        files = [SourceFile(number, absolute(s.url), s.size_bytes) for number, s in enumerate(sources)]
+        items: list[SourceFile | PlannedShard] = [*files, *shards]  # the longest of all may be the digest of an archive
+        found = self.spark.sparkContext.parallelize(items, len(items)).mapPartitions(make).collect()
+        digests = [item for item in found if isinstance(item, dict)]
+        made = [item for item in found if isinstance(item, ShardMade)]
+        if len(made) < table.total or sum(shard.row["rejected_bytes"] for shard in made) > MAX_RAW_BYTES:
+            raise NotPlannable("much that is rejected")
+        broken = [row for shard in made for row in shard.bad]
+        early = {place for shard in made for place in shard.early}
+        bad = [*known.bad, *broken]
+        refuse_bad(plans.config, known.read, len(bad))
+        if early:
+            raise _FoundEarly([row for row in broken if (row["source"], row["position"]) in early])
+        paths = DatasetPaths(staging.root)
+        splits, indexes = placed(staging.fs, paths, [shard.row for shard in made], table, config.fmt)
+        if not all(any(shard.records for shard in split.shards) for split in splits.values()):
+            raise NotPlannable("a split with broken images alone")
+        origin = replace(
+            job.origin,
+            sources=infos_of(sources, digests),
+            read=known.read,
+            quarantined=len(bad),
+            quarantined_raw_bytes=sum(len(row["raw"]) for row in bad),
+            quarantine=self._frame(bad),
+        )
+        return Done(
+            schema=job.schema,
+            splits=splits,
+            files=indexes,
+            origin=origin,
+            dropped=known.dropped,
+            leakage=told(job.split, self._leaks(job, made)),
+            fitted={},
+        )
+
+    def _leaks(self, job: Job, made: Sequence[ShardMade]) -> dict[str, int]:
+        """Records whose pixels are those of a record of another split; no id is there twice."""
+        keys = [np.frombuffer(shard.leaks, dtype=np.int64) for shard in made]
+        splits = [number for number, (_, count, _) in enumerate(self.plans.table.splits) for _ in range(count)]
+        sides = np.repeat(splits, [len(shard) for shard in keys])
+        return {
+            check: on_two_sides(np.concatenate(keys), sides) if check == CONTENT else 0
+            for check in checks_of(job.split, job.schema)
+        }
+
+    def _frame(self, bad: list[dict[str, Any]]) -> DataFrame:
+        return self.spark.createDataFrame(pa.Table.from_pylist(bad, QUARANTINE))
+
+
+def on_two_sides(keys: NDArray[np.int64], sides: NDArray[np.int64]) -> int:
+    """How many records have a key that occurs on more than one side: (n,) each."""
+    if not len(keys):
+        return 0
+    order = np.lexsort((sides, keys))
+    keys, sides = keys[order], sides[order]
+    first = np.flatnonzero(np.r_[True, keys[1:] != keys[:-1]])
+    ends = np.r_[first[1:], len(keys)]
+    return int((ends - first)[sides[first] != sides[ends - 1]].sum())
