@@ -23,20 +23,12 @@ from typing import Any
 
 import pyarrow as pa
 
-from features.column_checks import as_recorded, check_nulls, check_tensor_lengths, tensor_bytes
+from features.column_checks import as_recorded, check_nulls, check_tensor_lengths
 from features.example_reader import decode_batch
 from features.schema import SEQUENCE_EXAMPLE, Field, Schema
-from features.wire import MASK, BytesLike, list_tag, map_key, sized, varint
+from features.wire import MASK, list_tag, map_key, sized, varint
 
-__all__ = [
-    "BytesLike",
-    "check_nulls",
-    "check_tensor_lengths",
-    "decode_batch",
-    "encode_batch",
-    "encode_example",
-    "tensor_bytes",
-]
+__all__ = ["decode_batch", "encode_batch", "encode_example"]
 
 
 def encode_example(schema: Schema, row: Mapping[str, Any]) -> bytes:
@@ -48,7 +40,8 @@ def encode_example(schema: Schema, row: Mapping[str, Any]) -> bytes:
 def encode_batch(schema: Schema, batch: pa.RecordBatch) -> list[bytes]:
     """Each row of the batch as an Example, or as a SequenceExample where the schema says so; columns by name.
 
-    Raises DataError for a null where the schema allows none and for a tensor of the wrong length.
+    Raises DataError for a null where the schema allows none, for a tensor of the wrong length and for a column that
+    features.column_checks.as_recorded refuses.
     """
     if schema.record == SEQUENCE_EXAMPLE:
         from features.sequence_example import encode_sequence_batch  # which builds on this module
@@ -81,10 +74,10 @@ def _list_body(field: Field) -> Callable[[Sequence[Any]], bytes]:
 
 def _encode_column(field: Field, column: pa.Array) -> list[bytes]:
     """Each row's map entry of this field; empty bytes where it is null."""
+    column = as_recorded(field, column)
     check_nulls(field, column)
     if field.is_tensor:
         check_tensor_lengths(field, column)
-    column = as_recorded(field, column)
     name, tag, body = map_key(field.name), list_tag(field), _list_body(field)
     known: dict[Any, bytes] = {}  # most columns repeat few values: encode each once a batch
     entries = []

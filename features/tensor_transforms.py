@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from features.column_checks import tensor_bytes
 from features.encodings import Encoding
-from features.example import tensor_bytes
 from features.images import decode_image
 from features.schema import Field
 from features.signature import TensorSpec

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from features.example import tensor_bytes
+from features.column_checks import tensor_bytes
 from features.schema import Field, Schema
 from storage.errors import ConfigError, DataError
 from storage.manifest import SplitInfo, load_dataset

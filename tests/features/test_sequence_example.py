@@ -102,6 +102,49 @@ def test_what_cannot_be_declared_or_written() -> None:
         encode_sequence_batch(schema, batch)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "column"),
+    [
+        ("float32", pa.array([[0.1, 1e300]])),  # 1e300 would be inf
+        ("float32", pa.array([[0.5]])),  # as features.codec has it: by type, whatever the values
+        ("int64", pa.array([[1.5, 2.7]])),
+        ("int64", pa.array([[2**64 - 1]], pa.list_(pa.uint64()))),  # would be -1
+        ("bool", pa.array([[5]])),
+        ("string", pa.array([[1]])),
+        ("int64", pa.array([1])),
+    ],
+)
+def test_a_value_is_never_narrowed(dtype: str, column: pa.Array) -> None:
+    lists = Schema((sample_id_field(), Field(name="v", dtype=dtype, shape=(None,))), SEQUENCE_EXAMPLE)
+    with pytest.raises(DataError, match="another type"):
+        encode_sequence_batch(lists, pa.RecordBatch.from_pydict({"sample_id": pa.array([1]), "v": column}))
+    if pa.types.is_list(column.type):
+        empty = Field(name="w", dtype="int64", shape=(None,))
+        context = Schema((sample_id_field(), Field(name="v", dtype=dtype), empty), SEQUENCE_EXAMPLE)
+        values = column.flatten()[:1]
+        none = pa.array([[]], pa.list_(pa.int64()))
+        with pytest.raises(DataError, match="another type"):
+            encode_sequence_batch(context, pa.RecordBatch.from_pydict({"sample_id": [1], "v": values, "w": none}))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "column"),
+    [
+        ("int64", pa.array([[1, -2]], pa.large_list(pa.int8()))),
+        ("string", pa.array([["a", "b"]], pa.list_(pa.large_string(), 2))),
+        ("uint64", pa.array([[1, 2]], pa.list_(pa.uint8()))),
+        ("float64", pa.array([[0.5, 1]], pa.list_(pa.float32()))),
+    ],
+)
+def test_a_list_that_widens_is_taken(dtype: str, column: pa.Array) -> None:
+    schema = Schema((sample_id_field(), Field(name="v", dtype=dtype, shape=(None,))), SEQUENCE_EXAMPLE)
+    one, exact = (
+        pa.RecordBatch.from_pydict({"sample_id": pa.array([1]), "v": values})
+        for values in (column, column.cast(schema["v"].arrow_type))
+    )
+    assert encode_sequence_batch(schema, one) == encode_sequence_batch(schema, exact)
+
+
 def test_a_dataset_of_them_is_read_like_any_other(tmp_path: Path) -> None:
     batch = rows()
     manifest = write_rows(str(tmp_path / "d"), SCHEMA, batch, {"train": 3}, "tfrecord", 1, 8, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -60,13 +61,16 @@ def test_a_record_holds_eight_little_endian_bytes(values: list[int | None]) -> N
 )
 def test_what_is_no_uint64_is_refused(values: list[Any], kind: pa.DataType) -> None:
     for schema, column in ((ONE, pa.array(values, kind)), (MANY, pa.array([values] * len(values), pa.list_(kind)))):
-        with pytest.raises(DataError, match="`u`"):
-            RecordEncoder(schema).encode(rows(column))
+        for encode in (RecordEncoder(schema).encode, partial(encode_batch, schema)):
+            with pytest.raises(DataError, match="`u`"):
+                encode(rows(column))  # type: ignore[operator]
+    sequences = Schema(MANY.fields, record="sequence_example")
+    with pytest.raises(DataError, match="`u`"):
+        encode_sequence_batch(sequences, rows(pa.array([values], pa.list_(kind))))
     if kind == TYPE:
         for schema, column in ((ONE, pa.array(values, kind)), (MANY, pa.array([values] * 2, pa.list_(kind)))):
             with pytest.raises(DataError, match=r"no uint64\n.*got"):
                 encode_batch(schema, rows(column))
-        sequences = Schema(MANY.fields, record="sequence_example")
         with pytest.raises(DataError, match="no uint64"):
             encode_sequence_batch(sequences, rows(column))
 

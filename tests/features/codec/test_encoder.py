@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -124,7 +126,8 @@ PIXELS = Schema((sample_id_field(), Field(name="v", dtype="uint8", shape=(3,))))
 )
 def test_what_cannot_be_encoded_is_refused(schema: Schema, column: pa.Array, what: str) -> None:
     batch = pa.RecordBatch.from_pydict({"sample_id": pa.array([1, 2]), "v": column})
-    for call in (RecordEncoder(schema).encode, RecordEncoder(schema).sizes):
+    calls: list[Callable[[pa.RecordBatch], object]] = [RecordEncoder(schema).encode, RecordEncoder(schema).sizes]
+    for call in (*calls, partial(encode_batch, schema)):
         with pytest.raises(DataError, match=what):
             call(batch)
 
@@ -142,4 +145,4 @@ def test_what_cannot_be_encoded_is_refused(schema: Schema, column: pa.Array, wha
 def test_a_column_that_widens_is_taken(schema: Schema, column: pa.Array) -> None:
     batch = pa.RecordBatch.from_pydict({"sample_id": pa.array([1, 2]), "v": column})
     exact = batch.set_column(1, "v", column.cast(schema["v"].arrow_type))
-    assert encoded(RecordEncoder(schema), batch) == expected(schema, exact)
+    assert encoded(RecordEncoder(schema), batch) == expected(schema, exact) == expected(schema, batch)
