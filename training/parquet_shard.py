@@ -6,8 +6,10 @@ import io
 from collections.abc import Iterator
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from features.column_checks import MAX_UINT64
 from features.schema import Schema
 from storage.errors import CorruptionError
 from storage.fs import FileSystem
@@ -25,6 +27,7 @@ class ParquetShard:
     def __init__(self, fs: FileSystem, url: str, info: ShardInfo, block_records: int, schema: Schema) -> None:
         self._fs, self._url, self._info, self._block_records = fs, url, info, block_records
         self._schema = schema.arrow_schema()
+        self._unsigned = frozenset(field.name for field in schema if field.dtype == "uint64")
         self._metadata = self._read_footer()
         self._check_footer()
 
@@ -71,9 +74,25 @@ class ParquetShard:
             for field, column in zip(self._schema, columns, strict=True)
         ]
         for field, column in zip(self._schema, found, strict=True):
+            if field.name in self._unsigned:
+                self._check_unsigned(field.name, column, first)
             if column.null_count and not field.nullable:
                 raise self._footer_error(f"nulls in `{field.name}`, records from {first} on", "none")
         return pa.RecordBatch.from_arrays(found, schema=self._schema)
+
+    def _check_unsigned(self, name: str, column: pa.Array, first: int) -> None:
+        """A decimal of 20 digits may be no uint64, and what is made of it later takes it for one."""
+        ends = pc.min_max(column.flatten() if pa.types.is_list(column.type) else column)
+        wrong = [end for end in (ends["min"].as_py(), ends["max"].as_py()) if end is not None]
+        wrong = [end for end in wrong if not 0 <= end <= MAX_UINT64]
+        if wrong:
+            raise CorruptionError(
+                f"field `{name}` holds a number that is no uint64",
+                file=self._url,
+                record=first,
+                got=str(wrong[0]),
+                allowed=f"0 to {MAX_UINT64}",
+            )
 
     def _unreadable(self, first: int, offset: int | None, error: Exception) -> CorruptionError:
         return CorruptionError(

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
-from features.schema import Schema
+from features.schema import Field, Schema, sample_id_field
 from storage.errors import ConfigError, CorruptionError, LockstepError
 from storage.fs import filesystem
 from storage.layout import DatasetPaths
 from storage.manifest import DatasetManifest, load_dataset
 from tests.storage.make_dataset import footer_of
-from tests.training._tiny import encoder_of, write_images, write_table
+from tests.training._tiny import encoder_of, write_images, write_rows, write_table
 from training.parquet_shard import ParquetShard
 from training.positions import Run
 from training.reader import OpenSplit, SplitReader
@@ -189,3 +190,23 @@ def test_a_parquet_file_that_is_not_the_one_published_is_refused(tmp_path: Path)
         ParquetShard(fs, url, info, 10, schema)  # blocks of another size
     with pytest.raises(CorruptionError, match="columns"):
         ParquetShard(fs, url, info, 8, Schema(schema.fields[:-1]))  # a column more than declared
+
+
+@pytest.mark.parametrize("shape", [(), (None,)])
+@pytest.mark.parametrize("value", [-1, 1 << 64])
+def test_a_parquet_number_that_is_no_uint64_is_refused_with_its_place(
+    tmp_path: Path, shape: tuple[None, ...], value: int
+) -> None:
+    """A decimal of 20 digits holds more than 64 bits do."""
+    schema = Schema((sample_id_field(), Field(name="u", dtype="uint64", shape=shape)))
+    numbers = [Decimal((1 << 64) - 1), *map(Decimal, range(9)), Decimal(value)]
+    columns = {"sample_id": range(11), "u": [[number] for number in numbers] if shape else numbers}
+    rows = pa.RecordBatch.from_pydict(columns, schema=schema.arrow_schema())
+    info = write_rows(str(tmp_path / "d"), schema, rows, {"train": 11}, "parquet", 1, 8, 0).splits["train"].shards[0]
+    url = str(tmp_path / "d" / info.path)
+    shard = ParquetShard(filesystem(url), url, info, 8, schema)
+    assert shard.read_block(0).equals(rows.slice(0, 8))
+    for read in (lambda: shard.read_block(1), lambda: list(shard.batches(4))):
+        with pytest.raises(CorruptionError, match="`u` holds a number that is no uint64") as caught:
+            read()
+        assert (caught.value.file, caught.value.record, caught.value.got) == (url, 8, str(value))
