@@ -124,7 +124,7 @@ def read_range(fs: FileSystem, part: ShardRange, decode: Decode) -> Iterator[pa.
             got=f"{size} bytes",
             allowed=f"{part.file_bytes} bytes",
         )
-    if not part.records:
+    if not part.records and part.sha256 is None:
         return
     digest = None if part.sha256 is None else hashlib.sha256()
     with fs.open_read(part.url) as file:

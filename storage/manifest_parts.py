@@ -140,18 +140,19 @@ def _read_shard(value: Any, path: str, block_records: int, fmt: str, packed: boo
     )
     starts = shard.block_offsets
     blocks = -(-shard.records // block_records)
+    first = GZIP_EDGE_BYTES if packed else 0
     if fmt == "parquet":
         # The count first: a forged number of records must not make as many starts to compare with.
         good = len(starts) == blocks and all(start == i * block_records for i, start in enumerate(starts))
     else:
         rising = all(a < b for a, b in itertools.pairwise(shard.block_edges))
-        first = GZIP_EDGE_BYTES if packed else 0
-        good = len(starts) == blocks and rising and (not starts or starts[0] == first)
+        # Without a block the first edge is the end: nothing may lie where no record does.
+        good = len(starts) == blocks and rising and shard.block_edges[0] == first
     if not good:
         raise DataError(
             f"{place}: block_offsets do not fit the shard",
-            got=f"{len(starts)} offsets, {list(starts[:3])}...",
-            allowed=f"{blocks} rising offsets from {GZIP_EDGE_BYTES if packed else 0}, below the shard's end",
+            got=f"{len(starts)} offsets, {list(starts[:3])}..., of {shard.bytes} bytes",
+            allowed=f"{blocks} rising offsets from {first}, below the shard's end, and nothing that is in no block",
             next_step="Build the dataset anew.",
         )
     ends = shard.unpacked_offsets

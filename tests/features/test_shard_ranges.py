@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from features.read_ranges import PIECE_BYTES, _pieces, read_range, strict
 from features.shard_ranges import ShardRange, cut
 from storage.errors import CorruptionError
 from storage.fs import filesystem
+from storage.gzip_blocks import GzipWriter
 from storage.manifest import ShardInfo, load_dataset
 from tests.pyspark_tfrecord.published import SCHEMA, publish
 
@@ -82,6 +84,21 @@ def test_a_shard_reads_as_it_was_written_and_damage_is_told_with_its_place(tmp_p
     path.write_bytes(path.read_bytes() + b"x")
     with pytest.raises(CorruptionError, match="another length"):
         read(1)
+
+
+def test_an_empty_gzip_shard_is_held_against_its_digest(tmp_path: Path) -> None:
+    """A header and a trailer with nothing between them are read by other programs all the same."""
+    path, sink = tmp_path / "empty", io.BytesIO()
+    writer = GzipWriter(sink, 8)
+    writer.finish()
+    digests = writer.sha256, writer.crc32c, None
+    info = ShardInfo("empty", 0, writer.bytes, *digests, tuple(writer.block_offsets), tuple(writer.unpacked_offsets))
+    path.write_bytes(sink.getvalue())
+    (part,) = cut(str(path), info, 8, None)
+    assert list(read_range(filesystem(str(path)), part, strict(SCHEMA))) == []
+    damaged(path, 0)
+    with pytest.raises(CorruptionError, match="digest"):
+        list(read_range(filesystem(str(path)), part, strict(SCHEMA)))
 
 
 def test_a_forged_block_is_not_read_into_memory(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from storage.sealed import seal, unseal
 from storage.verify import verify
 from tests.storage.make_dataset import make_dataset
 from tests.storage.repacked import repacked
+from tests.storage.test_manifest import resealed
 
 
 @pytest.fixture
@@ -88,6 +89,23 @@ def test_a_forged_manifest_is_refused(root: Path, change: Any) -> None:
     change(doc)
     with pytest.raises(DataError):
         DatasetManifest.from_bytes(seal(doc), "m")
+
+
+@pytest.mark.parametrize(("packed", "empty_bytes"), [(True, 20), (False, 0)])
+def test_an_empty_shard_has_no_room_for_anything_else(root: Path, packed: bool, empty_bytes: int) -> None:
+    """Bytes that belong to no block would be read by nobody but other programs."""
+    doc = unseal((root / "_manifest.json" if packed else root.parent / "plain/_manifest.json").read_bytes(), "m")
+    split = doc["splits"]["train"]
+    left = sum(shard["records"] for shard in split["shards"])
+    doc["counts"] |= {key: doc["counts"][key] - left for key in ("read", "written")}
+    del split["shards"][1:]
+    doc["files"].pop("_index/train/part-00001.idx", None)
+    forged = {"records": 0, "bytes": empty_bytes, "block_offsets": [], **({"unpacked_offsets": [0]} if packed else {})}
+    split["shards"][0] |= forged
+    DatasetManifest.from_bytes(resealed(doc), "m")
+    split["shards"][0]["bytes"] = empty_bytes + 400
+    with pytest.raises(DataError, match="block_offsets do not fit"):
+        DatasetManifest.from_bytes(resealed(doc), "m")
 
 
 def test_a_plain_manifest_has_the_version_that_it_had(root: Path) -> None:
