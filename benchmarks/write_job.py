@@ -31,6 +31,7 @@ from etl import columns as c
 from etl.assign import Assign
 from etl.attempts import upload
 from etl.shards import RESULT, WriteShards
+from etl.stored import Stored
 from etl.write import write_dataset
 from features.codec.encoder import RecordEncoder
 from features.example import encode_batch
@@ -63,10 +64,10 @@ class CountedAssign(Assign):
             c.SPLIT: splits,
             c.DROPPED: pa.nulls(len(ids), pa.string()),
             c.KEY: pa.array((keys ^ np.uint64(1 << 63)).view(np.int64)),
-            c.BYTES: pa.compute.binary_length(records).cast(pa.int64()),
             c.LEAK: batch.column(c.LEAK),
             c.SOURCE: batch.column(c.SOURCE),
             c.POSITION: batch.column(c.POSITION),
+            c.BYTES: pa.compute.binary_length(records).cast(pa.int64()),
             c.RECORD: records,
             SAMPLE_ID: pa.array(ids),
         }
@@ -105,11 +106,19 @@ class CountedShards(WriteShards):
         )
 
 
-class PlainAssign(Assign):
+class PlainStored(Stored):
     """Encodes and frames a row at a time."""
 
-    def _records(self, fields: pa.RecordBatch) -> pa.BinaryArray:
-        return pa.array([frame(record) for record in encode_batch(self.schema, fields)], pa.binary())
+    def _records(self, rows: pa.RecordBatch) -> pa.BinaryArray:
+        return pa.array([frame(record) for record in encode_batch(self.schema, rows)], pa.binary())
+
+
+class PlainAssign(Assign):
+    """The same job by the plain encoder."""
+
+    @functools.cached_property
+    def _stored(self) -> PlainStored:
+        return PlainStored(self.schema, self.fmt, also=c.vocabulary_fields(self.schema))
 
 
 class LateAssign(Assign):

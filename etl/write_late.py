@@ -98,6 +98,9 @@ def _told(origin: Origin, found: DataFrame, results: Sequence[Row]) -> Origin:
     if not rejected:
         return origin
     bad = found.where("bad IS NOT NULL").selectExpr(f"{c.SOURCE} AS source", f"{c.POSITION} AS position", "bad.*")
+    # WriteLate takes its shard from the task's number, and a union numbers anew. Where a lost block of `found` is made
+    # again, the exchange keeps it one task a shard.
+    bad = bad.repartition("source", "position")
     before = origin.quarantine
     return replace(
         origin,

@@ -22,6 +22,7 @@ from etl.image_config import ImagesConfig
 from etl.image_rows import PACKED, PLACE
 from etl.intake import Intake
 from etl.late_images import AssignLate, LateImages, WriteLate
+from etl.quality import check_bad
 from etl.shards import ShardTable, WriteShards
 from etl.splits import SplitSpec
 from storage.errors import DataError
@@ -31,9 +32,6 @@ from .test_image_pieces import make_tar, make_tree
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-
-if TYPE_CHECKING:
-    pass
 
 SIDE = 24
 INTAKE = Intake(size=(SIDE, SIDE), channels=3, late=True)
@@ -135,7 +133,13 @@ def test_a_set_with_broken_images(spark: SparkSession, tmp_path: Path) -> None:
     files |= {place: cut(files[place]) for place in BROKEN} | {"b/big.jpg": photo(1, 240), "b/none.jpg": b"none"}
     root, told = make_tree(tmp_path / "set", files), {"image_size": (SIDE, SIDE), "max_bad": "10%", "split_bytes": 9000}
     archive = make_tar(tmp_path / "set.tar", files)
-    manifest = image_sets.run(spark, config(root, tmp_path / "folder", source="folder", **told))
+
+    def check_without_cache(*args: Any) -> None:
+        spark.catalog.clearCache()  # as if executors were lost: what was cached is made again, as other tasks
+        check_bad(*args)
+
+    with patch("etl.image_sets.check_bad", check_without_cache):
+        manifest = image_sets.run(spark, config(root, tmp_path / "folder", source="folder", **told))
     counts = manifest.counts
     assert (counts.read, counts.written, counts.quarantined) == (42, 39, 3)
     assert manifest.leakage is not None and manifest.leakage["found"]["content"] > 0  # a/n is b/(n + 9)
