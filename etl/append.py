@@ -47,7 +47,7 @@ class Parent:
     @property
     def class_counts(self) -> dict[str, int]:
         """The records of each class that the weights were made for, by the text of the class."""
-        return dict(self.chain[0][1].created_by["config"][CLASS_COUNTS])
+        return dict(self.chain[0][1].created_by["config"][CLASS_COUNTS])  # open_parent has looked at them
 
     def to_json(self) -> dict[str, Any]:
         """The manifest's `parent`."""
@@ -65,9 +65,10 @@ class Parent:
 def open_parent(url: str, config: WriteConfig, schema: Schema | None) -> Parent:
     """The dataset at `url` and all before it.
 
-    Raises ConfigError where weights, sample, form of features, schema, format, split or seed are not those of the
-    dataset to be made (weights and sample where the parent says them; `schema` None is not known yet), and where it has
-    weights but does not say of which classes; DataError where one before has changed.
+    Raises ConfigError where sample or class counts that it says of itself cannot be read; where weights, sample, form
+    of features, schema, format, split or seed are not those of the dataset to be made (weights and sample where the
+    parent says them; `schema` None is not known yet); and where it has weights but does not say of which classes.
+    DataError where one before has changed.
     """
     url = absolute(url)
     chain = [(url, load_dataset(url))]
@@ -76,7 +77,7 @@ def open_parent(url: str, config: WriteConfig, schema: Schema | None) -> Parent:
     told = {
         # Before the schema, which differs too where one of the two has weights.
         "weights": (stored.get("weights", config.weights), config.weights),
-        "sample": _samples(stored.get("sample", config.sample), config.sample),
+        "sample": _samples(_sample_of(url, stored.get("sample", config.sample)), config.sample),
         "form of features": (_form(baked=any(map(is_baked, above))), _form(baked=config.bake)),
         "schema": (_text(raw_schema(above)), _text(raw_schema(above) if schema is None else schema)),
         "format": (first.format, config.fmt),
@@ -98,6 +99,8 @@ def open_parent(url: str, config: WriteConfig, schema: Schema | None) -> Parent:
             allowed="a dataset made with --weights balanced by this version or a later one",
             next_step="Make a dataset of its own without --append-to.",
         )
+    if config.weights == "balanced":
+        _check_counts(url, stored[CLASS_COUNTS])
     while (link := chain[-1][1].parent) is not None:
         manifest = load_dataset(link["url"])
         if manifest.digest != link["digest"] or len(chain) == MAX_CHAIN:
@@ -178,7 +181,12 @@ def _ids_of_parquet(fs: FileSystem, url: str, shard: ShardInfo) -> Iterator[pa.A
             for batch in reader.iter_batches(columns=[SAMPLE_ID]):
                 yield batch.column(SAMPLE_ID)
     except (pa.ArrowException, OSError) as error:
-        raise CorruptionError("sample ids cannot be read", file=url, got=str(error).splitlines()[0]) from None
+        raise CorruptionError(
+            "sample ids cannot be read",
+            file=url,
+            got=str(error).splitlines()[0],
+            allowed=f"pages of {SAMPLE_ID} that match their checksums",
+        ) from None
 
 
 def _ids_of_tfrecord(fs: FileSystem, url: str) -> Iterator[pa.Array]:
@@ -189,6 +197,34 @@ def _ids_of_tfrecord(fs: FileSystem, url: str) -> Iterator[pa.Array]:
             )
             found = decode_foreign_frames((sample_id_field(),), piece.data, offsets, context_only=True)
             yield found.column(SAMPLE_ID)
+
+
+def _sample_of(url: str, stored: object) -> str | None:
+    """The parent's `sample`, which anybody may have written."""
+    if stored is None:
+        return None
+    try:
+        if isinstance(stored, str):
+            Sampling.parse(stored)
+            return stored
+    except ConfigError as error:
+        raise _odd(url, "sample", stored, error.allowed) from None
+    raise _odd(url, "sample", stored, "text or null")
+
+
+def _check_counts(url: str, stored: object) -> None:
+    good = isinstance(stored, dict) and all(type(count) is int and count > 0 for count in stored.values())
+    if not (good and stored):
+        raise _odd(url, CLASS_COUNTS, stored, "how many records each class has, whole numbers above 0")
+
+
+def _odd(url: str, name: str, stored: object, allowed: str) -> ConfigError:
+    return ConfigError(
+        f"{url} cannot be continued: its manifest has a created_by.config.{name} that cannot be read",
+        got=repr(stored)[:500],
+        allowed=allowed,
+        next_step="Make a dataset of its own without --append-to.",
+    )
 
 
 def _samples(theirs: str | None, ours: str | None) -> tuple[str | None, str | None]:

@@ -150,3 +150,23 @@ def test_an_append_is_weighed_by_the_classes_of_its_parent(tmp_path: Path) -> No
     assert open_parent(str(tmp_path / "a"), config, None).class_counts == counts
     with pytest.raises(ConfigError, match="how many records of each class"):
         open_parent(str(tmp_path / "old"), config, None)
+
+
+@pytest.mark.parametrize(
+    "counts", [{"a": 0}, {"a": -1}, {"a": "x"}, {"a": 1.5}, {"a": True}, {}, 5, [["a", 1]], None], ids=repr
+)
+def test_counts_of_classes_that_somebody_wrote_into_a_manifest(tmp_path: Path, counts: Any) -> None:
+    published(tmp_path, "a", write_table(tmp_path / "tiny"), None, weights="balanced", class_counts=counts)
+    config = WriteConfig(output=str(tmp_path / "b"), append_to=str(tmp_path / "a"), weights="balanced")
+    with pytest.raises(ConfigError, match=r"/a cannot be continued: .*class_counts that cannot be read"):
+        open_parent(str(tmp_path / "a"), config, None)
+
+
+@pytest.mark.parametrize("sample", [5, "x", "b=0:150%", ["b=0:50%"], {}], ids=repr)
+@pytest.mark.parametrize("ours", [None, "b=0:50%"])
+def test_a_sample_that_somebody_wrote_into_a_manifest(tmp_path: Path, sample: Any, ours: str | None) -> None:
+    """It is the parent's that is wrong, not the caller's flag."""
+    published(tmp_path, "a", write_table(tmp_path / "tiny"), None, sample=sample)
+    config = WriteConfig(output=str(tmp_path / "b"), append_to=str(tmp_path / "a"), sample=ours)
+    with pytest.raises(ConfigError, match=r"/a cannot be continued: .*config[.]sample that cannot be read"):
+        open_parent(str(tmp_path / "a"), config, None)
