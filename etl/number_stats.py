@@ -13,6 +13,7 @@ from features.sample_id import splitmix64_array
 
 KEPT = 1 << 17  # values held for median, histogram and distinct values; of more, about half of that to all of it
 PIECE = 1 << 20  # values looked at together
+MAX_PIECES = 1000  # held apart
 
 
 @dataclass
@@ -35,6 +36,7 @@ class NumberStats:
     _bits: int = 0  # a value is picked where as many first bits of its place's hash are 0
     _picked: list[npt.NDArray[Any]] = field(default_factory=list)
     _hashes: list[npt.NDArray[np.uint64]] = field(default_factory=list)
+    _held: int = 0  # values in all of _picked
 
     def add(self, values: npt.NDArray[Any]) -> None:
         """Take in (n,) more numbers."""
@@ -83,13 +85,23 @@ class NumberStats:
         places = np.arange(self.count, self.count + len(values), dtype=np.uint64)
         hashes = splitmix64_array(places)
         here = self._chosen(hashes)
-        self._picked.append(values[here])
-        self._hashes.append(hashes[here])
-        while sum(map(len, self._hashes)) > KEPT:
+        picked, hashes = values[here], hashes[here]
+        if not len(picked):
+            return
+        self._picked.append(picked)
+        self._hashes.append(hashes)
+        self._held += len(picked)
+        # Pieces of a few values each would be more objects than values.
+        if self._held > KEPT or len(self._picked) > MAX_PIECES:
+            self._join()
+
+    def _join(self) -> None:
+        picked, hashes = np.concatenate(self._picked), np.concatenate(self._hashes)
+        while len(hashes) > KEPT:
             self._bits += 1
-            chosen = [self._chosen(hashes) for hashes in self._hashes]
-            self._picked = [np.concatenate([one[here] for one, here in zip(self._picked, chosen, strict=True)])]
-            self._hashes = [np.concatenate([one[here] for one, here in zip(self._hashes, chosen, strict=True)])]
+            here = self._chosen(hashes)
+            picked, hashes = picked[here], hashes[here]
+        self._picked, self._hashes, self._held = [picked], [hashes], len(picked)
 
     def _chosen(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
         return hashes < np.uint64(1 << (64 - self._bits)) if self._bits else np.ones(len(hashes), dtype=np.bool_)

@@ -58,6 +58,15 @@ class Sampling:
         if not whole and kind not in ("boolean", "string"):
             raise _no_class(self.column, kind, "whole numbers, text or booleans")
         form = _BOOLEAN if kind == "boolean" else _WHOLE
+        named = [_AS_BOOLEAN.get(value, value) for value, _ in self.shares]
+        if kind == "boolean" and len(set(named)) < len(named):
+            got = ", ".join(value for value, _ in self.shares)
+            raise ConfigError(
+                f"--sample names a class of column `{self.column}` twice",
+                got=got,
+                allowed="true or 1, false or 0, each once",
+                next_step="Correct --sample.",
+            )
         for value, _ in self.shares:
             if kind != "string" and not form.fullmatch(value):
                 raise _no_class(self.column, value, "true, false, 1, 0" if kind == "boolean" else "such as 7, not 07")
@@ -117,7 +126,7 @@ def _no_class(column: str, got: str, allowed: str) -> ConfigError:
 def _unreadable(text: str) -> ConfigError:
     return ConfigError(
         "--sample cannot be read",
-        got=text[:200],
+        got=text[:200] or "nothing",
         allowed="COLUMN=VALUE:SHARE, several with `,` between them, each value of one column once",
         next_step="Write for example --sample click=0:10%.",
     )

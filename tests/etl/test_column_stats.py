@@ -79,6 +79,20 @@ def test_numbers_in_pieces_are_told_as_numbers_at_once(values: np.ndarray, step:
     assert found.whole and np.array_equal(found.picked, values)
 
 
+def test_a_long_way_of_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is held stays few arrays, none of them empty, and is what one large piece comes to."""
+    monkeypatch.setattr("etl.number_stats.KEPT", 1000)
+    monkeypatch.setattr("etl.number_stats.MAX_PIECES", 20)
+    values = np.arange(6000)
+    small, large = NumberStats(), NumberStats()
+    large.add(values)
+    for start in range(0, len(values), 3):
+        small.add(values[start : start + 3])
+        assert len(small._picked) <= 20 and all(map(len, small._picked))
+        assert small._held == sum(map(len, small._hashes)) <= 1000
+    assert small._held > 300 and small.picked.tolist() == large.picked.tolist()
+
+
 @pytest.mark.parametrize("shape", [(None,), (4, 2)])
 def test_long_lists_and_tensors_are_not_kept_whole(
     shape: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch

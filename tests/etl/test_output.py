@@ -31,6 +31,8 @@ LABEL = Field(name="n", dtype="int64", kind="label", num_classes=10)
     [
         ({"sample": "click=true:1%,click=0:2%"}, None),
         ({"sample": "click=yes:1%"}, "cannot have"),
+        ({"sample": "click=1:10%,click=true:50%"}, "column `click` twice"),  # two texts of one boolean
+        ({"sample": "n=1:10%,n=0:50%"}, None),
         ({"sample": "n=9:1%"}, None),
         ({"sample": "n=10:1%"}, "cannot have"),  # the label has ten classes
         ({"sample": "n=07:1%"}, "cannot have"),  # no number is written so, so none would be left out

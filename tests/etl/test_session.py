@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
 from etl.session import BATCHES, bounded
 
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
 
 @pytest.mark.slow
-def test_batches_are_small_inside_and_as_before_behind(spark):
+def test_batches_are_small_inside_and_as_before_behind(spark: SparkSession) -> None:
     kept, changed = BATCHES
     spark.conf.unset(kept)
     before = {kept: spark.conf.get(kept), changed: "777"}
