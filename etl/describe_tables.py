@@ -133,7 +133,10 @@ def quarantine_table(url: str, manifest: DatasetManifest) -> list[Table]:
             reasons.update(pq.read_table(pa.BufferReader(data), columns=["reason"]).column("reason").to_pylist())
         except (pa.ArrowException, OSError, KeyError) as error:
             raise CorruptionError(
-                "a quarantine file cannot be read", file=join(url, path), got=str(error).splitlines()[0]
+                "a quarantine file cannot be read",
+                file=join(url, path),
+                got=str(error).splitlines()[0],
+                allowed="Parquet with a column `reason`",
             ) from None
     rows = sorted(reasons.items(), key=lambda item: (-item[1], str(item[0])))
     return [Table("Quarantine", ("reason", "records"), tuple((str(why), str(n)) for why, n in rows))] if rows else []

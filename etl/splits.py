@@ -173,7 +173,7 @@ def _weights(shares: str, text: str) -> tuple[int, ...]:
 def _unreadable(text: str) -> ConfigError:
     return ConfigError(
         "--split cannot be read",
-        got=text[:200],
+        got=text[:200] or "nothing",
         allowed=ALLOWED,
         next_step="Write for example --split 80/20.",
     )

@@ -128,5 +128,9 @@ def _row_group(fs: FileSystem, url: str, shard: ShardInfo, group: int) -> Iterat
     except (pa.ArrowException, OSError) as error:
         first = shard.block_offsets[group]
         raise CorruptionError(
-            f"row group {group} cannot be read", file=url, record=first, got=str(error).splitlines()[0]
+            f"row group {group} cannot be read",
+            file=url,
+            record=first,
+            got=str(error).splitlines()[0],
+            allowed="pages that match their checksums",
         ) from None

@@ -19,12 +19,7 @@ from features.codec.foreign import infer_schema, refuse_sequences
 from features.read_ranges import PIECE_BYTES, Decode
 from storage.errors import CorruptionError, DataError
 from storage.fs import FileSystem, basename, filesystem, parent
-from storage.tfrecord import (
-    FRAMING_BYTES,
-    HEADER_BYTES,
-    masked_crc32c,
-    parse_records,
-)
+from storage.tfrecord import FRAMING_BYTES, HEADER_BYTES, masked_crc32c, parse_records
 
 MAX_RECORD_BYTES = 2 << 30  # protobuf reads no larger message
 SAMPLED_FILES = 8
@@ -143,7 +138,9 @@ def _read(source: BinaryIO, url: str, wanted: int) -> list[bytes]:
             parts.append(part)
             wanted -= len(part)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise CorruptionError("a gzip file is damaged or cut", file=url, got=str(error)) from None
+        raise CorruptionError(
+            "a gzip file is damaged or cut", file=url, got=str(error), allowed="whole gzip members"
+        ) from None
     return parts
 
 

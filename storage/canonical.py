@@ -37,9 +37,16 @@ def parse_canonical(data: bytes, *, file: str) -> Any:
         same = canonical_bytes(value) == data
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         place = error.start if isinstance(error, UnicodeDecodeError) else error.pos
-        raise CorruptionError("not JSON in UTF-8", file=file, offset=place, got=str(error)) from None
+        raise CorruptionError(
+            "not JSON in UTF-8", file=file, offset=place, got=str(error), allowed="the exact bytes that were written"
+        ) from None
     except (ValueError, RecursionError, DataError) as error:
-        raise CorruptionError("not JSON that we write", file=file, got=str(error).splitlines()[0]) from None
+        raise CorruptionError(
+            "not JSON that we write",
+            file=file,
+            got=str(error).splitlines()[0],
+            allowed="the exact bytes that were written",
+        ) from None
     if not same:
         raise CorruptionError(
             "JSON that is not in canonical form",

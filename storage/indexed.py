@@ -118,7 +118,12 @@ def _read_column(value: Any, where: str) -> tuple[str, str, bool]:
     place = f"{where}: schema"
     doc = strict.obj(value, ("name", "dtype", "list"), where=place)
     if type(doc["list"]) is not bool:
-        raise DataError(f"{place}: `list` is not true or false", got=repr(doc["list"])[:200])
+        raise DataError(
+            f"{place}: `list` is not true or false",
+            got=repr(doc["list"])[:200],
+            allowed="true or false",
+            next_step="Delete _manifest.json and _index/, and run jobs.index again.",
+        )
     return (
         strict.string(doc["name"], where=place),
         strict.string(doc["dtype"], where=place, choices=DTYPES),

@@ -14,7 +14,9 @@ SEAL = "manifest_sha256"
 def seal(doc: Mapping[str, Any]) -> bytes:
     """Canonical JSON of `doc` with the key `manifest_sha256` added, the digest of the JSON without it."""
     if SEAL in doc:
-        raise DataError(f"a document holds {SEAL} already", got=repr(doc[SEAL]), next_step="Seal it once.")
+        raise DataError(
+            f"a document holds {SEAL} already", got=repr(doc[SEAL]), allowed="no such key", next_step="Seal it once."
+        )
     return canonical_bytes({**doc, SEAL: sha256_hex(canonical_bytes(dict(doc)))})
 
 

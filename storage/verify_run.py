@@ -100,7 +100,10 @@ def _check_sealed_directory(check: Check, path: str, kind: str) -> dict[str, Any
         manifest["audit"] = _listed(manifest, "audit", where)
         name = _STEP.fullmatch(basename(where.removesuffix(f"/{MANIFEST_NAME}")))
         if name is not None and (int(name[1]), int(name[2])) != (manifest.get("step"), manifest.get("generation")):
-            raise CorruptionError("a manifest that contradicts its directory's name", file=where, got=name[0])
+            found = f"step {manifest.get('step')}, generation {manifest.get('generation')}"
+            raise CorruptionError(
+                "a manifest that contradicts its directory's name", file=where, got=found, allowed=f"those of {name[0]}"
+            )
     check.on_ok(f"{below}{MANIFEST_NAME}", f"{len(files)} files")
     _check_files(check, below, files)
     check.extra_files({f"{below}{MANIFEST_NAME}", *(below + name for name in files)}, path)

@@ -63,7 +63,7 @@ def test_what_is_no_uint64_is_refused(values: list[Any], kind: pa.DataType) -> N
     for schema, column in ((ONE, pa.array(values, kind)), (MANY, pa.array([values] * len(values), pa.list_(kind)))):
         for encode in (RecordEncoder(schema).encode, partial(encode_batch, schema)):
             with pytest.raises(DataError, match="`u`"):
-                encode(rows(column))  # type: ignore[operator]
+                encode(rows(column))
     sequences = Schema(MANY.fields, record="sequence_example")
     with pytest.raises(DataError, match="`u`"):
         encode_sequence_batch(sequences, rows(pa.array([values], pa.list_(kind))))

@@ -20,6 +20,8 @@ from storage.sealed import SEAL, seal
 from tests.fuzz.target import Take, Target, refused
 
 _DIGEST = sha256_hex(b"")
+# Which document the first byte of an input chooses; 0 and 1 are datasets of both formats.
+_INDEXED, _TEXT, _PACKED = 2, 3, 4
 _ODD: tuple[Callable[[], Any], ...] = (
     lambda: None, lambda: True, lambda: 0, lambda: -1, lambda: 1, lambda: 1 << 62, lambda: (1 << 63) - 1,
     lambda: 1 << 63, lambda: 10**40, lambda: 1.0, lambda: -0.5, lambda: 1e308, lambda: "", lambda: "..",
@@ -75,13 +77,13 @@ def _somewhere(document: Any, take: Take) -> tuple[Any, Any]:
 def manifests(data: bytes) -> None:
     """A forged manifest of a dataset, or of files of others, is refused, or stays within what it may name."""
     take = Take(data)
-    which = take.number(4)
-    if which == 3:
+    which = take.number(5)
+    if which == _TEXT:
         with refused():
             parse_canonical(take.rest(), file="f")
         return
     document = edited(_documents()[which], take)
-    if isinstance(document, dict) and which < 2:
+    if isinstance(document, dict) and which != _INDEXED:
         document["digest"] = _digest_of(document)
     if not isinstance(document, dict) or SEAL in document:
         return
@@ -97,6 +99,7 @@ def manifests(data: bytes) -> None:
             for shard in split.shards:
                 parts = cut(shard.path, shard, split.block_records, 1 << 20)
                 assert sum(part.records for part in parts) == shard.records
+                assert all(part.unpacked is None or len(part.unpacked) == len(part.offsets) for part in parts)
         Schema.from_json(manifest.schema)
 
 
@@ -114,21 +117,24 @@ def _digest_of(document: dict[str, Any]) -> Any:
 
 
 @cache
-def _documents() -> list[dict[str, Any]]:
-    made = [_manifest("tfrecord"), _manifest("parquet"), _indexed().to_bytes()]
-    documents = [json.loads(raw) for raw in made]
-    for document in documents:
+def _documents() -> dict[int, dict[str, Any]]:
+    made = [_manifest("tfrecord"), _manifest("parquet"), _indexed().to_bytes(), _manifest("tfrecord", "gzip")]
+    documents = {which: json.loads(raw) for which, raw in zip((0, 1, _INDEXED, _PACKED), made, strict=True)}
+    for document in documents.values():
         del document[SEAL]
     return documents
 
 
-def _manifest(fmt: str) -> bytes:
-    footer, offsets = (None, (0, 300, 600)) if fmt == "tfrecord" else (_DIGEST, (0, 8, 16))
+def _manifest(fmt: str, compression: str | None = None) -> bytes:
+    footer, offsets, unpacked = (None, (0, 300, 600), None) if fmt == "tfrecord" else (_DIGEST, (0, 8, 16), None)
+    if compression is not None:
+        offsets, unpacked = (10, 300, 600), (0, 2000, 4000, 5000)
     shards = tuple(
-        ShardInfo(shard_path("train", i, fmt), 20, 1000, _DIGEST, "00000000", footer, offsets) for i in range(2)
+        ShardInfo(shard_path("train", i, fmt, compression), 20, 1000, _DIGEST, "00000000", footer, offsets, unpacked)
+        for i in range(2)
     )
     files = {"_fitted/page.json": FileInfo(3, _DIGEST), "_quarantine/part-00000.parquet": FileInfo(9, _DIGEST)}
-    if fmt == "tfrecord":
+    if fmt == "tfrecord" and compression is None:
         files |= {index_path("train", i): FileInfo(4, _DIGEST) for i in range(2)}
     return DatasetManifest.build(
         format=fmt,
@@ -140,6 +146,7 @@ def _manifest(fmt: str) -> bytes:
         source=(SourceInfo("file:///in", 3, _DIGEST),),
         parent={"url": "file:///p", "digest": _DIGEST},
         leakage={"kind": "random", "checked": ["content"], "found": {"content": 3}},
+        compression=compression,
     ).to_bytes()
 
 
@@ -220,7 +227,9 @@ encoding = {kind = "hash", buckets = 0x10}
 
 TARGETS = (
     Target(
-        "manifests", manifests, lambda: [*(bytes([which, 0, 1, 5]) for which in range(3)), b"\3" + _manifest("parquet")]
+        "manifests",
+        manifests,
+        lambda: [*(bytes([which, 0, 1, 5]) for which in (0, 1, _INDEXED, _PACKED)), b"\3" + _manifest("parquet")],
     ),
     Target("fitted_files", fitted_files, lambda: [b"\0\1\2\3", b"\1\1\2\3"], 256),
     Target(

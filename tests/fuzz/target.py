@@ -60,7 +60,7 @@ def refused() -> Iterator[None]:
     try:
         yield
     except LockstepError as error:
-        assert str(error) and error.what
+        assert_told(error)
 
 
 def verdict(read: Callable[[], object]) -> object:
@@ -68,8 +68,15 @@ def verdict(read: Callable[[], object]) -> object:
     try:
         return read()
     except LockstepError as error:
-        assert str(error)
+        assert_told(error)
         return type(error)
+
+
+def assert_told(error: LockstepError) -> None:
+    """Each of the four parts says something."""
+    parts = {"what": error.what, "got": error.got, "allowed": error.allowed, "next_step": error.next_step}
+    missing = [name for name, text in parts.items() if not text]
+    assert not missing, f"{error} says nothing of {', '.join(missing)}"
 
 
 def scratch(data: bytes, name: str = "input") -> str:

@@ -126,8 +126,9 @@ PIXELS = Schema((sample_id_field(), Field(name="v", dtype="uint8", shape=(3,))))
 )
 def test_what_cannot_be_encoded_is_refused(schema: Schema, column: pa.Array, what: str) -> None:
     batch = pa.RecordBatch.from_pydict({"sample_id": pa.array([1, 2]), "v": column})
-    calls: list[Callable[[pa.RecordBatch], object]] = [RecordEncoder(schema).encode, RecordEncoder(schema).sizes]
-    for call in (*calls, partial(encode_batch, schema)):
+    encoder, plain = RecordEncoder(schema), partial(encode_batch, schema)
+    calls: list[Callable[[pa.RecordBatch], object]] = [encoder.encode, encoder.sizes, plain]
+    for call in calls:
         with pytest.raises(DataError, match=what):
             call(batch)
 
