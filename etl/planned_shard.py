@@ -7,7 +7,7 @@ once, so a task holds the encoded bytes of a shard.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +86,7 @@ class MakeShards:
         """Write one shard."""
         with pa.ipc.open_stream(item.plan) as stream:
             plan = stream.read_all().combine_chunks()
-        files = self._files(plan)
+        files = read_files(self.urls, plan)
         told = self.write.rows(item.shard, self._batches(item.shard, plan, files))
         row = next(told).column("shard")[0].as_py()
         if row["rejected_bytes"] > MAX_RAW_BYTES:
@@ -118,30 +118,6 @@ class MakeShards:
                 batch = batch.append_column(name, column)
             yield batch
 
-    def _files(self, plan: pa.Table) -> list[bytes]:
-        """The content of each file, in the plan's order."""
-        found = [b""] * plan.num_rows
-        sources, positions, offsets, lengths = (
-            np.asarray(plan.column(name)) for name in (c.SOURCE, c.POSITION, OFFSET, LENGTH)
-        )
-        order = np.lexsort((offsets, sources))
-        borders = np.flatnonzero(np.diff(sources[order])) + 1
-        for rows in np.split(order, borders) if len(order) else ():
-            url = self.urls[sources[rows[0]]]
-            with filesystem(url).open_read(url) as file:
-                for first, last in _joined(offsets[rows], lengths[rows]):
-                    near = rows[first:last]
-                    begin = int(offsets[near[0]])
-                    file.seek(begin)
-                    data = file.read(int(offsets[near[-1]] + lengths[near[-1]]) - begin)
-                    for row, at, length in zip(
-                        near.tolist(), (offsets[near] - begin).tolist(), lengths[near].tolist(), strict=True
-                    ):
-                        found[row] = data[at : at + length]
-                        if len(found[row]) < length:
-                            raise cut_error(url, int(positions[row]), length)
-        return found
-
     def _early(self, plan: pa.Table, files: list[bytes], bad: set[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         """Those that a first look, which reads headers and makes large images small, would have rejected."""
         early = []
@@ -153,6 +129,31 @@ class MakeShards:
                 except ImageError:
                     early.append(place)
         return tuple(early)
+
+
+def read_files(urls: Sequence[str], plan: pa.Table) -> list[bytes]:
+    """The content of each file of a plan, in its order. Raises DataError for an archive that ends before."""
+    found = [b""] * plan.num_rows
+    sources, positions, offsets, lengths = (
+        np.asarray(plan.column(name)) for name in (c.SOURCE, c.POSITION, OFFSET, LENGTH)
+    )
+    order = np.lexsort((offsets, sources))
+    borders = np.flatnonzero(np.diff(sources[order])) + 1
+    for rows in np.split(order, borders) if len(order) else ():
+        url = urls[sources[rows[0]]]
+        with filesystem(url).open_read(url) as file:
+            for first, last in _joined(offsets[rows], lengths[rows]):
+                near = rows[first:last]
+                begin = int(offsets[near[0]])
+                file.seek(begin)
+                data = file.read(int(offsets[near[-1]] + lengths[near[-1]]) - begin)
+                for row, at, length in zip(
+                    near.tolist(), (offsets[near] - begin).tolist(), lengths[near].tolist(), strict=True
+                ):
+                    found[row] = data[at : at + length]
+                    if len(found[row]) < length:
+                        raise cut_error(url, int(positions[row]), length)
+    return found
 
 
 def _rejected(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,8 @@ import pytest
 from etl import cifar, folders, tar_images
 from etl.image_rows import RECORD
 from etl.pieces import ImagePlan
+from etl.planned_shard import read_files
+from features.decode import Limits
 from storage.fs import filesystem, join
 from tests.etl.test_image_pieces import FILES, GOOD, INTAKE, batch, make_tar, make_tree, rows
 from tests.fs_contract import put
@@ -39,6 +41,12 @@ def test_folder_tar_and_cifar(hadoop: Any, tmp_path: Path) -> None:
         found = seen(tar_images.plan([join(root, "set.tar")], split_bytes=step))
         assert found == seen(tar_images.plan([str(local / "set.tar")], split_bytes=1 << 20))
         assert sum(row[0] == RECORD for row in found) == len(GOOD)
+    good = {name: data for name, data in FILES.items() if name != "train/none.png"}  # which has no class
+    put(filesystem(root), join(root, "good.tar"), make_tar(local / "good.tar", good).read_bytes())
+    listed = tar_images.plan([join(root, "good.tar")], split_bytes=600, listed=Limits()).files
+    assert listed is not None
+    content = read_files([join(root, "good.tar")], listed.files[::-1])  # in any order
+    assert dict(zip(listed.files.column("name").to_pylist()[::-1], content, strict=True)).items() <= good.items()
     plans = [
         cifar.plan([join(place, "data_batch_1.bin")], "cifar10", given=False, num_classes=10, split_bytes=9000)
         for place in (root, str(local))

@@ -89,6 +89,16 @@ def test_the_list_is_what_tasks_read(tmp_path: Path) -> None:
     ]
 
 
+def test_an_archive_that_is_cut_meanwhile(tmp_path: Path) -> None:
+    path = make_tar(tmp_path / "set.tar", {f"a/{n}.jpg": photo(n) for n in range(3)})
+    plan = listed(path)
+    assert plan.files is not None
+    last = plan.files.files.to_pylist()[-1]
+    path.write_bytes(path.read_bytes()[: last[OFFSET] + last[LENGTH] - 1])
+    with pytest.raises(DataError, match=f"cannot be read on at byte {last[c.POSITION]}"):
+        planned_shard.read_files([str(path)], plan.files.files)
+
+
 @pytest.mark.parametrize(
     "more",
     [
