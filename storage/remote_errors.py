@@ -10,9 +10,19 @@ RETRYABLE_JAVA = ("RetriableException", "SafeModeException", "StandbyException",
 def not_there(what: str, verb: str, text: str) -> LockstepError:
     """A path that is missing: of a file being written it may come back under another name."""
     if verb in ("write", "sync", "close"):
-        return RetryableStorageError(f"{what}: the file was taken away from its writer", got=text)
+        return taken_away(what, text)
     return NotFoundError(
         f"{what}: not there", got=text, allowed="an existing path", next_step="Check the path and its host."
+    )
+
+
+def taken_away(what: str, text: str) -> RetryableStorageError:
+    """A file being written that is no longer there, or is another's."""
+    return RetryableStorageError(
+        f"{what}: the file was taken away from its writer",
+        got=text,
+        allowed="a file that nobody else deletes, renames or writes",
+        next_step="Look for another run or a cleaning job at work there, then run again.",
     )
 
 

@@ -14,12 +14,13 @@ from storage.errors import (
 )
 from storage.interface import Blocks, FileStat, HdfsBlock, Listing, Promises, StoredChecksum, Writer
 from storage.remote import RemoteFileSystem
+from storage.remote_errors import taken_away
 from storage.retry import with_retries
 from storage.urls import join
 from storage.webhdfs_address import path_of
 from storage.webhdfs_calls import WebHdfsCalls
-from storage.webhdfs_client import Sent, checked, location
-from storage.webhdfs_errors import LostAnswerError
+from storage.webhdfs_client import RefusedError, Sent, checked, host_of, location
+from storage.webhdfs_errors import OTHER_FORM, LostAnswerError
 from storage.webhdfs_read import WebHdfsRaw
 from storage.webhdfs_write import WebHdfsWriter
 
@@ -87,7 +88,7 @@ class WebHdfsFileSystem(RemoteFileSystem):
 
         def ask(client: Any) -> Listing:
             found = client._list_status(path).json()["FileStatuses"]["FileStatus"]
-            if len(found) == 1 and not found[0]["pathSuffix"]:
+            if len(found) == 1 and found[0]["pathSuffix"] == "":
                 raise StorageError(
                     f"cannot list {url}", got="a file", allowed="a directory", next_step="Check the path."
                 )
@@ -137,8 +138,11 @@ class WebHdfsFileSystem(RemoteFileSystem):
 
         def ask(client: Any) -> StoredChecksum:
             answer = checked(client._request("GET", url=location(client._locate_checksum(path))))
-            told = answer.json()["FileChecksum"]
-            return StoredChecksum(str(told["algorithm"]), bytes.fromhex(told["bytes"])[: int(told["length"])])
+            try:
+                told = answer.json()["FileChecksum"]
+                return StoredChecksum(str(told["algorithm"]), bytes.fromhex(told["bytes"])[: int(told["length"])])
+            except OTHER_FORM as error:
+                raise RefusedError("", f"no checksum: {error!r}", answer.status_code, host_of(answer)) from None
 
         return self.calls.call_data(ask, "digest", url)
 
@@ -148,9 +152,7 @@ class WebHdfsFileSystem(RemoteFileSystem):
         try:
             return self.calls.call(lambda client: location(client._append(path)), "append to", url)
         except NotFoundError as error:  # for the caller to begin anew; asking again would not bring it back
-            raise RetryableStorageError(
-                f"cannot write {url}: the file was taken away from its writer", got=error.got
-            ) from None
+            raise taken_away(f"cannot write {url}", error.got) from None
 
     def _rename(self, src: str, dst: str, options: str) -> None:
         source, target, sent = path_of(src), path_of(dst), Sent()
@@ -195,7 +197,8 @@ def _stat(url: str, status: Mapping[str, Any]) -> FileStat:
     return FileStat(url, name, is_dir, length, int(status["modificationTime"]), special)
 
 
-def _name(told: str) -> str:
-    if "/" in told:
+def _name(told: object) -> str:
+    # An empty one would make a directory its own entry, and walking down it endless.
+    if not isinstance(told, str) or not told or "/" in told:
         raise ValueError(f"{told!r} as a name in a directory")
     return told

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
+import time
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -11,18 +13,25 @@ from urllib.parse import urlsplit
 import requests
 from hdfs.client import InsecureClient, TokenClient, _Request
 from requests.adapters import HTTPAdapter
-from urllib3.exceptions import ConnectTimeoutError, NewConnectionError
+from urllib3.exceptions import ConnectTimeoutError, HTTPError, NewConnectionError
 
 CONNECTIONS = 32  # kept open for each host; more threads than that only lose the reuse
-_MAX_FAULT_BYTES = 1 << 16  # Java's stack among them
+_CHUNK_BYTES = 1 << 16
+_MAX_ANSWER_BYTES = 1 << 16  # Java's stack among them
+_MAX_LIST_BYTES = 1 << 28  # half a million entries of a directory
+_LISTS = ("LISTSTATUS", "GETFILEBLOCKLOCATIONS")
 
 
 class RefusedError(Exception):
-    """A server's answer that is no success: Java's short class name ("" where none came), its message, the status."""
+    """A server's answer that is no success, or none of WebHDFS.
 
-    def __init__(self, java: str, text: str, status: int) -> None:
+    Attributes: `java`, the short class name ("" where none came), its message `text`, the HTTP `status`, and
+    `data_host`, the host and port that the NameNode named for the data, or "" where the NameNode itself spoke.
+    """
+
+    def __init__(self, java: str, text: str, status: int, data_host: str = "") -> None:
         super().__init__(text)
-        self.java, self.text, self.status = java, text, status
+        self.java, self.text, self.status, self.data_host = java, text, status, data_host
 
 
 class Sent:
@@ -65,6 +74,8 @@ class _Exact:
         # stranger) would turn a PUT into a GET of something else, whose success tells nothing.
         asks_where = "allow_redirects" in kwargs
         kwargs["allow_redirects"] = False
+        as_stream = kwargs.get("stream", False)
+        kwargs["stream"] = True  # else requests reads whatever comes, however much that is
         try:
             # the package has no types, so mypy sees no such method above a mixin
             answer = super()._request(method, url, **kwargs)  # type: ignore[misc]
@@ -76,10 +87,15 @@ class _Exact:
         elsewhere = not asks_where and 300 <= answer.status_code < 400
         if sent is not None and (elsewhere or not answer.ok):
             sent.refused()
+        operation = kwargs.get("params", {}).get("op", "")  # only what the package asks a NameNode has parameters
+        data_host = "" if operation else host_of(answer)
         if elsewhere:
             answer.close()
-            host = urlsplit(answer.headers.get("location", "")).netloc or "nowhere"
-            raise RefusedError("", f"a redirect to {host}", answer.status_code)
+            there = urlsplit(answer.headers.get("location", "")).netloc or "nowhere"
+            raise RefusedError("", f"a redirect to {there}", answer.status_code, data_host)
+        if not (as_stream and answer.ok):
+            most = _MAX_LIST_BYTES if answer.ok and operation in _LISTS else _MAX_ANSWER_BYTES
+            _read_whole(answer, most, self._timeout[1], data_host)  # type: ignore[attr-defined]
         return answer
 
     def resolve(self, hdfs_path: str) -> str:
@@ -121,15 +137,45 @@ def location(answer: Any) -> str:
     return str(found).encode("latin-1").decode("utf-8", errors="surrogateescape")
 
 
+def host_of(answer: Any) -> str:
+    """Host and port of the server that gave an answer."""
+    return urlsplit(answer.url).netloc
+
+
 def checked(answer: Any) -> Any:
     """The answer of a DataNode if it is a success. Raises RefusedError."""
     if 200 <= answer.status_code < 300:
         return answer
-    body = next(answer.iter_content(_MAX_FAULT_BYTES), b"")
-    answer.close()  # a stranger may go on sending
+    body = answer.content
     try:
         told = json.loads(body)["RemoteException"]
         java, text = str(told["exception"]), str(told["message"])
     except (ValueError, KeyError, TypeError):
         java, text = "", body[:500].decode(errors="replace")
-    raise RefusedError(java, text, answer.status_code)
+    raise RefusedError(java, text, answer.status_code, host_of(answer))
+
+
+def _read_whole(answer: Any, most_bytes: int, limit_s: float, data_host: str) -> None:
+    """Read the body of an answer, so that no more of it comes from the network.
+
+    Raises RefusedError for one of more than `most_bytes` or a packed one, requests' errors for one that breaks off or
+    is not all there after `limit_s`: a caller that has given up must not leave a thread that reads on.
+    """
+    end, body = time.monotonic() + limit_s, bytearray()
+    try:
+        packed = answer.headers.get("Content-Encoding") or "identity"
+        if packed != "identity":
+            raise RefusedError("", f"a packed answer ({packed})", answer.status_code, data_host)
+        while piece := answer.raw.read1(_CHUNK_BYTES, decode_content=False):
+            body += piece
+            if len(body) > most_bytes:
+                raise RefusedError("", f"an answer of over {most_bytes} bytes", answer.status_code, data_host)
+            if time.monotonic() > end:
+                raise requests.exceptions.ReadTimeout(f"no whole answer in {limit_s:.3g} s", request=answer.request)
+    except HTTPError as error:  # in the form at which the package asks the next NameNode
+        answer.close()
+        raise requests.exceptions.ConnectionError(error, request=answer.request) from None
+    except (RefusedError, requests.exceptions.ReadTimeout):
+        answer.close()
+        raise
+    answer.raw = io.BytesIO(body)  # where `content` and `json` look

@@ -31,7 +31,7 @@ def translate(error: BaseException, *, verb: str, place: str, whom: str) -> Lock
     what = f"cannot {verb} {place}"
     java, text, status = _parts(error)
     if java or isinstance(error, (HdfsError, RefusedError)):
-        return _answered(what, verb, java, text, status, whom)
+        return _answered(what, verb, java, text, status, whom, getattr(error, "data_host", ""))
     if "NameResolutionError" in text or "Name or service not known" in text:
         return StorageError(
             f"{what}: {whom} has no address",
@@ -46,7 +46,14 @@ def translate(error: BaseException, *, verb: str, place: str, whom: str) -> Lock
     return kind(what, got=text, allowed="a connection and a whole answer", next_step=check(whom))
 
 
-def _answered(what: str, verb: str, java: str, text: str, status: int, whom: str) -> LockstepError:
+def _answered(what: str, verb: str, java: str, text: str, status: int, whom: str, data_host: str) -> LockstepError:
+    if data_host and not java and not any(mark in text for mark in _RETRYABLE_TEXT):
+        return StorageError(  # the NameNode has just answered, so its port is right
+            f"{what}: {data_host} does not answer as a DataNode does",
+            got=f"{status}: {text}",
+            allowed="what WebHDFS answers",
+            next_step=f"Look at {data_host}, which the NameNode named: a DataNode or a proxy before it.",
+        )
     if java == "FileNotFoundException":
         return not_there(what, verb, text)
     if java in ("ParentNotDirectoryException", "InvalidPathException") or "(is not a directory" in text:

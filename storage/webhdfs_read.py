@@ -9,7 +9,7 @@ from storage.errors import StorageError
 from storage.local import short_file
 from storage.remote_streams import RemoteRaw
 from storage.webhdfs_address import path_of
-from storage.webhdfs_client import RefusedError, checked, location
+from storage.webhdfs_client import RefusedError, checked, host_of, location
 
 if TYPE_CHECKING:
     from storage.webhdfs import WebHdfsFileSystem
@@ -78,15 +78,17 @@ class WebHdfsRaw(RemoteRaw):
 def open_at(client: Any, url: str, offset: int, length: int) -> Any:
     """The answer whose raw body is `length` bytes of the file from `offset`, or fewer where it ends before.
 
-    Raises RefusedError for a body that cannot be that: a longer one, or a packed one.
+    Raises RefusedError for a body that cannot be that: a longer one, a packed one, or one of untold length, as any page
+    of a proxy may be. A DataNode always tells the length where `offset` lies in the file.
     """
     where = location(client._locate_open(path_of(url), offset=offset, length=length))
     answer = checked(client._request("GET", url=where, stream=True))
-    told = answer.headers.get("Content-Length", "0")
-    packed = answer.headers.get("Content-Encoding", "identity")
-    if packed != "identity" or not told.isdecimal() or int(told) > length:
+    told = answer.headers.get("Content-Length", "an untold number of")
+    form = answer.headers.get("Content-Encoding") or answer.headers.get("Transfer-Encoding") or "identity"
+    if form != "identity" or not told.isdecimal() or int(told) > length:
         answer.close()
-        raise RefusedError("", f"{told} bytes ({packed}) for {length} that were asked for", answer.status_code)
+        text = f"{told} bytes ({form}) for {length} that were asked for"
+        raise RefusedError("", text, answer.status_code, host_of(answer))
     return answer
 
 

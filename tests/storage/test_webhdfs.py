@@ -20,6 +20,7 @@ from storage.errors import (
 )
 from storage.fs import filesystem
 from storage.publish import write_file
+from storage.remote_errors import not_there
 from storage.settings import DEFAULTS
 from storage.webhdfs import WebHdfsFileSystem
 from storage.webhdfs_address import as_hdfs, as_webhdfs, http_addresses
@@ -207,6 +208,15 @@ def test_a_write_that_breaks_is_written_anew_under_another_name(fs: WebHdfsFileS
     fake.after["APPEND data"] = [lambda handler: bool(fake.files.update({"/c": b"12"}))]
     with pytest.raises(StorageError, match="another length"), fs.create(url("c")) as writer:
         writer.write(b"1234")
+
+
+def test_a_file_that_is_taken_away_from_its_writer(fs: WebHdfsFileSystem, fake: FakeWebHdfs) -> None:
+    writer = fs.create(url("a"))
+    del fake.files["/a"]
+    with pytest.raises(RetryableStorageError, match="taken away") as caught:
+        writer.write(b"1" * WebHdfsWriter.piece_bytes)
+    assert caught.value.got and caught.value.allowed and caught.value.next_step
+    assert not_there("cannot write x", "write", "gone").next_step == caught.value.next_step  # by hdfs:// just so
 
 
 def senders() -> list[threading.Thread]:
