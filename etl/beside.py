@@ -53,7 +53,7 @@ def quarantine_apart(config: WriteConfig) -> Staging:
         with Staging(apart.url) as clock:  # its sign tells the time of that file system
             now_ms = clock.signed_ms()
             clean(apart.fs, apart.url, now_ms)
-            clean_quarantine(apart.fs, apart.url, now_ms)
+            clean_quarantine(apart.fs, apart.url, config.output, now_ms)
         refuse_existing(apart.url)
     return apart
 

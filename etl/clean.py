@@ -56,47 +56,58 @@ def clean(fs: FileSystem, output: str, now_ms: int, dead_after_s: float = DEAD_A
     """
     removed = []
     for item in leftovers(fs, output, now_ms, dead_after_s):
-        url = item.url if item.url.endswith(_DEAD) else item.url + _DEAD
-        try:
-            if url != item.url:
-                fs.rename_new(item.url, url)
-            gone = fs.delete(url, recursive=True)
-        except (NotFoundError, ExistsError):
-            continue  # another job cleans too
-        except StorageError as error:
-            log.warning("clean: %s could not be removed: %s", item.url, error.what)
-            continue
-        if gone:
+        if _removed(fs, item.url, item.url if item.url.endswith(_DEAD) else item.url + _DEAD):
             log.warning("clean: removed %s (for %s, unsigned for %.0f s)", item.url, item.output, item.silent_s)
             removed.append(item)
     return removed
 
 
-def is_unfinished(fs: FileSystem, url: str) -> bool:
-    """Whether a quarantine at a place of its own was published by a job that was killed before its dataset was."""
-    return _unfinished(fs, url) is not None
+def is_unfinished(fs: FileSystem, url: str, output: str) -> bool:
+    """Whether a quarantine at a place of its own was published by a job that was killed before its dataset `output`
+    was.
+    """
+    return _unfinished(fs, url, output) is not None
 
 
-def clean_quarantine(fs: FileSystem, url: str, now_ms: int, dead_after_s: float = DEAD_AFTER_S) -> None:
-    """Remove such a quarantine from `url`, where it was not signed for `dead_after_s` seconds, and say so."""
-    found = _unfinished(fs, url)
+def clean_quarantine(fs: FileSystem, url: str, output: str, now_ms: int, dead_after_s: float = DEAD_AFTER_S) -> None:
+    """Remove such a quarantine from `url`, where it was not signed for `dead_after_s` seconds, and say so. One that the
+    storage does not let us remove is logged and stays.
+    """
+    found = _unfinished(fs, url, output)
     if found is None or now_ms - found[1] < dead_after_s * 1000:
         return
     # The name of a staging folder: should this be killed too, the rest is found beside the next output.
     dead = DatasetPaths(absolute(url)).staging(found[0]) + _DEAD
-    fs.rename_new(url, dead)
-    fs.delete(dead, recursive=True)
-    log.warning("clean: removed %s, the rejected input of a dataset that was never published", url)
+    if _removed(fs, url, dead):
+        log.warning("clean: removed %s, the rejected input of a dataset that was never published", url)
 
 
-def _unfinished(fs: FileSystem, url: str) -> tuple[str, int] | None:
-    """The job that its sign names and when it was signed (ms); None for anything else, and where the dataset is."""
+def _removed(fs: FileSystem, url: str, dead: str) -> bool:
+    """Rename a folder to `dead`, delete it, and return whether this job did: another may have been faster, and the
+    storage may refuse it, which is logged.
+    """
+    try:
+        if url != dead:
+            fs.rename_new(url, dead)
+        return fs.delete(dead, recursive=True)
+    except (NotFoundError, ExistsError):
+        return False  # another job cleans too
+    except StorageError as error:
+        log.warning("clean: %s could not be removed: %s", url, error.what)
+        return False
+
+
+def _unfinished(fs: FileSystem, url: str, output: str) -> tuple[str, int] | None:
+    """The job that its sign names and when it was signed (ms); None for anything else, and where the dataset is.
+
+    Whoever can write there can name any dataset in a sign: one that is not `output` is not asked for, wherever it lies.
+    """
     sign = join(url, SIGN_NAME)
     try:
         found = unseal_as(KIND, fs.read_bytes(sign), sign)
-        job, dataset = str(found.get("job")), found.get("part_of")
+        job, dataset = str(found.get("job")), absolute(output)
         ours = found.get("output") == absolute(url) and _FOLDER.fullmatch(f"_staging-{job}")
-        if not ours or not isinstance(dataset, str) or filesystem(dataset).exists(dataset):
+        if not ours or found.get("part_of") != dataset or filesystem(dataset).exists(dataset):
             return None
         return job, fs.stat(sign).mtime_ms
     except (NotFoundError, DataError):

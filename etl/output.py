@@ -47,7 +47,7 @@ def check_output(config: WriteConfig) -> None:
     refuse_existing(config.output)
     if config.quarantine not in (None, NOT_KEPT):
         place = str(config.quarantine)
-        if not (config.clean and is_unfinished(filesystem(place), place)):
+        if not (config.clean and is_unfinished(filesystem(place), place, config.output)):
             refuse_existing(place)
     if config.append_to is not None:
         open_parent(config.append_to, config, None)

@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 from etl.beside import quarantine_apart
-from etl.clean import clean, leftovers
+from etl.clean import clean, is_unfinished, leftovers
 from etl.config import WriteConfig
 from etl.output import check_output
 from etl.staging import SIGN_NAME, Staging, publish_beside
-from storage.errors import ExistsError, StorageError, StorageTimeoutError
+from storage.errors import ExistsError, NotFoundError, StorageError, StorageTimeoutError
 from storage.fs import FileSystem, filesystem
 from storage.publish import write_file
+from storage.sealed import SEAL, seal
 from tests.storage.make_dataset import make_dataset
 
 NOW_MS = int(time.time() * 1000)
@@ -213,10 +214,33 @@ def test_a_quarantine_without_its_dataset_is_cleaned(tmp_path: Path, monkeypatch
         check_output(config)
 
 
-@pytest.mark.parametrize("why", ["young", "its dataset is there", "moved", "not signed", "another's"])
+@pytest.mark.parametrize("error", [NotFoundError("gone"), StorageError("permission denied")], ids=repr)
+def test_a_quarantine_that_is_not_removed_in_one_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Another job took it in the meantime, or the storage keeps it: its place is free, so this job goes on."""
+    left = killed_in_between(tmp_path, 3600, monkeypatch)
+    config = WriteConfig(output=str(tmp_path / "out"), quarantine=str(left), clean=True)
+    fs = filesystem(str(left))
+    delete = fs.delete
+
+    def delete_or_not(url: str, *, recursive: bool = False) -> bool:
+        if url.endswith(".dead"):
+            raise error
+        return delete(url, recursive=recursive)
+
+    monkeypatch.setattr(fs, "delete", delete_or_not)
+    quarantine_apart(config)
+    assert not left.exists()
+
+
+@pytest.mark.parametrize(
+    "why",
+    ["young", "its dataset is there", "moved", "not signed", "another's", "of another output", "of no file system"],
+)
 def test_any_other_quarantine_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     left = killed_in_between(tmp_path, 10 if why == "young" else 3600, monkeypatch)
-    sign = left / SIGN_NAME
+    sign, output = left / SIGN_NAME, tmp_path / "out"
     if why == "its dataset is there":
         (tmp_path / "out").mkdir()
     elif why == "moved":
@@ -226,7 +250,14 @@ def test_any_other_quarantine_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     elif why == "another's":
         sign.write_bytes(b'{"job":"etl-00000000000000ad"}')
         os.utime(sign, (0, 0))
-    config = WriteConfig(output=str(tmp_path / "new"), quarantine=str(left), clean=True)
+    elif why == "of another output":
+        output = tmp_path / "new"
+    elif why == "of no file system":  # nobody asks it whether that dataset is there
+        told = {key: value for key, value in json.loads(sign.read_bytes()).items() if key != SEAL}
+        sign.write_bytes(seal({**told, "part_of": "foo://x/y"}))
+        os.utime(sign, (0, 0))
+    config = WriteConfig(output=str(output), quarantine=str(left), clean=True)
+    assert is_unfinished(filesystem(str(left)), str(left), str(output)) == (why == "young")
     with pytest.raises(ExistsError):
         check_output(config)
         quarantine_apart(config)
