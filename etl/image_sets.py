@@ -24,7 +24,7 @@ from etl.spark_errors import translated
 from etl.watch import watched
 from etl.write import Origin, write_dataset
 from etl.write_late import Late, has_late_content
-from features.schema import Field, Schema, sample_id_field
+from features.schema import SAMPLE_ID, Field, Schema, sample_id_field
 from storage.manifest import DatasetManifest, load_dataset
 from storage.settings import hadoop_settings
 
@@ -43,7 +43,7 @@ def check(config: ImagesConfig) -> ImagePlan:
     check_output(config)
     plan = _planned(config)
     fields = _schema(config, plan, plan.num_classes or _known_classes(config))
-    check_columns(config, fields, {field.name: c.ddl_type(field) for field in fields})
+    check_columns(config, fields, {field.name: c.ddl_type(field) for field in fields if field.name != SAMPLE_ID})
     check_schema(config, fields)
     return plan
 

@@ -16,7 +16,7 @@ from etl.headers import kinds_in, names_in
 from etl.output import check_columns, check_schema
 from etl.parse import LineParser, Work, ddl_type
 from etl.ranges import Source, find_sources, plan_ranges, source_name
-from etl.records import PLACE_COLUMNS, RecordLines, columns_for
+from etl.records import PLACE_COLUMNS, PLACE_SCHEMA, RecordLines, columns_for
 from etl.sampling import Sampling
 from etl.table_lines import TABLE_FORMATS, Form
 from etl.weblines import WebLines
@@ -72,7 +72,7 @@ def plan_of(config: LogsConfig) -> Plan:
     kinds = kinds_in(sources[0]) if config.log_format == "json" else dict.fromkeys(names[0], pa.string())
     columns = columns_for(schema, id_columns, _others(config, schema, kinds), kinds, config.label, config.time_columns)
     parser = RecordLines(form, columns, config.time_columns)
-    _check_asked(config, schema, parser.schema)
+    _check_asked(config, schema, pa.schema([*PLACE_SCHEMA, *parser.schema]))
     _check_columns(config, schema, parser, sources, names)
     return Plan(tuple(sources), _work(sources, names, config), parser, schema, id_columns)
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 NO_LABEL = "no_label"
-PLACE_COLUMNS = ("_file", "_position")
+PLACE_SCHEMA = pa.schema([("_file", pa.string()), ("_position", pa.int64())])  # of every record, beside its own columns
+PLACE_COLUMNS = tuple(PLACE_SCHEMA.names)
 _WIDER = {"bigint": ("bigint", "int", "smallint", "tinyint"), "double": ("double", "float")}
 
 

@@ -77,6 +77,7 @@ def test_weights_and_petastorm_go_with_the_schema(tmp_path: Path) -> None:
         ({"sample": "label=2:1%"}, None),
         ({"sample": "label=3:1%"}, "cannot have"),
         ({"sample": "image=3:1%"}, "cannot have"),
+        ({"sample": "sample_id=5:1%"}, "names the column `sample_id`"),  # which rows do not have yet
         ({"append_to": "other"}, "its schema is another one"),
         ({"append_to": "nowhere"}, "no dataset at"),
         ({"append_to": "other", "weights": "balanced"}, "its weights is another one"),

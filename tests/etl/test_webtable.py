@@ -310,3 +310,13 @@ def test_the_head_of_a_packed_file_is_not_unpacked_to_its_end(tmp_path: Path, mo
     with pytest.raises(DataError, match="names no fields"):
         names_in(find_sources([str(tmp_path / "bomb")])[0], "csv", quoted_newlines=False)
     assert sum(read) <= 3 << 20
+
+
+@pytest.mark.parametrize(
+    "told", [{"split": "group:_file:80/20"}, {"split": "time:_position:8/2"}, {"sample": "_file=log:10%"}]
+)
+def test_the_place_of_a_record_is_a_column_too(tmp_path: Path, told: dict[str, Any]) -> None:
+    (tmp_path / "schema.toml").write_text(SCHEMA)
+    (tmp_path / "log").write_text('{"x": 1, "y": true}\n')
+    found = plan(tmp_path / "log", "json", schema=str(tmp_path / "schema.toml"), **told)
+    assert found.parser.schema.names == ["x", "y"], "nothing more is read for it"
