@@ -5,7 +5,7 @@ Our own shards hold exactly their schema's features in one form (features/codec/
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -18,39 +18,25 @@ from features.codec.arrays import array_of, bits_of, checked_text, in_runs, of_t
 from features.codec.foreign_plain import infer_schema, refuse_sequences
 from features.column_checks import tensor_bytes
 from features.schema import Field
-from features.wire import BytesLike
 from storage.tfrecord import FOOTER_BYTES, HEADER_BYTES
 
-__all__ = ["decode_foreign", "decode_foreign_frames", "infer_schema", "refuse_sequences"]
+__all__ = ["decode_foreign_frames", "infer_schema", "refuse_sequences"]
 
 _MAX_OFFSET = (1 << 31) - 1
 _CELL_BYTES = 16  # where a feature's list begins and ends in a record
 _Places = NDArray[np.int64]
 
 
-def decode_foreign(fields: Iterable[Field], records: Sequence[BytesLike]) -> pa.RecordBatch:
-    """Rows from any Examples, as a column for each of `fields` (a Schema gives its own), in their order.
-
-    A feature that is not asked for is skipped. One that is missing, or present without a value, is null in a nullable
-    field and empty in a list. Raises DataError naming record and field for a missing value in any other field, a list
-    of another type, several values in a scalar, text that is not UTF-8, a tensor of another length, and for bytes that
-    are no Example.
-    """
-    asked = tuple(fields)
-    data = np.frombuffer(b"".join(records), dtype=np.uint8)
-    ends = np.cumsum(np.array([len(record) for record in records], dtype=np.int64))
-    starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)[: len(ends)]
-    found = _fast(asked, data, starts, ends)
-    return foreign_plain.decode_foreign(asked, records) if found is None else found
-
-
 def decode_foreign_frames(
     fields: Iterable[Field], data: NDArray[np.uint8], offsets: NDArray[np.int64], *, context_only: bool = False
 ) -> pa.RecordBatch:
-    """The same for framed records whose checksums are known to be right: `offsets` (n + 1,) from record_offsets.
+    """Rows from any Examples, as a column for each of `fields` (a Schema gives its own), in their order.
 
-    Raises DataError for a SequenceExample too: read as an Example it would lose its feature lists without a word. With
-    `context_only` that is what is asked for.
+    The records are framed, their checksums known to be right: `offsets` (n + 1,) from record_offsets. A feature that is
+    not asked for is skipped. One that is missing, or present without a value, is null in a nullable field and empty in
+    a list. Raises DataError naming record and field for a missing value in any other field, a list of another type,
+    several values in a scalar, text that is not UTF-8, a tensor of another length, and for bytes that are no Example;
+    for a SequenceExample too, which would lose its feature lists without a word, unless `context_only` asks for that.
     """
     asked = tuple(fields)
 

@@ -30,7 +30,7 @@ _Lists = tuple[int, list[tuple[int, int]]]  # the same, with where the values be
 
 
 def decode_foreign(fields: Iterable[Field], records: Sequence[BytesLike]) -> pa.RecordBatch:
-    """What features.codec.foreign.decode_foreign says."""
+    """What features.codec.foreign.decode_foreign_frames says, of records without their frames; of any kind."""
     asked = tuple(fields)
     names = {field.name.encode() for field in asked}
     parsed = [_parse(bytes(record), number, names) for number, record in enumerate(records)]

@@ -126,7 +126,8 @@ def _documents() -> dict[int, dict[str, Any]]:
 
 
 def _manifest(fmt: str, compression: str | None = None) -> bytes:
-    footer, offsets, unpacked = (None, (0, 300, 600), None) if fmt == "tfrecord" else (_DIGEST, (0, 8, 16), None)
+    footer, offsets = (None, (0, 300, 600)) if fmt == "tfrecord" else (_DIGEST, (0, 8, 16))
+    unpacked = None
     if compression is not None:
         offsets, unpacked = (10, 300, 600), (0, 2000, 4000, 5000)
     shards = tuple(

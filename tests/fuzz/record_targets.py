@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from features.codec import foreign_plain
 from features.codec.decoder import RecordDecoder
-from features.codec.foreign import decode_foreign, infer_schema
+from features.codec.foreign import infer_schema, refuse_sequences
 from features.example import decode_batch, encode_batch
 from features.foreign_files import is_gzip, pieces
 from features.foreign_schema import foreign_field
@@ -26,6 +26,7 @@ from storage.errors import LockstepError
 from storage.fs import filesystem
 from storage.gzip_blocks import pack, unpack
 from storage.tfrecord import frame, parse_records, read_records, record_offsets
+from tests.features.codec.framed import decode_foreign
 from tests.fuzz.target import Take, Target, refused, scratch, verdict
 
 _FIELDS = (
@@ -139,7 +140,9 @@ def foreign_records(data: bytes) -> None:
     plain = verdict(lambda: foreign_plain.decode_foreign(FOREIGN, records))
     _agree(verdict(lambda: decode_foreign(FOREIGN, records)), plain)
     lenient = verdict(lambda: Lenient(FOREIGN)(framed, "f", 0, 0))
-    if not isinstance(lenient, type):  # it refuses SequenceExamples besides
+    if isinstance(lenient, type) and isinstance(plain, pa.RecordBatch):  # it refuses SequenceExamples besides
+        assert isinstance(verdict(lambda: refuse_sequences(records)), type), "refused by nobody else"
+    else:
         _agree(lenient, plain)
     with refused():
         shown = infer_schema(records)

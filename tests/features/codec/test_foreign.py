@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from features.codec import foreign_plain
 from features.codec.encoder import RecordEncoder
-from features.codec.foreign import decode_foreign, decode_foreign_frames, infer_schema
+from features.codec.foreign import decode_foreign_frames, infer_schema
 from features.example import encode_batch
 from features.schema import Field, Schema
 from storage.errors import DataError
+from tests.features.codec.framed import decode_foreign
 from tests.features.codec.test_encoder import tables
 from tests.features.test_example import ROWS, SCHEMA
 
