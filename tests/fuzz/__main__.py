@@ -5,7 +5,7 @@
 
 What is learnt stays in .fuzz/corpus/TARGET and is gone on with; what crashes, hangs or takes too much memory is put
 into .fuzz/found/TARGET. After the repair such a file belongs into tests/fuzz/corpus/TARGET, which every test run reads.
-Exit code 1 where something was found.
+Exit code 1 where something was found, 2 where nothing could be looked for.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import argparse
 import resource
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 HERE = Path(__file__).parent
 WORK = HERE.parents[1] / ".fuzz"
 ADDRESS_SPACE_BYTES = 8 << 30  # allocators of Arrow and Numba reserve far more than they use
 MEMORY_MIB, INPUT_LIMIT_S = 1024, 20
+START_LIMIT_S = 300  # for imports and kernels, and for the last input to end
 INSTRUMENTED = ["storage", "features", "etl", "tests.fuzz"]
 # What Numba compiles must stay as it is written.
 COMPILED = ["storage.kernels", "features.area", "features.foreign_order", "features.hash_kernels", "features.codec"]
@@ -39,20 +41,35 @@ def main() -> int:
     unknown = sorted(set(args.targets) - set(TARGETS))
     if unknown:
         parser.error(f"no such target: {', '.join(unknown)}; there are {', '.join(TARGETS)}")
+    if find_spec("atheris") is None:
+        print("atheris is missing: `make fuzz` installs it into .fuzz", file=sys.stderr)
+        return 2
     found, before = [], _cpu_seconds()
     for name in args.targets or TARGETS:
         command = [sys.executable, "-m", "tests.fuzz", name, "--child", "--seconds", str(args.seconds)]
-        done = subprocess.run(
-            command, cwd=HERE.parents[1], capture_output=True, text=True, errors="replace", check=False
-        )
-        told = [line for line in done.stderr.splitlines() if line.startswith(("Done", "#"))]
+        code, out, err = _run(command, args.seconds + START_LIMIT_S)
+        told = [line for line in err.splitlines() if line.startswith(("Done", "#"))]
         spent, before = _cpu_seconds() - before, _cpu_seconds()
-        word = "found" if done.returncode else "OK   "
+        word = "found" if code else "OK   "
         print(f"{word} {name}: {told[-1] if told else ''}, {spent:.0f} s of CPU", flush=True)
-        if done.returncode:
+        if code:
             found.append(name)
-            print(done.stdout[-2000:], done.stderr[-3000:], sep="\n", flush=True)
+            print(out[-2000:], err[-3000:], sep="\n", flush=True)
     return 1 if found else 0
+
+
+def _run(command: list[str], limit_s: int) -> tuple[int, str, str]:
+    """Exit code, output and errors of a process; one that has not ended after `limit_s` is killed: a hang is a find."""
+    with subprocess.Popen(
+        command, cwd=HERE.parents[1], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, err = process.communicate()
+            return 1, out, f"{err}\nnot done after {limit_s} s"
+    return process.returncode, out, err
 
 
 def _cpu_seconds() -> float:
@@ -63,11 +80,8 @@ def _cpu_seconds() -> float:
 
 def fuzz(name: str, seconds: int) -> int:
     """Fuzz one target in this process, which libFuzzer ends."""
-    try:
-        import atheris
-    except ImportError:
-        print("atheris is missing: `make fuzz` installs it into .fuzz", file=sys.stderr)
-        return 2
+    import atheris
+
     with atheris.instrument_imports(include=INSTRUMENTED, exclude=COMPILED):
         from tests.fuzz.targets import TARGETS
     target = TARGETS[name]

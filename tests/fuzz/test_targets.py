@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from features.image_header import read_header
-from storage.errors import CorruptionError
+from storage.errors import CorruptionError, DataError
 from storage.tfrecord import frame, parse_records
+from tests.fuzz import __main__ as fuzzing
 from tests.fuzz.mutate import mutated
-from tests.fuzz.target import Target
+from tests.fuzz.target import Target, assert_told
 from tests.fuzz.targets import TARGETS
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -50,3 +52,22 @@ def test_a_target_notices_readers_that_disagree(monkeypatch: pytest.MonkeyPatch)
         record_targets.tfrecord_files(b"\xff" + frame(b"x"))
     with pytest.raises(CorruptionError):
         parse_records(frame(b"x")[:-1], file="f")
+
+
+def test_without_atheris_nothing_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["fuzz", "tars"])
+    monkeypatch.setattr(fuzzing, "find_spec", lambda name: None)
+    assert fuzzing.main() == 2 and "atheris is missing" in capsys.readouterr().err
+
+
+def test_a_target_that_never_ends_is_a_find() -> None:
+    code, out, err = fuzzing._run([sys.executable, "-c", "import time; print('in', flush=True); time.sleep(60)"], 2)
+    assert code == 1 and out == "in\n" and "not done after 2 s" in err
+
+
+def test_each_part_of_an_error_is_asked_for() -> None:
+    told = {"got": "x", "allowed": "y", "next_step": "z"}
+    assert_told(DataError("w", **told))
+    for part in told:
+        with pytest.raises(AssertionError, match=f"says nothing of {part}"):
+            assert_told(DataError("w", **{**told, part: ""}))
