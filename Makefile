@@ -20,8 +20,11 @@ test: venv airflow-venv jars lint ## all checks and all tests, on a real HDFS an
 check: venv lint ## the fast loop: checks and the tests that start no process (under 3 minutes)
 	@$(WITH_JAVA) $(PYTHON_VENV) -m pytest -q -n 2 --dist loadscope --no-loadscope-reorder -m "not slow and not cluster"
 
-fuzz: venv ## fuzz each reader of foreign bytes for two minutes by atheris, under limits of time and memory
-	@[ -d .fuzz/packages ] || .venv/bin/python -m pip install -q --disable-pip-version-check --target .fuzz/packages -r requirements-fuzz.txt
+.fuzz/packages/.stamp: requirements-fuzz.txt | venv
+	@.venv/bin/python -m pip install -q --disable-pip-version-check --upgrade --target .fuzz/packages -r requirements-fuzz.txt
+	@touch $@
+
+fuzz: venv .fuzz/packages/.stamp ## fuzz each reader of foreign bytes for two minutes by atheris, under limits of time and memory
 	@PYTHONPATH=.fuzz/packages $(PYTHON_VENV) -m tests.fuzz
 
 .PHONY: lint

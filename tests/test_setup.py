@@ -84,3 +84,25 @@ def test_make_help_names_the_targets() -> None:
     told = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True).stdout
     for target in ("demo", "test", "check", "cluster", "cluster-stop", "venv", "airflow-venv", "clean"):
         assert f"make {target} " in told
+
+
+def test_what_fuzzing_needs_is_installed_again_when_it_changes(tmp_path: Path) -> None:
+    """A folder alone says nothing of what lies in it: an installation may have failed, and pins change."""
+    (tmp_path / "Makefile").write_bytes((ROOT / "Makefile").read_bytes())
+    needs, stamp = tmp_path / "requirements-fuzz.txt", tmp_path / ".fuzz" / "packages" / ".stamp"
+    needs.write_text("one==1\n")
+    stamp.parent.mkdir(parents=True)
+
+    def installs() -> bool:
+        done = subprocess.run(
+            ["make", "-n", "fuzz"], cwd=tmp_path, capture_output=True, text=True, timeout=30, check=True
+        )
+        return "pip install" in done.stdout
+
+    assert installs()
+    stamp.touch()
+    os.utime(needs, (0, 0))
+    assert not installs()
+    os.utime(stamp, (0, 0))
+    os.utime(needs, (10, 10))
+    assert installs()
