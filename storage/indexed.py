@@ -15,7 +15,8 @@ from typing import Any
 from storage import strict
 from storage.errors import DataError
 from storage.layout import safe_relative
-from storage.manifest_parts import FileInfo, ShardInfo
+from storage.manifest_parts import FileInfo
+from storage.manifest_shards import ShardInfo
 from storage.sealed import seal, unseal, unseal_as
 
 KIND = "indexed"

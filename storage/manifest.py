@@ -14,18 +14,15 @@ from storage.layout import FORMATS, MANIFEST_NAME, SUFFIXES, DatasetPaths, index
 from storage.manifest_parts import (
     Counts,
     FileInfo,
-    ShardInfo,
     SourceInfo,
-    SplitInfo,
     read_counts,
     read_created_by,
     read_file,
     read_leakage,
     read_parent,
     read_source,
-    read_split,
-    split_json,
 )
+from storage.manifest_shards import ShardInfo, SplitInfo, read_split, split_json
 from storage.sealed import seal, unseal
 
 __all__ = [

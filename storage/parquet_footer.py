@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from storage.canonical import sha256_hex
 from storage.errors import CorruptionError
 from storage.fs import FileSystem
-from storage.manifest_parts import ShardInfo
+from storage.manifest_shards import ShardInfo
 
 if TYPE_CHECKING:
     import pyarrow.parquet as pq

@@ -20,7 +20,7 @@ from storage import gzip_blocks
 from storage.canonical import crc32c_hex, sha256_hex
 from storage.errors import CorruptionError, DataError
 from storage.gzip_blocks import HEADER, TRAILER_BYTES, GzipWriter, pack, unpack, unpack_blocks
-from storage.manifest_parts import GZIP_EDGE_BYTES
+from storage.manifest_shards import GZIP_EDGE_BYTES
 from storage.tfrecord import frame
 
 RECORDS = st.lists(st.binary(max_size=40) | st.integers(90, 7000).map(bytes), max_size=30)
