@@ -127,9 +127,8 @@ def _documents() -> dict[int, dict[str, Any]]:
 
 def _manifest(fmt: str, compression: str | None = None) -> bytes:
     footer, offsets = (None, (0, 300, 600)) if fmt == "tfrecord" else (_DIGEST, (0, 8, 16))
-    unpacked = None
-    if compression is not None:
-        offsets, unpacked = (10, 300, 600), (0, 2000, 4000, 5000)
+    packed = compression is not None
+    offsets, unpacked = ((10, 300, 600), (0, 2000, 4000, 5000)) if packed else (offsets, None)
     shards = tuple(
         ShardInfo(shard_path("train", i, fmt, compression), 20, 1000, _DIGEST, "00000000", footer, offsets, unpacked)
         for i in range(2)
