@@ -118,7 +118,7 @@ def _rejected(batch: pa.RecordBatch, at: int, reason: str, data: bytes) -> dict[
 @dataclass(frozen=True, kw_only=True)
 class AssignLate(Assign):
     """Assign for rows whose `late` field is not made yet: nothing is encoded. With `carry` that column comes out too,
-    and PACKED and PLACE beside it; without it need not be there.
+    and PACKED and PLACE beside it, but BYTES is null; without, that column need not be there.
     """
 
     late: LateImages
@@ -137,18 +137,18 @@ class AssignLate(Assign):
 
     def _kept(self, batch: pa.RecordBatch, ids: NDArray[np.int64]) -> pa.RecordBatch:
         found = self._narrow._kept(batch, ids)
-        late = self.late
-        if self.fmt == "tfrecord":
-            full = found.append_column(late.field.name, late.stand_in(len(found)))
-            sizes = pa.array(self._encoder.sizes(full))
-        else:
-            own = c.logical_bytes(late.field, late.stand_in(len(found)))
-            sizes = pc.add(found.column(c.BYTES), own)
+        sizes = pa.nulls(len(found), pa.int64()) if self.carry else self._sizes(found)
         found = found.set_column(found.schema.get_field_index(c.BYTES), c.BYTES, sizes)
         if self.carry:
-            for name in (late.field.name, PACKED, PLACE):
+            for name in (self.late.field.name, PACKED, PLACE):
                 found = found.append_column(name, batch.column(name))
         return found
+
+    def _sizes(self, rows: pa.RecordBatch) -> pa.Array:
+        late = self.late
+        if self.fmt == "tfrecord":
+            return pa.array(self._encoder.sizes(rows.append_column(late.field.name, late.stand_in(len(rows)))))
+        return pc.add(rows.column(c.BYTES), c.logical_bytes(late.field, late.stand_in(len(rows))))
 
     @cached_property
     def _narrow(self) -> Assign:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from etl import columns as c
+from etl.spark_errors import SameIdError
 from etl.splits import SplitSpec
 from features.schema import SAMPLE_ID, Schema
 from storage.errors import DataError
@@ -156,7 +157,8 @@ def _broken(rows: DataFrame, column: str, check: str, found: int, split: SplitSp
         for row in two.limit(2).collect()
     ]
     what = "one sample id" if check == ID else f"one value of `{split.column}`"
-    return DataError(
+    kind = SameIdError if check == ID else DataError
+    return kind(
         f"{found} records of different splits share {what}",
         got=", ".join(places),
         allowed="a sample id and a group on one side of the split",

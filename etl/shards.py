@@ -15,10 +15,9 @@ import pyarrow.compute as pc
 from etl import columns as c
 from etl.attempts import partition_of_task, upload
 from etl.parquet_shard import digests_of, write_parquet
-from etl.spark_errors import in_task
+from etl.spark_errors import SameIdError, in_task
 from features.sample_id import shard_of
 from features.schema import SAMPLE_ID, Schema
-from storage.errors import DataError
 from storage.framed_writer import FramedWriter
 from storage.gzip_blocks import GzipWriter
 
@@ -68,7 +67,7 @@ class ShardTable:
 class WriteShards:
     """The function for mapInArrow: a partition's rows in order in, one row of RESULT_DDL out.
 
-    Raises DataError for two rows with one sample id, naming both.
+    Raises SameIdError for two rows with one sample id, naming both.
     """
 
     schema: Schema
@@ -169,8 +168,8 @@ class WriteShards:
             last = (int(ids[-1]), batch.column(c.SOURCE)[-1].as_py(), batch.column(c.POSITION)[-1].as_py())
             yield batch
 
-    def _collision(self, sample: int, source: int, position: int, other: int, other_position: int) -> DataError:
-        return DataError(
+    def _collision(self, sample: int, source: int, position: int, other: int, other_position: int) -> SameIdError:
+        return SameIdError(
             f"two records have one sample id, {sample & (1 << 64) - 1:016x}",
             got=f"{self.source_urls[source]} at {position}, {self.source_urls[other]} at {other_position}",
             allowed="a sample id for each record of a dataset",

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from storage import errors
-from storage.errors import LockstepError
+from storage.errors import DataError, LockstepError
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -37,6 +37,10 @@ class TaskError(RuntimeError):
     """Carries a LockstepError through Spark, which keeps nothing but the text."""
 
 
+class SameIdError(DataError):
+    """Two records have one sample id."""
+
+
 def to_wire(error: LockstepError) -> str:
     """The error as one line of text."""
     parts = {
@@ -56,7 +60,7 @@ def from_text(text: str) -> LockstepError | None:
     if found is None:
         return None
     parts = json.loads(base64.b64decode(found.group(1)))
-    kind = getattr(errors, parts["class"], LockstepError)
+    kind = SameIdError if parts["class"] == SameIdError.__name__ else getattr(errors, parts["class"], LockstepError)
     error: LockstepError = kind.__new__(kind)
     LockstepError.__init__(error, parts["what"], got=parts["got"], allowed=parts["allowed"], next_step=parts["next"])
     return error

@@ -8,7 +8,7 @@ from decimal import Decimal
 from typing import TYPE_CHECKING
 
 from etl import columns as c
-from etl.spark_errors import to_wire
+from etl.spark_errors import SameIdError, to_wire
 from etl.splits import SplitSpec
 from features.column_checks import MAX_UINT64
 from features.schema import SAMPLE_ID, Field, Schema, sample_id_field
@@ -135,18 +135,20 @@ def prepared(
     return df.select(*columns, *(f.lit(0).cast(kind).alias(name) for name, kind in own.items())), schema
 
 
-def named_repeats(df: DataFrame, id_columns: Sequence[str]) -> DataError | None:
-    """The error that names ids which several rows of `df` have, or None."""
+def named_repeats(df: DataFrame, id_columns: Sequence[str]) -> SameIdError | None:
+    """The error that names ids which several rows of `df` have, or None; a null is no id."""
     from pyspark.sql import functions as f
 
     kept = df.where(f.col(c.DROPPED).isNull()) if c.DROPPED in df.columns else df
     ids = [c.quoted(name) for name in id_columns]
+    for name in ids:
+        kept = kept.where(f.col(name).isNotNull())
     found = kept.groupBy(*ids).agg(f.count(f.lit(1)).alias("_rows")).where("_rows > 1").orderBy(*ids)
     rows = found.limit(MAX_NAMED).collect()
     if not rows:
         return None
     told = (", ".join(f"{name} = {row[name]!r}" for name in id_columns) + f" in {row['_rows']} rows" for row in rows)
-    return DataError(
+    return SameIdError(
         "rows have the same id columns",
         got="; ".join(told),
         allowed=f"{', '.join(id_columns)} unique, since the rows of a table have no order to number them by",

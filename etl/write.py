@@ -24,7 +24,7 @@ from etl.sampling import Sampling, balanced
 from etl.session import bounded
 from etl.settle import settle
 from etl.shards import WriteShards
-from etl.spark_errors import translated
+from etl.spark_errors import SameIdError, translated
 from etl.splits import SplitSpec
 from etl.staging import Staging
 from etl.table import named_repeats, prepared
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["Origin", "write_dataset"]
 
 MAX_SPLITS = 100
+COUNTED = ("stratified", "time")  # splits that follow from how many records there are
 
 
 def write_dataset(
@@ -80,8 +81,8 @@ def write_dataset(
     pixels in the task that writes them.
 
     Nothing is seen at `url` before all of it is there. Raises ExistsError for an existing output, ConfigError for
-    arguments and columns that do not fit, DataError where a split would be empty, two records have one id, or a group
-    or time lies on two sides of the split.
+    arguments and columns that do not fit, DataError where a split would be empty, a group or time lies on two
+    sides of the split, or two records have one id (SameIdError).
     """
     text = split if isinstance(split, str) else split.text
     config = WriteConfig(
@@ -91,6 +92,8 @@ def write_dataset(
         petastorm=petastorm, bake=bake,
     )  # fmt: skip
     spec = config.split_spec
+    if late is not None:
+        _check_late(config, spec)
     check_output(config)
     picked = () if sample is None else (Sampling.parse(sample).column,)
     picked = picked if late is None else (*picked, PACKED, PLACE)
@@ -98,12 +101,27 @@ def write_dataset(
     check_columns(config, schema, dict(rows.dtypes))
     full, above = check_schema(config, schema)
     job = Job(config, full, tuple(id_columns), spec, origin or Origin(), above, late)
+    spark = df.sparkSession
     try:
-        with translated(df.sparkSession, "writing the dataset"), bounded(df.sparkSession):
+        with translated(spark, "writing the dataset"), bounded(spark):
             return _written(rows, job, schema)
-    except DataError as error:
-        # Rows without a place cannot be named by it, so equal ids are told by their columns.
-        raise (named_repeats(df, id_columns) if c.POSITION not in df.columns else None) or error from None
+    except SameIdError as error:
+        if c.POSITION in df.columns:
+            raise
+        with translated(spark, "looking for equal ids"):
+            # Rows without a place cannot be named by it, so equal ids are told by their columns.
+            raise named_repeats(df, id_columns) or error from None
+
+
+def _check_late(config: WriteConfig, split: SplitSpec) -> None:
+    """Raise ConfigError where more than the sizes of splits follows from how many records there are."""
+    if config.weights != "none" or config.bake or split.kind in COUNTED:
+        raise ConfigError(
+            "images cannot be made late for this dataset",
+            got=f"weights {config.weights}, bake {config.bake}, split {split.text}",
+            allowed=f"no weights, no bake, no split of {', '.join(COUNTED)}: those count records before all are made",
+            next_step="Make the images first, and leave `late` out.",
+        )
 
 
 def _written(df: DataFrame, job: Job, unweighed: Schema) -> DatasetManifest:

@@ -25,7 +25,9 @@ from etl.late_images import AssignLate, LateImages, WriteLate
 from etl.quality import check_bad
 from etl.shards import ShardTable, WriteShards
 from etl.splits import SplitSpec
-from storage.errors import DataError
+from etl.write import write_dataset
+from etl.write_late import Late
+from storage.errors import ConfigError, DataError
 from storage.verify import verify
 
 from .test_image_pieces import make_tar, make_tree
@@ -93,8 +95,9 @@ def test_sizes_and_records_are_those_of_pixels(tmp_path: Path, fmt: str) -> None
     wanted = plain.rows(now.set_column(now.schema.get_field_index("image"), "image", pixels))
     found = AssignLate.of(plain, LATE).rows(now)
     thin = replace(AssignLate.of(plain, LATE), carry=False).rows(now.drop_columns(["image", PACKED, PLACE]))
-    for name in (c.SPLIT, c.KEY, c.BYTES, c.POSITION, "sample_id"):
+    for name in (c.SPLIT, c.KEY, c.POSITION, "sample_id"):
         assert wanted.column(name) == found.column(name) == thin.column(name)
+    assert wanted.column(c.BYTES) == thin.column(c.BYTES) and found.column(c.BYTES).null_count == len(files)
     write = WriteShards(SCHEMA, fmt, ShardTable((("train", 1, 16),)), tmp_path.as_uri(), ("in.tar",), {})
     (early,) = write.write(0, [in_order(wanted)]).to_pylist()
     told = pa.Table.from_batches(
@@ -162,3 +165,12 @@ def test_a_set_with_broken_images(spark: SparkSession, tmp_path: Path) -> None:
 
 def config(place: Path, output: Path, **more: Any) -> ImagesConfig:
     return ImagesConfig(**{"inputs": (str(place),), "output": str(output), "split": "1/1", "source": "tar", **more})
+
+
+@pytest.mark.parametrize(
+    "counted", [{"weights": "balanced"}, {"bake": True}, {"split": "stratified:label:1/1"}, {"split": "time:label:1/1"}]
+)
+def test_what_counts_records_cannot_have_late_images(tmp_path: Path, counted: dict[str, Any]) -> None:
+    frame: Any = None  # nothing is read
+    with pytest.raises(ConfigError, match="cannot be made late"):
+        write_dataset(frame, str(tmp_path), id_columns=["name"], late=Late(LATE, lambda origin: None), **counted)

@@ -236,6 +236,9 @@ def test_any_data_frame_and_what_cannot_be_one(spark: SparkSession, frame: DataF
         etl.write_dataset(frame, str(tmp_path / "x"), id_columns=["user", "kind"])
     assert caught.value.got == "user = 'u0', kind = 'a' in 8 rows; user = 'u0', kind = 'b' in 4 rows"
     url = str(tmp_path / "x")
+    nulls = spark.sql("SELECT id, 1L AS x FROM VALUES (NULL), (NULL), (2L) AS t(id)")
+    with pytest.raises(DataError, match="id column `id` is null"):  # and not that two rows have the id null
+        etl.write_dataset(nulls, url, id_columns=["id"], split="1/1")
     for query, kind in (
         ("SELECT * FROM nowhere", NotFoundError),
         ("DROP TABLE rows", ConfigError),  # only a query can stand where it is put

@@ -16,6 +16,7 @@ from etl.columns import logical_bytes
 from etl.output import refuse_existing
 from etl.place import block_records, plan_shards
 from etl.shards import ShardTable
+from etl.spark_errors import SameIdError, from_text, to_wire
 from etl.splits import SplitSpec
 from etl.staging import SIGN_NAME, Staging
 from etl.write import Origin, write_dataset
@@ -199,3 +200,10 @@ def test_an_output_below_a_file_is_refused_before_spark_starts(tmp_path: Path) -
             refuse_existing(str(output))
         assert caught.value.exit_code == 2 and caught.value.next_step
     refuse_existing(str(tmp_path / "a" / "b" / "out"))
+
+
+def test_equal_ids_are_known_behind_spark() -> None:
+    """Only their error is told anew by the columns of the ids."""
+    for kind in (SameIdError, DataError):
+        found = from_text("in a trace: " + to_wire(kind("what", got="1", allowed="2", next_step="3")) + " and on")
+        assert type(found) is kind and found.got == "1"
