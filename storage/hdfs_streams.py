@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from storage.local import short_file
+from storage.ranges import short_file
 from storage.remote_streams import RemoteRaw, RemoteWriter
 from storage.urls import split_url
 

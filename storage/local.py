@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import shutil
 import stat as stat_bits
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import BinaryIO
 
-from storage.errors import ConfigError, CorruptionError, ExistsError, NotFoundError, StorageError
+from storage.errors import ExistsError, NotFoundError, StorageError
 from storage.interface import Blocks, FileStat, FileSystem, HdfsBlock, Listing, Promises, Writer
+from storage.local_rename import rename_noreplace
+from storage.ranges import check_range, short_file
 from storage.urls import join, split_url
-
-_AT_FDCWD = -100
-_RENAME_NOREPLACE = 1
-_NOT_THERE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)  # kernels and file systems without renameat2's flag
 
 
 class LocalFileSystem(FileSystem):
@@ -57,7 +53,7 @@ class LocalFileSystem(FileSystem):
             os.lstat(source)
             if not os.path.isdir(os.path.dirname(target) or "."):
                 raise NotADirectoryError(errno.ENOTDIR, "the parent of the target is not a directory", target)
-            _rename_noreplace(source, target)
+            rename_noreplace(source, target)
             _sync_directory(target)
             _sync_directory(source)
 
@@ -150,28 +146,6 @@ class _LocalWriter(Writer):
             os.unlink(self._path)
 
 
-def check_range(url: str, offset: int, length: int) -> None:
-    """Raise ConfigError for a range with a negative start or length."""
-    if offset < 0 or length < 0:
-        raise ConfigError(
-            f"a range of {url} cannot be read",
-            got=f"offset {offset}, length {length}",
-            allowed="numbers from 0 up",
-            next_step="This is a fault of the caller.",
-        )
-
-
-def short_file(url: str, offset: int, length: int, size: int) -> CorruptionError:
-    """The error for a file that ends before the bytes that must be there."""
-    return CorruptionError(
-        "file is shorter than it must be (cut off, or never closed by its writer)",
-        file=url,
-        offset=min(offset + length, size),
-        got=f"{size} readable bytes",
-        allowed=f"bytes {offset} to {offset + length}",
-    )
-
-
 def _path(url: str) -> str:
     return split_url(url)[2]
 
@@ -212,33 +186,6 @@ def _sync_directory(path: str) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _rename_noreplace(source: str, target: str) -> None:
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        if hasattr(libc, "renameat2"):
-            names = os.fsencode(source), os.fsencode(target)
-            if libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_NOREPLACE) == 0:
-                return
-            code = ctypes.get_errno()
-            if code not in _NOT_THERE:
-                raise OSError(code, os.strerror(code), source, None, target)
-    rename_noreplace_portable(source, target)
-
-
-def rename_noreplace_portable(source: str, target: str) -> None:
-    """Rename without overwriting where renameat2 is missing: exact for files (a hard link fails on an occupied
-    name); for directories a look beforehand, since rename refuses a target directory with content but not an
-    empty one.
-    """
-    if stat_bits.S_ISDIR(os.lstat(source).st_mode):
-        if os.path.lexists(target):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
-        os.rename(source, target)
-    else:
-        os.link(source, target, follow_symlinks=False)
-        os.unlink(source)
 
 
 def _open_regular(path: str, flags: int) -> int:

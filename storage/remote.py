@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 from storage.errors import ExistsError, NotFoundError, StorageError
 from storage.interface import FileStat, FileSystem
-from storage.local import check_range, short_file
+from storage.ranges import check_range, short_file
 from storage.remote_streams import READ_BUFFER_BYTES, READ_PIECE_BYTES, RemoteRaw
 from storage.retry import with_retries
 

@@ -6,7 +6,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from storage.errors import StorageError
-from storage.local import short_file
+from storage.ranges import short_file
 from storage.remote_streams import RemoteRaw
 from storage.webhdfs_address import path_of
 from storage.webhdfs_client import RefusedError, checked, host_of, location

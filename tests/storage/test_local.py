@@ -9,7 +9,8 @@ import pytest
 
 from storage.errors import ConfigError, ExistsError, NotFoundError, StorageError
 from storage.fs import FileSystem, absolute, basename, filesystem, join, parent, split_url, walk
-from storage.local import LocalFileSystem, rename_noreplace_portable
+from storage.local import LocalFileSystem
+from storage.local_rename import rename_noreplace_portable
 from tests.fs_contract import FileSystemContract, put
 
 
@@ -32,7 +33,7 @@ class TestFileUrls(TestPlainPaths):
 class TestWithoutRenameat2(TestPlainPaths):
     @pytest.fixture(autouse=True)
     def _portable(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("storage.local._rename_noreplace", rename_noreplace_portable)
+        monkeypatch.setattr("storage.local.rename_noreplace", rename_noreplace_portable)
 
 
 def test_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
