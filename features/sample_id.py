@@ -90,7 +90,10 @@ def shard_of(key: int, num_shards: int) -> int:
 
 
 def unit_hash(value: bytes, seed: int) -> int:
-    """An unsigned 64-bit hash of a group's name, as uniform as SHA-256's; compared with split boundaries."""
+    """An unsigned 64-bit hash of a group's name, as uniform as SHA-256's; compared with split boundaries.
+
+    The plain form of unit_hashes and group_hashes, which tests hold these against.
+    """
     digest = hashlib.sha256(b"split" + _UINT.pack(seed & _MASK) + value).digest()
     return int(_UINT.unpack_from(digest)[0])
 

@@ -15,10 +15,11 @@ from storage.errors import ConfigError, DataError
 from storage.manifest import SplitInfo, load_dataset
 from training.reader import SplitReader
 
-# Rows leave Arrow in chunks, of which batches are views. A column's way out costs a microsecond, so small batches come
-# from chunks of 2 MiB. A batch that lies across two chunks is copied: 1 in 4 of the large ones, which reads images a
-# fifth faster than chunks of one batch do (5 and 8 batches gain nothing). A block holds some 2 MiB before compression:
-# that bounds the memory of rows that compress well.
+# Rows leave Arrow in chunks, of which batches are views. Of a TFRecord shard, gzip or not, a chunk is a block, whatever
+# is asked for: the numbers are those of Parquet. A column's way out costs a microsecond, so small batches come from
+# chunks of 2 MiB. A batch that lies across two chunks is copied: 1 in 4 of the large ones, which reads images a fifth
+# faster than chunks of one batch do (5 and 8 batches gain nothing). A block holds some 2 MiB before compression: that
+# bounds the memory of rows that compress well.
 _CHUNK_BYTES = 2 << 20
 _CHUNK_BATCHES = 4
 _CHUNK_MOST_BYTES = 14 << 20
@@ -32,9 +33,9 @@ def split_arrays(dataset_url: str, split: str, batch_rows: int) -> Iterator[Arra
     """The records of a split, `batch_rows` at a time (the last batch is as short as it comes), by field name.
 
     Numbers come as (n,), tensors as (n, *shape) of their dtype; strings, bytes, lists and nullable fields as Arrow
-    arrays, since NumPy has no form for them that keeps everything. Read-only; most batches are views of a chunk of 2
-    to 14 MiB, which lives as long as one of them does. Raises CorruptionError naming file, record and offset, as all
-    reading does, and ConfigError for batches of less than one row.
+    arrays, since NumPy has no form for them that keeps everything. Read-only; most batches are views of a chunk, which
+    lives as long as one of them does: 2 to 14 MiB of Parquet, a block of TFRecord, gzip or not. Raises CorruptionError
+    naming file, record and offset, as all reading does, and ConfigError for batches of less than one row.
     """
     _check_rows(batch_rows)
     manifest = load_dataset(dataset_url)

@@ -201,8 +201,10 @@ class _Driver:
         while True:
             tip = find_tip(self._fs, self._paths)
             began = tip.ref if tip else None
-            if tip is not None:
-                self._tell_longer(epochs_asked(read_claims(self._fs, self._paths)))
+            if began is not None and not restarts:
+                # What was asked for after that checkpoint, without a step of its own, no step has followed.
+                claims = read_claims(self._fs, self._paths)
+                self._tell_longer(epochs_asked({g: claims[g] for g in claims if g <= began.generation}))
             claim = claim_next(
                 self._fs, self._paths, began, epochs=self._config.epochs, num_ranks=self._config.num_ranks
             )

@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from features.codec import column_kernel, columns
+from features.codec.column_kernel import offset
 from storage.kernels import memory
 from storage.kernels.jit import kernels
-from storage.kernels.memory import copy, load_i32, load_i64, load_u32, store_u8, store_u32, store_u64
+from storage.kernels.memory import copy, load_u32, store_u8, store_u32, store_u64
 
-_kernel = kernels(__name__, memory)
+_kernel = kernels(__name__, column_kernel, columns, memory)
 
 
 def _primes(count: int) -> list[int]:
@@ -89,13 +91,6 @@ def _first_8_bytes(address: Any, size: Any, state: Any, words: Any) -> Any:
 
 
 @njit
-def _offset(address: Any, width: Any, number: Any) -> Any:
-    if width == 4:
-        return np.int64(load_i32(address + 4 * number))
-    return load_i64(address + 8 * number)
-
-
-@njit
 def _split_head(scratch: Any, seed: Any) -> Any:
     """Begin what a split hash is of; returns where the name goes."""
     for at in range(len(_SPLIT)):
@@ -115,8 +110,8 @@ def row_hashes(data: Any, ends: Any, widths: Any, occurrences: Any, scratch: Any
     for row in range(len(occurrences)):
         at = scratch
         for column in range(len(data)):
-            start = _offset(ends[column], widths[column], row)
-            size = _offset(ends[column], widths[column], row + 1) - start
+            start = offset(ends[column], widths[column], row)
+            size = offset(ends[column], widths[column], row + 1) - start
             store_u64(at, np.uint64(size))
             copy(at + 8, data[column] + start, size)
             at += 8 + size

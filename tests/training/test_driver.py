@@ -126,9 +126,17 @@ def test_resume(config: TrainConfig, capfd: pytest.CaptureFixture[str]) -> None:
     assert go(config) == first  # complete: nothing is claimed or launched
     assert time.monotonic() - began < 2
     assert len(read_claims(filesystem(config.run), RunPaths(config.run))) == 1
-    more = go(dataclasses.replace(config, epochs=3, num_ranks=1))
-    assert (more.generation, more.steps, more.samples) == (2, 37, 12 * 8)
-    assert capfd.readouterr().err.count("3 epochs, where this run was asked for 2") == 1
+    longer, note = dataclasses.replace(config, epochs=3, num_ranks=1), "3 epochs, where this run was asked for 2"
+
+    def refuses(*_: object, **__: object) -> list[dict[str, Any]]:
+        raise ConfigError("nowhere to run", got="x", allowed="y", next_step="z")
+
+    with pytest.raises(ConfigError, match="nowhere to run"):
+        train(longer, refuses, hooks=Hooks(entry="_ranks:train", limits=QUICK))
+    assert capfd.readouterr().err.count(note) == 1
+    more = go(longer)
+    assert (more.generation, more.steps, more.samples) == (3, 37, 12 * 8)
+    assert capfd.readouterr().err.count(note) == 1, "no step has followed the longer schedule yet"
     assert not list(Path(config.run, ".trash/g0001").iterdir())  # emptied by the later claimant
 
 
