@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from features.field import Field
-from storage.errors import DataError
+from storage.errors import CorruptionError, DataError
 
 _ITEM_BYTES = {"uint8": 1, "float32": 4, "float64": 8, "int64": 8}
 MAX_UINT64 = (1 << 64) - 1
@@ -49,6 +49,22 @@ def check_tensor_lengths(field: Field, column: pa.Array) -> None:
             allowed=f"{wanted} bytes: shape {field.shape} of {field.dtype}",
             next_step="Correct the schema or the rows.",
         )
+
+
+def check_unsigned(name: str, column: pa.Array, *, file: str, record: int) -> None:
+    """Raise CorruptionError for a column of decimals, or of lists of them, out of `file` from `record` on, that holds a
+    number beyond uint64: a decimal of 20 digits may be one, and who reads on takes each for 64 bits.
+    """
+    ends = pc.min_max(column.flatten() if pa.types.is_list(column.type) else column)
+    for end in (ends["min"].as_py(), ends["max"].as_py()):
+        if end is not None and not 0 <= end <= MAX_UINT64:
+            raise CorruptionError(
+                f"field `{name}` holds a number that is no uint64",
+                file=file,
+                record=record,
+                got=str(end),
+                allowed=f"0 to {MAX_UINT64}",
+            )
 
 
 def as_recorded(field: Field, column: pa.Array) -> pa.Array:

@@ -12,6 +12,7 @@ from typing import BinaryIO, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from features.column_checks import check_unsigned
 from features.foreign_files import pieces
 from features.foreign_schema import foreign_field
 from features.read_ranges import Decode, Lenient, read_range, strict
@@ -124,7 +125,11 @@ def _row_group(fs: FileSystem, url: str, shard: ShardInfo, group: int) -> Iterat
         with fs.open_read(url) as file:
             metadata = pq.read_metadata(pa.BufferReader(footer))
             reader = pq.ParquetFile(file, metadata=metadata, page_checksum_verification=True)
-            yield from reader.read_row_group(group).to_batches()
+            for batch in reader.read_row_group(group).to_batches():
+                for name, column in zip(batch.schema.names, batch.columns, strict=True):
+                    if pa.types.is_decimal(getattr(column.type, "value_type", column.type)):
+                        check_unsigned(name, column, file=url, record=shard.block_offsets[group])
+                yield batch
     except (pa.ArrowException, OSError) as error:
         first = shard.block_offsets[group]
         raise CorruptionError(

@@ -138,9 +138,8 @@ def _read(source: BinaryIO, url: str, wanted: int) -> list[bytes]:
             parts.append(part)
             wanted -= len(part)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise CorruptionError(
-            "a gzip file is damaged or cut", file=url, got=str(error), allowed="whole gzip members"
-        ) from None
+        what, allowed = "a gzip file is damaged or cut", "whole gzip members"
+        raise CorruptionError(what, file=url, got=str(error), allowed=allowed) from None
     return parts
 
 

@@ -6,10 +6,9 @@ import io
 from collections.abc import Iterator
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from features.column_checks import MAX_UINT64
+from features.column_checks import check_unsigned
 from features.schema import Schema
 from storage.errors import CorruptionError
 from storage.fs import FileSystem
@@ -75,24 +74,10 @@ class ParquetShard:
         ]
         for field, column in zip(self._schema, found, strict=True):
             if field.name in self._unsigned:
-                self._check_unsigned(field.name, column, first)
+                check_unsigned(field.name, column, file=self._url, record=first)
             if column.null_count and not field.nullable:
                 raise self._footer_error(f"nulls in `{field.name}`, records from {first} on", "none")
         return pa.RecordBatch.from_arrays(found, schema=self._schema)
-
-    def _check_unsigned(self, name: str, column: pa.Array, first: int) -> None:
-        """A decimal of 20 digits may be no uint64, and what is made of it later takes it for one."""
-        ends = pc.min_max(column.flatten() if pa.types.is_list(column.type) else column)
-        wrong = [end for end in (ends["min"].as_py(), ends["max"].as_py()) if end is not None]
-        wrong = [end for end in wrong if not 0 <= end <= MAX_UINT64]
-        if wrong:
-            raise CorruptionError(
-                f"field `{name}` holds a number that is no uint64",
-                file=self._url,
-                record=first,
-                got=str(wrong[0]),
-                allowed=f"0 to {MAX_UINT64}",
-            )
 
     def _unreadable(self, first: int, offset: int | None, error: Exception) -> CorruptionError:
         return CorruptionError(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from features.dataset_blocks import dataset_blocks
 from features.schema import Field, Schema, sample_id_field
 from storage.errors import ConfigError, CorruptionError, LockstepError
 from storage.fs import filesystem
@@ -202,11 +203,13 @@ def test_a_parquet_number_that_is_no_uint64_is_refused_with_its_place(
     numbers = [Decimal((1 << 64) - 1), *map(Decimal, range(9)), Decimal(value)]
     columns = {"sample_id": range(11), "u": [[number] for number in numbers] if shape else numbers}
     rows = pa.RecordBatch.from_pydict(columns, schema=schema.arrow_schema())
-    info = write_rows(str(tmp_path / "d"), schema, rows, {"train": 11}, "parquet", 1, 8, 0).splits["train"].shards[0]
+    manifest = write_rows(str(tmp_path / "d"), schema, rows, {"train": 11}, "parquet", 1, 8, 0)
+    info = manifest.splits["train"].shards[0]
     url = str(tmp_path / "d" / info.path)
     shard = ParquetShard(filesystem(url), url, info, 8, schema)
     assert shard.read_block(0).equals(rows.slice(0, 8))
-    for read in (lambda: shard.read_block(1), lambda: list(shard.batches(4))):
+    told = dataset_blocks(str(tmp_path / "d"), manifest)["train"][1]  # what jobs.describe reads
+    for read in (lambda: shard.read_block(1), lambda: list(shard.batches(4)), lambda: list(told.read())):
         with pytest.raises(CorruptionError, match="`u` holds a number that is no uint64") as caught:
             read()
         assert (caught.value.file, caught.value.record, caught.value.got) == (url, 8, str(value))
