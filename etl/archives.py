@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,8 +31,7 @@ _SPARSE, _SPARSE_MORE, _SPARSE_MORE_AGAIN = b"S", 482, 504  # GNU; a byte that s
 _ADLER = 65521
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(NamedTuple):
     """One member that is no directory: where its own header lies, its name, and where its content lies.
 
     `is_file` is False for links, devices, pipes, sparse files and anything else that is not plain content.
@@ -47,12 +46,17 @@ class Member:
     @property
     def parts(self) -> tuple[str, ...]:
         """The name's parts; a leading `./` is none of them."""
-        return tuple(part for part in self.name.split("/") if part not in ("", "."))
+        parts = self.name.split("/")
+        if "" in parts or "." in parts:
+            parts = [part for part in parts if part not in ("", ".")]
+        return tuple(parts)
 
     @property
     def is_safe(self) -> bool:
         """Whether the name stays within a folder that it would be unpacked into."""
-        return not self.name.startswith(("/", "\\")) and ".." not in self.name.replace("\\", "/").split("/")
+        if self.name.startswith(("/", "\\")):
+            return False
+        return ".." not in self.name or ".." not in self.name.replace("\\", "/").split("/")
 
 
 def read_members(
@@ -178,7 +182,7 @@ def _signed_sum(block: bytes) -> int:
 
 
 def _octal(field: bytes) -> int:
-    text = field.split(b"\0")[0].strip()
+    text = field.partition(b"\0")[0].strip()
     if not text.isdigit():  # int would also read signs and underscores
         raise ValueError
     return int(text, 8)
@@ -192,8 +196,8 @@ def _number(field: bytes) -> int:
 
 
 def _name(block: bytes) -> str:
-    name = block[:100].split(b"\0")[0]
-    prefix = block[345:500].split(b"\0")[0] if block[257:263] == b"ustar\0" else b""
+    name = block[:100].partition(b"\0")[0]
+    prefix = block[345:500].partition(b"\0")[0] if block[257:263] == b"ustar\0" else b""
     return _text(prefix + b"/" + name if prefix else name)
 
 
@@ -212,7 +216,7 @@ def _told(stream: Forward, url: str, position: int, size: int, kind: bytes) -> d
     if len(data) < size:
         raise cut_error(url, position, size)
     if kind == b"L":
-        return {"path": _text(data.split(b"\0")[0])}
+        return {"path": _text(data.partition(b"\0")[0])}
     return _records(data, url, position) if kind == b"x" else {}
 
 

@@ -23,7 +23,7 @@ FILES = pa.schema(
         ("name", pa.string()),
     ]
 )
-_CHUNK_ROWS = 1 << 16
+_CHUNK_ROWS = 1 << 12  # as Python objects: more would only give the collector of garbage more to look through
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class ImageFiles:
 
     @classmethod
     def joined(cls, parts: list[ImageFiles | None]) -> ImageFiles | None:
-        """The files of all sources; None where those of one are not known, or they are too many."""
+        """The files of all sources; None where those of one are not known."""
         known = [part for part in parts if part is not None]
-        if len(known) < len(parts) or sum(len(part.files) for part in known) > MAX_FILES:
+        if len(known) < len(parts):
             return None
         return cls(pa.concat_tables([part.files for part in known]), tuple(row for part in known for row in part.other))
 
@@ -50,19 +50,17 @@ class FileList:
     def __init__(self) -> None:
         self._rows: list[tuple[object, ...]] = []
         self._batches: list[pa.RecordBatch] = []
-        self.count = 0
 
     def add(self, *values: object) -> None:
         """One file, its values in the order of FILES."""
         self._rows.append(values)
-        self.count += 1
         if len(self._rows) == _CHUNK_ROWS:
             self._pack()
 
     def table(self) -> pa.Table:
         """All that was added."""
         self._pack()
-        return pa.Table.from_batches(self._batches, FILES)
+        return pa.Table.from_batches(self._batches, FILES).combine_chunks()
 
     def _pack(self) -> None:
         if self._rows:

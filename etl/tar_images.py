@@ -96,7 +96,8 @@ def plan(inputs: Sequence[str], *, split_bytes: int, listed: Limits | None = Non
     """
     sources = find_sources(inputs)
     step = step_bytes(split_bytes)
-    scans = [_Scan(number, source, listed) for number, source in enumerate(sources)]
+    room = _Room(0 if any(source.codec != PLAIN for source in sources) else MAX_FILES)
+    scans = [_Scan(number, source, listed, room) for number, source in enumerate(sources)]
     with ThreadPoolExecutor(_SCANS_AT_ONCE, thread_name_prefix="lockstep-scan") as pool:
         cut = list(pool.map(lambda scan: scan.stretches(step), scans))
     pieces = [
@@ -108,11 +109,20 @@ def plan(inputs: Sequence[str], *, split_bytes: int, listed: Limits | None = Non
     return ImagePlan(sources=sources, pieces=pieces, names_may_repeat=True, files=files)
 
 
+@dataclass
+class _Room:
+    """How many more members may be listed, of all archives together: none once those of one cannot be. Scans in several
+    threads may miscount by a few, which does not matter.
+    """
+
+    left: int
+
+
 class _Scan:
     """One look at the headers of an archive, for where to cut it and, with `limits`, for the files in it."""
 
-    def __init__(self, number: int, source: Source, limits: Limits | None) -> None:
-        self._source, self._limits = source, None if source.codec != PLAIN else limits
+    def __init__(self, number: int, source: Source, limits: Limits | None, room: _Room) -> None:
+        self._source, self._room, self._limits = source, room, limits if room.left else None
         split = split_word(source_name(source.url))
         self.piece = TarPiece(number, absolute(source.url), source.codec, 0, None, to_end=True, split=split)
         self._list, self._gather = FileList(), self.piece.gather()
@@ -139,15 +149,17 @@ class _Scan:
         if self._limits is None:
             return
         place = self.piece.place(member, self._gather)
-        self._other += self._gather.full()
-        if place is None:
-            return
+        self._room.left -= 1
         # What has no class or is too long is rejected with a digest of its bytes, which a task had better read.
-        if place.label is None or member.size > self._limits.max_file_bytes or self._list.count >= MAX_FILES:
-            self._limits, self._list = None, FileList()
-            return
-        at = (self.piece.source, member.position, member.offset, member.size)
-        self._list.add(*at, place.split, place.label, place.name)
+        rejected = place is not None and (place.label is None or member.size > self._limits.max_file_bytes)
+        if rejected or self._room.left < 0:
+            self._room.left = 0
+            self._limits, self._list, self._other = None, FileList(), []
+        elif place is None:
+            self._other += self._gather.full()
+        else:
+            at = (self.piece.source, member.position, member.offset, member.size)
+            self._list.add(*at, place.split, place.label, place.name)
 
 
 def _passed(stream: Forward, url: str, member: Member) -> tuple[bytes, str]:

@@ -113,6 +113,13 @@ def test_what_is_not_known_by_headers_alone(tmp_path: Path, more: dict[str, byte
     assert listed(make_tar(tmp_path / "packed.tar.gz", {"a/1.jpg": photo(1)}, "w:gz")).files is None
 
 
+def test_not_more_files_are_listed_than_the_driver_holds(tmp_path: Path) -> None:
+    paths = [make_tar(tmp_path / f"{n}.tar", {f"a/{n}.jpg": photo(n) for n in range(3)}) for n in (1, 2)]
+    for most, known in ((6, True), (5, False)):
+        with patch.object(tar_images, "MAX_FILES", most):
+            assert (listed(*paths).files is not None) == known
+
+
 def archive(path: Path, *, split: bool) -> Path:
     """100 images, some of them equal; two broken behind their header and one in it, a class of its own among these;
     what is unsafe, no file, no image, or decoded early since it is large.
