@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 from etl import VERSION
 from etl.attempts import upload
 from etl.spark_errors import in_task, translated
-from features.foreign_files import ForeignFile, find_files, infer_columns, is_gzip, pieces, sample
+from features.foreign_files import ForeignFile, files_of_others, find_files, infer_columns, is_gzip, pieces, sample
 from storage.errors import ConfigError, DataError, ExistsError
 from storage.findings import CHUNK_BYTES, HashedReader
 from storage.framed_writer import FramedWriter
 from storage.fs import FileSystem, absolute, filesystem, join, parent
-from storage.indexed import INDEX_FOLDER, IndexedManifest, index_name
+from storage.indexed import INDEX_FOLDER, IndexedManifest, index_name, is_indexed
 from storage.layout import MANIFEST_NAME, safe_relative
 from storage.manifest import FileInfo, ShardInfo
 from storage.publish import write_file
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 # A file's entry, whether it is gzip, its index's entry, the URL of that index as this attempt wrote it.
 Scanned = tuple[ShardInfo, bool, FileInfo | None, str | None]
+_FREE = f"a directory without {MANIFEST_NAME} and {INDEX_FOLDER}"
 BLOCK_BYTES = 2 << 20  # as in our own shards: docs/decisions/010-blocks-and-sizes.md
 
 
@@ -46,7 +47,10 @@ class Scan:
     def __call__(self, paths: Iterable[str]) -> Iterator[Scanned]:
         """Runs in a Spark task."""
         set_hadoop_settings(self.settings)
-        yield from map(self.scan, paths)
+        for path in paths:
+            with files_of_others():
+                found = self.scan(path)
+            yield found
 
     def scan(self, path: str) -> Scanned:
         """Read the file at `path` (relative) to its end and write its index; returns what `Scanned` says. Raises
@@ -98,14 +102,42 @@ def check(url: str) -> None:
         raise ConfigError(
             f"{url} is a file", got="a file", allowed="a directory of TFRecord files", next_step="Give its directory."
         )
-    for name in (MANIFEST_NAME, INDEX_FOLDER):
-        if fs.exists(join(url, name)):
-            raise ExistsError(
-                f"{url} is a dataset or is indexed already",
-                got=name,
-                allowed=f"a directory without {MANIFEST_NAME} and {INDEX_FOLDER}",
-                next_step=f"If an earlier index is out of date, delete {MANIFEST_NAME} and {INDEX_FOLDER} there first.",
-            )
+    manifest = join(url, MANIFEST_NAME)
+    if fs.exists(manifest):
+        raise _taken(url, manifest, fs.read_bytes(manifest))
+    if fs.exists(join(url, INDEX_FOLDER)):
+        raise ExistsError(
+            f"{url} has a folder {INDEX_FOLDER} already",
+            got=f"{INDEX_FOLDER} without {MANIFEST_NAME}",
+            allowed=_FREE,
+            next_step=f"If this is a dataset, restore its {MANIFEST_NAME}; if jobs.index left the folder, delete it.",
+        )
+
+
+def _taken(url: str, manifest: str, data: bytes) -> ExistsError:
+    """What to say of a directory whose manifest is `data`: only an index of ours may be made anew."""
+    try:
+        indexed = is_indexed(data, manifest)
+    except DataError as error:
+        return ExistsError(
+            f"{url} has a {MANIFEST_NAME} that cannot be read",
+            got=error.got or error.what,
+            allowed=_FREE,
+            next_step="Delete nothing: `python -m jobs.verify URL` says what it is and what is damaged.",
+        )
+    if indexed:
+        return ExistsError(
+            f"{url} is indexed already",
+            got=f"the {MANIFEST_NAME} of an earlier jobs.index",
+            allowed=_FREE,
+            next_step=f"If files have changed since, delete {MANIFEST_NAME} and {INDEX_FOLDER} there, and index anew.",
+        )
+    return ExistsError(
+        f"{url} has a manifest already and needs no index",
+        got=f"a {MANIFEST_NAME} that jobs.index has not made, such as that of a published dataset",
+        allowed="a directory of TFRecord files of somebody else",
+        next_step="Leave it as it is, and read it: jobs.describe URL, jobs.train, spark.read.format('tfrecord').",
+    )
 
 
 def index_directory(
@@ -166,7 +198,8 @@ def _publish(fs: FileSystem, url: str, staging: str, manifest: IndexedManifest, 
 
 def _each(scan: Scan, paths: list[str], spark: SparkSession | None) -> list[Scanned]:
     if spark is None:
-        return list(map(scan.scan, paths))
+        with files_of_others():
+            return list(map(scan.scan, paths))
     with translated(spark, "reading the files"):
         rows = spark.sparkContext.parallelize(paths, len(paths)).mapPartitions(scan).collect()
     return sorted(rows, key=lambda row: row[0].path)

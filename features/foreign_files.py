@@ -96,6 +96,16 @@ def open_unpacked(fs: FileSystem, url: str) -> Iterator[BinaryIO]:
             yield cast(BinaryIO, unpacked)
 
 
+@contextmanager
+def files_of_others() -> Iterator[None]:
+    """CorruptionError out of the block says what helps where no manifest of ours describes the file."""
+    try:
+        yield
+    except CorruptionError as error:
+        error.next_step = "Fetch or write that file again, or take it out of the directory."
+        raise
+
+
 def pieces(source: BinaryIO, url: str) -> Iterator[Piece]:
     """The records of an open file, some MiB at a time; of their checksums only those that end a piece are looked at.
 
@@ -181,7 +191,7 @@ def is_gzip(fs: FileSystem, url: str) -> bool:
 
 def read_file(fs: FileSystem, url: str, decode: Decode) -> Iterator[pa.RecordBatch]:
     """The records of a whole file as batches that `decode` makes; memory and errors as for `pieces`."""
-    with open_unpacked(fs, url) as source:
+    with files_of_others(), open_unpacked(fs, url) as source:
         for piece in pieces(source, url):
             yield decode(piece.data, url, piece.first_record, piece.base_offset)
 
@@ -197,7 +207,7 @@ def sample(files: Sequence[ForeignFile], records: int) -> list[bytes]:
     for number, file in enumerate(chosen):
         # What a short file leaves over goes to those after it.
         wanted = -(-(records - len(found)) // (len(chosen) - number))
-        with open_unpacked(filesystem(file.url), file.url) as source:
+        with files_of_others(), open_unpacked(filesystem(file.url), file.url) as source:
             found += islice(_records(source, file.url), wanted)
     if not found:
         raise DataError(

@@ -26,6 +26,7 @@ from storage.manifest import ShardInfo, load_dataset
 from storage.sealed import seal, unseal
 from storage.tfrecord import frame
 from storage.verify import verify
+from tests.pyspark_tfrecord.published import publish
 
 SCHEMA = foreign_schema([foreign_field("n", "int64", False), foreign_field("w", "bytes", True)])
 
@@ -71,6 +72,22 @@ def test_the_files_are_described_and_not_touched(tmp_path: Path, capsys: pytest.
     assert sorted(entry.name for entry in folder.iterdir()) == ["_index", "_manifest.json", "a", "b.tfrecord-00001"]
 
 
+def test_a_dataset_needs_no_index(tmp_path: Path) -> None:
+    publish(tmp_path, {"train": (3,)})
+    manifest = tmp_path / "_manifest.json"
+    with pytest.raises(ExistsError, match="needs no index") as caught:
+        index.main([str(tmp_path)])
+    assert "delete" not in str(caught.value)
+    manifest.write_bytes(manifest.read_bytes()[:-9])
+    with pytest.raises(ExistsError, match="cannot be read") as caught:
+        index.main([str(tmp_path)])
+    assert "Delete nothing" in caught.value.next_step
+    manifest.unlink()
+    with pytest.raises(ExistsError, match="has a folder _index") as caught:
+        index.main([str(tmp_path)])
+    assert "If this is a dataset, restore" in caught.value.next_step
+
+
 @pytest.mark.parametrize(
     ("harm", "error"),
     [
@@ -84,8 +101,10 @@ def test_damage_is_told_and_nothing_is_left(tmp_path: Path, harm: object, error:
     data = write(folder)["b.tfrecord-00001"]
     assert callable(harm)
     (folder / "b.tfrecord-00001").write_bytes(harm(data))
-    with pytest.raises(error, match="b.tfrecord-00001" if error is CorruptionError else "no one schema fits"):
+    told = "b.tfrecord-00001" if error is CorruptionError else "no one schema fits"
+    with pytest.raises(error, match=told) as caught:
         index.main([str(folder)])
+    assert "jobs.verify" not in caught.value.next_step  # which takes no files without a manifest
     assert sorted(entry.name for entry in folder.iterdir()) == ["a", "b.tfrecord-00001"]
 
 
