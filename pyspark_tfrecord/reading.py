@@ -10,10 +10,10 @@ from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.types import StructType
 
 from pyspark_tfrecord.options import ReadOptions
-from pyspark_tfrecord.published import Published
+from pyspark_tfrecord.published import SPLIT_COLUMN, Published
 from pyspark_tfrecord.types import arrow_schema, spark_schema
 from storage.errors import ConfigError, DataError, NotFoundError
-from storage.fs import filesystem
+from storage.fs import basename, filesystem, parent
 from storage.indexed import is_indexed, read_indexed
 from storage.layout import DatasetPaths
 from storage.manifest import DatasetManifest
@@ -62,6 +62,8 @@ def open_input(options: Mapping[str, str], schema: StructType | None = None) -> 
         data = filesystem(read.path).read_bytes(where)
     except NotFoundError:
         data = None
+    if data is None:
+        _refuse_split_folder(read.path)
     if data is None or is_indexed(data, where):
         from pyspark_tfrecord.foreign import Foreign
 
@@ -70,6 +72,26 @@ def open_input(options: Mapping[str, str], schema: StructType | None = None) -> 
     if schema is not None:
         _check(found, schema)
     return found
+
+
+def _refuse_split_folder(path: str) -> None:
+    """Raise ConfigError for the folder of one split of a dataset: its files would be read as those of somebody else."""
+    key, equals, split = basename(path).partition("=")
+    if key != SPLIT_COLUMN or not equals:
+        return
+    dataset = parent(path)
+    where = DatasetPaths(dataset).manifest
+    try:
+        data = filesystem(dataset).read_bytes(where)
+    except NotFoundError:
+        return
+    if not is_indexed(data, where) and split in DatasetManifest.from_bytes(data, where).splits:
+        raise ConfigError(
+            f"{path} is one split of a dataset",
+            got=f"the folder {basename(path)}",
+            allowed=f"the dataset itself, {dataset}",
+            next_step=f'Read it by .option("split", "{split}").load("{dataset}").',
+        )
 
 
 def selected(found: Input) -> pa.Schema:

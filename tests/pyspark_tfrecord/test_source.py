@@ -114,6 +114,18 @@ def test_what_a_dataset_has_not(tmp_path: Path, options: dict[str, Any], schema:
         read(tmp_path, schema, **options)
 
 
+def test_a_folder_of_one_split_is_not_read_as_files_of_somebody_else(tmp_path: Path) -> None:
+    publish(tmp_path / "d", {"train": (3,), "test": (2,)})
+    with pytest.raises(ConfigError, match="one split of a dataset") as caught:
+        read(tmp_path / "d/split=test")
+    assert caught.value.next_step == f'Read it by .option("split", "test").load("{tmp_path / "d"}").'
+    (tmp_path / "theirs").mkdir()
+    write(tmp_path / "theirs/split=test")
+    assert len(read(tmp_path / "theirs/split=test")[0]) == 60  # partitions of others may be called so
+    index.main([str(tmp_path / "theirs")])
+    assert len(read(tmp_path / "theirs/split=test")[0]) == 60
+
+
 def test_damage_is_told_with_its_place(tmp_path: Path) -> None:
     publish(tmp_path, {"train": (9,)})
     shard = tmp_path / "split=train/part-00000.tfrecord"
