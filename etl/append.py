@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 CLASS_COUNTS = "class_counts"  # in created_by.config: what balanced weights follow from
 MAX_CHAIN = 1000
+_FLAGS = {name: f"--{name}" for name in ("weights", "sample", "format", "split", "seed")}
 _IDS = pa.schema([(SAMPLE_ID, pa.int64())])
 
 
@@ -88,9 +89,9 @@ def open_parent(url: str, config: WriteConfig, schema: Schema | None) -> Parent:
         if theirs != ours:
             raise ConfigError(
                 f"{url} cannot be continued: its {what} is another one",
-                got=str(ours)[:500],
-                allowed=str(theirs)[:500],
-                next_step=f"Give the same {what}, or make a dataset of its own without --append-to.",
+                got=_setting(what, ours),
+                allowed=_setting(what, theirs),
+                next_step=f"{_way(what, theirs)}, or make a dataset of its own without --append-to.",
             )
     if config.weights == "balanced" and CLASS_COUNTS not in stored:
         raise ConfigError(
@@ -225,6 +226,19 @@ def _odd(url: str, name: str, stored: object, allowed: str) -> ConfigError:
         allowed=allowed,
         next_step="Make a dataset of its own without --append-to.",
     )
+
+
+def _setting(what: str, value: object) -> str:
+    """A setting as the command line says it, where a flag alone decides it."""
+    flag = _FLAGS.get(what)
+    if flag is None:
+        return str(value)[:500]
+    return f"no {flag}" if value is None else f"{flag} {value}"[:500]
+
+
+def _way(what: str, theirs: object) -> str:
+    flag = _FLAGS.get(what)
+    return f"Give the same {what}" if flag is None else f"{'Leave out' if theirs is None else 'Give the same'} {flag}"
 
 
 def _samples(theirs: str | None, ours: str | None) -> tuple[str | None, str | None]:

@@ -20,6 +20,7 @@ TRAIN, VALIDATION, TEST = "train", "validation", "test"
 KINDS = ("random", "group", "kfold", "stratified", "time", "given")
 TIME_COLUMN = "time"
 MAX_FOLDS = 100
+MAX_SHOWN = 200
 ALLOWED = (
     "A/B or A/B/C such as 80/20 or 8/1/1 (train, validation, test), group:COLUMN:A/B (or user:COLUMN:A/B),"
     " stratified:COLUMN:A/B, time:A/B or time:COLUMN:A/B, kfold:K or kfold:K:COLUMN, or given"
@@ -170,10 +171,24 @@ def _weights(shares: str, text: str) -> tuple[int, ...]:
     return tuple(int(whole + part.ljust(digits, "0")) for whole, _, part in (p.partition(".") for p in parts))
 
 
+def _example(text: str) -> str:
+    """What somebody may have meant who wrote `text`: its kind and column with shares that can be read."""
+    head, *rest = text.split(":")
+    named = [part for part in rest if re.search("[A-Za-z_]", part)]
+    column = named[0] if len(named) == 1 and len(text) <= MAX_SHOWN else None
+    if head == "kfold":
+        return "kfold:5" if column is None else f"kfold:5:{column}"
+    if head == "time":
+        return "time:80/20" if column is None else f"time:{column}:80/20"
+    if head in ("group", "user", "stratified"):
+        return f"{head}:{column or 'COLUMN'}:80/20"
+    return "80/20"
+
+
 def _unreadable(text: str) -> ConfigError:
     return ConfigError(
         "--split cannot be read",
-        got=text[:200] or "nothing",
+        got=text[:MAX_SHOWN] or "nothing",
         allowed=ALLOWED,
-        next_step="Write for example --split 80/20.",
+        next_step=f"Write for example --split {_example(text)}.",
     )

@@ -137,7 +137,9 @@ def test_an_append_is_weighed_and_sampled_as_its_parent(
         return
     with pytest.raises(ConfigError, match=f"its {refused} is another one") as caught:
         open_parent(above, WriteConfig(**options), Schema.from_json(tiny.schema))
-    assert caught.value.got and caught.value.allowed == str(stored[refused])
+    there = stored[refused]
+    assert caught.value.got and caught.value.allowed == (f"no --{refused}" if there is None else f"--{refused} {there}")
+    assert ("Leave out" in caught.value.next_step) is (there is None) and f"--{refused}" in caught.value.next_step
 
 
 def test_an_append_is_weighed_by_the_classes_of_its_parent(tmp_path: Path) -> None:

@@ -65,6 +65,20 @@ def test_what_split_may_not_say(text: str) -> None:
         SplitSpec.parse(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "example"),
+    [("80", "80/20"), ("given:x", "80/20"), ("time:seen", "time:seen:80/20"), ("time::80", "time:80/20"),
+     ("user:who", "user:who:80/20"), ("group", "group:COLUMN:80/20"), ("stratified:c:8", "stratified:c:80/20"),
+     ("kfold", "kfold:5"), ("kfold:user", "kfold:5:user"), ("kfold:1:user", "kfold:5:user"),
+     ("group:a:b", "group:COLUMN:80/20"), ("group:" + "x" * 300, "group:COLUMN:80/20")],
+)  # fmt: skip
+def test_the_example_is_of_the_kind_that_was_asked_for(text: str, example: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        SplitSpec.parse(text)
+    assert caught.value.next_step == f"Write for example --split {example}."
+    SplitSpec.parse(example)
+
+
 @given(st.lists(st.integers(1, 10**6), min_size=2, max_size=5), st.integers(0, 2**64 - 1))
 def test_borders_are_those_of_share_of(weights: list[int], value: int) -> None:
     """Also beside each border, where one unit decides."""
