@@ -14,7 +14,7 @@ from etl import VERSION
 from etl.attempts import upload
 from etl.spark_errors import in_task, translated
 from features.foreign_files import ForeignFile, files_of_others, find_files, infer_columns, is_gzip, pieces, sample
-from storage.errors import ConfigError, DataError, ExistsError
+from storage.errors import ConfigError, DataError, ExistsError, NotFoundError
 from storage.findings import CHUNK_BYTES, HashedReader
 from storage.framed_writer import FramedWriter
 from storage.fs import FileSystem, absolute, filesystem, join, parent
@@ -98,7 +98,16 @@ def _copy(source: BinaryIO, url: str, target: FramedWriter) -> None:
 def check(url: str) -> None:
     """Raise ExistsError where a manifest or index is there already, ConfigError for something that is no directory."""
     fs = filesystem(url)
-    if not fs.stat(url).is_dir:
+    try:
+        status = fs.stat(url)
+    except NotFoundError as error:
+        raise NotFoundError(
+            f"no such directory {url}",
+            got=error.got,
+            allowed="a directory of TFRecord files",
+            next_step="Check the path.",
+        ) from None
+    if not status.is_dir:
         raise ConfigError(
             f"{url} is a file", got="a file", allowed="a directory of TFRecord files", next_step="Give its directory."
         )

@@ -30,7 +30,7 @@ from typing import Any
 from features.baked_form import BAKED
 from features.encodings import Encoding
 from features.schema import EXAMPLE, Field, Schema, sample_id_field
-from storage.errors import ConfigError
+from storage.errors import ConfigError, NotFoundError
 from storage.fs import filesystem
 
 # With seed 42 the hash is that of Spark SQL's xxhash64: features/hashing.py.
@@ -54,7 +54,16 @@ def load_schema(text_or_path: str) -> Schema:
     if "\n" in text or text.startswith("{"):
         return _parsed(text, "the schema's text", as_json=text.startswith("{"))
     fs = filesystem(text_or_path)
-    if fs.stat(text_or_path).size_bytes > _MAX_BYTES:
+    try:
+        size = fs.stat(text_or_path).size_bytes
+    except NotFoundError as error:
+        raise NotFoundError(
+            f"--schema: no such file {text_or_path}",
+            got=error.got,
+            allowed="a .toml or .json file with a declared schema",
+            next_step="Correct the path after --schema; docs/features.md says how to write one.",
+        ) from None
+    if size > _MAX_BYTES:
         raise _bad(text_or_path, "a file of more than 16 MiB", "a schema")
     data = fs.read_bytes(text_or_path)
     try:

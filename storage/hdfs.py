@@ -102,11 +102,11 @@ class HdfsFileSystem(RemoteFileSystem):
 
     def stat(self, url: str) -> FileStat:
         path = _path(url)
-        return _stat(url, self.call(lambda raw: raw.get_file_info(path), "stat", url))
+        return _stat(url, self.call(lambda raw: raw.get_file_info(path), "find", url))
 
     def stat_once(self, url: str, deadline_s: float) -> FileStat:
         path = _path(url)
-        return _stat(url, self.once(lambda raw: raw.get_file_info(path), "stat", url, deadline_s))
+        return _stat(url, self.once(lambda raw: raw.get_file_info(path), "find", url, deadline_s))
 
     def mkdirs(self, url: str, *, mode: int = 0o755) -> None:
         path = _path(url)
@@ -136,7 +136,7 @@ class HdfsFileSystem(RemoteFileSystem):
     def block_locations(self, url: str) -> Blocks:
         # hdfs-native tells the size of HDFS blocks but not where they lie, so there are no hosts.
         path = _path(url)
-        status = self.call(lambda raw: raw.get_file_info(path), "stat", url)
+        status = self.call(lambda raw: raw.get_file_info(path), "find", url)
         size, block = status.length, status.blocksize or status.length
         return [HdfsBlock(start, min(block, size - start), ()) for start in range(0, size, block)] if size else []
 

@@ -81,7 +81,7 @@ class LocalFileSystem(FileSystem):
 
     def stat(self, url: str) -> FileStat:
         path = _path(url)
-        with _translated("stat", url):
+        with _translated("find", url):
             return _file_stat(url, os.path.basename(path.rstrip("/")), os.stat(path))
 
     def mkdirs(self, url: str, *, mode: int = 0o755) -> None:
@@ -153,7 +153,7 @@ def _path(url: str) -> str:
 def _entry(url: str, name: str) -> FileStat | None:
     """One entry of a listing, or None where it has gone since. A link shows what it leads to, if anything."""
     path = _path(url)
-    with _translated("stat", url):
+    with _translated("find", url):
         try:
             own = os.lstat(path)
         except FileNotFoundError:

@@ -97,10 +97,10 @@ class WebHdfsFileSystem(RemoteFileSystem):
         return sorted(self.calls.call(ask, "list", url), key=lambda entry: entry.name)
 
     def stat(self, url: str) -> FileStat:
-        return self.calls.call(lambda client: _ask_stat(client, url), "stat", url)
+        return self.calls.call(lambda client: _ask_stat(client, url), "find", url)
 
     def stat_once(self, url: str, deadline_s: float) -> FileStat:
-        return self.calls.once(lambda client: _ask_stat(client, url), "stat", url, deadline_s)
+        return self.calls.once(lambda client: _ask_stat(client, url), "find", url, deadline_s)
 
     def mkdirs(self, url: str, *, mode: int = 0o755) -> None:
         path, permission = path_of(url), f"{mode:o}"

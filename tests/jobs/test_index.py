@@ -13,13 +13,14 @@ import pytest
 
 from etl.index import Scan
 from features.dataset_blocks import indexed_blocks, indexed_fields, read_gzip
+from features.declare import load_schema
 from features.example import encode_example
 from features.foreign_files import find_files
 from features.foreign_schema import foreign_field, foreign_schema
 from features.read_ranges import Lenient
 from jobs import index
 from pyspark_tfrecord import DefaultSource
-from storage.errors import CorruptionError, DataError, ExistsError, LockstepError, StorageError
+from storage.errors import CorruptionError, DataError, ExistsError, LockstepError, NotFoundError, StorageError
 from storage.fs import filesystem
 from storage.indexed import IndexedManifest, read_indexed
 from storage.manifest import ShardInfo, load_dataset
@@ -143,6 +144,13 @@ def test_a_call_that_cannot_be_right(tmp_path: Path, flags: list[str]) -> None:
     write(tmp_path)
     with pytest.raises(LockstepError):
         index.main([str(tmp_path), *flags])
+
+
+def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match=r"no such directory .*none"):
+        index.main([str(tmp_path / "none")])
+    with pytest.raises(NotFoundError, match=r"--schema: no such file .*none.toml"):
+        load_schema(str(tmp_path / "none.toml"))
 
 
 def test_verification_names_what_changed_since(tmp_path: Path) -> None:
