@@ -37,9 +37,11 @@ def open_parts(urls: Sequence[str], split: str) -> tuple[tuple[Part, ...], Datas
         return parts, first
     missing = [part for part in parts if part.split not in part.manifest.splits]
     if missing:
-        raise _unfit(missing[0].url, f"no split `{missing[0].split}`", ", ".join(missing[0].manifest.splits))
+        there = ", ".join(missing[0].manifest.splits)
+        raise _unfit(missing[0].url, f"no split `{missing[0].split}`", there, "Correct --split.")
     if len({part.manifest.digest for part in parts}) < len(urls) or len(set(names)) < len(names):
-        raise _unfit(", ".join(urls), f"the same records twice, split {split}", "each dataset and each split once")
+        way = "Correct --split." if len(urls) == 1 else "Name each dataset and each split once."
+        raise _unfit(", ".join(urls), f"the same records twice, split {split}", "each dataset and each split once", way)
     for part in parts:
         for what, get in (("schema", _schema), ("format", _format), ("set of fitted files", _fitted)):
             if get(part.manifest) != get(first):
@@ -74,10 +76,6 @@ def _fitted(manifest: DatasetManifest) -> Any:
     return {path: info for path, info in manifest.files.items() if path.startswith("_fitted/")}
 
 
-def _unfit(where: str, got: str, allowed: str) -> ConfigError:
-    return ConfigError(
-        f"{where} cannot be trained on as one",
-        got=got,
-        allowed=allowed,
-        next_step="Build the later ones with --append-to the first, or the splits with --split kfold:K.",
-    )
+def _unfit(where: str, got: str, allowed: str, way: str = "") -> ConfigError:
+    way = way or "Build the later ones with --append-to the first, or the splits with --split kfold:K."
+    return ConfigError(f"{where} cannot be trained on as one", got=got, allowed=allowed, next_step=way)

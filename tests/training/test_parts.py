@@ -59,8 +59,10 @@ def test_folds_that_are_not_held_out(tmp_path: Path) -> None:
         ("fold-1", True, None),  # two folds are left out: nothing was fitted for that
     ):
         assert held_out(opened.manifest, split, training=training) == fold
-    with pytest.raises(ConfigError, match="cannot be trained on as one"):
-        OpenSplit.at(str(tmp_path / "d"), "fold-0,fold-9")
+    for split in ("fold-0,fold-9", "fold-0,fold-0"):
+        with pytest.raises(ConfigError, match="cannot be trained on as one") as caught:
+            OpenSplit.at(str(tmp_path / "d"), split)
+        assert caught.value.next_step == "Correct --split."
 
 
 def test_what_does_not_fit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
