@@ -13,7 +13,7 @@ from etl.describe_tables import Table, dataset_tables, indexed_tables, quarantin
 from etl.sample_images import Picture, image_field, pictures
 from features.dataset_blocks import Block, dataset_blocks, indexed_blocks, indexed_fields
 from features.schema import Field, Schema
-from storage.errors import ConfigError
+from storage.errors import ConfigError, NotFoundError
 from storage.fs import filesystem, join
 from storage.indexed import is_indexed, read_indexed
 from storage.layout import MANIFEST_NAME
@@ -51,7 +51,11 @@ def describe(url: str, max_records: int = MAX_RECORDS) -> Description:
         indexed = read_indexed(data, where)
         blocks = {"all files": indexed_blocks(url, indexed)}
         return _described(url, indexed_tables(indexed), blocks, indexed_fields(indexed), None, max_records)
-    manifest = load_dataset(url)
+    try:
+        manifest = load_dataset(url)
+    except NotFoundError as error:
+        error.next_step = "Check the path; files of somebody else can be described once jobs.index has been there."
+        raise
     schema = Schema.from_json(manifest.schema)
     label = None if schema.label is None else schema.label.name
     tables = [*dataset_tables(manifest), *quarantine_table(url, manifest)]

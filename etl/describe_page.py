@@ -8,14 +8,17 @@ from etl.column_stats import Histogram
 from etl.describe import Description
 from etl.describe_text import MAX_LINES, shown
 
+# How every page begins, by which jobs.describe knows one of its own.
+PAGE_START = """\
+<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="generator" content="Lockstep jobs.describe">
+"""
 WIDTH, HEIGHT, GAP = 360, 90, 1
 MAX_LABEL = 40
 
 # The template engine escapes every text, and the policy in the head keeps a browser from running or fetching anything,
 # should a text get past it: names, values and reasons come from data that nobody vouches for.
-_PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string("""\
-<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
+_TEMPLATE = """\
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <title>{{ title }}</title>
 <style>
@@ -86,7 +89,8 @@ figcaption { font-size: .8rem; max-width: 6rem; overflow-wrap: anywhere }
 {% endfor %}
 </div>
 </body></html>
-""")
+"""
+_PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(PAGE_START + _TEMPLATE)
 
 
 def as_page(found: Description) -> str:

@@ -11,10 +11,11 @@ if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
 from etl.describe import MAX_RECORDS, describe
-from etl.describe_page import as_page
+from etl.describe_page import PAGE_START, as_page
 from etl.describe_text import as_text, shown
 from jobs._cli import JobParser, run_job
-from storage.fs import absolute, filesystem
+from storage.errors import ExistsError, NotFoundError
+from storage.fs import FileSystem, absolute, filesystem, parent
 from storage.publish import write_file
 
 
@@ -23,7 +24,8 @@ def parser() -> JobParser:
     job = JobParser("describe", __doc__ or "", "describe")
     add = job.add_argument
     add("dataset", metavar="DATASET", help="a path or URL of a dataset, or of a directory that jobs.index has indexed")
-    add("--html", metavar="FILE", help="write a page there too, with histograms and sample pictures; replaces a file")
+    page = "write a page there too, with histograms and sample pictures; replaces only a page that it wrote"
+    add("--html", metavar="FILE", help=page)
     told = "look at the values of about so many records, from all over each split (default %(default)s)"
     add("--max-records", type=int, default=MAX_RECORDS, metavar="N", help=told)
     return job
@@ -32,14 +34,45 @@ def parser() -> JobParser:
 def main(argv: Sequence[str]) -> int:
     """Describe; returns the exit code."""
     args = parser().parse(argv)
-    found = describe(args.dataset, args.max_records)
     page = None if args.html is None else absolute(args.html)
+    if page is not None:
+        check_page(page)
+    found = describe(args.dataset, args.max_records)
     if page is not None:
         write_file(filesystem(page), page, as_page(found).encode(), exclusive=False)
     print(as_text(found))
     if page is not None:
         print(f"\npage: {shown(page, 500)}")
     return 0
+
+
+def check_page(url: str) -> None:
+    """Raise NotFoundError where the folder of `url` is missing, ExistsError where something lies there that is no
+    page of this job.
+    """
+    fs, folder = filesystem(url), parent(url)
+    if not fs.exists(folder):
+        raise NotFoundError(
+            f"--html: no such folder {folder}",
+            got="nothing there",
+            allowed="a file in a folder that exists",
+            next_step="Correct the path after --html, or make the folder first.",
+        )
+    if fs.exists(url) and not _is_page(fs, url):
+        raise ExistsError(
+            f"--html: {url} is there and is no page of jobs.describe",
+            got="a folder" if fs.stat(url).is_dir else "another file",
+            allowed="a new name, or a page that jobs.describe has written",
+            next_step="Choose another name after --html.",
+        )
+
+
+def _is_page(fs: FileSystem, url: str) -> bool:
+    if fs.stat(url).is_dir:
+        return False
+    start = PAGE_START.encode()
+    with fs.open_read(url) as file:
+        return file.read(len(start)) == start
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from features.schema import Field
 from jobs import describe as job
 from jobs import index
 from storage.canonical import sha256_hex
-from storage.errors import ConfigError, CorruptionError, NotFoundError
+from storage.errors import ConfigError, CorruptionError, ExistsError, NotFoundError
 from storage.manifest import FileInfo
 from tests.jobs.test_index import write
 from tests.pyspark_tfrecord.published import publish
@@ -81,6 +81,20 @@ def test_hostile_texts_stay_texts_in_the_page_and_on_the_terminal() -> None:
     told = as_text(hostile())
     assert all(character == "\n" or character.isprintable() for character in told)
     assert "<script>alert(1)</script>" in told and r"\x1b]0;owned" in told
+
+
+def test_a_page_takes_no_other_files_place(tmp_path: Path) -> None:
+    publish(tmp_path / "d", {"train": (3,)})
+    (tmp_path / "mine.html").write_text("<!doctype html>\n<html><p>Mine.")
+    for name, error, told in (
+        ("mine.html", ExistsError, "another file"),
+        ("d", ExistsError, "a folder"),
+        ("none/d.html", NotFoundError, "nothing there"),
+    ):
+        with pytest.raises(error, match="--html") as caught:
+            job.main([str(tmp_path / "d"), "--html", str(tmp_path / name)])
+        assert caught.value.got == told
+    assert (tmp_path / "mine.html").read_text().endswith("Mine.") and not (tmp_path / "none").exists()
 
 
 def test_a_dataset_is_told_and_a_sample_reaches_over_all_of_it(
