@@ -250,5 +250,5 @@ def _bad(url: str, position: int, got: str, allowed: str) -> DataError:
         f"archive {url} cannot be read on at byte {position}",
         got=got,
         allowed=allowed,
-        next_step="Fetch the archive again; compare its digest with the origin's. Nothing was published.",
+        next_step="Check --input and --source, or fetch the archive again and compare its digest with the origin's.",
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+from etl.clf import NOT_COMMON_LOG
+from etl.combined import NOT_COMBINED_LOG
 from storage.errors import DataError
 from storage.fs import join
 
@@ -28,8 +30,15 @@ def check_bad(bad_rows: DataFrame, urls: Sequence[str], bad: int, read: int, all
         f"{bad} of {read} records are bad, more than --max-bad allows",
         got=f"{100 * bad / read:.2f} %, first {places}",
         allowed=told,
-        next_step="Check that the input is what the job reads; raise --max-bad to go on with the rest.",
+        next_step=way_out({row["reason"] for row in first}, all_bad=bad == read),
     )
+
+
+def way_out(reasons: Set[str], *, all_bad: bool) -> str:
+    """What to do about records that are bad for `reasons`. Where no line has its format, the format is not theirs."""
+    if all_bad and reasons <= {NOT_COMMON_LOG, NOT_COMBINED_LOG}:
+        return "Say by --log-format what the input is (common is what it is read as by itself), or check --input."
+    return "Check that the input is what the job reads; raise --max-bad to go on with the rest."
 
 
 def _place(urls: Sequence[str], row: Mapping[str, Any]) -> str:

@@ -217,7 +217,7 @@ def load_dataset(url: str) -> DatasetManifest:
         raise NotFoundError(
             f"no dataset at {url}",
             got=f"{'a directory without ' + MANIFEST_NAME if there else 'nothing there'}",
-            allowed="a directory that jobs.etl_logs or jobs.etl_images has published",
+            allowed="a directory that jobs.etl_logs, etl_images or etl_table or write_dataset has published",
             next_step="Check the path, or run the ETL job first.",
         ) from None
     return DatasetManifest.from_bytes(data, where)

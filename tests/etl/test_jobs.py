@@ -22,7 +22,7 @@ def test_a_log_of_noise_ends_with_one_clear_error(tmp_path: Path) -> None:
     error = done.stderr[done.stderr.index("error: ") :].splitlines()
     assert error[0] == "error: 50 of 50 records are bad, more than --max-bad allows"
     assert [line.split(":")[0].strip() for line in error[1:4]] == ["got", "allowed", "next"]
-    assert "noise at byte 0: not_common_log" in error[1]
+    assert "noise at byte 0: not_common_log" in error[1] and "--log-format" in error[3]
     for trace in ("Traceback", "\tat ", "Exception in task"):
         assert trace not in done.stderr + done.stdout
     assert sorted(path.name for path in tmp_path.iterdir() if path.name not in ("spark-warehouse",)) == ["noise"]
