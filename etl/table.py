@@ -37,8 +37,7 @@ _WIDER = {
     UINT64: (*c.WHOLE, *(f"decimal({digits},0)" for digits in range(1, 20))),
 }
 _INSTEAD = {
-    "decimal": "CAST({0} AS STRING) keeps each digit, CAST({0} AS DOUBLE) the nearest number, a schema that declares"
-    " uint64 whole numbers in decimal(20,0)",
+    "decimal": "CAST({0} AS STRING), which keeps each digit, or CAST({0} AS DOUBLE), which is the nearest number,",
     "timestamp": "unix_micros({0}), or unix_seconds({0})",
     "timestamp_ntz": "unix_micros(to_utc_timestamp({0}, 'ZONE'))",
     "date": "unix_date({0})",
@@ -70,7 +69,9 @@ def infer_schema(df: DataFrame, label: str | None = None, exclude: Sequence[str]
         item, is_list = _item(kind)
         if item not in DTYPES:
             way = _INSTEAD.get(kind.partition("(")[0].partition("<")[0], "a column of one of those types").format(name)
-            raise _cannot(name, kind, f"{', '.join(DTYPES)} and lists of them", f"Use {way} in a query, or exclude it.")
+            whole = " A schema may declare it as uint64." if item in (UINT64, *_WIDER[UINT64]) else ""
+            step = f"Use {way} in a query, or exclude it.{whole}"
+            raise _cannot(name, kind, f"{', '.join(DTYPES)} and lists of them", step)
         is_label = name == label
         fields.append(
             Field(
@@ -123,7 +124,11 @@ def prepared(
     kept = f.col(c.DROPPED).isNull() if c.DROPPED in have else f.lit(True)
     columns = []
     for name, kind in wanted.items():
-        column = _as(name, have.get(name), kind, have)
+        if name not in have:
+            flag = "--id-columns" if name in id_columns else "--split" if name == split.column else "the schema"
+            step = f"Correct {flag}, or make such a column in a query."
+            raise _cannot(name, "no such column", f"one of {', '.join(have)}"[:1000], step)
+        column = _as(name, have[name], kind)
         if _item(kind)[0] == UINT64 and any(field.name == name for field in schema):
             column = _unsigned(name, column, kind, kept)
         never_null = any(field.name == name and not field.nullable for field in schema)
@@ -170,7 +175,7 @@ def _check_frame(df: DataFrame) -> None:
         raise _cannot(twice[0], f"there {counts[twice[0].lower()]} times", "each name once", "Rename them in a query.")
 
 
-def _as(name: str, got: str | None, kind: str, have: dict[str, str]) -> Column:
+def _as(name: str, got: str, kind: str) -> Column:
     """The column `name`, widened to `kind` if that keeps each value."""
     from pyspark.sql import functions as f
 
@@ -178,10 +183,10 @@ def _as(name: str, got: str | None, kind: str, have: dict[str, str]) -> Column:
     if got == kind:
         # A moment as a number: as text it would depend on the session's time zone.
         return f.unix_micros(column).alias(name) if kind == "timestamp" else column
-    (had, had_list), (item, is_list) = _item(got or ""), _item(kind)
+    (had, had_list), (item, is_list) = _item(got), _item(kind)
     if had_list == is_list and had in _WIDER.get(item, ()):
         return column.cast(kind).alias(name)
-    raise _cannot(name, got or "no such column", kind, f"Columns are: {', '.join(have)}.")
+    raise _cannot(name, got, kind, f"Cast it in a query: CAST({name} AS {kind}), or declare it otherwise.")
 
 
 def _held(name: str, column: Column, kind: DataType, kept: Column) -> Column:

@@ -82,6 +82,7 @@ def test_types_have_rules(spark: SparkSession) -> None:
         with pytest.raises(ConfigError, match="column `z` cannot be used") as caught:
             infer_schema(spark.createDataFrame([], f"id bigint, z {kind}"))
         assert way in caught.value.next_step and caught.value.got == kind
+        assert "uint64" not in caught.value.next_step  # which holds whole numbers alone
     for name in ("split", "sample_id", "_x"):
         with pytest.raises(ConfigError, match="cannot be used"):
             infer_schema(spark.createDataFrame([], f"id bigint, {name} int"))
@@ -90,6 +91,11 @@ def test_types_have_rules(spark: SparkSession) -> None:
     assert dict(prepared(df, wide, ["id"], SplitSpec.parse("1/1"))[0].dtypes)["s"] == "bigint"
     with pytest.raises(ConfigError, match="column `s` cannot be used"):
         prepared(df.selectExpr("id", "s", "s AS S"), None, ["id"], SplitSpec.parse("1/1"))
+    for ids, spec, flag in ((["ide"], "1/1", "--id-columns"), (["id"], "group:ide:1/1", "--split")):
+        with pytest.raises(ConfigError, match="column `ide` cannot be used") as caught:
+            prepared(df, None, ids, SplitSpec.parse(spec))
+        assert (caught.value.got, caught.value.allowed) == ("no such column", "one of id, s")
+        assert flag in caught.value.next_step
     narrow = Schema((sample_id_field(), Field(name="id", dtype="float32", nullable=True)))
     with pytest.raises(ConfigError, match="column `id` cannot be used"):
         prepared(df, narrow, ["id"], SplitSpec.parse("1/1"))
