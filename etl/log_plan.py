@@ -6,12 +6,14 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import pyarrow as pa
 
 from etl import columns as c
 from etl import weblog
 from etl.config import LogsConfig
+from etl.delimited import DELIMITERS
 from etl.headers import kinds_in, names_in
 from etl.output import check_columns, check_schema
 from etl.parse import LineParser, Work, ddl_type
@@ -25,6 +27,7 @@ from features.declare import load_schema
 from features.schema import SAMPLE_ID, Schema
 from storage.errors import ConfigError
 
+MAX_LISTED = 400  # characters of names in an error
 # In Spark's SQL: what is no name (raw strings, strings, comments), a name in backquotes, or a bare one. What stands
 # before a bracket is a function.
 _TOKEN = re.compile(
@@ -124,6 +127,31 @@ def names_asked(expression: str) -> frozenset[str]:
     return frozenset(name.lower() for name in names if name)
 
 
+def columns_differ(
+    url: str, log_format: str, there: Sequence[str], missing: Sequence[str], twice: Sequence[str]
+) -> ConfigError:
+    """The error for a file with the columns `there` that lacks some that are asked for, or has them `twice`."""
+    faults = [f"{what} {_listed(names)}" for what, names in (("no column", missing), ("more than one", twice)) if names]
+    other = next((name for name, mark in DELIMITERS.items() if name != log_format and there and mark in there[0]), None)
+    way = "Correct the flags that name columns, or the schema; --columns names fields anew."
+    if len(there) == 1 and other is not None:
+        way = f"The file looks like {other}: correct --log-format, which is {log_format}."
+    return ConfigError(
+        f"{url} has not the columns asked for, each once",
+        got="; ".join(faults),
+        allowed=f"its columns: {_listed([name for name in there if name])}",
+        next_step=way,
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first names, whole, and how many more there are."""
+    ends = accumulate(len(name) + 2 for name in names)
+    shown = max(1, sum(end <= MAX_LISTED for end in ends))
+    more = len(names) - shown
+    return ", ".join(name[:MAX_LISTED] for name in names[:shown]) + (f" and {more} more" if more > 0 else "")
+
+
 def _check_columns(
     config: LogsConfig, schema: Schema, parser: RecordLines, sources: Sequence[Source], names: Sequence[tuple[str, ...]]
 ) -> None:
@@ -132,12 +160,7 @@ def _check_columns(
         missing = [name for name in wanted if name not in there]
         twice = [name for name in wanted if there.count(name) > 1]
         if config.log_format != "json" and (missing or twice):
-            raise ConfigError(
-                f"{source.url} has not the columns asked for, each once",
-                got=f"missing {', '.join(missing) or 'none'}; twice {', '.join(twice) or 'none'}",
-                allowed=f"its columns: {', '.join(there)}"[:500],
-                next_step="Correct the flags that name columns, or the schema; --columns names fields anew.",
-            )
+            raise columns_differ(source.url, config.log_format, there, missing, twice)
     odd = [name for name in wanted if name.startswith("_") or name == "split"]
     alike = [name for name, count in Counter(name.lower() for name in wanted).items() if count > 1]
     if odd or alike:

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from etl.clf import BAD_TIME, Requests, asked, target_parts
+from etl.delimited import DELIMITERS
 from etl.reasons import Reasons, bad_value
 from etl.stamps import seconds_of_text
 from etl.table_lines import Column, Form, read_table
@@ -43,11 +44,13 @@ def roles(names: Sequence[str], url: str) -> dict[str, str]:
     missing = [role for group in needed for role in group if role not in found]
     if missing:
         told = "; ".join(f"{role}: {', '.join(NAMES[role])}" for role in missing)
+        other = next((kind for kind, mark in DELIMITERS.items() if len(names) == 1 and mark in names[0]), None)
+        way = "Give --schema for records of another kind, or --columns where the file has no header."
         raise DataError(
             f"input {url} holds no web requests: no column for {', '.join(missing)}",
             got=f"columns {', '.join(names)[:500]}",
             allowed=told,
-            next_step="Give --schema for records of another kind, or --columns where the file has no header.",
+            next_step=way if other is None else f"The file looks like {other}: correct --log-format.",
         )
     return {role: found[role] for group in needed for role in group}
 

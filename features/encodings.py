@@ -88,10 +88,15 @@ def check_encoding(
     case(rule is not None, f"encoding kind {kind!r}", ", ".join(KINDS))
     assert rule is not None
     keys = set(encoding) - {"kind"}
+    missing = [key for key in rule.required if key not in keys]
+    unknown = sorted(str(key) for key in keys - {*rule.required, *rule.optional})
+    # Only what is wrong: keys that the user never wrote, such as a hash's seed, have been filled in by now.
+    faults = [f"{what} {', '.join(found)}" for what, found in (("no key", missing), ("unknown key", unknown)) if found]
+    known = f"the keys {', '.join(('kind', *rule.required))}"
     case(
-        set(rule.required) <= keys <= {*rule.required, *rule.optional},
-        f"encoding {kind} with keys {sorted(map(str, keys))}",
-        f"{', '.join(rule.required) or 'none'}; also {', '.join(rule.optional) or 'none'}",
+        not faults,
+        f"encoding {kind} with {' and '.join(faults)}",
+        f"{known}, and perhaps {', '.join(rule.optional)}" if rule.optional else known,
     )
     for key, wanted in {**rule.required, **rule.optional}.items():
         if key in encoding:

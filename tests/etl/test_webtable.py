@@ -17,7 +17,7 @@ import pytest
 from etl import clf
 from etl.config import LogsConfig
 from etl.headers import kinds_in, names_in
-from etl.log_plan import Plan, names_asked, plan_of
+from etl.log_plan import MAX_LISTED, Plan, columns_differ, names_asked, plan_of
 from etl.parse import BAD, ROW, SUMMARY, parse_range
 from etl.ranges import find_sources
 from etl.reasons import Reasons
@@ -320,3 +320,18 @@ def test_the_place_of_a_record_is_a_column_too(tmp_path: Path, told: dict[str, A
     (tmp_path / "log").write_text('{"x": 1, "y": true}\n')
     found = plan(tmp_path / "log", "json", schema=str(tmp_path / "schema.toml"), **told)
     assert found.parser.schema.names == ["x", "y"], "nothing more is read for it"
+
+
+def test_columns_that_are_not_there_are_told_apart_from_a_wrong_format() -> None:
+    told = columns_differ("u", "csv", ["", "a", "b"], ["x"], ["a", "b"])
+    assert (told.got, told.allowed) == ("no column x; more than one a, b", "its columns: a, b")
+    assert "--columns" in told.next_step
+    many = [f"column_{number}" for number in range(100)]
+    listed = columns_differ("u", "tsv", many, ["x"], []).allowed.removeprefix("its columns: ")
+    names, _, more = listed.partition(" and ")
+    assert names.split(", ") == many[: 100 - int(more.split()[0])] and len(names) <= MAX_LISTED
+    assert "looks like csv" in columns_differ("u", "tsv", ["a,b,c"], ["a"], []).next_step
+    with pytest.raises(DataError, match="no web requests") as caught:
+        roles(["host,time,status"], "f")
+    assert "looks like csv" in caught.value.next_step
+    assert "looks like tsv" in columns_differ("u", "csv", ["a\tb"], ["a"], []).next_step

@@ -94,6 +94,14 @@ def test_impossible_fields_are_refused(wrong: dict[str, Any], why: str) -> None:
     assert caught.value.got and caught.value.allowed and caught.value.next_step, why
 
 
+def test_only_wrong_keys_of_an_encoding_are_named() -> None:
+    """A hash's seed has been filled in for somebody who never wrote it."""
+    with pytest.raises(ConfigError) as caught:
+        Field(name="a", dtype="int64", encoding={"kind": "hash", "bucket": 9, "seed": 42})
+    assert caught.value.got == "encoding hash with no key buckets and unknown key bucket"
+    assert "buckets" in caught.value.allowed
+
+
 def test_impossible_schemas_are_refused() -> None:
     one = Field(name="a", dtype="int64")
     for fields in ((one,), (sample_id_field(), one, one), (sample_id_field(), sample_id_field())):
