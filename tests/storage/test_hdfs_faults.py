@@ -229,7 +229,7 @@ def test_a_panic_of_the_library_is_an_error_of_ours(fake: tuple[HdfsFileSystem, 
 
     fs, client = fake
     client.before["get_file_info"] = [_raise(PanicException("Cannot read past end of the file"))]
-    with pytest.raises(StorageError, match="stat"):
+    with pytest.raises(StorageError, match="find"):
         fs.stat("hdfs://nn:1/f")
 
 
