@@ -38,7 +38,7 @@ def test_help_and_a_bad_flag_by_module_and_by_file(job: str, tmp_path: Path) -> 
     (tmp_path / "json.py").write_text("raise SystemExit('the folder of the call is not to be imported from')\n")
     (tmp_path / "elsewhere").mkdir()
     file = str(ROOT / "jobs" / f"{job}.py")
-    # By file, as spark-submit runs it: its Java process takes seconds and is the same for all, so one job stands for them.
+    # By file, as spark-submit runs it: its Java process takes seconds and is the same for all, so one job is enough.
     submit = str(Path(sys.executable).with_name("spark-submit")) if job == "etl_logs" else sys.executable
     here = [sys.executable, "-m", f"jobs.{job}"]
     done = call(*here, "--help", cwd=tmp_path / "elsewhere")
