@@ -101,16 +101,21 @@ class WriteShards:
             for batch in rows:
                 writer.write(_values(batch.column(c.RECORD)))
             return {
-                "path": upload(self.attempts, f"shard-{name}", file),
-                "records": writer.records,
-                "bytes": writer.bytes,
-                "sha256": writer.sha256,
-                "crc32c": writer.crc32c,
-                "blocks": writer.block_offsets,
+                **self._shard(name, file, writer),
                 "index_path": upload(self.attempts, f"index-{name}", index),
                 "index_bytes": writer.index_bytes,
                 "index_sha256": writer.index_sha256,
             }
+
+    def _shard(self, name: str, file: IO[bytes], writer: FramedWriter | GzipWriter) -> dict[str, Any]:
+        return {
+            "path": upload(self.attempts, f"shard-{name}", file),
+            "records": writer.records,
+            "bytes": writer.bytes,
+            "sha256": writer.sha256,
+            "crc32c": writer.crc32c,
+            "blocks": writer.block_offsets,
+        }
 
     def _write_gzip(
         self, name: str, file: IO[bytes], rows: Iterable[pa.RecordBatch], block_records: int
@@ -120,12 +125,7 @@ class WriteShards:
             writer.write(_values(batch.column(c.RECORD)))
         writer.finish()
         return {
-            "path": upload(self.attempts, f"shard-{name}", file),
-            "records": writer.records,
-            "bytes": writer.bytes,
-            "sha256": writer.sha256,
-            "crc32c": writer.crc32c,
-            "blocks": writer.block_offsets,
+            **self._shard(name, file, writer),
             "unpacked": writer.unpacked_offsets,
         }
 

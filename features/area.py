@@ -10,6 +10,7 @@ import numpy as np
 from storage.kernels.jit import kernels
 
 
+# Numba takes its types from the call, arrays of several shapes
 @kernels(__name__)
 def resize_area(images, out, row, columns, new_h, new_w, first_row):  # type: ignore[no-untyped-def]
     """images (n, H, W * C) uint8 -> out (n, h, w, C) uint8; row (W * C,) int32 is scratch.

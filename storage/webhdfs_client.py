@@ -95,6 +95,7 @@ class _Exact:
             raise RefusedError("", f"a redirect to {there}", answer.status_code, data_host)
         if not (as_stream and answer.ok):
             most = _MAX_LIST_BYTES if answer.ok and operation in _LISTS else _MAX_ANSWER_BYTES
+            # the time-out is the attribute of the package, which has no types
             _read_whole(answer, most, self._timeout[1], data_host)  # type: ignore[attr-defined]
         return answer
 
