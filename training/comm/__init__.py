@@ -5,13 +5,15 @@ No TensorFlow here. `connect` picks the backend; everything else depends on `Com
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
+from storage.errors import ConfigError
 from training.comm.base import CALL_DEADLINE_S, Communicator, Op
+from training.comm.options import CommOptions
 from training.comm.solo import SoloCommunicator
 from training.comm.tcp import TcpCommunicator, connect_ring
 
-__all__ = ["Communicator", "Op", "SoloCommunicator", "TcpCommunicator", "connect"]
+__all__ = ["CommOptions", "Communicator", "Op", "SoloCommunicator", "TcpCommunicator", "connect"]
 
 
 class Rendezvous(Protocol):
@@ -34,14 +36,29 @@ class Place(Protocol):
 
 
 def connect(
-    world: Place, control: Rendezvous, key: bytes, deadline_s: float, call_deadline_s: float = CALL_DEADLINE_S
+    world: Place,
+    control: Rendezvous,
+    key: bytes,
+    deadline_s: float,
+    call_deadline_s: float = CALL_DEADLINE_S,
+    options: CommOptions | None = None,
+    tls: Any = None,
 ) -> Communicator:
     """Join the ranks of `world` in one communicator.
 
     `control` exchanges the listening addresses, `key` is the generation's secret, `deadline_s` the longest that
     joining may take, `call_deadline_s` the longest for any collective (attribute `deadline_s` of the result).
-    Raises CommunicationError naming the rank that did not come or could not prove the key.
+    Raises CommunicationError naming the rank that did not come or could not prove the key, ConfigError for an option
+    that cannot be had here.
     """
+    options = options or CommOptions()
+    if tls is not None or options.backend not in ("auto", "tcp") or options.algorithm not in ("auto", "ring"):
+        raise ConfigError(
+            "this version joins ranks by TCP rings alone",
+            got=f"{options}, TLS {'asked for' if tls is not None else 'not asked for'}",
+            allowed="backend auto or tcp, algorithm auto or ring, no TLS",
+            next_step="Leave the option out.",
+        )
     if world.num_ranks == 1:
         return SoloCommunicator(world.generation, call_deadline_s)
     return connect_ring(

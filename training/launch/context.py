@@ -16,7 +16,10 @@ JOIN_S = 120.0  # ranks start at the same time; what differs is the import of th
 
 
 class RankContext(AbstractContextManager["RankContext"]):
-    """World, control channel and payload of one rank; `host` is the address other ranks reach it by."""
+    """World, control channel and payload of one rank; `host` is the address other ranks reach it by.
+
+    `payload["comm"]`, where there is one, says how the ranks shall talk (training.comm.CommOptions as JSON).
+    """
 
     def __init__(
         self, world: World, control: ControlClient, payload: dict[str, Any], key: bytes, host: str, stall_s: float
@@ -32,9 +35,10 @@ class RankContext(AbstractContextManager["RankContext"]):
         others wait. Raises CommunicationError naming the rank that did not join within `join_s`.
         """
         if self._communicator is None:
-            from training.comm import connect
+            from training.comm import CommOptions, connect
 
-            self._communicator = connect(self.world, self.control, self._key, join_s, self._stall_s)
+            options = CommOptions.from_json(self.payload.get("comm", {}))
+            self._communicator = connect(self.world, self.control, self._key, join_s, self._stall_s, options)
         return self._communicator
 
     def __exit__(

@@ -1,0 +1,57 @@
+"""How the ranks of a launch shall talk to each other: backend, algorithm, and what a run has frozen of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, get_args
+
+from storage.errors import ConfigError
+
+Backend = Literal["auto", "tcp", "shm", "hierarchical", "tensorflow", "nccl"]
+Algorithm = Literal["auto", "ring", "halving-doubling", "double-tree", "hierarchical"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommOptions:
+    """What `training.comm.connect` is told; the default lets it choose."""
+
+    backend: Backend = "auto"
+    """`auto`: shared memory where all ranks share a host, both where some do, else TCP; the others force one."""
+    algorithm: Algorithm = "auto"
+    """Of all_reduce: `auto` chooses by size from the cost model; the others force one."""
+    trust_network: str | None = None
+    """Interface whose network may carry what cannot be authenticated (gRPC, NCCL); None: none may."""
+    plan: Mapping[str, Any] | None = None
+    """What an earlier start froze for this number of ranks, as its `to_json` gave it; None: calibrate."""
+
+    def __post_init__(self) -> None:
+        self._check("backend", self.backend in get_args(Backend), " | ".join(get_args(Backend)))
+        self._check("algorithm", self.algorithm in get_args(Algorithm), " | ".join(get_args(Algorithm)))
+        self._check("trust_network", self.trust_network != "", "an interface's name, such as eth1")
+
+    def _check(self, name: str, right: bool, allowed: str) -> None:
+        if not right:
+            raise ConfigError(
+                f"the communicator's `{name}` cannot be right",
+                got=f"{name} = {getattr(self, name)!r}",
+                allowed=allowed,
+                next_step=f"Correct --{name.replace('_', '-')}.",
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> CommOptions:
+        """The inverse of `to_json`; raises ConfigError for an unknown field."""
+        known = {field.name for field in fields(cls)}
+        if strange := sorted(document.keys() - known):
+            raise ConfigError(
+                "the communicator's options do not fit this version",
+                got=", ".join(strange),
+                allowed=", ".join(sorted(known)),
+                next_step="Ship one version to the driver and the executors.",
+            )
+        return cls(**document)
