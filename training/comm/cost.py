@@ -1,0 +1,123 @@
+"""What an all_reduce costs: T = alpha * messages + beta * bytes + gamma * reduced bytes, along the slowest rank's path.
+
+The counts are those of Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH"
+(2005), for ring and halving-doubling, and of Sanders, Speck and Traeff, "Two-tree algorithms for full bandwidth
+broadcast, reduction and scan" (2009). Pure functions; `training.comm.calibrate` measures the three costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+TREE_CHUNK_BYTES = 512 << 10  # what a tree passes on before the rest has come; below it, no pipelining
+SMALLEST_BYTES, LARGEST_BYTES = 64, 1 << 30  # of the sizes for which an algorithm is chosen; powers of two
+
+
+class Counts(NamedTuple):
+    """Work on the slowest rank's path of one all_reduce."""
+
+    messages: float
+    bytes: float
+    reduced_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkCosts:
+    """The three costs of one kind of link, as measured or as assumed."""
+
+    alpha_s: float
+    """Seconds a message, whatever its size."""
+    beta_s_per_byte: float
+    """Seconds a byte on the way from rank to rank."""
+    gamma_s_per_byte: float
+    """Seconds a byte added to another."""
+
+    def seconds(self, counts: Counts) -> float:
+        """What this work costs on this link."""
+        return (
+            self.alpha_s * counts.messages
+            + self.beta_s_per_byte * counts.bytes
+            + self.gamma_s_per_byte * counts.reduced_bytes
+        )
+
+    def to_json(self) -> dict[str, float]:
+        """The fields as a JSON object."""
+        return asdict(self)
+
+
+def ring(num_ranks: int, nbytes: int) -> Counts:
+    """Reduce-scatter and all-gather round a ring: the fewest bytes, the most messages."""
+    hops = num_ranks - 1
+    share = nbytes / num_ranks
+    return Counts(2 * hops, 2 * hops * share, hops * share)
+
+
+def halving_doubling(num_ranks: int, nbytes: int) -> Counts:
+    """Recursive halving, then doubling, on the largest power of two; the other ranks fold in before and after."""
+    power = 1 << (num_ranks.bit_length() - 1)
+    rounds, share = power.bit_length() - 1, nbytes / power
+    counts = Counts(2 * rounds, 2 * (power - 1) * share, (power - 1) * share)
+    if power == num_ranks:
+        return counts
+    return Counts(counts.messages + 2, counts.bytes + 2 * nbytes, counts.reduced_bytes + nbytes)
+
+
+def double_tree(num_ranks: int, nbytes: int) -> Counts:
+    """Each half of the buffer up and down its own binary tree; an inner node of one tree is a leaf of the other."""
+    depth = (num_ranks - 1).bit_length()
+    # The first chunk pays the way up and down; the others follow it, two halves in, two halves out.
+    chunk = min(nbytes / 2, TREE_CHUNK_BYTES)
+    return Counts(4 * depth, 2 * nbytes + 2 * (depth - 1) * chunk, nbytes)
+
+
+COUNTS: dict[str, Callable[[int, int], Counts]] = {
+    "ring": ring,
+    "halving-doubling": halving_doubling,
+    "double-tree": double_tree,
+}
+
+
+def predict_s(algorithm: str, num_ranks: int, nbytes: int, link: LinkCosts) -> float:
+    """Seconds that an all_reduce of `nbytes` takes between `num_ranks` ranks on equal links."""
+    return link.seconds(COUNTS[algorithm](num_ranks, nbytes)) if num_ranks > 1 else 0.0
+
+
+def fastest(num_ranks: int, nbytes: int, link: LinkCosts, names: Sequence[str] = tuple(COUNTS)) -> str:
+    """The algorithm that the model expects to be done first; of equal ones the first of `names`."""
+    return min(names, key=lambda name: predict_s(name, num_ranks, nbytes, link))
+
+
+def hierarchical_s(hosts: Sequence[int], nbytes: int, inner: LinkCosts, outer: LinkCosts) -> float:
+    """Seconds of an all_reduce within hosts of so many ranks each, between their leaders, and back within the hosts.
+
+    The fullest host is the slowest: what it reads and adds is done by one rank a part, as a ring would.
+    """
+    widest = max(hosts)
+    within = inner.seconds(ring(widest, nbytes)) if widest > 1 else 0.0
+    back = inner.seconds(Counts(1, nbytes, 0)) if widest > 1 else 0.0
+    between = predict_s(fastest(len(hosts), nbytes, outer), len(hosts), nbytes, outer) if len(hosts) > 1 else 0.0
+    return within + between + back
+
+
+Table = tuple[tuple[int, str], ...]
+"""(largest bytes, algorithm) in rising order; the last one also takes everything larger."""
+
+
+def table_of(seconds: Callable[[str, int], float], names: Sequence[str]) -> Table:
+    """Which of `names` is fastest up to which size, by `seconds(name, nbytes)`, at powers of two."""
+    rows: list[tuple[int, str]] = []
+    nbytes = SMALLEST_BYTES
+    while nbytes <= LARGEST_BYTES:
+        best = min(names, key=lambda name: seconds(name, nbytes))
+        if rows and rows[-1][1] == best:
+            rows.pop()
+        rows.append((nbytes, best))
+        nbytes *= 2
+    return tuple(rows)
+
+
+def look_up(table: Table, nbytes: int) -> str:
+    """The algorithm of `table` for a buffer of `nbytes`."""
+    return next((name for most, name in table if nbytes <= most), table[-1][1])
