@@ -92,8 +92,10 @@ class CommunicatorContract:
             (np.zeros((2, 2), np.float32), "sum", ValueError),  # not flat
             (np.zeros(8, np.float32)[::2], "sum", ValueError),  # a copy would be reduced in its place
             (np.frombuffer(b"12345678", np.uint8), "sum", ValueError),  # read-only
-            (np.zeros(2, np.float16), "sum", TypeError),
-            (np.zeros(2, np.float32), "mean", ValueError),  # a mean of means is never right
+            (np.zeros(2, np.complex64), "sum", TypeError),
+            (np.zeros(2, ">f4"), "sum", TypeError),  # the other byte order
+            (np.zeros(2, np.int64), "mean", TypeError),  # no integer holds a mean
+            (np.zeros(2, np.float32), "product", ValueError),
         ],
     )
     def test_refused_buffers(

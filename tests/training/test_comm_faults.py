@@ -46,8 +46,8 @@ def fake_rank_1(
         with socket.create_connection(address) as to_0:
             from_0, _ = listener.accept()
             with from_0:
-                auth.answer(from_0, KEY, 7, 2, 1, 0, until)
-                auth.call(to_0, KEY, 7, 2, 1, 0, until)
+                auth.answer(from_0, KEY, 7, 2, 1, (0,), until)
+                auth.call(to_0, KEY, 7, 2, 1, 0, 0, until)
                 yield to_0, from_0, future
 
 
@@ -203,7 +203,7 @@ def test_a_stranger_is_turned_away_and_the_real_rank_joins(
         door = ("127.0.0.1", ports[0])
         with socket.create_connection(door), socket.create_connection(door) as sock:
             with pytest.raises((auth.HandshakeError, OSError)):  # the first connection stays silent on purpose
-                auth.call(sock, key, generation, num_ranks, rank, 0, time.monotonic() + 3)
+                auth.call(sock, key, generation, num_ranks, rank, 0, 0, time.monotonic() + 3)
             pool.submit(rank_1).result(10)
             assert first.result(10) == [1.0] * 4
 
@@ -215,7 +215,7 @@ def test_a_recorded_handshake_is_worthless() -> None:
             thread = threading.Thread(target=client, args=(theirs,))
             thread.start()
             try:
-                auth.answer(ours, KEY, 7, 2, 0, 1, time.monotonic() + 2)
+                auth.answer(ours, KEY, 7, 2, 0, (1,), time.monotonic() + 2)
             except (auth.HandshakeError, OSError):
                 return False
             finally:
@@ -236,7 +236,7 @@ def test_a_recorded_handshake_is_worthless() -> None:
             self._sock.sendall(data)
 
     def honest(sock: socket.socket) -> None:
-        auth.call(Recorder(sock), KEY, 7, 2, 1, 0, time.monotonic() + 2)  # type: ignore[arg-type]
+        auth.call(Recorder(sock), KEY, 7, 2, 1, 0, 0, time.monotonic() + 2)  # type: ignore[arg-type]
 
     def replay(sock: socket.socket) -> None:
         sock.sendall(b"".join(recorded))

@@ -1,12 +1,13 @@
 """Mutual proof of the generation's key between two ranks, before anything else is read or allocated.
 
-    caller -> listener   magic, generation, num_ranks, caller's rank, listener's rank, nonce     (fixed size)
+    caller -> listener   magic, generation, channel, num_ranks, caller's rank, listener's rank, nonce     (fixed size)
     listener -> caller   nonce, HMAC(key, "listener" + all bytes so far)
     caller -> listener   HMAC(key, "caller" + all bytes so far)
     listener -> caller   HMAC(key, "ready" + all bytes so far)
 
 Fresh nonces on both sides make a recorded handshake worthless; the ranks stand inside the HMAC, so that a rank
-cannot be taken for another one; the labels keep an answer from being reflected.
+cannot be taken for another one; the labels keep an answer from being reflected. The channel says which communicator
+of the two ranks (the whole one or a group) the connection belongs to.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Container
 
-_HELLO = struct.Struct("<8sQIII32s")
-_MAGIC = b"LOCKSTP1"
+_HELLO = struct.Struct("<8sQQIII32s")
+_MAGIC = b"LOCKSTP2"
 _NONCE_BYTES = 32
 _MAC_BYTES = 32
 
@@ -27,12 +29,14 @@ class HandshakeError(Exception):
     """The other side did not prove that it is the expected rank of this generation."""
 
 
-def call(sock: socket.socket, key: bytes, generation: int, num_ranks: int, rank: int, peer: int, until: float) -> None:
+def call(
+    sock: socket.socket, key: bytes, generation: int, num_ranks: int, rank: int, peer: int, channel: int, until: float
+) -> None:
     """Prove to the listener that this is `rank`, and let it prove that it is `peer`, before monotonic time `until`.
 
     Raises HandshakeError or OSError; the socket is then of no use.
     """
-    talk = _HELLO.pack(_MAGIC, generation, num_ranks, rank, peer, secrets.token_bytes(_NONCE_BYTES))
+    talk = _HELLO.pack(_MAGIC, generation, channel, num_ranks, rank, peer, secrets.token_bytes(_NONCE_BYTES))
     _send(sock, talk, until)
     talk += _receive(sock, _NONCE_BYTES, until)
     _expect(sock, key, b"listener", talk, until)
@@ -41,14 +45,17 @@ def call(sock: socket.socket, key: bytes, generation: int, num_ranks: int, rank:
 
 
 def answer(
-    sock: socket.socket, key: bytes, generation: int, num_ranks: int, rank: int, peer: int, until: float
-) -> None:
-    """The listener's side of `call`: accepts `peer` calling `rank` of this generation, nobody else."""
+    sock: socket.socket, key: bytes, generation: int, num_ranks: int, rank: int, peers: Container[int], until: float
+) -> tuple[int, int]:
+    """The listener's side of `call`: accepts one of `peers` calling `rank` of this generation, nobody else.
+
+    Returns (the caller's rank, the channel that it asks for).
+    """
     hello = _receive(sock, _HELLO.size, until)
-    magic, their_generation, their_ranks, their_rank, called, _ = _HELLO.unpack(hello)
+    magic, their_generation, channel, their_ranks, their_rank, called, _ = _HELLO.unpack(hello)
     if magic != _MAGIC:
         raise HandshakeError("it does not speak this protocol")
-    if (their_generation, their_ranks, their_rank, called) != (generation, num_ranks, peer, rank):
+    if (their_generation, their_ranks, called) != (generation, num_ranks, rank) or their_rank not in peers:
         raise HandshakeError(
             f"it says rank {their_rank} of {their_ranks}, generation {their_generation}, calling rank {called}"
         )
@@ -57,6 +64,7 @@ def answer(
     _send(sock, nonce + _mac(key, b"listener", talk), until)
     _expect(sock, key, b"caller", talk, until)
     _send(sock, _mac(key, b"ready", talk), until)
+    return int(their_rank), int(channel)
 
 
 def _mac(key: bytes, label: bytes, talk: bytes) -> bytes:

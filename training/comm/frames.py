@@ -26,9 +26,9 @@ _FIELDS = struct.Struct("<IIQQQ")
 _CRC = struct.Struct("<I")
 HEADER_BYTES = _FIELDS.size + _CRC.size
 
-KINDS = {"all_reduce": 1, "broadcast": 2, "all_gather": 3}
-_OPS = {"": 0, "sum": 1, "max": 2}
-_DTYPES = {"uint8": 1, "int64": 2, "float32": 3, "float64": 4}
+KINDS = {"all_reduce": 1, "broadcast": 2, "all_gather": 3, "reduce_scatter": 4, "all_gather_parts": 5, "send": 6}
+_OPS = {"": 0, "sum": 1, "max": 2, "mean": 3, "min": 4}
+_DTYPES = {"uint8": 1, "int64": 2, "float32": 3, "float64": 4, "int32": 5, "float16": 6, "bfloat16": 7}
 
 
 class Expected(NamedTuple):

@@ -75,7 +75,7 @@ def _call(
             _buffers(sock)
             sock.settimeout(max(0.01, until - time.monotonic()))
             sock.connect((host, port))
-            auth.call(sock, key, generation, num_ranks, rank, peer, until)
+            auth.call(sock, key, generation, num_ranks, rank, peer, 0, until)
             return sock
         except (OSError, auth.HandshakeError) as error:
             sock.close()
@@ -145,7 +145,7 @@ class _Door:
         key, generation, num_ranks, rank, peer = self._who
         try:
             until = min(self._until, time.monotonic() + HANDSHAKE_S)
-            auth.answer(sock, key, generation, num_ranks, rank, peer, until)
+            auth.answer(sock, key, generation, num_ranks, rank, (peer,), until)
         except (OSError, auth.HandshakeError) as error:
             self._refused = str(error)
             sock.close()

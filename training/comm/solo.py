@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from numpy.typing import NDArray
 
 from storage.errors import CommunicationError
-from training.comm.base import CALL_DEADLINE_S, Communicator, Op, check_buffer
+from training.comm.base import CALL_DEADLINE_S, Communicator, Op, check_buffer, check_group, check_peer, check_rank
 
 
 class SoloCommunicator(Communicator):
@@ -16,27 +17,44 @@ class SoloCommunicator(Communicator):
     def __init__(self, generation: int = 1, deadline_s: float = CALL_DEADLINE_S) -> None:
         super().__init__(0, 1, generation, deadline_s)
         self._ended: str | None = None
+        self._groups: list[SoloCommunicator] = []
 
     def all_reduce(self, buf: NDArray[Any], op: Op = "sum") -> None:
-        self._check(buf, op)
+        check_buffer(buf, op)
+        self._check_open()
+
+    def all_gather_parts(self, buf: NDArray[Any]) -> None:
+        check_buffer(buf)
+        self._check_open()
 
     def broadcast(self, buf: NDArray[Any], root: int = 0) -> None:
-        self._check(buf)
-        if root != 0:
-            raise ValueError(f"broadcast got root {root}; this communicator has rank 0 alone")
+        check_buffer(buf)
+        check_rank("broadcast", root, 1)
+        self._check_open()
 
-    def all_gather(self, buf: NDArray[Any]) -> NDArray[Any]:
-        self._check(buf)
-        return buf.reshape(1, -1).copy()  # (1, n)
+    def send(self, buf: NDArray[Any], to: int) -> None:
+        check_buffer(buf, writable=False)
+        check_peer("send", to, 0, 1)
+
+    def recv(self, buf: NDArray[Any], source: int) -> None:
+        check_buffer(buf)
+        check_peer("recv", source, 0, 1)
+
+    def group(self, ranks: Sequence[int]) -> Communicator:
+        check_group(ranks, 0, 1)
+        self._check_open()
+        self._groups.append(SoloCommunicator(self.generation, self.deadline_s))
+        return self._groups[-1]
 
     def abort(self, reason: str) -> None:
         self._ended = self._ended or reason
+        for group in self._groups:
+            group.abort(self._ended)
 
     def close(self) -> None:
-        self._ended = self._ended or "it was closed"
+        self.abort("it was closed")
 
-    def _check(self, buf: NDArray[Any], op: str = "sum") -> None:
-        check_buffer(buf, op)
+    def _check_open(self) -> None:
         if self._ended is not None:
             raise CommunicationError(
                 f"rank 0: the communicator has ended: {self._ended}", next_step="Start the rank again."

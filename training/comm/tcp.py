@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage.errors import CommunicationError
-from training.comm.base import UFUNCS, Communicator, Op, check_buffer
+from training.comm.base import UFUNCS, Communicator, Op, check_buffer, check_rank, divide_by_ranks
 from training.comm.frames import tag_of
 from training.comm.links import join
 from training.comm.pump import Flat, Incoming, Pump
@@ -45,11 +45,12 @@ class TcpCommunicator(Communicator):
             combine = ufunc if hop < n - 1 else None
             receives += [Incoming(chunk, combine) for chunk in segments[(rank - hop - 1) % n]]
         self._run("all_reduce", op, buf, sends, receives, len(segments[0]))
+        if op == "mean":
+            divide_by_ranks(buf, n)
 
     def broadcast(self, buf: NDArray[Any], root: int = 0) -> None:
         check_buffer(buf)
-        if not 0 <= root < self.num_ranks:
-            raise ValueError(f"broadcast got root {root}; allowed are ranks 0 to {self.num_ranks - 1}")
+        check_rank("broadcast", root, self.num_ranks)
         if not buf.size:
             return
         chunks = _chunks(buf, max(1, -(-buf.nbytes // CHUNK_BYTES)))
@@ -58,8 +59,22 @@ class TcpCommunicator(Communicator):
         receives = [Incoming(chunk, None) for chunk in chunks] if place else []
         self._run("broadcast", "", buf, sends, receives, 0 if place else len(chunks))
 
-    def all_gather(self, buf: NDArray[Any]) -> NDArray[Any]:
+    def all_gather_parts(self, buf: NDArray[Any]) -> None:
         check_buffer(buf)
+        for rank in range(self.num_ranks):
+            self.broadcast(self.part_of(buf, rank), rank)
+
+    def send(self, buf: NDArray[Any], to: int) -> None:
+        raise NotImplementedError("send comes with the mesh of connections")
+
+    def recv(self, buf: NDArray[Any], source: int) -> None:
+        raise NotImplementedError("recv comes with the mesh of connections")
+
+    def group(self, ranks: Sequence[int]) -> Communicator:
+        raise NotImplementedError("groups come with the mesh of connections")
+
+    def all_gather(self, buf: NDArray[Any]) -> NDArray[Any]:
+        check_buffer(buf, writable=False)
         n, rank = self.num_ranks, self.rank
         rows = np.empty((n, buf.size), buf.dtype)
         rows[rank] = buf
