@@ -1,0 +1,132 @@
+"""One process of benchmarks.train_step: it trains the same batch again and again, as many steps as it is told.
+
+    python -m benchmarks.step_worker CONTESTANT MODEL RANK RANKS    (started by benchmarks.train_step)
+
+Contestants: `plain` (Keras' `fit` without exchange), `ours` (`fit` with `distribute`), `mwms` (tf_keras under
+MultiWorkerMirroredStrategy). Talk, a line of JSON each way: the worker says where it listens, gets all ranks' places,
+says that it is ready, and answers each {"steps": n} by the seconds from the end of the first step to that of the last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from typing import Any
+
+from benchmarks import step_models
+
+KEY = b"t" * 32
+for setting in ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS"):
+    os.environ.setdefault(setting, "1")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+
+def say(document: Any) -> None:
+    """One line to the parent."""
+    print(json.dumps(document), file=sys.__stdout__, flush=True)
+
+
+def hear() -> Any:
+    """One line from the parent; the process ends with it."""
+    line = sys.stdin.readline()
+    if not line:
+        os._exit(0)
+    return json.loads(line)
+
+
+class Control:
+    """The part of the control client that `connect` uses: the parent gives out all places."""
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+
+    def rendezvous(self, host: str, port: int) -> list[tuple[str, int]]:
+        """All ranks' places."""
+        say([host, port])
+        return [(host, port) for host, port in hear()]
+
+
+def dataset(model: str, rank: int) -> Any:
+    """The batch without end; the autotuner would hold up the end of each `fit`."""
+    import tensorflow as tf
+
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    data = tf.data.Dataset.from_tensors(step_models.batch(model, rank)).repeat().with_options(options)
+    return data
+
+
+def clock(keras: Any) -> Any:
+    """A callback that keeps the time of the first and of the last step's end."""
+
+    class Clock(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.last = time.perf_counter()
+            if batch == 0:
+                self.first = self.last
+
+    return Clock()
+
+
+def plain(name: str, rank: int, ranks: int) -> Any:
+    """Keras alone."""
+    import keras
+
+    return keras, step_models.build(keras, name), dataset(name, rank)
+
+
+def ours(name: str, rank: int, ranks: int) -> Any:
+    """Keras with the exchange."""
+    import keras
+
+    from training.batchnorm import statistics_of
+    from training.comm import connect
+    from training.distribute import distribute
+    from training.world import World
+
+    keras.utils.set_random_seed(0)
+    model = step_models.build(keras, name)
+    control = Control(os.environ.get("BENCHMARK_HOST", "127.0.0.1"))
+    world = World.local(rank, ranks) if "BENCHMARK_HOST" not in os.environ else World(rank, ranks, 0, 1, 1)
+    comm = connect(world, control, KEY, 60.0, 120.0)
+    model.optimizer.build(model.trainable_variables)
+    distribute(model.optimizer, comm, scale=1.0 / ranks, statistics=statistics_of(model))
+    return keras, model, dataset(name, rank)
+
+
+def mwms(name: str, rank: int, ranks: int) -> Any:
+    """tf_keras under MultiWorkerMirroredStrategy over TensorFlow's own ring."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    workers = [f"127.0.0.1:{port}" for _, port in Control("127.0.0.1").rendezvous("127.0.0.1", port)]
+    os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}})
+    import tensorflow as tf
+    import tf_keras
+
+    options = tf.distribute.experimental.CommunicationOptions(
+        implementation=tf.distribute.experimental.CommunicationImplementation.RING
+    )
+    strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+    with strategy.scope():
+        model = step_models.build(tf_keras, name)
+    return tf_keras, model, strategy.distribute_datasets_from_function(lambda _: dataset(name, rank))
+
+
+def main() -> None:
+    """Build, warm up, then answer until stdin ends."""
+    contestant, name, rank, ranks = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    keras, model, data = {"plain": plain, "ours": ours, "mwms": mwms}[contestant](name, rank, ranks)
+    model.fit(data, steps_per_epoch=3, verbose=0)
+    say({"ready": contestant, "parameters": int(model.count_params())})
+    while True:
+        steps = hear()["steps"]
+        watch = clock(keras)
+        model.fit(data, steps_per_epoch=steps, verbose=0, callbacks=[watch])
+        say({"seconds_a_step": (watch.last - watch.first) / (steps - 1)})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Steps a second of two ranks with one thread and one core each, against the ceiling and against peers, in turns.
+
+    python -m benchmarks.train_step --model resnet20|dense [--rounds 9] [--steps 15]
+        [--tf-keras FOLDER]        where `pip install --no-deps --target FOLDER tf_keras==2.21.0` put it
+        [--torch-python PYTHON]    an interpreter that has PyTorch, such as /usr/bin/python3 with Debian's python3-torch
+
+The ceiling is two processes that train the same model at the same time without any exchange. A round lets every
+contestant make `steps` steps while the others wait; a contestant's figure is its slower rank's, and what carries over
+is the ratio to the ceiling of the same round: median (lowest to highest). Peers without their option are named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.step_models import BATCH_ROWS
+
+ROOT = Path(__file__).resolve().parent.parent
+RANKS = 2
+
+
+class Contestant:
+    """Its processes, one a core."""
+
+    def __init__(self, name: str, command: list[str], environment: dict[str, str], needs_places: bool) -> None:
+        self.name = name
+        self._processes = []
+        for rank in range(RANKS):
+            process = subprocess.Popen(
+                ["taskset", "-c", str(rank), *(word.replace("RANK", str(rank)) for word in command), str(RANKS)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=os.environ | environment,
+                cwd=ROOT,
+                text=True,
+            )
+            self._processes.append(process)
+        if needs_places:
+            self._tell_all([self._hear(process) for process in self._processes])
+        self.about, *_ = [self._hear(process) for process in self._processes]
+
+    def seconds_a_step(self, steps: int) -> float:
+        """Of the slower rank."""
+        self._tell_all({"steps": steps})
+        return float(max(self._hear(process)["seconds_a_step"] for process in self._processes))
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+    def _tell_all(self, document: Any) -> None:
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(document) + "\n")
+            process.stdin.flush()
+
+    def _hear(self, process: subprocess.Popen[str]) -> Any:
+        assert process.stdout is not None
+        while line := process.stdout.readline():
+            if line.startswith(("{", "[")):
+                return json.loads(line)
+        raise SystemExit(f"{self.name} ended with {process.wait()}")
+
+
+def contestants(args: argparse.Namespace) -> list[Contestant]:
+    """All that can run here; the others are named."""
+    worker = [sys.executable, "-m", "benchmarks.step_worker"]
+    found = [
+        Contestant("ceiling", [*worker, "plain", args.model, "RANK"], {}, needs_places=False),
+        Contestant("lockstep", [*worker, "ours", args.model, "RANK"], {}, needs_places=True),
+    ]
+    if args.tf_keras:
+        paths = {"PYTHONPATH": f"{Path(args.tf_keras).resolve()}"}
+        found.append(Contestant("mwms", [*worker, "mwms", args.model, "RANK"], paths, needs_places=True))
+    else:
+        print("not measured: tf_keras under MultiWorkerMirroredStrategy (give --tf-keras)")
+    if args.torch_python:
+        script = [args.torch_python, "benchmarks/step_torch.py", args.model, "RANK"]
+        found.append(Contestant("ddp", script, {"OMP_NUM_THREADS": "1"}, needs_places=True))
+    else:
+        print("not measured: PyTorch DDP over gloo (give --torch-python)")
+    return found
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=sorted(BATCH_ROWS), required=True)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--tf-keras")
+    parser.add_argument("--torch-python")
+    args = parser.parse_args()
+    racing = contestants(args)
+    seconds: dict[str, list[float]] = {contestant.name: [] for contestant in racing}
+    for number in range(args.rounds + 1):
+        for contestant in racing:
+            taken = contestant.seconds_a_step(args.steps)
+            if number:  # the first round warms up
+                seconds[contestant.name].append(taken)
+    print(
+        f"{args.model}, batch {BATCH_ROWS[args.model]} a rank, {RANKS} ranks x 1 thread, {args.rounds} rounds of "
+        f"{args.steps} steps, {os.cpu_count()} cores, Python {platform.python_version()}, "
+        f"TensorFlow {version('tensorflow')}, Keras {version('keras')}"
+    )
+    rows = BATCH_ROWS[args.model]
+    for contestant in racing:
+        mine = seconds[contestant.name]
+        shares = [ceiling / own for ceiling, own in zip(seconds["ceiling"], mine, strict=True)]
+        beside = [other / own for other, own in zip(mine, seconds["lockstep"], strict=True)]
+        print(
+            f"{contestant.name:<10}{rows / statistics.median(mine):9.1f} samples/s a rank   "
+            f"of the ceiling {statistics.median(shares):.3f} ({min(shares):.3f} to {max(shares):.3f})   "
+            f"lockstep is {statistics.median(beside):.2f}x ({min(beside):.2f} to {max(beside):.2f})   "
+            f"{contestant.about.get('parameters')} parameters {contestant.about.get('torch', '')}"
+        )
+        contestant.close()
+
+
+if __name__ == "__main__":
+    main()
