@@ -1,0 +1,215 @@
+"""Several hosts on this machine: network namespaces on one switch, each with a link of a stated rate.
+
+    with Hosts(4) as hosts:
+        results = hosts.run(RankTask("module:entry"), 4)          # as run_local: ranks 0..3 on hosts 0..3
+        hosts.popen(2, ["iperf3", "-s"])                           # any command on host 2
+        with hosts.inside(1): socket.create_connection(...)        # this thread's sockets and processes on host 1
+
+Host i has eth0 with 10.77.0.(i + 1), whose sending tc's tbf limits, and aaa0 with 10.66.0.(i + 1), which leads nowhere
+though it stands first in every list. The driver is at 10.77.0.254, on the switch itself, unlimited.
+
+A namespace is held by a file descriptor of this process alone, so all of it is gone when the process ends, however it
+ends: nothing has a name that another run could meet. Needs root (CAP_NET_ADMIN, CAP_SYS_ADMIN), `ip` and `tc`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from types import TracebackType
+from typing import Any
+
+from training.control.protocol import new_key
+from training.control.server import ControlServer
+from training.launch.supervisor import Order, Supervisor
+from training.launch.task import Handler, Limits, RankTask
+from training.world import World
+
+CLONE_NEWNET = 0x40000000
+DRIVER = -1  # in place of a host's number
+BURST_BYTES = 256 << 10  # the kernel hands over up to 64 KiB at once: a smaller bucket would cut each of those
+QUEUE_MS = 20
+TOOLS = ("ip", "tc")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def why_not() -> str | None:
+    """What this machine lacks for namespaces, in words; None where they work."""
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if missing:
+        return f"{' and '.join(missing)} missing (iproute2)"
+    try:
+        with Hosts(1):
+            return None
+    except (OSError, subprocess.CalledProcessError) as error:
+        told = getattr(error, "stderr", None) or str(error)
+        return f"no network namespace can be made here ({told.strip().splitlines()[0]})"
+
+
+class Hosts:
+    """`count` hosts; used as a context manager, which ends the processes that it started."""
+
+    def __init__(self, count: int, *, rate_bits_s: int = 10**9, delay_ms: float = 0.0) -> None:
+        self.addresses = [f"10.77.0.{host + 1}" for host in range(count)]
+        self.wrong_addresses = [f"10.66.0.{host + 1}" for host in range(count)]
+        self.driver_address = "10.77.0.254"
+        self.notes: list[str] = []
+        """What was asked for and this kernel cannot do; to be shown beside every result."""
+        self._rate_bits_s, self._delay_ms = rate_bits_s, delay_ms
+        self._spaces: list[int] = []  # file descriptors; the last one is the switch's
+        self._processes: list[subprocess.Popen[Any]] = []
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Hosts:
+        with ExitStack() as stack:
+            stack.callback(self._end)
+            for _ in range(len(self.addresses) + 1):
+                self._spaces.append(_new_namespace())
+            self._lay()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    @contextmanager
+    def inside(self, host: int) -> Iterator[None]:
+        """Sockets made and processes started by this thread belong to `host` (or DRIVER) until the block ends."""
+        home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            _check(_libc.setns(self._spaces[host], CLONE_NEWNET), "setns")
+            try:
+                yield
+            finally:
+                _check(_libc.setns(home, CLONE_NEWNET), "setns")
+        finally:
+            os.close(home)
+
+    def popen(self, host: int, argv: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+        """A process on `host`, killed at the end if it still runs."""
+        with self.inside(host):
+            process = subprocess.Popen(argv, **options)
+        self._processes.append(process)
+        return process
+
+    def set_link(self, host: int, *, up: bool) -> None:
+        """Pull or plug the cable of `host` at the switch: the host itself is told nothing."""
+        self._ip(DRIVER, f"link set h{host} {'up' if up else 'down'}")
+
+    def run(
+        self,
+        task: RankTask,
+        num_ranks: int,
+        *,
+        generation: int = 1,
+        limits: Limits | None = None,
+        handler: Handler | None = None,
+    ) -> list[dict[str, Any]]:
+        """`run_local` over the hosts: neighbouring ranks share one where there are more ranks than hosts."""
+        limits, key = limits or Limits(), new_key()
+        places = [rank * len(self.addresses) // num_ranks for rank in range(num_ranks)]
+        names = [f"host-{place}" for place in places]  # as Spark may call them: no address, and no name that resolves
+        threads: list[threading.Thread] = []
+
+        def supervise(order: Order, place: int, server: ControlServer) -> None:
+            try:
+                with self.inside(place):
+                    Supervisor(order).run()
+            except Exception as error:  # told where the driver waits, as the launchers do
+                server.fail(error)
+
+        try:
+            with ExitStack() as stack:
+                with self.inside(DRIVER):
+                    server = stack.enter_context(
+                        ControlServer(key, generation, num_ranks, limits, handler, self.driver_address)
+                    )
+                for rank, place in enumerate(places):
+                    world = World.from_hosts(rank, names, generation)
+                    order = Order(task, world, names[rank], (self.driver_address, server.port), key, limits)
+                    threads.append(threading.Thread(target=supervise, args=(order, place, server), daemon=True))
+                    threads[-1].start()
+                return server.wait()
+        finally:
+            for thread in threads:
+                thread.join(limits.grace_s + 5.0)
+
+    def _lay(self) -> None:
+        switch = ["link add sw0 type bridge", f"addr add {self.driver_address}/24 dev sw0", "link set sw0 up"]
+        for host, space in enumerate(self._spaces[:-1]):
+            switch += [
+                f"link add h{host} type veth peer name eth0 netns /proc/{os.getpid()}/fd/{space}",
+                f"link set h{host} master sw0",
+                f"link set h{host} up",
+            ]
+        self._ip(DRIVER, *switch)
+        for host, (right, wrong) in enumerate(zip(self.addresses, self.wrong_addresses, strict=True)):
+            self._ip(
+                host,
+                "link add aaa0 type veth peer name aaa1",  # a cable whose other end nobody holds
+                f"addr add {wrong}/24 dev aaa0",
+                f"addr add {right}/24 dev eth0",
+                *(f"link set {name} up" for name in ("lo", "aaa0", "aaa1", "eth0")),
+            )
+            shape = f"tbf rate {self._rate_bits_s} burst {BURST_BYTES} latency {QUEUE_MS}ms"
+            self._tool(host, ["tc", "qdisc", "add", "dev", "eth0", "root", "handle", "1:", *shape.split()])
+            if self._delay_ms:
+                self._delay(host)
+
+    def _delay(self, host: int) -> None:
+        try:
+            delay = f"netem delay {self._delay_ms}ms limit 10000".split()
+            self._tool(host, ["tc", "qdisc", "add", "dev", "eth0", "parent", "1:", *delay])
+        except subprocess.CalledProcessError as error:
+            note = f"no delay: this kernel has no netem ({error.stderr.strip()})"
+            self.notes = [note]
+
+    def _ip(self, host: int, *commands: str) -> None:
+        self._tool(host, ["ip", "-batch", "-"], "\n".join(commands) + "\n")
+
+    def _tool(self, host: int, argv: list[str], text: str | None = None) -> None:
+        with self.inside(host):
+            subprocess.run(argv, input=text, check=True, capture_output=True, text=True, timeout=30)
+
+    def _end(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        for space in self._spaces:
+            with suppress(OSError):
+                os.close(space)
+        self._spaces.clear()
+
+
+def _new_namespace() -> int:
+    """A file descriptor that keeps a new network namespace alive; made in a thread, which leaves ours as it was."""
+    made: list[int | OSError] = []
+
+    def make() -> None:
+        try:
+            _check(_libc.unshare(CLONE_NEWNET), "unshare")
+            made.append(os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:
+            made.append(error)
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    if isinstance(made[0], OSError):
+        raise made[0]
+    return made[0]
+
+
+def _check(code: int, call: str) -> None:
+    if code != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{call}: {os.strerror(number)}")
