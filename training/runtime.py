@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from training.devices import listed
 from training.world import World
 
 # Set here, before the first import of TensorFlow: it reads them once. Level 3 keeps fatal errors alone; what matters
@@ -29,6 +30,7 @@ def configure(world: World, *, precision: str, seed: int) -> None:
         import keras
         import tensorflow as tf
 
+    _take_gpus(len(listed(os.environ) or ()))
     # One thread a rank on two cores: more threads than cores only take turns, and each rank waits for the slowest.
     tf.config.threading.set_intra_op_parallelism_threads(threads_of(world, len(os.sched_getaffinity(0))))
     tf.config.threading.set_inter_op_parallelism_threads(INTER_OP_THREADS)
@@ -36,6 +38,20 @@ def configure(world: World, *, precision: str, seed: int) -> None:
     # Keras' seed must fit 32 bits; the plan uses the whole one.
     keras.utils.set_random_seed(seed % 2**32)
     tf.config.experimental.enable_op_determinism()
+
+
+def _take_gpus(given: int) -> None:
+    """Let the GPUs' memory grow by need: by default TensorFlow takes all of it, and ranks may share a GPU."""
+    import tensorflow as tf
+
+    found = tf.config.list_physical_devices("GPU")
+    for gpu in found:
+        tf.config.experimental.set_memory_growth(gpu, True)
+    if len(found) < given:
+        print(
+            f"TensorFlow sees {len(found)} of the {given} GPUs that this rank was given (CUDA_VISIBLE_DEVICES="
+            f"{os.environ['CUDA_VISIBLE_DEVICES']}): install requirements-gpu.txt, which has CUDA's libraries"
+        )
 
 
 @contextmanager

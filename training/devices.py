@@ -1,0 +1,135 @@
+"""Which GPUs a rank may see, decided before TensorFlow is imported: CUDA_VISIBLE_DEVICES is read once.
+
+A device is written as CUDA and Spark's discovery scripts write it: an index ("0"), a UUID ("GPU-5d2f...") or a MIG
+slice ("MIG-..."). Indices are counted in the order of the PCI bus, as nvidia-smi counts.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+
+from storage.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+ORDER = "CUDA_DEVICE_ORDER"
+LIST_LIMIT_S = 30.0  # nvidia-smi takes seconds where the driver's persistence mode is off
+_LISTED = re.compile(r"GPU (?P<index>\d+): (?P<name>.+) \(UUID: (?P<uuid>GPU-[0-9a-fA-F-]+)\)")
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU of this host, as nvidia-smi lists it."""
+
+    index: str
+    name: str
+    uuid: str
+
+
+def host_gpus() -> tuple[Gpu, ...]:
+    """The GPUs of this host; empty where there is no nvidia-smi, which comes with NVIDIA's driver.
+
+    Raises ConfigError where nvidia-smi is there but fails or does not answer.
+    """
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ()
+    try:
+        done = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=LIST_LIMIT_S)
+        trouble = f"exit code {done.returncode}: {done.stdout} {done.stderr}".strip() if done.returncode else ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise _unlisted(str(error)) from error
+    if trouble:
+        raise _unlisted(" ".join(trouble.split()))
+    return tuple(Gpu(**match.groupdict()) for match in map(_LISTED.match, done.stdout.splitlines()) if match)
+
+
+def listed(environment: Mapping[str, str]) -> tuple[str, ...] | None:
+    """The devices that CUDA_VISIBLE_DEVICES names; None where it is not set. CUDA stops at the first that is none."""
+    if VISIBLE not in environment:
+        return None
+    names: list[str] = []
+    for name in (part.strip() for part in environment[VISIBLE].split(",")):
+        if not re.fullmatch(r"\d+|GPU-[\w-]+|MIG-[\w/-]+", name):
+            break
+        names.append(name)
+    return tuple(names)
+
+
+def expose(devices: Sequence[str], environment: MutableMapping[str, str], where: str) -> None:
+    """Let this process see `devices` and no others; called in a rank before TensorFlow can be imported.
+
+    `devices` are those that Spark or the local launcher gave to the rank. None hides all: a rank without a GPU must
+    not take one that was given to another. The CUDA_VISIBLE_DEVICES that the rank inherits from its executor may list
+    more (an executor serves several tasks); raises ConfigError where it leaves out a device that was given.
+    """
+    inherited = listed(environment)
+    if inherited is not None and devices:
+        _check(devices, inherited, environment[VISIBLE], where)
+    elif inherited:
+        print(f"the devices {', '.join(inherited)} of {where} are hidden from this rank: it was given no GPU")
+    environment[VISIBLE] = ",".join(devices)
+    environment.setdefault(ORDER, "PCI_BUS_ID")  # CUDA's own order is by speed; indices here are nvidia-smi's
+
+
+def _check(devices: Sequence[str], inherited: Sequence[str], value: str, where: str) -> None:
+    known = {*inherited}
+    if {_kind(name) for name in inherited} != {_kind(name) for name in devices}:
+        # One side by index, the other by UUID: only the host's own list says which is which.
+        for gpu in host_gpus():
+            if gpu.index in known or gpu.uuid in known:
+                known |= {gpu.index, gpu.uuid}
+    if not known.issuperset(devices):
+        raise ConfigError(
+            f"{VISIBLE} on {where} contradicts the GPUs that were given to a rank there",
+            got=f"given: {', '.join(devices)}; {VISIBLE}={value!r}",
+            allowed=f"every device that Spark gives among those that {VISIBLE} lists, or {VISIBLE} not set",
+            next_step=f"Unset {VISIBLE} on the executors (spark.executorEnv.{VISIBLE}, the workers' environment), or "
+            "have the discovery script (spark.executor.resource.gpu.discoveryScript) list the same devices.",
+        )
+
+
+def of_host(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """The devices that a process of this host may use: CUDA_VISIBLE_DEVICES where it is set, else all there are.
+
+    A driver that does not answer is one logged line: many a host has the tool and no GPU.
+    """
+    named = listed(environment)
+    if named is not None:
+        return named
+    try:
+        return tuple(gpu.index for gpu in host_gpus())
+    except ConfigError as error:
+        log.warning("ranks run without a GPU: %s (%s)", error.what, error.got)
+        return ()
+
+
+def share_out(devices: Sequence[str], num_ranks: int) -> list[tuple[str, ...]]:
+    """One device a rank, in order; with fewer devices than ranks, neighbouring ranks share one. Empty without any.
+
+    A rank never gets two: its model lies on one, the others' memory would be taken for nothing.
+    """
+    if not devices:
+        return [()] * num_ranks
+    if len(devices) >= num_ranks:
+        return [(device,) for device in devices[:num_ranks]]
+    return [(devices[rank * len(devices) // num_ranks],) for rank in range(num_ranks)]
+
+
+def _kind(name: str) -> str:
+    return "index" if name.isdigit() else "uuid"
+
+
+def _unlisted(got: str) -> ConfigError:
+    return ConfigError(
+        "nvidia-smi cannot list the GPUs of this host",
+        got=got[:500],
+        allowed="a driver that answers",
+        next_step=f"Mend the driver, or name the devices in {VISIBLE} ('' for none).",
+    )
