@@ -11,6 +11,7 @@ from training.world import World
 
 if TYPE_CHECKING:
     from training.comm.base import Communicator
+    from training.comm.tls import Credentials
 
 JOIN_S = 120.0  # ranks start at the same time; what differs is the import of their modules
 
@@ -22,10 +23,17 @@ class RankContext(AbstractContextManager["RankContext"]):
     """
 
     def __init__(
-        self, world: World, control: ControlClient, payload: dict[str, Any], key: bytes, host: str, stall_s: float
+        self,
+        world: World,
+        control: ControlClient,
+        payload: dict[str, Any],
+        key: bytes,
+        host: str,
+        stall_s: float,
+        tls: Credentials | None = None,
     ) -> None:
         self.world, self.control, self.payload, self.host = world, control, payload, host
-        self._key, self._stall_s = key, stall_s
+        self._key, self._stall_s, self._tls = key, stall_s, tls
         self._communicator: Communicator | None = None
 
     def communicator(self, join_s: float = JOIN_S) -> Communicator:
@@ -38,7 +46,7 @@ class RankContext(AbstractContextManager["RankContext"]):
             from training.comm import CommOptions, connect
 
             options = CommOptions.from_json(self.payload.get("comm", {}))
-            self._communicator = connect(self.world, self.control, self._key, join_s, self._stall_s, options)
+            self._communicator = connect(self.world, self.control, self._key, join_s, self._stall_s, options, self._tls)
         return self._communicator
 
     def __exit__(

@@ -25,6 +25,8 @@ class RankTask:
     """The driver's fs.* and dfs.* settings, set in each rank before the entry is called."""
     logs: str | None = None
     """URL of a directory for the ranks' logs; None keeps only the last lines, in memory."""
+    tls: bool = False
+    """Whether connections between ranks on different hosts are encrypted; the launcher makes the certificates."""
 
     def __post_init__(self) -> None:
         module, _, function = self.entry.partition(":")
