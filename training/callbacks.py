@@ -17,6 +17,9 @@ class Loop(Protocol):
     def epoch_begins(self, epoch: int) -> bool:
         """Called after Keras has reset the metrics; False where the epoch began before this process did."""
 
+    def step_begins(self) -> None:
+        """Called before each step."""
+
     def step_ends(self, epoch: int) -> None:
         """Called after each optimizer step, once the callbacks have seen it."""
 
@@ -66,9 +69,10 @@ class RunCallbacks(keras.callbacks.CallbackList):
             super().on_epoch_begin(epoch, logs)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Passed on to callbacks that have a hook for it."""
+        """Passed on to callbacks that have a hook for it, then the step begins."""
         for callback in self._on_begin_of_batch:
             callback.on_train_batch_begin(batch + self._first_batch, logs={})
+        self._loop.step_begins()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Passed on to callbacks that have a hook for it, then the step's own work."""

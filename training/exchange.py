@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,6 +54,8 @@ class Exchange:
         self.step = 0
         self.agreement: Agreement | None = None
         self.error: BaseException | None = None
+        self.waited_s = 0.0
+        """Seconds that the last step stood still for its sums."""
         self._layout: Layout | None = None
         self._names: tuple[str, ...] = ()
         self._pools: list[list[_Buffer]] = []
@@ -146,7 +149,7 @@ class Exchange:
 
     def _await(self, buckets: int) -> bool:
         """Wait for all reductions; True if every sum is finite."""
-        finite = True
+        finite, began = True, time.perf_counter()
         for _ in range(buckets):
             try:
                 reduced = self._reduced.get(timeout=self.communicator.deadline_s + GRACE_S)
@@ -160,6 +163,7 @@ class Exchange:
             if isinstance(reduced, BaseException):
                 raise reduced
             finite = finite and reduced
+        self.waited_s = time.perf_counter() - began
         return finite
 
     def _agree(self, finite: bool, words: Array) -> None:

@@ -15,7 +15,7 @@ import tensorflow as tf
 from storage.canonical import canonical_bytes, parse_canonical
 from storage.errors import ConfigError, LockstepError
 from training.audit import AuditLog, left_over, sample_hex
-from training.batches import RankFeed
+from training.batches import Batch, RankFeed
 from training.batchnorm import statistics_of
 from training.callbacks import RunCallbacks
 from training.config import TrainConfig
@@ -32,6 +32,7 @@ from training.reader import OpenSplit
 from training.reports import StepReports
 from training.saving import Progress, Saver
 from training.state import as_floats, build_all, derive_seeds, model_identity, summed_metrics, weights_digest
+from training.step_clock import StepClock
 
 COMPARED_PACKAGES = ("numpy", "keras", "tensorflow", "pyarrow")
 
@@ -78,6 +79,7 @@ class Fit(AbstractContextManager["Fit"]):
         self._callbacks = RunCallbacks(callbacks, self._model, self, epochs=config.epochs, steps=per_epoch)
         self._audit = AuditLog() if config.audit else None
         self._reports = StepReports(context.control) if world.is_leader else None
+        self._clock = StepClock(context.control, world.rank, lambda: self._exchange.waited_s)
         self._saver = Saver(context, config, self._model, self._comm, self._callbacks.callbacks, self._audit)
         self._progress = Progress(step=0, stopped=False, metrics={})
         self._stop_wanted = False
@@ -108,7 +110,8 @@ class Fit(AbstractContextManager["Fit"]):
             self._fit_epoch(plan.epoch_of_step(self._progress.step))
         seconds = time.monotonic() - began
         if self._saver.last_step != self._progress.step:
-            self._saver.save(self._progress)
+            self._save()
+        self._clock.flush()
         finalize(model.optimizer, model.trainable_variables)
         self._callbacks.end(self._progress.metrics)
         if self._reports is not None:
@@ -127,8 +130,7 @@ class Fit(AbstractContextManager["Fit"]):
     def _fit_epoch(self, epoch: int) -> None:
         step, last = self._progress.step, self._plan.first_step(epoch + 1)
         self._callbacks.starts_at(step - self._plan.first_step(epoch))
-        on_batch = self._audit.add if self._audit is not None else None
-        with FeedPipeline(self._feed, step, last, on_batch) as pipeline:
+        with FeedPipeline(self._feed, step, last, self._batch_is_ready) as pipeline:
             # Keras begins a dataset of known length anew at the end of an epoch, which would read it twice.
             dataset = pipeline.dataset.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
             try:
@@ -157,6 +159,10 @@ class Fit(AbstractContextManager["Fit"]):
         self._saver.restore_metrics()
         return False
 
+    def step_begins(self) -> None:
+        """The step's time runs."""
+        self._clock.begins()
+
     def step_ends(self, epoch: int) -> None:
         """Reports, agreements and checkpoints of a step."""
         agreement = self._exchange.agreement
@@ -168,6 +174,7 @@ class Fit(AbstractContextManager["Fit"]):
                 next_step="Call self.optimizer.apply_gradients or apply once in the model's train_step.",
             )
         self._progress.step = agreement.step
+        self._clock.ends(agreement.step)
         self._context.control.beat(agreement.step, "train")
         if self._reports is not None:
             self._reports.step(agreement.step, epoch, agreement.loss)
@@ -180,7 +187,7 @@ class Fit(AbstractContextManager["Fit"]):
         due = agreement.step % self._config.checkpoint_every == 0 or agreement.checkpoint
         # At the end of an epoch callbacks come first: a run that goes on from there must not miss them.
         if due and agreement.step < self._plan.first_step(epoch + 1) and not agreement.stop:
-            self._saver.save(self._progress, in_epoch=True)
+            self._save(in_epoch=True)
 
     def epoch_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
         """Metrics over all ranks, the same on each."""
@@ -205,7 +212,17 @@ class Fit(AbstractContextManager["Fit"]):
         agreement = self._exchange.agreement
         asked = agreement is not None and agreement.checkpoint
         if self._progress.step % self._config.checkpoint_every == 0 or asked:
-            self._saver.save(self._progress)
+            self._save()
+
+    def _save(self, *, in_epoch: bool = False) -> None:
+        with self._clock.checkpoint():
+            self._saver.save(self._progress, in_epoch=in_epoch)
+
+    def _batch_is_ready(self, batch: Batch) -> None:
+        """Called by TensorFlow's thread that reads ahead."""
+        self._clock.batch_is_ready(batch.step)
+        if self._audit is not None:
+            self._audit.add(batch)
 
     # Before and after
 

@@ -10,17 +10,20 @@ from storage.errors import CorruptionError, NotFoundError
 from storage.fs import filesystem
 from training.claims import claimed
 from training.paths import RunPaths
+from training.step_clock import PARTS
 
 
 @dataclass(frozen=True, slots=True)
 class History:
     """`steps` rows {step, epoch, loss, seconds} and `epochs` rows {step, epoch, metrics, seconds}, in order of step.
 
-    Where a generation went back to a checkpoint and did steps again, the newest generation's row stands.
+    Where a generation went back to a checkpoint and did steps again, the newest generation's row stands. `times` are
+    the rows of training.step_clock of all ranks and generations: time that was spent, for steps done again too.
     """
 
     steps: list[dict[str, Any]]
     epochs: list[dict[str, Any]]
+    times: list[dict[str, Any]]
     generations: int
     """Generations that were claimed: one more than the restarts and resumptions of the run."""
 
@@ -36,12 +39,16 @@ def read_history(run: str) -> History:
             next_step="Check the URL.",
         )
     kept: dict[str, dict[int, dict[str, Any]]] = {"step": {}, "epoch": {}}
+    times = []
     generations = sorted(claimed(fs, paths))
     for generation in generations:
         for row in _rows(paths.metrics(generation)):
-            kept[row["kind"]][row["step"]] = row
+            if row["kind"] == "time":
+                times.append(row)
+            else:
+                kept[row["kind"]][row["step"]] = row
     steps, epochs = ([rows[step] for step in sorted(rows)] for rows in kept.values())
-    return History(steps, epochs, len(generations))
+    return History(steps, epochs, times, len(generations))
 
 
 def _rows(directory: str) -> list[dict[str, Any]]:
@@ -60,9 +67,10 @@ def _rows(directory: str) -> list[dict[str, Any]]:
 def _row(line: bytes, url: str, number: int) -> dict[str, Any]:
     try:
         row = json.loads(line)
-        if row["kind"] in ("step", "epoch") and isinstance(row["step"], int):
+        timed = row["kind"] == "time" and all(isinstance(row[name], int | float) for name in ("rank", *PARTS))
+        if (row["kind"] in ("step", "epoch") or timed) and isinstance(row["step"], int):
             return dict(row)
-        problem = "neither a step nor an epoch"
+        problem = "neither a step, an epoch nor a rank's time"
     except (ValueError, KeyError, TypeError) as error:
         problem = repr(error)
     what = f"a metrics file holds a line that is no measurement ({problem})"

@@ -18,6 +18,7 @@ from training.claims import Claim, read_claims
 from training.history import History, read_history
 from training.paths import RunPaths
 from training.run_json import read_run
+from training.step_clock import PARTS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,6 +27,14 @@ SMOOTHED_STEPS = 20  # the curve's dark line: a single batch's loss says little
 
 MARKED_POINTS = 30  # of so few one wants to see where each lies
 LIGHT, DARK = "#b9cbe0", "#1f4e89"
+
+_TIME_WORDS = {
+    "data_s": "waiting for data",
+    "compute_s": "computing",
+    "exchange_s": "waiting for the all-reduce",
+    "checkpoint_s": "writing checkpoints",
+    "other_s": "callbacks and ends of epochs",
+}
 
 # The headings are the sections of a run's life; everything that comes from data is escaped by the template engine.
 _PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string("""\
@@ -150,6 +159,8 @@ def render(
             ],
         ),
     ]
+    if history.times:
+        tables.append(("Where each rank's time went", _time_rows(history)))
     if evaluation is not None:
         tables.append((f"Evaluation on {evaluation['split']}", _evaluation_rows(evaluation)))
     metrics = sorted({name for row in history.epochs for name in row["metrics"]} - {"loss"})
@@ -164,6 +175,17 @@ def _evaluation_rows(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
     for name, value in sorted(evaluation["metrics"].items()):
         beside = f"   (baseline {baseline['name']}: {_number(baseline['metrics'][name])})" if baseline else ""
         rows.append((name, _number(value) + beside))
+    return rows
+
+
+def _time_rows(history: History) -> list[tuple[str, str]]:
+    """Shares of each rank's time, in all generations."""
+    rows = []
+    for rank in sorted({row["rank"] for row in history.times}):
+        sums = {part: sum(row[part] for row in history.times if row["rank"] == rank) for part in PARTS}
+        total = sum(sums.values())
+        shares = [f"{_TIME_WORDS[part]} {seconds / total:.1%}" for part, seconds in sums.items() if total]
+        rows.append((f"rank {rank}", f"{', '.join(shares)} of {total:.1f} s"))
     return rows
 
 

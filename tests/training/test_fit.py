@@ -14,6 +14,7 @@ from tests.training._threads import final_state, final_tensors, rows_of, run
 from tests.training._tiny import write_images, write_table
 from training.config import TrainConfig
 from training.driver import RunResult
+from training.history import read_history
 
 pytestmark = pytest.mark.slow
 OWN = "tests.training._models"
@@ -76,6 +77,10 @@ def test_losses_of_each_step_in_float32(data: dict[str, str], tmp_path: Path) ->
     losses = [np.array([rows[step]["loss"] for step in sorted(rows)]) for rows in (alone, together)]
     assert np.max(np.abs(losses[0] - losses[1])) <= 1e-4
     assert losses[0][-1] < 0.5 * losses[0][0], "it learns"
+    times = read_history(str(tmp_path / "2")).times
+    assert {row["rank"] for row in times} == {0, 1}
+    assert {sum(row["steps"] for row in times if row["rank"] == rank) for rank in (0, 1)} == {50}
+    assert all(row["compute_s"] > 0 for row in times) and any(row["checkpoint_s"] > 0 for row in times)
 
 
 def test_a_restart_in_the_middle_of_an_epoch_changes_no_bit(data: dict[str, str], tmp_path: Path) -> None:

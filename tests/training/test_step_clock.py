@@ -1,0 +1,70 @@
+"""Where a step's time went, by a clock that the test turns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from training.step_clock import PARTS, StepClock
+
+
+class Clock:
+    """Time that passes when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Control:
+    """Keeps the rows."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def notify(self, kind: str, **fields: Any) -> None:
+        assert kind == "metrics"
+        self.rows += fields["rows"]
+
+
+def test_a_row_sums_up_its_steps() -> None:
+    clock, control, waits = Clock(), Control(), iter([0.05, 0.30])
+    client: Any = control
+    timer = StepClock(client, 3, lambda: next(waits), clock)
+    timer.batch_is_ready(0)  # read ahead: its step does not wait
+    clock.now += 1
+    timer.begins()
+    clock.now += 0.4
+    timer.ends(1)
+    assert [row["step"] for row in control.rows] == [1], "a second has passed"
+    timer.begins()
+    clock.now += 0.25
+    timer.batch_is_ready(1)  # a quarter of a second late
+    clock.now += 0.75
+    timer.ends(2)
+    with timer.checkpoint():
+        clock.now += 2
+    timer.begins()
+    timer.batch_is_ready(2)
+    timer.flush()
+    first, second = control.rows
+    assert first == {"kind": "time", "rank": 3, "step": 1, "steps": 1, "data_s": 0.0, "compute_s": 0.35,
+                     "exchange_s": 0.05, "checkpoint_s": 0.0, "other_s": 1.0}  # fmt: skip
+    assert second["data_s"] == 0.25 and second["exchange_s"] == 0.3 and second["compute_s"] == 0.45
+    assert len(control.rows) == 2, "a checkpoint alone makes no row"
+
+
+def test_a_checkpoint_counts_for_the_row_it_lies_in() -> None:
+    clock, control = Clock(), Control()
+    client: Any = control
+    timer = StepClock(client, 0, lambda: 9.0, clock)
+    with timer.checkpoint():
+        clock.now += 2
+    timer.begins()
+    clock.now += 0.5
+    timer.ends(7)
+    (row,) = control.rows
+    assert row["checkpoint_s"] == 2.0
+    assert row["exchange_s"] == 0.5 and row["compute_s"] == 0.0, "a wait is never longer than its step"
+    assert sum(row[part] for part in PARTS) == 2.5
