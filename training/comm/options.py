@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -10,6 +10,12 @@ from storage.errors import ConfigError
 
 Backend = Literal["auto", "tcp", "shm", "hierarchical", "tensorflow", "nccl"]
 Algorithm = Literal["auto", "ring", "halving-doubling", "double-tree", "hierarchical"]
+ALGORITHMS_OF: dict[str, tuple[str, ...]] = {
+    "auto": get_args(Algorithm),
+    "tcp": ("auto", "ring", "halving-doubling", "double-tree"),
+    "hierarchical": ("auto", "hierarchical"),
+}
+"""The others have their own way, so `auto` alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,13 +28,20 @@ class CommOptions:
     """Of all_reduce: `auto` chooses by size from the cost model; the others force one."""
     trust_network: str | None = None
     """Interface whose network may carry what cannot be authenticated (gRPC, NCCL); None: none may."""
-    plan: Mapping[str, Any] | None = None
-    """What an earlier start froze for this number of ranks, as its `to_json` gave it; None: calibrate."""
+    plans: Sequence[Mapping[str, Any]] = ()
+    """What earlier starts froze for this number of ranks (CommPlan as JSON); without one that fits: calibrate."""
 
     def __post_init__(self) -> None:
         self._check("backend", self.backend in get_args(Backend), " | ".join(get_args(Backend)))
         self._check("algorithm", self.algorithm in get_args(Algorithm), " | ".join(get_args(Algorithm)))
         self._check("trust_network", self.trust_network != "", "an interface's name, such as eth1")
+        if self.algorithm not in ALGORITHMS_OF.get(self.backend, ("auto",)):
+            raise ConfigError(
+                f"backend `{self.backend}` has no algorithm `{self.algorithm}`",
+                got=f"backend = {self.backend!r}, algorithm = {self.algorithm!r}",
+                allowed="; ".join(f"{name}: {' | '.join(each)}" for name, each in ALGORITHMS_OF.items()),
+                next_step="Leave one of --backend and --algorithm to auto.",
+            )
 
     def _check(self, name: str, right: bool, allowed: str) -> None:
         if not right:
@@ -41,7 +54,7 @@ class CommOptions:
 
     def to_json(self) -> dict[str, Any]:
         """The fields as a JSON object."""
-        return asdict(self)
+        return {**asdict(self), "plans": [dict(plan) for plan in self.plans]}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> CommOptions:

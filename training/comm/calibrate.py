@@ -1,0 +1,76 @@
+"""The three costs of a communicator's links, measured with all ranks at work, the same result on every rank."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from training.comm.base import Communicator
+from training.comm.cost import LinkCosts, ring
+
+SMALL_BYTES = 256
+LARGE_BYTES = 1 << 20
+SMALL_CALLS = 8  # ranks leave a barrier one after another: of one small call that would be half of what is timed
+DIGITS = 2  # the tables hardly differ beyond; more would be noise
+MIN_ROUNDS, MAX_ROUNDS = 3, 15
+
+
+def calibrate(comm: Communicator, budget_s: float = 0.4) -> LinkCosts:
+    """Measure all_reduce by ring on `comm` (two ranks or more) for about `budget_s` seconds at most. A collective.
+
+    alpha from a small buffer, beta from a large one, gamma from additions in memory; of the rounds the median, of the
+    ranks the slowest. All ranks stop after the same round, so they agree on how many there are.
+    """
+    small, large = (comm.allocate(nbytes // 4, np.float32) for nbytes in (SMALL_BYTES, LARGE_BYTES))
+    times: list[tuple[float, float]] = []
+    began = time.perf_counter()
+    comm.all_reduce(small)  # the first call of each size pays for what later ones find there
+    comm.all_reduce(large)
+    elapsed = np.zeros(1)
+    while len(times) < MIN_ROUNDS or (len(times) < MAX_ROUNDS and elapsed[0] < budget_s):
+        times.append((_timed(comm, small, SMALL_CALLS), _timed(comm, large, 1)))
+        elapsed[0] = time.perf_counter() - began
+        comm.all_reduce(elapsed, "max")
+    found = np.array([*np.median(np.array(times), axis=0), _gamma(large)])
+    comm.all_reduce(found, "max")
+    small_s, large_s, gamma = found.tolist()
+    least, most = ring(comm.num_ranks, SMALL_BYTES), ring(comm.num_ranks, LARGE_BYTES)
+    # Two equations, the reductions known: small_s = a*m + b*bytes + g*reduced, and the same of the large buffer.
+    beta = ((large_s - small_s) - gamma * (most.reduced_bytes - least.reduced_bytes)) / (most.bytes - least.bytes)
+    beta = max(beta, 0.0)
+    alpha = max(small_s - beta * least.bytes - gamma * least.reduced_bytes, 0.0) / least.messages
+    return LinkCosts(alpha_s=_rounded(alpha), beta_s_per_byte=_rounded(beta), gamma_s_per_byte=_rounded(gamma))
+
+
+def slowest(comm: Communicator, costs: LinkCosts | None) -> LinkCosts | None:
+    """Of each cost the highest that any rank of `comm` has; None where none has any. A collective."""
+    mine = list(costs.to_json().values()) if costs else [-1.0] * 3
+    found = np.array(mine)
+    comm.all_reduce(found, "max")
+    alpha, beta, gamma = found.tolist()
+    return LinkCosts(alpha_s=alpha, beta_s_per_byte=beta, gamma_s_per_byte=gamma) if alpha >= 0 else None
+
+
+def _timed(comm: Communicator, buf: NDArray[Any], calls: int) -> float:
+    comm.barrier()
+    began = time.perf_counter()
+    for _ in range(calls):
+        comm.all_reduce(buf)
+    return (time.perf_counter() - began) / calls
+
+
+def _gamma(buf: NDArray[Any]) -> float:
+    other = np.zeros_like(buf)
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        np.add(buf, other, out=buf)
+        times.append(time.perf_counter() - began)
+    return float(np.median(times)) / buf.nbytes
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")

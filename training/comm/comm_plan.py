@@ -1,0 +1,134 @@
+"""What a run freezes of how its ranks talk: a restart must add in the same order, or the last bits of weights differ.
+
+A plan belongs to a number of ranks, their layout on hosts, and the backend and algorithm that were asked for. The costs
+in it were measured once, at the first start; the table that came out of them is what later starts follow.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from storage import strict
+from storage.canonical import canonical_bytes
+from training.comm.cost import COUNTS, LARGEST_BYTES, LinkCosts, Table, hierarchical_s, look_up, predict_s, table_of
+from training.comm.topology import Layout
+
+HIERARCHICAL = "hierarchical"
+NAMES = (*COUNTS, HIERARCHICAL)
+BACKENDS = ("tcp", "shm", "hierarchical")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommPlan:
+    """How all_reduce is done at each size between ranks laid out like this."""
+
+    layout: Layout
+    """As found, shared memory tried."""
+    backend: str
+    """tcp, shm or hierarchical."""
+    asked: str
+    """The algorithm asked for; `auto` where the costs chose."""
+    table: Table
+    """Algorithm by size of the buffer in bytes; empty for `shm`, which has one way."""
+    outer: LinkCosts | None = None
+    """Between ranks over TCP, as measured; None where nothing had to be chosen."""
+    inner: LinkCosts | None = None
+    """Within hosts, as measured; None where no host has two ranks."""
+
+    def choose(self, nbytes: int) -> str:
+        """The algorithm for a buffer of so many bytes."""
+        return look_up(self.table, nbytes)
+
+    @property
+    def key(self) -> str:
+        """Names what the plan belongs to: equal keys, equal order of sums."""
+        return key_of(self.layout, self.backend, self.asked)
+
+    def describe(self) -> str:
+        """The choices in one line."""
+        if not self.table:
+            return "shared memory"
+        if len(self.table) == 1:
+            return self.table[0][1]
+        steps = [f"{name} up to {_size(most)}" for most, name in self.table[:-1]]
+        return ", ".join([*steps, f"{self.table[-1][1]} above"])
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as a JSON object."""
+        return {
+            "host_of": list(self.layout.host_of),
+            "backend": self.backend,
+            "asked": self.asked,
+            "table": [[most, name] for most, name in self.table],
+            "outer": self.outer.to_json() if self.outer else None,
+            "inner": self.inner.to_json() if self.inner else None,
+        }
+
+    @classmethod
+    def from_json(cls, document: Any, *, where: str) -> CommPlan:
+        """The inverse of `to_json`; raises DataError naming `where` for anything else."""
+        doc = strict.obj(document, ("host_of", "backend", "asked", "table", "outer", "inner"), where=where)
+        host_of = tuple(
+            strict.count(v, where=f"{where}: host_of") for v in strict.items(doc["host_of"], where=f"{where}: host_of")
+        )
+        table = []
+        for row in strict.items(doc["table"], where=f"{where}: table"):
+            most, name = strict.items(row, where=f"{where}: table")
+            table.append(
+                (
+                    strict.count(most, where=f"{where}: table"),
+                    strict.string(name, where=f"{where}: table", choices=NAMES),
+                )
+            )
+        return cls(
+            layout=Layout(host_of),
+            backend=strict.string(doc["backend"], where=f"{where}: backend", choices=BACKENDS),
+            asked=strict.string(doc["asked"], where=f"{where}: asked", choices=("auto", *NAMES)),
+            table=tuple(table),
+            outer=_costs(doc["outer"], where=f"{where}: outer"),
+            inner=_costs(doc["inner"], where=f"{where}: inner"),
+        )
+
+
+def key_of(layout: Layout, backend: str, asked: str) -> str:
+    """16 hex digits over what a plan belongs to."""
+    told = {"host_of": list(layout.host_of), "backend": backend, "asked": asked}
+    return hashlib.sha256(canonical_bytes(told)).hexdigest()[:16]
+
+
+def make_plan(layout: Layout, backend: str, asked: str, outer: LinkCosts | None, inner: LinkCosts | None) -> CommPlan:
+    """The plan that these costs make; none are needed where nothing is to choose."""
+    table: Table = ()
+    if backend != "shm" and asked != "auto":
+        table = ((LARGEST_BYTES, asked),)
+    elif backend != "shm":
+        assert outer is not None, "a choice needs costs"
+        num_ranks = len(layout.host_of)
+
+        def seconds(name: str, nbytes: int) -> float:
+            if name == HIERARCHICAL:
+                assert inner is not None
+                return hierarchical_s(layout.sizes, nbytes, inner, outer)
+            return predict_s(name, num_ranks, nbytes, outer)
+
+        # Of equally good ones the first: within hosts is never worse for the network than through every rank.
+        names = (HIERARCHICAL, *COUNTS) if backend == HIERARCHICAL else tuple(COUNTS)
+        table = table_of(seconds, names)
+    return CommPlan(layout=layout, backend=backend, asked=asked, table=table, outer=outer, inner=inner)
+
+
+def _costs(document: Any, *, where: str) -> LinkCosts | None:
+    if document is None:
+        return None
+    doc: Mapping[str, Any] = strict.obj(document, ("alpha_s", "beta_s_per_byte", "gamma_s_per_byte"), where=where)
+    return LinkCosts(**{name: strict.number(value, where=f"{where}: {name}") for name, value in doc.items()})
+
+
+def _size(nbytes: int) -> str:
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes // unit} {name}"
+    return f"{nbytes} bytes"

@@ -1,0 +1,148 @@
+"""Two levels: within a host by one communicator (shared memory, as a rule), between the hosts' leaders by another.
+
+The sums of a host are formed first, then those of the hosts: a fixed order, so results are equal bit for bit on every
+rank and in every run with the same layout. Hosts may have different numbers of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from storage.errors import CommunicationError
+from training.comm.base import Communicator, Op, check_buffer, check_rank, divide_by_ranks
+from training.comm.comm_plan import HIERARCHICAL
+from training.comm.topology import Layout
+
+
+class HierarchicalCommunicator(Communicator):
+    """A rank of several hosts. Made by `training.comm.connect`; takes over the communicators it is given."""
+
+    def __init__(
+        self,
+        flat: Communicator,
+        inner: Communicator | None,
+        outer: Communicator | None,
+        layout: Layout,
+        choose: Callable[[int], str] | None = None,
+    ) -> None:
+        """`flat` joins all ranks, `inner` those of this host (None: this rank alone), `outer` the leaders (None: this
+        rank is none). `choose` names the algorithm for a buffer's bytes; where it is another one, `flat` does it.
+        """
+        self._flat, self._inner, self._outer, self._layout = flat, inner, outer, layout
+        super().__init__(flat.rank, flat.num_ranks, flat.generation, flat.deadline_s)
+        self._host = layout.host_of[self.rank]
+        self._mates = layout.hosts[self._host]
+        self._ended: str | None = None
+        self.choose = choose or (lambda nbytes: HIERARCHICAL)
+
+    @property
+    def deadline_s(self) -> float:
+        """The longest that one call may take, on each level; may be changed between calls."""
+        return self._flat.deadline_s
+
+    @deadline_s.setter
+    def deadline_s(self, seconds: float) -> None:
+        for level in self._levels():
+            level.deadline_s = seconds
+
+    def all_reduce(self, buf: NDArray[Any], op: Op = "sum") -> None:
+        check_buffer(buf, op)
+        if self.choose(buf.nbytes) != HIERARCHICAL:
+            self._whole(lambda: self._flat.all_reduce(buf, op))
+            return
+        part: Op = "sum" if op == "mean" else op
+
+        def run() -> None:
+            if self._inner is not None:
+                self._inner.all_reduce(buf, part)
+            if self._outer is not None:
+                self._outer.all_reduce(buf, part)
+            if self._inner is not None:
+                self._inner.broadcast(buf, 0)
+
+        self._whole(run)
+        if op == "mean":
+            divide_by_ranks(buf, self.num_ranks)
+
+    def broadcast(self, buf: NDArray[Any], root: int = 0) -> None:
+        check_buffer(buf)
+        check_rank("broadcast", root, self.num_ranks)
+        there = self._layout.host_of[root]
+
+        def run() -> None:
+            if self._inner is not None and there == self._host:
+                self._inner.broadcast(buf, self._mates.index(root))
+            if self._outer is not None:
+                self._outer.broadcast(buf, there)
+            if self._inner is not None and there != self._host:
+                self._inner.broadcast(buf, 0)
+
+        self._whole(run)
+
+    def all_gather_parts(self, buf: NDArray[Any]) -> None:
+        check_buffer(buf)
+
+        def run() -> None:
+            if self._inner is not None:
+                mine = self._inner.all_gather_ragged(self.part_of(buf, self.rank))
+                for mate, part in zip(self._mates, mine, strict=True):
+                    self.part_of(buf, mate)[:] = part
+            if self._outer is not None:
+                packed = np.concatenate([self.part_of(buf, mate) for mate in self._mates])
+                for ranks, parts in zip(self._layout.hosts, self._outer.all_gather_ragged(packed), strict=True):
+                    start = 0
+                    for rank in ranks:
+                        target = self.part_of(buf, rank)
+                        target[:] = parts[start : start + target.size]
+                        start += target.size
+            if self._inner is not None:
+                self._inner.broadcast(buf, 0)
+
+        self._whole(run)
+
+    def send(self, buf: NDArray[Any], to: int) -> None:
+        self._flat.send(buf, to)
+
+    def recv(self, buf: NDArray[Any], source: int) -> None:
+        self._flat.recv(buf, source)
+
+    def group(self, ranks: Sequence[int]) -> Communicator:
+        """As the interface says: shared memory where all members are on this host, else TCP between all of them."""
+        if self._inner is not None and len(ranks) > 1 and all(rank in self._mates for rank in ranks):
+            return self._inner.group([self._mates.index(rank) for rank in ranks])
+        return self._flat.group(ranks)
+
+    def allocate(self, size: int, dtype: Any) -> NDArray[Any]:
+        return (self._inner or self._flat).allocate(size, dtype)
+
+    def abort(self, reason: str) -> None:
+        if self._ended is None:
+            self._ended = reason
+        for level in self._levels():
+            level.abort(reason)
+
+    def close(self) -> None:
+        if self._ended is None:
+            self._ended = "it was closed"
+        # The flat one last: the others may be groups of it.
+        for level in self._levels():
+            level.close()
+
+    def _levels(self) -> list[Communicator]:
+        return [level for level in (self._inner, self._outer, self._flat) if level is not None]
+
+    def _whole(self, run: Callable[[], None]) -> None:
+        """A level that fails ends the others, so that ranks which wait on those are told as well."""
+        if self._ended is not None:
+            raise CommunicationError(
+                f"rank {self.rank}: the communicator has ended: {self._ended}", next_step="Start the rank again."
+            )
+        try:
+            run()
+        except CommunicationError as error:
+            self.abort(error.what)
+            raise

@@ -1,0 +1,158 @@
+"""Joining the ranks: TCP first, then who shares a host, whether memory can be shared there, and which plan holds."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from storage.errors import CommunicationError, ConfigError
+from training.comm.base import Communicator
+from training.comm.calibrate import calibrate, slowest
+from training.comm.comm_plan import HIERARCHICAL, CommPlan, key_of, make_plan
+from training.comm.hierarchical import HierarchicalCommunicator
+from training.comm.options import CommOptions
+from training.comm.topology import Layout, agree_on_layout
+
+Share = Callable[[Communicator, float], Communicator]
+"""Shared memory between the ranks of a communicator on one host, joined within so many seconds."""
+SHARE_S = 20.0  # for the ranks of a host, which are all there already
+
+
+class Joined(NamedTuple):
+    """What `join_ranks` returns on each rank."""
+
+    communicator: Communicator
+    plan: CommPlan
+    calibrated: bool
+    """Whether the plan was made now, and none of `options.plans` followed."""
+
+
+def join_ranks(flat: Communicator, share: Share | None, identity: str, options: CommOptions, until: float) -> Joined:
+    """From a TCP communicator of all ranks to the one that fits where they are. A collective.
+
+    Takes over `flat`, which is closed where it is not needed any more. `until` is a monotonic time. Raises ConfigError,
+    on every rank alike, where `options` force what cannot be had here.
+    """
+    found = agree_on_layout(flat, identity)
+    backend, why = _wanted(options, found)
+    layout, inner = Layout.apart(flat.num_ranks), None
+    if backend != "tcp":
+        inner, failure = _shared(flat, found, share, until)
+        if failure is None:
+            layout = found
+        elif options.backend == "shm":
+            raise ConfigError(
+                "shared memory cannot be had between these ranks",
+                got=failure,
+                allowed="memfd and Unix sockets between all ranks of a host",
+                next_step="Leave --backend to auto, which then takes TCP, or mend what is told above.",
+            )
+        elif backend == HIERARCHICAL and HIERARCHICAL in (options.backend, options.algorithm):
+            layout, why = found, f"asked for; TCP within hosts, since shared memory cannot be had: {failure}"
+            mates = _mates(found, flat.rank)
+            inner = flat.group(mates) if len(mates) > 1 else None
+        else:
+            backend, why = "tcp", f"shared memory cannot be had: {failure}"
+    if backend == "shm":
+        assert inner is not None
+        outer, comm = None, inner
+        flat.close()
+    elif backend == HIERARCHICAL:
+        leaders = [ranks[0] for ranks in layout.hosts]
+        outer = flat.group(leaders) if flat.rank in leaders else None
+        comm = HierarchicalCommunicator(flat, inner, outer, layout)
+    else:
+        comm = flat
+    plan, calibrated = _plan(comm, flat, inner, layout, backend, options)
+    if backend != "shm":
+        comm.choose = plan.choose  # type: ignore[attr-defined] # both that are left have it
+    if comm.rank == 0:
+        came = "calibrated now" if calibrated else "as frozen before" if plan.asked == "auto" else "asked for"
+        print(
+            f"ranks talk by {plan.describe()} ({came}): backend {backend}, {found}; {why}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return Joined(comm, plan, calibrated)
+
+
+def _wanted(options: CommOptions, found: Layout) -> tuple[str, str]:
+    """(backend, why) before shared memory has been tried."""
+    shared = max(found.sizes) > 1
+    several = len(found.sizes) > 1
+    if options.backend == "tcp":
+        return "tcp", "asked for"
+    if options.algorithm not in ("auto", HIERARCHICAL):
+        return "tcp", f"{options.algorithm} is an algorithm between TCP connections"
+    if HIERARCHICAL in (options.backend, options.algorithm):
+        if shared and several:
+            return HIERARCHICAL, "asked for"
+        raise _impossible(HIERARCHICAL, found, "several hosts, one of them with several ranks")
+    if options.backend == "shm":
+        if not several:
+            return "shm", "asked for"
+        raise _impossible("shm", found, "all ranks on one host")
+    if not several:
+        return "shm", "all ranks share a host"
+    if shared:
+        return HIERARCHICAL, "some ranks share a host"
+    return "tcp", "no two ranks share a host"
+
+
+def _impossible(name: str, found: Layout, allowed: str) -> ConfigError:
+    return ConfigError(
+        f"`{name}` does not fit where the ranks are",
+        got=f"{found}",
+        allowed=f"{allowed}, in one network namespace a host",
+        next_step="Leave --backend and --algorithm to auto, or start the ranks elsewhere.",
+    )
+
+
+def _shared(
+    flat: Communicator, found: Layout, share: Share | None, until: float
+) -> tuple[Communicator | None, str | None]:
+    """(this host's shared memory or None, why it cannot be had or None), the same reason on every rank."""
+    mates, inner, reason = _mates(found, flat.rank), None, ""
+    if len(mates) > 1:
+        if share is None:
+            reason = "this system has none"
+        else:
+            try:
+                inner = share(flat.group(mates), max(1.0, min(SHARE_S, until - time.monotonic())))
+            except (CommunicationError, OSError) as error:
+                reason = str(error).splitlines()[0]
+    reasons = [data.decode() for data in flat.all_gather_bytes(reason.encode())]
+    failed = next(((rank, told) for rank, told in enumerate(reasons) if told), None)
+    if failed is None:
+        return inner, None
+    if inner is not None:
+        inner.close()
+    return None, f"rank {failed[0]}: {failed[1]}"
+
+
+def _plan(
+    comm: Communicator,
+    flat: Communicator,
+    inner: Communicator | None,
+    layout: Layout,
+    backend: str,
+    options: CommOptions,
+) -> tuple[CommPlan, bool]:
+    key = key_of(layout, backend, options.algorithm)
+    for document in options.plans:
+        plan = CommPlan.from_json(document, where="the run's communication plan")
+        if plan.key == key:
+            return plan, False
+    if backend == "shm" or options.algorithm != "auto":
+        return make_plan(layout, backend, options.algorithm, None, None), False
+    between = calibrate(flat)
+    within = None
+    if backend == HIERARCHICAL:
+        within = slowest(flat, calibrate(inner) if inner is not None else None)
+    return make_plan(layout, backend, "auto", between, within), True
+
+
+def _mates(layout: Layout, rank: int) -> tuple[int, ...]:
+    return layout.hosts[layout.host_of[rank]]
