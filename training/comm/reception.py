@@ -1,0 +1,95 @@
+"""Callers who have yet to prove who they are: few at once, each for a short time, none in the way of a real rank."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+
+from training.comm.auth import HandshakeError
+
+log = logging.getLogger(__name__)
+
+HANDSHAKE_S = 5.0  # for one caller; a real one needs milliseconds
+MAX_CALLERS = 32  # at once, a thread and one fixed-size hello each
+LOG_EVERY_S = 1.0
+
+
+class Reception:
+    """Examines each caller in a thread of its own.
+
+    `examine(sock, until)` returns when the caller has proved who it is (and keeps the socket), or raises
+    HandshakeError or OSError, upon which the socket is closed and the refusal logged. When MAX_CALLERS are being
+    examined, a new caller takes the place of the one that has been silent longest among those of the address that most
+    of them come from: a stranger with hundreds of connections drives out its own.
+    """
+
+    def __init__(self, whom: str, examine: Callable[[socket.socket, float], None], until: float) -> None:
+        self._whom, self._examine, self._until = whom, examine, until
+        self._callers: dict[socket.socket, str] = {}  # in the order in which they came
+        self._slots = threading.BoundedSemaphore(MAX_CALLERS)
+        self._lock = threading.Lock()
+        self._logged_at, self._unlogged = -LOG_EVERY_S, 0
+        self.refused = 0
+        """Callers turned away so far."""
+        self.last = ""
+        """Why the last one was, in words; empty before that."""
+
+    def admit(self, sock: socket.socket, address: str) -> None:
+        """Begin to examine a caller; returns at once, or as soon as the caller that had to leave is gone."""
+        wait_s = 0.0
+        while not self._slots.acquire(timeout=wait_s):
+            self._drop_one()
+            wait_s = 0.5  # for the thread of the one that was dropped
+        handle = sock.dup()  # TLS takes the caller's own socket away from under us
+        with self._lock:
+            self._callers[handle] = address
+        threading.Thread(target=self._run, args=(sock, handle, address), name="handshake", daemon=True).start()
+
+    def close(self) -> None:
+        """Turn away all who have not proved themselves."""
+        with self._lock:
+            for handle in self._callers:
+                _hang_up(handle)
+
+    def _drop_one(self) -> None:
+        with self._lock:
+            crowd = Counter(self._callers.values()).most_common(1)
+            for handle, address in self._callers.items():
+                if address == crowd[0][0]:
+                    _hang_up(handle)
+                    del self._callers[handle]
+                    return
+
+    def _run(self, sock: socket.socket, handle: socket.socket, address: str) -> None:
+        try:
+            self._examine(sock, min(self._until, time.monotonic() + HANDSHAKE_S))
+        except (OSError, HandshakeError) as error:
+            sock.close()
+            self._refuse(address, str(error) or type(error).__name__)
+        finally:
+            with self._lock:
+                self._callers.pop(handle, None)
+            handle.close()
+            self._slots.release()
+
+    def _refuse(self, address: str, reason: str) -> None:
+        with self._lock:
+            self.refused += 1
+            self.last = f"{address}: {reason}"
+            now = time.monotonic()
+            if now - self._logged_at < LOG_EVERY_S:
+                self._unlogged += 1
+                return
+            more, self._logged_at, self._unlogged = self._unlogged, now, 0
+        and_more = f" ({more} more before it)" if more else ""
+        log.warning("%s refused a caller from %s%s", self._whom, self.last, and_more)
+
+
+def _hang_up(handle: socket.socket) -> None:
+    with suppress(OSError):  # it was faster
+        handle.shutdown(socket.SHUT_RDWR)
