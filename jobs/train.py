@@ -48,6 +48,7 @@ def parser() -> JobParser:
     add("--keep-checkpoints", type=int, default=3, metavar="K", help="checkpoints that stay (default 3)")
     add("--audit", action="store_true", help="list each sample that counts, in RUN/audit")
     add("--launcher", choices=["barrier", "local"], default="barrier", help="Spark barrier stage (default) | this host")
+    add("--tls", choices=["on", "off"], default="off", help="encrypt between hosts (default off; docs/security.md)")
     add("--master", metavar="URL", help="Spark master, such as local[2] (default: spark-submit's)")
     add(
         "--start-limit",

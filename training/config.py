@@ -11,6 +11,7 @@ from storage.errors import ConfigError
 BatchNorm = Literal["ghost", "local"]
 Precision = Literal["float32", "float64"]
 Launcher = Literal["barrier", "local"]
+Switch = Literal["on", "off"]
 
 
 def flag_of(field: str) -> str:
@@ -56,6 +57,8 @@ class TrainConfig:
     """None is the model's own."""
     launcher: Launcher = "barrier"
     """`barrier`: ranks in a Spark barrier stage; `local`: processes of this host."""
+    tls: Switch = "off"
+    """Whether ranks on different hosts encrypt what they send; conf/production.toml turns it on (docs/security.md)."""
     start_limit_s: float = 300.0
     """A rank absent for so long after the start is a failure."""
     stall_limit_s: float = 600.0
@@ -80,6 +83,7 @@ class TrainConfig:
         self._check("batchnorm", self.batchnorm in get_args(BatchNorm), " or ".join(get_args(BatchNorm)))
         self._check("precision", self.precision in get_args(Precision), " or ".join(get_args(Precision)))
         self._check("launcher", self.launcher in get_args(Launcher), " or ".join(get_args(Launcher)))
+        self._check("tls", self.tls in get_args(Switch), " or ".join(get_args(Switch)))
         self._check("learning_rate", self.learning_rate is None or self.learning_rate > 0, "a number above 0")
         if self.lanes is not None:
             right = self.lanes >= 1 and self.global_batch % self.lanes == 0

@@ -253,7 +253,13 @@ class _Driver:
     def _task(self, claim: Claim) -> RankTask:
         payload = {"config": self._config.to_json(), "plan": self._plan.identity()}
         settings = hadoop_settings()
-        return RankTask(self._hooks.entry, payload, hadoop=settings, logs=self._paths.logs(claim.generation))
+        return RankTask(
+            self._hooks.entry,
+            payload,
+            hadoop=settings,
+            logs=self._paths.logs(claim.generation),
+            tls=self._config.tls == "on",
+        )
 
     def _limits(self) -> Limits:
         base = self._hooks.limits
