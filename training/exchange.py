@@ -1,6 +1,6 @@
 """The step's one exchange: buckets go to a thread that reduces them while later gradients are still computed.
 
-No TensorFlow here: `training.distribute` calls `post` and `finish` from the graph, with NumPy arrays.
+No TensorFlow here: `training.reduction` calls `post`, `post_rows` and `finish` from the graph, with NumPy arrays.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,13 @@ from numpy.typing import NDArray
 from storage.errors import CommunicationError, DataError
 from training.buckets import ALIGN_BYTES, Layout, Slot
 from training.comm.base import Communicator
+from training.finite import all_finite
+from training.same_tensors import compare
+from training.sparse import Rows, Table, sum_rows
 
 Array = NDArray[Any]
 FLAGS = ("stop", "checkpoint")
-CONTROL_WORDS = 1 + len(FLAGS)  # loss, then the flags
+CONTROL_WORDS = 2 + len(FLAGS)  # loss, whether a rank saw what is not finite, then the flags
 GRACE_S = 30.0  # beyond the communicator's own deadline, which has the better message
 
 
@@ -37,46 +41,72 @@ class Agreement:
     step: int
     """Steps done, this one included."""
     loss: float
-    """Mean over the global batch."""
+    """Mean over the global batch (of an accumulation: over all its micro-batches), without any loss scale."""
     stop: bool
     checkpoint: bool
+    skipped: bool = False
+    """A gradient was not finite and the loss is scaled: no rank has changed its weights."""
+    batches: int = 1
+    """Batches that went into the step: the micro-batches of gradient accumulation, else 1."""
 
 
 class Exchange:
     """Sums of one optimizer step over all ranks.
 
-    `scale` is n_r / G: this rank's mean gradients, statistics and loss are multiplied by it before the sum, which is
-    then the mean over the global batch. `step` counts optimizer steps done and is set by whoever restores a run.
+    `scale` is n_r / G (None: 1 / num_ranks, ranks with equal batches): this rank's mean gradients, statistics and loss
+    are multiplied by it before the sum, which is then the mean over the global batch. `step` counts optimizer steps
+    done and is set by whoever restores a run.
     """
 
-    def __init__(self, communicator: Communicator, scale: float) -> None:
-        self.communicator, self.scale = communicator, scale
+    def __init__(self, communicator: Communicator, scale: float | None = None) -> None:
+        self.communicator = communicator
+        self.scale = 1.0 / communicator.num_ranks if scale is None else scale
         self.step = 0
+        self.pending = 0
+        """Micro-batches accumulated since the last optimizer step; 0 where the last batch ended one."""
+        self.skips_non_finite = False
+        """The loss is scaled: a gradient that is not finite skips the step instead of ending the run."""
         self.agreement: Agreement | None = None
         self.error: BaseException | None = None
         self.waited_s = 0.0
         """Seconds that the last step stood still for its sums."""
+        self.reduced_s = 0.0
+        """Seconds of the last step that the exchange's thread was at work, its waits for other ranks included."""
         self._layout: Layout | None = None
+        self._tables: tuple[Table, ...] = ()
         self._names: tuple[str, ...] = ()
         self._pools: list[list[_Buffer]] = []
         self._current: list[_Buffer] = []
-        self._posted: queue.SimpleQueue[_Buffer | None] = queue.SimpleQueue()
+        self._rows: dict[int, Rows] = {}
+        self._posted: queue.SimpleQueue[Callable[[], bool] | None] = queue.SimpleQueue()
         self._reduced: queue.SimpleQueue[BaseException | bool] = queue.SimpleQueue()
         self._wanted: set[str] = set()
-        self._thread = threading.Thread(target=self._reduce, name="exchange", daemon=True)
+        self._held_loss = self._busy_s = 0.0
+        self._saw_wrong = False  # of the thread alone
+        self._thread = threading.Thread(target=self._work, name="exchange", daemon=True)
         self._thread.start()
 
-    def use(self, layout: Layout, names: Sequence[str]) -> None:
-        """Set the buckets; `names` of gradients and statistics, for errors. A graph traced again gives the same."""
-        if self._layout is not None and self._layout != layout:
+    def use(self, layout: Layout, names: Sequence[str], tables: Sequence[Table] = ()) -> None:
+        """Set the buckets and the tables that go by rows; `names` of gradients and statistics, for errors.
+
+        A graph traced again gives the same. The first call is a collective: ConfigError where ranks differ.
+        """
+        if self._layout is not None and (self._layout, self._tables) != (layout, tuple(tables)):
             raise CommunicationError(
                 "the model's gradients changed their shapes or number during the run",
-                got=f"{len(layout.gradients)} gradients in {len(layout.sizes)} buckets",
-                allowed=f"{len(self._layout.gradients)} in {len(self._layout.sizes)} buckets, as at the start",
+                got=f"{len(layout.gradients)} gradients in {len(layout.sizes)} buckets, {len(tables)} by rows",
+                allowed=f"{len(self._layout.gradients)} in {len(self._layout.sizes)} buckets, {len(self._tables)} by "
+                "rows, as at the start",
                 next_step="Freeze or unfreeze layers between runs, not during one.",
             )
         if self._layout is None:
-            self._layout, self._names = layout, tuple(names)
+            slots = (*layout.gradients, *layout.statistics)
+            dense = [
+                f"{name} {slot.shape} {layout.dtypes[slot.bucket]} in bucket {slot.bucket}"
+                for name, slot in zip(names, slots, strict=True)
+            ]
+            compare(self.communicator, [*dense, *(f"{table.name} {table.shape} {table.dtype}" for table in tables)])
+            self._layout, self._names, self._tables = layout, tuple(names), tuple(tables)
             self._pools = [[] for _ in layout.sizes]
 
     def want(self, flag: str) -> None:
@@ -84,26 +114,44 @@ class Exchange:
         assert flag in FLAGS, flag
         self._wanted.add(flag)
 
+    def hold(self, loss: Array) -> None:
+        """Note a micro-batch whose gradients stay on this rank until the accumulation's last one; no collective."""
+        self._held_loss += float(loss)
+        self.pending += 1
+
     def post(self, bucket: int, *gradients: Array) -> None:
         """Hand in the gradients of a bucket, in the order of `Layout.posted`; returns at once."""
-        layout = self._of_layout()
-        while len(self._current) <= bucket:
-            self._current.append(self._free_buffer(len(self._current)))
-        flat = self._current[bucket]
-        for number, gradient in zip(layout.posted(bucket), gradients, strict=True):
-            slot = layout.gradients[number]
-            np.multiply(gradient.reshape(-1), self.scale, out=flat.view(slot), casting="same_kind")
-        if bucket < layout.first_tail:
-            self._posted.put(flat)
+        try:
+            layout = self._of_layout()
+            while len(self._current) <= bucket:
+                self._current.append(self._free_buffer(len(self._current)))
+            flat = self._current[bucket]
+            for number, gradient in zip(layout.posted(bucket), gradients, strict=True):
+                slot = layout.gradients[number]
+                np.multiply(gradient.reshape(-1), self.scale, out=flat.view(slot), casting="same_kind")
+            if bucket < layout.first_tail:
+                self._posted.put(partial(self._reduce, bucket, flat))
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def post_rows(self, number: int, indices: Array, values: Array) -> None:
+        """Hand in the gradient of table `number`: indices (n,), values (n, *row); returns at once."""
+        try:
+            values = np.multiply(values, self.scale, dtype=values.dtype, casting="same_kind")
+            self._posted.put(partial(self._reduce_rows, number, indices.reshape(-1), values))
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     def finish(self, loss: Array, *statistics: Array) -> list[Array]:
-        """Hand in the rest and wait: the sums of all gradients, then of all statistics.
+        """Hand in the rest and wait: the sums of all gradients, of all statistics, then indices and values of tables.
 
         Gradients are views of buffers that stay untouched while anyone holds them. Raises NonFiniteError on every rank
         alike, or what the communicator raises.
         """
-        layout = self._of_layout()
         try:
+            layout = self._of_layout()
             if self.error is not None:
                 raise self.error
             while len(self._current) < len(layout.sizes):
@@ -112,20 +160,22 @@ class Exchange:
                 place = self._current[slot.bucket].view(slot)
                 np.multiply(value.reshape(-1), self.scale, out=place, casting="same_kind")
             words = self._current[layout.control.bucket].view(layout.control)
-            words[0] = loss * self.scale
-            words[1:] = [flag in self._wanted for flag in FLAGS]
+            words[0] = (self._held_loss + float(loss)) / (self.pending + 1) * self.scale
+            words[2:] = [flag in self._wanted for flag in FLAGS]
             self._wanted.clear()
-            for flat in self._current[layout.first_tail :]:
-                self._posted.put(flat)
-            self._agree(self._await(len(layout.sizes)), words)
+            for bucket in range(layout.first_tail, len(layout.sizes)):
+                self._posted.put(partial(self._reduce, bucket, self._current[bucket]))
+            self._agree(self._await(len(layout.sizes) + len(self._tables)), words)
             sums = [self._current[slot.bucket].lend(slot) for slot in layout.gradients]
             # Copies: a variable that is assigned a statistic keeps its memory, and these are small.
             sums += [self._current[slot.bucket].view(slot).reshape(slot.shape).copy() for slot in layout.statistics]
+            for number in range(len(self._tables)):
+                sums += [self._rows[number].indices, self._rows[number].values]
         except BaseException as error:
-            self.error = error
+            self._fail(error)
             raise
         finally:
-            self._current = []
+            self._current, self._rows = [], {}
         return sums
 
     def close(self) -> None:
@@ -137,6 +187,11 @@ class Exchange:
         assert self._layout is not None, "use() comes first"
         return self._layout
 
+    def _fail(self, error: BaseException) -> None:
+        self.error = error
+        if not isinstance(error, NonFiniteError):  # which every rank raises by itself
+            self.communicator.abort(f"rank {self.communicator.rank}, step {self.step + 1}: {error}")
+
     def _free_buffer(self, bucket: int) -> _Buffer:
         """A buffer of the bucket that nobody reads any more; TensorFlow frees the last step's a little late."""
         pool = self._pools[bucket]
@@ -147,10 +202,10 @@ class Exchange:
             pool.append(found)
         return found
 
-    def _await(self, buckets: int) -> bool:
+    def _await(self, parts: int) -> bool:
         """Wait for all reductions; True if every sum is finite."""
         finite, began = True, time.perf_counter()
-        for _ in range(buckets):
+        for _ in range(parts):
             try:
                 reduced = self._reduced.get(timeout=self.communicator.deadline_s + GRACE_S)
             except queue.Empty:
@@ -163,38 +218,70 @@ class Exchange:
             if isinstance(reduced, BaseException):
                 raise reduced
             finite = finite and reduced
-        self.waited_s = time.perf_counter() - began
+        self.waited_s, self.reduced_s = time.perf_counter() - began, self._busy_s
+        self._busy_s = 0.0
         return finite
 
     def _agree(self, finite: bool, words: Array) -> None:
-        step = self.step + 1
-        if not finite:
+        step, batches = self.step + 1, self.pending + 1
+        self.pending, self._held_loss = 0, 0.0
+        wrong = [] if finite and words[1] == 0 else self._names_of_wrong(words)
+        skipped = bool(wrong) and self.skips_non_finite and all(name in self._names_of_gradients() for name in wrong)
+        if wrong and not skipped:
             raise NonFiniteError(
-                f"step {step}: {self._name_of_wrong()} is not finite",
+                f"step {step}: {wrong[0]} is not finite",
                 got=f"loss {float(words[0])}, over {self.communicator.num_ranks} ranks",
                 allowed="finite numbers; all ranks stop at this step, and none has applied it",
                 next_step="Lower the learning rate, clip gradients (clipnorm) or look at the data of this step.",
             )
-        flags = dict(zip(FLAGS, (bool(word > 0) for word in words[1:]), strict=True))
+        flags = dict(zip(FLAGS, (bool(word > 0) for word in words[2:]), strict=True))
         self.step = step
-        self.agreement = Agreement(step, float(words[0]), **flags)
+        self.agreement = Agreement(step, float(words[0]), **flags, skipped=skipped, batches=batches)
 
-    def _name_of_wrong(self) -> str:
+    def _names_of_gradients(self) -> tuple[str, ...]:
+        return (*self._names[: len(self._of_layout().gradients)], *(table.name for table in self._tables))
+
+    def _names_of_wrong(self, words: Array) -> list[str]:
+        """What is not finite. A loss that is not, while the gradients are not either, is no wrong of its own."""
         layout = self._of_layout()
-        if not np.isfinite(self._current[layout.control.bucket].view(layout.control)[0]):
-            return "the loss"
-        for name, slot in zip(self._names, (*layout.gradients, *layout.statistics), strict=True):
-            if not np.isfinite(self._current[slot.bucket].view(slot)).all():
-                return name
-        raise AssertionError("a sum was not finite, but every part is")
+        slots = (*layout.gradients, *layout.statistics)
+        sums = [self._current[slot.bucket].view(slot) for slot in slots]
+        sums += [self._rows[number].values for number in range(len(self._tables))]
+        names = (*self._names, *(table.name for table in self._tables))
+        wrong = [name for name, value in zip(names, sums, strict=True) if not np.isfinite(value).all()]
+        if not np.isfinite(words[0]) and not (wrong and self.skips_non_finite):
+            wrong.insert(0, "the loss")
+        assert wrong, "a sum was not finite, but every part is"
+        return wrong
 
-    def _reduce(self) -> None:
-        while (flat := self._posted.get()) is not None:
+    # The thread
+
+    def _work(self) -> None:
+        while (task := self._posted.get()) is not None:
+            began = time.perf_counter()
             try:
-                self.communicator.all_reduce(flat.data)
-                self._reduced.put(_all_finite(flat.data))
+                result: BaseException | bool = task()
             except BaseException as error:  # raised again where the step waits
-                self._reduced.put(error)
+                result = error
+            self._busy_s += time.perf_counter() - began
+            self._reduced.put(result)
+
+    def _reduce(self, bucket: int, flat: _Buffer) -> bool:
+        """Reduce one bucket. Of all but the last, each rank judges its own part; the last one tells of them."""
+        layout, communicator = self._of_layout(), self.communicator
+        if bucket < layout.control.bucket:
+            communicator.all_reduce(flat.data)
+            self._saw_wrong |= not all_finite(communicator.part_of(flat.data, communicator.rank))
+            return True
+        flat.view(layout.control)[1] = self._saw_wrong
+        self._saw_wrong = False
+        communicator.all_reduce(flat.data)
+        return all_finite(flat.data)
+
+    def _reduce_rows(self, number: int, indices: Array, values: Array) -> bool:
+        rows = sum_rows(self.communicator, self._tables[number], indices, values)
+        self._rows[number] = rows
+        return all_finite(rows.values.reshape(-1))
 
 
 class _Buffer:
@@ -217,9 +304,3 @@ class _Buffer:
     def is_lent(self) -> bool:
         self._lent = [view for view in self._lent if view() is not None]
         return bool(self._lent)
-
-
-def _all_finite(flat: Array) -> bool:
-    """Whether all are finite; the sum answers at once nearly always (it may overflow where no part does)."""
-    with np.errstate(all="ignore"):
-        return bool(np.isfinite(flat.sum())) or bool(np.isfinite(flat).all())
