@@ -25,6 +25,7 @@ def test_the_jobs_are_those_of_the_design() -> None:
         "etl_table",
         "evaluate",
         "index",
+        "launch",
         "pipeline",
         "train",
         "upload",

@@ -8,7 +8,7 @@ from enum import IntEnum
 
 from storage.errors import CommunicationError, LockstepError, TrainingFailedError
 from training.control.carry import is_final
-from training.control.protocol import STARTING
+from training.control.protocol import HOROVOD, SCRIPT, STARTING
 from training.launch.task import Limits
 
 
@@ -35,6 +35,8 @@ class RankState:
     joined_at: float | None = None
     beat_at: float = 0.0
     moved_at: float = 0.0
+    spoke_at: float = 0.0
+    stopped_at: float | None = None
     lost_at: float | None = None
     error: LockstepError | None = None
     exit_code: int | None = None
@@ -73,7 +75,8 @@ class RankFailedError(TrainingFailedError):
             f"rank {state.rank} of {num_ranks} on {state.host} failed at step {state.step}, phase {state.phase}",
             got=failure.reason,
             allowed="every rank running until its entry returns",
-            next_step="Read its last log lines below; a run resumes from its last checkpoint.",
+            next_step="Read its last log lines below"
+            + ("." if state.phase in (SCRIPT, HOROVOD) else "; a run resumes from its last checkpoint."),
         )
         self.rank, self.host, self.step, self.phase = state.rank, state.host, state.step, state.phase
         self.tail = list(state.tail)
@@ -100,11 +103,14 @@ def failure_of(state: RankState, now: float, started: float, limits: Limits) -> 
         return None
     if state.lost_at is not None:
         return Failure(state, "its control connection broke", Weight.LOST)
+    if state.stopped_at is not None and now - state.stopped_at > limits.stopped_s:
+        return Failure(state, f"its process has been stopped by a signal for {limits.stopped_s:.0f} s", Weight.SILENT)
     # `import tensorflow` holds the interpreter for tens of seconds on a busy machine: until then the start has a limit.
     starting = state.phase == STARTING and now - started <= limits.start_s
     if now - state.beat_at > limits.silent_s and not starting:
         return Failure(state, f"no heartbeat for {limits.silent_s:.0f} s", Weight.SILENT)
-    if now - state.moved_at > limits.stall_s:
+    # A script's own output is progress; one that never calls other ranks keeps nobody waiting.
+    if state.phase != SCRIPT and now - max(state.moved_at, state.spoke_at) > limits.stall_s:
         return Failure(state, f"alive, but no progress for {limits.stall_s:.0f} s", Weight.SILENT)
     return None
 

@@ -45,6 +45,8 @@ def new_key() -> bytes:
 
 
 STARTING = "start"  # a rank's phase until it says what it does
+SCRIPT = "script"  # a user's script that has called no other rank: it makes no steps, and may be silent for hours
+HOROVOD = "horovod"  # a user's script that calls other ranks: each call is a step
 
 
 class Role(IntEnum):
@@ -67,6 +69,8 @@ class Tag(IntEnum):
     EXIT = 8  # supervisor -> driver: exit code, last log lines
     STOP = 9  # driver -> supervisor: end your rank
     PING = 10  # driver -> supervisor: the driver lives
+    OUTPUT = 11  # supervisor -> driver: lines that its rank has printed
+    STOPPED = 12  # supervisor -> driver: whether its rank's process is stopped by a signal
 
 
 class Channel:

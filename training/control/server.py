@@ -35,6 +35,7 @@ class ControlServer:
     ) -> None:
         self._key, self._generation, self._limits, self._handler = key, generation, limits, handler
         self._on_step: Callable[[int], None] | None = getattr(handler, "on_step", None)  # for a progress bar
+        self._on_output: Callable[[int, list[str]], None] | None = getattr(handler, "on_output", None)
         self._states = [RankState(rank) for rank in range(num_ranks)]
         self._ranks: dict[int, Channel] = {}
         self._supervisors: dict[int, Channel] = {}
@@ -231,8 +232,14 @@ class ControlServer:
         try:
             while True:
                 tag, document = channel.receive()
+                if tag is Tag.OUTPUT and self._on_output is not None:
+                    self._on_output(rank, [str(line) for line in document["lines"]])
                 with self._changed:
-                    if tag is Tag.STARTED:
+                    if tag is Tag.OUTPUT:
+                        state.spoke_at = time.monotonic()
+                    elif tag is Tag.STOPPED:
+                        state.stopped_at = time.monotonic() if document["stopped"] else None
+                    elif tag is Tag.STARTED:
                         state.host, state.pid = str(document["host"]), int(document["pid"])
                         state.phase = "starting" if state.joined_at is None else state.phase
                     elif tag is Tag.EXIT:

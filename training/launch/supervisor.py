@@ -16,10 +16,13 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import IO
 
+from training.comm.tls import Credentials
 from training.control.client import SupervisorClient, open_channel
 from training.control.protocol import Role, Tag
+from training.launch.output import LineBuffer, read_lines
 from training.launch.task import Limits, RankTask
 from training.logs import PartWriter
 from training.paths import rank_name
@@ -27,15 +30,15 @@ from training.world import World
 
 TAIL_LINES = 40
 TAIL_LINE_CHARS = 2000  # so that the last lines fit into one frame, whatever they hold
-LINE_BYTES = 1 << 16
 POLL_S = 0.05
+LOOK_EVERY_S = 1.0  # whether the rank is stopped by a signal
 CONNECT_DEADLINE_S = 60.0
 DRAIN_S = 2.0  # for the last lines of a dead rank whose own children keep its output open
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """All that a supervisor needs; `host` is the address at which other ranks reach this one."""
+    """All that a supervisor needs; `host` is what the launcher calls this host, for messages."""
 
     task: RankTask
     world: World
@@ -43,6 +46,10 @@ class Order:
     control: tuple[str, int]
     key: bytes
     limits: Limits
+    devices: tuple[str, ...] = ()
+    """The GPUs that the rank sees (training.devices); it sees no others, and none where this is empty."""
+    tls: Credentials | None = None
+    """What the rank shows to ranks on other hosts; None: they talk in the clear."""
 
 
 class Supervisor:
@@ -53,6 +60,7 @@ class Supervisor:
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         logs = order.task.logs
         self._parts = PartWriter(f"{logs}/{rank_name(order.world.rank)}", "log") if logs else None
+        self._stream = LineBuffer() if order.task.stream else None
 
     def run(self) -> int:
         """Start the rank and watch it to its end; returns its exit code (negative: the signal that killed it).
@@ -74,6 +82,8 @@ class Supervisor:
             process = start_rank(order)
             reader = threading.Thread(target=self._read, args=(process.stdout,), name="rank-output", daemon=True)
             reader.start()
+            forwarder = threading.Thread(target=self._forward, args=(client,), name="rank-output-send", daemon=True)
+            forwarder.start()
             client.report(Tag.STARTED, {"host": order.host, "pid": process.pid})
             try:
                 self._watch(process, client)
@@ -85,6 +95,9 @@ class Supervisor:
                 if process.stdin is not None:
                     process.stdin.close()
             reader.join(DRAIN_S)
+            if self._stream is not None:
+                self._stream.close()
+            forwarder.join(DRAIN_S)
             client.report(Tag.EXIT, {"code": code, "tail": list(self._tail)})
             if self._parts is not None:
                 self._parts.try_flush()
@@ -95,12 +108,14 @@ class Supervisor:
     def _watch(self, process: subprocess.Popen[bytes], client: SupervisorClient) -> None:
         limits = self._order.limits
         kill_at: float | None = None
+        look_at, stopped = 0.0, False
         uploader = threading.Thread(target=self._upload, args=(process,), name="rank-log-upload", daemon=True)
         uploader.start()
         while process.poll() is None:
             now = time.monotonic()
             if kill_at is None and client.stop.is_set():
                 process.terminate()
+                process.send_signal(signal.SIGCONT)  # a stopped process would take its end only then
                 kill_at = now + limits.grace_s
             elif kill_at is None and (client.dead.is_set() or client.silent_s() > limits.lost_s):
                 self._tail.append(f"[supervisor: no driver for {limits.lost_s:.0f} s, the rank is killed]")
@@ -108,6 +123,11 @@ class Supervisor:
                 kill_at = now
             elif kill_at is not None and now >= kill_at:
                 process.kill()
+            if now >= look_at:
+                look_at = now + LOOK_EVERY_S
+                if is_stopped(process.pid) is not stopped:
+                    stopped = not stopped
+                    client.report(Tag.STOPPED, {"stopped": stopped})
             time.sleep(POLL_S)
 
     def _upload(self, process: subprocess.Popen[bytes]) -> None:
@@ -117,18 +137,34 @@ class Supervisor:
 
     def _read(self, output: IO[bytes]) -> None:
         with output:
-            while line := output.readline(LINE_BYTES):
-                text = line.decode("utf-8", "replace").rstrip("\r\n")
+            for line in read_lines(output.fileno()):
+                text = line.decode("utf-8", "replace")
+                if self._stream is not None:
+                    self._stream.put(text)
                 more = len(text) - TAIL_LINE_CHARS
                 self._tail.append(text if more <= 0 else f"{text[:TAIL_LINE_CHARS]}... [{more} characters more]")
                 if self._parts is not None:
                     self._parts.add(text)
 
+    def _forward(self, client: SupervisorClient) -> None:
+        while self._stream is not None and (lines := self._stream.take()) is not None:
+            while not client.report(Tag.OUTPUT, {"lines": lines}) and not client.dead.is_set():
+                time.sleep(POLL_S)  # it reconnects; until then the buffer fills, and what is dropped is counted
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this host is stopped by a signal or a debugger."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False  # it has ended
+    return status.rpartition(")")[2].split()[0] in ("T", "t")
+
 
 def start_rank(order: Order) -> subprocess.Popen[bytes]:
     """Start `training.rank` with this process' import path and hand it its order on standard input.
 
-    The key goes through the pipe alone: arguments and environment are readable by others on the host.
+    Key and certificate go through the pipe alone: arguments and environment are readable by others on the host.
     """
     paths = [os.path.abspath(path or os.getcwd()) for path in sys.path]
     # The worker's secrets of Spark are of no use to a rank, and none of its business.
@@ -151,8 +187,10 @@ def start_rank(order: Order) -> subprocess.Popen[bytes]:
         "host": order.host,
         "control": list(order.control),
         "key": order.key.hex(),
+        "tls": order.tls.to_json() if order.tls else None,
         "beat_s": order.limits.beat_s,
         "stall_s": order.limits.stall_s,
+        "devices": list(order.devices),
     }
     assert process.stdin is not None
     try:

@@ -25,6 +25,8 @@ class RankTask:
     """The driver's fs.* and dfs.* settings, set in each rank before the entry is called."""
     logs: str | None = None
     """URL of a directory for the ranks' logs; None keeps only the last lines, in memory."""
+    stream: bool = False
+    """Whether each line that a rank prints goes to the driver, for its handler's `on_output(rank, lines)`."""
     tls: bool = False
     """Whether connections between ranks on different hosts are encrypted; the launcher makes the certificates."""
 
@@ -61,6 +63,8 @@ class Limits:
     """Between two heartbeats of a rank."""
     silent_s: float = 10.0
     """A rank without a heartbeat for so long is lost; one that still imports is given `start_s`."""
+    stopped_s: float = 5.0
+    """A rank whose process is stopped by a signal (SIGSTOP) for so long is frozen, whatever it was doing."""
     grace_s: float = 10.0
     """From SIGTERM to SIGKILL."""
     lost_s: float = 30.0

@@ -1,0 +1,68 @@
+"""Run a training script of your own on N ranks; its output comes with the rank before each line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = str(Path(__file__).resolve().parent.parent)
+if sys.path[0] != ROOT:
+    sys.path[:1] = [ROOT]
+
+from jobs._cli import JobParser, run_job
+from jobs._session import hadoop_settings_of, spark_session
+from jobs._split_script import split_script
+from training.launch.barrier import OnSpark
+from training.launch.local import run_local
+from training.launch.scripts import ScriptConfig, launch_script, local_files
+
+
+def parser() -> JobParser:
+    """The command line up to the script."""
+    job = JobParser("launch", __doc__ or "", "launch")
+    job.usage = f"{job.prog} --num-ranks N [flags] script.py [what follows goes to the script]"
+    add = job.add_argument
+    add("--num-ranks", type=int, required=True, metavar="N", help="processes that run the script")
+    add("--launcher", choices=["barrier", "local"], default="barrier", help="Spark barrier stage (default) | this host")
+    add("--master", metavar="URL", help="Spark master, such as local[2] (default: spark-submit's)")
+    add("--files", type=_list, default=(), metavar="A,B", help="files and modules for the ranks, in $LOCKSTEP_FILES")
+    add("--output", choices=["all", "leader", "none"], default="all", help="whose lines to print (default all)")
+    add("--logs", metavar="URL", help="folder for the whole output of each rank")
+    add("--start-limit", dest="start_limit_s", type=float, default=300.0, metavar="S", help="for all to start (300)")
+    add(
+        "--stall-limit",
+        dest="stall_limit_s",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="seconds that a call waits for other ranks (600)",
+    )
+    add("--max-restarts", type=int, default=0, metavar="N", help="of all ranks after a failure (default 0)")
+    return job
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the job; returns the exit code."""
+    job = parser()
+    flags, script, arguments = split_script(job, argv)
+    args = job.parse(flags)
+    values = {k: v for k, v in vars(args).items() if k not in ("config", "debug", "master")}
+    config = ScriptConfig(script=script, arguments=arguments, **values)
+    if config.launcher == "local":
+        with local_files(config.files):
+            launch_script(config, run_local)
+        return 0
+    with spark_session(f"lockstep launch {Path(script).name}", args.master) as spark:
+        for path in config.files:
+            spark.sparkContext.addFile(path)
+        launch_script(config, OnSpark(spark), hadoop_settings_of(spark))
+    return 0
+
+
+def _list(text: str) -> tuple[str, ...]:
+    return tuple(part for part in text.split(",") if part)
+
+
+if __name__ == "__main__":
+    run_job(main)
