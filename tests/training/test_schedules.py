@@ -6,6 +6,7 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -184,7 +185,7 @@ def test_cells_cover_the_buffer(size: int, num_parts: int, itemsize: int, chunk_
     grid = even_grid(size, num_parts, itemsize, chunk_bytes)
     assert grid.edges[0] == 0 and grid.edges[-1] == size
     assert grid.parts[0] == 0 and grid.parts[-1] == len(grid.edges) - 1
-    widths = [stop - start for start, stop in zip(grid.edges[:-1], grid.edges[1:], strict=True)]
+    widths = [stop - start for start, stop in pairwise(grid.edges)]
     assert all(0 < width <= max(1, chunk_bytes // itemsize) for width in widths)
     assert grid.cells_per_frame * max(widths, default=0) * itemsize <= max(chunk_bytes, itemsize)
     bounds = [

@@ -1,7 +1,7 @@
 """Ring: each rank sends to the next and receives from the previous (Patarasuk and Yuan, 2009).
 
-Each part travels once round, every rank adding its own, and ends complete on the rank that it belongs to; complete parts
-travel round once more. 2 (N - 1) / N of the buffer leaves each rank, which no algorithm betters, in 2 (N - 1) steps.
+Each part travels once round, every rank adding its own, and ends complete on the rank that it belongs to; complete
+parts travel round once more. 2 (N - 1) / N of the buffer leaves each rank, the least possible, in 2 (N - 1) steps.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Program:
     @property
     def peers(self) -> tuple[int, ...]:
         """The other ranks in it, ascending."""
-        return tuple(sorted({step.peer for step in (*self.sends, *self.receives)}))
+        return tuple(sorted({send.peer for send in self.sends} | {receive.peer for receive in self.receives}))
 
 
 class Builder:
