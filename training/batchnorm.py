@@ -1,37 +1,29 @@
-"""Batch normalisation over lane groups: the same statistics at any number of ranks, without communication.
+"""Batch normalisation on ranks: over lane groups (ghost), over all ranks (sync) or over each rank's rows (local).
 
-"Ghost" batches are from Hoffer, Hubara and Soudry, "Train longer, generalize better" (2017).
+"Ghost" batches are from Hoffer, Hubara and Soudry, "Train longer, generalize better" (2017): the same statistics at any
+number of ranks, without communication. `batchnorm_as` makes a model's own BatchNormalization layers so.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import keras
 from keras import ops
 
 from storage.errors import ConfigError
+from training.swap import swapped_class
+from training.sync_batchnorm import SyncMoments
+
+PLAIN = keras.layers.BatchNormalization
 
 
-@keras.saving.register_keras_serializable("lockstep")
-class GhostBatchNormalization(keras.layers.BatchNormalization):
-    """Keras' BatchNormalization, its batch statistics taken over each run of `group_rows` rows by itself.
+class _Ghost(keras.layers.BatchNormalization):
+    """Mixed in before a layer's own class: batch statistics of each run of `group_rows` rows by itself."""
 
-    Rows of a lane group lie together in a batch, and a rank has whole groups, so a sample is normalised alike at any
-    number of ranks. The moving averages take the mean over this rank's groups; `training.distribute` makes it the mean
-    over all groups after each step. A batch in training must be a multiple of `group_rows`.
-    """
-
-    def __init__(self, group_rows: int, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        if group_rows < 1 or self.renorm or self.synchronized:
-            raise ConfigError(
-                "GhostBatchNormalization cannot be made so",
-                got=f"group_rows={group_rows}, renorm={self.renorm}, synchronized={self.synchronized}",
-                allowed="group_rows from 1 up, without renorm or synchronized",
-                next_step="Use keras.layers.BatchNormalization for these.",
-            )
-        self.group_rows = group_rows
+    group_rows: int
 
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
         """inputs (n, ..., channels) -> the same shape and dtype; in training n is a multiple of group_rows."""
@@ -68,12 +60,82 @@ class GhostBatchNormalization(keras.layers.BatchNormalization):
         old = ops.cast(moving, mean.dtype)
         moving.assign(old * self.momentum + mean * (1.0 - self.momentum))
 
+
+@keras.saving.register_keras_serializable("lockstep")
+class GhostBatchNormalization(_Ghost):
+    """Keras' BatchNormalization, its batch statistics taken over each run of `group_rows` rows by itself.
+
+    Rows of a lane group lie together in a batch, and a rank has whole groups, so a sample is normalised alike at any
+    number of ranks. The moving averages take the mean over this rank's groups; `training.distribute` makes it the mean
+    over all groups after each step. A batch in training must be a multiple of `group_rows`.
+    """
+
+    def __init__(self, group_rows: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if group_rows < 1 or self.renorm or self.synchronized:
+            raise ConfigError(
+                "GhostBatchNormalization cannot be made so",
+                got=f"group_rows={group_rows}, renorm={self.renorm}, synchronized={self.synchronized}",
+                allowed="group_rows from 1 up, without renorm or synchronized",
+                next_step="Use keras.layers.BatchNormalization for these.",
+            )
+        self.group_rows = group_rows
+
     def get_config(self) -> dict[str, Any]:
         """Keras' own and group_rows."""
         return {**super().get_config(), "group_rows": self.group_rows}
 
 
+class _Sync(keras.layers.BatchNormalization):
+    """Mixed in before a layer's own class: mean and variance over all ranks' rows."""
+
+    _of_ranks: SyncMoments
+
+    def _moments(self, inputs: Any, mask: Any) -> Any:
+        return self._of_ranks.moments(inputs, self._reduction_axes, mask, f"the layer {self.name}")
+
+
+@contextmanager
+def batchnorm_as(
+    model: keras.Model, *, group_rows: int | None = None, of_ranks: SyncMoments | None = None
+) -> Iterator[None]:
+    """While this is open, the model's own BatchNormalization layers, nested ones too, are `ghost` or `sync`.
+
+    Neither argument leaves them as they are. Variables, names and what is saved stay Keras' own: nothing of a layer
+    changes but the class, and that only while a step is traced. Layers that are ghost by themselves stay so. Raises
+    ConfigError naming a layer whose batch statistics are its own affair.
+    """
+    with ExitStack() as stack:
+        for layer in normalisations(model):
+            if isinstance(layer, GhostBatchNormalization) or (group_rows is None and of_ranks is None):
+                continue
+            _check(layer, ghost=of_ranks is None)
+            mixin: type = _Ghost if of_ranks is None else _Sync
+            stack.enter_context(swapped_class(layer, mixin, group_rows=group_rows, _of_ranks=of_ranks))
+        yield
+
+
+def normalisations(model: keras.Model) -> list[Any]:
+    """All batch normalisation layers of a model, nested ones too."""
+    return [layer for layer in model._flatten_layers() if isinstance(layer, PLAIN)]
+
+
+def _check(layer: Any, *, ghost: bool) -> None:
+    own = [name for name in ("call", "_moments") if getattr(type(layer), name) is not getattr(PLAIN, name)]
+    if ghost and (layer.renorm or layer.synchronized):
+        own.append("renorm" if layer.renorm else "synchronized")
+    if "_moments" in own or (ghost and own):
+        raise ConfigError(
+            f"the layer {layer.name} ({type(layer).__name__}) takes its batch statistics in its own way",
+            got=f"{', '.join(own)} of its own",
+            allowed="keras.layers.BatchNormalization" + (" without renorm or synchronized" if ghost else ""),
+            next_step=f"Use {'--batchnorm sync or ' if ghost and '_moments' not in own else ''}--batchnorm local.",
+        )
+
+
 def statistics_of(model: keras.Model) -> list[keras.Variable]:
     """The moving averages of all trainable batch normalisations: what ranks must agree on after each step."""
-    layers = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
-    return [variable for layer in layers if layer.trainable for variable in (layer.moving_mean, layer.moving_variance)]
+    layers = [layer for layer in normalisations(model) if layer.trainable]
+    found = [variable for layer in layers for variable in (layer.moving_mean, layer.moving_variance)]
+    renorms = [layer for layer in layers if layer.renorm]
+    return found + [v for layer in renorms for v in (layer.moving_stddev, layer.renorm_mean, layer.renorm_stddev)]

@@ -17,6 +17,7 @@ from storage.errors import ConfigError
 from training.buckets import BUCKET_BYTES, lay_out
 from training.comm.base import Communicator
 from training.exchange import CONTROL_WORDS, Exchange
+from training.ordered import tail
 
 OptimizerT = TypeVar("OptimizerT", bound=keras.optimizers.Optimizer)
 
@@ -131,7 +132,8 @@ def _reduce(state: _State, grads: Sequence[Any], variables: list[Any], loss: tf.
                 order = [tf.numpy_function(_then_zero(exchange, bucket), posted, tf.int32, name=f"post_{bucket}")]
     if loss is None:  # a train_step of the user's that does not call scale_loss: nothing to report
         loss = tf.zeros((), dense[-1].dtype)
-    with tf.control_dependencies(order):
+    # Ranks that wait in the middle of the step must not be waited for here.
+    with tf.control_dependencies([*order, *tail()]):
         sums = tf.numpy_function(
             exchange.finish, [loss, *statistics], [tensor.dtype for tensor in (*dense, *statistics)], name="await"
         )
