@@ -19,6 +19,9 @@ import traceback
 from typing import Any
 
 from storage.errors import ConfigError, LockstepError, TrainingFailedError
+from training import devices
+from training.comm.interfaces import route_address
+from training.comm.tls import Credentials
 from training.control.carry import error_to_json, is_final, json_safe
 from training.control.client import ControlClient, open_channel
 from training.control.protocol import Role, Tag
@@ -43,12 +46,16 @@ def main() -> int:
     threading.Thread(target=_watch_stdin, name="stdin-watch", daemon=True).start()
     world, task, key = World.from_json(order["world"]), RankTask.from_json(order["task"]), bytes.fromhex(order["key"])
     channel = open_channel(tuple(order["control"]), key, world.generation, Role.RANK, world.rank, CONNECT_DEADLINE_S)
-    control = ControlClient(channel, order["host"], order["beat_s"])
+    host = route_address(tuple(order["control"]))
+    control = ControlClient(channel, host, order["beat_s"])
+    tls = Credentials.from_json(order["tls"]) if order["tls"] else None
     try:
-        result = _call(task, RankContext(world, control, task.payload, key, order["host"], order["stall_s"]))
+        devices.expose(order["devices"], os.environ, order["host"])
+        result = _call(task, RankContext(world, control, task.payload, key, host, order["stall_s"], tls))
         control.send(Tag.RESULT, {"result": json_safe(result)})
     except (Exception, SystemExit) as error:  # every failure is told to the driver and becomes the exit code
-        traceback.print_exc()
+        if not getattr(error, "quiet", False):
+            traceback.print_exc()
         try:
             control.send(Tag.ERROR, {"error": error_to_json(_left(error) if isinstance(error, SystemExit) else error)})
         except LockstepError as lost:

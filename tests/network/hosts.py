@@ -24,6 +24,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
+from training.comm.tls import issue
 from training.control.protocol import new_key
 from training.control.server import ControlServer
 from training.launch.supervisor import Order, Supervisor
@@ -118,6 +119,7 @@ class Hosts:
         places = [rank * len(self.addresses) // num_ranks for rank in range(num_ranks)]
         names = [f"host-{place}" for place in places]  # as Spark may call them: no address, and no name that resolves
         threads: list[threading.Thread] = []
+        certificates = issue(generation, num_ranks) if task.tls else [None] * num_ranks
 
         def supervise(order: Order, place: int, server: ControlServer) -> None:
             try:
@@ -134,7 +136,15 @@ class Hosts:
                     )
                 for rank, place in enumerate(places):
                     world = World.from_hosts(rank, names, generation)
-                    order = Order(task, world, names[rank], (self.driver_address, server.port), key, limits)
+                    order = Order(
+                        task,
+                        world,
+                        names[rank],
+                        (self.driver_address, server.port),
+                        key,
+                        limits,
+                        tls=certificates[rank],
+                    )
                     threads.append(threading.Thread(target=supervise, args=(order, place, server), daemon=True))
                     threads[-1].start()
                 return server.wait()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from training.comm.tls import Credentials, issue
 from training.control.failures import LauncherError, LauncherGoneError
 from training.control.protocol import new_key
 from training.control.server import ControlServer
@@ -36,6 +37,8 @@ class SuperviseOnTask:
     control: tuple[str, int]
     key: bytes
     limits: Limits
+    tls: Sequence[Credentials | None]
+    """By rank. Like the key it travels in Spark's own messages: see docs/security.md."""
 
     def __call__(self, rows: Iterable[int]) -> Iterator[tuple[int, int]]:
         """Supervise the rank of this task; yields (rank, exit code)."""
@@ -49,7 +52,10 @@ class SuperviseOnTask:
         hosts = [info.address.rpartition(":")[0] or info.address for info in context.getTaskInfos()]
         rank = context.partitionId()
         world = World.from_hosts(rank, hosts, self.generation)
-        yield rank, Supervisor(Order(self.task, world, hosts[rank], self.control, self.key, self.limits)).run()
+        gpu = context.resources().get("gpu")
+        devices = tuple(gpu.addresses) if gpu else ()
+        order = Order(self.task, world, hosts[rank], self.control, self.key, self.limits, devices, self.tls[rank])
+        yield rank, Supervisor(order).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +105,8 @@ def run_barrier(
     stage: threading.Thread | None = None
     try:
         with ControlServer(key, generation, num_ranks, limits, handler, ANY_HOST) as server:
-            supervise = SuperviseOnTask(task, generation, (host, server.port), key, limits)
+            certificates = issue(generation, num_ranks) if task.tls else [None] * num_ranks
+            supervise = SuperviseOnTask(task, generation, (host, server.port), key, limits, certificates)
             stage = _start(context, group, supervise, num_ranks, server)
             return server.wait()
     finally:

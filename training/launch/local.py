@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 from typing import Any
 
+from training import devices
+from training.comm.tls import issue
 from training.control.protocol import new_key
 from training.control.server import ControlServer
 from training.launch.supervisor import Order, Supervisor
 from training.launch.task import Handler, Limits, RankTask
 from training.world import World
+
+log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 
@@ -31,10 +37,14 @@ def run_local(
     key = new_key()
     threads: list[threading.Thread] = []
     try:
+        certificates = issue(generation, num_ranks) if task.tls else [None] * num_ranks
+        shares = _share_devices(num_ranks)
         with ControlServer(key, generation, num_ranks, limits, handler, LOOPBACK) as server:
             for rank in range(num_ranks):
                 world = World.local(rank, num_ranks, generation)
-                supervisor = Supervisor(Order(task, world, LOOPBACK, (LOOPBACK, server.port), key, limits))
+                supervisor = Supervisor(
+                    Order(task, world, LOOPBACK, (LOOPBACK, server.port), key, limits, shares[rank], certificates[rank])
+                )
                 thread = threading.Thread(
                     target=_supervise, args=(supervisor, server), name=f"supervisor-{rank}", daemon=True
                 )
@@ -44,6 +54,18 @@ def run_local(
     finally:
         for thread in threads:
             thread.join(limits.grace_s + 5.0)
+
+
+def _share_devices(num_ranks: int) -> list[tuple[str, ...]]:
+    found = devices.of_host(os.environ)
+    if 0 < len(found) < num_ranks:
+        log.warning(
+            "%d ranks share %d GPUs of this host: gradients go through its memory, since NCCL cannot have two ranks on "
+            "one GPU",
+            num_ranks,
+            len(found),
+        )
+    return devices.share_out(found, num_ranks)
 
 
 def _supervise(supervisor: Supervisor, server: ControlServer) -> None:
