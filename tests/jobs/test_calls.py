@@ -18,6 +18,7 @@ def call(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 def test_the_jobs_are_those_of_the_design() -> None:
     assert JOBS == [
+        "bench_comm",
         "describe",
         "doctor",
         "etl_images",

@@ -5,15 +5,18 @@ No TensorFlow here. `connect` picks the backend; everything else depends on `Com
 
 from __future__ import annotations
 
+import time
 from typing import Any, Protocol
 
 from storage.errors import ConfigError
 from training.comm.base import CALL_DEADLINE_S, Communicator, Op
+from training.comm.joining import Joined, join_ranks
 from training.comm.options import CommOptions
 from training.comm.solo import SoloCommunicator
 from training.comm.tcp import TcpCommunicator, connect_ring
+from training.comm.topology import host_identity
 
-__all__ = ["CommOptions", "Communicator", "Op", "SoloCommunicator", "TcpCommunicator", "connect"]
+__all__ = ["CommOptions", "Communicator", "Joined", "Op", "SoloCommunicator", "TcpCommunicator", "connect", "join"]
 
 
 class Rendezvous(Protocol):
@@ -44,24 +47,40 @@ def connect(
     options: CommOptions | None = None,
     tls: Any = None,
 ) -> Communicator:
-    """Join the ranks of `world` in one communicator.
+    """Join the ranks of `world` in one communicator; see `join`."""
+    return join(world, control, key, deadline_s, call_deadline_s, options, tls).communicator
+
+
+def join(
+    world: Place,
+    control: Rendezvous,
+    key: bytes,
+    deadline_s: float,
+    call_deadline_s: float = CALL_DEADLINE_S,
+    options: CommOptions | None = None,
+    tls: Any = None,
+    identity: str | None = None,
+) -> Joined:
+    """Join the ranks of `world` in one communicator, and tell by which plan it works.
 
     `control` exchanges the listening addresses, `key` is the generation's secret, `deadline_s` the longest that
     joining may take, `call_deadline_s` the longest for any collective (attribute `deadline_s` of the result).
+    `identity` stands for this host where a test lays out several; None: `topology.host_identity()`.
     Raises CommunicationError naming the rank that did not come or could not prove the key, ConfigError for an option
     that cannot be had here.
     """
     options = options or CommOptions()
-    if tls is not None or options.backend not in ("auto", "tcp") or options.algorithm not in ("auto", "ring"):
-        raise ConfigError(
-            "this version joins ranks by TCP rings alone",
-            got=f"{options}, TLS {'asked for' if tls is not None else 'not asked for'}",
-            allowed="backend auto or tcp, algorithm auto or ring, no TLS",
-            next_step="Leave the option out.",
-        )
     if world.num_ranks == 1:
-        return SoloCommunicator(world.generation, call_deadline_s)
-    return connect_ring(
+        return Joined(SoloCommunicator(world.generation, call_deadline_s), None, False)
+    if tls is not None:
+        raise ConfigError(
+            "this version cannot encrypt between ranks yet",
+            got="TLS asked for",
+            allowed="no TLS",
+            next_step="Leave --tls off.",
+        )
+    until = time.monotonic() + deadline_s
+    flat = connect_ring(
         world.rank,
         world.num_ranks,
         world.generation,
@@ -71,3 +90,14 @@ def connect(
         control.host,
         call_deadline_s,
     )
+    try:
+        if options.backend in ("tensorflow", "nccl"):
+            from training.comm.tensorflow import join_servers
+
+            servers = join_servers(world.rank, world.num_ranks, control.rendezvous, flat, options)
+            return Joined(servers, None, False)
+        return join_ranks(flat, None, host_identity() if identity is None else identity, options, until)
+    except BaseException as error:
+        flat.abort(str(error))
+        flat.close()
+        raise

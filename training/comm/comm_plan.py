@@ -39,8 +39,8 @@ class CommPlan:
     """Within hosts, as measured; None where no host has two ranks."""
 
     def choose(self, nbytes: int) -> str:
-        """The algorithm for a buffer of so many bytes."""
-        return look_up(self.table, nbytes)
+        """The algorithm for a buffer of so many bytes; the backend's name where it has one way alone."""
+        return look_up(self.table, nbytes) if self.table else self.backend
 
     @property
     def key(self) -> str:

@@ -24,7 +24,8 @@ class Joined(NamedTuple):
     """What `join_ranks` returns on each rank."""
 
     communicator: Communicator
-    plan: CommPlan
+    plan: CommPlan | None
+    """None for one rank, and for a backend that has no choices of ours."""
     calibrated: bool
     """Whether the plan was made now, and none of `options.plans` followed."""
 
@@ -66,7 +67,7 @@ def join_ranks(flat: Communicator, share: Share | None, identity: str, options: 
     else:
         comm = flat
     plan, calibrated = _plan(comm, flat, inner, layout, backend, options)
-    if backend != "shm":
+    if backend != "shm" and hasattr(flat, "choose"):
         comm.choose = plan.choose  # type: ignore[attr-defined] # both that are left have it
     if comm.rank == 0:
         came = "calibrated now" if calibrated else "as frozen before" if plan.asked == "auto" else "asked for"
@@ -140,6 +141,10 @@ def _plan(
     backend: str,
     options: CommOptions,
 ) -> tuple[CommPlan, bool]:
+    if not hasattr(flat, "choose"):  # rings alone, until the others are there
+        if options.algorithm not in ("auto", "ring"):
+            raise _impossible(options.algorithm, layout, "ring")
+        return make_plan(layout, "tcp", "ring", None, None), False
     key = key_of(layout, backend, options.algorithm)
     for document in options.plans:
         plan = CommPlan.from_json(document, where="the run's communication plan")

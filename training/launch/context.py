@@ -10,6 +10,7 @@ from training.control.client import ControlClient
 from training.world import World
 
 if TYPE_CHECKING:
+    from training.comm import CommOptions, Joined
     from training.comm.base import Communicator
     from training.comm.tls import Credentials
 
@@ -19,7 +20,8 @@ JOIN_S = 120.0  # ranks start at the same time; what differs is the import of th
 class RankContext(AbstractContextManager["RankContext"]):
     """World, control channel and payload of one rank; `host` is the address other ranks reach it by.
 
-    `payload["comm"]`, where there is one, says how the ranks shall talk (training.comm.CommOptions as JSON).
+    `payload["comm"]`, where there is one, says how the ranks shall talk: `options` (training.comm.CommOptions as JSON)
+    and `freeze`, whether rank 0 tells the driver a plan that was made now, by the request `comm_plan`.
     """
 
     def __init__(
@@ -43,11 +45,22 @@ class RankContext(AbstractContextManager["RankContext"]):
         others wait. Raises CommunicationError naming the rank that did not join within `join_s`.
         """
         if self._communicator is None:
-            from training.comm import CommOptions, connect
+            from training.comm import CommOptions
 
-            options = CommOptions.from_json(self.payload.get("comm", {}))
-            self._communicator = connect(self.world, self.control, self._key, join_s, self._stall_s, options, self._tls)
+            comm = self.payload.get("comm", {})
+            joined = self.join(CommOptions.from_json(comm.get("options", {})), join_s)
+            self._communicator = joined.communicator
+            if joined.calibrated and comm.get("freeze", False) and self.world.is_leader:
+                assert joined.plan is not None
+                # Answered before this rank takes a step, so before there can be a checkpoint that rests on the plan.
+                self.control.request("comm_plan", self._stall_s, plan=joined.plan.to_json())
         return self._communicator
+
+    def join(self, options: CommOptions, join_s: float = JOIN_S) -> Joined:
+        """One more communicator of all ranks, by `options`, which the caller closes. A collective."""
+        from training.comm import join
+
+        return join(self.world, self.control, self._key, join_s, self._stall_s, options, self._tls)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -1,0 +1,95 @@
+"""Measure all_reduce between N ranks on the hosts at hand: latency and bandwidth by size, backend and algorithm."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+ROOT = str(Path(__file__).resolve().parent.parent)
+if sys.path[0] != ROOT:
+    sys.path[:1] = [ROOT]
+
+from jobs._cli import JobParser, run_job
+from jobs._session import hadoop_settings_of, spark_session
+from storage.fs import absolute, filesystem
+from storage.progress import Progress
+from storage.publish import occupied, write_file
+from storage.settings import set_hadoop_settings
+from training.bench_comm import BenchConfig, Row, bench, check
+from training.bench_table import document, size, table
+from training.comm.options import Algorithm, Backend
+from training.driver import Launch
+from training.launch.barrier import OnSpark
+from training.launch.local import run_local
+
+SIZES = ("4K", "64K", "1M", "16M", "64M")
+
+
+def parser() -> JobParser:
+    """The command line."""
+    job = JobParser("bench_comm", __doc__ or "", "bench_comm")
+    add = job.add_argument
+    add("--num-ranks", type=int, required=True, metavar="N", help="processes, 2 or more")
+    add("--sizes", type=size, nargs="+", default=list(map(size, SIZES)), metavar="S", help=f"({' '.join(SIZES)})")
+    backends, algorithms = get_args(Backend), get_args(Algorithm)
+    add("--backend", nargs="+", dest="backends", choices=backends, default=["auto"], help="(auto) one or more")
+    add(
+        "--algorithm",
+        nargs="+",
+        dest="algorithms",
+        choices=algorithms,
+        default=[],
+        help="one or more (default: auto, and all that the backend found has)",
+    )
+    add("--rounds", type=int, default=5, metavar="R", help="in turns (default 5); the median is shown")
+    add("--json", metavar="FILE", help="write the rows there as well")
+    add("--launcher", choices=["barrier", "local"], default="local", help="this host (default) | Spark barrier stage")
+    add("--master", metavar="URL", help="Spark master for --launcher barrier (default: spark-submit's)")
+    return job
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure and print the table; returns the exit code, 1 where a sum was wrong."""
+    args = parser().parse(argv)
+    config = config_of(args)
+    target = absolute(args.json) if args.json else None
+    if target is not None and filesystem(target).exists(target):
+        raise occupied(target)
+    if args.launcher == "local":
+        rows = measured(config, run_local)
+    else:
+        with spark_session("lockstep bench_comm", args.master) as spark:
+            set_hadoop_settings(hadoop_settings_of(spark))
+            rows = measured(config, OnSpark(spark))
+    print(table(rows, config.num_ranks))
+    if target is not None:
+        write_file(filesystem(target), target, document(rows, config))
+    check(rows)
+    return 0
+
+
+def config_of(args: Namespace) -> BenchConfig:
+    """The measurement that the flags say."""
+    names = ("num_ranks", "sizes", "backends", "algorithms", "rounds")
+    return BenchConfig(**{name: getattr(args, name) for name in names})
+
+
+def measured(config: BenchConfig, launch: Launch) -> list[Row]:
+    """The rows, with progress while they come."""
+    done = 0
+
+    def show(row: Row, total: int) -> None:
+        nonlocal done
+        done += 1
+        note = f"{row.nbytes} bytes by {row.algorithm}: {row.median_s * 1e6:.0f} us"
+        progress.set(done, f"{note}, of {total} rows")
+
+    with Progress("measuring", None, "rows") as progress:
+        return bench(config, launch, show)
+
+
+if __name__ == "__main__":
+    run_job(main)
