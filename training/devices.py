@@ -122,6 +122,14 @@ def share_out(devices: Sequence[str], num_ranks: int) -> list[tuple[str, ...]]:
     return [(devices[rank * len(devices) // num_ranks],) for rank in range(num_ranks)]
 
 
+def identity(environment: Mapping[str, str], hostname: str) -> str:
+    """A name for this process's first GPU that no other GPU has: its UUID, else the host's name and its number."""
+    first = (listed(environment) or ("0",))[0]
+    if _kind(first) == "uuid":
+        return first
+    return next((gpu.uuid for gpu in host_gpus() if gpu.index == first), f"{hostname}:{first}")
+
+
 def _kind(name: str) -> str:
     return "index" if name.isdigit() else "uuid"
 
