@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Iterator
@@ -54,6 +55,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if not os.environ.get(SHARED_DATA):
         terminalreporter.write_line(f"{SHARED_DATA} is not set: tests marked shared_data are deselected")
+    if reason := _no_namespaces():
+        terminalreporter.write_line(f"{reason}: tests of several hosts (tests/network) are deselected")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -65,7 +68,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if TESTS / "cluster" in item.path.parents:
             item.add_marker(pytest.mark.cluster)
+    networked = [item for item in items if TESTS / "network" in item.path.parents]
+    if networked and _no_namespaces():
+        items[:] = [item for item in items if item not in networked]
+        config.hook.pytest_deselected(items=networked)
     items.sort(key=_rank)  # stable: the order within is kept
+
+
+@functools.cache
+def _no_namespaces() -> str | None:
+    """What this machine lacks to lay out several hosts, if anything; takes some milliseconds."""
+    from tests.network.hosts import why_not
+
+    return why_not()
 
 
 def _rank(item: pytest.Item) -> int:

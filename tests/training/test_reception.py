@@ -1,0 +1,131 @@
+"""Strangers at a rank's door: turned away, logged once, and never in the way of a rank."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from training.comm import auth
+from training.comm.reception import MAX_CALLERS, Reception
+
+KEY = b"k" * 32
+CROWD = 4 * MAX_CALLERS
+
+
+class Door:
+    """Rank 0 of generation 7; rank 1 may come, from 127.0.0.1 as everybody."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self.address = listener.getsockname()
+        self.came: list[tuple[int, int]] = []
+        self.reception = Reception("rank 0", self._examine, time.monotonic() + 30)
+        self._listener = listener
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def wait_for(self, done: Callable[[], object]) -> None:
+        """The threads of the door end a moment after the caller has read the last word."""
+        end = time.monotonic() + 10
+        while not done() and time.monotonic() < end:
+            time.sleep(0.01)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, address = self._listener.accept()
+            except OSError:
+                return
+            self.reception.admit(sock, address[0])
+
+    def _examine(self, sock: socket.socket, until: float) -> None:
+        self.came.append(auth.answer(sock, KEY, 7, 2, 0, (1,), until))
+        sock.close()
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    with socket.create_server(("127.0.0.1", 0), backlog=CROWD) as listener:
+        door = Door(listener)
+        yield door
+        door.reception.close()
+
+
+def call(door: Door) -> None:
+    with socket.create_connection(door.address) as sock:
+        auth.call(sock, KEY, 7, 2, 1, 0, 5, time.monotonic() + 5)
+
+
+def test_a_silent_crowd_keeps_no_rank_out(door: Door, caplog: pytest.LogCaptureFixture) -> None:
+    with ExitStack() as stack, caplog.at_level(logging.WARNING):
+        before = threading.active_count()
+        began = time.monotonic()
+        for _ in range(CROWD):
+            stack.enter_context(socket.create_connection(door.address))
+        call(door)
+        door.wait_for(lambda: door.came)
+        assert door.came == [(1, 5)]
+        assert threading.active_count() - before <= MAX_CALLERS
+        seconds = time.monotonic() - began
+        lines = [record.getMessage() for record in caplog.records]
+        assert 1 <= len(lines) <= seconds + 2, "the log is as long as the crowd"
+        assert all("rank 0 refused a caller from 127.0.0.1" in line for line in lines)
+    assert door.reception.refused >= CROWD - MAX_CALLERS
+
+
+def test_a_crowd_drives_out_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    """The oldest of the address with most callers leaves, though a caller from elsewhere came before all of them."""
+    gone: list[str] = []
+    hold = threading.Event()
+
+    def examine(sock: socket.socket, until: float) -> None:
+        name = sock.recv(1).decode()
+        while not hold.is_set():
+            if sock.recv(1) == b"":
+                gone.append(name)
+                raise auth.HandshakeError("sent away")
+
+    reception = Reception("rank 0", examine, time.monotonic() + 30)
+    with ExitStack() as stack:
+        for number in range(MAX_CALLERS + 3):
+            ours, theirs = socket.socketpair()
+            stack.enter_context(ours)
+            stack.enter_context(theirs)
+            ours.send(bytes([65 + number]))
+            reception.admit(theirs, "10.0.0.9" if number == 0 else "10.0.0.1")
+        end = time.monotonic() + 10
+        while len(gone) < 3 and time.monotonic() < end:
+            time.sleep(0.01)
+        assert gone == ["B", "C", "D"]
+        hold.set()
+        reception.close()
+
+
+def test_a_recorded_handshake_is_worth_nothing(door: Door) -> None:
+    """What a rank said once, said again by somebody who saw all of it."""
+    recorded: list[bytes] = []
+
+    class Tapped(socket.socket):
+        def sendall(self, data: bytes, flags: int = 0) -> None:  # type: ignore[override] # as auth calls it
+            recorded.append(data)
+            super().sendall(data, flags)
+
+    with Tapped() as sock:
+        sock.connect(door.address)
+        auth.call(sock, KEY, 7, 2, 1, 0, 5, time.monotonic() + 5)
+    door.wait_for(lambda: door.came)
+    assert len(recorded) == 2 and door.came == [(1, 5)]
+    with socket.create_connection(door.address) as replay:
+        replay.settimeout(5)
+        for data in recorded:
+            replay.sendall(data)
+        answer = b""
+        while part := replay.recv(4096):
+            answer += part
+    assert len(answer) == 64  # a new nonce and its proof; not the word that it is let in
+    door.wait_for(lambda: door.reception.last)
+    assert door.came == [(1, 5)] and "does not have the key" in door.reception.last
