@@ -4,7 +4,8 @@
 
 Contestants: `plain` (Keras' `fit` without exchange), `ours` (`fit` with `distribute`), `mwms` (tf_keras under
 MultiWorkerMirroredStrategy). Talk, a line of JSON each way: the worker says where it listens, gets all ranks' places,
-says that it is ready, and answers each {"steps": n} by the seconds from the end of the first step to that of the last.
+says that it is ready, and answers each {"steps": n} by the seconds a step from the end of the first to that of the
+last, {"forward": n} by those of an evaluation's.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ def clock(keras: Any) -> Any:
             if batch == 0:
                 self.first = self.last
 
+        on_test_batch_end = on_train_batch_end
+
     return Clock()
 
 
@@ -89,8 +92,10 @@ def ours(name: str, rank: int, ranks: int) -> Any:
 
     keras.utils.set_random_seed(0)
     model = step_models.build(keras, name)
-    control = Control(os.environ.get("BENCHMARK_HOST", "127.0.0.1"))
-    world = World.local(rank, ranks) if "BENCHMARK_HOST" not in os.environ else World(rank, ranks, 0, 1, 1)
+    # One address a rank where each is on a host of its own.
+    hosts = os.environ.get("BENCHMARK_HOSTS", "").split(",") if "BENCHMARK_HOSTS" in os.environ else []
+    control = Control(hosts[rank] if hosts else "127.0.0.1")
+    world = World(rank, ranks, 0, 1, 1) if hosts else World.local(rank, ranks)
     comm = connect(world, control, KEY, 60.0, 120.0)
     model.optimizer.build(model.trainable_variables)
     distribute(model.optimizer, comm, scale=1.0 / ranks, statistics=statistics_of(model))
@@ -122,9 +127,12 @@ def main() -> None:
     model.fit(data, steps_per_epoch=3, verbose=0)
     say({"ready": contestant, "parameters": int(model.count_params())})
     while True:
-        steps = hear()["steps"]
+        ((what, steps),) = hear().items()
         watch = clock(keras)
-        model.fit(data, steps_per_epoch=steps, verbose=0, callbacks=[watch])
+        if what == "forward":
+            model.evaluate(data, steps=steps, verbose=0, callbacks=[watch])
+        else:
+            model.fit(data, steps_per_epoch=steps, verbose=0, callbacks=[watch])
         say({"seconds_a_step": (watch.last - watch.first) / (steps - 1)})
 
 

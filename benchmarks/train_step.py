@@ -18,6 +18,7 @@ import platform
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,29 +29,42 @@ ROOT = Path(__file__).resolve().parent.parent
 RANKS = 2
 
 
+def on_this_host(rank: int, argv: list[str], **options: Any) -> subprocess.Popen[str]:
+    """Where a rank's process runs, as a rule."""
+    return subprocess.Popen(argv, **options)
+
+
 class Contestant:
     """Its processes, one a core."""
 
-    def __init__(self, name: str, command: list[str], environment: dict[str, str], needs_places: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        command: list[str],
+        environment: dict[str, str],
+        needs_places: bool,
+        popen: Callable[..., subprocess.Popen[str]] = on_this_host,
+    ) -> None:
         self.name = name
-        self._processes = []
-        for rank in range(RANKS):
-            process = subprocess.Popen(
+        self._processes = [
+            popen(
+                rank,
                 ["taskset", "-c", str(rank), *(word.replace("RANK", str(rank)) for word in command), str(RANKS)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env=os.environ | environment,
+                env=os.environ | {name: value.replace("RANK", str(rank)) for name, value in environment.items()},
                 cwd=ROOT,
                 text=True,
             )
-            self._processes.append(process)
+            for rank in range(RANKS)
+        ]
         if needs_places:
             self._tell_all([self._hear(process) for process in self._processes])
         self.about, *_ = [self._hear(process) for process in self._processes]
 
-    def seconds_a_step(self, steps: int) -> float:
-        """Of the slower rank."""
-        self._tell_all({"steps": steps})
+    def seconds_a_step(self, steps: int, what: str = "steps") -> float:
+        """Of the slower rank; `what` is "steps" or "forward"."""
+        self._tell_all({what: steps})
         return float(max(self._hear(process)["seconds_a_step"] for process in self._processes))
 
     def close(self) -> None:
