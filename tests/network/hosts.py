@@ -1,9 +1,9 @@
 """Several hosts on this machine: network namespaces on one switch, each with a link of a stated rate.
 
     with Hosts(4) as hosts:
-        results = hosts.run(RankTask("module:entry"), 4)          # as run_local: ranks 0..3 on hosts 0..3
-        hosts.popen(2, ["iperf3", "-s"])                           # any command on host 2
-        with hosts.inside(1): socket.create_connection(...)        # this thread's sockets and processes on host 1
+        run_hosts(hosts, RankTask("module:entry"), 4)          # tests.network.run_hosts: as run_local, but over hosts
+        hosts.popen(2, ["iperf3", "-s"])                       # any command on host 2
+        with hosts.inside(1): socket.create_connection(...)    # this thread's sockets and processes on host 1
 
 Host i has eth0 with 10.77.0.(i + 1), whose sending tc's tbf limits, and aaa0 with 10.66.0.(i + 1), which leads nowhere
 though it stands first in every list. The driver is at 10.77.0.254, on the switch itself, unlimited.
@@ -24,12 +24,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
-from training.comm.tls import issue
-from training.control.protocol import new_key
-from training.control.server import ControlServer
-from training.launch.supervisor import Order, Supervisor
-from training.launch.task import Handler, Limits, RankTask
-from training.world import World
 
 CLONE_NEWNET = 0x40000000
 DRIVER = -1  # in place of a host's number
@@ -104,53 +98,6 @@ class Hosts:
     def set_link(self, host: int, *, up: bool) -> None:
         """Pull or plug the cable of `host` at the switch: the host itself is told nothing."""
         self._ip(DRIVER, f"link set h{host} {'up' if up else 'down'}")
-
-    def run(
-        self,
-        task: RankTask,
-        num_ranks: int,
-        *,
-        generation: int = 1,
-        limits: Limits | None = None,
-        handler: Handler | None = None,
-    ) -> list[dict[str, Any]]:
-        """`run_local` over the hosts: neighbouring ranks share one where there are more ranks than hosts."""
-        limits, key = limits or Limits(), new_key()
-        places = [rank * len(self.addresses) // num_ranks for rank in range(num_ranks)]
-        names = [f"host-{place}" for place in places]  # as Spark may call them: no address, and no name that resolves
-        threads: list[threading.Thread] = []
-        certificates = issue(generation, num_ranks) if task.tls else [None] * num_ranks
-
-        def supervise(order: Order, place: int, server: ControlServer) -> None:
-            try:
-                with self.inside(place):
-                    Supervisor(order).run()
-            except Exception as error:  # told where the driver waits, as the launchers do
-                server.fail(error)
-
-        try:
-            with ExitStack() as stack:
-                with self.inside(DRIVER):
-                    server = stack.enter_context(
-                        ControlServer(key, generation, num_ranks, limits, handler, self.driver_address)
-                    )
-                for rank, place in enumerate(places):
-                    world = World.from_hosts(rank, names, generation)
-                    order = Order(
-                        task,
-                        world,
-                        names[rank],
-                        (self.driver_address, server.port),
-                        key,
-                        limits,
-                        tls=certificates[rank],
-                    )
-                    threads.append(threading.Thread(target=supervise, args=(order, place, server), daemon=True))
-                    threads[-1].start()
-                return server.wait()
-        finally:
-            for thread in threads:
-                thread.join(limits.grace_s + 5.0)
 
     def _lay(self) -> None:
         switch = ["link add sw0 type bridge", f"addr add {self.driver_address}/24 dev sw0", "link set sw0 up"]
