@@ -24,7 +24,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
-
 CLONE_NEWNET = 0x40000000
 DRIVER = -1  # in place of a host's number
 BURST_BYTES = 256 << 10  # the kernel hands over up to 64 KiB at once: a smaller bucket would cut each of those

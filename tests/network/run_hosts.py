@@ -1,4 +1,4 @@
-"""`run_local` over several hosts of this machine; `partial(run_hosts, hosts)` is a launcher for `training.driver.train`."""
+"""`run_local` over several hosts of this machine; `partial(run_hosts, hosts)` launches for `training.driver.train`."""
 
 from __future__ import annotations
 
