@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes the environments that `make` needs. Says nothing and installs nothing where all is there.
-#   scripts/setup.sh venv      .venv from requirements-dev.txt, and a JDK 17 or 21
+#   scripts/setup.sh venv      .venv from requirements-dev.txt, a JDK 17 or 21, and iproute2 where apt can install it
 #   scripts/setup.sh airflow   .venv-airflow from requirements-airflow.txt
 #   scripts/setup.sh jars      the test cluster's jars
 set -euo pipefail
@@ -77,10 +77,22 @@ need_java() {
     [ -n "$(find_java)" ] || fail "Spark needs a JDK 17 or 21; install one (Debian: apt-get install openjdk-17-jdk-headless) or set JAVA_HOME."
 }
 
+# tests/network lays out hosts by `ip` and `tc`; where these cannot be had its tests are left out, which the output tells.
+want_iproute() {
+    if (PATH=$PATH:/usr/sbin:/sbin && command -v ip && command -v tc) >/dev/null; then
+        return
+    fi
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        echo "Installing iproute2 with apt ..."
+        (apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install --yes --no-install-recommends iproute2) >/dev/null || true
+    fi
+}
+
 case "${1:-}" in
 venv)
     make_venv .venv requirements-dev.txt requirements.txt requirements-dev.txt
     need_java
+    want_iproute
     ;;
 airflow)
     make_venv .venv-airflow requirements-airflow.txt requirements-airflow.txt

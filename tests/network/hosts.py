@@ -35,7 +35,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def why_not() -> str | None:
     """What this machine lacks for namespaces, in words; None where they work."""
-    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    missing = [tool for tool in TOOLS if _path_of(tool) is None]
     if missing:
         return f"{' and '.join(missing)} missing (iproute2)"
     try:
@@ -133,7 +133,14 @@ class Hosts:
 
     def _tool(self, host: int, argv: list[str], text: str | None = None) -> None:
         with self.inside(host):
-            subprocess.run(argv, input=text, check=True, capture_output=True, text=True, timeout=30)
+            subprocess.run(
+                [_path_of(argv[0]) or argv[0], *argv[1:]],
+                input=text,
+                check=True,
+                capture_output=True,
+                text=True,
+                timeout=30,
+            )
 
     def _end(self) -> None:
         for process in self._processes:
@@ -144,6 +151,10 @@ class Hosts:
             with suppress(OSError):
                 os.close(space)
         self._spaces.clear()
+
+
+def _path_of(tool: str) -> str | None:
+    return shutil.which(tool, path=os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"]))
 
 
 def _new_namespace() -> int:
