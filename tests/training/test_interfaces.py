@@ -8,6 +8,7 @@ import pytest
 
 from storage.errors import ConfigError
 from training.comm.interfaces import local_addresses, require_trust, route_address, trusted_address
+from training.launch.barrier import control_hosts
 
 HERE = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.1.0.5", "fd00::5"], "ib0": ["10.2.0.5"], "v6": ["fd01::5"]}
 
@@ -54,3 +55,16 @@ def test_the_addresses_of_this_host_can_be_listened_on() -> None:
         for address in addresses:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             socket.create_server((address, 0), family=family).close()
+
+
+@pytest.mark.parametrize(
+    ("master", "settings", "bind", "host"),
+    [
+        ("local[2]", {"spark.driver.host": "10.1.0.5"}, "127.0.0.1", "127.0.0.1"),  # nobody else needs to reach it
+        ("local-cluster[2,1,1024]", {"spark.driver.host": "10.1.0.5"}, "127.0.0.1", "127.0.0.1"),
+        ("yarn", {"spark.driver.host": "node-1"}, "0.0.0.0", "node-1"),
+        ("k8s://x", {"spark.driver.host": "svc", "spark.driver.bindAddress": "10.8.0.3"}, "10.8.0.3", "svc"),
+    ],
+)
+def test_where_the_driver_listens(master: str, settings: dict[str, str], bind: str, host: str) -> None:
+    assert control_hosts(master, settings) == (bind, host)

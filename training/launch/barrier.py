@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ANY_HOST = "0.0.0.0"
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +102,10 @@ def run_barrier(
         check_slots(context, num_ranks, limits.start_s)
     key = new_key()
     group = f"lockstep-{secrets.token_hex(8)}"
-    host = context.getConf().get("spark.driver.host") or "localhost"
+    bind, host = control_hosts(context.master or "", dict(context.getConf().getAll()))
     stage: threading.Thread | None = None
     try:
-        with ControlServer(key, generation, num_ranks, limits, handler, ANY_HOST) as server:
+        with ControlServer(key, generation, num_ranks, limits, handler, bind) as server:
             certificates = issue(generation, num_ranks) if task.tls else [None] * num_ranks
             supervise = SuperviseOnTask(task, generation, (host, server.port), key, limits, certificates)
             stage = _start(context, group, supervise, num_ranks, server)
@@ -112,6 +113,18 @@ def run_barrier(
     finally:
         if stage is not None:
             _end(context, group, stage, limits)
+
+
+def control_hosts(master: str, settings: Mapping[str, str]) -> tuple[str, str]:
+    """(address that the control server listens on, host name or address that executors reach it by).
+
+    Where the executors are processes of this host, nobody else can reach it. Else it listens as Spark's own driver is
+    told to (spark.driver.bindAddress), without that on all interfaces: spark.driver.host may be a name of this host
+    that only others can use.
+    """
+    if master.startswith("local"):  # local[...] and local-cluster[...]
+        return LOOPBACK, LOOPBACK
+    return settings.get("spark.driver.bindAddress") or ANY_HOST, settings.get("spark.driver.host") or "localhost"
 
 
 def _start(
