@@ -1,0 +1,143 @@
+"""Tensors of all ranks one after another, and one rank's for all: `hvd.allgather`, `hvd.broadcast` and relatives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from storage.errors import ConfigError
+from training.comm.base import Communicator
+from training.horovod.graph import run
+from training.horovod.place import call, here, refuse
+
+Array = NDArray[Any]
+
+
+def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = False, process_set: Any = None) -> Any:
+    """The tensors of all ranks joined along their first dimension, which may differ; a scalar is one row.
+
+    Can be differentiated. Raises TrainingFailedError where the ranks' calls, dtypes or other dimensions differ.
+    """
+    refuse("allgather", {"process_set": process_set})
+    value = tf.convert_to_tensor(tensor)
+    _check_dtype("allgather", value)
+    if value.shape.rank == 0:
+        value = tf.reshape(value, (1,))
+
+    @tf.custom_gradient
+    def gather(rows: tf.Tensor) -> Any:
+        shape = tf.TensorShape([None, *rows.shape[1:]]) if rows.shape.rank is not None else None
+        specs = [tf.TensorSpec(shape, rows.dtype), tf.TensorSpec((), tf.int64)]
+        joined, start = run(lambda array: _gather(array, name), [rows], specs)
+
+        def backward(upstream: tf.Tensor) -> tf.Tensor:
+            from training.horovod.reduce import Sum, allreduce  # reduces sparse gradients by allgather itself
+
+            total = allreduce(upstream, op=Sum, name=f"gradient of {name or 'allgather'}")
+            return total[start : start + tf.shape(rows, tf.int64)[0]]
+
+        return joined, backward
+
+    return gather(value)
+
+
+def broadcast(
+    tensor: Any, root_rank: int, name: str | None = None, ignore_name_scope: bool = False, process_set: Any = None
+) -> tf.Tensor:
+    """Rank `root_rank`'s tensor on all ranks; shapes and dtypes are equal everywhere. Can be differentiated."""
+    refuse("broadcast", {"process_set": process_set})
+    value = tf.convert_to_tensor(tensor)
+    _check_dtype("broadcast", value)
+
+    @tf.custom_gradient
+    def send(mine: tf.Tensor) -> Any:
+        spec = tf.TensorSpec(mine.shape, mine.dtype)
+        (theirs,) = run(lambda array: broadcast_arrays([array], root_rank, name or ""), [mine], [spec])
+
+        def backward(upstream: tf.Tensor) -> tf.Tensor:
+            from training.horovod.reduce import Sum, allreduce  # as above
+
+            total = allreduce(upstream, op=Sum, name=f"gradient of {name or 'broadcast'}")
+            return total if here().world.rank == root_rank else tf.zeros_like(total)
+
+        return theirs, backward
+
+    return send(value)
+
+
+def broadcast_variables(
+    variables: Iterable[Any], root_rank: int, process_set: Any = None, inplace: bool = False
+) -> None:
+    """Assign rank `root_rank`'s values to Keras or TensorFlow variables on all ranks, in one message.
+
+    Ranks must have the same variables in the same order; in eager code or inside a tf.function.
+    """
+    refuse("broadcast_variables", {"process_set": process_set})
+    found = list(variables)
+    if not found:
+        return
+    values = [tf.convert_to_tensor(variable) for variable in found]
+    names = ", ".join(str(getattr(variable, "path", variable.name)) for variable in found[:3])
+    text = f"variables ({len(found)}: {names}...)"
+    specs = [tf.TensorSpec(value.shape, value.dtype) for value in values]
+    for variable, value in zip(
+        found, run(lambda *arrays: broadcast_arrays(arrays, root_rank, text), values, specs), strict=True
+    ):
+        variable.assign(value)
+
+
+def broadcast_arrays(arrays: Sequence[Array], root: int, name: str) -> list[Array]:
+    """Rank `root`'s arrays on all ranks: as bytes, one after another."""
+    if not 0 <= root < here().world.num_ranks:
+        raise ConfigError(
+            "broadcast got a root rank that is not there",
+            got=f"root_rank={root}",
+            allowed=f"0 to {here().world.num_ranks - 1}",
+            next_step="Correct root_rank.",
+        )
+    shapes = "; ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)
+
+    def send(communicator: Communicator, _: list[int]) -> list[Array]:
+        flat = np.concatenate([_bytes_of(array) for array in arrays])
+        communicator.broadcast(flat, root)
+        results, start = [], 0
+        for array in arrays:
+            results.append(flat[start : start + array.nbytes].copy().view(array.dtype).reshape(array.shape))
+            start += array.nbytes
+        return results
+
+    found: list[Array] = call(f"broadcast {name} of {shapes} from rank {root}", 0, send)
+    return found
+
+
+def _gather(array: Array, name: str | None) -> list[Array]:
+    rest = array.shape[1:]
+    text = f"allgather {name or ''} of {array.dtype}{['rows', *rest]}"
+
+    def gather(communicator: Communicator, rows: list[int]) -> list[Array]:
+        joined = np.concatenate(communicator.all_gather_ragged(_bytes_of(array)))
+        whole = joined.view(array.dtype) if math.prod(rest) and sum(rows) else np.empty(0, array.dtype)
+        start = np.int64(sum(rows[: communicator.rank]))
+        return [whole.reshape(sum(rows), *rest), np.asarray(start)]
+
+    found: list[Array] = call(text, len(array), gather)
+    return found
+
+
+def _bytes_of(array: Array) -> NDArray[np.uint8]:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _check_dtype(what: str, value: tf.Tensor) -> None:
+    if value.dtype in (tf.string, tf.resource, tf.variant):
+        raise ConfigError(
+            f"{what} got a tensor that is no numbers",
+            got=value.dtype.name,
+            allowed="numbers and booleans",
+            next_step="For strings use hvd.broadcast_object or hvd.allgather_object.",
+        )

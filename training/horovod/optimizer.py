@@ -1,0 +1,86 @@
+"""`hvd.DistributedOptimizer`: Horovod's arguments for `training.distribute`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+from keras.src.trainers import trainer
+
+from storage.errors import ConfigError
+from training.distribute import distribute, exchange_of
+from training.horovod.compression import Compression, Compressor
+from training.horovod.place import absent, here, refuse
+from training.horovod.reduce import Average, ReduceOp, Sum, op_of
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    use_locking: bool = False,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Make a Keras 3 optimizer reduce gradients over all ranks before it applies them; returns the same object.
+
+    The mean over ranks, or the sum with `op=hvd.Sum`. With `backward_passes_per_step` k, gradients of k batches are
+    added on each rank (their mean, with `average_aggregated_gradients`) and reduced once. A `gradient_predivide_factor`
+    changes where the mean divides, never its value: here each rank divides first. A collective: all ranks call it.
+    """
+    given: dict[str, Any] = {"use_locking": use_locking, "device_dense": device_dense, "device_sparse": device_sparse}
+    given |= {"num_groups": num_groups, "groups": groups, "process_set": process_set}
+    refuse("DistributedOptimizer", {**given, "scale_local_gradients": not scale_local_gradients})
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ConfigError(
+            "hvd.DistributedOptimizer got no optimizer of Keras 3",
+            got=f"{type(optimizer).__module__}.{type(optimizer).__name__}",
+            allowed="keras.optimizers.*",
+            next_step="Use keras.optimizers (tf.keras of this TensorFlow is Keras 3), or hvd.DistributedGradientTape.",
+        )
+    how, place = op_of(op), here()
+    if how not in (Average, Sum):
+        absent(f"DistributedOptimizer(op={how.name})", instead="Use op=hvd.Average or op=hvd.Sum.")
+    if gradient_predivide_factor != 1.0 and how is Sum:
+        refuse("DistributedOptimizer(op=Sum)", {"gradient_predivide_factor": gradient_predivide_factor})
+    if compression is not Compression.none:
+        absent(
+            "DistributedOptimizer(compression=...)",
+            getattr(compression, "__name__", repr(compression)),
+            "Leave it out, or use hvd.DistributedGradientTape, which compresses.",
+        )
+    scale = 1.0 if how is Sum else 1.0 / place.world.num_ranks
+    if backward_passes_per_step > 1:
+        if optimizer.built:
+            refuse("DistributedOptimizer of a built optimizer", {"backward_passes_per_step": backward_passes_per_step})
+        optimizer.gradient_accumulation_steps = backward_passes_per_step  # Keras' own takes the mean of the batches
+        scale *= 1.0 if average_aggregated_gradients else backward_passes_per_step
+    distribute(optimizer, place.new_group(), scale=scale)
+    place.exchanges.append(exchange_of(optimizer))
+    _without_xla()
+    return optimizer
+
+
+def _without_xla() -> None:
+    """Have Keras compile a model whose optimizer calls other ranks without XLA, which knows no such call.
+
+    Keras' `jit_compile="auto"` asks this function whether a model can have it, and warns where a script insisted.
+    """
+    supports = trainer.model_supports_jit
+    if getattr(supports, "knows_ranks", False):
+        return
+
+    def unless_distributed(model: Any) -> bool:
+        return not hasattr(getattr(model, "optimizer", None), "_lockstep") and bool(supports(model))
+
+    unless_distributed.knows_ranks = True  # type: ignore[attr-defined]
+    trainer.model_supports_jit = unless_distributed

@@ -1,0 +1,179 @@
+"""Where this process stands among the ranks, and the communicator of Horovod's calls."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from storage.errors import ConfigError
+from training.comm.base import Communicator
+from training.comm.solo import SoloCommunicator
+from training.control.protocol import HOROVOD, SCRIPT
+from training.horovod.agreement import agree
+from training.launch import current
+from training.world import World
+
+if TYPE_CHECKING:
+    from training.launch.context import RankContext
+
+
+class Place:
+    """An initialised rank: its world, its hosts and the communicator that Horovod's calls share."""
+
+    def __init__(self, context: RankContext | None) -> None:
+        self.context = context
+        self.world = World.local(0, 1) if context is None else context.world
+        self.whole: Communicator = SoloCommunicator() if context is None else context.communicator()
+        self.communicator = self.new_group()
+        self.lock = threading.Lock()
+        self.calls = 0
+        self.error: BaseException | None = None
+        self.exchanges: list[Any] = []
+        self.buffers: dict[Any, Any] = {}
+        told = json.dumps([socket.gethostname() if context is None else context.host, self.world.rank_of_node])
+        places = [tuple(json.loads(text)) for text in self.communicator.all_gather_bytes(told.encode())]
+        self.hosts = list(dict.fromkeys(host for host, _ in places))  # in order of their first rank
+        self.counts = [sum(other == host for other, _ in places) for host in self.hosts]
+        mine = places[self.world.rank][0]
+        # The hosts that have a rank of this one's local number, in order.
+        self.cross = [host for host in self.hosts if (host, self.world.rank_of_node) in places]
+        self.cross_rank = self.cross.index(mine)
+
+    def new_group(self) -> Communicator:
+        """All ranks again, for another thread. A collective."""
+        return self.whole.group(range(self.world.num_ranks))
+
+    def said(self, phase: str) -> None:
+        """Tell the driver that this rank goes on."""
+        if self.context is not None:
+            self.context.control.beat(self.calls, phase)
+
+
+_place: Place | None = None
+_watched = False
+
+
+def init(*args: Any, **kwargs: Any) -> None:
+    """Join the other ranks of this launch; without jobs.launch this process is the only rank.
+
+    A second call does nothing.
+    All ranks are always in: Horovod's `comm` and `process_sets` are refused.
+    """
+    global _place, _watched
+    refuse("init", {**{f"argument {i + 1}": value for i, value in enumerate(args)}, **kwargs})
+    if _place is None:
+        _place = Place(current.context())
+        _place.said(HOROVOD)
+        if not _watched:
+            current.report_faults_of(_fault)
+            _watched = True
+
+
+def shutdown() -> None:
+    """Leave: later calls need `init` again. Does nothing before `init`."""
+    global _place
+    if _place is not None:
+        for exchange in _place.exchanges:
+            exchange.close()
+        _place.communicator.close()
+        _place.said(SCRIPT)
+        _place = None
+
+
+def is_initialized() -> bool:
+    """Whether `init` has been called."""
+    return _place is not None
+
+
+def here() -> Place:
+    """The place of this rank; raises ConfigError before `init`."""
+    if _place is None:
+        raise ConfigError(
+            "Horovod's calls need an initialised rank",
+            got="a call before hvd.init() or after hvd.shutdown()",
+            allowed="hvd.init() first",
+            next_step="Call hvd.init() at the start of the script.",
+        )
+    return _place
+
+
+def rank() -> int:
+    """This rank's number, from 0."""
+    return here().world.rank
+
+
+def size() -> int:
+    """The number of ranks."""
+    return here().world.num_ranks
+
+
+def local_rank() -> int:
+    """This rank's number among the ranks of its host."""
+    return here().world.rank_of_node
+
+
+def local_size() -> int:
+    """The number of ranks on this host."""
+    return here().world.ranks_per_node
+
+
+def cross_rank() -> int:
+    """The number of this host among the hosts that have a rank of this local number."""
+    return here().cross_rank
+
+
+def cross_size() -> int:
+    """How many hosts have a rank of this local number."""
+    return len(here().cross)
+
+
+def is_homogeneous() -> bool:
+    """Whether every host has the same number of ranks."""
+    return len(set(here().counts)) == 1
+
+
+def refuse(call: str, given: dict[str, Any]) -> None:
+    """Raise ConfigError for the first argument of Horovod's that has no meaning here and is not left at its default.
+
+    None, "", False, 0 and empty lists are defaults.
+    """
+    for name, value in given.items():
+        if value is not None and value is not False and value != "" and value != 0 and value != []:
+            absent(f"{call}({name}=...)", repr(value))
+
+
+def absent(what: str, got: str = "", instead: str = "") -> NoReturn:
+    """Raise ConfigError for a part of Horovod that is not here."""
+    raise ConfigError(
+        f"training.horovod has no {what}",
+        got=got or what,
+        allowed="what docs/launch.md lists",
+        next_step=instead or "Leave it out, or see docs/launch.md for what stands in its place.",
+    )
+
+
+def call(text: str, extra: int, function: Callable[[Communicator, list[int]], Any]) -> Any:
+    """`function(communicator, every rank's extra)`, after all ranks have said that they make the same call.
+
+    `text` is what must be equal on all ranks. Raises TrainingFailedError on every rank where it differs, naming two.
+    """
+    place = here()
+    with place.lock:
+        place.calls += 1
+        try:
+            return function(place.communicator, agree(place.communicator, place.calls, text, extra))
+        except BaseException as error:
+            place.error = error
+            raise
+        finally:
+            place.said(HOROVOD)
+
+
+def _fault() -> BaseException | None:
+    if _place is None:
+        return None
+    errors = [_place.error, *(exchange.error for exchange in _place.exchanges)]
+    return next((error for error in errors if error is not None), None)
