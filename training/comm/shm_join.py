@@ -1,0 +1,238 @@
+"""How the ranks of one host come to share a segment: an abstract Unix socket, proof of the key, then descriptors.
+
+The lowest rank listens. Who connects must be of the same user (SO_PEERCRED) and prove the generation's key; then it is
+handed the sealed file and one end of a socket to each other rank. These sockets stay open and silent: their end tells
+that a rank has ended. A group's segment and sockets are dealt in the same way over the sockets of the whole.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from storage.errors import CommunicationError
+from training.comm import auth
+from training.comm.shm_layout import MAX_RANKS, Layout
+from training.comm.shm_memory import FUTEX_CALL
+from training.comm.shm_segment import Segment, create_file
+
+log = logging.getLogger(__name__)
+JOIN_S = 20.0  # the ranks of one host are all there when they begin
+HANDSHAKE_S = 2.0  # for one caller: a stranger that says nothing must not hold up the ranks
+_CREDENTIALS = struct.Struct("3i")
+_HAND = struct.Struct("<8sQII")
+_MAGIC = b"LOCKSHM1"
+CHANNEL = 0x73686D  # none of TCP's: a handshake is worth nothing on the other kind of socket
+
+Links = list[socket.socket | None]  # to each rank, None at the own place
+Exchange = Callable[[bytes], list[bytes]]
+
+
+class SharedMemoryUnavailableError(CommunicationError):
+    """Ranks cannot share memory; raised on all of them alike, so that they can fall back to TCP."""
+
+
+def host_identity() -> str:
+    """What is equal for two processes that can share memory: kernel, network namespace (of the socket's name), user."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        boot = file.read().strip()
+    return f"boot {boot}, network namespace {os.stat('/proc/self/ns/net').st_ino}, user {os.geteuid()}"
+
+
+def join(
+    rank: int,
+    num_ranks: int,
+    generation: int,
+    key: bytes,
+    exchange: Exchange,
+    arena_bytes: int,
+    deadline_s: float,
+) -> tuple[Segment, Links]:
+    """Share a segment; see `training.comm.shm.connect_shm`. Calls `exchange` twice on every rank, whatever happens."""
+    until = time.monotonic() + min(deadline_s, JOIN_S)
+    found: tuple[Segment, Links] | None = None
+    problem = ""
+    carriers: Links = []
+    with socket.socket(socket.AF_UNIX) as listener:
+        table = [json.loads(data) for data in exchange(_introduction(rank, num_ranks, arena_bytes, listener))]
+        _check_table(table)
+        layout = Layout(num_ranks, table[0]["arena"])
+        try:
+            if rank == 0:
+                carriers = _admit(listener, num_ranks, generation, key, until)
+                found = deal(layout, carriers)
+            else:
+                carrier = _knock("\0" + table[0]["name"], rank, num_ranks, generation, key, until)
+                carriers = [carrier]
+                found = take(layout, rank, carrier, until)
+        except (OSError, auth.HandshakeError, CommunicationError) as error:
+            problem = (error.what if isinstance(error, CommunicationError) else str(error)) or type(error).__name__
+        finally:
+            close_all(carriers)
+    outcomes = [data.decode() for data in exchange(problem.encode())]
+    wrong = [f"rank {r}: {text}" for r, text in enumerate(outcomes) if text]
+    if wrong or found is None:
+        if found is not None:
+            found[0].close()
+            close_all(found[1])
+        raise _unavailable("; ".join(wrong))
+    return found
+
+
+def close_all(links: Links) -> None:
+    """Close the sockets of a rank."""
+    for link in links:
+        if link is not None:
+            link.close()
+
+
+def deal(layout: Layout, carriers: Links) -> tuple[Segment, Links]:
+    """Rank 0's part: make the file and a socket for each pair of ranks, and hand them out over `carriers`."""
+    ranks = range(layout.num_ranks)
+    fd = create_file(layout.size)
+    ends: list[Links] = [[None] * layout.num_ranks for _ in ranks]
+    try:
+        for first in ranks:
+            for second in range(first + 1, layout.num_ranks):
+                ends[first][second], ends[second][first] = socket.socketpair()
+        for rank in ranks[1:]:
+            carrier = carriers[rank]
+            assert carrier is not None
+            head = _HAND.pack(_MAGIC, layout.arena_bytes, layout.num_ranks, rank)
+            carrier.setblocking(True)  # for one small message to a socket that holds none
+            socket.send_fds(carrier, [head], [fd, *(end.fileno() for end in ends[rank] if end is not None)])
+        return Segment(fd, layout, 0), ends.pop(0)
+    except BaseException:
+        os.close(fd)
+        raise
+    finally:
+        for links in ends:  # without rank 0's own once all went well
+            close_all(links)
+
+
+def take(layout: Layout, rank: int, carrier: socket.socket, until: float) -> tuple[Segment, Links]:
+    """What `deal`, at the other end of `carrier`, hands to `rank`. Raises OSError or HandshakeError."""
+    count = layout.num_ranks  # the file, and a socket to each other rank
+    carrier.settimeout(max(0.01, until - time.monotonic()))
+    head, fds, flags, _ = _receive_fds(carrier, count)
+    links: Links = []
+    try:
+        expected = _HAND.pack(_MAGIC, layout.arena_bytes, layout.num_ranks, rank)
+        if head != expected or len(fds) != count or flags & socket.MSG_CTRUNC:
+            raise auth.HandshakeError(f"rank 0 handed over {len(fds)} descriptors and {len(head)} bytes, not {count}")
+        while len(fds) > 1:
+            links.append(socket.socket(fileno=fds.pop(1)))
+        links.insert(rank, None)
+        return Segment(fds[0], layout, rank), links
+    except BaseException:
+        close_all(links)
+        for fd in fds:
+            os.close(fd)
+        raise
+
+
+def _receive_fds(carrier: socket.socket, count: int) -> tuple[bytes, list[int], int, Any]:
+    # With this flag no child that is started at this moment inherits them.
+    return socket.recv_fds(carrier, _HAND.size, count, socket.MSG_CMSG_CLOEXEC)
+
+
+def _introduction(rank: int, num_ranks: int, arena_bytes: int, listener: socket.socket) -> bytes:
+    """What this rank tells the others: where it runs, what keeps it from sharing; rank 0 also where it listens."""
+    mine: dict[str, Any] = {"host": "", "problem": "", "arena": arena_bytes}
+    try:
+        mine["host"] = host_identity()
+        if FUTEX_CALL < 0:
+            raise OSError("this processor's way to sleep on shared memory is not known here")
+        if num_ranks > MAX_RANKS:
+            raise OSError(f"{num_ranks} ranks on a host, at most {MAX_RANKS} can share memory")
+        os.close(create_file(Layout(num_ranks, arena_bytes).size))
+        if rank == 0:
+            mine["name"] = f"lockstep-{secrets.token_hex(16)}"
+            listener.bind("\0" + mine["name"])
+            listener.listen(num_ranks)
+    except OSError as error:
+        mine["problem"] = str(error)
+    return json.dumps(mine).encode()
+
+
+def _check_table(table: Sequence[dict[str, Any]]) -> None:
+    for rank, row in enumerate(table):
+        if row["problem"]:
+            raise _unavailable(f"rank {rank}: {row['problem']}")
+        if row["host"] != table[0]["host"]:
+            raise _unavailable(f"rank 0 runs in {table[0]['host']}, rank {rank} in {row['host']}")
+
+
+def _unavailable(reason: str) -> SharedMemoryUnavailableError:
+    return SharedMemoryUnavailableError(
+        "these ranks cannot share memory",
+        got=reason,
+        allowed="processes of one user on one host, in one network namespace, where memfd_create is allowed",
+        next_step="Let the communicator use TCP (backend auto or tcp), or put the ranks into one container.",
+    )
+
+
+def _admit(listener: socket.socket, num_ranks: int, generation: int, key: bytes, until: float) -> Links:
+    """Sockets to the ranks, each proved; callers are looked at one beside the other."""
+    carriers: Links = [None] * num_ranks
+
+    def examine(sock: socket.socket) -> int:
+        try:
+            _check_user(sock)
+            patience = min(until, time.monotonic() + HANDSHAKE_S)
+            return auth.answer(sock, key, generation, num_ranks, 0, range(1, num_ranks), patience)[0]
+        except BaseException:
+            sock.close()
+            raise
+
+    refused = ""
+    with ThreadPoolExecutor(num_ranks, "shm-handshake") as pool:
+        waiting: dict[Future[int], socket.socket] = {}
+        while None in carriers[1:]:
+            left = until - time.monotonic()
+            if left <= 0:
+                close_all(carriers)
+                missing = [rank for rank in range(1, num_ranks) if carriers[rank] is None]
+                seen = f"; refused: {refused}" if refused else ""
+                raise auth.HandshakeError(f"rank {missing[0]} did not come within {JOIN_S:g} s{seen}")
+            if len(waiting) < num_ranks and select.select([listener], [], [], min(left, 0.02 if waiting else left))[0]:
+                sock, _ = listener.accept()
+                waiting[pool.submit(examine, sock)] = sock
+            for future in [future for future in waiting if future.done()]:
+                sock = waiting.pop(future)
+                if (error := future.exception()) is not None:
+                    refused = str(error)
+                    log.warning("a caller of the shared memory's socket was refused: %s", refused)
+                elif carriers[rank := future.result()] is None:
+                    carriers[rank] = sock
+                else:
+                    sock.close()
+    return carriers
+
+
+def _knock(name: str, rank: int, num_ranks: int, generation: int, key: bytes, until: float) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.settimeout(max(0.01, until - time.monotonic()))
+        sock.connect(name)
+        _check_user(sock)
+        auth.call(sock, key, generation, num_ranks, rank, 0, CHANNEL, until)
+        return sock
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _check_user(sock: socket.socket) -> None:
+    _, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    if user != os.geteuid():
+        raise auth.HandshakeError(f"it is a process of user {user}, not of {os.geteuid()}")
