@@ -2,15 +2,15 @@
 
 The exchange multiplies each rank's gradients by n_r / G and adds them: exact for a mean over rows. Keras divides by
 other numbers too: by the entries that a mask leaves (`sum_over_batch_size`), by the sum of the weights
-(`mean_with_sample_weight`), by nothing (`sum`, `none`, activity regularisers). The global number is reduced in the
-forward pass, and the rank's loss multiplied by what makes its part of the sum right. A plain mean costs nothing.
+(`mean_with_sample_weight`), by nothing (`sum`, `none`). The global number is reduced in the forward pass, and the
+rank's loss multiplied by what makes its part of the sum right. A plain mean costs nothing.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import keras
@@ -25,7 +25,6 @@ from training.swap import swapped
 
 Divides = Literal["rows", "mask", "weights", "nothing"]
 LOSS_BASE, KERAS = keras.losses.Loss, "keras."
-SUMMED_REGULARIZERS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
 log = logging.getLogger(__name__)
 
 
@@ -46,31 +45,25 @@ class Denominators:
 
     @contextmanager
     def of(self, model: keras.Model) -> Iterator[None]:
-        """While a training step of `model` is traced, its losses and activity regularisers are global ones.
+        """While a training step of `model` is traced, its losses are those of the global batch.
 
-        Raises ConfigError for an activity regulariser that is no sum over rows.
+        What `add_loss` and regularisers add is taken for means over rows, as Keras makes it of activity regularisers.
         """
-        with ExitStack() as stack:
-            for layer in model._flatten_layers():
-                if getattr(layer, "activity_regularizer", None) is not None:
-                    regularizer = self._regularizer(layer)
-                    stack.enter_context(swapped(layer, "activity_regularizer", regularizer))
-            losses = model._compile_loss
-            if losses is not None and losses.built:
-                wrapped = [entry._replace(loss=self._loss(entry.loss)) for entry in losses._flat_losses]
-                stack.enter_context(swapped(losses, "_flat_losses", wrapped))
+        losses = model._compile_loss
+        if losses is None or not losses.built:
             yield
-
-    def _regularizer(self, layer: Any) -> Any:
-        regularizer = layer.activity_regularizer
-        if type(regularizer) not in SUMMED_REGULARIZERS:
+            return
+        entries = losses._flat_losses
+        none = next((entry for entry in entries if entry.loss.reduction in (None, "none")), None)
+        if none is not None and len(entries) > 1:
             raise ConfigError(
-                f"the activity regulariser of the layer {layer.name} cannot be split over ranks",
-                got=type(regularizer).__name__,
-                allowed="L1, L2 and L1L2, which are sums over rows",
-                next_step="Use one of these, or compute it as a loss of an output, which is a mean over rows.",
+                f"the loss {none.name} without a reduction stands beside others",
+                got=f"reduction none, {len(entries)} losses",
+                allowed="reduction none for the only loss: Keras adds the others once for each of its values",
+                next_step="Use reduction `sum`.",
             )
-        return lambda output: regularizer(output) / self._scale
+        with swapped(losses, "_flat_losses", [entry._replace(loss=self._loss(entry.loss)) for entry in entries]):
+            yield
 
     def _loss(self, loss: Any) -> Any:
         def of_all(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
@@ -80,9 +73,9 @@ class Denominators:
 
     def _global(self, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> Any:
         """The loss of this rank's rows as Keras computes it, times this rank's correction."""
-        if type(loss).__call__ is not LOSS_BASE.__call__:
-            return self._unknown(loss, loss(y_true, y_pred, sample_weight), y_pred, sample_weight)
         mask = keras.src.backend.get_keras_mask(y_pred)
+        if type(loss).__call__ is not LOSS_BASE.__call__:
+            return _unknown(loss, loss(y_true, y_pred, sample_weight), mask, sample_weight)
         with tf.name_scope(loss.name):
             y_pred, y_true = (
                 keras.tree.map_structure(lambda x: keras.ops.convert_to_tensor(x, dtype=loss.dtype), y)
@@ -94,14 +87,14 @@ class Denominators:
                 mask = of_values if mask is None else mask & of_values
             local = reduce_weighted_values(values, sample_weight, mask, loss.reduction, loss.dtype)
             if len(values.shape) == 0:
-                return self._unknown(loss, local, y_pred, sample_weight)
+                return _unknown(loss, local, mask, sample_weight)
             divides = divides_by(loss.reduction, masked=mask is not None, weighted=sample_weight is not None)
             if divides == "rows":
                 return local
             if divides == "nothing":
-                factor = 1.0 / self._scale
-                # `none` leaves one value a row, whose gradients Keras adds; their mean is what it reports.
-                return local * factor if loss.reduction == "sum" else _gradient_times(local, factor)
+                total = tf.reduce_sum(local) / self._scale
+                # `none` leaves a value for each entry, whose gradients Keras adds; their mean is what it reports.
+                return total if loss.reduction == "sum" else total + tf.stop_gradient(tf.reduce_mean(local) - total)
             if divides == "mask":
                 valid = tf.reduce_sum(tf.cast(mask, tf.float64))
                 return self._corrected(local, valid, tf.cast(tf.size(mask), tf.float64), loss.name)
@@ -123,25 +116,18 @@ class Denominators:
         factor.set_shape(())
         return local * tf.cast(factor, local.dtype)
 
-    def _unknown(self, loss: Any, local: Any, y_pred: Any, sample_weight: Any) -> Any:
-        """A loss that makes one number of its rows by itself. Taken for a mean over rows where it may be one."""
-        function = getattr(loss, "fn", loss)
-        module = getattr(function, "__module__", "") if function is not loss else type(loss).__module__
-        masked = any(keras.src.backend.get_keras_mask(y) is not None for y in keras.tree.flatten(y_pred))
-        if module.startswith(KERAS) or masked or sample_weight is not None:
-            raise ConfigError(
-                f"the loss {loss.name} cannot be split over ranks",
-                got="one number for a whole batch"
-                + (", with a mask or sample weights" if not module.startswith(KERAS) else ""),
-                allowed="one value a row (for Dice and Tversky an `axis` that leaves out the rows'), "
-                "without a mask and weights a mean over rows",
-                next_step="Return one value a row from `call` and leave the reduction to Keras.",
-            )
-        log.warning("the loss %s returns one number: it is taken for a mean over its rows", loss.name)
-        return local
 
-
-def _gradient_times(value: Any, factor: float) -> Any:
-    """`value` itself, whose gradient is multiplied by `factor`."""
-    scaled = value * factor
-    return scaled + tf.stop_gradient(value - scaled)
+def _unknown(loss: Any, local: Any, mask: Any, sample_weight: Any) -> Any:
+    """A loss that makes one number of its rows by itself: a mean over rows, unless that cannot be."""
+    function = getattr(loss, "fn", None)
+    of_keras = (type(loss) if function is None else function).__module__.startswith("keras.")
+    if of_keras or mask is not None or sample_weight is not None:
+        raise ConfigError(
+            f"the loss {loss.name} cannot be split over ranks",
+            got="one number for a whole batch" + ("" if of_keras else ", with a mask or sample weights"),
+            allowed="one value a row (for Dice and Tversky an `axis` that leaves out the rows'), "
+            "without a mask and weights a mean over rows",
+            next_step="Return one value a row from `call` and leave the reduction to Keras.",
+        )
+    log.warning("the loss %s returns one number: it is taken for a mean over its rows", loss.name)
+    return local
