@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -112,7 +113,8 @@ class CommunicatorContract:
 
     def test_after_close_and_abort(self, run_ranks: RunRanks, num_ranks: int) -> None:
         def work(comm: Communicator) -> str:
-            comm.barrier()
+            with suppress(CommunicationError):  # another rank may have left it and aborted already
+                comm.barrier()
             comm.abort("the test says so")
             comm.close()
             comm.close()

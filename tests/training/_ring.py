@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from training.comm import Communicator, SoloCommunicator
-from training.comm.tcp import connect_ring
+from training.comm.tcp import connect_tcp
 
 KEY = b"k" * 32
 
@@ -36,7 +36,7 @@ def run_ring(
     table = Table(num_ranks)
 
     def one(rank: int) -> Any:
-        comm = connect_ring(rank, num_ranks, generation, table.of(rank), KEY, 20.0, "127.0.0.1", deadline_s)
+        comm = connect_tcp(rank, num_ranks, generation, table.of(rank), KEY, 20.0, "127.0.0.1", deadline_s)
         try:
             return work(comm)
         finally:

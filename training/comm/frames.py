@@ -11,6 +11,9 @@
 
 The receiver always knows which frame must come next, so all fields are checked against what is expected and
 nothing is allocated by a number read from the wire.
+
+A rank that gives up says why in one more frame, of a fixed size, wherever a frame may begin: tag `ENDED` (the last
+frame on a connection) or `STALLED` (its deadline has passed; it tells whom it waits for, and wants to hear the same).
 """
 
 from __future__ import annotations
@@ -26,9 +29,21 @@ _FIELDS = struct.Struct("<IIQQQ")
 _CRC = struct.Struct("<I")
 HEADER_BYTES = _FIELDS.size + _CRC.size
 
-KINDS = {"all_reduce": 1, "broadcast": 2, "all_gather": 3, "reduce_scatter": 4, "all_gather_parts": 5, "send": 6}
+KINDS = {
+    "all_reduce": 1,
+    "broadcast": 2,
+    "all_gather_ragged": 3,
+    "reduce_scatter": 4,
+    "all_gather_parts": 5,
+    "send": 6,
+}
+KINDS |= {"barrier": 7, "all_gather_ragged": 8}  # of shared memory; over TCP they are made of others
 _OPS = {"": 0, "sum": 1, "max": 2, "mean": 3, "min": 4}
 _DTYPES = {"uint8": 1, "int64": 2, "float32": 3, "float64": 4, "int32": 5, "float16": 6, "bfloat16": 7}
+
+
+ENDED, STALLED = 0xFE << 16, 0xFF << 16
+WORD_BYTES = 512  # payload of such a frame: UTF-8, zeros behind
 
 
 class Expected(NamedTuple):
@@ -63,7 +78,7 @@ def pack_header(fields: Expected, payload: NDArray[np.uint8]) -> bytes:
     return head + _CRC.pack(google_crc32c.extend(google_crc32c.value(head), payload))
 
 
-def check_header(header: bytes, expected: Expected) -> str | None:
+def check_header(header: bytes | bytearray, expected: Expected) -> str | None:
     """None if the fields are the expected ones, else what differs, in words (before any payload is read)."""
     got = Expected(*_FIELDS.unpack_from(header))
     for name in ("generation", "tag", "total", "sequence", "length"):
@@ -75,8 +90,33 @@ def check_header(header: bytes, expected: Expected) -> str | None:
     return None
 
 
-def check_payload(header: bytes, payload: NDArray[np.uint8]) -> str | None:
+def check_payload(header: bytes | bytearray, payload: NDArray[np.uint8]) -> str | None:
     """None if the checksum is right, else what differs, in words."""
     (stated,) = _CRC.unpack_from(header, _FIELDS.size)
-    crc = google_crc32c.extend(google_crc32c.value(header[: _FIELDS.size]), payload)
+    crc = google_crc32c.extend(google_crc32c.value(bytes(header[: _FIELDS.size])), payload)
     return None if crc == stated else f"checksum {crc:08x} where the frame says {stated:08x}"
+
+
+def pack_word(tag: int, generation: int, sequence: int, text: str) -> bytes:
+    """A whole frame that tells why a rank gives up."""
+    payload = np.zeros(WORD_BYTES, np.uint8)
+    data = text.encode()[:WORD_BYTES]
+    payload[: len(data)] = np.frombuffer(data, np.uint8)
+    return pack_header(Expected(WORD_BYTES, tag, generation, sequence, 0), payload) + payload.tobytes()
+
+
+def read_word(frame: bytes, generation: int) -> tuple[int, str] | None:
+    """(tag, text) if these HEADER_BYTES + WORD_BYTES are a word of this generation, else None."""
+    if len(frame) != HEADER_BYTES + WORD_BYTES:
+        return None
+    fields = Expected(*_FIELDS.unpack_from(frame))
+    if fields.tag not in (ENDED, STALLED) or fields.generation != generation or fields.length != WORD_BYTES:
+        return None
+    if check_payload(frame[:HEADER_BYTES], np.frombuffer(frame, np.uint8)[HEADER_BYTES:]) is not None:
+        return None
+    return fields.tag, frame[HEADER_BYTES:].rstrip(b"\0").decode(errors="replace")
+
+
+def is_word(header: bytes | bytearray) -> bool:
+    """Whether this header says that a word follows."""
+    return int(_FIELDS.unpack_from(header)[1]) in (ENDED, STALLED)

@@ -1,159 +1,60 @@
-"""The two authenticated connections of a rank in the ring: to the next rank and from the previous one."""
+"""One connection to another rank: its socket, its counters, and what is under way on it."""
 
 from __future__ import annotations
 
-import queue
+import select
 import socket
-import threading
-import time
-from collections.abc import Callable
+import ssl
+from collections.abc import Sequence
 
-from storage.errors import CommunicationError
-from training.comm import auth
+import numpy as np
+from numpy.typing import NDArray
 
-HANDSHAKE_S = 5.0  # for one caller: a stranger that says nothing must not hold the place of the real rank
-MAX_HANDSHAKES = 16
-RETRY_S = 0.05
-SOCKET_BUFFER_BYTES = 4 << 20  # measured on loopback, see docs/decisions/040-communicator.md
+from training.comm.frames import HEADER_BYTES, Expected
+from training.comm.schedule import Receive, Send
 
-
-def join(
-    rank: int,
-    num_ranks: int,
-    generation: int,
-    rendezvous: Callable[[str, int], list[tuple[str, int]]],
-    key: bytes,
-    deadline_s: float,
-    host: str,
-) -> tuple[socket.socket, socket.socket]:
-    """Returns (socket to rank + 1, socket from rank - 1), both authenticated, non-blocking.
-
-    Raises CommunicationError naming the rank that is missing or is not who it says.
-    """
-    until = time.monotonic() + deadline_s
-    following, previous = (rank + 1) % num_ranks, (rank - 1) % num_ranks
-    listener = socket.create_server((host, 0), backlog=MAX_HANDSHAKES)
-    door = _Door(listener, key, generation, num_ranks, rank, previous, until)
-    to_next: socket.socket | None = None
-    try:
-        table = rendezvous(host, listener.getsockname()[1])
-        if len(table) != num_ranks:
-            raise CommunicationError(
-                f"rank {rank}: the rendezvous returned a wrong table",
-                got=f"{len(table)} addresses",
-                allowed=f"{num_ranks}",
-                next_step="Start the run again.",
-            )
-        to_next = _call(table[following], key, generation, num_ranks, rank, following, until)
-        from_previous = door.wait()
-    except BaseException:
-        if to_next is not None:
-            to_next.close()
-        raise
-    finally:
-        door.close()
-    for sock in (to_next, from_previous):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setblocking(False)
-    return to_next, from_previous
+HUNG_UP = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
-def _buffers(sock: socket.socket) -> None:
-    """Ask for large buffers; must come before the connection, or TCP's window scale is fixed too small for them."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
+class Link:
+    """State that the engine keeps of a connection; it carries frames both ways and outlives the collectives."""
 
+    def __init__(self, sock: socket.socket, peer: int, name: int) -> None:
+        self.sock, self.fd = sock, sock.fileno()
+        self.peer, self.name = peer, name  # its rank in the communicator, and in the whole world
+        self.tls = isinstance(sock, ssl.SSLSocket)
+        self.sent = self.received = 0  # whole frames, in all collectives
+        self.mask = 0  # of poll
+        self.closing = False  # the other side has closed: nothing can be sent, but frames may still be here
+        self.over = False  # and all of them have been read
+        self.sends: Sequence[Send] = ()
+        self.receives: Sequence[Receive] = ()
+        self.send_at = self.receive_at = 0
+        self.outgoing: list[memoryview] = []  # what is left of the frame that is leaving
+        self.header = bytearray(HEADER_BYTES)
+        self.header_view = memoryview(self.header)
+        self.got = 0  # bytes of the header that comes or has come in
+        self.active = False  # receives[receive_at] may be read
+        self.expected = Expected(0, 0, 0, 0, 0)
+        self.scratch: NDArray[np.uint8] = np.empty(0, np.uint8)
+        self.payload: NDArray[np.uint8] = self.scratch
+        self.payload_left = memoryview(b"")
 
-def _call(
-    address: tuple[str, int], key: bytes, generation: int, num_ranks: int, rank: int, peer: int, until: float
-) -> socket.socket:
-    host, port = address
-    while True:
-        sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        try:
-            _buffers(sock)
-            sock.settimeout(max(0.01, until - time.monotonic()))
-            sock.connect((host, port))
-            auth.call(sock, key, generation, num_ranks, rank, peer, 0, until)
-            return sock
-        except (OSError, auth.HandshakeError) as error:
-            sock.close()
-            refused = isinstance(error, ConnectionRefusedError)
-            if refused and time.monotonic() + RETRY_S < until:
-                time.sleep(RETRY_S)
-                continue
-            raise CommunicationError(
-                f"rank {rank} could not join rank {peer} at {host}:{port}",
-                got=str(error) or type(error).__name__,
-                allowed=f"rank {peer} of {num_ranks}, generation {generation}, with the key of that generation",
-                next_step=f"Look at the log of rank {peer}; a firewall or an older attempt may be in the way.",
-            ) from error
+    def begin(self, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
+        """Take the frames of a new collective."""
+        self.sends, self.receives = sends, receives
+        self.send_at = self.receive_at = 0
 
+    def is_sending(self) -> bool:
+        """Whether frames of this collective have still to leave."""
+        return self.send_at < len(self.sends)
 
-class _Door:
-    """Accepts callers until one proves to be the previous rank; strangers are turned away and do not block it."""
+    def is_receiving(self) -> bool:
+        """Whether frames of this collective have still to come."""
+        return self.receive_at < len(self.receives)
 
-    def __init__(
-        self, listener: socket.socket, key: bytes, generation: int, num_ranks: int, rank: int, peer: int, until: float
-    ) -> None:
-        self._listener, self._until = listener, until
-        self._who = (key, generation, num_ranks, rank, peer)
-        self._proved: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
-        self._slots = threading.Semaphore(MAX_HANDSHAKES)
-        self._refused = ""
-        self._lock = threading.Lock()
-        self._closed = False
-        _buffers(listener)  # accepted sockets inherit them
-        threading.Thread(target=self._accept, name="ring-door", daemon=True).start()
-
-    def wait(self) -> socket.socket:
-        _, generation, num_ranks, rank, peer = self._who
-        try:
-            return self._proved.get(timeout=max(0.01, self._until - time.monotonic()))
-        except queue.Empty:
-            raise CommunicationError(
-                f"rank {rank} waited for rank {peer} to join the ring, and it did not",
-                got=f"the last caller was refused: {self._refused}" if self._refused else "no caller",
-                allowed=f"rank {peer} of {num_ranks}, generation {generation}",
-                next_step=f"Look at the log of rank {peer}.",
-            ) from None
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-        self._listener.close()
-        while not self._proved.empty():  # a second caller with the key: not needed
-            self._proved.get().close()
-
-    def _accept(self) -> None:
-        self._listener.settimeout(0.2)  # a closed listener does not wake accept() everywhere
-        while time.monotonic() < self._until:
-            self._slots.acquire()
-            try:
-                sock, _ = self._listener.accept()
-            except TimeoutError:
-                self._slots.release()
-                if self._closed:
-                    return
-                continue
-            except OSError:  # the door was closed
-                return
-            threading.Thread(target=self._examine, args=(sock,), name="ring-handshake", daemon=True).start()
-
-    def _examine(self, sock: socket.socket) -> None:
-        key, generation, num_ranks, rank, peer = self._who
-        try:
-            until = min(self._until, time.monotonic() + HANDSHAKE_S)
-            auth.answer(sock, key, generation, num_ranks, rank, (peer,), until)
-        except (OSError, auth.HandshakeError) as error:
-            self._refused = str(error)
-            sock.close()
-        else:
-            with self._lock:
-                if self._closed:
-                    sock.close()
-                else:
-                    self._proved.put(sock)
-        finally:
-            self._slots.release()
+    def scratch_for(self, nbytes: int) -> NDArray[np.uint8]:
+        """A place for a frame that is combined; the same one each time."""
+        if self.scratch.nbytes < nbytes:
+            self.scratch = np.empty(nbytes, np.uint8)
+        return self.scratch[:nbytes]

@@ -9,6 +9,7 @@ are taken in the order of the program. Frames between two ranks keep the order o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from training.comm.base import part_bounds
@@ -50,7 +51,7 @@ class Receive(NamedTuple):
     after: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Program:
     """What one rank does."""
 
@@ -59,10 +60,22 @@ class Program:
     keeps_sent: bool = False
     """Cells are written while a frame of them may still be leaving: each frame is copied when it becomes ready."""
 
-    @property
+    @cached_property
     def peers(self) -> tuple[int, ...]:
         """The other ranks in it, ascending."""
         return tuple(sorted({send.peer for send in self.sends} | {receive.peer for receive in self.receives}))
+
+    @cached_property
+    def by_peer(self) -> tuple[tuple[int, tuple[Send, ...], tuple[Receive, ...]], ...]:
+        """(peer, frames to it, frames from it) for each of `peers`."""
+        return tuple(
+            (
+                peer,
+                tuple(send for send in self.sends if send.peer == peer),
+                tuple(receive for receive in self.receives if receive.peer == peer),
+            )
+            for peer in self.peers
+        )
 
 
 class Builder:

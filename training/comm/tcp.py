@@ -1,125 +1,252 @@
-"""Ring collectives over TCP: reduce-scatter and all-gather in one pipelined pass (Patarasuk and Yuan, 2009).
-
-Segment s of the buffer travels once round the ring, each rank adding its part, and once more complete; so each sum is
-formed on one rank, in one order, and is equal bit for bit everywhere.
-"""
+"""Collectives over TCP: picks a program for each call and runs it over the connections of its channel."""
 
 from __future__ import annotations
 
+import hashlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from storage.errors import CommunicationError
-from training.comm.base import UFUNCS, Communicator, Op, check_buffer, check_rank, divide_by_ranks
+from training.comm import double_tree, halving_doubling, ring, spread
+from training.comm.base import (
+    UFUNCS,
+    Communicator,
+    Op,
+    check_buffer,
+    check_group,
+    check_peer,
+    check_rank,
+    divide_by_ranks,
+)
+from training.comm.engine import Engine
 from training.comm.frames import tag_of
-from training.comm.links import join
-from training.comm.pump import Flat, Incoming, Pump
+from training.comm.mesh import Mesh
+from training.comm.schedule import Program, even_grid, grid_of
+from training.comm.solo import SoloCommunicator
+from training.comm.tls import Tls
 
-CHUNK_BYTES = 512 << 10  # stays in the caches between receiving, checking and adding; benchmarks/all_reduce.py chose it
+SMALL_BYTES = 64 << 10  # up to here what counts is the number of steps, beyond it the bytes
+WHOLE_BYTES = 32 << 10  # up to here halving-doubling exchanges whole buffers
+TREE_CHUNK_BYTES = 128 << 10  # of the double tree, whose time is that of the buffer and of a few frames
+MAX_PROGRAMS = 512
+MAX_PROGRAM_FRAMES = 1 << 16  # kept in all
+
+
+class _Key(NamedTuple):
+    """What a program depends on, but for the rank."""
+
+    kind: str
+    algorithm: str
+    size: int
+    itemsize: int
+    peer: int = 0
+
+
+def default_choice(nbytes: int) -> str:
+    """The algorithm where nobody has measured."""
+    return "halving-doubling" if nbytes <= SMALL_BYTES else "ring"
 
 
 class TcpCommunicator(Communicator):
-    """A rank of a ring. Made by `connect_ring`."""
+    """A rank of a mesh, or of one of its groups. Made by `connect_tcp` and `group`.
 
-    def __init__(self, pump: Pump, rank: int, num_ranks: int, generation: int, deadline_s: float) -> None:
-        super().__init__(rank, num_ranks, generation, deadline_s)
-        self._pump = pump
+    `choose` gives the algorithm of `all_reduce` for a buffer's bytes, "ring", "halving-doubling" or "double-tree"; it
+    must be the same on every rank, and may be set between calls. The other collectives choose by size alone.
+    Two ranks that `send` to each other at the same time may wait for each other where the buffers are large.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        members: Sequence[int],
+        rank: int,
+        deadline_s: float,
+        channel: int = 0,
+        choose: Callable[[int], str] = default_choice,
+    ) -> None:
+        super().__init__(rank, len(members), mesh.generation, deadline_s)
+        self.choose = choose
+        self._mesh, self._members, self._channel = mesh, tuple(members), channel
+        self._engine = Engine(mesh, channel, members, rank)
         self._lock = threading.Lock()
         self._ended: str | None = None
+        self._groups: list[Communicator] = []
+        self._group_counts: Counter[tuple[int, ...]] = Counter()
+        self._programs: dict[_Key, Program] = {}
+
+    def connect_neighbours(self, deadline_s: float) -> None:
+        """Connect with the ranks before and after this one; raises CommunicationError naming the one that failed."""
+        around = {(self.rank + 1) % self.num_ranks, (self.rank - 1) % self.num_ranks}
+        self._guarded(lambda: self._engine.connect(sorted(around), deadline_s))
 
     def all_reduce(self, buf: NDArray[Any], op: Op = "sum") -> None:
         check_buffer(buf, op)
-        n, rank = self.num_ranks, self.rank
-        segments = [_chunks(part, _per_segment(buf, n)) for part in np.array_split(buf, n)]
-        if not buf.size:
-            return
-        ufunc = UFUNCS[op]
-        sends, receives = [], []
-        for hop in range(2 * n - 2):
-            sends += segments[(rank - hop) % n]
-            combine = ufunc if hop < n - 1 else None
-            receives += [Incoming(chunk, combine) for chunk in segments[(rank - hop - 1) % n]]
-        self._run("all_reduce", op, buf, sends, receives, len(segments[0]))
-        if op == "mean":
-            divide_by_ranks(buf, n)
+        if buf.size:
+            self._run("all_reduce", self.choose(buf.nbytes), buf, op=op)
+            if op == "mean":
+                divide_by_ranks(buf, self.num_ranks)
+
+    def reduce_scatter(self, buf: NDArray[Any], op: Op = "sum") -> NDArray[Any]:
+        check_buffer(buf, op)
+        mine = self.part_of(buf, self.rank)
+        if buf.size:
+            self._run("reduce_scatter", default_choice(buf.nbytes), buf, op=op)
+            if op == "mean":
+                divide_by_ranks(mine, self.num_ranks)
+        return mine
+
+    def all_gather_parts(self, buf: NDArray[Any]) -> None:
+        check_buffer(buf)
+        if buf.size:
+            self._run("all_gather_parts", default_choice(buf.nbytes), buf)
+
+    def all_gather_ragged(self, buf: NDArray[Any]) -> list[NDArray[Any]]:
+        check_buffer(buf, writable=False)
+        sizes = self.all_gather(np.array([buf.size], np.int64))[:, 0].tolist()
+        starts = np.cumsum([0, *sizes]).tolist()
+        bounds = [(starts[rank], starts[rank + 1]) for rank in range(self.num_ranks)]
+        flat = np.empty(starts[-1], buf.dtype)
+        flat[bounds[self.rank][0] : bounds[self.rank][1]] = buf
+        if flat.size:
+            gather = halving_doubling.all_gather if flat.nbytes <= SMALL_BYTES else ring.all_gather
+            program = gather(self.rank, self.num_ranks, grid_of(bounds, buf.itemsize))
+            self._run_program("all_gather_ragged", program, flat)
+        return [flat[start:stop] for start, stop in bounds]
 
     def broadcast(self, buf: NDArray[Any], root: int = 0) -> None:
         check_buffer(buf)
         check_rank("broadcast", root, self.num_ranks)
-        if not buf.size:
-            return
-        chunks = _chunks(buf, max(1, -(-buf.nbytes // CHUNK_BYTES)))
-        place = (self.rank - root) % self.num_ranks
-        sends = chunks if place < self.num_ranks - 1 else []
-        receives = [Incoming(chunk, None) for chunk in chunks] if place else []
-        self._run("broadcast", "", buf, sends, receives, 0 if place else len(chunks))
-
-    def all_gather_parts(self, buf: NDArray[Any]) -> None:
-        check_buffer(buf)
-        for rank in range(self.num_ranks):
-            self.broadcast(self.part_of(buf, rank), rank)
+        if buf.size:
+            self._run("broadcast", "tree" if buf.nbytes <= SMALL_BYTES else "chain", buf, root)
 
     def send(self, buf: NDArray[Any], to: int) -> None:
-        raise NotImplementedError("send comes with the mesh of connections")
+        check_buffer(buf, writable=False)
+        check_peer("send", to, self.rank, self.num_ranks)
+        if buf.size:
+            self._run("send", "", buf, to)
 
     def recv(self, buf: NDArray[Any], source: int) -> None:
-        raise NotImplementedError("recv comes with the mesh of connections")
+        check_buffer(buf)
+        check_peer("recv", source, self.rank, self.num_ranks)
+        if buf.size:
+            self._run("recv", "", buf, source)
+
+    def barrier(self) -> None:
+        self._run("all_reduce", "halving-doubling", np.zeros(1, np.uint8), op="max")
 
     def group(self, ranks: Sequence[int]) -> Communicator:
-        raise NotImplementedError("groups come with the mesh of connections")
-
-    def all_gather(self, buf: NDArray[Any]) -> NDArray[Any]:
-        check_buffer(buf, writable=False)
-        n, rank = self.num_ranks, self.rank
-        rows = np.empty((n, buf.size), buf.dtype)
-        rows[rank] = buf
-        if not buf.size:
-            return rows
-        chunked = [_chunks(row, max(1, -(-buf.nbytes // CHUNK_BYTES))) for row in rows]
-        sends, receives = [], []
-        for hop in range(n - 1):
-            sends += chunked[(rank - hop) % n]
-            receives += [Incoming(chunk, None) for chunk in chunked[(rank - hop - 1) % n]]
-        self._run("all_gather", "", buf, sends, receives, len(chunked[0]))
-        return rows
+        members = check_group(ranks, self.rank, self.num_ranks)
+        self._check_open()
+        made: Communicator
+        if len(members) == 1:
+            made = SoloCommunicator(self.generation, self.deadline_s)
+        else:
+            self._group_counts[members] += 1
+            # All members have made the same groups of these ranks before, so they arrive at the same number.
+            label = f"{self._channel} {members} {self._group_counts[members]}"
+            channel = int.from_bytes(hashlib.sha256(label.encode()).digest()[:7], "big") + 1
+            world = [self._members[member] for member in members]
+            made = TcpCommunicator(
+                self._mesh,
+                world,
+                members.index(self.rank),
+                self.deadline_s,
+                channel,
+                lambda nbytes: self.choose(nbytes),
+            )
+        self._groups.append(made)
+        return made
 
     def abort(self, reason: str) -> None:
-        if self._ended is None:
-            self._ended = reason
-        self._pump.abort(reason)
+        self._ended = self._ended or reason
+        self._engine.abort(self._ended)
+        for group in self._groups:
+            group.abort(self._ended)
 
     def close(self) -> None:
-        if self._ended is None:
-            self._ended = "it was closed"
-        self._pump.abort(self._ended)
+        aborted = self._ended
+        self.abort("it was closed")
+        for group in self._groups:
+            group.close()
         with self._lock:  # a call that was woken leaves first
-            self._pump.close()
+            self._engine.end(None if aborted is None else f"rank {self._members[self.rank]}: {aborted}")
+            if self._channel == 0:
+                self._mesh.close()
 
-    def _run(
-        self, kind: str, op: str, buf: Flat, sends: Sequence[Flat], receives: Sequence[Incoming], lag: int
-    ) -> None:
-        what = f"{kind} of {buf.nbytes} bytes"
+    def _run(self, kind: str, algorithm: str, buf: NDArray[Any], peer: int = 0, op: str = "") -> None:
+        key = _Key(kind, algorithm, buf.size, buf.itemsize, peer)
+        program = self._programs.get(key)
+        if program is None:
+            program = self._make(key)
+            frames = len(program.sends) + len(program.receives)
+            if frames <= MAX_PROGRAM_FRAMES // MAX_PROGRAMS * 8:
+                if len(self._programs) >= MAX_PROGRAMS:
+                    self._programs.clear()
+                self._programs[key] = program
+        self._run_program("send" if kind == "recv" else kind, program, buf, op)
+
+    def _run_program(self, kind: str, program: Program, buf: NDArray[Any], op: str = "") -> None:
+        what, tag = f"{kind} of {buf.nbytes} bytes", tag_of(kind, op, buf.dtype)
+        ufunc = UFUNCS.get(op, np.add)
+        self._guarded(lambda: self._engine.run(what, tag, program, buf, ufunc, self.deadline_s))
+
+    def _guarded(self, call: Callable[[], None]) -> None:
         with self._lock:
-            if self._ended is not None:
-                raise CommunicationError(
-                    f"rank {self.rank}: the communicator has ended: {self._ended}", next_step="Start the rank again."
-                )
+            self._check_open()
             try:
-                self._pump.run(what, tag_of(kind, op, buf.dtype), buf.nbytes, sends, receives, lag, self.deadline_s)
-            except CommunicationError as error:
-                # Half a collective cannot be mended; closing tells both neighbours at once, and they theirs.
-                if self._ended is None:
-                    self._ended = error.what
-                self._pump.close()
+                call()
+            except BaseException as error:
+                # Half a collective cannot be mended; the neighbours are told at once, and tell theirs.
+                what = error.what if isinstance(error, CommunicationError) else f"{type(error).__name__}: {error}"
+                reason = self._engine.reason or what
+                self._ended = self._ended or reason
+                self._engine.end(reason)
+                for group in self._groups:
+                    group.abort(reason)
                 raise
 
+    def _check_open(self) -> None:
+        if self._ended is not None:
+            name = self._members[self.rank]
+            raise CommunicationError(
+                f"rank {name}: the communicator has ended: {self._ended}", next_step="Start the rank again."
+            )
 
-def connect_ring(
+    def _make(self, key: _Key) -> Program:
+        rank, n, nbytes = self.rank, self.num_ranks, key.size * key.itemsize
+        if key.kind in ("send", "recv"):
+            step = spread.send if key.kind == "send" else spread.receive
+            return step(key.peer, even_grid(key.size, 1, key.itemsize))
+        if key.kind == "broadcast":
+            spreading = spread.tree if key.algorithm == "tree" else spread.chain
+            return spreading(rank, n, key.peer, even_grid(key.size, 1, key.itemsize))
+        if key.kind == "all_reduce" and key.algorithm == "halving-doubling" and nbytes <= WHOLE_BYTES:
+            return halving_doubling.all_reduce_short(rank, n, even_grid(key.size, 1, key.itemsize))
+        if key.kind == "all_reduce" and key.algorithm == "double-tree":
+            return double_tree.all_reduce(rank, n, even_grid(key.size, 2, key.itemsize, TREE_CHUNK_BYTES))
+        algorithm = _PROGRAMS.get((key.kind, key.algorithm))
+        if algorithm is None:
+            raise ValueError(f"{key.kind} got algorithm {key.algorithm!r}; allowed are {', '.join(ALGORITHMS)}")
+        return algorithm(rank, n, even_grid(key.size, n, key.itemsize))
+
+
+ALGORITHMS = ("ring", "halving-doubling", "double-tree")
+_PROGRAMS = {
+    ("all_reduce", "ring"): ring.all_reduce,
+    ("all_reduce", "halving-doubling"): halving_doubling.all_reduce,
+    ("reduce_scatter", "ring"): ring.reduce_scatter,
+    ("reduce_scatter", "halving-doubling"): halving_doubling.reduce_scatter,
+    ("all_gather_parts", "ring"): ring.all_gather,
+    ("all_gather_parts", "halving-doubling"): halving_doubling.all_gather,
+}
+
+
+def connect_tcp(
     rank: int,
     num_ranks: int,
     generation: int,
@@ -128,20 +255,18 @@ def connect_ring(
     deadline_s: float,
     host: str,
     call_deadline_s: float,
+    tls: Tls | None = None,
 ) -> TcpCommunicator:
-    """Join the ring; see `training.comm.connect`."""
-    to_next, from_previous = join(rank, num_ranks, generation, rendezvous, key, deadline_s, host)
-    return TcpCommunicator(
-        Pump(to_next, from_previous, rank, num_ranks, generation), rank, num_ranks, generation, call_deadline_s
-    )
+    """Join the ranks; see `training.comm.connect`. `tls` encrypts what leaves this host."""
+    mesh = Mesh(rank, num_ranks, generation, key, host, tls)
+    try:
+        mesh.rendezvous(rendezvous)
+        comm = TcpCommunicator(mesh, range(num_ranks), rank, call_deadline_s)
+        comm.connect_neighbours(deadline_s)
+    except BaseException:
+        mesh.close()
+        raise
+    return comm
 
 
-def _per_segment(buf: Flat, num_ranks: int) -> int:
-    """Chunks of each segment: as many for every segment, so that the same number of frames goes both ways."""
-    return max(1, -(-buf.nbytes // (num_ranks * CHUNK_BYTES)))
-
-
-def _chunks(part: Flat, count: int) -> list[Flat]:
-    """Cut `part` into `count` contiguous views, sizes differing by one element at most (some may be empty)."""
-    bounds = [part.size * i // count for i in range(count + 1)]
-    return [part[start:stop] for start, stop in pairwise(bounds)]
+connect_ring = connect_tcp  # the name of before

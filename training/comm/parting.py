@@ -1,0 +1,152 @@
+"""How a rank gives up: it tells the others why, and asks first whether one of them knows better.
+
+When a deadline passes, the rank that is waited for may itself be waiting for a third one. So each tells its neighbours
+whom it waits for, upon which they do the same; a rank that answers is alive and will pass on what it learns, and the
+one that does not answer is the one to name.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from collections.abc import Sequence
+
+from training.comm.frames import ENDED, HEADER_BYTES, STALLED, WORD_BYTES, is_word, pack_word, read_word
+from training.comm.links import HUNG_UP, Link
+from training.comm.wire import receive_some, send_some
+
+GRACE_S = 0.5  # for a rank to answer that it is alive
+LINGER_S = 0.25  # for a last word to arrive
+DRAIN_BYTES = 256 << 10
+
+
+def say_farewell(links: Sequence[Link], generation: int, text: str) -> None:
+    """Send `text` as the last word on each connection, whole where the other side reads, for LINGER_S at most.
+
+    What comes in meanwhile is read and dropped: closing a socket with unread bytes would destroy the word on its way.
+    """
+    poll, until = select.poll(), time.monotonic() + LINGER_S
+    open_links = {}
+    for link in links:
+        if not link.over:
+            link.outgoing.append(memoryview(pack_word(ENDED, generation, link.sent, text)))
+            open_links[link.fd] = link
+            poll.register(link.fd, select.POLLIN | select.POLLOUT)
+    space = [memoryview(bytearray(DRAIN_BYTES))]
+    while open_links and (left := until - time.monotonic()) > 0:
+        for fd, event in poll.poll(left * 1000):
+            link = open_links[fd]
+            try:
+                if event & select.POLLOUT and link.outgoing and _write(link):
+                    link.sock.shutdown(socket.SHUT_WR)
+                    poll.modify(fd, select.POLLIN)
+                ended = event & (select.POLLIN | HUNG_UP) and receive_some(link.sock, space) == 0
+            except OSError:
+                ended = True
+            if ended:
+                poll.unregister(fd)
+                del open_links[fd]
+
+
+def ask_around(
+    links: Sequence[Link], waited: Link | None, generation: int, text: str, *, alive: bool
+) -> tuple[Link, str] | None:
+    """Tell all whom this rank waits for; returns (who answered, the reason that it knows), None if nobody knows one.
+
+    `alive`: the rank that is waited for has said already that it waits too.
+    """
+    poll, listening = select.poll(), {}
+    for link in links:
+        if not link.over and link.got < HEADER_BYTES:
+            _post(link, pack_word(STALLED, generation, link.sent, text))
+            listening[link.fd] = link
+            poll.register(link.fd, select.POLLIN)
+    until = time.monotonic() + (4 * GRACE_S if alive else GRACE_S)
+    while listening and (left := until - time.monotonic()) > 0:
+        for fd, _ in poll.poll(left * 1000):
+            link = listening[fd]
+            word = _next_word(link, generation)
+            if word is None:
+                if link.over or link.got == HEADER_BYTES:  # gone, or busy with a frame
+                    poll.unregister(fd)
+                    del listening[fd]
+            elif word[0] == ENDED:
+                return link, word[1]
+            elif link is waited and not alive:
+                alive, until = True, time.monotonic() + 4 * GRACE_S
+    return None
+
+
+def last_word(link: Link, generation: int) -> str | None:
+    """Read all that a closed connection still holds; the reason that the other side left at its end, if any."""
+    tail, space = b"", memoryview(bytearray(DRAIN_BYTES))
+    if link.got < HEADER_BYTES:
+        tail = bytes(link.header[: link.got])
+    try:
+        while count := receive_some(link.sock, [space]):
+            tail = (tail + bytes(space[:count]))[-HEADER_BYTES - WORD_BYTES :]
+    except OSError:  # reset: nothing more comes
+        count = 0
+    word = read_word(tail, generation)
+    return word[1] if word is not None and word[0] == ENDED else None
+
+
+def rest_of_word(link: Link, beginning: bytes, generation: int) -> tuple[int, str] | None:
+    """The word whose header, and perhaps `beginning`, has been read; None if it is damaged."""
+    frame, until = bytes(link.header) + beginning, time.monotonic() + GRACE_S
+    space = memoryview(bytearray(WORD_BYTES))
+    while (missing := HEADER_BYTES + WORD_BYTES - len(frame)) and time.monotonic() < until:
+        try:
+            count = receive_some(link.sock, [space[:missing]])
+        except OSError:
+            break
+        if count == 0:
+            break
+        if count is None:
+            select.select([link.fd], [], [], 0.05)
+            continue
+        frame += space[:count]
+    link.received += 1
+    link.got, link.active = 0, False
+    return read_word(frame, generation)
+
+
+def _next_word(link: Link, generation: int) -> tuple[int, str] | None:
+    """A word if one has begun; None where nothing, a frame or the end comes."""
+    try:
+        count = receive_some(link.sock, [link.header_view[link.got :]])
+    except OSError:
+        count = 0
+    if count is None:
+        return None
+    link.over = count == 0
+    link.got += count
+    if link.got < HEADER_BYTES or not is_word(link.header):
+        return None
+    return rest_of_word(link, b"", generation)
+
+
+def _post(link: Link, frame: bytes) -> None:
+    """Begin to send a frame, unless another one is under way."""
+    if not link.outgoing:
+        link.outgoing = [memoryview(frame)]
+        link.sent += 1
+        try:
+            _write(link)
+        except OSError:
+            link.outgoing = []
+
+
+def _write(link: Link) -> bool:
+    """Send what the socket takes; True once all is out."""
+    while link.outgoing:
+        count = send_some(link.sock, link.outgoing)
+        if count == 0:
+            return False
+        while link.outgoing and count >= len(link.outgoing[0]):
+            count -= len(link.outgoing[0])
+            del link.outgoing[0]
+        if count:
+            link.outgoing[0] = link.outgoing[0][count:]
+    return True
