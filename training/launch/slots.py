@@ -45,8 +45,10 @@ def check_slots(context: SparkContext, num_ranks: int, wait_s: float) -> None:
     end = time.monotonic() + (0.0 if local else wait_s)
     while (slots := slots_now(context)) < num_ranks:
         asked = settings.get("spark.executor.instances")
-        cores = int(settings.get("spark.executor.cores", "1") or 1) // int(settings.get("spark.task.cpus", "1") or 1)
-        hopeless = asked is not None and int(asked) * cores < num_ranks
+        each = int(settings.get("spark.executor.cores", "1") or 1) // int(settings.get("spark.task.cpus", "1") or 1)
+        gpus, per_task = (float(settings.get(f"spark.{of}.resource.gpu.amount", "0")) for of in ("executor", "task"))
+        each = min(each, int(gpus / per_task)) if per_task else each
+        hopeless = asked is not None and int(asked) * each < num_ranks
         if hopeless or time.monotonic() >= end:
             how = (
                 f"give --master 'local[{num_ranks}]'"
@@ -57,7 +59,8 @@ def check_slots(context: SparkContext, num_ranks: int, wait_s: float) -> None:
                 f"num_ranks={num_ranks} exceeds the {slots} task slots of this Spark session",
                 got=f"{slots} slots on {context.master}",
                 allowed="a slot for every rank at once, as a barrier stage needs",
-                next_step=f"Lower --num-ranks to {slots} or fewer, or {how}.",
+                next_step=f"Lower --num-ranks to {slots} or fewer, or {how}."
+                + (f" Each task also takes {per_task:g} of an executor's {gpus:g} GPUs." if per_task else ""),
             )
         time.sleep(LOOK_EVERY_S)
 
