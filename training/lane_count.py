@@ -34,7 +34,7 @@ def check_lanes(global_batch: int, lanes: int, groups: int | None = None, num_ra
     if num_ranks > (groups or lanes):
         units = f"{groups} lane groups" if groups else f"{lanes} lanes"
         more = next((size for size in range(num_ranks, global_batch + 1) if global_batch % size == 0), num_ranks)
-        hint = f"--num-ranks {groups} or fewer, or --batchnorm local" if groups else f"--lanes {more}"
+        hint = f"--num-ranks {groups} or fewer, or --batchnorm sync or local" if groups else f"--lanes {more}"
         if not groups and global_batch % more:
             hint += f" with --global-batch {-(-global_batch // more) * more}"
         raise _refuse(f"{num_ranks} ranks are more than the {units}", hint)

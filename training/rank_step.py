@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from storage.errors import ConfigError
-from training.batchnorm import batchnorm_as
+from training.batchnorm import GhostBatchNormalization, batchnorm_as, normalisations
 from training.comm.base import Communicator
 from training.denominators import Denominators
 from training.ordered import OrderedCalls
@@ -22,15 +22,12 @@ log = logging.getLogger(__name__)
 class RankStep:
     """What differs between a rank's step and that of one process, besides the optimizer's exchange.
 
-    `communicator` is a group of its own (`comm.group(range(n))`), `scale` this rank's share n_r / G of the global
-    batch. `group_rows` makes BatchNormalization `ghost`, `sync` makes it see all ranks' rows, neither leaves it
-    `local`. Nothing of the model stays changed: layers and losses are Keras' own again once a step has been traced, and
-    so is what is saved. With one rank only `ghost` changes anything.
+    `scale` is this rank's share n_r / G of the global batch. `group_rows` makes BatchNormalization `ghost`, `sync`
+    makes it see all ranks' rows, neither leaves it `local`. Nothing of the model stays changed: layers and losses are
+    Keras' own again once a step has been traced, and so is what is saved. On one rank only `ghost` changes anything.
     """
 
-    def __init__(
-        self, communicator: Communicator, scale: float, *, group_rows: int | None = None, sync: bool = False
-    ) -> None:
+    def __init__(self, scale: float, *, group_rows: int | None = None, sync: bool = False) -> None:
         if group_rows is not None and sync:
             raise ConfigError(
                 "batch statistics are either over lane groups or over all ranks",
@@ -38,32 +35,21 @@ class RankStep:
                 allowed="one of them",
                 next_step="Leave out group_rows or sync.",
             )
-        alone = communicator.num_ranks == 1
-        self.calls = OrderedCalls(communicator)
-        self._group_rows = group_rows
-        self._of_ranks = SyncMoments(self.calls, scale) if sync and not alone else None
-        self._denominators = None if alone else Denominators(self.calls, scale)
+        self._scale, self._group_rows, self._sync = scale, group_rows, sync
+        self._calls: OrderedCalls | None = None
 
-    @contextmanager
-    def tracing(self, model: keras.Model) -> Iterator[None]:
-        """For a training loop of one's own: the forward pass, loss and gradients of one step."""
-        with self.calls.tracing(), batchnorm_as(model, group_rows=self._group_rows, of_ranks=self._of_ranks):
-            if self._denominators is None:
-                yield
-            else:
-                with self._denominators.of(model):
-                    yield
+    @property
+    def error(self) -> BaseException | None:
+        """What ended a collective of the step: TensorFlow repeats only its text."""
+        return None if self._calls is None else self._calls.error
 
-    def install(self, model: keras.Model) -> None:
-        """Have `model.fit` and `train_on_batch` trace their steps so, until `remove`. The model must be compiled."""
-        own = type(model)
-        if self._denominators is not None and (
-            own.train_step is not keras.Model.train_step or own.compute_loss is not keras.Model.compute_loss
-        ):
-            log.warning(
-                "%s computes its loss itself: what it adds to that of compile() is taken for means over rows",
-                own.__name__,
-            )
+    def install(self, model: keras.Model, communicator: Communicator) -> None:
+        """Have `model.fit` and `train_on_batch` trace their steps so, until `remove`. The model must be compiled.
+
+        `communicator` is a group of its own, `comm.group(range(n))`: the exchange uses its own at the same time.
+        """
+        self._calls = OrderedCalls(communicator)
+        self._tell(model)
         plain = model.train_step
 
         def train_step(*args: Any, **kwargs: Any) -> Any:
@@ -77,3 +63,30 @@ class RankStep:
         """Give the model its own train_step back."""
         object.__delattr__(model, "train_step")
         model.train_function = None
+
+    @contextmanager
+    def tracing(self, model: keras.Model) -> Iterator[None]:
+        """The forward pass, loss and gradients of one step, after `install`."""
+        calls = self._calls
+        assert calls is not None, "install() comes first"
+        several = calls.communicator.num_ranks > 1
+        of_ranks = SyncMoments(calls, self._scale) if self._sync and several else None
+        with calls.tracing(), batchnorm_as(model, group_rows=self._group_rows, of_ranks=of_ranks):
+            if not several:
+                yield
+                return
+            with Denominators(calls, self._scale).of(model):
+                yield
+
+    def _tell(self, model: keras.Model) -> None:
+        """Say what nobody could see in the numbers."""
+        own = type(model)
+        if own.train_step is not keras.Model.train_step or own.compute_loss is not keras.Model.compute_loss:
+            log.warning(
+                "%s computes its loss itself: what it adds to compile's is taken for means over rows", own.__name__
+            )
+        layers = [layer.name for layer in normalisations(model) if not isinstance(layer, GhostBatchNormalization)]
+        if layers and self._group_rows == 1:
+            log.warning("%s: batch statistics over groups of one row; use a larger global batch or sync", layers[0])
+        if layers and self._group_rows is None and not self._sync:
+            log.warning("%s: batch statistics are each rank's own, and depend on the number of ranks", layers[0])

@@ -58,12 +58,13 @@ def on_ranks(
     rows = sum(share.stop - share.start for share in shares)
     comms, groups = (_threads._join(len(shares), 1) for _ in range(2))
     models = [fresh(make, seed) for _ in shares]
+    steps_of: list[RankStep] = []
     for model, comm, group, share in zip(models, comms, groups, shares, strict=True):
         scale = (share.stop - share.start) / rows
         _build(model, part(x, share), part(y, share), part(weights, share))
         distribute(model.optimizer, comm, scale=scale, statistics=statistics_of(model))
-        model.rank_step = RankStep(group, scale, **options)
-        model.rank_step.install(model)
+        steps_of.append(RankStep(scale, **options))
+        steps_of[-1].install(model, group)
 
     def one(rank: int) -> list[float]:
         share = shares[rank]
@@ -79,9 +80,9 @@ def on_ranks(
 
     with ThreadPoolExecutor(len(shares)) as pool:
         losses = [future.result() for future in [pool.submit(one, rank) for rank in range(len(shares))]]
-    for model, of_steps, share in zip(models, losses, shares, strict=True):
+    for model, step, of_steps, share in zip(models, steps_of, losses, shares, strict=True):
         undistribute(model.optimizer)
-        model.rank_step.remove(model)
+        step.remove(model)
         model.losses_of_steps = [loss * (share.stop - share.start) / rows for loss in of_steps]
     return models
 

@@ -42,6 +42,18 @@ def stops(signature: Signature, options: ModelOptions) -> tuple[keras.Model, lis
     return logistic(signature, options), [StopOnOneRank()]
 
 
+def small_conv(signature: Signature, options: ModelOptions) -> keras.Model:
+    """One convolution with Keras' own BatchNormalization, which the run makes ghost or sync."""
+    (name, image), *_ = signature.features.items()
+    inputs = keras.Input(image.shape, dtype=image.dtype, name=name)
+    x = keras.layers.Conv2D(3, 3, 2)(keras.layers.Rescaling(1 / 255)(inputs))
+    x = keras.layers.ReLU()(keras.layers.BatchNormalization(momentum=0.9)(x))
+    out = keras.layers.Dense(signature.num_classes, "softmax")(keras.layers.Flatten()(x))
+    model = keras.Model({name: inputs}, out)
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "sparse_categorical_crossentropy", jit_compile=False)
+    return model
+
+
 class FailOnce(keras.callbacks.Callback):
     """Raises at the step in FAIL_AT, on whichever rank comes first."""
 

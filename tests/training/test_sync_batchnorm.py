@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -208,3 +209,30 @@ def test_a_users_own_layers_become_ghosts() -> None:
         plain = alone(make, x, y, steps=10)
     assert [v.path for v in plain.variables] == [v.path for v in one.variables]
     assert not np.allclose(np.asarray(plain.variables[0]), np.asarray(one.variables[0]))
+
+
+def test_a_run_of_nine_ranks_with_sync_is_the_run_of_one(tmp_path: Path) -> None:
+    """Also more ranks than lane groups: 9 ranks of 12 lanes, whose rows differ."""
+    from tests.training._threads import final_tensors, run
+    from tests.training._tiny import write_images
+    from tests.training.test_fit import assert_same
+    from training.config import TrainConfig
+
+    write_images(tmp_path / "images", records={"train": 48, "test": 8})
+    tensors = []
+    for ranks in (1, 9):
+        url = str(tmp_path / f"run-{ranks}")
+        config = TrainConfig(
+            datasets=(str(tmp_path / "images"),),
+            run=url,
+            num_ranks=ranks,
+            model="tests.training._models:small_conv",
+            global_batch=12,
+            epochs=2,
+            batchnorm="sync",
+            precision="float64",
+            launcher="local",
+        )
+        assert run(config).steps == 8
+        tensors.append(final_tensors(url))
+    assert_same(*tensors)
