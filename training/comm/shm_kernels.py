@@ -1,12 +1,7 @@
-"""The collectives of shared memory: each a kernel that does everything, waiting included, without the GIL.
+"""Reductions of shared memory, each a kernel that does everything, waiting included, without the GIL.
 
-A call goes in rounds. In round 0 a rank announces what it calls (tag, size, where its buffer lies) and sets its flag;
-round i begins once every flag has come to i, and ends by setting the own one. So the ranks move in step, two halves of
-a stage are enough, and what a rank reads has been written in an earlier round. Before the first byte is touched all
-announcements are compared.
-
-A kernel that waits too long returns WAITING and the rank; called again, it goes on where it was. `ctx` is one array of
-int64: the numbers below, then tables of a number a rank. Counters and addresses are numbers, sizes are bytes.
+Three ways, by what the ranks have announced: small buffers lie beside the announcements and every rank reduces all of
+them; buffers in the segment are reduced where they lie, a part by each rank; others go through the stages in chunks.
 """
 
 from __future__ import annotations
@@ -17,139 +12,52 @@ from numba import njit, types
 
 from storage.kernels import memory
 from storage.kernels.jit import kernels
-from storage.kernels.memory import copy, load_i64, store_u64
-from training.comm import shm_layout, shm_memory
-from training.comm.shm_layout import (
-    CALL_BYTES,
-    CALLS,
-    FLAG,
-    HEADER_BYTES,
-    HEADERS,
-    INLINE_BYTES,
-    PAGE_BYTES,
-    SENT,
-    SLOT_BYTES,
-    SLOTS,
-    TAKEN,
+from storage.kernels.memory import copy, load_i64
+from training.comm import shm_layout, shm_memory, shm_rounds
+from training.comm.shm_layout import INLINE_BYTES
+from training.comm.shm_memory import call_reducer
+from training.comm.shm_rounds import (
+    ALL,
+    BUFFER,
+    CHUNK,
+    ITEM,
+    OP,
+    RANK,
+    RANKS,
+    REDUCER,
+    ROUND,
+    SEGMENT,
+    SELF,
+    SIZE,
+    SOURCES,
+    TARGETS,
+    announce_self,
+    call_of,
+    chunk,
+    compare,
+    end_call,
+    half_of,
+    inline_of,
+    meet,
+    next_round,
+    part,
+    table,
 )
-from training.comm.shm_memory import call_reducer, claim_word, load_word, publish, reached, wait_until
 
-_kernel = kernels(__name__, memory, shm_layout, shm_memory)
-
-DONE, WAITING, DIFFERENT = 0, 1, 2  # what a kernel returns, plus RANK_FROM times the rank concerned
-RANK_FROM = 4
-(
-    RANK, RANKS, STEP, CALL, ROUND, SPINS, TIMEOUT_S, TIMEOUT_NS,  # who, how far, how to wait
-    TAG, SIZE, PLACE, LOOSE,  # the announcement; LOOSE 1 where sizes may differ by rank
-    BUFFER, OWN, REDUCER, OP, ITEM, ALL, CHUNK, HALF,  # a reduction: ALL 1 where every rank gets the result
-    CONTROL, INLINE, STAGE, PAIRS, SEGMENT,  # addresses in this process
-    PEER, MESSAGE, SELF,  # send and recv: the other rank, slots used before; the address of ctx
-) = range(28)  # fmt: skip
-TABLES = 32
-SOURCES, TARGETS, SIZES = range(3)  # tables behind the numbers, each of RANKS numbers
-
-
-@njit
-def _table(ctx: Any, table: Any) -> Any:
-    return TABLES + table * ctx[RANKS]
-
-
-@njit
-def _flag(ctx: Any, rank: Any) -> Any:
-    return ctx[CONTROL] + rank * PAGE_BYTES + FLAG
-
-
-@njit
-def _call_of(ctx: Any, rank: Any) -> Any:
-    """The address of a rank's announcement of this call: two take turns, since nobody is two calls ahead."""
-    return ctx[CONTROL] + rank * PAGE_BYTES + CALLS + (ctx[CALL] & 1) * CALL_BYTES
-
-
-@njit
-def _inline_of(ctx: Any, rank: Any) -> Any:
-    return ctx[INLINE] + (2 * rank + (ctx[CALL] & 1)) * INLINE_BYTES
-
-
-@njit
-def _half_of(ctx: Any, rank: Any, turn: Any) -> Any:
-    return ctx[STAGE] + (2 * rank + (turn & 1)) * ctx[HALF]
-
-
-@njit
-def _announce(ctx: Any) -> Any:
-    place = _call_of(ctx, ctx[RANK])
-    store_u64(place, types.uint64(ctx[TAG]))
-    store_u64(place + 8, types.uint64(ctx[SIZE]))
-    store_u64(place + 16, types.uint64(ctx[PLACE]))
-    if ctx[OWN] <= INLINE_BYTES:
-        copy(_inline_of(ctx, ctx[RANK]), ctx[BUFFER], ctx[OWN])
-    _next_round(ctx)
-
-
-@njit
-def _next_round(ctx: Any) -> Any:
-    ctx[ROUND] += 1
-    publish(_flag(ctx, ctx[RANK]), types.int32(ctx[STEP] + ctx[ROUND]))
-
-
-@njit
-def _end(ctx: Any) -> Any:
-    ctx[STEP] += ctx[ROUND]
-    ctx[CALL] += 1
-    return DONE
-
-
-@njit
-def _meet(ctx: Any) -> Any:
-    """Wait until all have ended the round before; 0, or what to return."""
-    target = types.int32(ctx[STEP] + ctx[ROUND])
-    for rank in range(ctx[RANKS]):
-        if rank == ctx[RANK] or reached(load_word(_flag(ctx, rank)), target):
-            continue
-        if not wait_until(_flag(ctx, rank), target, ctx[SPINS], ctx[SELF] + 8 * TIMEOUT_S):
-            return WAITING + RANK_FROM * rank
-    return 0
-
-
-@njit
-def _compare(ctx: Any) -> Any:
-    """0 if every rank has announced the same, else what to return."""
-    for rank in range(ctx[RANKS]):
-        place = _call_of(ctx, rank)
-        differs = load_i64(place) != ctx[TAG]
-        if differs or (ctx[LOOSE] == 0 and load_i64(place + 8) != ctx[SIZE]):
-            return DIFFERENT + RANK_FROM * rank
-    return 0
+_kernel = kernels(__name__, memory, shm_layout, shm_memory, shm_rounds)
 
 
 @njit
 def _reduce(ctx: Any, targets: Any, count: Any) -> Any:
-    sources = ctx[SELF] + 8 * _table(ctx, SOURCES)
-    call_reducer(ctx[REDUCER], ctx[OP], ctx[RANKS], sources, targets, ctx[SELF] + 8 * _table(ctx, TARGETS), count)
-
-
-@njit
-def _part(ctx: Any, rank: Any) -> Any:
-    """(first byte, bytes) of a rank's part, as training.comm.base.part_bounds."""
-    count = ctx[SIZE] // ctx[ITEM]
-    each, longer = count // ctx[RANKS], count % ctx[RANKS]
-    start = rank * each + min(rank, longer)
-    return start * ctx[ITEM], (each + (1 if rank < longer else 0)) * ctx[ITEM]
-
-
-@njit
-def _chunk(ctx: Any, rank: Any, turn: Any) -> Any:
-    """(first byte, bytes) of chunk `turn` of a rank's part; 0 bytes where it has no such chunk."""
-    start, size = _part(ctx, rank)
-    done = min(size, turn * ctx[CHUNK])
-    return start + done, min(size - done, ctx[CHUNK])
+    sources = ctx[SELF] + 8 * table(ctx, SOURCES)
+    call_reducer(ctx[REDUCER], ctx[OP], ctx[RANKS], sources, targets, ctx[SELF] + 8 * table(ctx, TARGETS), count)
 
 
 @njit
 def _all_in_segment(ctx: Any) -> Any:
     outside = 0
     for rank in range(ctx[RANKS]):
-        outside += load_i64(_call_of(ctx, rank) + 16) < 0
+        outside += load_i64(call_of(ctx, rank) + 16) < 0
     return outside == 0
 
 
@@ -158,10 +66,10 @@ def _reduce_inline(ctx: Any) -> Any:
     """Every rank reduces all, or its part, from everybody's announcement."""
     start, size = types.int64(0), ctx[SIZE]
     if ctx[ALL] == 0:
-        start, size = _part(ctx, ctx[RANK])
+        start, size = part(ctx, ctx[RANK])
     for rank in range(ctx[RANKS]):
-        ctx[_table(ctx, SOURCES) + rank] = _inline_of(ctx, rank) + start
-    ctx[_table(ctx, TARGETS)] = ctx[BUFFER] + start
+        ctx[table(ctx, SOURCES) + rank] = inline_of(ctx, rank) + start
+    ctx[table(ctx, TARGETS)] = ctx[BUFFER] + start
     if size:
         _reduce(ctx, 1, size // ctx[ITEM])
 
@@ -169,13 +77,13 @@ def _reduce_inline(ctx: Any) -> Any:
 @njit
 def _reduce_in_place(ctx: Any) -> Any:
     """Reduce the own part of everybody's buffer, into everybody's buffer."""
-    start, size = _part(ctx, ctx[RANK])
+    start, size = part(ctx, ctx[RANK])
     for rank in range(ctx[RANKS]):
-        address = ctx[SEGMENT] + load_i64(_call_of(ctx, rank) + 16) + start
-        ctx[_table(ctx, SOURCES) + rank] = address
-        ctx[_table(ctx, TARGETS) + rank] = address
+        address = ctx[SEGMENT] + load_i64(call_of(ctx, rank) + 16) + start
+        ctx[table(ctx, SOURCES) + rank] = address
+        ctx[table(ctx, TARGETS) + rank] = address
     if ctx[ALL] == 0:
-        ctx[_table(ctx, TARGETS)] = ctx[BUFFER] + start
+        ctx[table(ctx, TARGETS)] = ctx[BUFFER] + start
     if size:
         _reduce(ctx, ctx[RANKS] if ctx[ALL] else 1, size // ctx[ITEM])
 
@@ -185,155 +93,50 @@ def _reduce_staged(ctx: Any, turn: Any) -> Any:
     """Stage chunk `turn` of the others' parts, reduce the one before of the own part, fetch the one before that."""
     mine = ctx[RANK]
     for rank in range(ctx[RANKS]):
-        start, size = _chunk(ctx, rank, turn)
+        start, size = chunk(ctx, rank, turn)
         if rank != mine and size:
-            copy(_half_of(ctx, mine, turn) + rank * ctx[CHUNK], ctx[BUFFER] + start, size)
-    start, size = _chunk(ctx, mine, max(turn - 1, 0))
+            copy(half_of(ctx, mine, turn) + rank * ctx[CHUNK], ctx[BUFFER] + start, size)
+    start, size = chunk(ctx, mine, max(turn - 1, 0))
     if turn >= 1 and size:
         for rank in range(ctx[RANKS]):
-            ctx[_table(ctx, SOURCES) + rank] = _half_of(ctx, rank, turn - 1) + mine * ctx[CHUNK]
-        ctx[_table(ctx, SOURCES) + mine] = ctx[BUFFER] + start
-        ctx[_table(ctx, TARGETS)] = ctx[BUFFER] + start
-        ctx[_table(ctx, TARGETS) + 1] = _half_of(ctx, mine, turn - 1) + ctx[RANKS] * ctx[CHUNK]
+            ctx[table(ctx, SOURCES) + rank] = half_of(ctx, rank, turn - 1) + mine * ctx[CHUNK]
+        ctx[table(ctx, SOURCES) + mine] = ctx[BUFFER] + start
+        ctx[table(ctx, TARGETS)] = ctx[BUFFER] + start
+        ctx[table(ctx, TARGETS) + 1] = half_of(ctx, mine, turn - 1) + ctx[RANKS] * ctx[CHUNK]
         _reduce(ctx, 2 if ctx[ALL] else 1, size // ctx[ITEM])
     if turn >= 2 and ctx[ALL]:
         for rank in range(ctx[RANKS]):
-            start, size = _chunk(ctx, rank, turn - 2)
+            start, size = chunk(ctx, rank, turn - 2)
             if rank != mine and size:
-                copy(ctx[BUFFER] + start, _half_of(ctx, rank, turn - 2) + ctx[RANKS] * ctx[CHUNK], size)
+                copy(ctx[BUFFER] + start, half_of(ctx, rank, turn - 2) + ctx[RANKS] * ctx[CHUNK], size)
 
 
 @_kernel
 def reduce_all(ctx: Any) -> Any:
     """all_reduce, reduce_scatter (ctx[ALL] 0) and barrier (ctx[SIZE] 0)."""
     if ctx[ROUND] == 0:
-        _announce(ctx)
-    _, longest = _part(ctx, 0)
+        announce_self(ctx)
+    _, longest = part(ctx, 0)
     chunks = -(-longest // ctx[CHUNK])
     while True:
-        waiting = _meet(ctx)
+        waiting = meet(ctx)
         if waiting:
             return waiting
         if ctx[ROUND] == 1:
-            different = _compare(ctx)
+            different = compare(ctx)
             if different:
                 return different
         if ctx[SIZE] <= INLINE_BYTES:
             _reduce_inline(ctx)
-            return _end(ctx)
+            return end_call(ctx)
         if _all_in_segment(ctx):
             if ctx[ROUND] == 2:
-                return _end(ctx)
+                return end_call(ctx)
             _reduce_in_place(ctx)
-            _next_round(ctx)
+            next_round(ctx)
         else:
             turn = ctx[ROUND] - 1
             _reduce_staged(ctx, turn)
             if turn == chunks + (1 if ctx[ALL] else 0):
-                return _end(ctx)
-            _next_round(ctx)
-
-
-@_kernel
-def announce(ctx: Any) -> Any:
-    """Round 0 of a gather whose sizes differ: afterwards `announced_size` knows them, and `gather` goes on."""
-    if ctx[ROUND] == 0:
-        _announce(ctx)
-    waiting = _meet(ctx)
-    return waiting if waiting else _compare(ctx)
-
-
-@_kernel
-def announced_size(ctx: Any, rank: Any) -> Any:
-    """The bytes that a rank has announced in this call."""
-    return load_i64(_call_of(ctx, rank) + 8)
-
-
-@_kernel
-def gather(ctx: Any) -> Any:
-    """Copy SIZES[r] bytes of each rank r to TARGETS[r] (0: not wanted) on every rank; the OWN ones are at BUFFER."""
-    if ctx[ROUND] == 0:
-        _announce(ctx)
-    mine, ranks = ctx[RANK], ctx[RANKS]
-    while True:
-        waiting = _meet(ctx)
-        if waiting:
-            return waiting
-        turn = ctx[ROUND] - 1
-        if turn == 0:
-            different = _compare(ctx)
-            if different:
-                return different
-        chunks, direct = types.int64(0), False
-        for rank in range(ranks):
-            size, target = ctx[_table(ctx, SIZES) + rank], ctx[_table(ctx, TARGETS) + rank]
-            place = load_i64(_call_of(ctx, rank) + 16)
-            if size <= INLINE_BYTES:
-                if turn == 0 and target:
-                    copy(target, _inline_of(ctx, rank), size)
-            elif place >= 0:
-                direct = True
-                if turn == 0 and target:
-                    copy(target, ctx[SEGMENT] + place, size)
-            else:
-                chunks = max(chunks, -(-size // ctx[HALF]))
-                done = min(size, turn * ctx[HALF])
-                if rank == mine:
-                    copy(_half_of(ctx, mine, turn), ctx[BUFFER] + done, min(size - done, ctx[HALF]))
-                before = min(size, (turn - 1) * ctx[HALF])
-                if turn >= 1 and target:
-                    copy(target + before, _half_of(ctx, rank, turn - 1), min(size - before, ctx[HALF]))
-        # A buffer that others read must stay as it is until all have: one more round.
-        if turn >= (1 if direct and chunks == 0 else chunks):
-            return _end(ctx)
-        _next_round(ctx)
-
-
-@njit
-def _pair(ctx: Any, sender: Any, receiver: Any) -> Any:
-    return ctx[PAIRS] + (sender * ctx[RANKS] + receiver) * (PAGE_BYTES + SLOTS * SLOT_BYTES)
-
-
-@_kernel
-def send(ctx: Any) -> Any:
-    """Put ctx[SIZE] bytes at BUFFER into the slots to PEER; ROUND counts the slots of this message."""
-    pair = _pair(ctx, ctx[RANK], ctx[PEER])
-    while ctx[ROUND] == 0 or ctx[ROUND] * SLOT_BYTES < ctx[SIZE]:
-        number = ctx[MESSAGE] + ctx[ROUND]
-        free_from = types.int32(number - SLOTS + 1)
-        if not wait_until(pair + TAKEN, free_from, ctx[SPINS], ctx[SELF] + 8 * TIMEOUT_S):
-            return WAITING + RANK_FROM * ctx[PEER]
-        header = pair + HEADERS + (number % SLOTS) * HEADER_BYTES
-        store_u64(header, types.uint64(ctx[TAG]))
-        store_u64(header + 8, types.uint64(ctx[SIZE]))
-        done = ctx[ROUND] * SLOT_BYTES
-        slot = pair + PAGE_BYTES + (number % SLOTS) * SLOT_BYTES
-        copy(slot, ctx[BUFFER] + done, min(ctx[SIZE] - done, SLOT_BYTES))
-        ctx[ROUND] += 1
-        publish(pair + SENT, types.int32(number + 1))
-    return DONE
-
-
-@_kernel
-def receive(ctx: Any) -> Any:
-    """The other side of `send`."""
-    pair = _pair(ctx, ctx[PEER], ctx[RANK])
-    while ctx[ROUND] == 0 or ctx[ROUND] * SLOT_BYTES < ctx[SIZE]:
-        number = ctx[MESSAGE] + ctx[ROUND]
-        if not wait_until(pair + SENT, types.int32(number + 1), ctx[SPINS], ctx[SELF] + 8 * TIMEOUT_S):
-            return WAITING + RANK_FROM * ctx[PEER]
-        header = pair + HEADERS + (number % SLOTS) * HEADER_BYTES
-        if load_i64(header) != ctx[TAG] or load_i64(header + 8) != ctx[SIZE]:
-            return DIFFERENT + RANK_FROM * ctx[PEER]
-        done = ctx[ROUND] * SLOT_BYTES
-        slot = pair + PAGE_BYTES + (number % SLOTS) * SLOT_BYTES
-        copy(ctx[BUFFER] + done, slot, min(ctx[SIZE] - done, SLOT_BYTES))
-        ctx[ROUND] += 1
-        publish(pair + TAKEN, types.int32(number + 1))
-    return DONE
-
-
-@_kernel
-def claim_ended(address: Any, mark: Any) -> Any:
-    """Write `mark` to the first word of the segment at `address` if none is there."""
-    claim_word(address, types.int32(mark))
+                return end_call(ctx)
+            next_round(ctx)

@@ -12,11 +12,14 @@ from collections import deque
 from typing import Any
 
 import numpy as np
+from numba import types
 from numpy.typing import NDArray
 
 from storage.errors import CommunicationError
+from storage.kernels import memory
+from storage.kernels.jit import kernels
+from training.comm import shm_memory
 from training.comm.base import ALIGN_BYTES
-from training.comm.shm_kernels import claim_ended
 from training.comm.shm_layout import (
     CALL_BYTES,
     CALLS,
@@ -29,6 +32,7 @@ from training.comm.shm_layout import (
     SLOTS,
     Layout,
 )
+from training.comm.shm_memory import claim_word
 
 log = logging.getLogger(__name__)
 # Of <linux/fcntl.h>; Python 3.11 has them too, but only where it was built on a kernel with them.
@@ -48,6 +52,12 @@ def create_file(size: int) -> int:
         os.close(fd)
         raise
     return fd
+
+
+@kernels(__name__, memory, shm_memory)
+def _claim(address: Any, mark: Any) -> Any:
+    """Write `mark` at `address` if nothing is there."""
+    claim_word(address, types.int32(mark))
 
 
 class Segment:
@@ -128,7 +138,7 @@ class Segment:
         text = reason.encode()[:REASON_BYTES]
         start = self._page(self._rank) + REASON
         self._map[start : start + 4 + len(text)] = _WORD.pack(len(text)) + text
-        claim_ended(self.address, self._rank + 1)
+        _claim(self.address, self._rank + 1)
 
     def ended(self) -> tuple[int, str] | None:
         """(rank, reason) of the rank that ended the communicator."""

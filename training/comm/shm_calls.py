@@ -1,0 +1,162 @@
+"""Running the kernels of shared memory, and all that can keep a call from its end: dead, late and differing ranks."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from storage.errors import CommunicationError
+from training.comm import shm_rounds as k
+from training.comm.frames import describe_tag, tag_of
+from training.comm.shm_join import Links, close_all
+from training.comm.shm_segment import Segment
+
+SPINS = 1000  # looks at a flag before sleeping, some 20 microseconds; docs/decisions/042-shared-memory.md
+SLICE_S = 0.05  # a kernel that waits comes back so often, to look for the end of a rank, an abort and the deadline
+_ROOT_BIT = 32  # in a tag: above it a broadcast's root
+_open: weakref.WeakSet[Calls] = weakref.WeakSet()
+
+
+class Calls:
+    """The calls of one rank: announces them, runs their kernels, ends the communicator where one fails."""
+
+    def __init__(self, segment: Segment, links: Links, rank: int, labels: Sequence[int]) -> None:
+        self.segment, self.links, self.labels = segment, links, tuple(labels)
+        self.lock = threading.Lock()
+        self.ended: str | None = None
+        self._rank, self._closed = rank, False
+        self._poll = select.poll()
+        for link in links:
+            if link is not None:
+                self._poll.register(link, select.POLLRDHUP)
+        layout = segment.layout
+        n = layout.num_ranks
+        self.ctx = ctx = np.zeros(k.TABLES + 3 * n, np.int64)
+        ctx[k.RANK], ctx[k.RANKS], ctx[k.SELF] = rank, n, ctx.ctypes.data
+        ctx[k.TIMEOUT_NS] = int(SLICE_S * 1e9)
+        # More ranks than cores: who spins keeps away the rank that it waits for.
+        ctx[k.SPINS] = SPINS if n <= len(os.sched_getaffinity(0)) else 1
+        ctx[k.CHUNK], ctx[k.HALF] = layout.chunk_bytes, layout.half_bytes
+        ctx[k.SEGMENT] = base = segment.address
+        ctx[k.CONTROL], ctx[k.INLINE] = base + layout.control, base + layout.inline
+        ctx[k.STAGE], ctx[k.PAIRS] = base + layout.stage, base + layout.pairs
+        _open.add(self)
+
+    def announce(self, kind: str, op: str, dtype: np.dtype[Any], size: int, address: int, own: int, root: int) -> None:
+        """Prepare a call over `size` bytes, of which `own` at `address` are this rank's to give; holds the lock."""
+        self.check_open()
+        ctx = self.ctx
+        ctx[k.TAG] = tag_of(kind, op, dtype) | root << _ROOT_BIT
+        ctx[k.SIZE], ctx[k.BUFFER], ctx[k.OWN] = size, address, own
+        ctx[k.PLACE] = self.segment.place_of(address, own)
+        ctx[k.ROUND] = ctx[k.LOOSE] = 0
+        ctx[k.ITEM] = ctx[k.ALL] = 1
+
+    def check_open(self) -> None:
+        """Raise CommunicationError if the communicator has ended."""
+        if self.ended is not None:
+            raise CommunicationError(
+                f"rank {self.labels[self._rank]}: the communicator has ended: {self.ended}",
+                next_step="Start the rank again.",
+            )
+
+    def run(self, kernel: Callable[[Any], int], what: str, deadline_s: float) -> None:
+        """Run a kernel until it is done; between its slices look for what can keep it from that."""
+        status = kernel(self.ctx)
+        if status == k.DONE:
+            return
+        until = time.monotonic() + deadline_s - SLICE_S
+        while status != k.DONE:
+            rank = status // k.RANK_FROM
+            if status % k.RANK_FROM == k.DIFFERENT:
+                raise self._different(rank, what)
+            self._look(rank, what, until, deadline_s)
+            status = kernel(self.ctx)
+
+    def end(self, what: str, **parts: str) -> CommunicationError:
+        """The error to raise. Half a collective cannot be mended: the communicator has ended, on all ranks."""
+        self.abort(what)
+        return CommunicationError(what, **parts)
+
+    def abort(self, reason: str) -> None:
+        """End the communicator on all ranks, from any thread."""
+        if self.ended is None:
+            self.ended = reason
+            self.segment.end(reason)
+
+    def close(self) -> None:
+        """Leave; a call that is under way in another thread sees it and leaves first."""
+        if self.ended is None:
+            self.ended = "it was closed"
+        with self.lock:
+            if not self._closed:
+                self._closed = True
+                self.segment.leave()
+                close_all(self.links)
+                self.segment.close()
+
+    def _look(self, waited: int, what: str, until: float, deadline_s: float) -> None:
+        me, late = self.labels[self._rank], self.labels[waited]
+        call = f"{what} of {self.ctx[k.SIZE]} bytes"
+        if self.ended is not None:
+            raise CommunicationError(f"rank {me}: {call} was ended: {self.ended}")
+        if (first := self.segment.ended()) is not None:
+            raise self.end(f"rank {me}: {call} was ended by rank {self.labels[first[0]]}: {first[1]}")
+        gone = {fd for fd, _ in self._poll.poll(0)}
+        for rank, link in enumerate(self.links):
+            if link is None or link.fileno() not in gone:
+                continue
+            if not self.segment.has_left(rank):
+                raise self.end(
+                    f"rank {me}: lost rank {self.labels[rank]} during {call}",
+                    got="its process has ended",
+                    next_step=f"Look at the log of rank {self.labels[rank]}: it ended first.",
+                )
+            if rank == waited:
+                raise self.end(
+                    f"rank {me}: {call} waits for rank {late}, which has closed its communicator",
+                    allowed="the same calls on every rank",
+                    next_step=f"Compare the logs of ranks {me} and {late}.",
+                )
+        if time.monotonic() >= until:
+            raise self.end(
+                f"rank {me}: {call} waited {deadline_s:g} s for rank {late}",
+                allowed="every rank in the same collective within the deadline",
+                next_step=f"Look at the log of rank {late}; if its steps are just slow, raise --stall-limit.",
+            )
+
+    def _different(self, rank: int, what: str) -> CommunicationError:
+        ctx = self.ctx
+        if what == "recv":
+            theirs = self.segment.header_of(rank, self._rank, int(ctx[k.MESSAGE] + ctx[k.ROUND]))
+        else:
+            theirs = self.segment.call_of(rank, int(ctx[k.CALL]))
+        me, other = self.labels[self._rank], self.labels[rank]
+        return self.end(
+            f"ranks {me} and {other} differ in what they call",
+            got=f"rank {me}: {_describe(int(ctx[k.TAG]), int(ctx[k.SIZE]))}; rank {other}: {_describe(*theirs)}",
+            allowed="the same collectives in the same order, with equal sizes and dtypes",
+            next_step="Compare the ranks' logs; all must run one version and one configuration.",
+        )
+
+
+def _describe(tag: int, size: int) -> str:
+    root = tag >> _ROOT_BIT
+    return f"{describe_tag(tag & (1 << _ROOT_BIT) - 1)} of {size} bytes" + (f" from rank {root}" if root else "")
+
+
+def _in_child() -> None:
+    """In a forked process: let go of the sockets, or the end of the rank itself would stay unseen while it lives."""
+    for calls in list(_open):
+        calls.ended = "this process was forked from the rank"
+        close_all(calls.links)
+
+
+os.register_at_fork(after_in_child=_in_child)
