@@ -100,9 +100,14 @@ class ControlServer:
         raise RankFailedError(first, len(self._states)) from first.state.error
 
     def stop(self, reason: str) -> None:
-        """Tell every supervisor to end its rank and wait until all have said that it ended (grace and 5 s)."""
+        """Tell every supervisor to end its rank and wait until all have said that it ended (grace and 5 s).
+
+        Once is enough: a host that the network has lost answers a second call no more than the first.
+        """
         self._rendezvous.abort(reason)
         with self._changed:
+            if self._stopping:
+                return
             self._stopping = True
             supervisors = dict(self._supervisors)
         for rank, channel in supervisors.items():

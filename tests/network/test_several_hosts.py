@@ -1,0 +1,156 @@
+"""Four hosts of this machine, each with a link of its own: the launch, the mesh, TLS and a cable that is pulled."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from storage.errors import ConfigError
+from tests.network.entries import MARK, values
+from tests.network.hosts import DRIVER, Hosts
+from tests.network.run_hosts import run_hosts
+from tests.training._ring import run_ring
+from training.control.failures import RankFailedError
+from training.launch.task import Limits, RankTask
+
+pytestmark = pytest.mark.slow
+
+NUM_RANKS = 4
+SIZE = 100_003
+LARGE_BYTES = 16 << 20
+RATE_BITS_S = 10**9
+TCP = {"options": {"backend": "tcp", "algorithm": "ring"}}
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    with Hosts(NUM_RANKS, rate_bits_s=RATE_BITS_S, delay_ms=0.5) as hosts:
+        yield hosts
+
+
+@contextmanager
+def overhearing(hosts: Hosts) -> Iterator[list[bytes]]:
+    """Frames in which somebody at the switch, at the port of host 0, can read the mark."""
+    heard: list[bytes] = []
+    done = threading.Event()
+    with hosts.inside(DRIVER):
+        ear = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
+        ear.bind(("h0", 0))
+
+    def listen() -> None:
+        ear.settimeout(0.1)
+        while not done.is_set():
+            try:
+                frame = ear.recv(1 << 16)
+            except TimeoutError:
+                continue
+            if MARK in frame:
+                heard.append(frame)
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    try:
+        yield heard
+    finally:
+        done.set()
+        thread.join()
+        ear.close()
+
+
+def expected() -> str:
+    """The same reduction by threads on loopback."""
+
+    def work(comm: Any) -> str:
+        buf = values(comm.rank, SIZE)
+        comm.all_reduce(buf)
+        return hashlib.sha256(buf.tobytes()).hexdigest()
+
+    found = set(run_ring(NUM_RANKS, work))
+    assert len(found) == 1
+    return str(found.pop())
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+def test_ranks_meet_on_the_right_network(hosts: Hosts, tls: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    payload = {"comm": TCP, "size": SIZE, "large_bytes": LARGE_BYTES, "rounds": 3}
+    with overhearing(hosts) as heard:
+        results = run_hosts(hosts, RankTask("tests.network.entries:exchange", payload, tls=tls), NUM_RANKS)
+    assert [result["host"] for result in results] == hosts.addresses
+    right = {*hosts.addresses, hosts.driver_address}
+    for result, address in zip(results, hosts.addresses, strict=True):
+        assert set(result["ends"]) <= right, "a rank talks over another network"
+        assert result["listens"] == [address], "a rank listens where nobody needs it"
+        assert result["digest"] == expected_digest(), "the bits depend on the network"
+        assert result["marks"]
+    assert bool(heard) is not tls, "TLS hides what is sent, and without it the ear hears it"
+    bound_s = 2 * (NUM_RANKS - 1) / NUM_RANKS * LARGE_BYTES * 8 / RATE_BITS_S
+    best_s = min(max(times) for times in zip(*(result["seconds"] for result in results), strict=True))
+    with capsys.disabled():
+        told = f"{NUM_RANKS} hosts, 1 Gbit/s, {'TLS' if tls else 'plain'}: {bound_s / best_s:.0%} of the bound"
+        print(f"\n  {'; '.join([told, *hosts.notes])}")
+    assert 0.5 <= bound_s / best_s <= 1.02, "slow, or the link was not what limited it"
+
+
+_EXPECTED: list[str] = []
+
+
+def expected_digest() -> str:
+    if not _EXPECTED:
+        _EXPECTED.append(expected())
+    return _EXPECTED[0]
+
+
+def test_a_pulled_cable_names_the_rank_behind_it(hosts: Hosts) -> None:
+    pulled: list[float] = []
+
+    def handler(rank: int, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+        if rank == 0:
+            hosts.set_link(2, up=False)
+            pulled.append(time.monotonic())
+        return {}
+
+    limits = Limits(beat_s=0.2, silent_s=2.0, grace_s=0.2, lost_s=4.0)
+    task = RankTask("tests.network.entries:reduce_for_long", {"comm": TCP, "seconds": 60})
+    try:
+        with pytest.raises(RankFailedError, match="no heartbeat for 2 s") as caught:
+            run_hosts(hosts, task, NUM_RANKS, limits=limits, handler=handler)
+    finally:
+        hosts.set_link(2, up=True)
+    assert (caught.value.rank, caught.value.host) == (2, "host-2")
+    assert time.monotonic() - pulled[0] < 2 + 1 + 5.2 + 4  # silence, the driver's second, its wait for the lost host
+
+
+def test_nothing_is_left_and_nothing_is_named() -> None:
+    """Two layouts at once have the same addresses and do not meet; afterwards neither is there."""
+    before = socket.if_nameindex()
+    with Hosts(2) as one, Hosts(2) as other, ThreadPoolExecutor(1) as pool:
+        with one.inside(0):
+            listener = socket.create_server((one.addresses[0], 0))
+        with other.inside(1), pytest.raises(OSError):
+            socket.create_connection((one.addresses[0], listener.getsockname()[1]), timeout=2)
+        accepted = pool.submit(listener.accept)
+        with one.inside(1), socket.create_connection(listener.getsockname(), timeout=5) as caller:
+            assert caller.getsockname()[0] == one.addresses[1]
+            accepted.result(5)[0].close()
+        listener.close()
+        sleeper = one.popen(0, ["sleep", "60"])
+    assert sleeper.poll() is not None
+    assert socket.if_nameindex() == before
+
+
+def test_a_trusted_network_that_a_host_does_not_have(hosts: Hosts) -> None:
+    from training.comm.interfaces import trusted_address
+
+    with hosts.inside(1):
+        assert trusted_address("eth0") == trusted_address("10.77.0.0/24") == hosts.addresses[1]
+        with pytest.raises(ConfigError, match="eth7") as caught:
+            trusted_address("eth7")
+    assert "eth0 (10.77.0.2)" in caught.value.allowed and "aaa0 (10.66.0.2)" in caught.value.allowed
