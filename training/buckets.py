@@ -77,5 +77,7 @@ def lay_out(
 
     placed = [place(shape, dtype, grow=False) for shape, dtype in reversed(gradients)]
     statistic_slots = tuple(place(shape, dtype, grow=True) for shape, dtype in statistics)
-    control = place((control_words,), dtypes[-1], grow=True)
+    # Never in two bytes: the loss would lose its digits.
+    wide = dtypes[-1] if dtypes and dtypes[-1].itemsize >= 4 else np.dtype(np.float32)
+    control = place((control_words,), wide, grow=True)
     return Layout(tuple(dtypes), tuple(sizes), tuple(reversed(placed)), statistic_slots, control)

@@ -1,62 +1,78 @@
 """`distribute(optimizer, ...)`: the user's Keras optimizer, reducing gradients over all ranks before it applies them.
 
 The object stays the user's own; its class becomes a subclass whose `apply` exchanges first. So it is the outermost
-optimizer: clipping, decay and accumulation see the global gradients, equal bit for bit on every rank.
+optimizer: finiteness, loss scale, clipping, decay and averages see the global gradients, equal bit for bit on every
+rank; accumulation adds on each rank alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
+from weakref import WeakSet
 
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops.control_flow_v2_func_graphs import CondBranchFuncGraph
 
 from storage.errors import ConfigError
-from training.buckets import BUCKET_BYTES, lay_out
+from training import accumulate, loss_scale
+from training.buckets import BUCKET_BYTES
 from training.comm.base import Communicator
-from training.exchange import CONTROL_WORDS, Exchange
+from training.exchange import Exchange
 from training.ordered import tail
+from training.reduction import Reduction
+from training.sparse import ROWS_FROM_BYTES
 
 OptimizerT = TypeVar("OptimizerT", bound=keras.optimizers.Optimizer)
+_USED: WeakSet[Communicator] = WeakSet()  # those that an exchange's thread works with
 
 
 def distribute(
     optimizer: OptimizerT,
     communicator: Communicator,
+    scale: float | None = None,
     *,
-    scale: float,
     statistics: Sequence[keras.Variable] = (),
     bucket_bytes: int = BUCKET_BYTES,
+    rows_from_bytes: int = ROWS_FROM_BYTES,
+    auto_scale_loss: bool = True,
+    finalizes: bool = True,
 ) -> OptimizerT:
     """Make `optimizer` reduce gradients over the ranks of `communicator`; returns the same object.
 
-    `scale` is n_r / G, this rank's share of the global batch. `statistics` are float variables that the forward pass
-    updates on each rank (moving averages): after each step they hold their mean, weighted by the shares.
-    `exchange_of(optimizer)` is the exchange. Raises ConfigError for what would not be the outermost optimizer.
+    `scale` is n_r / G, this rank's share of the global batch (None: all ranks have batches of one size). `statistics`
+    are float variables that the forward pass updates on each rank (moving averages): after each step they hold their
+    mean, weighted by the shares. Gradients by rows (embeddings) of variables from `rows_from_bytes` on travel by rows
+    while that is fewer bytes. Under the policy mixed_float16 an optimizer without loss scaling comes back in a
+    LossScaleOptimizer, as `compile` would wrap it, unless `auto_scale_loss` is false. `finalizes`: whether the end of
+    `fit` is the end of the run, where `use_ema` makes the averages the weights; else `finalize` does it.
+
+    A collective where `communicator` has an exchange already: the new one gets a group of its own. `exchange_of` gives
+    the exchange. Raises ConfigError for what cannot be the outermost optimizer.
     """
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise ConfigError(
-            "a loss scale optimizer cannot be distributed",
-            got=type(optimizer).__name__,
-            allowed="the optimizer itself: a loss scale around it would judge finiteness on one rank alone",
-            next_step="Train in float32 or float64.",
-        )
-    if isinstance(optimizer, _Distributed) or tf.distribute.has_strategy():
+    inner = [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", ())]
+    if tf.distribute.has_strategy() or any(isinstance(one, _Distributed) for one in (optimizer, *inner)):
         raise ConfigError(
             "this optimizer is distributed already",
             got=f"{type(optimizer).__name__} under {type(tf.distribute.get_strategy()).__name__}",
             allowed="one way to distribute",
-            next_step="Call distribute once, outside any tf.distribute scope.",
+            next_step="Call distribute once, on the outermost optimizer, outside any tf.distribute scope.",
         )
-    plain = type(optimizer)
+    outermost = loss_scale.scaled(optimizer, automatic=auto_scale_loss)
+    plain = type(outermost)
+    if communicator in _USED:
+        communicator = communicator.group(range(communicator.num_ranks))
+    _USED.add(communicator)
+    exchange = Exchange(communicator, scale)
+    exchange.skips_non_finite = isinstance(outermost, keras.optimizers.LossScaleOptimizer)
+    reduction = Reduction(exchange, tuple(statistics), bucket_bytes, rows_from_bytes)
     # Saved models name the class and its module: those of the plain class, so that they load without Lockstep.
     names = {"__module__": plain.__module__, "__doc__": plain.__doc__}
-    state = _State(Exchange(communicator, scale), tuple(statistics), bucket_bytes, plain)
-    object.__setattr__(optimizer, "_lockstep", state)  # past Keras' tracking of attributes
-    object.__setattr__(optimizer, "__class__", type(plain.__name__, (_Distributed, plain), names))
-    return optimizer
+    object.__setattr__(outermost, "_lockstep", _State(reduction, plain, finalizes))  # past Keras' tracking
+    object.__setattr__(outermost, "__class__", type(plain.__name__, (_Distributed, plain), names))
+    return cast(OptimizerT, outermost)
 
 
 def undistribute(optimizer: keras.optimizers.Optimizer) -> None:
@@ -64,19 +80,23 @@ def undistribute(optimizer: keras.optimizers.Optimizer) -> None:
     state = _state(optimizer)
     object.__setattr__(optimizer, "__class__", state.plain)
     object.__delattr__(optimizer, "_lockstep")
-    state.exchange.close()
+    state.reduction.exchange.close()
+    _USED.discard(state.reduction.exchange.communicator)
 
 
 def exchange_of(optimizer: keras.optimizers.Optimizer) -> Exchange:
     """The exchange of a distributed optimizer."""
-    return _state(optimizer).exchange
+    return _state(optimizer).reduction.exchange
+
+
+def finalize(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> None:
+    """What Keras does once at the end of `fit`: with `use_ema`, the averages become the weights."""
+    super(_Distributed, optimizer).finalize_variable_values(variables)
 
 
 class _State:
-    def __init__(
-        self, exchange: Exchange, statistics: tuple[keras.Variable, ...], bucket_bytes: int, plain: type
-    ) -> None:
-        self.exchange, self.statistics, self.bucket_bytes, self.plain = exchange, statistics, bucket_bytes, plain
+    def __init__(self, reduction: Reduction, plain: type, finalizes: bool) -> None:
+        self.reduction, self.plain, self.finalizes = reduction, plain, finalizes
         self.loss: tf.Tensor | None = None
 
 
@@ -88,70 +108,83 @@ def _state(optimizer: Any) -> _State:
 class _Distributed:
     """Mixed in before the optimizer's own class."""
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "loss_scale_factor" and value is None:  # what an optimizer around another one does first
+            raise ConfigError(
+                "a distributed optimizer cannot be inside another one",
+                got=f"{type(self).__name__}, taken into a LossScaleOptimizer or MultiOptimizer (`compile` does so for "
+                "a model of the policy mixed_float16)",
+                allowed="the outermost optimizer: one around it would judge finiteness on one rank alone",
+                next_step="Call distribute on the outer optimizer, or on model.optimizer after compile.",
+            )
+        super().__setattr__(name, value)
+
     def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
         """Keras hands in the step's local mean loss here; it travels with the last bucket."""
         _state(self).loss = loss
         return super().scale_loss(loss)  # type: ignore[misc]
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        """Reduce, then apply."""
+        """Reduce, then apply; with accumulation only on the last micro-batch of each cycle."""
+        me = cast(keras.optimizers.Optimizer, self)
         state = _state(self)
-        variables = self._trainable_variables if trainable_variables is None else trainable_variables  # type: ignore[attr-defined]
+        variables = list(me._trainable_variables if trainable_variables is None else trainable_variables)
+        if not me.built:
+            me.build(variables)
         loss, state.loss = state.loss, None
-        reduced = _reduce(state, grads, list(variables), loss)
-        super().apply(reduced, trainable_variables)  # type: ignore[misc]
+        if loss is None:  # a train_step of the user's that does not call scale_loss: nothing to report
+            loss = tf.zeros((), tf.float32)
+        grads = list(grads)
+        _check(grads, variables, state.reduction.exchange)
+        exchange, scaling = state.reduction.exchange, isinstance(me, keras.optimizers.LossScaleOptimizer)
+        counts = me.inner_optimizer if scaling else me
+
+        def reduce(local: list[Any]) -> list[Any]:
+            return state.reduction(local, variables, loss, rows=me.loss_scale_factor is None)
+
+        def hold() -> tf.Tensor:
+            return tf.numpy_function(_holding(exchange), [loss], tf.int32, name="hold")
+
+        with tf.control_dependencies(tail()):
+            if accumulate.steps_of(counts) == 1:
+                super().apply(reduce(grads), trainable_variables)  # type: ignore[misc]
+            elif scaling:
+                loss_scale.apply_in_cycles(me, grads, variables, reduce, hold)
+            else:
+                sums = accumulate.reduced_at_last(me, grads, variables, reduce, hold)
+                super().apply(sums, trainable_variables)  # type: ignore[misc]
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
-        """Nothing: `fit` calls this after each of its calls, but a run ends once; see `finalize`."""
+        """At the end of a `fit` that is the end of the run."""
+        if _state(self).finalizes:
+            super().finalize_variable_values(var_list)  # type: ignore[misc]
 
 
-def finalize(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> None:
-    """What Keras does once at the end of `fit`: with `use_ema`, the averages become the weights."""
-    super(_Distributed, optimizer).finalize_variable_values(variables)
-
-
-def _reduce(state: _State, grads: Sequence[Any], variables: list[Any], loss: tf.Tensor | None) -> list[Any]:
-    """The exchange as graph operations: gradients in, their sums over all ranks (scaled) out, None where None."""
-    exchange = state.exchange
-    present = [i for i, grad in enumerate(grads) if grad is not None]
-    dense = [tf.convert_to_tensor(grads[i]) for i in present]  # sparse slices become whole tensors
-    statistics = [variable.value for variable in state.statistics]  # read after the forward pass assigned them
-    layout = lay_out(
-        [(tuple(grad.shape), np.dtype(grad.dtype.as_numpy_dtype)) for grad in dense],
-        [(tuple(value.shape), np.dtype(value.dtype.as_numpy_dtype)) for value in statistics],
-        CONTROL_WORDS,
-        state.bucket_bytes,
-    )
-    names = [f"the gradient of {variables[i].path}" for i in present]
-    exchange.use(layout, names + [f"the statistic {variable.path}" for variable in state.statistics])
-    order: list[Any] = []
-    for bucket in range(len(layout.sizes)):
-        posted = [dense[i] for i in layout.posted(bucket)]
-        if posted:
-            with tf.control_dependencies(order):
-                order = [tf.numpy_function(_then_zero(exchange, bucket), posted, tf.int32, name=f"post_{bucket}")]
-    if loss is None:  # a train_step of the user's that does not call scale_loss: nothing to report
-        loss = tf.zeros((), dense[-1].dtype)
-    # Ranks that wait in the middle of the step must not be waited for here.
-    with tf.control_dependencies([*order, *tail()]):
-        sums = tf.numpy_function(
-            exchange.finish, [loss, *statistics], [tensor.dtype for tensor in (*dense, *statistics)], name="await"
-        )
-    for tensor, total in zip((*dense, *statistics), sums, strict=True):
-        total.set_shape(tensor.shape)
-    for variable, value in zip(state.statistics, sums[len(dense) :], strict=True):
-        variable.assign(value)
-    result: list[Any] = [None] * len(grads)
-    for i, total in zip(present, sums, strict=False):
-        result[i] = total
-    return result
-
-
-def _then_zero(exchange: Exchange, bucket: int) -> Any:
-    """A function of arrays for the graph, which needs a value to order operations by."""
-
-    def post(*gradients: np.ndarray) -> np.int32:
-        exchange.post(bucket, *gradients)
+def _holding(exchange: Exchange) -> Any:
+    def hold(loss: Any) -> Any:
+        exchange.hold(loss)
         return np.int32(0)
 
-    return post
+    return hold
+
+
+def _check(grads: list[Any], variables: list[Any], exchange: Exchange) -> None:
+    """Raise ConfigError for a step that N ranks would not take as one would."""
+    graph = tf.compat.v1.get_default_graph() if not tf.executing_eagerly() else None
+    while graph is not None:
+        if isinstance(graph, CondBranchFuncGraph):
+            raise ConfigError(
+                "gradients are applied under a condition",
+                got=f"optimizer.apply in the branch {graph.name} of a tf.cond",
+                allowed="every rank applies in every step: a rank that does not take the branch is waited for",
+                next_step="Apply outside of conditions; compile with steps_per_execution=1.",
+            )
+        graph = getattr(graph, "outer_graph", None)
+    raw = [getattr(variable, "path", "?") for variable in variables if getattr(variable, "overwrite_with_gradient", 0)]
+    if raw and exchange.communicator.num_ranks > 1:
+        raise ConfigError(
+            "float8 scales cannot be trained on several ranks",
+            got=f"variables that their gradients overwrite: {', '.join(raw[:10])}",
+            allowed="gradients that are means over rows",
+            next_step="Use another dtype policy than float8.",
+        )

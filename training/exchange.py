@@ -10,47 +10,26 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from storage.errors import CommunicationError, DataError
+from storage.errors import CommunicationError
+from training.agreement import CONTROL_WORDS, FLAGS, Agreement, NonFiniteError, Steps
 from training.buckets import ALIGN_BYTES, Layout, Slot
 from training.comm.base import Communicator
 from training.finite import all_finite
 from training.same_tensors import compare
 from training.sparse import Rows, Table, sum_rows
 
+__all__ = ["CONTROL_WORDS", "FLAGS", "Agreement", "Exchange", "NonFiniteError"]
 Array = NDArray[Any]
-FLAGS = ("stop", "checkpoint")
-CONTROL_WORDS = 2 + len(FLAGS)  # loss, whether a rank saw what is not finite, then the flags
 GRACE_S = 30.0  # beyond the communicator's own deadline, which has the better message
 
 
-class NonFiniteError(DataError):
-    """A loss, gradient or statistic that is no finite number; a restart would meet it again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """What all ranks know after a step."""
-
-    step: int
-    """Steps done, this one included."""
-    loss: float
-    """Mean over the global batch (of an accumulation: over all its micro-batches), without any loss scale."""
-    stop: bool
-    checkpoint: bool
-    skipped: bool = False
-    """A gradient was not finite and the loss is scaled: no rank has changed its weights."""
-    batches: int = 1
-    """Batches that went into the step: the micro-batches of gradient accumulation, else 1."""
-
-
-class Exchange:
+class Exchange(Steps):
     """Sums of one optimizer step over all ranks.
 
     `scale` is n_r / G (None: 1 / num_ranks, ranks with equal batches): this rank's mean gradients, statistics and loss
@@ -59,14 +38,9 @@ class Exchange:
     """
 
     def __init__(self, communicator: Communicator, scale: float | None = None) -> None:
+        super().__init__(communicator.num_ranks)
         self.communicator = communicator
         self.scale = 1.0 / communicator.num_ranks if scale is None else scale
-        self.step = 0
-        self.pending = 0
-        """Micro-batches accumulated since the last optimizer step; 0 where the last batch ended one."""
-        self.skips_non_finite = False
-        """The loss is scaled: a gradient that is not finite skips the step instead of ending the run."""
-        self.agreement: Agreement | None = None
         self.error: BaseException | None = None
         self.waited_s = 0.0
         """Seconds that the last step stood still for its sums."""
@@ -80,8 +54,7 @@ class Exchange:
         self._rows: dict[int, Rows] = {}
         self._posted: queue.SimpleQueue[Callable[[], bool] | None] = queue.SimpleQueue()
         self._reduced: queue.SimpleQueue[BaseException | bool] = queue.SimpleQueue()
-        self._wanted: set[str] = set()
-        self._held_loss = self._busy_s = 0.0
+        self._busy_s = 0.0
         self._saw_wrong = False  # of the thread alone
         self._thread = threading.Thread(target=self._work, name="exchange", daemon=True)
         self._thread.start()
@@ -108,16 +81,6 @@ class Exchange:
             compare(self.communicator, [*dense, *(f"{table.name} {table.shape} {table.dtype}" for table in tables)])
             self._layout, self._names, self._tables = layout, tuple(names), tuple(tables)
             self._pools = [[] for _ in layout.sizes]
-
-    def want(self, flag: str) -> None:
-        """Ask all ranks for `stop` or `checkpoint`; they agree at the end of the next step."""
-        assert flag in FLAGS, flag
-        self._wanted.add(flag)
-
-    def hold(self, loss: Array) -> None:
-        """Note a micro-batch whose gradients stay on this rank until the accumulation's last one; no collective."""
-        self._held_loss += float(loss)
-        self.pending += 1
 
     def post(self, bucket: int, *gradients: Array) -> None:
         """Hand in the gradients of a bucket, in the order of `Layout.posted`; returns at once."""
@@ -160,12 +123,12 @@ class Exchange:
                 place = self._current[slot.bucket].view(slot)
                 np.multiply(value.reshape(-1), self.scale, out=place, casting="same_kind")
             words = self._current[layout.control.bucket].view(layout.control)
-            words[0] = (self._held_loss + float(loss)) / (self.pending + 1) * self.scale
-            words[2:] = [flag in self._wanted for flag in FLAGS]
-            self._wanted.clear()
+            words[:] = np.multiply(self._words(loss), [self.scale, *([1] * (CONTROL_WORDS - 1))])
             for bucket in range(layout.first_tail, len(layout.sizes)):
                 self._posted.put(partial(self._reduce, bucket, self._current[bucket]))
-            self._agree(self._await(len(layout.sizes) + len(self._tables)), words)
+            finite = self._await(len(layout.sizes) + len(self._tables)) and words[1] == 0
+            gradients = (*self._names[: len(layout.gradients)], *(table.name for table in self._tables))
+            self._agree(words.tolist(), [] if finite else self._names_of_wrong(), gradients)
             sums = [self._current[slot.bucket].lend(slot) for slot in layout.gradients]
             # Copies: a variable that is assigned a statistic keeps its memory, and these are small.
             sums += [self._current[slot.bucket].view(slot).reshape(slot.shape).copy() for slot in layout.statistics]
@@ -177,6 +140,16 @@ class Exchange:
         finally:
             self._current, self._rows = [], {}
         return sums
+
+    def agree_alone(self, loss: Array, wrong: list[str], gradients: Sequence[str]) -> None:
+        """End the step of one rank, whose gradients stayed where they were; raises NonFiniteError."""
+        try:
+            if self.error is not None:
+                raise self.error
+            self._agree(self._words(loss), wrong, gradients)
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     def close(self) -> None:
         """End the thread; the communicator stays open."""
@@ -222,37 +195,14 @@ class Exchange:
         self._busy_s = 0.0
         return finite
 
-    def _agree(self, finite: bool, words: Array) -> None:
-        step, batches = self.step + 1, self.pending + 1
-        self.pending, self._held_loss = 0, 0.0
-        wrong = [] if finite and words[1] == 0 else self._names_of_wrong(words)
-        skipped = bool(wrong) and self.skips_non_finite and all(name in self._names_of_gradients() for name in wrong)
-        if wrong and not skipped:
-            raise NonFiniteError(
-                f"step {step}: {wrong[0]} is not finite",
-                got=f"loss {float(words[0])}, over {self.communicator.num_ranks} ranks",
-                allowed="finite numbers; all ranks stop at this step, and none has applied it",
-                next_step="Lower the learning rate, clip gradients (clipnorm) or look at the data of this step.",
-            )
-        flags = dict(zip(FLAGS, (bool(word > 0) for word in words[2:]), strict=True))
-        self.step = step
-        self.agreement = Agreement(step, float(words[0]), **flags, skipped=skipped, batches=batches)
-
-    def _names_of_gradients(self) -> tuple[str, ...]:
-        return (*self._names[: len(self._of_layout().gradients)], *(table.name for table in self._tables))
-
-    def _names_of_wrong(self, words: Array) -> list[str]:
-        """What is not finite. A loss that is not, while the gradients are not either, is no wrong of its own."""
+    def _names_of_wrong(self) -> list[str]:
+        """The sums that are not finite, of all gradients and statistics."""
         layout = self._of_layout()
         slots = (*layout.gradients, *layout.statistics)
         sums = [self._current[slot.bucket].view(slot) for slot in slots]
         sums += [self._rows[number].values for number in range(len(self._tables))]
         names = (*self._names, *(table.name for table in self._tables))
-        wrong = [name for name, value in zip(names, sums, strict=True) if not np.isfinite(value).all()]
-        if not np.isfinite(words[0]) and not (wrong and self.skips_non_finite):
-            wrong.insert(0, "the loss")
-        assert wrong, "a sum was not finite, but every part is"
-        return wrong
+        return [name for name, value in zip(names, sums, strict=True) if not np.isfinite(value).all()]
 
     # The thread
 

@@ -28,6 +28,7 @@ from training.models import ModelOptions, build
 from training.paths import staged_model
 from training.plan import EpochPlan
 from training.planning import lane_groups
+from training.rank_step import RankStep
 from training.reader import OpenSplit
 from training.reports import StepReports
 from training.saving import Progress, Saver
@@ -72,9 +73,16 @@ class Fit(AbstractContextManager["Fit"]):
         self._comm.deadline_s = config.stall_limit_s
         statistics = statistics_of(self._model)
         distribute(
-            self._model.optimizer, self._comm, scale=self._feed.rows / self._plan.global_batch, statistics=statistics
+            self._model.optimizer,
+            self._comm,
+            self._feed.rows / self._plan.global_batch,
+            statistics=statistics,
+            auto_scale_loss=False,  # compile has decided
+            finalizes=False,  # one fit call is one epoch
         )
         self._exchange = exchange_of(self._model.optimizer)
+        share = self._feed.rows / self._plan.global_batch
+        self._step = RankStep(share, group_rows=options.group_rows, sync=config.batchnorm == "sync")
         per_epoch = max(1, self._plan.total // self._plan.global_batch)
         self._callbacks = RunCallbacks(callbacks, self._model, self, epochs=config.epochs, steps=per_epoch)
         self._audit = AuditLog() if config.audit else None
@@ -94,6 +102,7 @@ class Fit(AbstractContextManager["Fit"]):
     def run(self) -> dict[str, Any]:
         """Train what is left of the run; returns the rank's result."""
         control, plan, model = self._context.control, self._plan, self._model
+        self._step.install(model, self._comm.group(range(self._comm.num_ranks)))
         control.beat(0, "restore")
         restored = self._saver.find()
         self._callbacks.begin()
@@ -145,7 +154,7 @@ class Fit(AbstractContextManager["Fit"]):
                 )
             except Exception as error:
                 # TensorFlow repeats the text of an exception in Python code, not the exception.
-                cause = self._exchange.error or pipeline.failure or error
+                cause = self._exchange.error or self._step.error or pipeline.failure or error
                 if cause is error:
                     raise
                 raise cause from None

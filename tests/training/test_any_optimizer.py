@@ -1,0 +1,115 @@
+"""N ranks step as one rank of plain Keras does, with every optimizer that Keras has, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.training._own_steps import Learner, assert_as_one, batches, on_ranks
+
+pytestmark = pytest.mark.slow
+UNEVEN = [slice(0, 3), slice(3, 4), slice(4, 12)]
+TWO = [slice(0, 3), slice(3, 12)]
+NOT_TRAINED_WITH = {"Optimizer", "OptimizerMap", "LossScaleOptimizer", "MultiOptimizer"}  # the last two need others
+
+
+@pytest.fixture(autouse=True)
+def in_float64() -> Iterator[None]:
+    """Keras' Muon takes the dtype of some constants from floatx."""
+    import keras
+
+    keras.config.set_floatx("float64")
+    yield
+    keras.config.set_floatx("float32")
+
+
+def optimizers() -> dict[str, Callable[[], Any]]:
+    """A way to make each of Keras' optimizers, and combinations."""
+    import keras
+
+    o = keras.optimizers
+    classes = {name: getattr(o, name) for name in dir(o) if isinstance(getattr(o, name), type)}
+    plain = {name: one for name, one in classes.items() if name not in NOT_TRAINED_WITH}
+    made: dict[str, Callable[[], Any]] = {
+        name: (lambda one=one: one(learning_rate=0.01)) for name, one in plain.items()
+    }
+
+    def several() -> Any:
+        parts = o.OptimizerMap(o.SGD(0.1, momentum=0.9, global_clipnorm=0.5))
+        parts["w1"] = o.Muon(0.01)
+        parts["b.*"] = o.Adam(0.01, gradient_accumulation_steps=2)
+        return o.MultiOptimizer(parts)
+
+    made["MultiOptimizer"] = several
+    made["LossScaleOptimizer"] = lambda: o.LossScaleOptimizer(o.Lion(0.01), initial_scale=8.0, dynamic_growth_steps=2)
+    made["LossScale of several"] = lambda: o.LossScaleOptimizer(several())
+    made["SGD nesterov"] = lambda: o.SGD(0.1, momentum=0.9, nesterov=True, loss_scale_factor=16.0)
+    return made
+
+
+def test_every_optimizer_of_keras() -> None:
+    """Eager steps: as `run_eagerly=True`, and without the time for tracing."""
+    made = optimizers()
+    assert {"SGD", "Adam", "AdamW", "Lamb", "Muon", "Lion", "Adafactor", "ScheduleFreeAdamW"} <= set(made)
+    data = batches(3)
+    for name, make in made.items():
+        plain = Learner(make(), eager=True)
+        plain.run(data)
+        ranks, seen = on_ranks(make, data, UNEVEN, learner=eager)
+        try:
+            assert_as_one(plain, ranks)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+        pairs = zip(plain.weights, eager(make()).weights, strict=True)
+        moved = max(float(np.abs(after.numpy() - before.numpy()).max()) for after, before in pairs)
+        assert moved > 1e-5, f"{name} has not trained"
+        assert seen[0] == seen[1] == seen[2]
+
+
+def eager(optimizer: Any) -> Learner:
+    return Learner(optimizer, eager=True)
+
+
+SCALED = "loss scale"
+ROWS = [
+    {"clipnorm": 0.05, "use_ema": True, SCALED: True},
+    {"clipvalue": 0.02, "gradient_accumulation_steps": 4, "weight_decay": 0.01},
+    {"global_clipnorm": 0.1, "gradient_accumulation_steps": 5, "use_ema": True, "weight_decay": 0.01, SCALED: True},
+]
+
+
+@pytest.mark.parametrize("options", ROWS, ids=lambda options: "+".join(options))
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Lamb"])
+def test_a_hundred_steps(name: str, options: dict[str, Any]) -> None:
+    import keras
+
+    chosen = {key: value for key, value in options.items() if key != SCALED}
+    if name == "SGD":
+        chosen["momentum"] = 0.9
+    if "use_ema" in chosen:
+        chosen["ema_overwrite_frequency"] = 7
+
+    def make() -> Any:
+        inner = getattr(keras.optimizers, name)(0.01, **chosen)
+        # Powers of two: they change no digit, so plain Keras may grow its scale at other batches than ranks do.
+        return keras.optimizers.LossScaleOptimizer(inner, dynamic_growth_steps=20) if SCALED in options else inner
+
+    data = batches(100)
+    plain = Learner(make())
+    losses = plain.run(data)
+    ranks, seen = on_ranks(make, data, TWO, bucket_bytes=128)
+    if SCALED in options and "gradient_accumulation_steps" in options:
+        for learner in (plain, *ranks):  # counted by cycles there
+            learner.optimizer.step_counter.assign(0)
+            learner.optimizer.dynamic_scale.assign(1.0)
+    assert_as_one(plain, ranks)
+    assert seen[0] == seen[1]
+    every = chosen.get("gradient_accumulation_steps", 1)
+    agreed = [agreement for pending, agreement in seen[0] if pending == 0]
+    assert [agreement.step for agreement in agreed] == list(range(1, 100 // every + 1))
+    means = np.array(losses[: len(agreed) * every]).reshape(-1, every).mean(axis=1)
+    np.testing.assert_allclose([agreement.loss for agreement in agreed], means, rtol=1e-9)

@@ -1,0 +1,87 @@
+"""What the ranks agree on at the end of a step, and the account of steps and micro-batches that leads to it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from storage.errors import DataError
+
+FLAGS = ("stop", "checkpoint")
+CONTROL_WORDS = 2 + len(FLAGS)  # loss, whether a rank saw what is not finite, then the flags
+
+
+class NonFiniteError(DataError):
+    """A loss, gradient or statistic that is no finite number; a restart would meet it again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What all ranks know after a step."""
+
+    step: int
+    """Steps done, this one included."""
+    loss: float
+    """Mean over the global batch (of an accumulation: over all its micro-batches), without any loss scale."""
+    stop: bool
+    checkpoint: bool
+    skipped: bool = False
+    """A gradient was not finite and the loss is scaled: no rank has changed its weights."""
+    batches: int = 1
+    """Batches that went into the step: the micro-batches of gradient accumulation, else 1."""
+
+
+class Steps:
+    """The account of one rank. `step` counts optimizer steps done and is set by whoever restores a run."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.step = 0
+        self.pending = 0
+        """Micro-batches accumulated since the last optimizer step; 0 where the last batch ended one."""
+        self.skips_non_finite = False
+        """The loss is scaled: a gradient that is not finite skips the step instead of ending the run."""
+        self.agreement: Agreement | None = None
+        self._num_ranks = num_ranks
+        self._wanted: set[str] = set()
+        self._held_loss = 0.0
+
+    def want(self, flag: str) -> None:
+        """Ask all ranks for `stop` or `checkpoint`; they agree at the end of the next step."""
+        assert flag in FLAGS, flag
+        self._wanted.add(flag)
+
+    def hold(self, loss: np.ndarray) -> None:
+        """Note a micro-batch whose gradients stay on this rank until the accumulation's last one; no collective."""
+        self._held_loss += float(loss)
+        self.pending += 1
+
+    def _words(self, loss: np.ndarray) -> list[float]:
+        """This rank's control words but for the second: its mean loss over the step's batches, and its wishes."""
+        words = [(self._held_loss + float(loss)) / (self.pending + 1), 0.0, *(flag in self._wanted for flag in FLAGS)]
+        self._wanted.clear()
+        return words
+
+    def _agree(self, words: Sequence[float], wrong: list[str], gradients: Collection[str]) -> None:
+        """Set the agreement of the step by the ranks' summed `words`.
+
+        `wrong` names what is not finite, the same on all ranks; `gradients` says what of it may be skipped. Raises
+        NonFiniteError.
+        """
+        step, batches = self.step + 1, self.pending + 1
+        self.pending, self._held_loss = 0, 0.0
+        loss = float(words[0])
+        skipped = bool(wrong) and self.skips_non_finite and all(name in gradients for name in wrong)
+        if not skipped and not np.isfinite(loss):
+            wrong = ["the loss", *wrong]
+        if wrong and not skipped:
+            raise NonFiniteError(
+                f"step {step}: {wrong[0]} is not finite",
+                got=f"loss {loss}, over {self._num_ranks} ranks",
+                allowed="finite numbers; all ranks stop at this step, and none has applied it",
+                next_step="Lower the learning rate, clip gradients (clipnorm) or look at the data of this step.",
+            )
+        flags = dict(zip(FLAGS, (bool(word > 0) for word in words[2:]), strict=True))
+        self.step = step
+        self.agreement = Agreement(step, loss, **flags, skipped=skipped, batches=batches)
