@@ -34,9 +34,7 @@ def optimizers() -> dict[str, Callable[[], Any]]:
     o = keras.optimizers
     classes = {name: getattr(o, name) for name in dir(o) if isinstance(getattr(o, name), type)}
     plain = {name: one for name, one in classes.items() if name not in NOT_TRAINED_WITH}
-    made: dict[str, Callable[[], Any]] = {
-        name: (lambda one=one: one(learning_rate=0.01)) for name, one in plain.items()
-    }
+    made: dict[str, Callable[[], Any]] = {name: partial(one, learning_rate=0.01) for name, one in plain.items()}
 
     def several() -> Any:
         parts = o.OptimizerMap(o.SGD(0.1, momentum=0.9, global_clipnorm=0.5))
