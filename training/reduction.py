@@ -91,7 +91,8 @@ class Reduction:
         for grad in sparse:
             dtypes += [tf.int64, grad.values.dtype]
         with tf.control_dependencies([*chain, *tail()]):
-            sums = list(tf.numpy_function(self.exchange.finish, rest, dtypes, name="await"))
+            # Flattened, since in eager mode a single result comes without its list.
+            sums = tf.nest.flatten(tf.numpy_function(self.exchange.finish, rest, dtypes, name="await"))
         for tensor, total in zip((*dense, *statistics), sums, strict=False):
             total.set_shape(tensor.shape)
         for variable, value in zip(self.statistics, sums[len(dense) :], strict=False):
