@@ -24,6 +24,7 @@ from training.comm import auth
 from training.comm.shm_layout import MAX_RANKS, Layout
 from training.comm.shm_memory import FUTEX_CALL
 from training.comm.shm_segment import Segment, create_file
+from training.comm.topology import host_identity
 
 log = logging.getLogger(__name__)
 JOIN_S = 20.0  # the ranks of one host are all there when they begin
@@ -39,13 +40,6 @@ Exchange = Callable[[bytes], list[bytes]]
 
 class SharedMemoryUnavailableError(CommunicationError):
     """Ranks cannot share memory; raised on all of them alike, so that they can fall back to TCP."""
-
-
-def host_identity() -> str:
-    """What is equal for two processes that can share memory: kernel, network namespace (of the socket's name), user."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        boot = file.read().strip()
-    return f"boot {boot}, network namespace {os.stat('/proc/self/ns/net').st_ino}, user {os.geteuid()}"
 
 
 def join(
@@ -150,6 +144,8 @@ def _introduction(rank: int, num_ranks: int, arena_bytes: int, listener: socket.
     mine: dict[str, Any] = {"host": "", "problem": "", "arena": arena_bytes}
     try:
         mine["host"] = host_identity()
+        if not mine["host"]:
+            raise OSError("this system does not tell in which network namespace a process is")
         if FUTEX_CALL < 0:
             raise OSError("this processor's way to sleep on shared memory is not known here")
         if num_ranks > MAX_RANKS:
@@ -189,7 +185,12 @@ def _admit(listener: socket.socket, num_ranks: int, generation: int, key: bytes,
         try:
             _check_user(sock)
             patience = min(until, time.monotonic() + HANDSHAKE_S)
-            return auth.answer(sock, key, generation, num_ranks, 0, range(1, num_ranks), patience)[0]
+            rank, channel = auth.answer(sock, key, generation, num_ranks, 0, range(1, num_ranks), patience)
+            if channel != CHANNEL:
+                raise auth.HandshakeError(
+                    f"rank {rank} asks for channel {channel}: a handshake meant for another socket"
+                )
+            return rank
         except BaseException:
             sock.close()
             raise
