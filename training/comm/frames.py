@@ -37,7 +37,7 @@ KINDS = {
     "all_gather_parts": 5,
     "send": 6,
 }
-KINDS |= {"barrier": 7, "all_gather_ragged": 8}  # of shared memory; over TCP they are made of others
+KINDS |= {"barrier": 7, "all_gather_ragged": 8, "all_gather": 9}  # of shared memory; over TCP they are made of others
 _OPS = {"": 0, "sum": 1, "max": 2, "mean": 3, "min": 4}
 _DTYPES = {"uint8": 1, "int64": 2, "float32": 3, "float64": 4, "int32": 5, "float16": 6, "bfloat16": 7}
 
