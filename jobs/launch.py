@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 if sys.path[0] != ROOT:
@@ -13,6 +14,7 @@ if sys.path[0] != ROOT:
 from jobs._cli import JobParser, run_job
 from jobs._session import hadoop_settings_of, spark_session
 from jobs._split_script import split_script
+from training.comm.options import Algorithm
 from training.launch.barrier import OnSpark
 from training.launch.local import run_local
 from training.launch.scripts import ScriptConfig, launch_script, local_files
@@ -38,6 +40,11 @@ def parser() -> JobParser:
         metavar="S",
         help="seconds that a call waits for other ranks (600)",
     )
+    add("--tls", choices=["on", "off"], default="off", help="encrypt between hosts (default off; docs/security.md)")
+    add(
+        "--algorithm", choices=get_args(Algorithm), default="auto", help="of all_reduce (default auto: docs/scaling.md)"
+    )
+    add("--trust-network", metavar="IFACE", help="may carry what cannot be authenticated: gRPC, NCCL")
     add("--max-restarts", type=int, default=0, metavar="N", help="of all ranks after a failure (default 0)")
     return job
 

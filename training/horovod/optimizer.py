@@ -31,7 +31,8 @@ def DistributedOptimizer(
     process_set: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Make a Keras 3 optimizer reduce gradients over all ranks before it applies them; returns the same object.
+    """Make a Keras 3 optimizer reduce gradients over all ranks before it applies them; returns the same object, or
+    under the policy mixed_float16 one that scales the loss around it (see `training.distribute`).
 
     The mean over ranks, or the sum with `op=hvd.Sum`. With `backward_passes_per_step` k, gradients of k batches are
     added on each rank (their mean, with `average_aggregated_gradients`) and reduced once. A `gradient_predivide_factor`
@@ -64,10 +65,10 @@ def DistributedOptimizer(
             refuse("DistributedOptimizer of a built optimizer", {"backward_passes_per_step": backward_passes_per_step})
         optimizer.gradient_accumulation_steps = backward_passes_per_step  # Keras' own takes the mean of the batches
         scale *= 1.0 if average_aggregated_gradients else backward_passes_per_step
-    distribute(optimizer, place.new_group(), scale=scale)
-    place.exchanges.append(exchange_of(optimizer))
+    distributed = distribute(optimizer, place.new_group(), scale)
+    place.exchanges.append(exchange_of(distributed))
     _without_xla()
-    return optimizer
+    return distributed
 
 
 def _without_xla() -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from storage.errors import CommunicationError, ConfigError, NotFoundError
 from storage.fs import join
+from training.comm.options import Algorithm, CommOptions
 from training.control.failures import LauncherGoneError, RankFailedError
 from training.launch.output import OutputPrinter, Which
 from training.launch.script import Script
@@ -48,6 +49,12 @@ class ScriptConfig:
     start_limit_s: float = 300.0
     stall_limit_s: float = 600.0
     """Of a call that waits for other ranks; and of a rank that has made such calls, for the next call or line."""
+    tls: Literal["on", "off"] = "off"
+    """Whether ranks on different hosts encrypt what they say to each other."""
+    algorithm: Algorithm = "auto"
+    """Of all_reduce."""
+    trust_network: str | None = None
+    """An interface that may carry what cannot be authenticated."""
     max_restarts: int = 0
     """How often all ranks are started anew after one has failed."""
 
@@ -69,6 +76,12 @@ class ScriptConfig:
         if len(set(names)) < len(names):
             raise _wrong("--files", ", ".join(names), "files of different names: they come into one folder")
         compile_script(self.script)
+        self.comm  # noqa: B018 - its own checks
+
+    @property
+    def comm(self) -> CommOptions:
+        """How the ranks shall talk to each other, once the script asks them to."""
+        return CommOptions(algorithm=self.algorithm, trust_network=self.trust_network)
 
     @property
     def limits(self) -> Limits:
@@ -118,10 +131,11 @@ def launch_script(config: ScriptConfig, launch: Launch, hadoop: dict[str, str] |
     text = None if here else compile_script(config.script).decode("latin-1")
     path = str(Path(config.script).resolve()) if here else None
     script = Script(config.script, config.arguments, path, text)
-    payload = {"script": script.to_json(), "start_s": config.start_limit_s}
+    comm = {"options": config.comm.to_json(), "freeze": False}
+    payload = {"script": script.to_json(), "start_s": config.start_limit_s, "comm": comm}
     for generation in range(1, config.max_restarts + 2):
         logs = join(config.logs, f"g{generation:04d}") if config.logs else None
-        task = RankTask("training.launch.script:main", payload, hadoop or {}, logs, stream=True)
+        task = RankTask("training.launch.script:main", payload, hadoop or {}, logs, True, config.tls == "on")
         try:
             with OutputPrinter(config.output) as printer:
                 handler = ScriptHandler(printer)

@@ -1,0 +1,52 @@
+"""A script that calls no other rank: it says who it is, reads what came with it and ends as its arguments say."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+RANK = int(os.environ["LOCKSTEP_RANK"])
+
+
+def main() -> None:
+    """Say who this is; the last argument is what rank 1 shall do."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCKSTEP_NUM_RANKS", "MASTER_ADDR", "OMP_NUM_THREADS")
+    print("environment", *(os.environ[name] for name in names))
+    print("arguments", *sys.argv[1:])
+    print("at the terminal:", sys.stdin.read() or "nothing")
+    if files := os.environ.get("LOCKSTEP_FILES"):
+        import beside  # type: ignore[import-not-found]  # it comes by --files
+
+        print("files", beside.WORD, Path(files, "words.txt").read_text().strip(), __file__ == sys.argv[0])
+    sys.stderr.write("half a line")
+    sys.stderr.flush()
+    sys.stdout.buffer.write(b" and \xff\xfe\n 50 %\r100 %\r\n")
+    atexit.register(print, "at exit")
+    threading.Timer(0.3, print, ["a thread's end"]).start()
+    last = sys.argv[-1]
+    if last == "generations" and os.environ["LOCKSTEP_GENERATION"] == "1":
+        raise RuntimeError("the first start fails")
+    if RANK != 1:
+        if last in ("stopped", "killed", "ctrl-c"):
+            time.sleep(120)  # it would wait for rank 1
+        return
+    if last == "exit 3":
+        sys.exit(3)
+    if last == "raises":
+        raise ValueError("out of luck")
+    if last == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if last == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if last == "ctrl-c":
+        time.sleep(120)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

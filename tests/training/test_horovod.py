@@ -1,0 +1,96 @@
+"""Scripts written to Horovod's documented API, on two real ranks: what they compute, and what a wrong one is told."""
+
+from __future__ import annotations
+
+import gzip
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT / "data" / "fashion-mnist"
+SCRIPTS = ROOT / "tests" / "scripts"
+
+
+def launch(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "jobs.launch", "--num-ranks", "2", "--launcher", "local"]
+    return subprocess.run(
+        [*command, str(SCRIPTS / script), *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+def test_keras_fit(tmp_path: Path) -> None:
+    done = launch("keras_fit.py", "--data", str(DATA), "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, second = np.load(tmp_path / "rank-0.npz"), np.load(tmp_path / "rank-1.npz")
+    assert len(first.files) == 4 + 2
+    for name in first.files:  # weights, and logs that are means over ranks
+        np.testing.assert_array_equal(first[name], second[name], err_msg=name)
+    assert first["loss"][2] < first["loss"][0] - 0.5
+    # 16 batches an epoch, from 1/2 of the whole rate over two epochs: the last of an epoch stands in its logs.
+    np.testing.assert_allclose(first["rate"], [0.04 * 0.75, 0.04, 0.04], rtol=1e-6)
+    assert "[rank 0] Epoch 2: the learning rate has warmed up to 0.04." in done.stdout.splitlines()
+    assert sorted(path.name for path in tmp_path.glob("*.keras")) == [f"checkpoint-{i}.keras" for i in (1, 2, 3)]
+
+
+def test_loop_of_its_own_computes_what_one_process_would(tmp_path: Path) -> None:
+    done = launch("custom_loop.py", "--data", str(DATA), "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_loop(tmp_path)
+
+
+def check_loop(folder: Path) -> None:
+    """Ranks agree bit for bit, and with NumPy on the union of their batches."""
+    first, second = np.load(folder / "loop-0.npz"), np.load(folder / "loop-1.npz")
+    for name in first.files:
+        np.testing.assert_array_equal(first[name], second[name], err_msg=name)
+    begin, end = ([first[f"arr_{i}"] for i in part] for part in (range(4), range(4, 8)))
+    weights, losses = by_hand(begin, steps=20, batch=64, rate=0.1, momentum=0.875)
+    np.testing.assert_allclose(first["loss"], losses, rtol=1e-12)
+    for got, wanted in zip(end, weights, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-9, atol=1e-13)
+    assert losses[-1] < losses[0] / 2
+
+
+def by_hand(
+    weights: list[np.ndarray], steps: int, batch: int, rate: float, momentum: float
+) -> tuple[list[np.ndarray], list[float]]:
+    """The script's model and optimizer in NumPy: tanh, softmax, cross-entropy, SGD with momentum."""
+    with gzip.open(DATA / "train-images-idx3-ubyte.gz") as file:
+        images = np.frombuffer(file.read(), np.uint8, offset=16).reshape(-1, 784) / 255.0
+    with gzip.open(DATA / "train-labels-idx1-ubyte.gz") as file:
+        labels = np.frombuffer(file.read(), np.uint8, offset=8)
+    weights, losses = [w.copy() for w in weights], []
+    gathered = [np.zeros_like(w) for w in weights]
+    for step in range(steps):
+        x, y = images[step * batch : (step + 1) * batch], np.eye(10)[labels[step * batch : (step + 1) * batch]]
+        hidden = np.tanh(x @ weights[0] + weights[1])
+        scores = hidden @ weights[2] + weights[3]
+        scores -= scores.max(1, keepdims=True)
+        logs = scores - np.log(np.exp(scores).sum(1, keepdims=True))
+        losses.append(float(-(y * logs).sum(1).mean()))
+        back = (np.exp(logs) - y) / batch
+        inner = (back @ weights[2].T) * (1 - hidden**2)
+        for w, v, g in zip(weights, gathered, (x.T @ inner, inner.sum(0), hidden.T @ back, back.sum(0)), strict=True):
+            v[:] = momentum * v - rate * g
+            w += v
+    return weights, losses
+
+
+def test_every_call_and_a_script_whose_ranks_differ() -> None:
+    done = launch("horovod_calls.py", "0.5")
+    said = done.stdout.splitlines()
+    assert "[rank 0] every call is right" in said and "[rank 1] every call is right" in said, done.stdout + done.stderr
+    assert done.returncode == 1
+    assert "ranks 0 and 1 make different calls" in done.stderr
+    assert "rank 0: allreduce odd of float32[3]" in done.stderr and "rank 1: broadcast" in done.stderr
