@@ -6,6 +6,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 if sys.path[0] != ROOT:
@@ -14,7 +15,8 @@ if sys.path[0] != ROOT:
 from jobs._cli import JobParser, run_job
 from jobs._session import hadoop_settings_of, spark_session
 from storage.settings import set_hadoop_settings
-from training.config import TrainConfig
+from training.comm.options import Algorithm
+from training.config import BatchNorm, TrainConfig
 from training.driver import check, train
 from training.launch.barrier import OnSpark
 from training.launch.local import run_local
@@ -40,7 +42,12 @@ def parser() -> JobParser:
     add("--split", default="train", metavar="NAME", help="the split to train on (default train); folds: fold-1,fold-2")
     add("--lanes", type=int, metavar="L", help="streams of samples; divides G (default: its largest divisor up to 64)")
     add("--window-bytes", type=int, default=8 << 20, metavar="N", help="shuffle window of all lanes (default 8 MiB)")
-    add("--batchnorm", choices=["ghost", "local"], default="ghost", help="ghost (up to 8 ranks): the same at any N")
+    add(
+        "--batchnorm",
+        choices=get_args(BatchNorm),
+        default="ghost",
+        help="ghost (up to 8 ranks) and sync (one message a layer): the same at any N (default ghost)",
+    )
     add("--learning-rate", type=float, metavar="X", help="default: the model's own")
     add("--precision", choices=["float32", "float64"], default="float32", help="default float32")
     add("--seed", type=int, default=0, metavar="N", help="of samples' order and first weights (default 0)")
@@ -49,6 +56,10 @@ def parser() -> JobParser:
     add("--audit", action="store_true", help="list each sample that counts, in RUN/audit")
     add("--launcher", choices=["barrier", "local"], default="barrier", help="Spark barrier stage (default) | this host")
     add("--tls", choices=["on", "off"], default="off", help="encrypt between hosts (default off; docs/security.md)")
+    add(
+        "--algorithm", choices=get_args(Algorithm), default="auto", help="of all_reduce (default auto: docs/scaling.md)"
+    )
+    add("--trust-network", metavar="IFACE", help="may carry what cannot be authenticated: gRPC, NCCL")
     add("--master", metavar="URL", help="Spark master, such as local[2] (default: spark-submit's)")
     add(
         "--start-limit",

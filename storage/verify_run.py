@@ -18,6 +18,7 @@ RUN_JSON = "run.json"
 _STEP = re.compile(r"step-([0-9]{10})\.g([0-9]{4,})")
 _CLAIM = re.compile(r"([0-9]{6,})\.json")
 _RESULT = re.compile(r"g([0-9]{4,})\.json")
+_COMM_PLAN = re.compile(r"ranks-[0-9]{5,}-[0-9a-f]{16}\.json")
 _PART = re.compile(r"part-([0-9]{5,})\.(jsonl|log)")
 _TEMPORARY = re.compile(r"\..*\.[0-9a-f]{16}\.tmp")
 
@@ -52,6 +53,12 @@ def check_run(check: Check) -> None:
                 check.bad(path, f"the generation inside is {doc.get('generation')!r}")
             else:
                 check.on_ok(path, "sealed")
+    for name in _names(check, "comm"):
+        path = f"comm/{name}"
+        if _COMM_PLAN.fullmatch(name) is None:
+            _unexpected(check, path)
+        elif _sealed(check, path) is not None:
+            check.on_ok(path, "sealed")
     for name in _names(check, "checkpoints"):
         _check_commit(check, f"checkpoints/{name}", "checkpoint")
     for name in _names(check, "models"):

@@ -180,8 +180,7 @@ def _cases(context: RankContext, config: BenchConfig) -> list[_Case]:
             first = _case(context, backend, "auto")
             cases.append(first)
             mine: Mapping[str, tuple[str, ...]] = {"tcp": tuple(COUNTS), "hierarchical": (HIERARCHICAL,)}
-            if hasattr(first.comm, "choose"):
-                names = [name for name in mine.get(first.backend, ()) if name in ALGORITHMS_OF.get(backend, ())]
+            names = [name for name in mine.get(first.backend, ()) if name in ALGORITHMS_OF.get(backend, ())]
         cases += [_case(context, backend, name) for name in names]
     return cases
 

@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
 from storage.errors import ConfigError
+from training.comm.options import Algorithm
 
-BatchNorm = Literal["ghost", "local"]
+BatchNorm = Literal["ghost", "sync", "local"]
 Precision = Literal["float32", "float64"]
 Launcher = Literal["barrier", "local"]
 Switch = Literal["on", "off"]
@@ -42,7 +43,8 @@ class TrainConfig:
     window_bytes: int = 8 << 20
     """Bytes of the window in which a rank shuffles, over all lanes."""
     batchnorm: BatchNorm = "ghost"
-    """`ghost`: the same statistics at any number of ranks; `local`: Keras' own, over each rank's part."""
+    """`ghost`: over lane groups, up to 8 ranks; `sync`: over the rows of all ranks; both the same at any number of
+    ranks. `local`: Keras' own, over each rank's part."""
     seed: int = 0
     """Of the order of samples and the first weights."""
     checkpoint_every: int = 200
@@ -59,6 +61,10 @@ class TrainConfig:
     """`barrier`: ranks in a Spark barrier stage; `local`: processes of this host."""
     tls: Switch = "off"
     """Whether ranks on different hosts encrypt what they send; conf/production.toml turns it on (docs/security.md)."""
+    algorithm: Algorithm = "auto"
+    """Of all_reduce: `auto` by size and a cost model, frozen at the first start; else this one (docs/scaling.md)."""
+    trust_network: str | None = None
+    """Interface (or ADDRESS/BITS) whose network may carry gRPC and NCCL, which cannot be authenticated."""
     start_limit_s: float = 300.0
     """A rank absent for so long after the start is a failure."""
     stall_limit_s: float = 600.0
@@ -84,6 +90,8 @@ class TrainConfig:
         self._check("precision", self.precision in get_args(Precision), " or ".join(get_args(Precision)))
         self._check("launcher", self.launcher in get_args(Launcher), " or ".join(get_args(Launcher)))
         self._check("tls", self.tls in get_args(Switch), " or ".join(get_args(Switch)))
+        self._check("algorithm", self.algorithm in get_args(Algorithm), " or ".join(get_args(Algorithm)))
+        self._check("trust_network", self.trust_network != "", "an interface's name, or a network as 10.1.0.0/16")
         self._check("learning_rate", self.learning_rate is None or self.learning_rate > 0, "a number above 0")
         if self.lanes is not None:
             right = self.lanes >= 1 and self.global_batch % self.lanes == 0

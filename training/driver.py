@@ -30,10 +30,12 @@ from training.claims import (
     epochs_asked,
     read_claims,
 )
+from training.comm.options import CommOptions
 from training.commit import CommitHandler
 from training.config import TrainConfig
 from training.control.carry import is_final
 from training.control.failures import LauncherGoneError
+from training.frozen_plans import read_plans
 from training.handler import RunHandler
 from training.launch.task import Handler, Limits, RankTask
 from training.lease import WATCH_S, Lease
@@ -251,7 +253,17 @@ class _Driver:
             )
 
     def _task(self, claim: Claim) -> RankTask:
-        payload = {"config": self._config.to_json(), "plan": self._plan.identity()}
+        config = self._config
+        options = CommOptions(
+            algorithm=config.algorithm,
+            trust_network=config.trust_network,
+            plans=read_plans(self._fs, self._paths, config.num_ranks),
+        )
+        payload = {
+            "config": config.to_json(),
+            "plan": self._plan.identity(),
+            "comm": {"options": options.to_json(), "freeze": True},
+        }
         settings = hadoop_settings()
         return RankTask(
             self._hooks.entry,

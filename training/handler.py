@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from typing import Any
 
 from storage.canonical import canonical_bytes
 from storage.errors import CommunicationError, LockstepError
+from storage.fs import filesystem
 from storage.progress import Progress
 from training.chain import Checkpoint
 from training.claims import Claim
 from training.commit import CommitHandler
+from training.frozen_plans import freeze_plan
 from training.logs import PartWriter
 from training.paths import RunPaths
 
@@ -63,10 +66,15 @@ class RunHandler:
         if kind == "metrics":
             self._take_metrics(fields["rows"])
             return {}
+        if kind == "comm_plan":
+            fs = filesystem(self._paths.root)
+            url = freeze_plan(fs, self._paths, self._claim.generation, fields["plan"])
+            print(f"how ranks add up is frozen in {url}", file=sys.stderr, flush=True)
+            return {}
         raise CommunicationError(
             f"rank {rank} asked for `{kind}`",
             got=kind,
-            allowed="restore, checkpoint, metrics, model",
+            allowed="restore, checkpoint, metrics, model, comm_plan",
             next_step="Ranks and driver run different versions; ship one.",
         )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 _CHECKPOINT = re.compile(r"step-([0-9]{10})\.g([0-9]{4,})")
 _CLAIM = re.compile(r"([0-9]{6,})\.json")
 _AUDIT = re.compile(r"step-([0-9]{10})\.csv")
+_COMM_PLAN = re.compile(r"ranks-([0-9]{5,})-[0-9a-f]{16}\.json")
 _GENERATION = re.compile(r"g([0-9]{4,})(?:-[0-9a-f]+)?")
 
 
@@ -43,6 +44,12 @@ def claim_of(name: str) -> int | None:
     """The generation of a claim's file name; None for any other name."""
     match = _CLAIM.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def is_comm_plan_of(name: str, num_ranks: int) -> bool:
+    """Whether this is the name of a frozen communication plan of so many ranks."""
+    match = _COMM_PLAN.fullmatch(name)
+    return match is not None and int(match[1]) == num_ranks
 
 
 def staged_checkpoint(staging: str, step: int) -> str:
@@ -87,6 +94,15 @@ class RunPaths:
     def claim(self, generation: int) -> str:
         """One generation's claim."""
         return f"{self.claims}/{generation:06d}.json"
+
+    @property
+    def comm_plans(self) -> str:
+        """Directory of the frozen communication plans."""
+        return f"{self.root}/comm"
+
+    def comm_plan(self, num_ranks: int, key: str) -> str:
+        """The plan of so many ranks; `key` is CommPlan.key."""
+        return f"{self.comm_plans}/ranks-{num_ranks:05d}-{key}.json"
 
     @property
     def checkpoints(self) -> str:

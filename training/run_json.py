@@ -60,6 +60,8 @@ def _check_same(fs: FileSystem, paths: RunPaths, found: dict[str, Any], config: 
     # The audit changes no weight, but a run with gaps in it proves nothing, and nobody would notice before the end.
     for name in (*MODEL_FIELDS, "audit"):
         _same(paths, name, name, found["config"].get(name), getattr(config, name))
+    # Another algorithm adds in another order. A run from before there was a choice added as `auto` does.
+    _same(paths, "algorithm", "algorithm", found["config"].get("algorithm", "auto"), config.algorithm)
     epochs = epochs_asked(read_claims(fs, paths))
     if config.epochs < epochs:
         _differ(paths, "epochs", f"epochs = {config.epochs}", f"epochs = {epochs} or more", "epochs")

@@ -6,14 +6,15 @@ No TensorFlow here. `connect` picks the backend; everything else depends on `Com
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
-from storage.errors import ConfigError
 from training.comm.base import CALL_DEADLINE_S, Communicator, Op
 from training.comm.joining import Joined, join_ranks
 from training.comm.options import CommOptions
 from training.comm.solo import SoloCommunicator
-from training.comm.tcp import TcpCommunicator, connect_ring
+from training.comm.tcp import TcpCommunicator, connect_tcp
+from training.comm.tls import Credentials, Tls
 from training.comm.topology import host_identity
 
 __all__ = ["CommOptions", "Communicator", "Joined", "Op", "SoloCommunicator", "TcpCommunicator", "connect", "join"]
@@ -45,7 +46,7 @@ def connect(
     deadline_s: float,
     call_deadline_s: float = CALL_DEADLINE_S,
     options: CommOptions | None = None,
-    tls: Any = None,
+    tls: Credentials | None = None,
 ) -> Communicator:
     """Join the ranks of `world` in one communicator; see `join`."""
     return join(world, control, key, deadline_s, call_deadline_s, options, tls).communicator
@@ -58,29 +59,23 @@ def join(
     deadline_s: float,
     call_deadline_s: float = CALL_DEADLINE_S,
     options: CommOptions | None = None,
-    tls: Any = None,
+    tls: Credentials | None = None,
     identity: str | None = None,
 ) -> Joined:
     """Join the ranks of `world` in one communicator, and tell by which plan it works.
 
     `control` exchanges the listening addresses, `key` is the generation's secret, `deadline_s` the longest that
     joining may take, `call_deadline_s` the longest for any collective (attribute `deadline_s` of the result).
-    `identity` stands for this host where a test lays out several; None: `topology.host_identity()`.
+    `tls`, where given, encrypts what leaves a host. `identity` stands for this host where a test lays out several;
+    None: `topology.host_identity()`.
     Raises CommunicationError naming the rank that did not come or could not prove the key, ConfigError for an option
     that cannot be had here.
     """
     options = options or CommOptions()
     if world.num_ranks == 1:
         return Joined(SoloCommunicator(world.generation, call_deadline_s), None, False)
-    if tls is not None:
-        raise ConfigError(
-            "this version cannot encrypt between ranks yet",
-            got="TLS asked for",
-            allowed="no TLS",
-            next_step="Leave --tls off.",
-        )
     until = time.monotonic() + deadline_s
-    flat = connect_ring(
+    flat = connect_tcp(
         world.rank,
         world.num_ranks,
         world.generation,
@@ -89,14 +84,22 @@ def join(
         deadline_s,
         control.host,
         call_deadline_s,
+        None if tls is None else Tls(tls, world.generation),
     )
+
+    def share(group: Communicator, mates: Sequence[int], within_s: float) -> Communicator:
+        from training.comm.shm import connect_shm  # its kernels load only where hosts are shared
+
+        place, exchange = (group.rank, group.num_ranks, world.generation), group.all_gather_bytes
+        return connect_shm(*place, key, exchange, within_s, call_deadline_s, labels=mates)
+
     try:
         if options.backend in ("tensorflow", "nccl"):
             from training.comm.tensorflow import join_servers
 
             servers = join_servers(world.rank, world.num_ranks, control.rendezvous, flat, options)
             return Joined(servers, None, False)
-        return join_ranks(flat, None, host_identity() if identity is None else identity, options, until)
+        return join_ranks(flat, share, host_identity() if identity is None else identity, options, until)
     except BaseException as error:
         flat.abort(str(error))
         flat.close()

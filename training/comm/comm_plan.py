@@ -14,6 +14,7 @@ from typing import Any
 from storage import strict
 from storage.canonical import canonical_bytes
 from training.comm.cost import COUNTS, LARGEST_BYTES, LinkCosts, Table, hierarchical_s, look_up, predict_s, table_of
+from training.comm.tcp import default_choice
 from training.comm.topology import Layout
 
 HIERARCHICAL = "hierarchical"
@@ -33,6 +34,8 @@ class CommPlan:
     """The algorithm asked for; `auto` where the costs chose."""
     table: Table
     """Algorithm by size of the buffer in bytes; empty for `shm`, which has one way."""
+    leaders: Table = ()
+    """The same between the hosts' leaders, where the algorithm is `hierarchical`; empty: TCP's own choice by size."""
     outer: LinkCosts | None = None
     """Between ranks over TCP, as measured; None where nothing had to be chosen."""
     inner: LinkCosts | None = None
@@ -41,6 +44,10 @@ class CommPlan:
     def choose(self, nbytes: int) -> str:
         """The algorithm for a buffer of so many bytes; the backend's name where it has one way alone."""
         return look_up(self.table, nbytes) if self.table else self.backend
+
+    def choose_between_leaders(self, nbytes: int) -> str:
+        """The algorithm between the hosts' leaders."""
+        return look_up(self.leaders, nbytes) if self.leaders else default_choice(nbytes)
 
     @property
     def key(self) -> str:
@@ -63,6 +70,7 @@ class CommPlan:
             "backend": self.backend,
             "asked": self.asked,
             "table": [[most, name] for most, name in self.table],
+            "leaders": [[most, name] for most, name in self.leaders],
             "outer": self.outer.to_json() if self.outer else None,
             "inner": self.inner.to_json() if self.inner else None,
         }
@@ -70,24 +78,16 @@ class CommPlan:
     @classmethod
     def from_json(cls, document: Any, *, where: str) -> CommPlan:
         """The inverse of `to_json`; raises DataError naming `where` for anything else."""
-        doc = strict.obj(document, ("host_of", "backend", "asked", "table", "outer", "inner"), where=where)
+        doc = strict.obj(document, ("host_of", "backend", "asked", "table", "leaders", "outer", "inner"), where=where)
         host_of = tuple(
             strict.count(v, where=f"{where}: host_of") for v in strict.items(doc["host_of"], where=f"{where}: host_of")
         )
-        table = []
-        for row in strict.items(doc["table"], where=f"{where}: table"):
-            most, name = strict.items(row, where=f"{where}: table")
-            table.append(
-                (
-                    strict.count(most, where=f"{where}: table"),
-                    strict.string(name, where=f"{where}: table", choices=NAMES),
-                )
-            )
         return cls(
             layout=Layout(host_of),
             backend=strict.string(doc["backend"], where=f"{where}: backend", choices=BACKENDS),
             asked=strict.string(doc["asked"], where=f"{where}: asked", choices=("auto", *NAMES)),
-            table=tuple(table),
+            table=_table(doc["table"], where=f"{where}: table"),
+            leaders=_table(doc["leaders"], where=f"{where}: leaders"),
             outer=_costs(doc["outer"], where=f"{where}: outer"),
             inner=_costs(doc["inner"], where=f"{where}: inner"),
         )
@@ -102,6 +102,10 @@ def key_of(layout: Layout, backend: str, asked: str) -> str:
 def make_plan(layout: Layout, backend: str, asked: str, outer: LinkCosts | None, inner: LinkCosts | None) -> CommPlan:
     """The plan that these costs make; none are needed where nothing is to choose."""
     table: Table = ()
+    leaders: Table = ()
+    if outer is not None and backend == HIERARCHICAL:
+        hosts = len(layout.sizes)
+        leaders = table_of(lambda name, nbytes: predict_s(name, hosts, nbytes, outer), tuple(COUNTS))
     if backend != "shm" and asked != "auto":
         table = ((LARGEST_BYTES, asked),)
     elif backend != "shm":
@@ -117,7 +121,14 @@ def make_plan(layout: Layout, backend: str, asked: str, outer: LinkCosts | None,
         # Of equally good ones the first: within hosts is never worse for the network than through every rank.
         names = (HIERARCHICAL, *COUNTS) if backend == HIERARCHICAL else tuple(COUNTS)
         table = table_of(seconds, names)
-    return CommPlan(layout=layout, backend=backend, asked=asked, table=table, outer=outer, inner=inner)
+    return CommPlan(layout=layout, backend=backend, asked=asked, table=table, leaders=leaders, outer=outer, inner=inner)
+
+
+def _table(document: Any, *, where: str) -> Table:
+    rows = [strict.items(row, where=where) for row in strict.items(document, where=where)]
+    return tuple(
+        (strict.count(most, where=where), strict.string(name, where=where, choices=NAMES)) for most, name in rows
+    )
 
 
 def _costs(document: Any, *, where: str) -> LinkCosts | None:

@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-TREE_CHUNK_BYTES = 512 << 10  # what a tree passes on before the rest has come; below it, no pipelining
+TREE_CHUNK_BYTES = 128 << 10  # what a tree passes on before the rest has come (training.comm.tcp)
+WHOLE_BYTES = 32 << 10  # up to here halving-doubling exchanges whole buffers (training.comm.tcp)
+EVEN = 1.05  # times closer than this are equal: the model is not better
 SMALLEST_BYTES, LARGEST_BYTES = 64, 1 << 30  # of the sizes for which an algorithm is chosen; powers of two
 
 
@@ -55,10 +57,15 @@ def ring(num_ranks: int, nbytes: int) -> Counts:
 
 
 def halving_doubling(num_ranks: int, nbytes: int) -> Counts:
-    """Recursive halving, then doubling, on the largest power of two; the other ranks fold in before and after."""
+    """Recursive halving, then doubling, on the largest power of two; the other ranks fold in before and after.
+
+    Short buffers are exchanged whole at each step: half as many messages.
+    """
     power = 1 << (num_ranks.bit_length() - 1)
     rounds, share = power.bit_length() - 1, nbytes / power
     counts = Counts(2 * rounds, 2 * (power - 1) * share, (power - 1) * share)
+    if nbytes <= WHOLE_BYTES:
+        counts = Counts(rounds, rounds * nbytes, rounds * nbytes)
     if power == num_ranks:
         return counts
     return Counts(counts.messages + 2, counts.bytes + 2 * nbytes, counts.reduced_bytes + nbytes)
@@ -106,11 +113,16 @@ Table = tuple[tuple[int, str], ...]
 
 
 def table_of(seconds: Callable[[str, int], float], names: Sequence[str]) -> Table:
-    """Which of `names` is fastest up to which size, by `seconds(name, nbytes)`, at powers of two."""
+    """Which of `names` to take up to which size, by `seconds(name, nbytes)`, at powers of two.
+
+    Of those that are as good as the best, as far as a model can tell, the first of `names`.
+    """
     rows: list[tuple[int, str]] = []
     nbytes = SMALLEST_BYTES
     while nbytes <= LARGEST_BYTES:
-        best = min(names, key=lambda name: seconds(name, nbytes))
+        times = {name: seconds(name, nbytes) for name in names}
+        least = min(times.values())
+        best = next(name for name in names if times[name] <= least * EVEN)
         if rows and rows[-1][1] == best:
             rows.pop()
         rows.append((nbytes, best))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from storage.errors import CommunicationError, ConfigError
@@ -13,10 +13,12 @@ from training.comm.calibrate import calibrate, slowest
 from training.comm.comm_plan import HIERARCHICAL, CommPlan, key_of, make_plan
 from training.comm.hierarchical import HierarchicalCommunicator
 from training.comm.options import CommOptions
+from training.comm.tcp import TcpCommunicator, default_choice
 from training.comm.topology import Layout, agree_on_layout
 
-Share = Callable[[Communicator, float], Communicator]
-"""Shared memory between the ranks of a communicator on one host, joined within so many seconds."""
+Share = Callable[[Communicator, Sequence[int], float], Communicator]
+"""Shared memory between the ranks of a communicator on one host, their ranks among all, joined within so many seconds.
+Raises CommunicationError where memory cannot be shared."""
 SHARE_S = 20.0  # for the ranks of a host, which are all there already
 
 
@@ -30,7 +32,7 @@ class Joined(NamedTuple):
     """Whether the plan was made now, and none of `options.plans` followed."""
 
 
-def join_ranks(flat: Communicator, share: Share | None, identity: str, options: CommOptions, until: float) -> Joined:
+def join_ranks(flat: TcpCommunicator, share: Share | None, identity: str, options: CommOptions, until: float) -> Joined:
     """From a TCP communicator of all ranks to the one that fits where they are. A collective.
 
     Takes over `flat`, which is closed where it is not needed any more. `until` is a monotonic time. Raises ConfigError,
@@ -56,27 +58,36 @@ def join_ranks(flat: Communicator, share: Share | None, identity: str, options: 
             inner = flat.group(mates) if len(mates) > 1 else None
         else:
             backend, why = "tcp", f"shared memory cannot be had: {failure}"
-    if backend == "shm":
-        assert inner is not None
-        outer, comm = None, inner
-        flat.close()
-    elif backend == HIERARCHICAL:
+    outer: Communicator | None = None
+    if backend == HIERARCHICAL:
         leaders = [ranks[0] for ranks in layout.hosts]
         outer = flat.group(leaders) if flat.rank in leaders else None
-        comm = HierarchicalCommunicator(flat, inner, outer, layout)
-    else:
-        comm = flat
-    plan, calibrated = _plan(comm, flat, inner, layout, backend, options)
-    if backend != "shm" and hasattr(flat, "choose"):
-        comm.choose = plan.choose  # type: ignore[attr-defined] # both that are left have it
-    if comm.rank == 0:
-        came = "calibrated now" if calibrated else "as frozen before" if plan.asked == "auto" else "asked for"
+    plan, calibrated = _plan(flat, inner, outer, layout, backend, options)
+    if flat.rank == 0:
+        came = "calibrated now" if calibrated else "as frozen before" if options.plans else "nothing to measure"
         print(
             f"ranks talk by {plan.describe()} ({came}): backend {backend}, {found}; {why}",
             file=sys.stderr,
             flush=True,
         )
+    comm: Communicator = flat
+    if backend == "shm":
+        assert inner is not None
+        comm = inner
+        flat.close()
+    elif backend == HIERARCHICAL:
+        comm = HierarchicalCommunicator(flat, inner, outer, layout, plan.choose)
+        # The flat one is asked where the plan names another algorithm, and by groups of ranks across hosts.
+        flat.choose = lambda nbytes: _flat_choice(plan.choose(nbytes), nbytes)
+        if isinstance(outer, TcpCommunicator):
+            outer.choose = plan.choose_between_leaders
+    else:
+        flat.choose = plan.choose
     return Joined(comm, plan, calibrated)
+
+
+def _flat_choice(name: str, nbytes: int) -> str:
+    return default_choice(nbytes) if name == HIERARCHICAL else name
 
 
 def _wanted(options: CommOptions, found: Layout) -> tuple[str, str]:
@@ -120,10 +131,13 @@ def _shared(
         if share is None:
             reason = "this system has none"
         else:
+            group = flat.group(mates)
             try:
-                inner = share(flat.group(mates), max(1.0, min(SHARE_S, until - time.monotonic())))
-            except (CommunicationError, OSError) as error:
-                reason = str(error).splitlines()[0]
+                inner = share(group, mates, max(1.0, min(SHARE_S, until - time.monotonic())))
+            except CommunicationError as error:
+                reason = error.got or error.what
+            finally:
+                group.close()
     reasons = [data.decode() for data in flat.all_gather_bytes(reason.encode())]
     failed = next(((rank, told) for rank, told in enumerate(reasons) if told), None)
     if failed is None:
@@ -134,17 +148,13 @@ def _shared(
 
 
 def _plan(
-    comm: Communicator,
     flat: Communicator,
     inner: Communicator | None,
+    outer: Communicator | None,
     layout: Layout,
     backend: str,
     options: CommOptions,
 ) -> tuple[CommPlan, bool]:
-    if not hasattr(flat, "choose"):  # rings alone, until the others are there
-        if options.algorithm not in ("auto", "ring"):
-            raise _impossible(options.algorithm, layout, "ring")
-        return make_plan(layout, "tcp", "ring", None, None), False
     key = key_of(layout, backend, options.algorithm)
     for document in options.plans:
         plan = CommPlan.from_json(document, where="the run's communication plan")
@@ -152,10 +162,10 @@ def _plan(
             return plan, False
     if backend == "shm" or options.algorithm != "auto":
         return make_plan(layout, backend, options.algorithm, None, None), False
-    between = calibrate(flat)
-    within = None
-    if backend == HIERARCHICAL:
-        within = slowest(flat, calibrate(inner) if inner is not None else None)
+    if backend == "tcp":
+        return make_plan(layout, backend, "auto", calibrate(flat), None), True
+    within = slowest(flat, calibrate(inner) if inner is not None else None)
+    between = slowest(flat, calibrate(outer) if outer is not None else None)
     return make_plan(layout, backend, "auto", between, within), True
 
 

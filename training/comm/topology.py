@@ -16,12 +16,13 @@ def host_identity() -> str:
     """A text that is equal for two processes only where a Unix socket between them can pass memory.
 
     The kernel's boot id tells hosts apart whatever their names are; the network namespace tells containers (and tests)
-    apart that share a kernel and cannot reach each other's sockets. Empty where the system tells neither: such a rank
-    shares its host with nobody. That memory really can be shared is tried afterwards; this only says who tries.
+    apart that share a kernel and cannot reach each other's sockets; memory is lent to processes of the same user alone.
+    Empty where the system does not tell: such a rank shares its host with nobody. That memory really can be shared is
+    tried afterwards; this only says who tries.
     """
     try:
         network = os.stat("/proc/self/ns/net")
-        return f"{BOOT_ID.read_text(encoding='ascii').strip()}/{network.st_dev}:{network.st_ino}"
+        return f"{BOOT_ID.read_text(encoding='ascii').strip()}/{network.st_dev}:{network.st_ino}/{os.geteuid()}"
     except OSError:
         return ""
 

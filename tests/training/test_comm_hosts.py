@@ -1,0 +1,170 @@
+"""Several hosts laid out on one: which communicator the ranks get, two levels under the contract, frozen choices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from storage.errors import CommunicationError, ConfigError
+from tests.comm_contract import CommunicatorContract, RunRanks
+from tests.training._hosts import run_hosts
+from training.comm import CommOptions, Communicator, Joined, TcpCommunicator
+from training.comm.hierarchical import HierarchicalCommunicator
+
+LAYOUTS = {
+    2: "ab",  # a leader each, nobody else
+    3: "aab",
+    4: "abab",  # neighbours in rank are on different hosts
+    5: "aabcb",
+    7: "abbbbba",
+    8: "aaaabbcd",  # 4, 2, 1, 1
+}
+TWO_LEVELS = CommOptions(backend="hierarchical", algorithm="hierarchical")
+
+
+class TestTwoLevels(CommunicatorContract):
+    """Every method of the interface, on uneven hosts."""
+
+    @pytest.fixture(params=[3, 4, 5, 7, 8])
+    def num_ranks(self, request: pytest.FixtureRequest) -> int:
+        return int(request.param)
+
+    @pytest.fixture
+    def run_ranks(self) -> RunRanks:
+        def run(num_ranks: int, work: Callable[[Communicator], Any]) -> list[Any]:
+            return run_hosts(LAYOUTS[num_ranks], lambda joined: work(joined.communicator), TWO_LEVELS)
+
+        return run
+
+
+def _kind(joined: Joined) -> tuple[str, str]:
+    assert joined.plan is not None
+    return joined.plan.backend, joined.plan.choose(1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "options", "backend"),
+    [
+        ("abc", CommOptions(), "tcp"),
+        ("aab", CommOptions(backend="tcp"), "tcp"),
+        ("aab", CommOptions(algorithm="ring"), "tcp"),  # an algorithm between connections
+        ("aab", CommOptions(algorithm="hierarchical"), "hierarchical"),
+    ],
+)
+def test_the_backend_follows_hosts_and_options(hosts: str, options: CommOptions, backend: str) -> None:
+    found = run_hosts(hosts, _kind, options)
+    assert len(set(found)) == 1
+    assert found[0][0] == backend
+    if options.algorithm != "auto":
+        assert found[0][1] == options.algorithm
+
+
+@pytest.mark.parametrize(
+    ("hosts", "options", "named"),
+    [
+        ("ab", CommOptions(backend="shm"), "2 ranks on 2 hosts"),
+        ("ab", CommOptions(backend="hierarchical"), "2 ranks on 2 hosts"),
+        ("aa", CommOptions(algorithm="hierarchical"), "2 ranks on 1 host"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_by_name(hosts: str, options: CommOptions, named: str) -> None:
+    with pytest.raises(ConfigError, match=named.replace("(", "\\(")):
+        run_hosts(hosts, _kind, options)
+
+
+def _sums(joined: Joined) -> bytes:
+    rng = np.random.default_rng(joined.communicator.rank)
+    out = b""
+    for size in (1, 100, 5000, 70_001):
+        buf = rng.standard_normal(size).astype(np.float32)
+        joined.communicator.all_reduce(buf, "mean")
+        out += buf.tobytes()
+    return out
+
+
+def test_a_restart_adds_in_the_same_order() -> None:
+    """The first start's plan, given to the second: no calibration, the same algorithm at every size, equal bits."""
+    hosts = "abcde"
+    first = run_hosts(hosts, lambda joined: (joined.plan, joined.calibrated, _sums(joined)))
+    plan, calibrated, _ = first[0]
+    assert calibrated and all(other[0] == plan for other in first)
+    again = CommOptions(plans=(plan.to_json(),))
+    second = run_hosts(hosts, lambda joined: (joined.plan, joined.calibrated, _sums(joined)), again)
+    assert [row[0] for row in second] == [plan] * 5
+    assert not any(row[1] for row in second)
+    assert [row[2] for row in second] == [row[2] for row in first]
+
+
+def test_a_frozen_plan_is_followed_even_where_it_is_slow() -> None:
+    """Not what would be measured now decides, but what was frozen: here a choice that no calibration makes."""
+    plan = run_hosts("abc", lambda joined: joined.plan)[0].to_json()
+    plan["table"] = [[256, "ring"], [1024, "double-tree"], [1 << 30, "halving-doubling"]]
+    options = CommOptions(plans=(plan,))
+
+    def work(joined: Joined) -> list[str]:
+        assert isinstance(joined.communicator, TcpCommunicator)
+        return [joined.communicator.choose(nbytes) for nbytes in (4, 1024, 1025)]
+
+    assert run_hosts("abc", work, options) == [["ring", "double-tree", "halving-doubling"]] * 3
+
+
+def test_another_layout_of_as_many_ranks_is_calibrated_anew() -> None:
+    plan = run_hosts("abc", lambda joined: joined.plan)[0]
+    options = CommOptions(plans=(plan.to_json(),), algorithm="hierarchical")
+    other = run_hosts("aab", lambda joined: joined.plan, options)[0]
+    assert other.key != plan.key
+
+
+def test_what_is_chosen_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
+    run_hosts("aab", lambda joined: None, TWO_LEVELS)
+    told = [line for line in capfd.readouterr().err.splitlines() if "ranks talk by" in line]
+    assert len(told) == 1
+    assert "hierarchical" in told[0] and "3 ranks on 2 hosts (2, 1)" in told[0]
+
+
+def test_groups_within_and_across_hosts() -> None:
+    def work(joined: Joined) -> list[float]:
+        comm = joined.communicator
+        found = []
+        for ranks in ((0, 1), (1, 2, 3)):  # one on a host, one across
+            if comm.rank in ranks:
+                group = comm.group(ranks)
+                buf = np.full(5, 10.0**comm.rank)
+                group.all_reduce(buf)
+                found.append(float(buf[0]))
+        comm.barrier()
+        return found
+
+    assert run_hosts("aabb", work, TWO_LEVELS) == [[11.0], [11.0, 1110.0], [1110.0], [1110.0]]
+
+
+def test_a_rank_that_leaves_ends_the_wait_of_all() -> None:
+    """A follower on one host dies: its leader, the other leader and that one's follower all hear of it."""
+
+    def work(joined: Joined) -> str:
+        comm = joined.communicator
+        assert isinstance(comm, HierarchicalCommunicator)
+        comm.barrier()
+        if comm.rank == 1:
+            comm.close()
+            return "left"
+        with pytest.raises(CommunicationError) as caught:
+            comm.all_reduce(np.zeros(100_000, np.float32))
+        return caught.value.what
+
+    found = run_hosts("aabb", work, TWO_LEVELS, deadline_s=15.0)
+    assert found[1] == "left"
+    assert all(text != "left" for rank, text in enumerate(found) if rank != 1)
+
+
+def test_deadlines_reach_both_levels() -> None:
+    def work(joined: Joined) -> set[float]:
+        comm = joined.communicator
+        assert isinstance(comm, HierarchicalCommunicator)
+        comm.deadline_s = 7.0
+        return {comm.deadline_s, *(level.deadline_s for level in comm._levels())}
+
+    assert run_hosts("aab", work, TWO_LEVELS) == [{7.0}] * 3
