@@ -170,9 +170,9 @@ class TcpCommunicator(Communicator):
 
     def close(self) -> None:
         aborted = self._ended
-        self.abort("it was closed")
         for group in self._groups:
             group.close()
+        self.abort("it was closed")
         with self._lock:  # a call that was woken leaves first
             self._engine.end(None if aborted is None else f"rank {self._members[self.rank]}: {aborted}")
             if self._channel == 0:
