@@ -44,12 +44,16 @@ def read_lines(output: int) -> Iterator[bytes]:
         if not chunk:
             break
         *lines, waiting = _END.split(waiting + chunk)
-        yield from lines
-        while len(waiting) > LINE_BYTES:
-            yield waiting[:LINE_BYTES]
-            waiting = waiting[LINE_BYTES:]
+        for line in lines:
+            yield from _cut(line)
+        *pieces, waiting = _cut(waiting)
+        yield from pieces
     if waiting:
         yield waiting.removesuffix(b"\r")
+
+
+def _cut(line: bytes) -> list[bytes]:
+    return [line[start : start + LINE_BYTES] for start in range(0, max(1, len(line)), LINE_BYTES)]
 
 
 class LineBuffer:
