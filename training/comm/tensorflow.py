@@ -11,7 +11,6 @@ groups too. The launcher starts ranks anew, which is that death.
 from __future__ import annotations
 
 import threading
-import zlib
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 from typing import Any
@@ -31,6 +30,7 @@ from training.comm.base import (
     part_bounds,
 )
 from training.comm.interfaces import require_trust
+from training.comm.meeting import Meeting
 from training.comm.options import CommOptions
 from training.comm.solo import SoloCommunicator
 from training.comm.tf_cluster import RESTART, Cluster, start
@@ -57,14 +57,13 @@ class TensorflowCommunicator(Communicator):
         self._made: dict[tuple[int, ...], int] = {}
         self._lock = threading.RLock()
         self._closed = False
+        self._meeting = Meeting(ordinary)
         cluster.ordinary.append(ordinary)
         # TensorFlow orders the members of a group by itself.
         self._places = np.argsort(self._gather(np.array([self.rank], WORD), "join")[:, 0], kind="stable")
 
     def all_reduce(self, buf: NDArray[Any], op: Op = "sum") -> None:
         check_buffer(buf, op)
-        if not buf.size:
-            return
         given = buf.astype(np.int32) if buf.dtype == NARROW else buf
 
         def reduce(instance: int) -> Any:
@@ -77,15 +76,12 @@ class TensorflowCommunicator(Communicator):
     def all_gather(self, buf: NDArray[Any]) -> NDArray[Any]:
         check_buffer(buf, writable=False)
         rows = self.allocate(self.num_ranks * buf.size, buf.dtype).reshape(self.num_ranks, buf.size)
-        if buf.size:
-            words = self._gather(_words(buf), f"all_gather of {buf.dtype}")  # (num_ranks, words)
-            rows[:] = words[self._places].view(np.uint8)[:, : buf.nbytes].view(buf.dtype)
+        words = self._gather(_words(buf), f"all_gather of {buf.nbytes} bytes of {buf.dtype}")  # (num_ranks, words)
+        rows[:] = words[self._places].view(np.uint8)[:, : buf.nbytes].view(buf.dtype)
         return rows
 
     def all_gather_parts(self, buf: NDArray[Any]) -> None:
         check_buffer(buf)
-        if not buf.size:
-            return
         mine = self.part_of(buf, self.rank)
         padded = np.zeros(part_bounds(buf.size, self.num_ranks)[0][1], buf.dtype)  # the first part is the longest
         padded[: mine.size] = mine
@@ -96,9 +92,8 @@ class TensorflowCommunicator(Communicator):
     def broadcast(self, buf: NDArray[Any], root: int = 0) -> None:
         check_buffer(buf)
         check_rank("broadcast", root, self.num_ranks)
-        if buf.size:
-            what = f"broadcast from {root} of {buf.dtype}"
-            self._copy(buf, self.rank == root, lambda call: self._run(what, buf.size, call), self._key, self.num_ranks)
+        what = f"broadcast from {root} of {buf.dtype}"
+        self._copy(buf, self.rank == root, lambda call: self._run(what, buf.size, call), self._key, self.num_ranks)
 
     def send(self, buf: NDArray[Any], to: int) -> None:
         check_buffer(buf, writable=False)
@@ -184,34 +179,22 @@ class TensorflowCommunicator(Communicator):
 
     def _pass(self, buf: NDArray[Any], source: int, to: int) -> None:
         key = key_of(self._key, "pair", source, to)  # TensorFlow knows groups alone: two ranks are one
-
-        def meet(header: NDArray[Any]) -> dict[int, NDArray[Any]]:
-            theirs = np.zeros_like(header)
-            if self.rank == source:
-                self.ordinary.send(header, to)
-                self.ordinary.recv(theirs, to)
-                return {to: theirs}
-            self.ordinary.recv(theirs, source)
-            self.ordinary.send(header, source)
-            return {source: theirs}
-
         what = f"send of {buf.dtype} from {source} to {to}"
-        if not buf.size:
-            self._run(what, 0, None, key, meet)
-            return
-        self._copy(buf, self.rank == source, lambda call: self._run(what, buf.size, call, key, meet), key, 2)
 
-    def _meet(self, header: NDArray[Any]) -> dict[int, NDArray[Any]]:
-        return dict(enumerate(self.ordinary.all_gather(header)))
+        def meet(number: int) -> None:
+            self._meeting.two(source, to, what, buf.size, number)
+
+        self._copy(buf, self.rank == source, lambda call: self._run(what, buf.size, call, key, meet), key, 2)
 
     def _run(
         self,
         what: str,
         size: int,
-        call: Callable[[int], Any] | None,
+        call: Callable[[int], Any],
         key: int | None = None,
-        meet: Callable[[NDArray[Any]], dict[int, NDArray[Any]]] | None = None,
+        meet: Callable[[int], None] | None = None,
     ) -> NDArray[Any]:
+        """Meet the others, then make TensorFlow's `call`, which is given its instance; nothing for a `size` of 0."""
         import tensorflow as tf
 
         key = self._key if key is None else key
@@ -221,11 +204,9 @@ class TensorflowCommunicator(Communicator):
             self._instances[key] = instance + 1
             self.ordinary.deadline_s = self.deadline_s
             try:
-                self._compare(what, size, instance, meet or self._meet)
-                if call is None:
-                    return np.zeros(0, WORD)
+                meet(instance) if meet else self._meeting.all(what, size, instance)
                 with tf.device(self.cluster.device):
-                    found: NDArray[Any] = call(instance).numpy()
+                    found: NDArray[Any] = call(instance).numpy() if size else np.zeros(0, WORD)
                 return found
             except CommunicationError as error:
                 self.abort(error.what)
@@ -234,20 +215,6 @@ class TensorflowCommunicator(Communicator):
                 lost = self._lost(f"{what}, {size} elements", error)
                 self.abort(lost.what)
                 raise lost from error
-
-    def _compare(
-        self, what: str, size: int, instance: int, meet: Callable[[NDArray[Any]], dict[int, NDArray[Any]]]
-    ) -> None:
-        """Meet the others of this call; raises CommunicationError unless they make the same one."""
-        header = np.array([instance, zlib.crc32(what.encode()), size], np.int64)
-        for rank, theirs in meet(header).items():
-            if not np.array_equal(theirs, header):
-                raise CommunicationError(
-                    f"rank {self.rank}: rank {rank} makes another call than {what}",
-                    got=f"number {theirs[0]}, of {theirs[2]} elements",
-                    allowed=f"number {instance}, of {size} elements, with the same operation and dtype",
-                    next_step="Make the same calls in the same order on every rank.",
-                )
 
     def _lost(self, what: str, error: Exception) -> CommunicationError:
         if self.cluster.ended is not None:

@@ -1,0 +1,38 @@
+"""Entries for ranks that join TensorFlow's servers; see `_ranks`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from storage.errors import CommunicationError
+from training.launch.context import RankContext
+from training.runtime import ENVIRONMENT
+
+
+def killed_in_a_call(context: RankContext) -> dict[str, Any]:
+    """Rank 1 is killed while TensorFlow sums; rank 0 ignores SIGTERM and writes what it is told, twice."""
+    os.environ |= ENVIRONMENT
+    comm = context.communicator()
+    buf = np.ones(8_000_000, np.float32)
+    comm.barrier()
+    if comm.rank == 1:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        while True:
+            comm.all_reduce(buf)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    told: list[str] = []
+    while len(told) < 2:
+        try:
+            comm.all_reduce(buf)
+        except CommunicationError as error:
+            told.append(str(error))
+    Path(context.payload["folder"], "rank-0").write_text("\n---\n".join(told))
+    time.sleep(60)
+    return {}

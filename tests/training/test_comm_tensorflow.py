@@ -1,0 +1,166 @@
+"""The contract over TensorFlow's gRPC ring, its sums against our ring's, and how it ends: ranks as real processes.
+
+One set of three ranks serves all tests here, since a process that imports TensorFlow costs seconds; two ranks are a
+group of it. What ends them comes last. NCCL is the same code with another hint, and was never run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from storage.errors import CommunicationError, ConfigError
+from tests.comm_contract import CommunicatorContract, RunRanks, values
+from tests.training._ranks import living_ranks, rank_path
+from tests.training._ring import run_ring
+from tests.training._tf_ranks import Ranks
+from training.comm import CommOptions, Communicator
+from training.comm.base import DTYPES, FLOATS
+from training.comm.meeting import Meeting
+from training.comm.tensorflow import join_servers, key_of
+from training.control.failures import RankFailedError
+from training.launch.local import run_local
+from training.launch.task import Limits, RankTask
+
+slow = pytest.mark.slow
+WHOLE = 3
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    found = Ranks(WHOLE)
+    yield found
+    found.close()
+
+
+@slow
+@pytest.mark.parametrize("num_ranks", [2, 3])
+class TestTensorflow(CommunicatorContract):
+    sizes: ClassVar[tuple[int, ...]] = (0, 1, 997)
+    large: ClassVar[int] = 20_003
+    test_after_close_and_abort = None  # type: ignore[assignment] # below: it ends the processes
+
+    @pytest.fixture
+    def run_ranks(self, ranks: Ranks) -> RunRanks:
+        return ranks.run
+
+
+@slow
+def test_our_ring_agrees_with_tensorflows(ranks: Ranks) -> None:
+    """The same numbers through both: equal but for the order of the sums."""
+
+    def work(comm: Any) -> list[tuple[np.ndarray, np.ndarray]]:
+        results = []
+        for dtype in DTYPES:
+            theirs, ours = (values(comm.rank, 30_011, dtype) for _ in range(2))
+            comm.all_reduce(theirs)
+            comm.ordinary.all_reduce(ours)
+            results.append((theirs, ours))
+        return results
+
+    for theirs, ours in ranks.run(WHOLE, work)[1]:
+        if ours.dtype not in FLOATS:
+            np.testing.assert_array_equal(theirs, ours)
+            continue
+        largest = np.abs(np.array([values(rank, ours.size, ours.dtype) for rank in range(WHOLE)], np.float64)).sum(0)
+        eps = 2.0**-7 if ours.dtype.itemsize == 2 else np.finfo(ours.dtype).eps
+        assert np.all(np.abs(theirs.astype(np.float64) - ours.astype(np.float64)) <= WHOLE * eps * largest), ours.dtype
+
+
+@slow
+def test_a_second_server_is_refused(ranks: Ranks) -> None:
+    def work(comm: Any) -> str:
+        options = CommOptions(backend="tensorflow", trust_network="lo")
+        with pytest.raises(ConfigError, match="comes too late") as caught:
+            join_servers(comm.rank, comm.num_ranks, lambda *_: [], comm.ordinary, options)
+        return caught.value.next_step
+
+    assert all("context.communicator() first" in step for step in ranks.run(WHOLE, work))
+
+
+@slow
+def test_nccl_without_gpus_is_refused_on_every_rank(ranks: Ranks) -> None:
+    def work(comm: Any) -> str:
+        from training.comm.tf_cluster import _check_gpus
+
+        with pytest.raises(ConfigError, match="the nccl backend cannot serve") as caught:
+            _check_gpus(comm.ordinary)
+        return caught.value.got
+
+    assert ranks.run(WHOLE, work) == ["TensorFlow sees no GPU on rank 0"] * WHOLE
+
+
+@slow
+def test_abort_and_close_end_it(ranks: Ranks) -> None:
+    """The last of the three ranks' tests."""
+    CommunicatorContract().test_after_close_and_abort(ranks.run, WHOLE)
+
+    def work(comm: Any) -> str:
+        with pytest.raises(CommunicationError, match="the test says so") as caught:
+            comm.group([0, 1, 2])
+        return caught.value.next_step
+
+    assert all("do not recover within a process" in step for step in ranks.run(WHOLE, work))
+
+
+@slow
+def test_a_rank_killed_in_the_middle_of_a_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorFlow's part of the call has begun; the rank that is left is told whom it lost, and no retry helps it."""
+    rank_path(monkeypatch)
+    options = CommOptions(backend="tensorflow", trust_network="lo").to_json()
+    payload = {"folder": str(tmp_path), "comm": {"options": options}}
+    with pytest.raises(RankFailedError, match="SIGKILL") as caught:
+        run_local(RankTask("_tf_entries:killed_in_a_call", payload), 2, limits=Limits(grace_s=1.0))
+    assert caught.value.rank == 1
+    first, second = (tmp_path / "rank-0").read_text().split("\n---\n")
+    assert first.startswith("rank 0: all_reduce sum of float32, 8000000 elements failed while waiting for rank 1\n")
+    assert "the communicator has ended" in second and "do not recover within a process" in second
+    assert living_ranks(os.getpid()) == []  # the rank that is left ignored SIGTERM: the supervisor has its way
+
+
+def test_ranks_that_differ_are_told_before_tensorflow_is_asked() -> None:
+    def work(comm: Communicator) -> str:
+        meeting = Meeting(comm)
+        meeting.all("all_reduce sum of float32", 5, 1)
+        with pytest.raises(CommunicationError) as caught:
+            meeting.all("all_reduce sum of float32", 6 if comm.rank == 1 else 5, 2)
+        return str(caught.value)
+
+    first, second = run_ring(2, work)
+    assert "rank 0: rank 1 makes another call than all_reduce sum of float32" in first
+    assert "got: call 2, of 6 elements" in first
+    assert "rank 1: rank 0 makes another call" in second
+
+
+def test_two_that_differ_are_told() -> None:
+    def work(comm: Communicator) -> str:
+        if comm.rank == 2:
+            return ""
+        with pytest.raises(CommunicationError) as caught:
+            Meeting(comm).two(0, 1, ["send of int32", "send of int64"][comm.rank], 3, 1)
+        return caught.value.what
+
+    assert run_ring(3, work)[:2] == [
+        "rank 0: rank 1 makes another call than send of int32",
+        "rank 1: rank 0 makes another call than send of int64",
+    ]
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "nccl"])
+def test_no_network_is_trusted_by_itself(backend: Any) -> None:
+    comm: Any = None  # never asked
+    with pytest.raises(ConfigError, match=f"the {backend} backend cannot tell a rank from a stranger") as caught:
+        join_servers(0, 2, lambda *_: [], comm, CommOptions(backend=backend))
+    assert "--trust-network IFACE" in caught.value.next_step
+
+
+def test_group_keys() -> None:
+    keys = {key_of(7, "group", *ranks, made) for ranks in ((0, 1), (1, 0), (0, 2), (0, 1, 2)) for made in (1, 2)}
+    assert len(keys) == 8
+    assert all(0 < key < 2**31 for key in keys)
+    assert key_of(7, "group", 0, 1, 1) == 318923157  # the same in every process and version of Python
