@@ -1,0 +1,67 @@
+"""The command line of jobs.train: every field of TrainConfig has a flag."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import get_args
+
+from jobs._cli import JobParser
+from training.comm.options import Algorithm
+from training.config import BatchNorm, TrainConfig
+
+
+def parser(description: str) -> JobParser:
+    """The command line."""
+    job = JobParser("train", description, "train")
+    add = job.add_argument
+    add(
+        "--dataset",
+        nargs="+",
+        dest="datasets",
+        required=True,
+        metavar="URL",
+        help="datasets to train on, in this order; several must fit together, as a dataset and its appends do",
+    )
+    add("--run", required=True, metavar="URL", help="directory of the run, local or hdfs://; an existing run goes on")
+    add("--model", required=True, metavar="NAME", help="logistic | resnet20 | ... | module:function")
+    add("--num-ranks", type=int, required=True, metavar="N", help="training processes")
+    add("--global-batch", type=int, required=True, metavar="G", help="samples of one step over all ranks")
+    add("--epochs", type=int, required=True, metavar="E", help="passes over the split, in all")
+    add("--split", default="train", metavar="NAME", help="the split to train on (default train); folds: fold-1,fold-2")
+    add("--lanes", type=int, metavar="L", help="streams of samples; divides G (default: its largest divisor up to 64)")
+    add("--window-bytes", type=int, default=8 << 20, metavar="N", help="shuffle window of all lanes (default 8 MiB)")
+    add(
+        "--batchnorm",
+        choices=get_args(BatchNorm),
+        default="ghost",
+        help="ghost (up to 8 ranks) and sync (one message a layer): the same at any N (default ghost)",
+    )
+    add("--learning-rate", type=float, metavar="X", help="default: the model's own")
+    add("--precision", choices=["float32", "float64"], default="float32", help="default float32")
+    add("--seed", type=int, default=0, metavar="N", help="of samples' order and first weights (default 0)")
+    add("--checkpoint-every", type=int, default=200, metavar="N", help="steps between checkpoints (default 200)")
+    add("--keep-checkpoints", type=int, default=3, metavar="K", help="checkpoints that stay (default 3)")
+    add("--audit", action="store_true", help="list each sample that counts, in RUN/audit")
+    add("--launcher", choices=["barrier", "local"], default="barrier", help="Spark barrier stage (default) | this host")
+    add("--tls", choices=["on", "off"], default="off", help="encrypt between hosts (default off; docs/security.md)")
+    add(
+        "--algorithm", choices=get_args(Algorithm), default="auto", help="of all_reduce (default auto: docs/scaling.md)"
+    )
+    add("--trust-network", metavar="IFACE", help="may carry what cannot be authenticated: gRPC, NCCL")
+    add("--master", metavar="URL", help="Spark master, such as local[2] (default: spark-submit's)")
+    add(
+        "--start-limit",
+        dest="start_limit_s",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="seconds for all ranks to start (300)",
+    )
+    add("--stall-limit", dest="stall_limit_s", type=float, default=600.0, metavar="S", help="without a step (600 s)")
+    add("--max-restarts", type=int, default=3, metavar="N", help="in a row without a checkpoint (default 3)")
+    return job
+
+
+def config_of(args: Namespace) -> TrainConfig:
+    """The configuration that the flags say."""
+    return TrainConfig(**{k: v for k, v in vars(args).items() if k not in ("config", "debug", "master")})
