@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from storage.errors import CommunicationError
 from training.comm import auth
-from training.comm.reception import MAX_CALLERS, Reception
+from training.comm.reception import BACKLOG, Reception
 from training.comm.tls import Tls
 
 SOCKET_BUFFER_BYTES = 4 << 20  # measured on loopback, see docs/decisions/040-communicator.md
@@ -42,7 +42,7 @@ class Mesh:
         self._closed = False
         self._reception = Reception(f"rank {rank}", self._examine, float("inf"))
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=MAX_CALLERS)
+        self._listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
         _buffers(self._listener)  # accepted sockets inherit them
         threading.Thread(target=self._accept, name="mesh-door", daemon=True).start()
 
@@ -158,9 +158,13 @@ class Mesh:
         if self._tls is not None:
             sock = self._tls.answer(sock, until)
         peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
-        peer, channel = auth.answer(sock, self._key, self.generation, self.num_ranks, self.rank, peers, until)
-        if self._tls is not None:
-            self._tls.check_caller(sock, peer)
+        try:
+            peer, channel = auth.answer(sock, self._key, self.generation, self.num_ranks, self.rank, peers, until)
+            if self._tls is not None:
+                self._tls.check_caller(sock, peer)
+        except BaseException:
+            sock.close()  # TLS has taken the place of the socket that the caller of this would close
+            raise
         if channel == LIFELINE:
             with self._lock:
                 self._lifelines.append(sock)

@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 5.0  # for one caller; a real one needs milliseconds
 MAX_CALLERS = 32  # at once, a thread and one fixed-size hello each
+BACKLOG = 1024  # callers whom the kernel holds meanwhile: those beyond would try again after a second
 LOG_EVERY_S = 1.0
 
 

@@ -1,0 +1,51 @@
+"""Entries for ranks that are attacked or killed; `_ranks.rank_path` lets ranks import this module."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from storage.errors import CommunicationError
+from training.comm import CommOptions, connect
+from training.launch.context import RankContext
+
+
+def reduce_by_proxy(context: RankContext) -> dict[str, Any]:
+    """Rank 1 tells the others an address that the driver made for it."""
+    control = context.control
+    straight = control.rendezvous
+
+    def round_about(host: str, port: int, deadline_s: float = 60.0) -> list[tuple[str, int]]:
+        if context.world.rank == 1:
+            reply = control.request("proxy", 10.0, host=host, port=port)
+            host, port = reply["host"], reply["port"]
+        return straight(host, port, deadline_s)
+
+    control.rendezvous = round_about  # type: ignore[method-assign] # what stands between is what is tried
+    comm = connect(context.world, control, context._key, 60.0, 60.0, CommOptions(backend="tcp"))
+    buf = np.full(300_000, context.world.rank + 1, np.float32)
+    comm.all_reduce(buf)
+    comm.close()
+    return {"total": float(buf.max())}
+
+
+def one_killed_in_a_collective(context: RankContext) -> dict[str, Any]:
+    """All ranks reduce without a pause; rank 1 is killed; the others write when they noticed, and what."""
+    comm, rank, folder = context.communicator(), context.world.rank, Path(context.payload["folder"])
+    buf = np.ones(1 << 20, np.float32)
+    try:
+        for step in range(1_000_000):
+            context.control.beat(step, "train")
+            if rank == 1 and step == 20:
+                (folder / "killed").write_text(str(time.monotonic()))
+                os.kill(os.getpid(), signal.SIGKILL)
+            comm.all_reduce(buf, "max")
+    except CommunicationError as error:
+        (folder / f"rank-{rank}").write_text(f"{time.monotonic()} {error}")
+        raise
+    return {}
