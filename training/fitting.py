@@ -23,6 +23,7 @@ from training.control.carry import json_safe
 from training.dataset import FeedPipeline
 from training.distribute import distribute, exchange_of, finalize
 from training.export import export
+from training.keras_ranks import only_on_leader
 from training.launch.context import RankContext
 from training.models import ModelOptions, build
 from training.paths import staged_model
@@ -84,6 +85,7 @@ class Fit(AbstractContextManager["Fit"]):
         share = self._feed.rows / self._plan.global_batch
         self._step = RankStep(share, group_rows=options.group_rows, sync=config.batchnorm == "sync")
         per_epoch = max(1, self._plan.total // self._plan.global_batch)
+        callbacks = [only_on_leader(callback, world.rank) for callback in callbacks]
         self._callbacks = RunCallbacks(callbacks, self._model, self, epochs=config.epochs, steps=per_epoch)
         self._audit = AuditLog() if config.audit else None
         self._reports = StepReports(context.control) if world.is_leader else None

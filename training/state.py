@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from features.signature import Signature
 from storage.canonical import canonical_bytes, sha256_hex
+from storage.errors import ConfigError
 from training.checkpoint import Tensors, TensorSpec, take
 from training.comm.base import Communicator
 
@@ -82,8 +83,21 @@ def summed_metrics(model: keras.Model, communicator: Communicator) -> None:
 
 
 def sum_variables(variables: Sequence[keras.Variable], communicator: Communicator) -> None:
-    """Replace each variable by its sum over ranks, formed in float64 or int64."""
-    values = [np.asarray(variable.numpy()) for variable in variables]
+    """Replace each variable by its sum over ranks, formed in float64 or int64.
+
+    A state that says another `aggregation` to Keras' add_variable is taken so: `mean`, or `only_first_replica`, rank
+    0's. Raises ConfigError naming one with `none`.
+    """
+    shares = {"sum": 1.0, "mean": 1.0 / communicator.num_ranks, "only_first_replica": float(communicator.rank == 0)}
+    for variable in variables:
+        if (variable.aggregation or "none") not in shares and communicator.num_ranks > 1:
+            raise ConfigError(
+                f"the state {variable.path} of a metric cannot be put together from several ranks",
+                got=f"aggregation {variable.aggregation}",
+                allowed=", ".join(shares),
+                next_step="Make the metric's variables with add_variable(..., aggregation='sum'), and such states.",
+            )
+    values = [_times(variable.numpy(), shares.get(variable.aggregation, 1.0)) for variable in variables]
     for dtype in sorted({_wide(value.dtype) for value in values}, key=str):
         chosen = [i for i, value in enumerate(values) if _wide(value.dtype) == dtype]
         flat = np.concatenate([values[i].reshape(-1).astype(dtype) for i in chosen])
@@ -93,6 +107,14 @@ def sum_variables(variables: Sequence[keras.Variable], communicator: Communicato
             part = flat[start : start + values[i].size].reshape(values[i].shape)
             variables[i].assign(part.astype(values[i].dtype))
             start += values[i].size
+
+
+def _times(value: Any, factor: float) -> NDArray[Any]:
+    """An array times a factor, of its own dtype; 0 also of what is not finite."""
+    array: NDArray[Any] = np.asarray(value)
+    if factor == 1.0:
+        return array
+    return np.zeros_like(array) if factor == 0.0 else (array * factor).astype(array.dtype)
 
 
 def weights_digest(model: keras.Model) -> str:
