@@ -25,17 +25,17 @@ def batches(count: int, dtype: str = "float64") -> list[Batch]:
 class Learner:
     """Two dense layers' variables and a compiled step; `dtype` of the variables."""
 
+    shapes: tuple[tuple[int, ...], ...] = ((5, 7), (7,), (7, 1), (1,))
+
     def __init__(self, optimizer: Any, dtype: str = "float64", *, eager: bool = False) -> None:
         import keras
         import tensorflow as tf
 
         rng = np.random.default_rng(1)
-
-        def variable(name: str, *shape: int) -> Any:
-            value = rng.standard_normal(shape) * 0.5
-            return keras.Variable(value, dtype=dtype, name=name)
-
-        self.weights = [variable("w1", 5, 7), variable("b1", 7), variable("w2", 7, 1), variable("b2", 1)]
+        self.weights = [
+            keras.Variable(rng.standard_normal(shape) * 0.5, dtype=dtype, name=f"{'b' if len(shape) == 1 else 'w'}{i}")
+            for i, shape in enumerate(self.shapes)
+        ]
         self.optimizer = optimizer
         optimizer.build(self.weights)
         self.step = self._step if eager else tf.function(self._step, autograph=False)

@@ -38,7 +38,7 @@ def optimizers() -> dict[str, Callable[[], Any]]:
 
     def several() -> Any:
         parts = o.OptimizerMap(o.SGD(0.1, momentum=0.9, global_clipnorm=0.5))
-        parts["w1"] = o.Muon(0.01)
+        parts["w0"] = o.Muon(0.01)
         parts["b.*"] = o.Adam(0.01, gradient_accumulation_steps=2)
         return o.MultiOptimizer(parts)
 
