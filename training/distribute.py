@@ -21,6 +21,7 @@ from training import accumulate, loss_scale
 from training.buckets import BUCKET_BYTES
 from training.comm.base import Communicator
 from training.exchange import Exchange
+from training.graph_exchange import exchange_for
 from training.ordered import tail
 from training.reduction import Reduction
 from training.sparse import ROWS_FROM_BYTES
@@ -65,7 +66,7 @@ def distribute(
     if communicator in _USED:
         communicator = communicator.group(range(communicator.num_ranks))
     _USED.add(communicator)
-    exchange = Exchange(communicator, scale)
+    exchange = exchange_for(communicator, scale)
     exchange.skips_non_finite = isinstance(outermost, keras.optimizers.LossScaleOptimizer)
     reduction = Reduction(exchange, tuple(statistics), bucket_bytes, rows_from_bytes)
     # Saved models name the class and its module: those of the plain class, so that they load without Lockstep.

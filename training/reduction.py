@@ -15,6 +15,7 @@ from training.agreement import CONTROL_WORDS
 from training.alone import Alone
 from training.buckets import BUCKET_BYTES, Layout, lay_out
 from training.exchange import Exchange
+from training.graph_exchange import GraphExchange
 from training.ordered import tail
 from training.sparse import ROWS_FROM_BYTES, Table, added_up
 
@@ -44,6 +45,8 @@ class Reduction:
         """
         present = [i for i, grad in enumerate(grads) if grad is not None]
         by_rows = [i for i in present if isinstance(grads[i], tf.IndexedSlices) and self._is_large(variables[i])]
+        if isinstance(self.exchange, GraphExchange):
+            by_rows = []  # TensorFlow's collectives take whole tensors alone
         whole = [i for i in present if i not in by_rows]
         dense = [tf.convert_to_tensor(grads[i]) for i in whole]  # a small table's rows become a whole tensor
         sparse = [grads[i] for i in by_rows]
@@ -64,6 +67,12 @@ class Reduction:
         if self.exchange.communicator.num_ranks == 1 and self.exchange.scale == 1.0:
             judge = Alone(self.exchange, [*names, *(table.name for table in tables)], statistics)
             summed, pairs = self._alone(judge, layout, dense, sparse, [loss, *values])
+        elif isinstance(self.exchange, GraphExchange):
+            summed, means = self.exchange.reduce(layout, dense, loss, values, tail())
+            for variable, value in zip(self.statistics, means, strict=True):
+                value.set_shape(variable.shape)
+                variable.assign(value)
+            pairs = []
         else:
             summed, pairs = self._over_ranks(layout, dense, sparse, [loss, *values])
         result: list[Gradient] = [None] * len(grads)

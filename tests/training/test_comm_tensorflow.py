@@ -72,6 +72,73 @@ def test_our_ring_agrees_with_tensorflows(ranks: Ranks) -> None:
         assert np.all(np.abs(theirs.astype(np.float64) - ours.astype(np.float64)) <= WHOLE * eps * largest), ours.dtype
 
 
+def three_steps(comm: Communicator, poison: bool = False) -> tuple[list[np.ndarray], Any]:
+    """Weights and exchange after three steps of `fit`; the last batch of rank 0 is smaller, which it traces anew."""
+    import keras
+
+    from training.batchnorm import statistics_of
+    from training.distribute import distribute, exchange_of
+
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Dense(64, "tanh"), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((40,)), *layers])
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.5), "mse", jit_compile=False)
+    model.optimizer.build(model.trainable_variables)
+    rng = np.random.default_rng(comm.rank)
+    x = rng.standard_normal((12 if comm.rank else 10, 40)).astype(np.float32)
+    y = x[:, :1] * 2
+    if poison and comm.rank == 1:
+        y[9] = np.inf
+    share = [0.25, 0.75][comm.rank]
+    distribute(model.optimizer, comm, share, statistics=statistics_of(model), bucket_bytes=1 << 10)
+    exchange = exchange_of(model.optimizer)
+    try:
+        model.fit(x, y, batch_size=4, verbose=0, shuffle=False)
+    except Exception:
+        if exchange.error is None:
+            raise
+    exchange.close()
+    return model.get_weights(), exchange
+
+
+@slow
+def test_steps_in_the_graph_are_those_of_our_exchange(ranks: Ranks) -> None:
+    """Gradients that never leave the device, hint ring in place of nccl, against buckets through the host's memory."""
+
+    def work(comm: Any) -> tuple[list[np.ndarray], list[np.ndarray], list[Any]]:
+        from training.exchange import Exchange
+
+        with pytest.MonkeyPatch.context() as patch:
+            mine, exchange = three_steps(comm.ordinary)
+            patch.delattr(Exchange, "post")  # what hands a gradient to the host
+            theirs, in_graph = three_steps(comm)
+        assert (exchange.step, in_graph.step) == (3, 3)
+        assert type(in_graph).__name__ == "GraphExchange"
+        return mine, theirs, [exchange.agreement, in_graph.agreement]
+
+    (ours, in_graph, agreements), (_, other, others) = ranks.run(2, work)
+    assert all(np.array_equal(one, two) for one, two in zip(in_graph, other, strict=True)), "ranks differ in a bit"
+    for one, two in zip(ours, in_graph, strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6)
+    assert agreements[1] == others[1]
+    assert agreements[0].loss == pytest.approx(agreements[1].loss, rel=1e-6)
+
+
+@slow
+def test_a_gradient_in_the_graph_that_is_not_finite(ranks: Ranks) -> None:
+    """Both ranks stop at the third step and name the same gradient; the communicator stays whole."""
+
+    def work(comm: Any) -> str:
+        _, exchange = three_steps(comm, poison=True)
+        comm.barrier()
+        return f"{type(exchange.error).__name__}: {exchange.error.what}"
+
+    first, second = ranks.run(2, work)
+    assert first == second
+    assert first.startswith("NonFiniteError: step 3: the loss is not finite")
+
+
 @slow
 def test_a_second_server_is_refused(ranks: Ranks) -> None:
     def work(comm: Any) -> str:

@@ -205,7 +205,8 @@ class TensorflowCommunicator(Communicator):
             self.ordinary.deadline_s = self.deadline_s
             try:
                 meet(instance) if meet else self._meeting.all(what, size, instance)
-                with tf.device(self.cluster.device):
+                # At once, also where a graph is being traced, whose ranks compare their shapes.
+                with tf.init_scope(), tf.device(self.cluster.device):
                     found: NDArray[Any] = call(instance).numpy() if size else np.zeros(0, WORD)
                 return found
             except CommunicationError as error:
