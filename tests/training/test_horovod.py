@@ -43,14 +43,11 @@ def test_keras_fit(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("*.keras")) == [f"checkpoint-{i}.keras" for i in (1, 2, 3)]
 
 
-def test_loop_of_its_own_computes_what_one_process_would(tmp_path: Path) -> None:
-    done = launch("custom_loop.py", "--data", str(DATA), "--out", str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    check_loop(tmp_path)
-
-
 def check_loop(folder: Path) -> None:
-    """Ranks agree bit for bit, and with NumPy on the union of their batches."""
+    """What custom_loop.py wrote: ranks agree bit for bit, and with NumPy on the union of their batches.
+
+    It runs in test_launch_barrier.py, which has a Spark session already.
+    """
     first, second = np.load(folder / "loop-0.npz"), np.load(folder / "loop-1.npz")
     for name in first.files:
         np.testing.assert_array_equal(first[name], second[name], err_msg=name)

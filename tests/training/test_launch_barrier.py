@@ -12,10 +12,12 @@ import pytest
 from storage.errors import ConfigError
 from tests.training._ranks import HERE, lives, rank_path
 from tests.training._tiny import write_table
+from tests.training.test_horovod import DATA, SCRIPTS, check_loop
 from training.config import TrainConfig
 from training.control.failures import LauncherGoneError, RankFailedError
 from training.driver import Hooks, train
 from training.launch.barrier import OnSpark, run_barrier
+from training.launch.scripts import ScriptConfig, launch_script
 from training.launch.slots import check_slots, classic_context, slots_now
 from training.launch.task import Limits, RankTask
 
@@ -131,6 +133,22 @@ def test_training_survives_a_killed_rank(session: SparkSession, config: TrainCon
     hooks = Hooks(entry="_ranks:train_killed_once", limits=QUICK)
     result = train(config, OnSpark(session), hooks=hooks)
     assert (result.generation, result.restarts, result.checkpoint) == (2, 1, "step-0000000025.g0002")
+
+
+def test_scripts_run_in_the_stage(session: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that calls no other rank, with its files; and Horovod's loop, equal to what one process computes."""
+    for name, text in (("beside.py", "WORD = 'imported'\n"), ("words.txt", "read\n")):
+        (tmp_path / name).write_text(text)
+        session.sparkContext.addFile(str(tmp_path / name))  # as jobs.launch does with --files
+    launch_script(ScriptConfig(script=str(SCRIPTS / "plain.py"), num_ranks=2), OnSpark(session))
+    lines = capsys.readouterr().out.splitlines()
+    for rank in (0, 1):
+        assert f"[rank {rank}] files imported read True" in lines and f"[rank {rank}] at exit" in lines
+    arguments = ("--data", str(DATA), "--out", str(tmp_path))
+    launch_script(
+        ScriptConfig(script=str(SCRIPTS / "custom_loop.py"), arguments=arguments, num_ranks=2), OnSpark(session)
+    )
+    check_loop(tmp_path)
 
 
 def test_spark_connect_is_refused_by_name() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -43,8 +44,9 @@ class SuperviseOnTask:
 
     def __call__(self, rows: Iterable[int]) -> Iterator[tuple[int, int]]:
         """Supervise the rank of this task; yields (rank, exit code)."""
-        from pyspark import BarrierTaskContext
+        from pyspark import BarrierTaskContext, SparkFiles
 
+        os.environ["LOCKSTEP_FILES"] = SparkFiles.getRootDirectory()  # a script's --files; the rank inherits it
         if self.task.hadoop:
             from storage.settings import set_hadoop_settings
 

@@ -139,7 +139,8 @@ def _run(path: str, script: Script) -> None:
         code = end.code if isinstance(end.code, int) else 1
         if code != end.code:
             print(end.code, file=sys.stderr)  # as Python does: sys.exit("why")
-        raise ScriptFailedError(f"{script.name} ended by sys.exit with exit code {code}, where 0 is success") from None
+        name = Path(script.name).name
+        raise ScriptFailedError(f"{name} ended by sys.exit with exit code {code}, where 0 is success") from None
     except Exception as error:
         cause = current.fault()
         if isinstance(cause, LockstepError) and cause is not error:
