@@ -32,6 +32,7 @@ from training.comm.shm_kernels import reduce_all
 from training.comm.shm_layout import Layout, default_arena_bytes
 from training.comm.shm_reduce import OP_CODES, reducer
 from training.comm.shm_segment import Segment
+from training.comm.solo import SoloCommunicator
 
 
 def connect_shm(
@@ -54,7 +55,7 @@ def connect_shm(
     `arena_bytes` what `allocate` may hand out to a rank, by default its share of the machine's memory (no memory is
     taken before it is allocated).
     Raises SharedMemoryUnavailableError on every rank alike, with the reason, where memory cannot be shared.
-    `training.comm.shm_join.host_identity` tells beforehand which ranks are of one host.
+    `training.comm.topology.host_identity` tells beforehand which ranks are of one host.
     """
     arena = default_arena_bytes(num_ranks) if arena_bytes is None else arena_bytes
     segment, links = join(rank, num_ranks, generation, key, peers_exchange, arena, deadline_s)
@@ -74,7 +75,7 @@ class ShmCommunicator(Communicator):
         layout = segment.layout
         super().__init__(rank, layout.num_ranks, generation, deadline_s)
         self._calls = Calls(segment, links, rank, labels)
-        self._groups: list[ShmCommunicator] = []
+        self._groups: list[Communicator] = []
         self._messages: dict[tuple[int, int], int] = {}
         self._reducers: dict[np.dtype[Any], tuple[int, Any]] = {}
         self._targets, self._sizes = (k.TABLES + table * self.num_ranks for table in (k.TARGETS, k.SIZES))
@@ -160,9 +161,13 @@ class ShmCommunicator(Communicator):
         found = None if self._calls.ended is not None else self._calls.segment.allocate(size, dtype)
         return super().allocate(size, dtype) if found is None else found
 
-    def group(self, ranks: Sequence[int]) -> ShmCommunicator:
+    def group(self, ranks: Sequence[int]) -> Communicator:
         members = check_group(ranks, self.rank, self.num_ranks)
         mine = members.index(self.rank)
+        if len(members) == 1:
+            alone = SoloCommunicator(self.generation, self.deadline_s)
+            self._groups.append(alone)
+            return alone
         layout = Layout(len(members), self._calls.segment.layout.arena_bytes)
         with self._calls.lock:
             self._calls.check_open()

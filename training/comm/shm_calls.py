@@ -66,19 +66,28 @@ class Calls:
                 f"rank {self.labels[self._rank]}: the communicator has ended: {self.ended}",
                 next_step="Start the rank again.",
             )
+        if (first := self.segment.ended()) is not None:
+            raise self.end(
+                f"rank {self.labels[self._rank]}: rank {self.labels[first[0]]} has ended the communicator: {first[1]}"
+            )
 
     def run(self, kernel: Callable[[Any], int], what: str, deadline_s: float) -> None:
         """Run a kernel until it is done; between its slices look for what can keep it from that."""
-        status = kernel(self.ctx)
-        if status == k.DONE:
-            return
-        until = time.monotonic() + deadline_s - SLICE_S
-        while status != k.DONE:
-            rank = status // k.RANK_FROM
+        until = 0.0
+        while (status := kernel(self.ctx)) != k.DONE:
+            rank, round_before = status // k.RANK_FROM, self.ctx[k.ROUND]
             if status % k.RANK_FROM == k.DIFFERENT:
                 raise self._different(rank, what)
-            self._look(rank, what, until, deadline_s)
+            until = until or time.monotonic() + deadline_s - SLICE_S
+            if (problem := self._look(rank, what, until, deadline_s)) is None:
+                continue
+            # Who has ended may have done its part of this call just before: only what does not move now is stuck.
             status = kernel(self.ctx)
+            if status == k.DONE:
+                return
+            if status == k.WAITING + k.RANK_FROM * rank and self.ctx[k.ROUND] == round_before:
+                self.abort(problem.what)
+                raise problem
 
     def end(self, what: str, **parts: str) -> CommunicationError:
         """The error to raise. Half a collective cannot be mended: the communicator has ended, on all ranks."""
@@ -102,35 +111,36 @@ class Calls:
                 close_all(self.links)
                 self.segment.close()
 
-    def _look(self, waited: int, what: str, until: float, deadline_s: float) -> None:
+    def _look(self, waited: int, what: str, until: float, deadline_s: float) -> CommunicationError | None:
         me, late = self.labels[self._rank], self.labels[waited]
         call = f"{what} of {self.ctx[k.SIZE]} bytes"
         if self.ended is not None:
-            raise CommunicationError(f"rank {me}: {call} was ended: {self.ended}")
+            return CommunicationError(f"rank {me}: {call} was ended: {self.ended}")
         if (first := self.segment.ended()) is not None:
-            raise self.end(f"rank {me}: {call} was ended by rank {self.labels[first[0]]}: {first[1]}")
+            return CommunicationError(f"rank {me}: {call} was ended by rank {self.labels[first[0]]}: {first[1]}")
         gone = {fd for fd, _ in self._poll.poll(0)}
         for rank, link in enumerate(self.links):
             if link is None or link.fileno() not in gone:
                 continue
             if not self.segment.has_left(rank):
-                raise self.end(
+                return CommunicationError(
                     f"rank {me}: lost rank {self.labels[rank]} during {call}",
                     got="its process has ended",
                     next_step=f"Look at the log of rank {self.labels[rank]}: it ended first.",
                 )
             if rank == waited:
-                raise self.end(
+                return CommunicationError(
                     f"rank {me}: {call} waits for rank {late}, which has closed its communicator",
                     allowed="the same calls on every rank",
                     next_step=f"Compare the logs of ranks {me} and {late}.",
                 )
         if time.monotonic() >= until:
-            raise self.end(
+            return CommunicationError(
                 f"rank {me}: {call} waited {deadline_s:g} s for rank {late}",
                 allowed="every rank in the same collective within the deadline",
                 next_step=f"Look at the log of rank {late}; if its steps are just slow, raise --stall-limit.",
             )
+        return None
 
     def _different(self, rank: int, what: str) -> CommunicationError:
         ctx = self.ctx

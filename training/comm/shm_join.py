@@ -17,6 +17,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from storage.errors import CommunicationError
@@ -217,6 +218,9 @@ def _admit(listener: socket.socket, num_ranks: int, generation: int, key: bytes,
                     carriers[rank] = sock
                 else:
                     sock.close()
+        for sock in waiting.values():  # strangers that say nothing: their threads wake and end
+            with suppress(OSError):  # or have ended by themselves
+                sock.shutdown(socket.SHUT_RDWR)
     return carriers
 
 

@@ -1,0 +1,238 @@
+"""Shared memory when something is wrong: differing calls, dead, frozen and leaving ranks, strangers, refusals."""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+
+from storage.errors import CommunicationError
+from tests.training._ring import KEY
+from tests.training._shared import Bytes, run_shared
+from training.comm import Communicator, shm_join
+from training.comm.shm import connect_shm
+from training.comm.shm_join import SharedMemoryUnavailableError
+from training.comm.shm_segment import create_file
+
+Work = Callable[[Communicator], Any]
+
+
+def failure(work: Callable[[], Any]) -> str:
+    try:
+        work()
+    except CommunicationError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda c: c.all_reduce(np.zeros(100 + c.rank)), ("of 800 bytes", "of 808 bytes")),
+        (lambda c: c.all_reduce(np.zeros(10_000 + c.rank)), ("of 80000 bytes", "of 80008 bytes")),
+        (lambda c: c.all_reduce(np.zeros(4, np.float32 if c.rank else np.int32)), ("int32", "float32")),
+        (lambda c: c.all_reduce(np.zeros(4), "max" if c.rank else "min"), ("all_reduce min", "all_reduce max")),
+        (lambda c: c.barrier() if c.rank else c.all_reduce(np.zeros(4)), ("barrier", "all_reduce sum")),
+        (lambda c: c.broadcast(np.zeros(9), c.rank), ("bytes;", "bytes from rank 1")),
+        (lambda c: c.all_gather_ragged(np.zeros(4, np.uint8 if c.rank else np.int32)), ("int32", "uint8")),
+        (lambda c: c.all_gather(np.zeros(4)) if c.rank else c.all_gather_parts(np.zeros(4)), ("all_gather_parts",)),
+        # Rank 0's message is whole in the slots before rank 1 looks at it: it hears of it in its next call.
+        (
+            lambda c: (c.recv(np.zeros(5), 0) if c.rank else c.send(np.zeros(4), 1), c.barrier()),
+            ("40 bytes", "32 bytes"),
+        ),
+    ],
+)
+def test_a_difference_is_an_error_that_names_both(call: Work, words: tuple[str, ...]) -> None:
+    told = run_shared(2, lambda comm: (failure(lambda: call(comm)), failure(comm.barrier)))
+    assert all("no error" not in text for pair in told for text in pair)
+    assert any("ranks 0 and 1 differ" in first or "ranks 1 and 0 differ" in first for first, _ in told)
+    whole = " ".join(first for first, _ in told)
+    assert all(word in whole for word in words), whole
+
+
+def test_an_abort_wakes_the_ranks_that_wait() -> None:
+    def work(comm: Communicator) -> tuple[str, float]:
+        if comm.rank == 0:
+            threading.Timer(0.2, comm.abort, ["the test says so"]).start()  # while it waits itself
+        if comm.rank == 2:
+            time.sleep(1)
+        began = time.monotonic()
+        return failure(comm.barrier), time.monotonic() - began
+
+    for told, seconds in run_shared(3, work):
+        assert "the test says so" in told
+        assert seconds < 1.2
+
+
+def test_leaving_is_no_failure_until_somebody_waits() -> None:
+    def work(comm: Communicator) -> str:
+        comm.all_reduce(np.ones(50_000))  # rank 2 may leave while others still look
+        if comm.rank == 2:
+            return ""
+        return failure(comm.barrier)
+
+    told = run_shared(3, work)
+    assert any("waits for rank 2, which has closed its communicator" in text for text in told[:2])
+    assert all("rank 2" in text for text in told[:2])
+
+
+def test_a_late_rank_is_named_at_the_deadline_by_its_label_and_hears_of_it() -> None:
+    def work(comm: Communicator) -> str:
+        if comm.rank == 1:
+            time.sleep(1)
+        return failure(comm.barrier)
+
+    told = run_shared(2, work, deadline_s=0.3, labels=[4, 6])
+    assert told[0].startswith("rank 4: barrier of 0 bytes waited 0.3 s for rank 6")
+    assert "rank 4 has ended the communicator" in told[1]
+
+
+def test_a_group_ends_with_the_whole() -> None:
+    def work(comm: Communicator) -> str:
+        group = comm.group([1, 0])
+        group.barrier()
+        comm.barrier()
+        if comm.rank == 0:
+            comm.abort("all of it")
+        return failure(group.barrier)
+
+    assert all("all of it" in told for told in run_shared(2, work))
+
+
+def join_threads(num_ranks: int, keys: list[bytes], deadline_s: float = 20.0) -> list[BaseException | None]:
+    table, found = Bytes(num_ranks), [None] * num_ranks
+
+    def one(rank: int) -> None:
+        try:
+            connect_shm(rank, num_ranks, 1, keys[rank], table.of(rank), deadline_s, arena_bytes=1 << 20).close()
+        except BaseException as error:
+            found[rank] = error  # type: ignore[call-overload]  # the list of None is filled here
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found  # type: ignore[return-value]  # as above
+
+
+def test_a_rank_without_the_key_gets_nothing() -> None:
+    found = join_threads(3, [KEY, KEY, b"x" * 32], 1.0)
+    assert all(isinstance(error, SharedMemoryUnavailableError) for error in found)
+    assert "rank 2 did not come" in str(found[1])
+
+
+def test_a_stranger_is_turned_away_and_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = shm_join._knock
+
+    def knock(name: str, rank: int, *rest: Any) -> socket.socket:
+        if rank == 1:
+            silent, loud = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
+            for stranger in (silent, loud):
+                stranger.connect(name)
+            loud.sendall(b"let me in" * 99)
+            strangers.extend([silent, loud])
+        return real(name, rank, *rest)
+
+    strangers: list[socket.socket] = []
+    monkeypatch.setattr(shm_join, "_knock", knock)
+    assert join_threads(3, [KEY] * 3) == [None] * 3
+    for stranger in strangers:
+        stranger.settimeout(5)
+        with stranger, suppress(ConnectionResetError):  # it was closed with words of the stranger unread
+            assert not stranger.recvmsg(100, 1000)[1], "a descriptor for a stranger"
+
+
+def test_another_user_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    found = join_threads(2, [KEY] * 2, 1.0)
+    assert all("process of user" in str(error) for error in found)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "words"),
+    [
+        ("create_file", lambda size: (_ for _ in ()).throw(PermissionError(1, "memfd refused")), "memfd refused"),
+        ("FUTEX_CALL", -1, "this processor"),
+        ("MAX_RANKS", 1, "2 ranks on a host, at most 1"),
+        ("host_identity", lambda: threading.current_thread().name, "rank 0 runs in"),  # as in other containers
+        ("host_identity", lambda: "", "does not tell"),
+    ],
+)
+def test_what_cannot_be_shared_is_told_on_every_rank(
+    monkeypatch: pytest.MonkeyPatch, attribute: str, value: Any, words: str
+) -> None:
+    monkeypatch.setattr(shm_join, attribute, value)
+    found = join_threads(2, [KEY] * 2)
+    assert all(isinstance(error, SharedMemoryUnavailableError) and words in str(error) for error in found), found
+
+
+def test_nobody_can_resize_the_segment() -> None:
+    fd = create_file(1 << 20)
+    for size in (1 << 19, 1 << 21):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, size)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(fd, 1033, 0)  # nor take the seals back
+    os.close(fd)
+
+
+def rank_main(rank: int, num_ranks: int, pipe: Any) -> None:
+    def exchange(data: bytes) -> list[bytes]:
+        pipe.send(data)
+        return list(pipe.recv())
+
+    comm = connect_shm(rank, num_ranks, 1, KEY, exchange, 30.0, 3.0)
+    buf = comm.allocate(1 << 20, np.float32)
+    for number in range(1 << 30):
+        if number == 20:
+            pipe.send("in step")
+        began = time.monotonic()
+        buf[:] = 1
+        if error := failure(lambda: comm.all_reduce(buf)).replace("no error", ""):
+            pipe.send((error, time.monotonic() - began, time.monotonic()))
+            return
+        assert (buf == num_ranks).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sign", "words"), [(signal.SIGKILL, "lost rank 1"), (signal.SIGSTOP, "waited 3 s for rank 1")]
+)
+def test_a_dead_process_is_named_at_once_and_a_frozen_one_at_the_deadline(sign: signal.Signals, words: str) -> None:
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe() for _ in range(3)]
+    ranks = [context.Process(target=rank_main, args=(rank, 3, pipes[rank][1])) for rank in range(3)]
+    try:
+        for process in ranks:
+            process.start()
+        ours = [pipe for pipe, _ in pipes]
+        for _ in range(2):
+            data = [pipe.recv() for pipe in ours]
+            for pipe in ours:
+                pipe.send(data)
+        assert [pipe.recv() for pipe in ours] == ["in step"] * 3
+        pid = ranks[1].pid
+        assert pid is not None
+        os.kill(pid, sign)
+        sent = time.monotonic()
+        told = [ours[rank].recv() for rank in (0, 2)]
+        assert any(words in error for error, _, _ in told)
+        assert all("rank 1" in error for error, _, _ in told)
+        for _, _, when in told:  # of this machine's one clock
+            assert when - sent < (1 if sign == signal.SIGKILL else 3 + 2)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
