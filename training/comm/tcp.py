@@ -37,7 +37,7 @@ MAX_PROGRAMS = 512
 MAX_PROGRAM_FRAMES = 1 << 16  # kept in all
 
 
-class _Key(NamedTuple):
+class ProgramKey(NamedTuple):
     """What a program depends on, but for the rank."""
 
     kind: str
@@ -77,7 +77,7 @@ class TcpCommunicator(Communicator):
         self._ended: str | None = None
         self._groups: list[Communicator] = []
         self._group_counts: Counter[tuple[int, ...]] = Counter()
-        self._programs: dict[_Key, Program] = {}
+        self._programs: dict[ProgramKey, Program] = {}
 
     def connect_neighbours(self, deadline_s: float) -> None:
         """Connect with the ranks before and after this one; raises CommunicationError naming the one that failed."""
@@ -179,10 +179,10 @@ class TcpCommunicator(Communicator):
                 self._mesh.close()
 
     def _run(self, kind: str, algorithm: str, buf: NDArray[Any], peer: int = 0, op: str = "") -> None:
-        key = _Key(kind, algorithm, buf.size, buf.itemsize, peer)
+        key = ProgramKey(kind, algorithm, buf.size, buf.itemsize, peer)
         program = self._programs.get(key)
         if program is None:
-            program = self._make(key)
+            program = program_of(key, self.rank, self.num_ranks)
             frames = len(program.sends) + len(program.receives)
             if frames <= MAX_PROGRAM_FRAMES // MAX_PROGRAMS * 8:
                 if len(self._programs) >= MAX_PROGRAMS:
@@ -217,22 +217,24 @@ class TcpCommunicator(Communicator):
                 f"rank {name}: the communicator has ended: {self._ended}", next_step="Start the rank again."
             )
 
-    def _make(self, key: _Key) -> Program:
-        rank, n, nbytes = self.rank, self.num_ranks, key.size * key.itemsize
-        if key.kind in ("send", "recv"):
-            step = spread.send if key.kind == "send" else spread.receive
-            return step(key.peer, even_grid(key.size, 1, key.itemsize))
-        if key.kind == "broadcast":
-            spreading = spread.tree if key.algorithm == "tree" else spread.chain
-            return spreading(rank, n, key.peer, even_grid(key.size, 1, key.itemsize))
-        if key.kind == "all_reduce" and key.algorithm == "halving-doubling" and nbytes <= WHOLE_BYTES:
-            return halving_doubling.all_reduce_short(rank, n, even_grid(key.size, 1, key.itemsize))
-        if key.kind == "all_reduce" and key.algorithm == "double-tree":
-            return double_tree.all_reduce(rank, n, even_grid(key.size, 2, key.itemsize, TREE_CHUNK_BYTES))
-        algorithm = _PROGRAMS.get((key.kind, key.algorithm))
-        if algorithm is None:
-            raise ValueError(f"{key.kind} got algorithm {key.algorithm!r}; allowed are {', '.join(ALGORITHMS)}")
-        return algorithm(rank, n, even_grid(key.size, n, key.itemsize))
+
+def program_of(key: ProgramKey, rank: int, n: int) -> Program:
+    """What rank `rank` of `n` sends and receives in this call."""
+    nbytes = key.size * key.itemsize
+    if key.kind in ("send", "recv"):
+        step = spread.send if key.kind == "send" else spread.receive
+        return step(key.peer, even_grid(key.size, 1, key.itemsize))
+    if key.kind == "broadcast":
+        spreading = spread.tree if key.algorithm == "tree" else spread.chain
+        return spreading(rank, n, key.peer, even_grid(key.size, 1, key.itemsize))
+    if key.kind == "all_reduce" and key.algorithm == "halving-doubling" and nbytes <= WHOLE_BYTES:
+        return halving_doubling.all_reduce_short(rank, n, even_grid(key.size, 1, key.itemsize))
+    if key.kind == "all_reduce" and key.algorithm == "double-tree":
+        return double_tree.all_reduce(rank, n, even_grid(key.size, 2, key.itemsize, TREE_CHUNK_BYTES))
+    algorithm = _PROGRAMS.get((key.kind, key.algorithm))
+    if algorithm is None:
+        raise ValueError(f"{key.kind} got algorithm {key.algorithm!r}; allowed are {', '.join(ALGORITHMS)}")
+    return algorithm(rank, n, even_grid(key.size, n, key.itemsize))
 
 
 ALGORITHMS = ("ring", "halving-doubling", "double-tree")
