@@ -9,10 +9,15 @@ from types import TracebackType
 
 
 class Proxy:
-    """Passes every connection to `address` on; flips the lowest bit of byte `flip_at` that each caller sends."""
+    """Passes connections to `address` on, but for the first `drop`, which it hangs up on.
 
-    def __init__(self, address: tuple[str, int], *, flip_at: int | None, listen_on: str = "127.0.0.1") -> None:
-        self._target, self._flip_at = address, flip_at
+    Flips the lowest bit of byte `flip_at` that each caller sends.
+    """
+
+    def __init__(
+        self, address: tuple[str, int], *, flip_at: int | None = None, drop: int = 0, listen_on: str = "127.0.0.1"
+    ) -> None:
+        self._target, self._flip_at, self._drop = address, flip_at, drop
         self._listener = socket.create_server((listen_on, 0))
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._socks: list[socket.socket] = []
@@ -36,7 +41,15 @@ class Proxy:
                 caller, _ = self._listener.accept()
             except OSError:
                 return
-            listener = socket.create_connection(self._target)
+            if self._drop:
+                self._drop -= 1
+                caller.close()
+                continue
+            try:
+                listener = socket.create_connection(self._target)
+            except OSError:
+                caller.close()  # as if the rank itself had refused it
+                continue
             self._socks += [caller, listener]
             for source, sink, flip_at in ((caller, listener, self._flip_at), (listener, caller, None)):
                 threading.Thread(target=_pass_on, args=(source, sink, flip_at), daemon=True).start()

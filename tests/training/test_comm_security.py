@@ -160,6 +160,17 @@ def test_crowds_at_every_door_keep_no_rank_out() -> None:
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+def test_a_rank_that_is_driven_out_comes_again(tls: bool) -> None:
+    with ExitStack() as stack:
+
+        def via(rank: int, address: tuple[str, int]) -> tuple[str, int]:
+            return stack.enter_context(Proxy(address, drop=3, listen_on=address[0])).address
+
+        found = run_ranks(2, several, tls=issue(GENERATION, 2) if tls else None, via=via)
+    assert isinstance(found[0], str) and found[0] == found[1]
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
 def test_a_flipped_bit_is_noticed(tls: bool) -> None:
     """Rank 0 calls rank 1 through somebody who changes one bit of the 100,000th byte."""
     with ExitStack() as stack:

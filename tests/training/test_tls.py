@@ -64,7 +64,11 @@ def as_listener(credentials: Credentials, caller: int) -> Callable[[socket.socke
 
     def answer(sock: socket.socket) -> socket.socket:
         wrapped = rank(credentials).answer(sock, soon())
-        rank(credentials).check_caller(wrapped, caller)
+        try:
+            rank(credentials).check_caller(wrapped, caller)
+        except HandshakeError:
+            wrapped.close()
+            raise
         return wrapped
 
     return answer

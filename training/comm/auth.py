@@ -29,6 +29,10 @@ class HandshakeError(Exception):
     """The other side did not prove that it is the expected rank of this generation."""
 
 
+class DrivenOutError(HandshakeError):
+    """The other side hung up before it had said what is wrong: a crowd at its door may be all that is."""
+
+
 def call(
     sock: socket.socket, key: bytes, generation: int, num_ranks: int, rank: int, peer: int, channel: int, until: float
 ) -> None:
@@ -87,7 +91,7 @@ def _receive(sock: socket.socket, size: int, until: float) -> bytes:
         sock.settimeout(_left(until))
         part = sock.recv(size - len(data))
         if not part:
-            raise HandshakeError("it closed the connection during the handshake")
+            raise DrivenOutError("it closed the connection during the handshake")
         data += part
     return data
 

@@ -20,6 +20,7 @@ from training.comm.tls import Tls
 
 SOCKET_BUFFER_BYTES = 4 << 20  # measured on loopback, see docs/decisions/040-communicator.md
 LIFELINE = (1 << 64) - 1  # the channel of lifelines
+RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)  # after being driven out by a crowd at the other rank's door
 ACCEPT_S = 0.2  # a closed listener does not wake accept() everywhere
 
 
@@ -129,6 +130,16 @@ class Mesh:
             self._wake(channel)
 
     def _connect(self, channel: int, peer: int, until: float) -> socket.socket:
+        for pause_s in RETRY_S:
+            try:
+                return self._connect_once(channel, peer, until)
+            except (auth.DrivenOutError, ConnectionResetError, BrokenPipeError):
+                if self._closed or time.monotonic() + pause_s > until:
+                    raise
+                time.sleep(pause_s)
+        return self._connect_once(channel, peer, until)
+
+    def _connect_once(self, channel: int, peer: int, until: float) -> socket.socket:
         host, port = self._addresses[peer]
         sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         try:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
-from training.comm.auth import HandshakeError
+from training.comm.auth import DrivenOutError, HandshakeError
 
 VALID_DAYS = 7  # ranks join within minutes; groups of them may be made later in a long run
 SKEW_MINUTES = 60  # by which clocks of hosts may differ
@@ -198,6 +198,9 @@ def _shake(sock: ssl.SSLSocket, until: float) -> ssl.SSLSocket:
     try:
         sock.settimeout(max(0.001, until - time.monotonic()))
         sock.do_handshake()
+    except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
+        sock.close()
+        raise DrivenOutError("it closed the connection during the TLS handshake") from error
     except (ssl.SSLError, ssl.CertificateError) as error:
         sock.close()
         raise HandshakeError(f"no TLS with it: {error.reason or error}") from error
