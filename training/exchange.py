@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from storage.errors import CommunicationError
 from training.agreement import CONTROL_WORDS, FLAGS, Agreement, NonFiniteError, Steps
-from training.buckets import ALIGN_BYTES, Layout, Slot
+from training.buckets import Layout, Slot
 from training.comm.base import Communicator
 from training.finite import all_finite
 from training.same_tensors import compare
@@ -171,7 +171,8 @@ class Exchange(Steps):
         found = next((flat for flat in pool if not flat.is_lent()), None)
         if found is None:
             layout = self._of_layout()
-            found = _Buffer(layout.sizes[bucket], layout.dtypes[bucket])
+            # Zeroed: the gaps between slots are summed too. Aligned: TensorFlow takes it without a copy.
+            found = _Buffer(self.communicator.allocate(layout.sizes[bucket], layout.dtypes[bucket]))
             pool.append(found)
         return found
 
@@ -237,10 +238,8 @@ class Exchange(Steps):
 class _Buffer:
     """A flat, aligned buffer that knows which views of it are still held."""
 
-    def __init__(self, size: int, dtype: np.dtype[Any]) -> None:
-        raw = np.zeros(size * dtype.itemsize + ALIGN_BYTES, np.uint8)  # zeros: the gaps between slots are summed too
-        start = -raw.ctypes.data % ALIGN_BYTES
-        self.data: Array = raw[start : start + size * dtype.itemsize].view(dtype)
+    def __init__(self, data: Array) -> None:
+        self.data = data
         self._lent: list[weakref.ref[Array]] = []
 
     def view(self, slot: Slot) -> Array:
