@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from training.comm.base import CALL_DEADLINE_S, Communicator, Op
+from training.comm.interfaces import trusted_address
 from training.comm.joining import Joined, join_ranks
 from training.comm.options import CommOptions
 from training.comm.solo import SoloCommunicator
@@ -75,6 +76,7 @@ def join(
     if world.num_ranks == 1:
         return Joined(SoloCommunicator(world.generation, call_deadline_s), None, False)
     until = time.monotonic() + deadline_s
+    host = control.host if options.trust_network is None else trusted_address(options.trust_network)
     flat = connect_tcp(
         world.rank,
         world.num_ranks,
@@ -82,7 +84,7 @@ def join(
         control.rendezvous,
         key,
         deadline_s,
-        control.host,
+        host,
         call_deadline_s,
         None if tls is None else Tls(tls, world.generation),
     )
