@@ -13,6 +13,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from training.ordered import put_last, tail
+
 Gradients = list[Any]
 
 
@@ -63,7 +65,10 @@ def reduced_at_last(
             return [tf.identity(grads[i]) for i in present]
 
     result: Gradients = [None] * len(grads)
-    for i, value in zip(present, tf.cond(is_last(optimizer), last, held), strict=True):
+    with tf.control_dependencies(tail()):
+        values = tf.cond(is_last(optimizer), last, held)
+    put_last(values[0])
+    for i, value in zip(present, values, strict=True):
         value.set_shape(grads[i].shape)
         result[i] = value
     return result

@@ -22,7 +22,6 @@ from training.buckets import BUCKET_BYTES
 from training.comm.base import Communicator
 from training.exchange import Exchange
 from training.graph_exchange import exchange_for
-from training.ordered import tail
 from training.reduction import Reduction
 from training.sparse import ROWS_FROM_BYTES
 
@@ -146,14 +145,13 @@ class _Distributed:
         def hold() -> tf.Tensor:
             return tf.numpy_function(_holding(exchange), [loss], tf.int32, name="hold")
 
-        with tf.control_dependencies(tail()):
-            if accumulate.steps_of(counts) == 1:
-                super().apply(reduce(grads), trainable_variables)  # type: ignore[misc]
-            elif scaling:
-                loss_scale.apply_in_cycles(me, grads, variables, reduce, hold)
-            else:
-                sums = accumulate.reduced_at_last(me, grads, variables, reduce, hold)
-                super().apply(sums, trainable_variables)  # type: ignore[misc]
+        if accumulate.steps_of(counts) == 1:
+            super().apply(reduce(grads), trainable_variables)  # type: ignore[misc]
+        elif scaling:
+            loss_scale.apply_in_cycles(me, grads, variables, reduce, hold)
+        else:
+            sums = accumulate.reduced_at_last(me, grads, variables, reduce, hold)
+            super().apply(sums, trainable_variables)  # type: ignore[misc]
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """At the end of a `fit` that is the end of the run."""

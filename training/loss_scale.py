@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from training.accumulate import Gradients, empty, is_last, local_sums, steps_of
+from training.ordered import put_last, tail
 
 POLICY = "mixed_float16"
 
@@ -65,4 +66,5 @@ def apply_in_cycles(
             inner.apply(grads, variables)
             return tf.constant(True)
 
-    tf.cond(is_last(inner), last, held)
+    with tf.control_dependencies(tail()):
+        put_last(tf.cond(is_last(inner), last, held))

@@ -29,6 +29,12 @@ def tail() -> list[tf.Operation]:
     return [] if last is None else [last]
 
 
+def put_last(tensor: tf.Tensor) -> None:
+    """Make what computes `tensor` the end of its graph's chain: an exchange's await, or a branch that has one."""
+    if not tf.executing_eagerly():
+        _LAST[tf.compat.v1.get_default_graph()] = tensor.op
+
+
 class OrderedCalls:
     """Functions of NumPy arrays that wait for other ranks, called from a step's graph one after another.
 

@@ -16,7 +16,7 @@ from training.alone import Alone
 from training.buckets import BUCKET_BYTES, Layout, lay_out
 from training.exchange import Exchange
 from training.graph_exchange import GraphExchange
-from training.ordered import tail
+from training.ordered import put_last, tail
 from training.sparse import ROWS_FROM_BYTES, Table, added_up
 
 Gradient = Any  # tf.Tensor, tf.IndexedSlices or None
@@ -102,6 +102,7 @@ class Reduction:
         with tf.control_dependencies([*chain, *tail()]):
             # Flattened, since in eager mode a single result comes without its list.
             sums = tf.nest.flatten(tf.numpy_function(self.exchange.finish, rest, dtypes, name="await"))
+        put_last(sums[0])  # another optimizer's await comes after it on every rank
         for tensor, total in zip((*dense, *statistics), sums, strict=False):
             total.set_shape(tensor.shape)
         for variable, value in zip(self.statistics, sums[len(dense) :], strict=False):

@@ -1,0 +1,56 @@
+"""Entries for ranks with TensorFlow, whose graphs let the executor choose: two branches, and two optimizers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from training.launch.context import RankContext
+
+STEPS = 6
+
+
+def train(context: RankContext) -> dict[str, Any]:
+    """`fit` with many tiny buckets, then steps of two optimizers in one graph; the final weights' digest."""
+    import hashlib
+
+    import keras
+    import tensorflow as tf
+
+    tf.config.threading.set_inter_op_parallelism_threads(context.payload["inter_op"])
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    keras.utils.set_random_seed(1)
+    from training.distribute import distribute, exchange_of
+
+    comm = context.communicator()
+    inputs = keras.Input((6,))
+    left, right = inputs, inputs
+    for width in (5, 7, 5):
+        left = keras.layers.Dense(width, "tanh")(left)
+        right = keras.layers.Dense(width + 1, "relu")(right)
+    model = keras.Model(inputs, [keras.layers.Dense(1)(left), keras.layers.Dense(2)(right)])
+    model.compile(distribute(keras.optimizers.Adam(0.01), comm, bucket_bytes=64), "mse", jit_compile=False)
+    rng = np.random.default_rng(comm.rank)
+    x = rng.standard_normal((8 * STEPS, 6)).astype(np.float32)
+    model.fit(x, [x[:, :1], x[:, 1:3]], batch_size=8, epochs=1, verbose=0)
+    steps = exchange_of(model.optimizer).step
+
+    first, second = (keras.Variable(np.ones((40, 3), np.float32)) for _ in range(2))
+    one, two = (distribute(keras.optimizers.SGD(0.01), comm, bucket_bytes=64) for _ in range(2))
+    two.build([second])
+    one.build([first])
+
+    @tf.function
+    def step(x: Any) -> None:
+        with tf.GradientTape() as tape, tf.GradientTape() as other:
+            loss, apart = tf.reduce_sum(x * first.value), tf.reduce_sum(x * x * second.value)
+        # Nothing in the data orders these two: an executor may start with either.
+        one.apply(tape.gradient(loss, [first.value]), [first])
+        two.apply(other.gradient(apart, [second.value]), [second])
+
+    for _ in range(STEPS):
+        step(tf.constant(rng.standard_normal((40, 3)), tf.float32))
+    weights = [*model.get_weights(), first.numpy(), second.numpy()]
+    digest = hashlib.sha256(b"".join(np.ascontiguousarray(value).tobytes() for value in weights)).hexdigest()
+    return {"digest": digest, "steps": steps, "buckets": len(exchange_of(model.optimizer)._pools)}
