@@ -18,6 +18,7 @@ from tests.network.entries import MARK, values
 from tests.network.hosts import DRIVER, Hosts
 from tests.network.run_hosts import run_hosts
 from tests.training._ring import run_ring
+from training.comm.interfaces import trusted_address
 from training.control.failures import RankFailedError
 from training.launch.task import Limits, RankTask
 
@@ -146,9 +147,17 @@ def test_nothing_is_left_and_nothing_is_named() -> None:
     assert socket.if_nameindex() == before
 
 
-def test_a_trusted_network_that_a_host_does_not_have(hosts: Hosts) -> None:
-    from training.comm.interfaces import trusted_address
+def test_a_trusted_network_is_where_ranks_listen(hosts: Hosts) -> None:
+    options = {"backend": "tcp", "algorithm": "ring", "trust_network": "10.77.0.0/24"}
+    task = RankTask("tests.network.entries:exchange", {"comm": {"options": options}, "size": 10})
+    found = run_hosts(hosts, task, 2)
+    assert [result["listens"] for result in found] == [[hosts.addresses[0]], [hosts.addresses[2]]]
+    task.payload["comm"]["options"]["trust_network"] = "eth7"
+    with pytest.raises(ConfigError, match="--trust-network eth7 names no network"):
+        run_hosts(hosts, task, 2, limits=Limits(grace_s=0.2))
 
+
+def test_a_trusted_network_that_a_host_does_not_have(hosts: Hosts) -> None:
     with hosts.inside(1):
         assert trusted_address("eth0") == trusted_address("10.77.0.0/24") == hosts.addresses[1]
         with pytest.raises(ConfigError, match="eth7") as caught:
