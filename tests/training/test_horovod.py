@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,11 +18,13 @@ DATA = ROOT / "data" / "fashion-mnist"
 SCRIPTS = ROOT / "tests" / "scripts"
 
 
-def launch(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "jobs.launch", "--num-ranks", "2", "--launcher", "local"]
+def launch(threads: int, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a script on two ranks, with so many threads of TensorFlow's executor: calls wait in them for other ranks."""
+    command = [sys.executable, "-m", "jobs.launch", "--num-ranks", "2", "--launcher", "local", str(SCRIPTS / script)]
     return subprocess.run(
-        [*command, str(SCRIPTS / script), *arguments],
+        [*command, *arguments],
         cwd=ROOT,
+        env={**os.environ, "TF_NUM_INTEROP_THREADS": str(threads)},
         capture_output=True,
         text=True,
         timeout=600,
@@ -30,7 +33,7 @@ def launch(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_keras_fit(tmp_path: Path) -> None:
-    done = launch("keras_fit.py", "--data", str(DATA), "--out", str(tmp_path))
+    done = launch(1, "keras_fit.py", "--data", str(DATA), "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     first, second = np.load(tmp_path / "rank-0.npz"), np.load(tmp_path / "rank-1.npz")
     assert len(first.files) == 4 + 2
@@ -85,7 +88,7 @@ def by_hand(
 
 
 def test_every_call_and_a_script_whose_ranks_differ() -> None:
-    done = launch("horovod_calls.py", "0.5")
+    done = launch(8, "horovod_calls.py", "0.5")
     said = done.stdout.splitlines()
     assert "[rank 0] every call is right" in said and "[rank 1] every call is right" in said, done.stdout + done.stderr
     assert done.returncode == 1
