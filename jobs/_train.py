@@ -6,7 +6,7 @@ from argparse import Namespace
 from typing import get_args
 
 from jobs._cli import JobParser
-from training.comm.options import Algorithm
+from training.comm.options import Algorithm, Backend
 from training.config import BatchNorm, TrainConfig
 
 
@@ -44,6 +44,7 @@ def parser(description: str) -> JobParser:
     add("--audit", action="store_true", help="list each sample that counts, in RUN/audit")
     add("--launcher", choices=["barrier", "local"], default="barrier", help="Spark barrier stage (default) | this host")
     add("--tls", choices=["on", "off"], default="off", help="encrypt between hosts (default off; docs/security.md)")
+    add("--backend", choices=get_args(Backend), default="auto", help="of gradients (default auto); nccl: docs/gpu.md")
     add(
         "--algorithm", choices=get_args(Algorithm), default="auto", help="of all_reduce (default auto: docs/scaling.md)"
     )

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
 from storage.errors import ConfigError
-from training.comm.options import Algorithm
+from training.comm.options import UNAUTHENTICATED, Algorithm, Backend
 
 BatchNorm = Literal["ghost", "sync", "local"]
 Precision = Literal["float32", "float64"]
@@ -61,6 +61,8 @@ class TrainConfig:
     """`barrier`: ranks in a Spark barrier stage; `local`: processes of this host."""
     tls: Switch = "off"
     """Whether ranks on different hosts encrypt what they send; conf/production.toml turns it on (docs/security.md)."""
+    backend: Backend = "auto"
+    """What carries gradients: `auto` by where the ranks are; `nccl` between GPUs (docs/gpu.md)."""
     algorithm: Algorithm = "auto"
     """Of all_reduce: `auto` by size and a cost model, frozen at the first start; else this one (docs/scaling.md)."""
     trust_network: str | None = None
@@ -90,6 +92,11 @@ class TrainConfig:
         self._check("precision", self.precision in get_args(Precision), " or ".join(get_args(Precision)))
         self._check("launcher", self.launcher in get_args(Launcher), " or ".join(get_args(Launcher)))
         self._check("tls", self.tls in get_args(Switch), " or ".join(get_args(Switch)))
+        self._check("backend", self.backend in get_args(Backend), " or ".join(get_args(Backend)))
+        trusted = self.trust_network is not None or self.backend not in UNAUTHENTICATED
+        self._check(
+            "trust_network", trusted, f"an interface that only ranks can reach: backend {self.backend} needs one"
+        )
         self._check("algorithm", self.algorithm in get_args(Algorithm), " or ".join(get_args(Algorithm)))
         self._check("trust_network", self.trust_network != "", "an interface's name, or a network as 10.1.0.0/16")
         self._check("learning_rate", self.learning_rate is None or self.learning_rate > 0, "a number above 0")

@@ -255,6 +255,7 @@ class _Driver:
     def _task(self, claim: Claim) -> RankTask:
         config = self._config
         options = CommOptions(
+            backend=config.backend,
             algorithm=config.algorithm,
             trust_network=config.trust_network,
             plans=read_plans(self._fs, self._paths, config.num_ranks),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from training import runtime
+from training.comm.options import UNAUTHENTICATED
 from training.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ def main(context: RankContext) -> dict[str, Any]:
     """
     config = TrainConfig.from_json(context.payload["config"])
     runtime.configure(context.world, precision=config.precision, seed=config.seed)
+    if config.backend in UNAUTHENTICATED:
+        context.communicator()  # TensorFlow's server must be there before its first tensor
     from training.fitting import Fit  # TensorFlow is imported now that its settings are made
 
     with Fit(context, config) as fit:

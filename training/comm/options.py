@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from storage.errors import ConfigError
 
 Backend = Literal["auto", "tcp", "shm", "hierarchical", "tensorflow", "nccl"]
+UNAUTHENTICATED = ("tensorflow", "nccl")  # backends whose traffic proves nothing of who speaks
 Algorithm = Literal["auto", "ring", "halving-doubling", "double-tree", "hierarchical"]
 ALGORITHMS_OF: dict[str, tuple[str, ...]] = {
     "auto": get_args(Algorithm),
