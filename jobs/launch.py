@@ -14,7 +14,7 @@ if sys.path[0] != ROOT:
 from jobs._cli import JobParser, run_job
 from jobs._session import hadoop_settings_of, spark_session
 from jobs._split_script import split_script
-from training.comm.options import Algorithm
+from training.comm.options import Algorithm, Backend
 from training.launch.barrier import OnSpark
 from training.launch.local import run_local
 from training.launch.scripts import ScriptConfig, launch_script, local_files
@@ -41,6 +41,7 @@ def parser() -> JobParser:
         help="seconds that a call waits for other ranks (600)",
     )
     add("--tls", choices=["on", "off"], default="off", help="encrypt between hosts (default off; docs/security.md)")
+    add("--backend", choices=get_args(Backend), default="auto", help="of all_reduce (default auto); nccl: docs/gpu.md")
     add(
         "--algorithm", choices=get_args(Algorithm), default="auto", help="of all_reduce (default auto: docs/scaling.md)"
     )

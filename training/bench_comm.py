@@ -42,6 +42,8 @@ class BenchConfig:
     """As CommOptions.backend."""
     algorithms: tuple[str, ...] = ()
     """As CommOptions.algorithm; empty: `auto` and all that the backend found has."""
+    trust_network: str | None = None
+    """As CommOptions.trust_network."""
     rounds: int = 5
     """In turns over backends and algorithms, so that a disturbance meets all."""
     round_s: float = 0.05
@@ -57,7 +59,15 @@ class BenchConfig:
         self._check("round_s", self.round_s > 0, "seconds above 0")
         for backend in self.backends:
             for algorithm in self.algorithms or ("auto",):
-                CommOptions(backend=backend, algorithm=algorithm)  # type: ignore[arg-type] # what it checks
+                self.options(backend, algorithm)
+
+    def options(self, backend: str, algorithm: str) -> CommOptions:
+        """How ranks join for one case."""
+        return CommOptions(
+            backend=backend,  # type: ignore[arg-type] # what it checks
+            algorithm=algorithm,  # type: ignore[arg-type]
+            trust_network=self.trust_network,
+        )
 
     def _check(self, name: str, right: bool, allowed: str) -> None:
         if not right:
@@ -177,17 +187,16 @@ def _cases(context: RankContext, config: BenchConfig) -> list[_Case]:
     for backend in config.backends:
         names = list(config.algorithms)
         if not names:
-            first = _case(context, backend, "auto")
+            first = _case(context, config, backend, "auto")
             cases.append(first)
             mine: Mapping[str, tuple[str, ...]] = {"tcp": tuple(COUNTS), "hierarchical": (HIERARCHICAL,)}
             names = [name for name in mine.get(first.backend, ()) if name in ALGORITHMS_OF.get(backend, ())]
-        cases += [_case(context, backend, name) for name in names]
+        cases += [_case(context, config, backend, name) for name in names]
     return cases
 
 
-def _case(context: RankContext, backend: str, algorithm: str) -> _Case:
-    options = CommOptions(backend=backend, algorithm=algorithm)  # type: ignore[arg-type] # what it checks
-    joined = context.join(options)
+def _case(context: RankContext, config: BenchConfig, backend: str, algorithm: str) -> _Case:
+    joined = context.join(config.options(backend, algorithm))
     plan = joined.plan
     if plan is None:  # a backend with its own way
         return _Case(joined.communicator, backend, algorithm, lambda nbytes: backend)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
 from storage.errors import ConfigError
-from training.comm.options import UNAUTHENTICATED, Algorithm, Backend
+from training.comm.options import Algorithm, Backend, CommOptions
 
 BatchNorm = Literal["ghost", "sync", "local"]
 Precision = Literal["float32", "float64"]
@@ -93,12 +93,9 @@ class TrainConfig:
         self._check("launcher", self.launcher in get_args(Launcher), " or ".join(get_args(Launcher)))
         self._check("tls", self.tls in get_args(Switch), " or ".join(get_args(Switch)))
         self._check("backend", self.backend in get_args(Backend), " or ".join(get_args(Backend)))
-        trusted = self.trust_network is not None or self.backend not in UNAUTHENTICATED
-        self._check(
-            "trust_network", trusted, f"an interface that only ranks can reach: backend {self.backend} needs one"
-        )
         self._check("algorithm", self.algorithm in get_args(Algorithm), " or ".join(get_args(Algorithm)))
         self._check("trust_network", self.trust_network != "", "an interface's name, or a network as 10.1.0.0/16")
+        CommOptions(backend=self.backend, algorithm=self.algorithm, trust_network=self.trust_network)  # what fits what
         self._check("learning_rate", self.learning_rate is None or self.learning_rate > 0, "a number above 0")
         if self.lanes is not None:
             right = self.lanes >= 1 and self.global_batch % self.lanes == 0

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
 from storage.errors import ConfigError
+from training.comm.interfaces import require_trust
 
 Backend = Literal["auto", "tcp", "shm", "hierarchical", "tensorflow", "nccl"]
 UNAUTHENTICATED = ("tensorflow", "nccl")  # backends whose traffic proves nothing of who speaks
@@ -43,6 +44,8 @@ class CommOptions:
                 allowed="; ".join(f"{name}: {' | '.join(each)}" for name, each in ALGORITHMS_OF.items()),
                 next_step="Leave one of --backend and --algorithm to auto.",
             )
+        if self.backend in UNAUTHENTICATED and self.trust_network is None:
+            require_trust(None, self.backend)
 
     def _check(self, name: str, right: bool, allowed: str) -> None:
         if not right:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from storage.errors import CommunicationError, ConfigError, NotFoundError
 from storage.fs import join
-from training.comm.options import Algorithm, CommOptions
+from training.comm.options import Algorithm, Backend, CommOptions
 from training.control.failures import LauncherGoneError, RankFailedError
 from training.launch.output import OutputPrinter, Which
 from training.launch.script import Script
@@ -51,6 +51,8 @@ class ScriptConfig:
     """Of a call that waits for other ranks; and of a rank that has made such calls, for the next call or line."""
     tls: Literal["on", "off"] = "off"
     """Whether ranks on different hosts encrypt what they say to each other."""
+    backend: Backend = "auto"
+    """What carries them; `nccl` and `tensorflow` want to be joined before the script's first tensor (docs/gpu.md)."""
     algorithm: Algorithm = "auto"
     """Of all_reduce."""
     trust_network: str | None = None
@@ -81,7 +83,7 @@ class ScriptConfig:
     @property
     def comm(self) -> CommOptions:
         """How the ranks shall talk to each other, once the script asks them to."""
-        return CommOptions(algorithm=self.algorithm, trust_network=self.trust_network)
+        return CommOptions(backend=self.backend, algorithm=self.algorithm, trust_network=self.trust_network)
 
     @property
     def limits(self) -> Limits:
