@@ -23,6 +23,7 @@ from training.comm.cost import (
     predict_s,
     ring,
     table_of,
+    work_of,
 )
 from training.comm.simulate import Cluster, Layer, Workload, ethernet, simulate
 
@@ -158,3 +159,15 @@ def test_more_speed_is_never_slower(num_ranks: int, gbit: float) -> None:
 
 def test_gbit_are_bits() -> None:
     assert ethernet(8, alpha_s=0, gamma_s_per_byte=0).beta_s_per_byte == 1e-9
+
+
+@pytest.mark.parametrize("name", list(COUNTS))
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_counted_work_is_that_of_the_formulas(name: str, num_ranks: int) -> None:
+    """Over all ranks: bytes reduced are always (N - 1) buffers; bytes sent those of the formula, or fewer."""
+    nbytes = 8 * 3 * 1000 * 4
+    key = tcp.ProgramKey("all_reduce", name, nbytes // 4, 4)
+    work = work_of([tcp.program_of(key, rank, num_ranks) for rank in range(num_ranks)], 4)
+    assert work.reduced_bytes == (num_ranks - 1) * nbytes
+    assert work.bytes == 2 * (num_ranks - 1) * nbytes
+    assert work.messages <= num_ranks * COUNTS[name](num_ranks, nbytes).messages

@@ -13,13 +13,13 @@ from storage.errors import CommunicationError, ConfigError, CorruptionError, Dat
 from storage.fs import filesystem
 from training.claims import SupersededError, claim_next
 from training.comm.comm_plan import CommPlan, make_plan
-from training.comm.cost import COUNTS, LARGEST_BYTES, LinkCosts
+from training.comm.cost import COUNTS, LARGEST_BYTES, AlgorithmCosts, LinkCosts
 from training.comm.options import CommOptions
 from training.comm.topology import Layout, host_identity
 from training.frozen_plans import freeze_plan, read_plans
 from training.paths import RunPaths
 
-SLOW = LinkCosts(alpha_s=1e-4, beta_s_per_byte=1e-8, gamma_s_per_byte=1e-10)
+SLOW = AlgorithmCosts(dict.fromkeys(COUNTS, LinkCosts(alpha_s=1e-4, beta_s_per_byte=1e-8, gamma_s_per_byte=1e-10)))
 FAST = LinkCosts(alpha_s=1e-6, beta_s_per_byte=1e-10, gamma_s_per_byte=1e-10)
 
 
@@ -78,9 +78,12 @@ costs = st.floats(0, 1e-2).map(lambda x: float(f"{x:.2g}"))
 links = st.builds(LinkCosts, alpha_s=costs, beta_s_per_byte=costs, gamma_s_per_byte=costs)
 
 
-@given(st.lists(st.sampled_from("abc"), min_size=2, max_size=9), links, links)
-def test_a_plan_read_back_chooses_the_same(identities: list[str], outer: LinkCosts, inner: LinkCosts) -> None:
-    plan = make_plan(Layout.of(identities), "hierarchical", "auto", outer, inner)
+@given(st.lists(st.sampled_from("abc"), min_size=2, max_size=9), st.tuples(links, links, links), links)
+def test_a_plan_read_back_chooses_the_same(
+    identities: list[str], outer: tuple[LinkCosts, ...], inner: LinkCosts
+) -> None:
+    between = AlgorithmCosts(dict(zip(COUNTS, outer, strict=True)))
+    plan = make_plan(Layout.of(identities), "hierarchical", "auto", between, inner)
     back = CommPlan.from_json(plan.to_json(), where="here")
     assert back == plan and back.key == plan.key
     for bits in range(34):
@@ -156,8 +159,9 @@ def test_another_plan_for_the_same_ranks_is_refused(tmp_path: Path) -> None:
     fs, paths = _run(tmp_path)
     layout = Layout.apart(3)
     freeze_plan(fs, paths, 1, make_plan(layout, "tcp", "auto", SLOW, None).to_json())
+    other = AlgorithmCosts(dict.fromkeys(COUNTS, FAST))
     with pytest.raises(CommunicationError, match="another order"):
-        freeze_plan(fs, paths, 1, make_plan(layout, "tcp", "auto", FAST, None).to_json())
+        freeze_plan(fs, paths, 1, make_plan(layout, "tcp", "auto", other, None).to_json())
 
 
 def test_an_older_driver_freezes_nothing(tmp_path: Path) -> None:

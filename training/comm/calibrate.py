@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from training.comm.base import Communicator
-from training.comm.cost import LinkCosts, ring
+from training.comm.cost import COUNTS, AlgorithmCosts, LinkCosts
+from training.comm.tcp import TcpCommunicator
 
+BUDGET_S = 0.4  # of a start; two levels of ranks are measured one after the other
 SMALL_BYTES = 256
 LARGE_BYTES = 1 << 20
 SMALL_CALLS = 8  # ranks leave a barrier one after another: of one small call that would be half of what is timed
@@ -18,8 +21,19 @@ DIGITS = 2  # the tables hardly differ beyond; more would be noise
 MIN_ROUNDS, MAX_ROUNDS = 3, 15
 
 
-def calibrate(comm: Communicator, budget_s: float = 0.4) -> LinkCosts:
-    """Measure all_reduce by ring on `comm` (two ranks or more) for about `budget_s` seconds at most. A collective.
+def calibrate_tcp(comm: TcpCommunicator, budget_s: float = BUDGET_S) -> AlgorithmCosts:
+    """`calibrate` for each algorithm that a TCP communicator has. A collective."""
+    before = comm.choose
+    found = {}
+    for name in COUNTS:
+        comm.choose = partial(_always, name)
+        found[name] = calibrate(comm, budget_s / len(COUNTS), name)
+    comm.choose = before
+    return AlgorithmCosts(found)
+
+
+def calibrate(comm: Communicator, budget_s: float = BUDGET_S, algorithm: str = "ring") -> LinkCosts:
+    """Measure all_reduce on `comm` (two ranks or more) for about `budget_s` seconds at most. A collective.
 
     alpha from a small buffer, beta from a large one, gamma from additions in memory; of the rounds the median, of the
     ranks the slowest. All ranks stop after the same round, so they agree on how many there are.
@@ -37,7 +51,7 @@ def calibrate(comm: Communicator, budget_s: float = 0.4) -> LinkCosts:
     found = np.array([*np.median(np.array(times), axis=0), _gamma(large)])
     comm.all_reduce(found, "max")
     small_s, large_s, gamma = found.tolist()
-    least, most = ring(comm.num_ranks, SMALL_BYTES), ring(comm.num_ranks, LARGE_BYTES)
+    least, most = (COUNTS[algorithm](comm.num_ranks, nbytes) for nbytes in (SMALL_BYTES, LARGE_BYTES))
     # Two equations, the reductions known: small_s = a*m + b*bytes + g*reduced, and the same of the large buffer.
     beta = ((large_s - small_s) - gamma * (most.reduced_bytes - least.reduced_bytes)) / (most.bytes - least.bytes)
     beta = max(beta, 0.0)
@@ -45,13 +59,16 @@ def calibrate(comm: Communicator, budget_s: float = 0.4) -> LinkCosts:
     return LinkCosts(alpha_s=_rounded(alpha), beta_s_per_byte=_rounded(beta), gamma_s_per_byte=_rounded(gamma))
 
 
-def slowest(comm: Communicator, costs: LinkCosts | None) -> LinkCosts | None:
-    """Of each cost the highest that any rank of `comm` has; None where none has any. A collective."""
-    mine = list(costs.to_json().values()) if costs else [-1.0] * 3
-    found = np.array(mine)
+def slowest(comm: Communicator, costs: LinkCosts | None) -> LinkCosts:
+    """Of each cost the highest that any rank of `comm` has; one rank at least has some. A collective."""
+    found = np.array(list(costs.to_json().values()) if costs else [0.0] * 3)
     comm.all_reduce(found, "max")
     alpha, beta, gamma = found.tolist()
-    return LinkCosts(alpha_s=alpha, beta_s_per_byte=beta, gamma_s_per_byte=gamma) if alpha >= 0 else None
+    return LinkCosts(alpha_s=alpha, beta_s_per_byte=beta, gamma_s_per_byte=gamma)
+
+
+def _always(name: str, nbytes: int) -> str:
+    return name
 
 
 def _timed(comm: Communicator, buf: NDArray[Any], calls: int) -> float:

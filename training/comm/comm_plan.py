@@ -13,7 +13,17 @@ from typing import Any
 
 from storage import strict
 from storage.canonical import canonical_bytes
-from training.comm.cost import COUNTS, LARGEST_BYTES, LinkCosts, Table, hierarchical_s, look_up, predict_s, table_of
+from training.comm.cost import (
+    COUNTS,
+    LARGEST_BYTES,
+    AlgorithmCosts,
+    LinkCosts,
+    Table,
+    hierarchical_s,
+    look_up,
+    predict_s,
+    table_of,
+)
 from training.comm.tcp import default_choice
 from training.comm.topology import Layout
 
@@ -36,7 +46,7 @@ class CommPlan:
     """Algorithm by size of the buffer in bytes; empty for `shm`, which has one way."""
     leaders: Table = ()
     """The same between the hosts' leaders, where the algorithm is `hierarchical`; empty: TCP's own choice by size."""
-    outer: LinkCosts | None = None
+    outer: AlgorithmCosts | None = None
     """Between ranks over TCP, as measured; None where nothing had to be chosen."""
     inner: LinkCosts | None = None
     """Within hosts, as measured; None where no host has two ranks."""
@@ -88,7 +98,7 @@ class CommPlan:
             asked=strict.string(doc["asked"], where=f"{where}: asked", choices=("auto", *NAMES)),
             table=_table(doc["table"], where=f"{where}: table"),
             leaders=_table(doc["leaders"], where=f"{where}: leaders"),
-            outer=_costs(doc["outer"], where=f"{where}: outer"),
+            outer=_algorithm_costs(doc["outer"], where=f"{where}: outer"),
             inner=_costs(doc["inner"], where=f"{where}: inner"),
         )
 
@@ -99,7 +109,9 @@ def key_of(layout: Layout, backend: str, asked: str) -> str:
     return hashlib.sha256(canonical_bytes(told)).hexdigest()[:16]
 
 
-def make_plan(layout: Layout, backend: str, asked: str, outer: LinkCosts | None, inner: LinkCosts | None) -> CommPlan:
+def make_plan(
+    layout: Layout, backend: str, asked: str, outer: AlgorithmCosts | None, inner: LinkCosts | None
+) -> CommPlan:
     """The plan that these costs make; none are needed where nothing is to choose."""
     table: Table = ()
     leaders: Table = ()
@@ -129,6 +141,13 @@ def _table(document: Any, *, where: str) -> Table:
     return tuple(
         (strict.count(most, where=where), strict.string(name, where=where, choices=NAMES)) for most, name in rows
     )
+
+
+def _algorithm_costs(document: Any, *, where: str) -> AlgorithmCosts | None:
+    if document is None:
+        return None
+    found = {name: _costs(each, where=where) for name, each in strict.obj(document, COUNTS, where=where).items()}
+    return AlgorithmCosts({name: costs for name, costs in found.items() if costs is not None})
 
 
 def _costs(document: Any, *, where: str) -> LinkCosts | None:

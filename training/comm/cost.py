@@ -7,9 +7,11 @@ broadcast, reduction and scan" (2009). Pure functions; `training.comm.calibrate`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
+
+from training.comm.schedule import Program
 
 TREE_CHUNK_BYTES = 128 << 10  # what a tree passes on before the rest has come (training.comm.tcp)
 WHOLE_BYTES = 32 << 10  # up to here halving-doubling exchanges whole buffers (training.comm.tcp)
@@ -36,6 +38,10 @@ class LinkCosts:
     gamma_s_per_byte: float
     """Seconds a byte added to another."""
 
+    def of(self, algorithm: str) -> LinkCosts:
+        """The same for every algorithm."""
+        return self
+
     def seconds(self, counts: Counts) -> float:
         """What this work costs on this link."""
         return (
@@ -47,6 +53,24 @@ class LinkCosts:
     def to_json(self) -> dict[str, float]:
         """The fields as a JSON object."""
         return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmCosts:
+    """The costs of one kind of link for each algorithm: ranks wait for each other otherwise in each."""
+
+    costs: Mapping[str, LinkCosts]
+
+    def of(self, algorithm: str) -> LinkCosts:
+        """Those of one algorithm."""
+        return self.costs[algorithm]
+
+    def to_json(self) -> dict[str, dict[str, float]]:
+        """Algorithm -> costs, as a JSON object."""
+        return {name: costs.to_json() for name, costs in self.costs.items()}
+
+
+Links = LinkCosts | AlgorithmCosts
 
 
 def ring(num_ranks: int, nbytes: int) -> Counts:
@@ -86,17 +110,17 @@ COUNTS: dict[str, Callable[[int, int], Counts]] = {
 }
 
 
-def predict_s(algorithm: str, num_ranks: int, nbytes: int, link: LinkCosts) -> float:
+def predict_s(algorithm: str, num_ranks: int, nbytes: int, link: Links) -> float:
     """Seconds that an all_reduce of `nbytes` takes between `num_ranks` ranks on equal links."""
-    return link.seconds(COUNTS[algorithm](num_ranks, nbytes)) if num_ranks > 1 else 0.0
+    return link.of(algorithm).seconds(COUNTS[algorithm](num_ranks, nbytes)) if num_ranks > 1 else 0.0
 
 
-def fastest(num_ranks: int, nbytes: int, link: LinkCosts, names: Sequence[str] = tuple(COUNTS)) -> str:
+def fastest(num_ranks: int, nbytes: int, link: Links, names: Sequence[str] = tuple(COUNTS)) -> str:
     """The algorithm that the model expects to be done first; of equal ones the first of `names`."""
     return min(names, key=lambda name: predict_s(name, num_ranks, nbytes, link))
 
 
-def hierarchical_s(hosts: Sequence[int], nbytes: int, inner: LinkCosts, outer: LinkCosts) -> float:
+def hierarchical_s(hosts: Sequence[int], nbytes: int, inner: LinkCosts, outer: Links) -> float:
     """Seconds of an all_reduce within hosts of so many ranks each, between their leaders, and back within the hosts.
 
     The fullest host is the slowest: what it reads and adds is done by one rank a part, as a ring would.
@@ -106,6 +130,17 @@ def hierarchical_s(hosts: Sequence[int], nbytes: int, inner: LinkCosts, outer: L
     back = inner.seconds(Counts(1, nbytes, 0)) if widest > 1 else 0.0
     between = predict_s(fastest(len(hosts), nbytes, outer), len(hosts), nbytes, outer) if len(hosts) > 1 else 0.0
     return within + between + back
+
+
+def work_of(programs: Sequence[Program], itemsize: int) -> Counts:
+    """What all ranks together do in one call, counted in their programs: frames, their bytes, bytes reduced."""
+    sends = [send for program in programs for send in program.sends]
+    receives = [receive for program in programs for receive in program.receives if receive.combine != "copy"]
+    return Counts(
+        len(sends),
+        itemsize * sum(send.stop - send.start for send in sends),
+        itemsize * sum(receive.stop - receive.start for receive in receives),
+    )
 
 
 Table = tuple[tuple[int, str], ...]

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from storage.errors import CommunicationError, ConfigError
 from training.comm.base import Communicator
-from training.comm.calibrate import calibrate, slowest
+from training.comm.calibrate import calibrate, calibrate_tcp, slowest
 from training.comm.comm_plan import HIERARCHICAL, CommPlan, key_of, make_plan
+from training.comm.cost import COUNTS, AlgorithmCosts
 from training.comm.hierarchical import HierarchicalCommunicator
 from training.comm.options import CommOptions
 from training.comm.tcp import TcpCommunicator, default_choice
@@ -148,7 +149,7 @@ def _shared(
 
 
 def _plan(
-    flat: Communicator,
+    flat: TcpCommunicator,
     inner: Communicator | None,
     outer: Communicator | None,
     layout: Layout,
@@ -163,9 +164,10 @@ def _plan(
     if backend == "shm" or options.algorithm != "auto":
         return make_plan(layout, backend, options.algorithm, None, None), False
     if backend == "tcp":
-        return make_plan(layout, backend, "auto", calibrate(flat), None), True
+        return make_plan(layout, backend, "auto", calibrate_tcp(flat), None), True
     within = slowest(flat, calibrate(inner) if inner is not None else None)
-    between = slowest(flat, calibrate(outer) if outer is not None else None)
+    measured = calibrate_tcp(outer).costs if isinstance(outer, TcpCommunicator) else {}
+    between = AlgorithmCosts({name: slowest(flat, measured.get(name)) for name in COUNTS})
     return make_plan(layout, backend, "auto", between, within), True
 
 
