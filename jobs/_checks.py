@@ -14,12 +14,14 @@ import uuid
 from pathlib import Path
 
 from storage.errors import LockstepError
+from training.devices import host_gpus
 
 ROOT = Path(__file__).resolve().parent.parent
 MINIMUM_PYTHON = (3, 11)
 JAVA_MAJORS = ("17", "21")
 FREE_DISK_GIB = 5  # Spark's shuffle files and a local run; the environments are there already
 JAVA_LIMIT_S = 30.0
+CUDA_PACKAGE = "nvidia-cudnn-cu12"  # one of those that requirements-gpu.txt brings
 IMPORT_NAME = {"google-crc32c": "google_crc32c", "hdfs-native": "hdfs_native", "pillow": "PIL"}
 
 
@@ -94,13 +96,27 @@ def check_disk(folder: str | None = None) -> str:
     return f"{free_gib:.0f} GiB free under {place}"
 
 
-def _rank_probe(_: object) -> list[tuple[int, str]]:
-    """Runs in each task of the barrier stage: meet the other, tell the Python version."""
+def check_gpus() -> str:
+    """The GPUs of this host, and whether CUDA's libraries are there for them; none is right too."""
+    found = host_gpus()
+    if not found:
+        return "no GPU on this host: ranks here compute on the CPU"
+    names = ", ".join(f"{gpu.index} {gpu.name}" for gpu in found)
+    try:
+        importlib.metadata.version(CUDA_PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return f"{names}; not used without CUDA's libraries: pip install -r requirements-gpu.txt"
+    return f"{names}; CUDA's libraries are installed"
+
+
+def _rank_probe(_: object) -> list[tuple[int, str, list[str]]]:
+    """Runs in each task of the barrier stage: meet the other, tell the Python version and the GPUs given to it."""
     from pyspark import BarrierTaskContext
 
     context = BarrierTaskContext.get()
     context.barrier()
-    return [(context.partitionId(), ".".join(map(str, sys.version_info[:2])))]
+    gpu = context.resources().get("gpu")
+    return [(context.partitionId(), ".".join(map(str, sys.version_info[:2])), gpu.addresses if gpu else [])]
 
 
 def check_spark(master: str | None) -> str:
@@ -117,13 +133,14 @@ def check_spark(master: str | None) -> str:
             )
         told = context.parallelize(range(2), 2).barrier().mapPartitions(_rank_probe).collect()
     ours = ".".join(map(str, sys.version_info[:2]))
-    others = sorted({version for _, version in told} - {ours})
+    others = sorted({version for _, version, _ in told} - {ours})
     if others:
         raise CheckFailed(
             f"the executors run Python {', '.join(others)}, the driver {ours}",
             next_step="Set PYSPARK_PYTHON (spark.pyspark.python) to the same minor version on every node.",
         )
-    return f"{where}: a barrier stage of 2 tasks met, Python {ours} everywhere"
+    gpus = "; GPUs by task: " + " | ".join(",".join(each) for *_, each in told) if any(told[0][2]) else ""
+    return f"{where}: a barrier stage of 2 tasks met, Python {ours} everywhere{gpus}"
 
 
 def check_storage(url: str) -> str:

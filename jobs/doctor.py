@@ -10,7 +10,7 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
-from jobs._checks import check_disk, check_java, check_pins, check_python, check_spark, check_storage
+from jobs._checks import check_disk, check_gpus, check_java, check_pins, check_python, check_spark, check_storage
 from jobs._cli import JobParser, run_job
 from storage.errors import LockstepError
 
@@ -47,6 +47,7 @@ def main(argv: Sequence[str]) -> int:
         ("java", check_java),
         ("pins", check_pins),
         ("disk", check_disk),
+        ("gpus", check_gpus),
         ("spark", lambda: check_spark(options.master)),
     ]
     if options.hdfs:

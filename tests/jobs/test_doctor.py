@@ -11,6 +11,7 @@ import pytest
 
 from jobs import _checks, doctor
 from storage.errors import LockstepError
+from training.devices import Gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,7 +33,7 @@ def test_a_healthy_machine_gets_an_ok_for_each_check(tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line.split(":")[0] for line in lines] == [
-        f"OK   {name}" for name in ("python", "java", "pins", "disk", "spark", "hdfs")
+        f"OK   {name}" for name in ("python", "java", "pins", "disk", "gpus", "spark", "hdfs")
     ]
     assert "hunter2" not in done.stdout + done.stderr
     assert list(tmp_path.iterdir()) == []  # what was written is gone
@@ -79,6 +80,18 @@ def test_a_full_disk_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     monkeypatch.setattr(_checks, "FREE_DISK_GIB", 1 << 30)
     with pytest.raises(_checks.CheckFailed, match="GiB free"):
         _checks.check_disk(str(tmp_path))
+
+
+def test_gpus_without_cudas_libraries_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_checks, "host_gpus", lambda: ())
+    assert "no GPU on this host" in _checks.check_gpus()
+    monkeypatch.setattr(
+        _checks, "host_gpus", lambda: (Gpu("0", "NVIDIA H100", "GPU-1"), Gpu("1", "NVIDIA H100", "GPU-2"))
+    )
+    monkeypatch.setattr(_checks, "CUDA_PACKAGE", "no-such-package")
+    assert _checks.check_gpus().startswith("0 NVIDIA H100, 1 NVIDIA H100; not used without CUDA's libraries")
+    monkeypatch.setattr(_checks, "CUDA_PACKAGE", "numpy")
+    assert _checks.check_gpus().endswith("; CUDA's libraries are installed")
 
 
 def test_each_line_begins_with_ok_or_fail_and_a_fail_tells_the_next_step(capsys: pytest.CaptureFixture[str]) -> None:
