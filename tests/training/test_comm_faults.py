@@ -141,6 +141,7 @@ def test_abort_wakes_a_blocked_call() -> None:
 
 def test_one_failed_rank_ends_all_of_them() -> None:
     def work(comm: Communicator) -> str:
+        comm.barrier()
         if comm.rank == 1:
             return "left"
         try:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage.errors import CommunicationError
-from training.comm.frames import ENDED, HEADER_BYTES, Expected, check_header, check_payload, is_word, pack_header
+from training.comm.frames import ENDED, HEADER_BYTES, LEFT, Expected, check_header, check_payload, is_word, pack_header
 from training.comm.links import HUNG_UP, Link
 from training.comm.mesh import Mesh
 from training.comm.parting import ask_around, last_word, rest_of_word, say_farewell
@@ -44,7 +44,7 @@ class Engine:
         self._abort_reason: str | None = None
         self._running: list[Link] = []
         self._missing: dict[int, int] = {}  # connections that are waited for
-        self._stalled: Link | None = None  # who said that its deadline has passed
+        self._stalled: set[Link] = set()  # who said that its deadline has passed
         self.reason: str | None = None
         """What another rank said was the reason for the end."""
         self._what, self._tag, self._deadline_s, self._until = "", 0, 0.0, 0.0
@@ -87,10 +87,14 @@ class Engine:
             self._turn()
 
     def end(self, reason: str | None) -> None:
-        """Close all; with a reason, the others are told."""
+        """Close all, and tell the others: that this rank is done, or the reason why it gives up."""
         links = [link for link in self._links if link is not None]
-        if reason is not None:
-            say_farewell(links, self._generation, reason)
+        say_farewell(links, self._generation, reason)
+        self.drop()
+
+    def drop(self) -> None:
+        """Close all without a word, as the kernel does for a rank that dies."""
+        links = [link for link in self._links if link is not None]
         for link in links:
             link.sock.close()
         self._links = [None] * len(self._links)
@@ -167,7 +171,7 @@ class Engine:
                 self._send(link)
             if event & HUNG_UP:
                 self._hung_up(link, event)
-        if self._stalled is not None:
+        if self._stalled:
             raise self._deadline()
         return bool(events)
 
@@ -311,12 +315,16 @@ class Engine:
             self._check(link, "a damaged word, or one of another generation")
         elif word[0] == ENDED:
             raise self._told(link, word[1])
+        elif word[0] == LEFT:
+            link.left = True
+            if link.is_receiving() or link.is_sending():
+                raise self._lost(link)
         else:
-            self._stalled = link
+            self._stalled.add(link)
 
     def _over(self, link: Link) -> None:
-        """The end of what comes from a rank: no error if it has sent and got all, for it may just have finished."""
-        if link.is_receiving() or link.is_sending():
+        """The end of what comes from a rank: no error if it has finished before this one, and said so."""
+        if link.is_receiving() or link.is_sending() or not link.left:
             raise self._lost(link)
         link.closing = link.over = True
         self._watch(link)
@@ -334,13 +342,12 @@ class Engine:
 
     def _lost(self, link: Link) -> CommunicationError:
         """What to raise: the rank's own last word, if it left one."""
-        text = last_word(link, self._generation)
-        link.closing = link.over = True
-        if text is not None:
-            return self._told(link, text)
+        word = last_word(link, self._generation)
+        if word is not None and word[0] == ENDED:
+            return self._told(link, word[1])
         return CommunicationError(
             f"rank {self._name}: lost rank {link.name} during {self._what}",
-            got="its connection was closed or reset",
+            got="it has left" if link.left else "its connection was closed or reset",
             next_step=f"Look at the log of rank {link.name}: it ended first.",
         )
 
@@ -353,14 +360,13 @@ class Engine:
 
     def _deadline(self) -> CommunicationError:
         """What to raise when this rank, or one that told so, has waited too long."""
-        waiting = [link for link in self._running if link.active]
-        waiting.sort(key=lambda link: link.receives[link.receive_at].number)
-        waiting += [link for link in self._running if link.is_sending()]
-        waited = next(iter(waiting), None)
-        if waited is None:  # still waiting for connections
-            return self._unjoined(
-                min(self._missing), f"it did not call; refused: {self._mesh.last_refused or 'nobody'}"
-            )
+        if self._missing:
+            refused = self._mesh.last_refused
+            return self._unjoined(min(self._missing), f"it did not call; refused: {refused or 'nobody'}")
+        coming = [link for link in self._running if link.is_receiving()]
+        begun = [link for link in coming if self._may(link.receives[link.receive_at].after)]
+        begun.sort(key=lambda link: link.receives[link.receive_at].number)
+        waited = next(iter([*begun, *(link for link in self._running if link.is_sending()), *coming]))
         seconds = time.monotonic() - self._until + self._deadline_s
         error = CommunicationError(
             f"rank {self._name}: {self._what} waited {seconds:.0f} s for rank {waited.name}",
@@ -368,17 +374,25 @@ class Engine:
             allowed="every rank in the same collective within the deadline",
             next_step=f"Look at the log of rank {waited.name}; if its steps are just slow, raise --stall-limit.",
         )
+        return self._unless_known(error, waited)
+
+    def _unless_known(self, error: CommunicationError, waited: Link | None) -> CommunicationError:
+        """`error`, or the reason for it that another rank knows."""
         links = [link for link in self._links if link is not None]
-        heard = ask_around(links, waited, self._generation, error.what, alive=self._stalled is waited)
-        return error if heard is None else self._told(*heard)
+        heard = ask_around(links, waited, self._generation, error.what, alive=waited in self._stalled)
+        if heard is None:
+            return error
+        link, text = heard
+        return self._lost(link) if text is None else self._told(link, text)
 
     def _unjoined(self, name: int, got: str) -> CommunicationError:
-        return CommunicationError(
+        error = CommunicationError(
             f"rank {self._name} could not join rank {name} at {self._mesh.address(name)}",
             got=got,
             allowed=f"rank {name} of {self._mesh.num_ranks}, generation {self._generation}, with that generation's key",
             next_step=f"Look at the log of rank {name}; a firewall or an older attempt may be in the way.",
         )
+        return self._unless_known(error, None)
 
     def _wake(self) -> None:
         with suppress(OSError):  # full: it wakes anyway; closed: nobody is left to wake

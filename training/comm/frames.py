@@ -12,8 +12,9 @@
 The receiver always knows which frame must come next, so all fields are checked against what is expected and
 nothing is allocated by a number read from the wire.
 
-A rank that gives up says why in one more frame, of a fixed size, wherever a frame may begin: tag `ENDED` (the last
-frame on a connection) or `STALLED` (its deadline has passed; it tells whom it waits for, and wants to hear the same).
+Wherever a frame may begin a word may come instead, of a fixed size: `LEFT` (all is well, the rank has closed), `ENDED`
+(it gives up, and says why) or `STALLED` (its deadline has passed; it tells whom it waits for, and wants to hear the
+same). An end of the connection without a word is a death.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _OPS = {"": 0, "sum": 1, "max": 2, "mean": 3, "min": 4}
 _DTYPES = {"uint8": 1, "int64": 2, "float32": 3, "float64": 4, "int32": 5, "float16": 6, "bfloat16": 7}
 
 
-ENDED, STALLED = 0xFE << 16, 0xFF << 16
+LEFT, ENDED, STALLED = WORDS = (0xFD << 16, 0xFE << 16, 0xFF << 16)
 WORD_BYTES = 512  # payload of such a frame: UTF-8, zeros behind
 
 
@@ -98,7 +99,7 @@ def check_payload(header: bytes | bytearray, payload: NDArray[np.uint8]) -> str 
 
 
 def pack_word(tag: int, generation: int, sequence: int, text: str) -> bytes:
-    """A whole frame that tells why a rank gives up."""
+    """A whole frame that tells how it stands with a rank."""
     payload = np.zeros(WORD_BYTES, np.uint8)
     data = text.encode()[:WORD_BYTES]
     payload[: len(data)] = np.frombuffer(data, np.uint8)
@@ -110,7 +111,7 @@ def read_word(frame: bytes, generation: int) -> tuple[int, str] | None:
     if len(frame) != HEADER_BYTES + WORD_BYTES:
         return None
     fields = Expected(*_FIELDS.unpack_from(frame))
-    if fields.tag not in (ENDED, STALLED) or fields.generation != generation or fields.length != WORD_BYTES:
+    if fields.tag not in WORDS or fields.generation != generation or fields.length != WORD_BYTES:
         return None
     if check_payload(frame[:HEADER_BYTES], np.frombuffer(frame, np.uint8)[HEADER_BYTES:]) is not None:
         return None
@@ -119,4 +120,4 @@ def read_word(frame: bytes, generation: int) -> tuple[int, str] | None:
 
 def is_word(header: bytes | bytearray) -> bool:
     """Whether this header says that a word follows."""
-    return int(_FIELDS.unpack_from(header)[1]) in (ENDED, STALLED)
+    return int(_FIELDS.unpack_from(header)[1]) in WORDS

@@ -27,6 +27,7 @@ class Link:
         self.mask = 0  # of poll
         self.closing = False  # the other side has closed: nothing can be sent, but frames may still be here
         self.over = False  # and all of them have been read
+        self.left = False  # it has said so
         self.sends: Sequence[Send] = ()
         self.receives: Sequence[Receive] = ()
         self.send_at = self.receive_at = 0

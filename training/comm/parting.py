@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Sequence
 
-from training.comm.frames import ENDED, HEADER_BYTES, STALLED, WORD_BYTES, is_word, pack_word, read_word
+from training.comm.frames import ENDED, HEADER_BYTES, LEFT, STALLED, WORD_BYTES, is_word, pack_word, read_word
 from training.comm.links import HUNG_UP, Link
 from training.comm.wire import receive_some, send_some
 
@@ -21,27 +21,32 @@ LINGER_S = 0.25  # for a last word to arrive
 DRAIN_BYTES = 256 << 10
 
 
-def say_farewell(links: Sequence[Link], generation: int, text: str) -> None:
-    """Send `text` as the last word on each connection, whole where the other side reads, for LINGER_S at most.
+def say_farewell(links: Sequence[Link], generation: int, reason: str | None) -> None:
+    """Send the last word on each connection, whole where the other side reads, for LINGER_S at most.
 
-    What comes in meanwhile is read and dropped: closing a socket with unread bytes would destroy the word on its way.
+    With a reason, what comes in meanwhile is read and dropped, until the others have closed: closing a socket with
+    unread bytes would destroy the word on its way.
     """
     poll, until = select.poll(), time.monotonic() + LINGER_S
+    word, text = (LEFT, "") if reason is None else (ENDED, reason)
     open_links = {}
     for link in links:
         if not link.over:
-            link.outgoing.append(memoryview(pack_word(ENDED, generation, link.sent, text)))
+            link.outgoing.append(memoryview(pack_word(word, generation, link.sent, text)))
             open_links[link.fd] = link
-            poll.register(link.fd, select.POLLIN | select.POLLOUT)
-    space = [memoryview(bytearray(DRAIN_BYTES))]
+            poll.register(link.fd, select.POLLIN | select.POLLOUT if reason is not None else select.POLLOUT)
+    space = [memoryview(bytearray(DRAIN_BYTES))] if open_links else []
     while open_links and (left := until - time.monotonic()) > 0:
         for fd, event in poll.poll(left * 1000):
             link = open_links[fd]
             try:
-                if event & select.POLLOUT and link.outgoing and _write(link):
+                ended = False
+                if event & select.POLLOUT and _write(link):
                     link.sock.shutdown(socket.SHUT_WR)
                     poll.modify(fd, select.POLLIN)
-                ended = event & (select.POLLIN | HUNG_UP) and receive_some(link.sock, space) == 0
+                    ended = reason is None
+                if event & (select.POLLIN | HUNG_UP) and not ended:
+                    ended = receive_some(link.sock, space) == 0
             except OSError:
                 ended = True
             if ended:
@@ -51,35 +56,41 @@ def say_farewell(links: Sequence[Link], generation: int, text: str) -> None:
 
 def ask_around(
     links: Sequence[Link], waited: Link | None, generation: int, text: str, *, alive: bool
-) -> tuple[Link, str] | None:
+) -> tuple[Link, str | None] | None:
     """Tell all whom this rank waits for; returns (who answered, the reason that it knows), None if nobody knows one.
 
-    `alive`: the rank that is waited for has said already that it waits too.
+    A rank that dies meanwhile is the reason itself: (its connection, None). `alive`: the rank that is waited for has
+    said already that it waits too.
     """
     poll, listening = select.poll(), {}
     for link in links:
-        if not link.over and link.got < HEADER_BYTES:
+        if not link.over:
             _post(link, pack_word(STALLED, generation, link.sent, text))
             listening[link.fd] = link
-            poll.register(link.fd, select.POLLIN)
+            # Behind a frame that has begun no word can be read but the last one, once the other side has closed.
+            poll.register(link.fd, select.POLLIN if link.got < HEADER_BYTES else select.POLLRDHUP)
     until = time.monotonic() + (4 * GRACE_S if alive else GRACE_S)
     while listening and (left := until - time.monotonic()) > 0:
         for fd, _ in poll.poll(left * 1000):
             link = listening[fd]
-            word = _next_word(link, generation)
-            if word is None:
-                if link.over or link.got == HEADER_BYTES:  # gone, or busy with a frame
-                    poll.unregister(fd)
-                    del listening[fd]
-            elif word[0] == ENDED:
+            word = last_word(link, generation) if link.got == HEADER_BYTES else _next_word(link, generation)
+            if word is not None and word[0] == ENDED:
                 return link, word[1]
-            elif link is waited and not alive:
+            link.left = link.left or (word is not None and word[0] == LEFT)
+            if link.over and not link.left:
+                return link, None
+            if link.over or link.left:
+                poll.unregister(fd)
+                del listening[fd]
+            elif link.got == HEADER_BYTES:
+                poll.modify(fd, select.POLLRDHUP)
+            elif word is not None and link is waited and not alive:
                 alive, until = True, time.monotonic() + 4 * GRACE_S
     return None
 
 
-def last_word(link: Link, generation: int) -> str | None:
-    """Read all that a closed connection still holds; the reason that the other side left at its end, if any."""
+def last_word(link: Link, generation: int) -> tuple[int, str] | None:
+    """Read all that a closed connection still holds; the word at its end, if there is one."""
     tail, space = b"", memoryview(bytearray(DRAIN_BYTES))
     if link.got < HEADER_BYTES:
         tail = bytes(link.header[: link.got])
@@ -88,8 +99,8 @@ def last_word(link: Link, generation: int) -> str | None:
             tail = (tail + bytes(space[:count]))[-HEADER_BYTES - WORD_BYTES :]
     except OSError:  # reset: nothing more comes
         count = 0
-    word = read_word(tail, generation)
-    return word[1] if word is not None and word[0] == ENDED else None
+    link.closing = link.over = True
+    return read_word(tail, generation)
 
 
 def rest_of_word(link: Link, beginning: bytes, generation: int) -> tuple[int, str] | None:

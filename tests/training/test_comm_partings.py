@@ -1,0 +1,159 @@
+"""Which rank is named when one dies, freezes or gives up, by every algorithm and also where it is no neighbour."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from storage.errors import CommunicationError
+from tests.training._ring import run_ring
+from training.comm import Communicator, TcpCommunicator
+
+ALGORITHMS = ["ring", "halving-doubling", "double-tree"]
+SLACK_S = 2.0  # of a loaded machine, beyond what a deadline promises
+
+
+def tcp(comm: Communicator) -> TcpCommunicator:
+    assert isinstance(comm, TcpCommunicator)
+    return comm
+
+
+def die(comm: Communicator) -> None:
+    """What the kernel does for a killed process: every socket closed, nothing said."""
+    tcp(comm)._engine.drop()
+    tcp(comm)._mesh.close()
+
+
+def told(call: Callable[[], Any]) -> tuple[str, float]:
+    """(what the error says, when it came)"""
+    try:
+        call()
+    except CommunicationError as error:
+        return error.what, time.monotonic()
+    return "no error", time.monotonic()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 5])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_dead_rank_is_named_by_all_within_a_second(algorithm: str, num_ranks: int) -> None:
+    for dead, size in product(range(num_ranks), (10, 3_000_000)):  # waiting; in the middle of sending
+
+        def work(comm: Communicator, dead: int = dead, size: int = size) -> tuple[str, float]:
+            tcp(comm).choose = lambda nbytes: algorithm
+            buf = np.zeros(size, np.float32)
+            if comm.rank == dead:
+                comm.all_reduce(buf)
+                time.sleep(0.05)
+                die(comm)
+                return f"lost rank {dead}", time.monotonic()
+
+            def twice() -> None:  # the second time all connections are there
+                comm.all_reduce(buf)
+                comm.all_reduce(buf)
+
+            return told(twice)
+
+        results = run_ring(num_ranks, work, deadline_s=30)
+        for rank, (what, at) in enumerate(results):
+            assert f"lost rank {dead}" in what, f"rank {rank}, {size} elements: {what}"
+            assert at - results[dead][1] < 1 + SLACK_S, f"rank {rank}"
+
+
+@pytest.mark.parametrize("dead", range(5))
+def test_a_rank_that_dies_before_it_was_needed_is_named(dead: int) -> None:
+    def work(comm: Communicator) -> tuple[str, float]:
+        tcp(comm).choose = lambda nbytes: "double-tree"  # other connections than those of joining
+        if comm.rank == dead:
+            comm.barrier()
+            die(comm)
+            return f"lost rank {dead} during", time.monotonic()
+
+        def both() -> None:
+            comm.barrier()
+            comm.all_reduce(np.zeros(100_000, np.float32))
+
+        return told(both)
+
+    results = run_ring(5, work, deadline_s=30)
+    for rank, (what, at) in enumerate(results):
+        named = f"lost rank {dead} during" in what or f"could not join rank {dead} " in what
+        assert named, f"rank {rank}: {what}"
+        assert at - results[dead][1] < 1 + SLACK_S, f"rank {rank}"
+
+
+@pytest.mark.parametrize("num_ranks", [2, 5])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_frozen_rank_is_named_by_all_at_the_deadline(algorithm: str, num_ranks: int) -> None:
+    for frozen in sorted({0, num_ranks // 2 + 1} - {num_ranks}):
+        thaw = threading.Barrier(num_ranks)
+
+        def work(comm: Communicator, frozen: int = frozen, thaw: threading.Barrier = thaw) -> tuple[str, float]:
+            tcp(comm).choose = lambda nbytes: algorithm
+            comm.all_reduce(np.zeros(1000, np.float32))
+            began = time.monotonic()
+            if comm.rank == frozen:
+                found = f"for rank {frozen}", began
+            else:
+                found = told(lambda: comm.all_reduce(np.zeros(1000, np.float32)))
+            thaw.wait(30)
+            return found[0], found[1] - began
+
+        for rank, (what, seconds) in enumerate(run_ring(num_ranks, work, deadline_s=0.4)):
+            assert f"for rank {frozen}" in what, f"rank {rank}: {what}"
+            assert seconds < 0.4 + 2.5 + SLACK_S, f"rank {rank}"
+
+
+def test_a_rank_that_never_calls_is_named_by_those_that_wait_for_its_call() -> None:
+    thaw = threading.Barrier(3)
+
+    def work(comm: Communicator) -> str:
+        group = comm.group([0, 1, 2])
+        group.deadline_s = 0.4
+        found = "could not join rank 0" if comm.rank == 0 else told(group.barrier)[0]
+        thaw.wait(30)
+        return found
+
+    for rank, what in enumerate(run_ring(3, work)):
+        assert "could not join rank 0" in what, f"rank {rank}: {what}"  # its door answers, but it makes no call
+
+
+def test_the_reason_of_an_abort_reaches_all() -> None:
+    def work(comm: Communicator) -> str:
+        if comm.rank == 2:
+            comm.barrier()
+            comm.abort("its disk is full")
+            return told(comm.barrier)[0]
+
+        def both() -> None:
+            comm.barrier()
+            comm.all_reduce(np.zeros(2_000_000, np.float32))
+
+        return told(both)[0]
+
+    for what in run_ring(5, work, deadline_s=30):
+        assert "its disk is full" in what
+
+
+def test_a_parent_that_ends_ends_its_groups() -> None:
+    def work(comm: Communicator) -> str:
+        group = comm.group(range(3))
+        group.barrier()
+        comm.abort("the run was stopped")
+        return told(group.barrier)[0]
+
+    assert all("the run was stopped" in what for what in run_ring(3, work))
+
+
+def test_ranks_that_wait_for_each_other_are_named() -> None:
+    def work(comm: Communicator) -> str:
+        buf = np.zeros(3, np.float32)
+        return told(lambda: comm.recv(buf, 1 - comm.rank))[0]
+
+    for rank, what in enumerate(run_ring(2, work, deadline_s=0.3)):
+        assert f"for rank {1 - rank}" in what or f"for rank {rank}" in what  # its own word, or the other one's
