@@ -1,128 +1,189 @@
-"""All-reduce between processes of this host: our ring against a naive one, taken in turns.
+"""All-reduce between two processes of this host, float32 sums: ours against its peers, in turns.
 
-    python -m benchmarks.all_reduce [--ranks 2] [--rounds 5] [--mb 1 16 100]
+    python -m benchmarks.all_reduce [--peers FOLDER] [--torch PYTHON] [--jax PYTHON] [--mpi PYTHON] [--rounds 5]
+                                    [--kib 4 1024 4096 16384 65536]
 
-Prints MB/s (10^6 bytes of the buffer by the time of the slowest rank) as median (lowest to highest of the rounds). The
-naive ring is the usual first one: each half sent whole by a thread with sendall while the other comes in, then added;
-no checksum, no deadline, no authentication. It is written for two ranks and left out for more.
+Ours: shared memory in buffers of `allocate` (shm) and in any array (shm-any), and TCP. TensorFlow's gRPC ring is in the
+project's environment. PyTorch's gloo, JAX's gloo and MPICH (mpich and mpi4py of PyPI) run by the interpreters that are
+given; --peers makes one environment in FOLDER with JAX, MPICH and PyTorch (which brings its CUDA libraries along, some
+gigabytes; Debian's python3-torch with --torch /usr/bin/python3 does too). What is not there is named.
+
+The memory's bound: two processes that move as many bytes without any exchange. The figures are microseconds a call, of
+the slower rank: median (lowest to highest) of the rounds; `x shm` is the median of the rounds' ratios to ours.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
+import json
 import os
+import platform
 import socket
 import statistics
-import threading
-import time
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from training.comm.tcp import connect_ring
-
-KEY = b"b" * 32
-
-
-class NaiveRing:
-    """Two ranks, blocking sockets, whole halves."""
-
-    def __init__(self, sock: socket.socket, rank: int) -> None:
-        self._sock, self._rank = sock, rank
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def all_reduce(self, buf: np.ndarray) -> None:
-        """Sum in place."""
-        halves = np.array_split(buf, 2)
-        mine, other = halves[self._rank], halves[1 - self._rank]
-        incoming = np.empty_like(mine)
-        self._exchange(other, incoming)
-        mine += incoming
-        self._exchange(mine, other)
-
-    def _exchange(self, out: np.ndarray, into: np.ndarray) -> None:
-        sender = threading.Thread(target=self._sock.sendall, args=(out.data,))
-        sender.start()
-        view = memoryview(into).cast("B")
-        while view:
-            view = view[self._sock.recv_into(view) :]
-        sender.join()
+HERE = Path(__file__).parent
+RANKS = 2
+PINS = ["jax==0.9.2", "mpich==5.0.2", "mpi4py==4.1.2", "torch"]
+REPEATS_BYTES = 128 << 20  # of one turn, within the limits below
+MIN_REPEATS, MAX_REPEATS = 2, 300
+WAIT_S = 120
 
 
-def rank_main(rank: int, ranks: int, pipe: Any, sizes: list[float], rounds: int) -> None:
-    """One process: join, then take turns."""
+class Contestant:
+    """The processes of one contestant, idle on their stdin between turns."""
 
-    def rendezvous(host: str, port: int) -> list[tuple[str, int]]:
-        pipe.send((host, port))
-        table: list[tuple[str, int]] = pipe.recv()
-        return table
+    def __init__(self, name: str, commands: list[list[str]]) -> None:
+        self.name = name
+        env = os.environ | {"PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        pipe = subprocess.PIPE
+        self.processes = [subprocess.Popen(c, stdin=pipe, stdout=pipe, stderr=pipe, env=env) for c in commands]
 
-    ring = connect_ring(rank, ranks, 1, rendezvous, KEY, 30, "127.0.0.1", 120)
-    kinds: dict[str, Any] = {"ring": ring}
-    if ranks == 2:
-        kinds["naive"] = NaiveRing(_pair(rank, rendezvous), rank)
-    for mb in sizes:
-        buf = np.zeros(int(mb * 1e6) // 4, np.float32)
-        repeats = max(3, int(100 / max(mb, 1)))
-        for _ in range(rounds):
-            for name, kind in kinds.items():
-                kind.all_reduce(buf)  # warm
-                ring.barrier()
-                began = time.perf_counter()
-                for _ in range(repeats):
-                    kind.all_reduce(buf)
-                seconds = np.array([(time.perf_counter() - began) / repeats])
-                ring.all_reduce(seconds, "max")
-                pipe.send((name, mb, buf.nbytes / 1e6 / float(seconds[0])))
-    pipe.send(None)
-    ring.close()
+    def answers(self) -> list[Any]:
+        """A line of each process; other lines than JSON are a library's chatter."""
+        return [self._answer(process) for process in self.processes]
+
+    def _answer(self, process: subprocess.Popen[bytes]) -> Any:
+        assert process.stdout is not None and process.stderr is not None
+        while line := process.stdout.readline():
+            try:
+                return json.loads(line)
+            except ValueError:
+                continue
+        words = process.stderr.read().decode(errors="replace").strip().splitlines()
+        raise RuntimeError(f"{self.name} ended: {words[-1] if words else 'without a word'}")
+
+    def turn(self, size: int, repeats: int) -> float:
+        """Seconds a call."""
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write(f"{size} {repeats}\n".encode())
+            process.stdin.flush()
+        return float(max(self.answers()))
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self.processes:
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
-def _pair(rank: int, rendezvous: Any) -> socket.socket:
-    if rank == 0:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            rendezvous("127.0.0.1", listener.getsockname()[1])
-            sock, _ = listener.accept()
-            return sock
-    (host, port), _ = rendezvous("127.0.0.1", 0)
-    return socket.create_connection((host, port))
+def free_ports(count: int) -> list[str]:
+    """Ports that nobody listens on now."""
+    socks = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [str(sock.getsockname()[1]) for sock in socks]
+    for sock in socks:
+        sock.close()
+    return ports
 
 
-def exchange_tables(pipes: list[Any]) -> None:
-    """Give every rank the addresses of all."""
-    table = [pipe.recv() for pipe in pipes]
-    for pipe in pipes:
-        pipe.send(table)
+def commands(args: argparse.Namespace, folder: str) -> dict[str, list[list[str]] | str]:
+    """Each contestant's command lines, or why it has none."""
+    found: dict[str, list[list[str]] | str] = {}
+    for kind in ("shm", "shm-any", "tcp", "tensorflow", "stream-copy", "stream-sum"):
+        place = Path(folder, kind)
+        place.mkdir()
+        worker = [sys.executable, str(HERE / "all_reduce_worker.py"), kind]
+        ports = free_ports(RANKS)
+        found[kind] = [[*worker, str(rank), str(place), *ports] for rank in range(RANKS)]
+    for kind, python in (("torch", args.torch), ("jax", args.jax)):
+        (port,) = free_ports(1)
+        script = str(HERE / f"{kind}_peer.py")
+        found[kind] = [[python, script, str(r), port] for r in range(RANKS)] if python else f"no --{kind} or --peers"
+    if args.mpi:
+        mpiexec = str(Path(args.mpi).parent / "mpiexec")
+        found["mpich"] = [[mpiexec, "-n", str(RANKS), args.mpi, str(HERE / "mpich_peer.py")]]
+    else:
+        found["mpich"] = "no --mpi or --peers"
+    return found
+
+
+def start(args: argparse.Namespace, folder: str) -> tuple[dict[str, Contestant], dict[str, str]]:
+    """Those that came up, and why the others did not."""
+    up: dict[str, Contestant] = {}
+    absent: dict[str, str] = {}
+    for name, lines in commands(args, folder).items():
+        if isinstance(lines, str):
+            absent[name] = lines
+            continue
+        try:
+            contestant = Contestant(name, lines)
+            print(f"{name}: {contestant.answers()[0]}", flush=True)
+            up[name] = contestant
+        except (OSError, RuntimeError) as error:
+            absent[name] = str(error)
+    return up, absent
+
+
+def make_peers(folder: Path) -> str:
+    """An interpreter with all peers, installed once."""
+    python = str(folder / "bin" / "python")
+    if not folder.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *PINS], check=True)
+    return python
+
+
+def measure(up: dict[str, Contestant], size: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds a call by contestant, one figure a round; the order turns, so that nobody always follows the same."""
+    repeats = max(MIN_REPEATS, min(MAX_REPEATS, REPEATS_BYTES // size // 4))
+    names = list(up)
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            found[name].append(up[name].turn(size, repeats))
+    return found
+
+
+def report(size: int, found: dict[str, list[float]]) -> None:
+    """Print one size."""
+    print(f"\n{size >> 10} KiB")
+    for name, seconds in sorted(found.items(), key=lambda item: statistics.median(item[1])):
+        middle = statistics.median(seconds)
+        ratio = statistics.median(a / b for a, b in zip(seconds, found["shm"], strict=True))
+        spread = f"({min(seconds) * 1e6:.0f} to {max(seconds) * 1e6:.0f})"
+        print(f"  {name:<12} {middle * 1e6:10.0f} {spread:<24} {size / middle / 1e9:6.2f} GB/s   {ratio:7.2f} x shm")
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--peers", type=Path)
+    parser.add_argument("--torch")
+    parser.add_argument("--jax")
+    parser.add_argument("--mpi")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--mb", type=float, nargs="+", default=[0.001, 1, 16, 100])
+    parser.add_argument("--kib", type=int, nargs="+", default=[4, 1 << 10, 4 << 10, 16 << 10, 64 << 10])
     args = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    pipes = [context.Pipe() for _ in range(args.ranks)]
-    processes = [
-        context.Process(target=rank_main, args=(rank, args.ranks, pipes[rank][1], args.mb, args.rounds))
-        for rank in range(args.ranks)
-    ]
-    for process in processes:
-        process.start()
-    ours = [pipe for pipe, _ in pipes]
-    for _ in range(2 if args.ranks == 2 else 1):
-        exchange_tables(ours)
-    found: dict[tuple[str, float], list[float]] = {}
-    for pipe in ours:
-        while (row := pipe.recv()) is not None:
-            found.setdefault((row[0], row[1]), []).append(row[2])
-    for process in processes:
-        process.join()
-    print(f"{args.ranks} ranks, {os.cpu_count()} cores, float32, {args.rounds} rounds; MB/s median (lowest to highest)")
-    for (name, mb), values in sorted(found.items(), key=lambda item: (item[0][1], item[0][0])):
-        print(f"{mb:>8g} MB  {name:<6} {statistics.median(values):8.1f}  ({min(values):.1f} to {max(values):.1f})")
+    if args.peers:
+        python = make_peers(args.peers.absolute())
+        args.torch, args.jax, args.mpi = args.torch or python, args.jax or python, args.mpi or python
+    print(
+        f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, "
+        f"Linux {platform.release()}, Python {platform.python_version()}"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        up, absent = start(args, folder)
+        try:
+            for name, why in absent.items():
+                print(f"not measured: {name} ({why})")
+            print(f"two processes, float32 sum, {args.rounds} rounds in turns; microseconds a call")
+            for kib in args.kib:
+                report(kib << 10, measure(up, kib << 10, args.rounds))
+        finally:
+            for contestant in up.values():
+                contestant.close()
 
 
 if __name__ == "__main__":

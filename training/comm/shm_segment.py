@@ -7,6 +7,7 @@ import logging
 import mmap
 import os
 import struct
+import threading
 import weakref
 from collections import deque
 from typing import Any
@@ -82,6 +83,7 @@ class Segment:
         self._own = self._holes[0]
         self._returned: deque[tuple[int, int]] = deque()
         self._told = False
+        self._lock = threading.Lock()  # buffers may be asked for while another thread is in a call
 
     def close(self) -> None:
         """Give the file back; the mapping stays while a buffer is held."""
@@ -96,7 +98,8 @@ class Segment:
     def allocate(self, size: int, dtype: np.dtype[Any]) -> NDArray[Any] | None:
         """A zeroed buffer (size,) of the arena, None if there is no room. Its place is free again when it is gone."""
         length = -(-max(1, size * dtype.itemsize) // ALIGN_BYTES) * ALIGN_BYTES
-        start = self._take(length)
+        with self._lock:
+            start = self._take(length)
         if start is None:
             return None
         try:
