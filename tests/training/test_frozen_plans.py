@@ -1,0 +1,66 @@
+"""A run whose ranks calibrate, are killed and start again: the second start adds in the order of the first."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from storage.errors import ConfigError
+from storage.verify import verify
+from tests.training._ranks import rank_path
+from tests.training._tiny import write_table
+from training.config import TrainConfig
+from training.driver import Hooks, train
+from training.launch.local import run_local
+from training.launch.task import Limits
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
+    rank_path(monkeypatch)
+    write_table(tmp_path / "data")
+    return TrainConfig(
+        datasets=(str(tmp_path / "data"),),
+        run=str(tmp_path / "run"),
+        model="tiny",
+        num_ranks=3,
+        global_batch=8,
+        epochs=1,
+        launcher="local",
+        stall_limit_s=30.0,
+    )
+
+
+@pytest.mark.slow
+def test_a_restart_follows_the_frozen_plan(config: TrainConfig, capfd: pytest.CaptureFixture[str]) -> None:
+    hooks = Hooks(entry="_plan_ranks:sums_killed_once", limits=Limits(grace_s=1.0, silent_s=5.0))
+    result = train(config, run_local, hooks=hooks)
+    assert (result.generation, result.restarts) == (2, 1)
+    plans = list(Path(config.run, "comm").iterdir())
+    assert [plan.name[:11] for plan in plans] == ["ranks-00003"]
+    assert verify(config.run) == []
+    rows = [
+        json.loads(line)
+        for part in sorted(Path(config.run, "metrics").glob("g*/part-*.jsonl"))
+        for line in part.read_text().splitlines()
+    ]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert rows[0]["sums"] == rows[1]["sums"]
+    logs = {path.parts[-3]: path.read_text() for path in Path(config.run, "logs").glob("g*/rank-00000/part-*")}
+    assert "calibrated now" in logs["g0001"] and "as frozen before" in logs["g0002"]
+    assert "how ranks add up is frozen in" in capfd.readouterr().err
+    # A flipped bit in the plan is told, by the run's verification and by the next start.
+    plans[0].write_bytes(plans[0].read_bytes().replace(b'"asked":"auto"', b'"asked":"autp"'))
+    assert [finding.path for finding in verify(config.run)] == [f"comm/{plans[0].name}"]
+
+
+def test_another_algorithm_is_refused_where_there_is_a_result(config: TrainConfig) -> None:
+    """Who resumes with another order of sums would get other last bits without having asked for them."""
+    one = dataclasses.replace(config, num_ranks=1)
+    train(one, lambda *args, **kwargs: [{"steps": 1, "metrics": {}, "samples": 0, "seconds": 1.0}])
+    with pytest.raises(ConfigError, match="another `algorithm`") as caught:
+        train(dataclasses.replace(one, algorithm="ring"), run_local)
+    assert "--algorithm" in caught.value.next_step
