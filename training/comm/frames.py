@@ -20,6 +20,7 @@ same). An end of the connection without a word is a death.
 from __future__ import annotations
 
 import struct
+from functools import cache
 from typing import Any, NamedTuple
 
 import google_crc32c
@@ -57,6 +58,7 @@ class Expected(NamedTuple):
     total: int
 
 
+@cache
 def tag_of(kind: str, op: str, dtype: np.dtype[Any]) -> int:
     """The tag of a collective: ranks that call different ones, or with another dtype, notice at the first frame."""
     return KINDS[kind] << 16 | _OPS[op] << 8 | _DTYPES[dtype.name]
