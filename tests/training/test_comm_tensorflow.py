@@ -72,6 +72,24 @@ def test_our_ring_agrees_with_tensorflows(ranks: Ranks) -> None:
         assert np.all(np.abs(theirs.astype(np.float64) - ours.astype(np.float64)) <= WHOLE * eps * largest), ours.dtype
 
 
+@slow
+def test_minima_and_maxima_that_are_gathered_keep_a_nan(ranks: Ranks) -> None:
+    """As with nccl."""
+
+    def run(num_ranks: int, work: Any) -> list[Any]:
+        def forced(comm: Any) -> Any:
+            comm.gathers_extremes = True
+            try:
+                return work(comm)
+            finally:
+                comm.gathers_extremes = False
+
+        return ranks.run(num_ranks, forced)
+
+    contract = CommunicatorContract()
+    contract.test_numbers_that_are_none(run, 2)
+
+
 def three_steps(comm: Communicator, poison: bool = False) -> tuple[list[np.ndarray], Any]:
     """Weights and exchange after three steps of `fit`; the last batch of rank 0 is smaller, which it traces anew."""
     import keras

@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 
 from storage.errors import CommunicationError
 from training.comm.base import (
+    FLOATS,
+    UFUNCS,
     Communicator,
     Op,
     check_buffer,
@@ -51,6 +53,8 @@ class TensorflowCommunicator(Communicator):
         super().__init__(ordinary.rank, ordinary.num_ranks, ordinary.generation, ordinary.deadline_s)
         self.cluster, self.ordinary = cluster, ordinary
         """`ordinary` is the ranks' authenticated communicator, for what is no tensor."""
+        self.gathers_extremes = cluster.hint == "nccl"
+        """Whether minima and maxima of floats are formed here, since the backend's may lose a NaN."""
         self._tasks, self._key = tuple(tasks), key
         self._instances: dict[int, int] = {}  # group key -> the next instance's, counted alike on each of its ranks
         self._groups: list[Communicator] = []
@@ -64,6 +68,9 @@ class TensorflowCommunicator(Communicator):
 
     def all_reduce(self, buf: NDArray[Any], op: Op = "sum") -> None:
         check_buffer(buf, op)
+        if op in ("min", "max") and self.gathers_extremes and buf.dtype in FLOATS:
+            UFUNCS[op].reduce(self.all_gather(buf), axis=0, out=buf)
+            return
         given = buf.astype(np.int32) if buf.dtype == NARROW else buf
 
         def reduce(instance: int) -> Any:
