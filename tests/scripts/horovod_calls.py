@@ -64,12 +64,19 @@ def late(value: tf.Tensor, number: int) -> tf.Tensor:
     return tf.ensure_shape(tf.numpy_function(wait, [value], value.dtype), value.shape)
 
 
+nothing = tf.Variable([0.0, 0.0])
+
+
 @tf.function
 def graph(value: tf.Tensor) -> tuple[tf.Tensor, ...]:
     """Calls that do not depend on each other, in a branch, a loop and a function in the function."""
     apart = [hvd.allreduce(late(value * i, i), op=hvd.Sum, name=f"apart {i}") for i in range(10)]
-    if tf.reduce_sum(value) > 0.0:  # noqa: SIM108 - autograph makes a branch of a statement alone
-        branch = hvd.allreduce(value, op=hvd.Max, name="in a branch")
+    # On rank 1 alone the condition takes its time: the loop below could begin before the branch.
+    heavy = tf.ones((800, 800)) * value[0]
+    for _ in range(8 * rank):
+        heavy = tf.matmul(heavy, heavy) / (800 * tf.reduce_max(heavy))
+    if heavy[0, 0] > 0.0:  # noqa: SIM108 - autograph makes a branch of a statement alone
+        branch = hvd.allreduce(value + nothing, op=hvd.Max, name="in a branch")  # a branch that uses a variable
     else:
         branch = value
     looped = tf.zeros_like(value)
