@@ -66,7 +66,8 @@ def evaluate(
         "model": model,
         "checkpoint": checkpoint,
     }
-    results = launch(RankTask(ENTRY, payload, hadoop=hadoop_settings()), num_ranks)
+    task = RankTask(ENTRY, payload, hadoop=hadoop_settings(), tls=config.tls == "on")  # as the run was trained
+    results = launch(task, num_ranks)
     return {"run": run, "dataset": dataset, "split": split, "model": model or checkpoint, **results[0]}
 
 

@@ -17,14 +17,18 @@ import pytest
 from cryptography import x509
 from cryptography.x509.oid import ExtensionOID
 
+from jobs.train import parser
+from storage.errors import ConfigError
 from training.comm.auth import HandshakeError
 from training.comm.tls import VALID_DAYS, Credentials, Tls, issue, leaves_host, name_of
 from training.comm.wire import held, receive_some, send_some
+from training.config import TrainConfig
 
 GENERATION = 7
 LAUNCH = issue(GENERATION, 3)
 OTHER_LAUNCH = issue(GENERATION, 3)  # the same generation and ranks, another authority
 OLD = issue(GENERATION - 1, 3)
+NUMBERS = {"num_ranks": 1, "global_batch": 1, "epochs": 1}
 
 
 def connection(listening: str = "127.0.0.2") -> tuple[socket.socket, socket.socket]:
@@ -210,3 +214,12 @@ def test_bytes_arrive_whole_and_in_order(tls: bool) -> None:
         while (count := receive_some(listener, [memoryview(bytearray(10))])) is None:
             select.select([listener], [], [], 5)
         assert count == 0
+
+
+def test_the_production_profile_turns_it_on() -> None:
+    numbers = ["--num-ranks=2", "--global-batch=8", "--epochs=1"]
+    call = ["--dataset=d", "--run=r", "--model=logistic", *numbers]
+    assert parser().parse(call).tls == "off"
+    assert parser().parse([*call, "--config", "conf/production.toml"]).tls == "on"
+    with pytest.raises(ConfigError, match="tls"):
+        TrainConfig.from_json({**dict.fromkeys(("run", "model"), "r"), "datasets": ["d"], "tls": "yes", **NUMBERS})
