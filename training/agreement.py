@@ -10,7 +10,7 @@ import numpy as np
 from storage.errors import DataError
 
 FLAGS = ("stop", "checkpoint")
-CONTROL_WORDS = 2 + len(FLAGS)  # loss, whether a rank saw what is not finite, then the flags
+CONTROL_WORDS = 2 + len(FLAGS)  # loss, whether a rank has what might not be finite, then the flags
 
 
 class NonFiniteError(DataError):

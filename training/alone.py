@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from training.exchange import Exchange
-from training.finite import all_finite
+from training.scaled_copy import all_finite
 
 Array = NDArray[Any]
 

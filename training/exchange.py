@@ -20,8 +20,8 @@ from storage.errors import CommunicationError
 from training.agreement import CONTROL_WORDS, FLAGS, Agreement, NonFiniteError, Steps
 from training.buckets import Layout, Slot
 from training.comm.base import Communicator
-from training.finite import all_finite
 from training.same_tensors import compare
+from training.scaled_copy import all_finite, copy_scaled
 from training.sparse import Rows, Table, sum_rows
 
 __all__ = ["CONTROL_WORDS", "FLAGS", "Agreement", "Exchange", "NonFiniteError"]
@@ -55,7 +55,7 @@ class Exchange(Steps):
         self._posted: queue.SimpleQueue[Callable[[], bool] | None] = queue.SimpleQueue()
         self._reduced: queue.SimpleQueue[BaseException | bool] = queue.SimpleQueue()
         self._busy_s = 0.0
-        self._saw_wrong = False  # of the thread alone
+        self._safe = True  # this rank's part of the step makes no sum that is not finite
         self._thread = threading.Thread(target=self._work, name="exchange", daemon=True)
         self._thread.start()
 
@@ -90,10 +90,9 @@ class Exchange(Steps):
                 self._current.append(self._free_buffer(len(self._current)))
             flat = self._current[bucket]
             for number, gradient in zip(layout.posted(bucket), gradients, strict=True):
-                slot = layout.gradients[number]
-                np.multiply(gradient.reshape(-1), self.scale, out=flat.view(slot), casting="same_kind")
+                self._fill(flat, layout.gradients[number], gradient)
             if bucket < layout.first_tail:
-                self._posted.put(partial(self._reduce, bucket, flat))
+                self._posted.put(partial(self._reduce, flat))
         except BaseException as error:
             self._fail(error)
             raise
@@ -120,12 +119,13 @@ class Exchange(Steps):
             while len(self._current) < len(layout.sizes):
                 self._current.append(self._free_buffer(len(self._current)))
             for slot, value in zip(layout.statistics, statistics, strict=True):
-                place = self._current[slot.bucket].view(slot)
-                np.multiply(value.reshape(-1), self.scale, out=place, casting="same_kind")
+                self._fill(self._current[slot.bucket], slot, value)
             words = self._current[layout.control.bucket].view(layout.control)
-            words[:] = np.multiply(self._words(loss), [self.scale, *([1] * (CONTROL_WORDS - 1))])
+            words[:] = self._words(loss)
+            words[0] *= self.scale
+            words[1] = not self._safe
             for bucket in range(layout.first_tail, len(layout.sizes)):
-                self._posted.put(partial(self._reduce, bucket, self._current[bucket]))
+                self._posted.put(partial(self._reduce, self._current[bucket]))
             finite = self._await(len(layout.sizes) + len(self._tables)) and words[1] == 0
             gradients = (*self._names[: len(layout.gradients)], *(table.name for table in self._tables))
             self._agree(words.tolist(), [] if finite else self._names_of_wrong(), gradients)
@@ -138,7 +138,7 @@ class Exchange(Steps):
             self._fail(error)
             raise
         finally:
-            self._current, self._rows = [], {}
+            self._current, self._rows, self._safe = [], {}, True
         return sums
 
     def agree_alone(self, loss: Array, wrong: list[str], gradients: Sequence[str]) -> None:
@@ -155,6 +155,10 @@ class Exchange(Steps):
         """End the thread; the communicator stays open."""
         self._posted.put(None)
         self._thread.join(GRACE_S)
+
+    def _fill(self, flat: _Buffer, slot: Slot, value: Array) -> None:
+        if not copy_scaled(value.reshape(-1), self.scale, flat.view(slot), self.communicator.num_ranks):
+            self._safe = False
 
     def _of_layout(self) -> Layout:
         assert self._layout is not None, "use() comes first"
@@ -177,7 +181,7 @@ class Exchange(Steps):
         return found
 
     def _await(self, parts: int) -> bool:
-        """Wait for all reductions; True if every sum is finite."""
+        """Wait for all reductions; False if sums by rows are not finite."""
         finite, began = True, time.perf_counter()
         for _ in range(parts):
             try:
@@ -217,17 +221,9 @@ class Exchange(Steps):
             self._busy_s += time.perf_counter() - began
             self._reduced.put(result)
 
-    def _reduce(self, bucket: int, flat: _Buffer) -> bool:
-        """Reduce one bucket. Of all but the last, each rank judges its own part; the last one tells of them."""
-        layout, communicator = self._of_layout(), self.communicator
-        if bucket < layout.control.bucket:
-            communicator.all_reduce(flat.data)
-            self._saw_wrong |= not all_finite(communicator.part_of(flat.data, communicator.rank))
-            return True
-        flat.view(layout.control)[1] = self._saw_wrong
-        self._saw_wrong = False
-        communicator.all_reduce(flat.data)
-        return all_finite(flat.data)
+    def _reduce(self, flat: _Buffer) -> bool:
+        self.communicator.all_reduce(flat.data)
+        return True  # its numbers were judged when they were copied, on every rank
 
     def _reduce_rows(self, number: int, indices: Array, values: Array) -> bool:
         rows = sum_rows(self.communicator, self._tables[number], indices, values)
