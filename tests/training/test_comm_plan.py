@@ -46,6 +46,19 @@ def test_every_rank_is_on_one_host(identities: list[str]) -> None:
         assert len({identities[rank] for rank in ranks}) == 1
 
 
+@pytest.mark.parametrize(
+    ("host_of", "leaving"),
+    [
+        ((0, 0, 1, 1), 1),  # host after host: one connection out of each
+        ((0, 1, 0, 1), 2),  # in turns: every connection leaves
+        ((0, 1, 2), 1),
+        ((0, 0), 0),
+    ],
+)
+def test_connections_that_leave_a_host(host_of: tuple[int, ...], leaving: int) -> None:
+    assert Layout(host_of).leaving == leaving
+
+
 def test_this_host_is_itself() -> None:
     assert host_identity() == host_identity() != ""
 
@@ -65,6 +78,12 @@ def test_what_is_not_chosen_needs_no_costs(backend: str, asked: str, table: Any)
 def test_between_hosts_that_are_far_the_host_is_summed_up_first() -> None:
     plan = make_plan(Layout((0, 0, 0, 0, 1, 1, 1, 1)), "hierarchical", "auto", SLOW, FAST)
     assert plan.choose(64) == plan.choose(1 << 16) == "hierarchical"
+
+
+def test_ranks_in_turns_over_hosts_are_no_ring() -> None:
+    """Where every hop of a ring crosses a cable that four ranks share, two levels are faster at any size."""
+    plan = make_plan(Layout((0, 1) * 4), "hierarchical", "auto", SLOW, FAST)
+    assert {name for most, name in plan.table if most >= 1 << 20} == {"hierarchical"}
 
 
 def test_few_ranks_far_apart_choose_by_size() -> None:

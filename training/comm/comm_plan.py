@@ -123,12 +123,15 @@ def make_plan(
     elif backend != "shm":
         assert outer is not None, "a choice needs costs"
         num_ranks = len(layout.host_of)
+        crossing = {name: layout.leaving if name == "ring" else max(layout.sizes) for name in COUNTS}
 
         def seconds(name: str, nbytes: int) -> float:
             if name == HIERARCHICAL:
                 assert inner is not None
                 return hierarchical_s(layout.sizes, nbytes, inner, outer)
-            return predict_s(name, num_ranks, nbytes, outer)
+            # Ranks of one host share its cable: all of them cross it in a tree, in a ring those beside another host.
+            counts = COUNTS[name](num_ranks, nbytes)
+            return outer.of(name).seconds(counts._replace(bytes=counts.bytes * crossing[name]))
 
         # Of equally good ones the first: within hosts is never worse for the network than through every rank.
         names = (HIERARCHICAL, *COUNTS) if backend == HIERARCHICAL else tuple(COUNTS)
