@@ -9,6 +9,7 @@ import pytest
 from storage.errors import ConfigError
 from training.comm.interfaces import local_addresses, require_trust, route_address, trusted_address
 from training.launch.barrier import control_hosts
+from training.launch.encryption import check_spark_encrypts
 
 HERE = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.1.0.5", "fd00::5"], "ib0": ["10.2.0.5"], "v6": ["fd01::5"]}
 
@@ -68,3 +69,22 @@ def test_the_addresses_of_this_host_can_be_listened_on() -> None:
 )
 def test_where_the_driver_listens(master: str, settings: dict[str, str], bind: str, host: str) -> None:
     assert control_hosts(master, settings) == (bind, host)
+
+
+@pytest.mark.parametrize(
+    ("master", "settings", "right"),
+    [
+        ("local[2]", {}, True),
+        ("yarn", {}, False),
+        ("yarn", {"spark.authenticate": "true"}, False),  # proves who speaks, hides nothing
+        ("yarn", {"spark.network.crypto.enabled": "true"}, True),
+        ("k8s://x", {"spark.ssl.rpc.enabled": "TRUE"}, True),
+    ],
+)
+def test_tls_rests_on_what_spark_keeps_secret(master: str, settings: dict[str, str], right: bool) -> None:
+    if right:
+        check_spark_encrypts(master, settings)
+        return
+    with pytest.raises(ConfigError, match="protects nothing") as caught:
+        check_spark_encrypts(master, settings)
+    assert "spark.network.crypto.enabled=true" in caught.value.next_step

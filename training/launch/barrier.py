@@ -15,6 +15,7 @@ from training.comm.tls import Credentials, issue
 from training.control.failures import LauncherError, LauncherGoneError
 from training.control.protocol import new_key
 from training.control.server import ControlServer
+from training.launch.encryption import check_spark_encrypts
 from training.launch.slots import check_slots, classic_context
 from training.launch.supervisor import Order, Supervisor
 from training.launch.task import Handler, Limits, RankTask
@@ -96,15 +97,19 @@ def run_barrier(
 ) -> list[dict[str, Any]]:
     """`run_local` on a Spark cluster: one barrier task a rank.
 
-    Raises ConfigError at once where the session has fewer task slots than ranks, or is a Spark Connect session.
+    Raises ConfigError at once where the session has fewer task slots than ranks, is a Spark Connect session, or would
+    send in the clear what TLS between ranks rests on.
     """
     limits = limits or Limits()
     context = classic_context(spark)
     with _jvm_lives():
+        settings = dict(context.getConf().getAll())
+        if task.tls:
+            check_spark_encrypts(context.master or "", settings)
         check_slots(context, num_ranks, limits.start_s)
     key = new_key()
     group = f"lockstep-{secrets.token_hex(8)}"
-    bind, host = control_hosts(context.master or "", dict(context.getConf().getAll()))
+    bind, host = control_hosts(context.master or "", settings)
     stage: threading.Thread | None = None
     try:
         with ControlServer(key, generation, num_ranks, limits, handler, bind) as server:
