@@ -42,7 +42,7 @@ class OrderedCalls:
     """
 
     def __init__(self, communicator: Communicator) -> None:
-        self.communicator = communicator
+        self.communicator = communicator.on_host
         self.error: BaseException | None = None
         self._home: Any = None
 

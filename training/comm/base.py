@@ -73,6 +73,11 @@ class Communicator(ABC):
         another thread at the same time as this one; it ends when this one is closed or aborted.
         """
 
+    @property
+    def on_host(self) -> Communicator:
+        """What takes small arrays of the host in the middle of a step: this one, unless it is for a device's."""
+        return self
+
     @abstractmethod
     def abort(self, reason: str) -> None:
         """End this communicator from any thread: a blocked call and every later one raises CommunicationError."""

@@ -128,6 +128,10 @@ class TensorflowCommunicator(Communicator):
         self._groups.append(group)
         return group
 
+    @property
+    def on_host(self) -> Communicator:
+        return self.ordinary
+
     def abort(self, reason: str) -> None:
         self.cluster.end(reason)
 
