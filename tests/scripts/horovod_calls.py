@@ -72,9 +72,9 @@ def graph(value: tf.Tensor) -> tuple[tf.Tensor, ...]:
     """Calls that do not depend on each other, in a branch, a loop and a function in the function."""
     apart = [hvd.allreduce(late(value * i, i), op=hvd.Sum, name=f"apart {i}") for i in range(10)]
     # On rank 1 alone the condition takes its time: the loop below could begin before the branch.
-    heavy = tf.ones((800, 800)) * value[0]
-    for _ in range(8 * rank):
-        heavy = tf.matmul(heavy, heavy) / (800 * tf.reduce_max(heavy))
+    heavy = tf.ones((400, 400)) * value[0]
+    for _ in range(6 * rank):
+        heavy = tf.matmul(heavy, heavy) / (400 * tf.reduce_max(heavy))
     if heavy[0, 0] > 0.0:  # noqa: SIM108 - autograph makes a branch of a statement alone
         branch = hvd.allreduce(value + nothing, op=hvd.Max, name="in a branch")  # a branch that uses a variable
     else:
