@@ -160,7 +160,9 @@ def calls_in(loss: Any, *, weighted: bool, masked: bool) -> int:
 
     class Two:
         num_ranks = 2
+        on_host: Any = None
 
+    Two.on_host = Two
     calls = OrderedCalls(Two())  # type: ignore[arg-type]  # nothing is run
     denominators = Denominators(calls, 0.5)
 
