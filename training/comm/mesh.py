@@ -21,6 +21,7 @@ from training.comm.tls import Tls
 SOCKET_BUFFER_BYTES = 4 << 20  # measured on loopback, see docs/decisions/040-communicator.md
 LIFELINE = (1 << 64) - 1  # the channel of lifelines
 RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)  # after being driven out by a crowd at the other rank's door
+ANSWER_S = 30.0  # for a lifeline; then this rank calls again
 ACCEPT_S = 0.2  # a closed listener does not wake accept() everywhere
 
 
@@ -114,15 +115,19 @@ class Mesh:
         self._wake(channel)
 
     def _hold(self, peer: int) -> None:
-        try:
-            sock = self._connect(LIFELINE, peer, time.monotonic() + 3600)
-            with self._lock:
-                self._lifelines.append(sock)
-            sock.settimeout(None)
-            sock.recv(1)  # nothing ever comes but the end
-            reason = "its connection was closed or reset"
-        except (OSError, auth.HandshakeError) as error:
-            reason = str(error) or type(error).__name__
+        reason = ""
+        while not reason and not self._closed:
+            try:
+                sock = self._connect(LIFELINE, peer, time.monotonic() + ANSWER_S)
+                with self._lock:
+                    self._lifelines.append(sock)
+                sock.settimeout(None)
+                sock.recv(1)  # nothing ever comes but the end
+                reason = "its connection was closed or reset"
+            except TimeoutError:  # frozen, which is not dead
+                continue
+            except (OSError, auth.HandshakeError) as error:
+                reason = str(error) or type(error).__name__
         with self._lock:
             self._gone[peer] = reason
             channels = list(self._wakers)
@@ -178,6 +183,8 @@ class Mesh:
             raise
         if channel == LIFELINE:
             with self._lock:
+                if self._closed:
+                    sock.close()
                 self._lifelines.append(sock)
             return
         if peer > self.rank:
@@ -190,9 +197,12 @@ class Mesh:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setblocking(False)
         with self._lock:
-            if self._closed or (channel, peer) in self._arrived:
+            if self._closed:
                 sock.close()
-                raise auth.HandshakeError(f"rank {peer} is connected already, or this rank has ended")
+                raise auth.HandshakeError("this rank has ended")
+            former = self._arrived.pop((channel, peer), None)
+            if former is not None:  # a caller that was cut off after its proof comes again
+                former.close()
             self._arrived[channel, peer] = sock
 
     def _wake(self, channel: int) -> None:

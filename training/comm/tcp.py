@@ -6,13 +6,13 @@ import hashlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from storage.errors import CommunicationError
-from training.comm import double_tree, halving_doubling, ring, spread
+from training.comm import halving_doubling, ring
 from training.comm.base import (
     UFUNCS,
     Communicator,
@@ -26,30 +26,30 @@ from training.comm.base import (
 from training.comm.engine import Engine
 from training.comm.frames import tag_of
 from training.comm.mesh import Mesh
-from training.comm.schedule import Program, even_grid, grid_of
+from training.comm.programs import (
+    ALGORITHMS,
+    SMALL_BYTES,
+    TREE_CHUNK_BYTES,
+    WHOLE_BYTES,
+    ProgramKey,
+    Programs,
+    default_choice,
+    program_of,
+)
+from training.comm.schedule import Program, grid_of
 from training.comm.solo import SoloCommunicator
 from training.comm.tls import Tls
 
-SMALL_BYTES = 64 << 10  # up to here what counts is the number of steps, beyond it the bytes
-WHOLE_BYTES = 32 << 10  # up to here halving-doubling exchanges whole buffers
-TREE_CHUNK_BYTES = 128 << 10  # of the double tree, whose time is that of the buffer and of a few frames
-MAX_PROGRAMS = 512
-MAX_PROGRAM_FRAMES = 1 << 16  # kept in all
-
-
-class ProgramKey(NamedTuple):
-    """What a program depends on, but for the rank."""
-
-    kind: str
-    algorithm: str
-    size: int
-    itemsize: int
-    peer: int = 0
-
-
-def default_choice(nbytes: int) -> str:
-    """The algorithm where nobody has measured."""
-    return "halving-doubling" if nbytes <= SMALL_BYTES else "ring"
+__all__ = [
+    "ALGORITHMS",
+    "TREE_CHUNK_BYTES",
+    "WHOLE_BYTES",
+    "ProgramKey",
+    "TcpCommunicator",
+    "connect_tcp",
+    "default_choice",
+    "program_of",
+]
 
 
 class TcpCommunicator(Communicator):
@@ -77,7 +77,7 @@ class TcpCommunicator(Communicator):
         self._ended: str | None = None
         self._groups: list[Communicator] = []
         self._group_counts: Counter[tuple[int, ...]] = Counter()
-        self._programs: dict[ProgramKey, Program] = {}
+        self._programs = Programs(rank, len(members))
 
     def connect_neighbours(self, deadline_s: float) -> None:
         """Connect with the ranks before and after this one; raises CommunicationError naming the one that failed."""
@@ -179,15 +179,7 @@ class TcpCommunicator(Communicator):
                 self._mesh.close()
 
     def _run(self, kind: str, algorithm: str, buf: NDArray[Any], peer: int = 0, op: str = "") -> None:
-        key = ProgramKey(kind, algorithm, buf.size, buf.itemsize, peer)
-        program = self._programs.get(key)
-        if program is None:
-            program = program_of(key, self.rank, self.num_ranks)
-            frames = len(program.sends) + len(program.receives)
-            if frames <= MAX_PROGRAM_FRAMES // MAX_PROGRAMS * 8:
-                if len(self._programs) >= MAX_PROGRAMS:
-                    self._programs.clear()
-                self._programs[key] = program
+        program = self._programs.of(ProgramKey(kind, algorithm, buf.size, buf.itemsize, peer))
         self._run_program("send" if kind == "recv" else kind, program, buf, op)
 
     def _run_program(self, kind: str, program: Program, buf: NDArray[Any], op: str = "") -> None:
@@ -216,36 +208,6 @@ class TcpCommunicator(Communicator):
             raise CommunicationError(
                 f"rank {name}: the communicator has ended: {self._ended}", next_step="Start the rank again."
             )
-
-
-def program_of(key: ProgramKey, rank: int, n: int) -> Program:
-    """What rank `rank` of `n` sends and receives in this call."""
-    nbytes = key.size * key.itemsize
-    if key.kind in ("send", "recv"):
-        step = spread.send if key.kind == "send" else spread.receive
-        return step(key.peer, even_grid(key.size, 1, key.itemsize))
-    if key.kind == "broadcast":
-        spreading = spread.tree if key.algorithm == "tree" else spread.chain
-        return spreading(rank, n, key.peer, even_grid(key.size, 1, key.itemsize))
-    if key.kind == "all_reduce" and key.algorithm == "halving-doubling" and nbytes <= WHOLE_BYTES:
-        return halving_doubling.all_reduce_short(rank, n, even_grid(key.size, 1, key.itemsize))
-    if key.kind == "all_reduce" and key.algorithm == "double-tree":
-        return double_tree.all_reduce(rank, n, even_grid(key.size, 2, key.itemsize, TREE_CHUNK_BYTES))
-    algorithm = _PROGRAMS.get((key.kind, key.algorithm))
-    if algorithm is None:
-        raise ValueError(f"{key.kind} got algorithm {key.algorithm!r}; allowed are {', '.join(ALGORITHMS)}")
-    return algorithm(rank, n, even_grid(key.size, n, key.itemsize))
-
-
-ALGORITHMS = ("ring", "halving-doubling", "double-tree")
-_PROGRAMS = {
-    ("all_reduce", "ring"): ring.all_reduce,
-    ("all_reduce", "halving-doubling"): halving_doubling.all_reduce,
-    ("reduce_scatter", "ring"): ring.reduce_scatter,
-    ("reduce_scatter", "halving-doubling"): halving_doubling.reduce_scatter,
-    ("all_gather_parts", "ring"): ring.all_gather,
-    ("all_gather_parts", "halving-doubling"): halving_doubling.all_gather,
-}
 
 
 def connect_tcp(
