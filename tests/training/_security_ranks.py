@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from cryptography import x509
 
 from storage.errors import CommunicationError
 from training.comm import CommOptions, connect
@@ -49,3 +52,17 @@ def one_killed_in_a_collective(context: RankContext) -> dict[str, Any]:
         (folder / f"rank-{rank}").write_text(f"{time.monotonic()} {error}")
         raise
     return {}
+
+
+def certificate(context: RankContext) -> dict[str, Any]:
+    """The name in this rank's certificate, its authority, and whether others could see the private key."""
+    tls = context._tls
+    assert tls is not None
+    shown = x509.load_pem_x509_certificate(tls.certificate.encode())
+    secret = tls.private_key.splitlines()[1]
+    seen = [*sys.argv, *os.environ.values(), json.dumps(context.payload), repr(tls)]
+    return {
+        "name": shown.subject.rfc4514_string(),
+        "authority": tls.authority,
+        "seen": any(secret in text for text in seen),
+    }

@@ -65,6 +65,14 @@ def test_same_results_as_local(session: SparkSession) -> None:
     assert not [line for line in results[0]["environment"] if line.startswith("PYTHON_WORKER_FACTORY")]
 
 
+def test_each_rank_gets_its_own_certificate_with_the_key(session: SparkSession) -> None:
+    session.sparkContext.addPyFile(str(Path(HERE, "_security_ranks.py")))
+    results = run_barrier(session, RankTask("_security_ranks:certificate", tls=True), 2, generation=5)
+    assert [result["name"] for result in results] == [f"CN=rank-{rank}.generation-5.lockstep" for rank in range(2)]
+    assert results[0]["authority"] == results[1]["authority"]
+    assert not any(result["seen"] for result in results)
+
+
 def test_failed_rank_ends_the_stage_and_leaves_the_slots_free(session: SparkSession, tmp_path: Path) -> None:
     with pytest.raises(RankFailedError, match="SIGKILL") as caught:
         run_barrier(
