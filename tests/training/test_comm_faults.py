@@ -18,7 +18,7 @@ import pytest
 from storage.errors import CommunicationError
 from tests.training._ring import KEY, Table, run_ring
 from training.comm import Communicator, auth
-from training.comm.frames import Expected, pack_header, tag_of
+from training.comm.frames import ENDED, Expected, pack_header, pack_word, tag_of
 from training.comm.tcp import connect_tcp
 
 PAYLOAD = np.ones(4, np.float32)
@@ -89,6 +89,31 @@ def test_wrong_frames_are_refused(data: bytes, words: str) -> None:
         with pytest.raises(CommunicationError, match=words) as caught:
             future.result(5)
         assert "rank 1 sent a wrong frame" in str(caught.value)
+
+
+def test_a_flipped_bit_is_noticed_wherever_it_is() -> None:
+    for position in range(len(frame())):
+        with fake_rank_1(receive_broadcast, deadline_s=0.3) as (sock, future):
+            sock.sendall(flipped(frame(), position))
+            sock.shutdown(socket.SHUT_WR)
+            with pytest.raises(CommunicationError, match="rank 1 sent a wrong frame"):
+                future.result(5)
+
+
+def test_a_damaged_word_is_refused() -> None:
+    word = pack_word(ENDED, 7, 0, "rank 3: lost rank 2")
+    for position in (8, 33, 40, len(word) - 1):  # the generation, the checksum, the text, what fills it up
+        with fake_rank_1(receive_broadcast) as (sock, future):
+            sock.sendall(flipped(word, position))
+            with pytest.raises(CommunicationError, match="rank 1 sent a wrong frame"):
+                future.result(5)
+
+
+def test_a_word_tells_who_failed_first() -> None:
+    with fake_rank_1(receive_broadcast) as (sock, future):
+        sock.sendall(pack_word(ENDED, 7, 0, "rank 3: lost rank 2 during all_reduce of 8 bytes"))
+        with pytest.raises(CommunicationError, match="ended by rank 1, which says: rank 3: lost rank 2"):
+            future.result(5)
 
 
 def test_replayed_frame_is_refused() -> None:
