@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
-import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -21,7 +19,7 @@ from training.comm import CommOptions, Communicator, connect
 from training.runtime import ENVIRONMENT
 from training.world import World
 
-JOIN_S, REPLY_S = 120.0, 120.0
+JOIN_S, REPLY_S = 300.0, 300.0  # only against a hang: three processes that import TensorFlow on a loaded machine
 Work = Callable[[Communicator], Any]
 
 
@@ -105,9 +103,3 @@ def _rank(end: Connection, rank: int, num_ranks: int) -> None:
         except BaseException as error:  # told to the test, which raises it
             traceback.print_exc()
             end.send(error)
-
-
-def kill(process: Any, after_s: float) -> None:
-    """SIGKILL in a while."""
-    time.sleep(after_s)
-    os.kill(process.pid, signal.SIGKILL)

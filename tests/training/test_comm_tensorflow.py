@@ -203,7 +203,7 @@ def test_a_rank_killed_in_the_middle_of_a_call(tmp_path: Path, monkeypatch: pyte
         run_local(RankTask("_tf_entries:killed_in_a_call", payload), 2, limits=Limits(grace_s=1.0))
     assert caught.value.rank == 1
     first, second = (tmp_path / "rank-0").read_text().split("\n---\n")
-    assert first.startswith("rank 0: all_reduce sum of float32, 8000000 elements failed while waiting for rank 1\n")
+    assert first.startswith("rank 0: all_reduce sum of float32, 1000000 elements failed while waiting for rank 1\n")
     assert "the communicator has ended" in second and "do not recover within a process" in second
     assert living_ranks(os.getpid()) == []  # the rank that is left ignored SIGTERM: the supervisor has its way
 
