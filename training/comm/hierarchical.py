@@ -144,5 +144,5 @@ class HierarchicalCommunicator(Communicator):
         try:
             run()
         except CommunicationError as error:
-            self.abort(error.what)
+            self.abort(error.what.removeprefix(f"rank {self.rank}: "))  # each level says who speaks
             raise
