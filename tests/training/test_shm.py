@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import struct
+import threading
 from typing import Any
 
 import numpy as np
@@ -11,9 +13,10 @@ import pytest
 from tests.comm_contract import CommunicatorContract, RunRanks
 from tests.training._shared import ARENA_BYTES, run_shared
 from training.comm import Communicator
+from training.comm import shm_rounds as rounds
 from training.comm.base import BFLOAT16, DTYPES, FLOATS, OPS, part_bounds
 from training.comm.shm import ShmCommunicator
-from training.comm.shm_layout import INLINE_BYTES, SLOT_BYTES, Layout
+from training.comm.shm_layout import FLAG, INLINE_BYTES, PAGE_BYTES, SLOT_BYTES, Layout
 from training.comm.shm_reduce import OP_CODES, reducer
 
 
@@ -154,6 +157,25 @@ def test_groups_beside_each_other() -> None:
         return found
 
     assert run_shared(4, work) == [[53, 3], [3], [53, 3], [53, 3]]
+
+
+def test_counters_may_wrap_round() -> None:
+    together = threading.Barrier(2)
+    near = (1 << 31) - 7
+
+    def work(comm: ShmCommunicator) -> None:
+        calls = comm._calls
+        calls.ctx[rounds.STEP] = near
+        flag = calls.segment.layout.control + comm.rank * PAGE_BYTES + FLAG
+        calls.segment._map[flag : flag + 4] = struct.pack("<i", near)
+        together.wait(30)
+        for number in range(20):
+            for size in (3, 30_000):
+                buf = np.full(size, number, np.int64)
+                comm.all_reduce(buf)
+                assert (buf == 2 * number).all()
+
+    run_shared(2, work)
 
 
 @pytest.mark.parametrize("op", ["sum", "mean", "min", "max"])

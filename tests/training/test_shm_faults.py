@@ -25,6 +25,7 @@ from training.comm.shm_join import SharedMemoryUnavailableError
 from training.comm.shm_segment import create_file
 
 Work = Callable[[Communicator], Any]
+SLACK_S = 2.0  # for a machine that is busy with other things
 
 
 def failure(work: Callable[[], Any]) -> str:
@@ -62,17 +63,24 @@ def test_a_difference_is_an_error_that_names_both(call: Work, words: tuple[str, 
 
 
 def test_an_abort_wakes_the_ranks_that_wait() -> None:
-    def work(comm: Communicator) -> tuple[str, float]:
-        if comm.rank == 0:
-            threading.Timer(0.2, comm.abort, ["the test says so"]).start()  # while it waits itself
-        if comm.rank == 2:
-            time.sleep(1)
-        began = time.monotonic()
-        return failure(comm.barrier), time.monotonic() - began
+    aborted: list[float] = []
+    over = threading.Event()
 
-    for told, seconds in run_shared(3, work):
+    def work(comm: Communicator) -> tuple[str, float]:
+        def abort() -> None:
+            aborted.append(time.monotonic())
+            comm.abort("the test says so")
+            over.set()
+
+        if comm.rank == 0:
+            threading.Timer(0.2, abort).start()  # while it waits itself
+        if comm.rank == 2:
+            assert over.wait(30)
+        return failure(comm.barrier), time.monotonic()
+
+    for told, when in run_shared(3, work):
         assert "the test says so" in told
-        assert seconds < 1.2
+        assert when - aborted[0] < 1 + SLACK_S
 
 
 def test_leaving_is_no_failure_until_somebody_waits() -> None:
@@ -88,10 +96,14 @@ def test_leaving_is_no_failure_until_somebody_waits() -> None:
 
 
 def test_a_late_rank_is_named_at_the_deadline_by_its_label_and_hears_of_it() -> None:
+    over = threading.Event()
+
     def work(comm: Communicator) -> str:
         if comm.rank == 1:
-            time.sleep(1)
-        return failure(comm.barrier)
+            assert over.wait(30)
+        told = failure(comm.barrier)
+        over.set()
+        return told
 
     told = run_shared(2, work, deadline_s=0.3, labels=[4, 6])
     assert told[0].startswith("rank 4: barrier of 0 bytes waited 0.3 s for rank 6")
@@ -197,6 +209,9 @@ def rank_main(rank: int, num_ranks: int, pipe: Any) -> None:
     buf = comm.allocate(1 << 20, np.float32)
     for number in range(1 << 30):
         if number == 20:
+            if rank == 1 and os.fork() == 0:  # a child of the rank that outlives it must not hide its end
+                time.sleep(6)
+                os._exit(0)
             pipe.send("in step")
         began = time.monotonic()
         buf[:] = 1
@@ -231,7 +246,7 @@ def test_a_dead_process_is_named_at_once_and_a_frozen_one_at_the_deadline(sign: 
         assert any(words in error for error, _, _ in told)
         assert all("rank 1" in error for error, _, _ in told)
         for _, _, when in told:  # of this machine's one clock
-            assert when - sent < (1 if sign == signal.SIGKILL else 3 + 2)
+            assert when - sent < (1 if sign == signal.SIGKILL else 3) + SLACK_S
     finally:
         for process in ranks:
             process.kill()

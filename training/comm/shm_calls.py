@@ -18,7 +18,7 @@ from training.comm.frames import describe_tag, tag_of
 from training.comm.shm_join import Links, close_all
 from training.comm.shm_segment import Segment
 
-SPINS = 1000  # looks at a flag before sleeping, some 20 microseconds; docs/decisions/042-shared-memory.md
+SPINS = 400  # looks at a flag before sleeping, 10 microseconds; docs/decisions/042-shared-memory.md
 SLICE_S = 0.05  # a kernel that waits comes back so often, to look for the end of a rank, an abort and the deadline
 _ROOT_BIT = 32  # in a tag: above it a broadcast's root
 _open: weakref.WeakSet[Calls] = weakref.WeakSet()
@@ -166,6 +166,7 @@ def _in_child() -> None:
     """In a forked process: let go of the sockets, or the end of the rank itself would stay unseen while it lives."""
     for calls in list(_open):
         calls.ended = "this process was forked from the rank"
+        calls.lock = threading.Lock()  # the old one may be held by a thread that is not here
         close_all(calls.links)
 
 
