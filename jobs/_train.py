@@ -7,7 +7,7 @@ from typing import get_args
 
 from jobs._cli import JobParser
 from training.comm.options import Algorithm, Backend
-from training.config import BatchNorm, TrainConfig
+from training.config import BatchNorm, Precision, ScalingRule, TrainConfig
 
 
 def parser(description: str) -> JobParser:
@@ -37,7 +37,16 @@ def parser(description: str) -> JobParser:
         help="ghost (up to 8 ranks) and sync (one message a layer): the same at any N (default ghost)",
     )
     add("--learning-rate", type=float, metavar="X", help="default: the model's own")
-    add("--precision", choices=["float32", "float64"], default="float32", help="default float32")
+    add(
+        "--learning-rate-scaling",
+        choices=get_args(ScalingRule),
+        default="none",
+        help="of the rate with G / base batch (default none: docs/learning-rate.md)",
+    )
+    add("--base-batch", type=int, metavar="B", help="the global batch that the learning rate was found for")
+    add("--warm-up-epochs", type=float, default=0.0, metavar="E", help="of the learning rate (default 0)")
+    add("--micro-batches", type=int, default=1, metavar="K", help="parts of a rank's batch, added up (default 1)")
+    add("--precision", choices=get_args(Precision), default="float32", help="default float32")
     add("--seed", type=int, default=0, metavar="N", help="of samples' order and first weights (default 0)")
     add("--checkpoint-every", type=int, default=200, metavar="N", help="steps between checkpoints (default 200)")
     add("--keep-checkpoints", type=int, default=3, metavar="K", help="checkpoints that stay (default 3)")

@@ -34,12 +34,15 @@ class RunCallbacks(keras.callbacks.CallbackList):
     """Keras' CallbackList whose training begins and ends when `begin` and `end` say so.
 
     At the end of an epoch callbacks get the metrics over all ranks, the same on each; after a batch loss and
-    metrics are those of this rank so far. Callbacks without batch hooks cost nothing a step.
+    metrics are those of this rank so far. Callbacks without batch hooks cost nothing a step. A batch is an optimizer
+    step, of `micro_batches` calls.
     """
 
-    def __init__(self, callbacks: list[Any], model: keras.Model, loop: Loop, *, epochs: int, steps: int) -> None:
+    def __init__(
+        self, callbacks: list[Any], model: keras.Model, loop: Loop, *, epochs: int, steps: int, micro_batches: int = 1
+    ) -> None:
         super().__init__(callbacks, add_history=True, model=model, epochs=epochs, steps=steps, verbose=0)
-        self._loop, self._epoch = loop, 0
+        self._loop, self._epoch, self._micro_batches = loop, 0, micro_batches
         self._first_batch = 0
         self._on_begin_of_batch = [c for c in self.callbacks if _has(c, "on_train_batch_begin", "on_batch_begin")]
         self._on_end_of_batch = [c for c in self.callbacks if _has(c, "on_train_batch_end", "on_batch_end")]
@@ -69,13 +72,19 @@ class RunCallbacks(keras.callbacks.CallbackList):
             super().on_epoch_begin(epoch, logs)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Passed on to callbacks that have a hook for it, then the step begins."""
+        """Passed on to callbacks that have a hook for it, then the step begins; not for its later micro-batches."""
+        batch, micro = divmod(batch, self._micro_batches)
+        if micro:
+            return
         for callback in self._on_begin_of_batch:
             callback.on_train_batch_begin(batch + self._first_batch, logs={})
         self._loop.step_begins()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Passed on to callbacks that have a hook for it, then the step's own work."""
+        """Passed on to callbacks that have a hook for it, then the step's own work; after its last micro-batch."""
+        batch, micro = divmod(batch, self._micro_batches)
+        if micro + 1 < self._micro_batches:
+            return
         if self._on_end_of_batch:
             values = {name: float(value) for name, value in (logs or {}).items()}
             for callback in self._on_end_of_batch:

@@ -10,7 +10,8 @@ from storage.errors import ConfigError
 from training.comm.options import Algorithm, Backend, CommOptions
 
 BatchNorm = Literal["ghost", "sync", "local"]
-Precision = Literal["float32", "float64"]
+Precision = Literal["float32", "float64", "mixed_float16", "mixed_bfloat16"]
+ScalingRule = Literal["none", "linear", "sqrt"]
 Launcher = Literal["barrier", "local"]
 Switch = Literal["on", "off"]
 
@@ -54,9 +55,17 @@ class TrainConfig:
     audit: bool = False
     """Whether ranks list each sample id they train on."""
     precision: Precision = "float32"
-    """Keras' floatx."""
+    """Keras' floatx, or a dtype policy: weights in float32, layers in float16 (with loss scaling) or bfloat16."""
     learning_rate: float | None = None
     """None is the model's own."""
+    learning_rate_scaling: ScalingRule = "none"
+    """How the learning rate grows from `base_batch` to `global_batch` (docs/learning-rate.md)."""
+    base_batch: int | None = None
+    """The global batch that the learning rate was found for."""
+    warm_up_epochs: float = 0.0
+    """Over so many epochs the learning rate rises to its full height."""
+    micro_batches: int = 1
+    """A rank's part of a global batch is computed in so many parts, whose gradients are added: less memory."""
     launcher: Launcher = "barrier"
     """`barrier`: ranks in a Spark barrier stage; `local`: processes of this host."""
     tls: Switch = "off"
@@ -96,6 +105,13 @@ class TrainConfig:
         self._check("algorithm", self.algorithm in get_args(Algorithm), " or ".join(get_args(Algorithm)))
         self._check("trust_network", self.trust_network != "", "an interface's name, or a network as 10.1.0.0/16")
         CommOptions(backend=self.backend, algorithm=self.algorithm, trust_network=self.trust_network)  # what fits what
+        rules = get_args(ScalingRule)
+        self._check("learning_rate_scaling", self.learning_rate_scaling in rules, " or ".join(rules))
+        scales, base = self.learning_rate_scaling != "none", self.base_batch
+        self._check("base_batch", (base is not None) == scales, "with --learning-rate-scaling, and only then")
+        self._check("base_batch", base is None or base >= 1, "an integer from 1 up")
+        self._check("warm_up_epochs", 0 <= self.warm_up_epochs < self.epochs, "from 0 to fewer than epochs")
+        self._check("micro_batches", self.micro_batches >= 1, "an integer from 1 up")
         self._check("learning_rate", self.learning_rate is None or self.learning_rate > 0, "a number above 0")
         if self.lanes is not None:
             right = self.lanes >= 1 and self.global_batch % self.lanes == 0

@@ -38,10 +38,14 @@ def divides_by(reduction: str | None, *, masked: bool, weighted: bool) -> Divide
 
 
 class Denominators:
-    """The losses of one rank. `scale` is n_r / G, by which the exchange multiplies its gradients."""
+    """The losses of one rank. `scale` is n_r / G, by which the exchange multiplies its gradients.
 
-    def __init__(self, calls: OrderedCalls, scale: float) -> None:
-        self._calls, self._scale = calls, scale
+    With `micro_batches` the optimizer takes the mean over so many calls before: sums make up for it, denominators of
+    masks and weights, which are not known before the last micro-batch, are refused.
+    """
+
+    def __init__(self, calls: OrderedCalls, scale: float, micro_batches: int = 1) -> None:
+        self._calls, self._scale, self._micro_batches = calls, scale, micro_batches
 
     @contextmanager
     def of(self, model: keras.Model) -> Iterator[None]:
@@ -92,9 +96,16 @@ class Denominators:
             if divides == "rows":
                 return local
             if divides == "nothing":
-                total = tf.reduce_sum(local) / self._scale
+                total = tf.reduce_sum(local) * self._micro_batches / self._scale
                 # `none` leaves a value for each entry, whose gradients Keras adds; their mean is what it reports.
                 return total if loss.reduction == "sum" else total + tf.stop_gradient(tf.reduce_mean(local) - total)
+            if self._micro_batches > 1:
+                raise ConfigError(
+                    f"the loss {loss.name} cannot be split into micro-batches",
+                    got=f"a sum divided by the batch's {divides}, {self._micro_batches} micro-batches",
+                    allowed="losses that are divided by rows, or by nothing",
+                    next_step="Use --micro-batches 1, or reduction `sum` with weights that are divided before.",
+                )
             if divides == "mask":
                 valid = tf.reduce_sum(tf.cast(mask, tf.float64))
                 return self._corrected(local, valid, tf.cast(tf.size(mask), tf.float64), loss.name)

@@ -25,15 +25,15 @@ from training.distribute import distribute, exchange_of, finalize
 from training.export import export
 from training.keras_ranks import only_on_leader
 from training.launch.context import RankContext
-from training.models import ModelOptions, build
 from training.paths import staged_model
 from training.plan import EpochPlan
 from training.planning import lane_groups
+from training.prepared import prepare, split
 from training.rank_step import RankStep
 from training.reader import OpenSplit
 from training.reports import StepReports
 from training.saving import Progress, Saver
-from training.state import as_floats, build_all, derive_seeds, model_identity, summed_metrics, weights_digest
+from training.state import as_floats, derive_seeds, model_identity, summed_metrics, weights_digest
 from training.step_clock import StepClock
 
 COMPARED_PACKAGES = ("numpy", "keras", "tensorflow", "pyarrow")
@@ -52,23 +52,8 @@ class Fit(AbstractContextManager["Fit"]):
         self._feed = RankFeed(self._plan, self._split.reader, self._split.encoder, world, groups=groups)
         self._steps = self._plan.steps(config.epochs)
         context.control.beat(0, "build the model")
-        options = ModelOptions(
-            seed=config.seed,
-            group_rows=self._plan.global_batch // groups if groups else None,
-            learning_rate=config.learning_rate,
-            global_batch=self._plan.global_batch,
-            steps=self._steps,
-        )
-        self._model, callbacks = build(config.model, self._signature, options)
-        if self._model.steps_per_execution != 1:
-            raise ConfigError(
-                f"the model {config.model} takes several steps at once",
-                got=f"steps_per_execution={self._model.steps_per_execution}",
-                allowed="1: ranks agree after each step",
-                next_step="Compile the model without steps_per_execution.",
-            )
-        self._model.jit_compile = False  # the exchange calls Python; and XLA makes these models slower on a CPU
-        build_all(self._model, self._signature, self._feed.rows)
+        prepared = prepare(config, self._plan, self._signature, self._feed.rows, groups)
+        self._model = prepared.model
         context.control.beat(0, "join the ranks")
         self._comm = context.communicator()
         self._comm.deadline_s = config.stall_limit_s
@@ -83,12 +68,26 @@ class Fit(AbstractContextManager["Fit"]):
         )
         self._exchange = exchange_of(self._model.optimizer)
         share = self._feed.rows / self._plan.global_batch
-        self._step = RankStep(share, group_rows=options.group_rows, sync=config.batchnorm == "sync")
+        self._step = RankStep(
+            share,
+            group_rows=prepared.group_rows,
+            sync=config.batchnorm == "sync",
+            micro_batches=config.micro_batches,
+        )
         per_epoch = max(1, self._plan.total // self._plan.global_batch)
-        callbacks = [only_on_leader(callback, world.rank) for callback in callbacks]
-        self._callbacks = RunCallbacks(callbacks, self._model, self, epochs=config.epochs, steps=per_epoch)
+        callbacks = [only_on_leader(callback, world.rank) for callback in prepared.callbacks]
+        self._callbacks = RunCallbacks(
+            callbacks,
+            self._model,
+            self,
+            epochs=config.epochs,
+            steps=per_epoch,
+            micro_batches=config.micro_batches,
+        )
         self._audit = AuditLog() if config.audit else None
         self._reports = StepReports(context.control) if world.is_leader else None
+        if self._reports is not None and prepared.learning_rate is not None:
+            self._reports.learning_rate(prepared.learning_rate.to_json())
         self._clock = StepClock(context.control, world.rank, lambda: self._exchange.waited_s)
         self._saver = Saver(context, config, self._model, self._comm, self._callbacks.callbacks, self._audit)
         self._progress = Progress(step=0, stopped=False, metrics={})
@@ -143,13 +142,14 @@ class Fit(AbstractContextManager["Fit"]):
         self._callbacks.starts_at(step - self._plan.first_step(epoch))
         with FeedPipeline(self._feed, step, last, self._batch_is_ready) as pipeline:
             # Keras begins a dataset of known length anew at the end of an epoch, which would read it twice.
-            dataset = pipeline.dataset.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
+            dataset = split(pipeline.dataset, self._config.micro_batches)
+            dataset = dataset.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
             try:
                 self._model.fit(
                     dataset,
                     initial_epoch=epoch,
                     epochs=epoch + 1,
-                    steps_per_epoch=last - step,
+                    steps_per_epoch=(last - step) * self._config.micro_batches,
                     callbacks=self._callbacks,
                     verbose=0,
                     shuffle=False,
@@ -188,7 +188,7 @@ class Fit(AbstractContextManager["Fit"]):
         self._clock.ends(agreement.step)
         self._context.control.beat(agreement.step, "train")
         if self._reports is not None:
-            self._reports.step(agreement.step, epoch, agreement.loss)
+            self._reports.step(agreement.step, epoch, agreement.loss, skipped=agreement.skipped)
         if self._model.stop_training:
             # One rank's callback: all must stop after the same step, so they are asked first.
             self._model.stop_training, self._stop_wanted = False, True

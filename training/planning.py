@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
+from storage.errors import ConfigError
 from storage.manifest import DatasetManifest
 from training.config import TrainConfig
-from training.lane_count import check_lanes
+from training.lane_count import check_lanes, largest_divisor
+from training.models import scales_learning_rate
 from training.plan import EpochPlan
 
 LANE_GROUPS = 8  # of ghost BatchNorm: its statistics are over G / 8 samples, whatever the number of ranks
@@ -17,6 +21,7 @@ def lane_groups(config: TrainConfig) -> int | None:
 
 def plan_for(manifest: DatasetManifest, config: TrainConfig) -> EpochPlan:
     """The plan of `config` over the dataset; raises ConfigError where lanes, groups and ranks do not fit together."""
+    _check_learning_rate(config)
     groups = lane_groups(config)
     plan = EpochPlan.for_dataset(
         manifest,
@@ -28,4 +33,31 @@ def plan_for(manifest: DatasetManifest, config: TrainConfig) -> EpochPlan:
         window_bytes=config.window_bytes,
     )
     check_lanes(plan.global_batch, plan.lanes, groups, config.num_ranks)
+    _check_micro_batches(plan, config, groups)
     return plan
+
+
+def _check_learning_rate(config: TrainConfig) -> None:
+    if not scales_learning_rate(config.model):
+        return
+    scaled = config.learning_rate_scaling != "none" and config.learning_rate is None
+    if scaled or config.warm_up_epochs:
+        raise ConfigError(
+            f"the model {config.model} scales its learning rate and warms up by itself",
+            got="--warm-up-epochs" if config.warm_up_epochs else "--learning-rate-scaling without --learning-rate",
+            allowed="its own, or --learning-rate with a rule of scaling",
+            next_step="Leave these flags out, or say --learning-rate.",
+        )
+
+
+def _check_micro_batches(plan: EpochPlan, config: TrainConfig, groups: int | None) -> None:
+    """Raise ConfigError where a rank's rows are not equal micro-batches: a mean of unequal means would be wrong."""
+    rows = [plan.rows(rank, config.num_ranks, groups) for rank in range(config.num_ranks)]
+    if any(count % config.micro_batches for count in rows):
+        common = math.gcd(*rows)
+        raise ConfigError(
+            f"a rank's rows are no {config.micro_batches} equal micro-batches",
+            got=f"--micro-batches {config.micro_batches}, ranks of {min(rows)} to {max(rows)} rows",
+            allowed=f"divisors of {common}",
+            next_step=f"Use --micro-batches {largest_divisor(common, config.micro_batches)} or another --global-batch.",
+        )

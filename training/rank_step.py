@@ -25,9 +25,12 @@ class RankStep:
     `scale` is this rank's share n_r / G of the global batch. `group_rows` makes BatchNormalization `ghost`, `sync`
     makes it see all ranks' rows, neither leaves it `local`. Nothing of the model stays changed: layers and losses are
     Keras' own again once a step has been traced, and so is what is saved. On one rank only `ghost` changes anything.
+    `micro_batches` is the optimizer's gradient accumulation: parts of one batch, of equal size.
     """
 
-    def __init__(self, scale: float, *, group_rows: int | None = None, sync: bool = False) -> None:
+    def __init__(
+        self, scale: float, *, group_rows: int | None = None, sync: bool = False, micro_batches: int = 1
+    ) -> None:
         if group_rows is not None and sync:
             raise ConfigError(
                 "batch statistics are either over lane groups or over all ranks",
@@ -35,7 +38,7 @@ class RankStep:
                 allowed="one of them",
                 next_step="Leave out group_rows or sync.",
             )
-        self._scale, self._group_rows, self._sync = scale, group_rows, sync
+        self._scale, self._group_rows, self._sync, self._micro_batches = scale, group_rows, sync, micro_batches
         self._calls: OrderedCalls | None = None
 
     @property
@@ -49,6 +52,13 @@ class RankStep:
         `communicator` is a group of its own, `comm.group(range(n))`: the exchange uses its own at the same time.
         """
         self._calls = OrderedCalls(communicator)
+        if self._sync and self._micro_batches > 1 and normalisations(model):
+            raise ConfigError(
+                "batch statistics over all ranks cannot be split into micro-batches",
+                got=f"sync and {self._micro_batches} micro-batches",
+                allowed="sync with one, ghost with micro-batches of whole lane groups",
+                next_step="Use --batchnorm ghost or --micro-batches 1.",
+            )
         self._tell(model)
         plain = model.train_step
 
@@ -72,10 +82,10 @@ class RankStep:
         several = calls.communicator.num_ranks > 1
         of_ranks = SyncMoments(calls, self._scale) if self._sync and several else None
         with calls.tracing(), batchnorm_as(model, group_rows=self._group_rows, of_ranks=of_ranks):
-            if not several:
+            if not several and self._micro_batches == 1:
                 yield
                 return
-            with Denominators(calls, self._scale).of(model):
+            with Denominators(calls, self._scale, self._micro_batches).of(model):
                 yield
 
     def _tell(self, model: keras.Model) -> None:

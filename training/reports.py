@@ -18,9 +18,15 @@ class StepReports:
         self._rows: list[dict[str, Any]] = []
         self._began = self._sent = time.monotonic()
 
-    def step(self, step: int, epoch: int, loss: float) -> None:
-        """The loss over the global batch of optimizer step `step` (from 1)."""
-        self._add({"kind": "step", "step": step, "epoch": epoch, "loss": loss})
+    def learning_rate(self, done: dict[str, Any]) -> None:
+        """What was done to the model's learning rate, at the start of the process: a row {kind: learning_rate}."""
+        self._add({"kind": "learning_rate", "step": 0, **done})
+
+    def step(self, step: int, epoch: int, loss: float, *, skipped: bool = False) -> None:
+        """The loss over the global batch of optimizer step `step` (from 1); `skipped`: no weight has changed."""
+        self._add(
+            {"kind": "step", "step": step, "epoch": epoch, "loss": loss, **({"skipped": True} if skipped else {})}
+        )
         if len(self._rows) >= ROWS or time.monotonic() - self._sent >= SECONDS:
             self.flush()
 

@@ -23,7 +23,9 @@ from training.plan import EpochPlan
 
 FORMAT_VERSION = 1
 PACKAGES = ("lockstep", "pyspark", "numpy", "pyarrow", "keras", "tensorflow", "safetensors", "hdfs-native")
-MODEL_FIELDS = ("model", "batchnorm", "precision", "learning_rate")  # with the plan, what decides every weight
+# With the plan, what decides every weight. A run from before a field was there had its default.
+MODEL_FIELDS = ("model", "batchnorm", "precision", "learning_rate")
+LATER_FIELDS = {"learning_rate_scaling": "none", "base_batch": None, "warm_up_epochs": 0.0, "micro_batches": 1}
 PLAN_FIELDS = {
     "dataset_digest": "datasets",
     "records": "datasets",
@@ -60,6 +62,8 @@ def _check_same(fs: FileSystem, paths: RunPaths, found: dict[str, Any], config: 
     # The audit changes no weight, but a run with gaps in it proves nothing, and nobody would notice before the end.
     for name in (*MODEL_FIELDS, "audit"):
         _same(paths, name, name, found["config"].get(name), getattr(config, name))
+    for name, default in LATER_FIELDS.items():
+        _same(paths, name, name, found["config"].get(name, default), getattr(config, name))
     # Another algorithm adds in another order. A run from before there was a choice added as `auto` does.
     _same(paths, "algorithm", "algorithm", found["config"].get("algorithm", "auto"), config.algorithm)
     epochs = epochs_asked(read_claims(fs, paths))

@@ -34,7 +34,7 @@ def configure(world: World, *, precision: str, seed: int) -> None:
     # One thread a rank on two cores: more threads than cores only take turns, and each rank waits for the slowest.
     tf.config.threading.set_intra_op_parallelism_threads(threads_of(world, len(os.sched_getaffinity(0))))
     tf.config.threading.set_inter_op_parallelism_threads(INTER_OP_THREADS)
-    keras.config.set_floatx(precision)
+    set_precision(precision)
     # Keras' seed must fit 32 bits; the plan uses the whole one.
     keras.utils.set_random_seed(seed % 2**32)
     tf.config.experimental.enable_op_determinism()
@@ -52,6 +52,15 @@ def _take_gpus(given: int) -> None:
             f"TensorFlow sees {len(found)} of the {given} GPUs that this rank was given (CUDA_VISIBLE_DEVICES="
             f"{os.environ['CUDA_VISIBLE_DEVICES']}): install requirements-gpu.txt, which has CUDA's libraries"
         )
+
+
+def set_precision(precision: str) -> None:
+    """Keras' floatx; for mixed_float16 and mixed_bfloat16 the dtype policy, with floatx float32."""
+    import keras
+
+    mixed = precision.startswith("mixed_")
+    keras.config.set_floatx("float32" if mixed else precision)
+    keras.config.set_dtype_policy(precision)
 
 
 @contextmanager

@@ -54,6 +54,21 @@ def small_conv(signature: Signature, options: ModelOptions) -> keras.Model:
     return model
 
 
+def small_conv_that_fails(signature: Signature, options: ModelOptions) -> tuple[keras.Model, list[Any]]:
+    """`small_conv` with a rank that fails when told to; under mixed_float16 its loss scale overflows at first."""
+    model = small_conv(signature, options)
+    if isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
+        model.optimizer.initial_scale = 2.0**22
+    return model, [FailOnce()]
+
+
+def momentum(signature: Signature, options: ModelOptions) -> keras.Model:
+    """Logistic regression by SGD with momentum."""
+    model = logistic(signature, options)
+    model.compile(keras.optimizers.SGD(0.25, momentum=0.875), "binary_crossentropy", jit_compile=False)
+    return model
+
+
 class FailOnce(keras.callbacks.Callback):
     """Raises at the step in FAIL_AT, on whichever rank comes first."""
 

@@ -26,6 +26,7 @@ from training.driver import Hooks, RunResult, train
 from training.exchange import NonFiniteError
 from training.launch.task import Handler, Limits, RankTask
 from training.paths import RunPaths
+from training.runtime import set_precision
 from training.world import World
 
 
@@ -76,12 +77,13 @@ def run_threads(
     from training.fitting import Fit
 
     config = TrainConfig.from_json(task.payload["config"])
-    keras.config.set_floatx(config.precision)
+    set_precision(config.precision)
     comms = _join(num_ranks, generation)
     contexts: list[Any] = []
     fits: list[Fit] = []
     for comm in comms:
         keras.utils.clear_session()
+        set_precision(config.precision)
         keras.utils.set_random_seed(config.seed)
         world = World.local(comm.rank, num_ranks, generation)
         context: Any = Context(world, Control(comm.rank, handler), task.payload, comm)
@@ -114,7 +116,7 @@ def run_threads(
             raise TrainingFailedError("; ".join(f"rank {r}: {error}" for r, error in enumerate(errors)))
         return [future.result() for future in futures]
     finally:
-        keras.config.set_floatx("float32")
+        set_precision("float32")
 
 
 def run(config: TrainConfig, hooks: Hooks | None = None) -> RunResult:

@@ -150,7 +150,7 @@ def test_several_outputs_each_with_its_own_denominator() -> None:
     np.testing.assert_allclose(np.sum(of_ranks, axis=0) / ROWS, plain.history.history["b_loss"], rtol=1e-9)
 
 
-def calls_in(loss: Any, *, weighted: bool, masked: bool) -> int:
+def calls_in(loss: Any, *, weighted: bool, masked: bool, micro_batches: int = 1) -> int:
     """Collectives in a traced step of one rank of two."""
     import keras
     import tensorflow as tf
@@ -164,7 +164,7 @@ def calls_in(loss: Any, *, weighted: bool, masked: bool) -> int:
 
     Two.on_host = Two
     calls = OrderedCalls(Two())  # type: ignore[arg-type]  # nothing is run
-    denominators = Denominators(calls, 0.5)
+    denominators = Denominators(calls, 0.5, micro_batches)
 
     def step() -> Any:
         with calls.tracing():
@@ -220,6 +220,8 @@ def test_what_cannot_be_split_is_refused_by_name(caplog: pytest.LogCaptureFixtur
         for options in ({"weighted": True, "masked": False}, {"weighted": False, "masked": True}):
             with pytest.raises(ConfigError, match="with a mask or sample weights"):
                 calls_in(loss, **options)
+    with pytest.raises(ConfigError, match="cannot be split into micro-batches"):
+        calls_in(keras.losses.MeanAbsoluteError(), weighted=False, masked=True, micro_batches=2)
     inputs = keras.Input((2,))
     model = keras.Model(inputs, [keras.layers.Dense(1)(inputs) for _ in range(2)])
     model.compile("sgd", [keras.losses.MeanSquaredError(reduction="none"), "mse"])

@@ -85,6 +85,11 @@ def function_of(name: str) -> Callable[[Signature, ModelOptions], Any]:
     return found
 
 
+def scales_learning_rate(name: str) -> bool:
+    """Whether this model's own learning rate follows the global batch and warms up, as that of a resnet does."""
+    return _RESNET.fullmatch(name) is not None
+
+
 def may_follow_length(name: str) -> bool:
     """Whether training by this model may depend on `options.steps`, as the learning rate of a resnet does."""
     return name != "logistic"

@@ -39,9 +39,12 @@ def logistic(signature: Signature, options: ModelOptions) -> keras.Model:
         if joined is not None:
             parts.append(keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros", name="_numbers")(joined))
         logit = keras.layers.Add()(parts) if len(parts) > 1 else parts[0]
-        output = keras.layers.Activation("sigmoid", name="probability")(logit)
+        output = keras.layers.Activation("sigmoid", name="probability", dtype=keras.config.floatx())(logit)
     else:
-        output = keras.layers.Dense(1, activation="sigmoid", kernel_initializer="zeros", name="probability")(joined)
+        last = keras.layers.Dense(
+            1, activation="sigmoid", kernel_initializer="zeros", name="probability", dtype=keras.config.floatx()
+        )
+        output = last(joined)
     model = keras.Model(inputs, output, name="logistic")
     model.compile(
         optimizer=keras.optimizers.Adam(options.learning_rate or LEARNING_RATE),

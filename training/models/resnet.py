@@ -43,7 +43,9 @@ def resnet(signature: Signature, options: ModelOptions, *, depth: int) -> keras.
         for block in range((depth - 2) // 6):
             x = _block(x, filters, 2 if stage and not block else 1, options)
     x = keras.layers.GlobalAveragePooling2D()(x)
-    output = keras.layers.Dense(signature.num_classes, activation="softmax", name="classes")(x)
+    # Probabilities and loss need more digits than a mixed precision's layers have.
+    last = keras.layers.Dense(signature.num_classes, activation="softmax", name="classes", dtype=keras.config.floatx())
+    output = last(x)
     model = keras.Model({name: inputs}, output, name=f"resnet{depth}")
     model.compile(
         optimizer=keras.optimizers.SGD(_schedule(options), momentum=0.9, nesterov=True),

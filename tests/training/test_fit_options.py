@@ -1,0 +1,114 @@
+"""Whole runs with micro-batches, mixed precision and a scaled learning rate, by ranks as threads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from storage.errors import ConfigError
+from tests.training._threads import final_tensors, rows_of, run
+from tests.training._tiny import write_images, write_table
+from tests.training.test_fit import assert_same
+from training.config import TrainConfig
+
+pytestmark = pytest.mark.slow
+OWN = "tests.training._models"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("data")
+    write_table(folder / "table", records={"train": 96, "test": 8})
+    write_images(folder / "images", records={"train": 96, "test": 8})
+    return {"table": str(folder / "table"), "images": str(folder / "images")}
+
+
+def config(dataset: str, url: Path, num_ranks: int, model: str, **more: Any) -> TrainConfig:
+    options: dict[str, Any] = {"global_batch": 24, "lanes": 6, "batchnorm": "local", "epochs": 3, "seed": 7} | more
+    return TrainConfig(datasets=(dataset,), run=str(url), num_ranks=num_ranks, model=model, launcher="local", **options)
+
+
+def test_micro_batches_change_nothing(data: dict[str, str], tmp_path: Path) -> None:
+    """Six lanes of four rows on four ranks: micro-batches of 2 and 4 rows. Schedules count steps."""
+    options: dict[str, Any] = {
+        "precision": "float64",
+        "learning_rate_scaling": "linear",
+        "base_batch": 8,
+        "warm_up_epochs": 1.5,
+    }
+    whole = config(data["table"], tmp_path / "whole", 1, f"{OWN}:momentum", **options)
+    parts = config(data["table"], tmp_path / "parts", 4, f"{OWN}:momentum", micro_batches=2, **options)
+    assert run(whole).steps == run(parts).steps == 12
+    mine, other = final_tensors(whole.run), final_tensors(parts.run)
+    trained = {name for name, value in mine.items() if name.startswith("weights")}
+    assert_same({name: mine[name] for name in trained}, {name: other[name] for name in trained})
+    losses = [[row["loss"] for _, row in sorted(rows_of(c.run, "step").items())] for c in (whole, parts)]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-9)
+    (told,) = rows_of(parts.run, "learning_rate").values()
+    assert (told["rule"], told["base_rate"], told["factor"], told["peak"]) == ("linear", 0.25, 3.0, 0.75)
+    assert (told["warm_up_steps"], told["momentum_correction"]) == (6, True)
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "message"),
+    [
+        ("logistic", {"micro_batches": 3, "num_ranks": 4}, "Use --micro-batches 2 or"),  # a rank of four rows
+        ("logistic", {"learning_rate_scaling": "linear"}, "base_batch"),
+        ("logistic", {"base_batch": 8}, "base_batch"),
+        ("logistic", {"warm_up_epochs": 3.0}, "warm_up_epochs"),
+        ("resnet8", {"learning_rate_scaling": "linear", "base_batch": 8}, "say --learning-rate"),
+        ("resnet8", {"warm_up_epochs": 1.0}, "say --learning-rate"),
+    ],
+)
+def test_what_cannot_be_is_told_before_ranks_start(
+    data: dict[str, str], tmp_path: Path, model: str, more: dict[str, Any], message: str
+) -> None:
+    from storage.manifest import load_dataset
+    from training.planning import plan_for
+
+    dataset = data["images" if model == "resnet8" else "table"]
+    with pytest.raises(ConfigError, match=message):
+        plan_for(load_dataset(dataset), config(dataset, tmp_path, more.pop("num_ranks", 1), model, **more))
+
+
+@pytest.mark.parametrize(
+    ("batchnorm", "message"),
+    [("ghost", "do not hold whole lane groups"), ("sync", "cannot be split into micro-batches")],
+)
+def test_batch_statistics_and_micro_batches(data: dict[str, str], tmp_path: Path, batchnorm: str, message: str) -> None:
+    lanes = {"lanes": 24} if batchnorm == "ghost" else {}
+    with pytest.raises(ConfigError, match=message):
+        run(config(data["images"], tmp_path, 1, f"{OWN}:small_conv", batchnorm=batchnorm, micro_batches=3, **lanes))
+
+
+@pytest.mark.parametrize("precision", ["mixed_float16", "mixed_bfloat16"])
+def test_mixed_precision_and_a_restart_that_changes_no_bit(
+    data: dict[str, str], tmp_path: Path, precision: str
+) -> None:
+    """float16 begins with a loss scale that is too large: steps are skipped on all ranks, and counted."""
+    from tests.training import _models  # imports TensorFlow
+
+    more: dict[str, Any] = {"precision": precision, "checkpoint_every": 2, "batchnorm": "sync", "epochs": 5}
+    whole, broken = (
+        config(data["images"], tmp_path / name, 2, f"{OWN}:small_conv_that_fails", **more)
+        for name in ("whole", "broken")
+    )
+    run(whole)
+    _models.FAIL_AT.update(step=8)
+    assert run(broken).restarts == 1
+    mine, other = (final_tensors(c.run) for c in (whole, broken))
+    assert sorted(mine) == sorted(other)
+    assert all(mine[name].tobytes() == other[name].tobytes() for name in mine)
+    assert {value.dtype.name for name, value in mine.items() if name.startswith("weights")} == {"float32"}
+    scales = [value for name, value in mine.items() if "dynamic_scale" in name]
+    skipped = [step for step, row in rows_of(whole.run, "step").items() if row.get("skipped")]
+    if precision == "mixed_float16":
+        assert len(scales) == 1 and scales[0] < 2.0**22, "halved until gradients were finite"
+        assert skipped
+    else:
+        assert not scales and not skipped
+    losses = [row["loss"] for _, row in sorted(rows_of(whole.run, "step").items())]
+    assert losses[-1] < losses[0]
