@@ -12,6 +12,8 @@ from training.claims import claimed
 from training.paths import RunPaths
 from training.step_clock import PARTS
 
+RATE = "learning_rate"
+
 
 @dataclass(frozen=True, slots=True)
 class History:
@@ -26,6 +28,8 @@ class History:
     times: list[dict[str, Any]]
     generations: int
     """Generations that were claimed: one more than the restarts and resumptions of the run."""
+    learning_rate: dict[str, Any] | None = None
+    """What was done to the model's learning rate (training.learning_rate.Scaled); None where nothing was."""
 
 
 def read_history(run: str) -> History:
@@ -38,7 +42,7 @@ def read_history(run: str) -> History:
             allowed="a directory that jobs.train wrote",
             next_step="Check the URL.",
         )
-    kept: dict[str, dict[int, dict[str, Any]]] = {"step": {}, "epoch": {}}
+    kept: dict[str, dict[int, dict[str, Any]]] = {"step": {}, "epoch": {}, RATE: {}}
     times = []
     generations = sorted(claimed(fs, paths))
     for generation in generations:
@@ -47,8 +51,8 @@ def read_history(run: str) -> History:
                 times.append(row)
             else:
                 kept[row["kind"]][row["step"]] = row
-    steps, epochs = ([rows[step] for step in sorted(rows)] for rows in kept.values())
-    return History(steps, epochs, times, len(generations))
+    steps, epochs, rates = ([rows[step] for step in sorted(rows)] for rows in kept.values())
+    return History(steps, epochs, times, len(generations), rates[-1] if rates else None)
 
 
 def _rows(directory: str) -> list[dict[str, Any]]:
@@ -68,9 +72,9 @@ def _row(line: bytes, url: str, number: int) -> dict[str, Any]:
     try:
         row = json.loads(line)
         timed = row["kind"] == "time" and all(isinstance(row[name], int | float) for name in ("rank", *PARTS))
-        if (row["kind"] in ("step", "epoch") or timed) and isinstance(row["step"], int):
+        if (row["kind"] in ("step", "epoch", RATE) or timed) and isinstance(row["step"], int):
             return dict(row)
-        problem = "neither a step, an epoch nor a rank's time"
+        problem = "neither a step, an epoch, a learning rate nor a rank's time"
     except (ValueError, KeyError, TypeError) as error:
         problem = repr(error)
     what = f"a metrics file holds a line that is no measurement ({problem})"

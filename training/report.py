@@ -97,6 +97,8 @@ def about_run(
         ("global batch", config.get("global_batch")),
         ("epochs asked for", _over_steps(claims, result, lambda claim: claim.epochs)),
         ("learning rate", config.get("learning_rate") or "the model's own"),
+        ("its scaling", _scaling(config)),
+        ("micro-batches", config.get("micro_batches")),
         *((name, config.get(name)) for name in ("batchnorm", "precision", "seed", "launcher")),
         ("begun", document.get("created_at")),
         ("finished", result.get("finished_at")),
@@ -104,6 +106,13 @@ def about_run(
         ("git revision", document.get("git_revision")),
     ]
     return [(name, str(value)) for name, value in rows if value not in (None, "")]
+
+
+def _scaling(config: Mapping[str, Any]) -> str:
+    """`linear from a global batch of 128, 5 epochs of warm-up`, as far as that was asked for."""
+    rule, warm_up = config.get("learning_rate_scaling", "none"), config.get("warm_up_epochs")
+    parts = [] if rule == "none" else [f"{rule} from a global batch of {config.get('base_batch')}"]
+    return ", ".join([*parts, *([f"{warm_up:g} epochs of warm-up"] if warm_up else [])])
 
 
 def _over_steps(claims: Mapping[int, Claim], result: Mapping[str, Any], value: Callable[[Claim], int]) -> str:

@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 
 from storage.errors import ConfigError
+from storage.manifest import load_dataset
 from tests.training._threads import final_tensors, rows_of, run
 from tests.training._tiny import write_images, write_table
 from tests.training.test_fit import assert_same
 from training.config import TrainConfig
+from training.history import read_history
+from training.report import write_report
 
 pytestmark = pytest.mark.slow
 OWN = "tests.training._models"
@@ -47,7 +50,10 @@ def test_micro_batches_change_nothing(data: dict[str, str], tmp_path: Path) -> N
     assert_same({name: mine[name] for name in trained}, {name: other[name] for name in trained})
     losses = [[row["loss"] for _, row in sorted(rows_of(c.run, "step").items())] for c in (whole, parts)]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-9)
-    (told,) = rows_of(parts.run, "learning_rate").values()
+    told = read_history(parts.run).learning_rate
+    assert told is not None
+    url = write_report(parts.run, load_dataset(data["table"]), None)
+    assert "linear from a global batch of 8, 1.5 epochs of warm-up" in Path(url).read_text()
     assert (told["rule"], told["base_rate"], told["factor"], told["peak"]) == ("linear", 0.25, 3.0, 0.75)
     assert (told["warm_up_steps"], told["momentum_correction"]) == (6, True)
 
@@ -66,7 +72,6 @@ def test_micro_batches_change_nothing(data: dict[str, str], tmp_path: Path) -> N
 def test_what_cannot_be_is_told_before_ranks_start(
     data: dict[str, str], tmp_path: Path, model: str, more: dict[str, Any], message: str
 ) -> None:
-    from storage.manifest import load_dataset
     from training.planning import plan_for
 
     dataset = data["images" if model == "resnet8" else "table"]
