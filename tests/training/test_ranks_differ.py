@@ -1,0 +1,107 @@
+"""Ranks that are about to sum other things than their peers, and a rank whose step fails: told by name, no hang."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from storage.errors import CommunicationError, ConfigError
+from tests.training import _threads  # sets TensorFlow's threads before it makes them
+from tests.training._own_steps import Learner, batches
+from tests.training._ring import run_ring
+from training.buckets import Spec, lay_out
+from training.comm import Communicator
+from training.exchange import CONTROL_WORDS, Exchange
+from training.sparse import Table
+
+F4 = np.dtype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        ({"names": ["a", "c"]}, r"on rank 1: c \(3,\) float32"),  # another layer is frozen
+        ({"names": ["b", "a"]}, r"on rank 1: b .*, a .*\(2 in all\)"),  # the same in another order
+        ({"names": ["a"]}, r"nothing that the other lacks \(1 in all\)"),  # None on this rank
+        ({"shape": (4,)}, r"on rank 1: a \(4,\)"),
+        ({"dtype": np.dtype(np.float64)}, "float64"),
+        ({"tables": [Table("t", (9, 2), F4)]}, r"t \(9, 2\)"),
+        ({"bucket_bytes": 64}, "in bucket 0"),  # another option of distribute
+    ],
+)
+def test_other_gradients_on_one_rank_are_refused_on_all(second: dict[str, Any], words: str) -> None:
+    def work(comm: Communicator) -> str:
+        mine: dict[str, Any] = {"names": ["a", "b"], "shape": (3,), "dtype": F4, "tables": [], "bucket_bytes": 1 << 20}
+        if comm.rank == 1:
+            mine |= second
+        specs: list[Spec] = [(mine["shape"], mine["dtype"]) for _ in mine["names"]]
+        exchange = Exchange(comm)
+        layout = lay_out(specs, [], CONTROL_WORDS, mine["bucket_bytes"])
+        with pytest.raises(ConfigError, match=words) as caught:
+            exchange.use(layout, mine["names"], mine["tables"])
+        exchange.close()
+        comm.barrier()  # the communicator is whole
+        return str(caught.value)
+
+    errors = run_ring(2, work)
+    assert errors[0] == errors[1]
+    assert errors[0].startswith("rank 1 has gradients for other tensors than rank 0")
+
+
+@pytest.mark.slow
+def test_a_step_that_fails_on_one_rank_ends_it_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in the hook itself: nobody else would end the communicator before the deadline."""
+    import keras
+
+    from training.distribute import distribute, exchange_of
+
+    comms = _threads._join(2, 1)
+    learners = [Learner(keras.optimizers.SGD(0.1), eager=True) for _ in comms]
+    for learner, comm in zip(learners, comms, strict=True):
+        learner.optimizer = distribute(learner.optimizer, comm, bucket_bytes=64)
+
+    def one(rank: int) -> BaseException:
+        data = batches(3)
+        exchange = exchange_of(learners[rank].optimizer)
+        learners[rank].run(data[:1])
+        if rank == 1:
+
+            def no_memory(*_: Any) -> Any:
+                raise MemoryError("no room for a bucket")
+
+            monkeypatch.setattr(exchange, "_free_buffer", no_memory)
+        with pytest.raises(Exception, match=r"no room for a bucket"):
+            learners[rank].run(data[1:])
+        assert exchange.error is not None
+        comms[rank].close()
+        return exchange.error
+
+    began = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        errors = list(pool.map(one, range(2)))
+    assert time.monotonic() - began < 30, "far below the communicator's deadline of 60 s"
+    assert isinstance(errors[0], CommunicationError)
+    assert isinstance(errors[1], MemoryError)
+
+
+@pytest.mark.slow
+def test_gradients_under_a_condition_are_refused() -> None:
+    """As under a LossScaleOptimizer that judges one rank's gradients: the others would wait."""
+    import keras
+    import tensorflow as tf
+
+    from training.comm import SoloCommunicator
+    from training.distribute import distribute
+
+    learner = Learner(distribute(keras.optimizers.SGD(0.1), SoloCommunicator()))
+
+    @tf.function(autograph=False)
+    def step(x: Any, y: Any) -> Any:
+        return tf.cond(tf.reduce_all(tf.math.is_finite(x)), lambda: learner._step(x, y), lambda: y[0, 0])
+
+    with pytest.raises(ConfigError, match="under a condition"):
+        step(*(tf.constant(part) for part in batches(1)[0]))
