@@ -16,7 +16,7 @@ import platform
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -32,10 +32,11 @@ from training.launch.task import RankTask
 MOST_RANKS = 8
 RANKS = tuple(range(2, MOST_RANKS + 1))
 SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
-FIT_RANKS, FIT_SIZES = (2, 4, 8), (4 << 10, 256 << 10, 4 << 20)
+FIT_RANKS, FIT_SIZES = (2, 4, 6, 8), (4 << 10, 256 << 10, 4 << 20)
 ROUND_S = 0.02
 MAX_CALLS = 50
 BAR = 0.15
+CACHE_BYTES = 1 << 20  # of one core's own cache: what a larger buffer has beyond it comes from further away
 QUANTILE = 0.25  # of the rounds: other work on the machine only adds
 
 Case = tuple[int, str, int]
@@ -95,23 +96,26 @@ class CrowdedCosts:
     """One algorithm's costs where ranks share cores, in processor time of all ranks together.
 
     Beside alpha and beta there is what only a crowd pays: a rank's own part of a call, and what a frame costs more with
-    each further process that the cores must switch to. Reducing is part of beta here: every algorithm reduces the same.
+    each further process that the cores must switch to; and bytes beyond the cache cost more. Reducing is part of beta
+    here: every algorithm reduces the same.
     """
 
     alpha_s: float
     beta_s_per_byte: float
     call_s: float
     switch_s: float
+    beyond_s_per_byte: float
 
     def seconds(self, case: Case, cores: int) -> float:
         """Of one call."""
-        return float(np.dot(_terms(case), [self.alpha_s, self.beta_s_per_byte, self.call_s, self.switch_s])) / cores
+        return float(np.dot(_terms(case), astuple(self))) / cores
 
 
 def _terms(case: Case) -> np.ndarray:
-    """How often each of the four costs is paid: frames, bytes, ranks, frames times ranks."""
+    """How often each cost is paid: frames, bytes, ranks, frames times ranks, bytes beyond the cache."""
     counts = work(case)
-    return np.array([counts.messages, counts.bytes, case[0], counts.messages * case[0]])
+    beyond = counts.bytes * max(0.0, 1 - CACHE_BYTES / case[2])
+    return np.array([counts.messages, counts.bytes, case[0], counts.messages * case[0], beyond])
 
 
 def is_fitted(case: Case) -> bool:
@@ -150,7 +154,8 @@ def compare(rounds: Sequence[Sequence[float]]) -> None:
     for name, each in costs.items():
         print(
             f"{name:<17} alpha {each.alpha_s * 1e6:.0f} us a frame and {each.switch_s * 1e6:.1f} us more a rank, "
-            f"{each.call_s * 1e6:.0f} us a rank's call, beta {each.beta_s_per_byte * 1e9:.2f} ns a byte"
+            f"{each.call_s * 1e6:.0f} us a rank's call, beta {each.beta_s_per_byte * 1e9:.2f} ns a byte "
+            f"and {each.beyond_s_per_byte * 1e9:.2f} ns more beyond the cache"
         )
     print(f"{'ranks':>5} {'algorithm':<17}" + "".join(f"{size >> 10:>21} KiB" for size in SIZES))
     errors: dict[bool, list[float]] = {True: [], False: []}
