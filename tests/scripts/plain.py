@@ -19,7 +19,8 @@ def main() -> None:
     print("environment", *(os.environ[name] for name in names))
     print("arguments", *sys.argv[1:])
     print("at the terminal:", sys.stdin.read() or "nothing")
-    if files := os.environ.get("LOCKSTEP_FILES"):
+    files = os.environ.get("LOCKSTEP_FILES", "")
+    if Path(files, "words.txt").exists():
         import beside  # type: ignore[import-not-found]  # it comes by --files
 
         print("files", beside.WORD, Path(files, "words.txt").read_text().strip(), __file__ == sys.argv[0])

@@ -1,0 +1,189 @@
+"""training.horovod in one process: what it refuses by name, learning rates, values as JSON; agreement by threads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.setdefault("TF_NUM_INTEROP_THREADS", "12")  # as tests/training/_threads.py, which may share this process
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given
+from hypothesis import strategies as st
+
+import training.horovod as hvd
+from storage.errors import ConfigError, TrainingFailedError
+from tests.training._ring import run_ring
+from training.comm import Communicator
+from training.horovod import ABSENT
+from training.horovod.agreement import agree
+from training.horovod.objects import _decode, _encode
+
+pytestmark = pytest.mark.slow  # TensorFlow's import
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+def test_without_a_launcher_there_is_one_rank() -> None:
+    assert (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_size()) == (0, 1, 0, 1, 1)
+    assert hvd.allreduce([1.0, 2.0], op=hvd.Max).numpy().tolist() == [1.0, 2.0]
+    assert hvd.allgather_object("a") == ["a"] and hvd.broadcast_object({1: None}) == {1: None}
+    hvd.shutdown()
+    hvd.shutdown()
+    assert not hvd.is_initialized()
+    with pytest.raises(ConfigError, match="initialised rank"):
+        hvd.size()
+
+
+def test_a_process_that_a_rank_has_started_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    hvd.shutdown()
+    monkeypatch.setenv("LOCKSTEP_NUM_RANKS", "2")
+    with pytest.raises(ConfigError, match="no rank, but was started by one"):
+        hvd.init()
+
+
+@pytest.mark.parametrize("name", sorted(ABSENT))
+def test_what_is_absent_says_so_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"has no `{name}`") as caught:
+        getattr(hvd, name)
+    assert caught.value.next_step == ABSENT[name]
+    assert not hasattr(hvd, "never_heard_of")
+
+
+REFUSED: list[tuple[str, Any]] = [
+    ("init", lambda: hvd.init([0, 1])),
+    ("process_set", lambda: hvd.allreduce(1.0, process_set=object())),
+    ("device_dense", lambda: hvd.grouped_allreduce([1.0], device_dense="/gpu:0")),
+    ("Adasum", lambda: hvd.allreduce(1.0, op=hvd.Adasum)),
+    ("two arguments for one thing", lambda: hvd.allreduce(1.0, True, op=hvd.Sum)),
+    ("dtype that it cannot sum", lambda: hvd.allreduce(tf.constant([True]))),
+    ("no numbers", lambda: hvd.broadcast(tf.constant("text"), 0)),
+    ("root rank that is not there", lambda: hvd.broadcast(1.0, 1)),
+    ("cannot be sent", lambda: hvd.broadcast_object({"model": object()})),
+    ("IndexedSlices by Max", lambda: hvd.allreduce(tf.IndexedSlices(tf.ones((1, 2)), [0]), op=hvd.Max)),
+    ("num_groups", lambda: hvd.DistributedGradientTape(tf.GradientTape(), num_groups=2)),
+    ("gradient_predivide", lambda: hvd.DistributedGradientTape(None, op=hvd.Sum, gradient_predivide_factor=2.0)),
+    ("no optimizer of Keras 3", lambda: hvd.DistributedOptimizer(tf.keras.optimizers)),
+    ("compression", lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(), compression=hvd.Compression.fp16)),
+    ("op=Min", lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(), op=hvd.Min)),
+    ("scale_local", lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(), scale_local_gradients=False)),
+    ("learning rate that cannot be", lambda: hvd.callbacks.LearningRateWarmupCallback(0.0)),
+]
+
+
+@pytest.mark.parametrize(("words", "call"), REFUSED)
+def test_arguments_without_a_meaning_are_refused(words: str, call: Any) -> None:
+    with pytest.raises(ConfigError, match=words):
+        call()
+
+
+def test_gradients_go_through_calls() -> None:
+    value = tf.Variable([[1.0, 2.0], [3.0, 4.0]])
+    with tf.GradientTape() as tape:
+        joined = hvd.allgather(value * 2.0)
+        loss = tf.reduce_sum(joined * hvd.broadcast(value, 0) * hvd.allreduce(3.0))
+    np.testing.assert_allclose(tape.gradient(loss, value), 12.0 * value.numpy())
+    with pytest.raises(ConfigError, match="gradient"), tf.GradientTape() as tape:
+        tape.gradient(hvd.allreduce(value, op=hvd.Max), value)
+
+
+def test_a_distributed_model_is_compiled_without_xla() -> None:
+    """Keras decides so for itself on a machine without a GPU; a script that insists is warned."""
+
+    def compiled(optimizer: Any) -> Any:
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile(optimizer=optimizer, loss="mse", jit_compile=True)
+        return model
+
+    assert compiled(keras.optimizers.SGD(0.1)).jit_compile is True
+    with pytest.warns(UserWarning, match="jit_compile=False"):
+        model = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    assert model.jit_compile is False
+    model.fit(np.ones((4, 2)), np.ones(4), verbose=0)
+
+
+def rates(callback: Any, epochs: int, steps: int, optimizer: Any) -> list[float]:
+    """The learning rate at each batch."""
+    callback.set_model(SimpleNamespace(optimizer=optimizer))
+    callback.set_params({"steps": steps})
+    callback.on_train_begin()
+    found = []
+    for epoch in range(epochs):
+        callback.on_epoch_begin(epoch)
+        for batch in range(steps):
+            callback.on_train_batch_begin(batch)
+            found.append(float(optimizer.learning_rate))
+            callback.on_train_batch_end(batch)
+        logs: dict[str, float] = {}
+        callback.on_epoch_end(epoch, logs)
+        assert logs["lr"] == found[-1]
+    return found
+
+
+def test_warm_up_reaches_the_whole_rate_and_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hvd.callbacks, "size", lambda: 4)
+    warm_up = hvd.callbacks.LearningRateWarmupCallback(initial_lr=0.8, warmup_epochs=2)
+    found = rates(warm_up, 3, 2, keras.optimizers.Adam(0.8))
+    # From 0.8 / 4 to 0.8 in four equal steps, of which the first has been made at the first batch.
+    np.testing.assert_allclose(found, [0.35, 0.5, 0.65, 0.8, 0.8, 0.8], rtol=1e-6)
+
+
+def test_schedule_by_epoch_scales_what_momentum_has_gathered() -> None:
+    optimizer = keras.optimizers.SGD(0.5, momentum=0.9)
+    optimizer.build([keras.Variable([1.0, 1.0])])
+    optimizer.momentums[0].assign([8.0, -8.0])
+    schedule = hvd.callbacks.LearningRateScheduleCallback(0.5, lambda epoch: 0.5**epoch, start_epoch=1, end_epoch=3)
+    assert rates(schedule, 4, 2, optimizer) == [0.5, 0.5, 0.25, 0.25, 0.125, 0.125, 0.125, 0.125]
+    np.testing.assert_allclose(optimizer.momentums[0], [2.0, -2.0])
+    constant = hvd.callbacks.LearningRateScheduleCallback(0.5, 0.1, momentum_correction=False)
+    np.testing.assert_allclose(rates(constant, 1, 1, optimizer), [0.05])
+    np.testing.assert_allclose(optimizer.momentums[0], [2.0, -2.0])
+    with pytest.raises(ConfigError, match="how many batches"):
+        unknown = hvd.callbacks.LearningRateWarmupCallback(0.5)
+        unknown.set_params({"steps": None})
+        unknown.on_train_begin()
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text() | st.integers(), inner),
+    max_leaves=10,
+)
+
+
+@given(PLAIN)
+def test_plain_values_come_back_as_they_were(value: Any) -> None:
+    found = _decode(_encode(value))
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint64", "float16", "bool", "complex128"])
+def test_arrays_come_back_with_shape_and_dtype(dtype: str) -> None:
+    for array in (np.ones((2, 3), dtype), np.zeros((0, 4), dtype), np.asarray(1, dtype)[()]):
+        found = _decode(_encode(array))
+        assert type(found) is type(array) and found.dtype == array.dtype and found.shape == array.shape
+        np.testing.assert_array_equal(found, array)
+
+
+def test_ranks_that_call_the_same_hear_of_each_other() -> None:
+    assert run_ring(3, lambda comm: agree(comm, 5, "allreduce of float32[2]", 10 * comm.rank)) == [[0, 10, 20]] * 3
+
+
+def test_a_rank_that_calls_something_else_is_named_on_all() -> None:
+    def differ(comm: Communicator) -> str:
+        with pytest.raises(TrainingFailedError, match="ranks 0 and 2 make different calls") as caught:
+            agree(comm, 5, "broadcast" if comm.rank == 2 else "allreduce of float32[2]")
+        return caught.value.got
+
+    told = "rank 0: allreduce of float32[2] (call 5); rank 2: broadcast (call 5)"
+    assert run_ring(4, differ) == [told] * 4
