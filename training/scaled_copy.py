@@ -40,7 +40,7 @@ def _judge(bits: Any, mask: Any) -> Any:
 
 
 def copy_scaled(source: Array, factor: float, out: Array, num_ranks: int) -> bool:
-    """Set flat `out` (n,) to flat `source` (n,) of the same float dtype, times `factor`, which is at most 1.
+    """Set flat `out` (n,) to flat `source` (n,) of the same float dtype, times `factor`.
 
     7.4 ms for 92 MB of float32, where NumPy's product alone takes 7.8 ms and a look at the sums 3.7 ms more (AMD EPYC,
     one core, medians of 9). Returns whether no sum over `num_ranks` ranks that all get True can be anything but finite.
@@ -54,7 +54,7 @@ def copy_scaled(source: Array, factor: float, out: Array, num_ranks: int) -> boo
         bits, mask = _bits(source)
         found = _copy(source, bits, source.dtype.type(factor), out, mask)
         largest = float(_number(found, source.dtype))
-    return bool(largest * num_ranks < _limit(source.dtype))  # False for NaN
+    return bool(largest * max(factor, 1.0) * num_ranks < _limit(source.dtype))  # False for NaN
 
 
 def all_finite(flat: Array) -> bool:

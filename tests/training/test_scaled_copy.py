@@ -35,13 +35,13 @@ def test_copies_and_judges(dtype: Any, wrong: float | None, size: int) -> None:
     np.testing.assert_array_equal(out.astype(np.float64), expected.astype(np.float64))
 
 
-@given(arrays(np.float32, 7, elements=st.floats(width=32)), st.integers(1, 9))
-def test_what_is_called_safe_is_safe(values: np.ndarray, ranks: int) -> None:
+@given(arrays(np.float32, 7, elements=st.floats(width=32)), st.integers(1, 9), st.sampled_from([0.5, 1.0, 4.0]))
+def test_what_is_called_safe_is_safe(values: np.ndarray, ranks: int, factor: float) -> None:
     out = np.zeros(7, np.float32)
-    safe = copy_scaled(values, 1.0, out, ranks)
+    safe = copy_scaled(values, factor, out, ranks)
     assert all_finite(values) == np.isfinite(values).all()
     with np.errstate(all="ignore"):
-        sums = np.sum([np.abs(values)] * ranks, axis=0, dtype=np.float32)
+        sums = np.sum([np.abs(values) * np.float32(factor)] * ranks, axis=0, dtype=np.float32)
     assert not safe or np.isfinite(sums).all()
 
 
