@@ -25,7 +25,15 @@ FORMAT_VERSION = 1
 PACKAGES = ("lockstep", "pyspark", "numpy", "pyarrow", "keras", "tensorflow", "safetensors", "hdfs-native")
 # With the plan, what decides every weight. A run from before a field was there had its default.
 MODEL_FIELDS = ("model", "batchnorm", "precision", "learning_rate")
-LATER_FIELDS = {"learning_rate_scaling": "none", "base_batch": None, "warm_up_epochs": 0.0, "micro_batches": 1}
+LATER_FIELDS = {
+    "learning_rate_scaling": "none",
+    "base_batch": None,
+    "warm_up_epochs": 0.0,
+    "micro_batches": 1,
+    # Others add in another order.
+    "algorithm": "auto",
+    "backend": "auto",
+}
 PLAN_FIELDS = {
     "dataset_digest": "datasets",
     "records": "datasets",
@@ -64,8 +72,6 @@ def _check_same(fs: FileSystem, paths: RunPaths, found: dict[str, Any], config: 
         _same(paths, name, name, found["config"].get(name), getattr(config, name))
     for name, default in LATER_FIELDS.items():
         _same(paths, name, name, found["config"].get(name, default), getattr(config, name))
-    # Another algorithm adds in another order. A run from before there was a choice added as `auto` does.
-    _same(paths, "algorithm", "algorithm", found["config"].get("algorithm", "auto"), config.algorithm)
     epochs = epochs_asked(read_claims(fs, paths))
     if config.epochs < epochs:
         _differ(paths, "epochs", f"epochs = {config.epochs}", f"epochs = {epochs} or more", "epochs")

@@ -57,10 +57,11 @@ def test_a_restart_follows_the_frozen_plan(config: TrainConfig, capfd: pytest.Ca
     assert [finding.path for finding in verify(config.run)] == [f"comm/{plans[0].name}"]
 
 
-def test_another_algorithm_is_refused_where_there_is_a_result(config: TrainConfig) -> None:
+@pytest.mark.parametrize(("name", "value"), [("algorithm", "ring"), ("backend", "tcp")])
+def test_another_way_is_refused_where_there_is_a_result(config: TrainConfig, name: str, value: str) -> None:
     """Who resumes with another order of sums would get other last bits without having asked for them."""
     one = dataclasses.replace(config, num_ranks=1)
     train(one, lambda *args, **kwargs: [{"steps": 1, "metrics": {}, "samples": 0, "seconds": 1.0}])
-    with pytest.raises(ConfigError, match="another `algorithm`") as caught:
-        train(dataclasses.replace(one, algorithm="ring"), run_local)
-    assert "--algorithm" in caught.value.next_step
+    with pytest.raises(ConfigError, match=f"another `{name}`") as caught:
+        train(dataclasses.replace(one, **{name: value}), run_local)  # type: ignore[arg-type] # a field of its own type
+    assert f"--{name}" in caught.value.next_step
