@@ -25,22 +25,13 @@ class Door:
         self.address = listener.getsockname()
         self.came: list[tuple[int, int]] = []
         self.reception = Reception("rank 0", self._examine, time.monotonic() + 30)
-        self._listener = listener
-        threading.Thread(target=self._accept, daemon=True).start()
+        threading.Thread(target=self.reception.serve, args=(listener,), daemon=True).start()
 
     def wait_for(self, done: Callable[[], object]) -> None:
         """The threads of the door end a moment after the caller has read the last word."""
         end = time.monotonic() + 10
         while not done() and time.monotonic() < end:
             time.sleep(0.01)
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, address = self._listener.accept()
-            except OSError:
-                return
-            self.reception.admit(sock, address[0])
 
     def _examine(self, sock: socket.socket, until: float) -> None:
         self.came.append(auth.answer(sock, KEY, 7, 2, 0, (1,), until))

@@ -22,7 +22,6 @@ SOCKET_BUFFER_BYTES = 4 << 20  # measured on loopback, see docs/decisions/040-co
 LIFELINE = (1 << 64) - 1  # the channel of lifelines
 RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)  # after being driven out by a crowd at the other rank's door
 ANSWER_S = 30.0  # for a lifeline; then this rank calls again
-ACCEPT_S = 0.2  # a closed listener does not wake accept() everywhere
 
 
 class Mesh:
@@ -46,7 +45,7 @@ class Mesh:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
         _buffers(self._listener)  # accepted sockets inherit them
-        threading.Thread(target=self._accept, name="mesh-door", daemon=True).start()
+        threading.Thread(target=self._reception.serve, args=(self._listener,), name="mesh-door", daemon=True).start()
 
     def rendezvous(self, exchange: Callable[[str, int], list[tuple[str, int]]]) -> None:
         """Tell this rank's address and learn all, in rank order. Raises CommunicationError for a wrong table."""
@@ -158,17 +157,6 @@ class Mesh:
             sock.close()
             raise
         return sock
-
-    def _accept(self) -> None:
-        self._listener.settimeout(ACCEPT_S)
-        while not self._closed:
-            try:
-                sock, address = self._listener.accept()
-            except TimeoutError:
-                continue
-            except OSError:  # the door was closed
-                return
-            self._reception.admit(sock, address[0])
 
     def _examine(self, sock: socket.socket, until: float) -> None:
         if self._tls is not None:

@@ -15,6 +15,8 @@ from training.comm.auth import HandshakeError
 log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 5.0  # for one caller; a real one needs milliseconds
+PATIENCE_S = 0.25  # nobody is sent away for others before that: of many ranks at once each has its turn
+ACCEPT_S = 0.2  # a closed listener does not wake accept() everywhere
 MAX_CALLERS = 32  # at once, a thread and one fixed-size hello each
 BACKLOG = 1024  # callers whom the kernel holds meanwhile: those beyond would try again after a second
 LOG_EVERY_S = 1.0
@@ -25,13 +27,13 @@ class Reception:
 
     `examine(sock, until)` returns when the caller has proved who it is (and keeps the socket), or raises
     HandshakeError or OSError, upon which the socket is closed and the refusal logged. When MAX_CALLERS are being
-    examined, a new caller takes the place of the one that has been silent longest among those of the address that most
+    examined, a new caller takes the place of the one that has been there longest among those of the address that most
     of them come from: a stranger with hundreds of connections drives out its own.
     """
 
     def __init__(self, whom: str, examine: Callable[[socket.socket, float], None], until: float) -> None:
         self._whom, self._examine, self._until = whom, examine, until
-        self._callers: dict[socket.socket, str] = {}  # in the order in which they came
+        self._callers: dict[socket.socket, tuple[str, float]] = {}  # address, time; in the order in which they came
         self._slots = threading.BoundedSemaphore(MAX_CALLERS)
         self._lock = threading.Lock()
         self._logged_at, self._unlogged = -LOG_EVERY_S, 0
@@ -40,15 +42,26 @@ class Reception:
         self.last = ""
         """Why the last one was, in words; empty before that."""
 
+    def serve(self, listener: socket.socket) -> None:
+        """Admit whoever calls, until `listener` is closed."""
+        listener.settimeout(ACCEPT_S)
+        while listener.fileno() >= 0:
+            try:
+                sock, address = listener.accept()
+                self.admit(sock, address[0])
+            except TimeoutError:
+                continue
+            except OSError:  # the listener was closed; or a caller has gone, or there are no descriptors just now
+                time.sleep(ACCEPT_S)
+
     def admit(self, sock: socket.socket, address: str) -> None:
         """Begin to examine a caller; returns at once, or as soon as the caller that had to leave is gone."""
         wait_s = 0.0
         while not self._slots.acquire(timeout=wait_s):
-            self._drop_one()
-            wait_s = 0.5  # for the thread of the one that was dropped
+            wait_s = self._make_room()
         handle = sock.dup()  # TLS takes the caller's own socket away from under us
         with self._lock:
-            self._callers[handle] = address
+            self._callers[handle] = address, time.monotonic()
         threading.Thread(target=self._run, args=(sock, handle, address), name="handshake", daemon=True).start()
 
     def close(self) -> None:
@@ -57,14 +70,19 @@ class Reception:
             for handle in self._callers:
                 _hang_up(handle)
 
-    def _drop_one(self) -> None:
+    def _make_room(self) -> float:
+        """Send one away, if it has had its time; returns for how long to wait for a slot."""
         with self._lock:
-            crowd = Counter(self._callers.values()).most_common(1)
-            for handle, address in self._callers.items():
+            crowd = Counter(address for address, _ in self._callers.values()).most_common(1)
+            for handle, (address, came_at) in self._callers.items():
                 if address == crowd[0][0]:
+                    left = came_at + PATIENCE_S - time.monotonic()
+                    if left > 0:
+                        return left
                     _hang_up(handle)
                     del self._callers[handle]
-                    return
+                    break
+        return 0.5  # for its thread to end
 
     def _run(self, sock: socket.socket, handle: socket.socket, address: str) -> None:
         try:

@@ -48,6 +48,11 @@ class RankState:
         """True when its process is known to have ended."""
         return self.exit_code is not None
 
+    @property
+    def heard_out(self) -> bool:
+        """Whether all that it sent has been read: its supervisor's word of its end may be read before its own."""
+        return self.joined_at is None or self.lost_at is not None
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:

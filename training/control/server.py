@@ -13,6 +13,8 @@ from types import TracebackType
 from typing import Any
 
 from storage.errors import CommunicationError, LockstepError
+from training.comm.auth import HandshakeError
+from training.comm.reception import BACKLOG, Reception
 from training.control.carry import error_from_json, error_to_json, is_final
 from training.control.failures import Failure, LauncherError, RankFailedError, RankState, failure_of
 from training.control.protocol import STARTING, Channel, Role, Tag, greet
@@ -21,7 +23,6 @@ from training.launch.task import Handler, Limits
 
 log = logging.getLogger(__name__)
 
-MAX_STRANGERS = 64  # hellos under way at once; more are closed unread
 PING_EVERY_S = 2.0
 SETTLE_S = 1.0  # a dead rank's neighbours report first now and then: wait for the cause to be heard
 SEND_DEADLINE_S = 10
@@ -43,11 +44,13 @@ class ControlServer:
         self._rendezvous = Rendezvous(num_ranks)
         self._fault: BaseException | None = None  # of the driver's own side: a handler, the launcher
         self._stopping = False
-        self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
+        self._reception = Reception("the driver", self._greet, float("inf"))
         self._started = time.monotonic()
-        self._listener = socket.create_server((bind_host, 0), backlog=max(16, num_ranks * 2))
+        self._listener = socket.create_server((bind_host, 0), backlog=BACKLOG)
         self.port: int = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, name="control-accept", daemon=True).start()
+        threading.Thread(
+            target=self._reception.serve, args=(self._listener,), name="control-accept", daemon=True
+        ).start()
         threading.Thread(target=self._ping, name="control-ping", daemon=True).start()
 
     def __enter__(self) -> ControlServer:
@@ -84,7 +87,7 @@ class ControlServer:
                     failed_at = None  # all is well, or well again: a silent rank was heard before anything was done
                 elif failed_at is None:
                     failed_at = now
-                elif now - failed_at > SETTLE_S or all(s.ended for s in self._states):
+                elif now - failed_at > SETTLE_S or all(s.ended and s.heard_out for s in self._states):
                     break
                 if failed_at is None and all(s.ended and s.result is not None for s in self._states):
                     return [dict(s.result or {}) for s in self._states]
@@ -123,33 +126,20 @@ class ControlServer:
         found = (failure_of(state, now, self._started, self._limits) for state in self._states)
         return [failure for failure in found if failure is not None]
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, address = self._listener.accept()
-            except OSError:
-                return  # closed at the end
-            if not self._strangers.acquire(blocking=False):
-                log.warning("refused %s: %d hellos are under way", address, MAX_STRANGERS)
-                sock.close()
-                continue
-            threading.Thread(target=self._greet, args=(sock, address), name="control-hello", daemon=True).start()
-
-    def _greet(self, sock: socket.socket, address: tuple[str, int]) -> None:
-        whom = f"{address[0]}:{address[1]}"
+    def _greet(self, sock: socket.socket, until: float) -> None:
+        address = sock.getpeername()
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            role, rank, channel = greet(sock, self._key, self._generation, len(self._states), whom)
-            sock.settimeout(None)
-            # Reads wait as long as heartbeats allow; a write to a peer that takes nothing must not hold the driver.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_DEADLINE_S, 0))
-        except (OSError, CommunicationError) as error:
-            log.warning("refused a control connection: %s", str(error).replace("\n", ";"))
-            sock.close()
-            return
-        finally:
-            self._strangers.release()
-        self._serve_rank(rank, channel) if role is Role.RANK else self._serve_supervisor(rank, channel)
+            role, rank, channel = greet(
+                sock, self._key, self._generation, len(self._states), f"{address[0]}:{address[1]}"
+            )
+        except CommunicationError as error:
+            raise HandshakeError(str(error).replace("\n", ";")) from error
+        sock.settimeout(None)
+        # Reads wait as long as heartbeats allow; a write to a peer that takes nothing must not hold the driver.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_DEADLINE_S, 0))
+        serve = self._serve_rank if role is Role.RANK else self._serve_supervisor
+        threading.Thread(target=serve, args=(rank, channel), name=f"control-{channel.whom}", daemon=True).start()
 
     def _serve_rank(self, rank: int, channel: Channel) -> None:
         state = self._states[rank]
