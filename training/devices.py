@@ -122,6 +122,19 @@ def share_out(devices: Sequence[str], num_ranks: int) -> list[tuple[str, ...]]:
     return [(devices[rank * len(devices) // num_ranks],) for rank in range(num_ranks)]
 
 
+def shares_of_host(environment: Mapping[str, str], num_ranks: int) -> list[tuple[str, ...]]:
+    """The devices of each rank where all ranks are processes of this host; says so where ranks share one."""
+    found = of_host(environment)
+    if 0 < len(found) < num_ranks:
+        log.warning(
+            "%d ranks share %d GPUs of this host: gradients go through its memory, since NCCL cannot have two ranks on "
+            "one GPU",
+            num_ranks,
+            len(found),
+        )
+    return share_out(found, num_ranks)
+
+
 def identity(environment: Mapping[str, str], hostname: str) -> str:
     """A name for this process's first GPU that no other GPU has: its UUID, else the host's name and its number."""
     first = (listed(environment) or ("0",))[0]

@@ -51,7 +51,8 @@ def config(tmp_path: Path) -> TrainConfig:
     )
 
 
-def test_same_results_as_local(session: SparkSession) -> None:
+def test_same_results_as_local(session: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")  # a local master gives its tasks none: shared out as on one host
     results = run_barrier(session, RankTask("_ranks:hello"), 2, generation=3, handler=lambda r, k, f: {"rank": r})
     assert [result["reply"] for result in results] == [{"rank": 0}, {"rank": 1}]
     assert results[1]["world"] == {
@@ -61,6 +62,8 @@ def test_same_results_as_local(session: SparkSession) -> None:
         "ranks_per_node": 2,
         "generation": 3,
     }
+    seen = [line for result in results for line in result["environment"] if line.startswith("CUDA_VISIBLE_DEVICES")]
+    assert seen == ["CUDA_VISIBLE_DEVICES=6", "CUDA_VISIBLE_DEVICES=7"]
     # Spark's own secrets stay with Spark's worker.
     assert not [line for line in results[0]["environment"] if line.startswith("PYTHON_WORKER_FACTORY")]
 

@@ -15,8 +15,9 @@ from training.comm.tls import Credentials, issue
 from training.control.failures import LauncherError, LauncherGoneError
 from training.control.protocol import new_key
 from training.control.server import ControlServer
+from training.devices import shares_of_host
 from training.launch.encryption import check_spark_encrypts
-from training.launch.slots import check_slots, classic_context
+from training.launch.slots import check_slots, classic_context, in_driver
 from training.launch.supervisor import Order, Supervisor
 from training.launch.task import Handler, Limits, RankTask
 from training.world import World
@@ -42,6 +43,8 @@ class SuperviseOnTask:
     limits: Limits
     tls: Sequence[Credentials | None]
     """By rank. Like the key it travels in Spark's own messages: see docs/security.md."""
+    devices: Sequence[tuple[str, ...]]
+    """By rank, where a local master runs all of them: Spark gives its tasks no GPUs then."""
 
     def __call__(self, rows: Iterable[int]) -> Iterator[tuple[int, int]]:
         """Supervise the rank of this task; yields (rank, exit code)."""
@@ -57,7 +60,7 @@ class SuperviseOnTask:
         rank = context.partitionId()
         world = World.from_hosts(rank, hosts, self.generation)
         gpu = context.resources().get("gpu")
-        devices = tuple(gpu.addresses) if gpu else ()
+        devices = tuple(gpu.addresses) if gpu else self.devices[rank]
         order = Order(self.task, world, hosts[rank], self.control, self.key, self.limits, devices, self.tls[rank])
         yield rank, Supervisor(order).run()
 
@@ -114,7 +117,9 @@ def run_barrier(
     try:
         with ControlServer(key, generation, num_ranks, limits, handler, bind) as server:
             certificates = issue(generation, num_ranks) if task.tls else [None] * num_ranks
-            supervise = SuperviseOnTask(task, generation, (host, server.port), key, limits, certificates)
+            mine = in_driver(context.master or "")
+            shares = shares_of_host(os.environ, num_ranks) if mine else [()] * num_ranks
+            supervise = SuperviseOnTask(task, generation, (host, server.port), key, limits, certificates, shares)
             stage = _start(context, group, supervise, num_ranks, server)
             return server.wait()
     finally:

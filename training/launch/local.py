@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from typing import Any
@@ -14,8 +13,6 @@ from training.control.server import ControlServer
 from training.launch.supervisor import Order, Supervisor
 from training.launch.task import Handler, Limits, RankTask
 from training.world import World
-
-log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 
@@ -38,7 +35,7 @@ def run_local(
     threads: list[threading.Thread] = []
     try:
         certificates = issue(generation, num_ranks) if task.tls else [None] * num_ranks
-        shares = _share_devices(num_ranks)
+        shares = devices.shares_of_host(os.environ, num_ranks)
         with ControlServer(key, generation, num_ranks, limits, handler, LOOPBACK) as server:
             for rank in range(num_ranks):
                 world = World.local(rank, num_ranks, generation)
@@ -54,18 +51,6 @@ def run_local(
     finally:
         for thread in threads:
             thread.join(limits.grace_s + 5.0)
-
-
-def _share_devices(num_ranks: int) -> list[tuple[str, ...]]:
-    found = devices.of_host(os.environ)
-    if 0 < len(found) < num_ranks:
-        log.warning(
-            "%d ranks share %d GPUs of this host: gradients go through its memory, since NCCL cannot have two ranks on "
-            "one GPU",
-            num_ranks,
-            len(found),
-        )
-    return devices.share_out(found, num_ranks)
 
 
 def _supervise(supervisor: Supervisor, server: ControlServer) -> None:

@@ -26,6 +26,11 @@ def classic_context(spark: SparkSession) -> SparkContext:
     return spark.sparkContext
 
 
+def in_driver(master: str) -> bool:
+    """Whether tasks are threads of the driver's own JVM (local, local[N]): no executors, and no GPUs from Spark."""
+    return master.startswith("local") and not master.startswith("local-cluster")
+
+
 def check_slots(context: SparkContext, num_ranks: int, wait_s: float) -> None:
     """Raise ConfigError unless `num_ranks` tasks fit at once.
 
@@ -41,7 +46,7 @@ def check_slots(context: SparkContext, num_ranks: int, wait_s: float) -> None:
             next_step="Set spark.dynamicAllocation.enabled=false and spark.executor.instances.",
         )
     master = context.master or ""
-    local = master.startswith("local") and not master.startswith("local-cluster")
+    local = in_driver(master)
     end = time.monotonic() + (0.0 if local else wait_s)
     while (slots := slots_now(context)) < num_ranks:
         asked = settings.get("spark.executor.instances")
