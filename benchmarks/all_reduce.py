@@ -8,8 +8,9 @@ project's environment. PyTorch's gloo, JAX's gloo and MPICH (mpich and mpi4py of
 given; --peers makes one environment in FOLDER with JAX, MPICH and PyTorch (which brings its CUDA libraries along, some
 gigabytes; Debian's python3-torch with --torch /usr/bin/python3 does too). What is not there is named.
 
-The memory's bound: two processes that move as many bytes without any exchange. The figures are microseconds a call, of
-the slower rank: median (lowest to highest) of the rounds; `x shm` is the median of the rounds' ratios to ours.
+The memory's bound (bound-sum, bound-copy): two processes that move as many bytes without any exchange. All figures
+are microseconds a call, of the slower rank: median (lowest to highest) of the rounds; `x shm` is the median of the
+rounds' ratios to ours.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def free_ports(count: int) -> list[str]:
 def commands(args: argparse.Namespace, folder: str) -> dict[str, list[list[str]] | str]:
     """Each contestant's command lines, or why it has none."""
     found: dict[str, list[list[str]] | str] = {}
-    for kind in ("shm", "shm-any", "tcp", "tensorflow", "stream-copy", "stream-sum"):
+    for kind in ("shm", "shm-any", "tcp", "tensorflow", "bound-sum", "bound-copy"):
         place = Path(folder, kind)
         place.mkdir()
         worker = [sys.executable, str(HERE / "all_reduce_worker.py"), kind]

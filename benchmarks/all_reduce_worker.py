@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -89,30 +90,33 @@ def tensorflow(rank: int, ports: list[str]) -> None:
     serve(f"TensorFlow {tf.__version__}", prepare, lambda: tiny(1))
 
 
-def stream(kind: str, rank: int, folder: Path) -> None:
-    """No exchange: each process copies, or adds and copies, its own memory, half of the bytes: the memory's bound.
+def alone(kind: str, rank: int, folder: Path) -> None:
+    """No exchange: each process moves its own memory, as many bytes as its part of an all_reduce: the memory's bound.
 
-    An all_reduce of S bytes by two ranks reads 2 S and writes 2 S at least. `stream-copy` moves as many by two copies
-    of S / 2 in each process, `stream-sum` by `a = a + b; b = a` over S / 2 in blocks that stay in the nearest cache.
+    An all_reduce of S bytes by two ranks reads 2 S and writes 2 S at least. `bound-sum` does the same arithmetic over
+    S / 2 in each process, `bound-copy` as many bytes by two copies (memcpy, which goes round the caches from some MiB).
     """
+    from numba import njit
+
     from training.comm.tcp import connect_tcp
 
     comm = connect_tcp(rank, RANKS, 1, meet(folder, rank), KEY, 60, "127.0.0.1", 120)
 
+    @njit(nogil=True)
+    def summed(a: np.ndarray, b: np.ndarray) -> None:
+        for at in range(len(a)):
+            total = a[at] + b[at]
+            a[at] = total
+            b[at] = total
+
+    def copied(a: np.ndarray, b: np.ndarray) -> None:
+        np.copyto(a, b)
+        np.copyto(b, a)
+
     def prepare(size: int) -> Run:
-        a, b = (np.ones(size // 8, np.float32) for _ in range(2))
-
-        def both() -> None:
-            np.copyto(a, b)
-            np.copyto(b, a)
-
-        def summed() -> None:
-            for start in range(0, a.size, 4096):
-                x, y = a[start : start + 4096], b[start : start + 4096]
-                np.maximum(x, y, out=x)  # costs what a sum costs, and never overflows
-                np.copyto(y, x)
-
-        return repeatedly(both if kind == "stream-copy" else summed)
+        a, b = (np.zeros(size // 8, np.float32) for _ in range(2))
+        a[:] = b[:] = 0  # pages of its own, not the one page of zeros
+        return repeatedly(partial(copied if kind == "bound-copy" else summed, a, b))
 
     serve(f"NumPy {np.__version__}", prepare, comm.barrier)
     comm.close()
@@ -123,8 +127,8 @@ def main() -> None:
     kind, rank, folder, *ports = sys.argv[1:]
     if kind == "tensorflow":
         tensorflow(int(rank), ports)
-    elif kind.startswith("stream"):
-        stream(kind, int(rank), Path(folder))
+    elif kind.startswith("bound"):
+        alone(kind, int(rank), Path(folder))
     else:
         ours(kind, int(rank), Path(folder))
 
