@@ -23,6 +23,10 @@ from training.comm.auth import HandshakeError
 from training.comm.tls import VALID_DAYS, Credentials, Tls, issue, leaves_host, name_of
 from training.comm.wire import held, receive_some, send_some
 from training.config import TrainConfig
+from training.launch.barrier import SuperviseOnTask
+from training.launch.supervisor import Order
+from training.launch.task import Limits, RankTask
+from training.world import World
 
 GENERATION = 7
 LAUNCH = issue(GENERATION, 3)
@@ -214,6 +218,16 @@ def test_bytes_arrive_whole_and_in_order(tls: bool) -> None:
         while (count := receive_some(listener, [memoryview(bytearray(10))])) is None:
             select.select([listener], [], [], 5)
         assert count == 0
+
+
+def test_an_order_tells_no_secret() -> None:
+    """Python and Spark write such objects into logs and errors."""
+    key = b"a secret of the generation 123456"
+    place = ("127.0.0.1", 1)
+    order = Order(RankTask("a:b"), World.local(0, 1), "host", place, key, Limits(), tls=LAUNCH[0])
+    stage = SuperviseOnTask(RankTask("a:b"), GENERATION, place, key, Limits(), LAUNCH, [()] * 3)
+    for text in (repr(order), repr(stage), str(order)):
+        assert "secret" not in text and "PRIVATE" not in text and "BEGIN CERTIFICATE" in text
 
 
 def test_the_production_profile_turns_it_on() -> None:

@@ -8,7 +8,7 @@ import secrets
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from training.comm.tls import Credentials, issue
@@ -39,7 +39,7 @@ class SuperviseOnTask:
     task: RankTask
     generation: int
     control: tuple[str, int]
-    key: bytes
+    key: bytes = field(repr=False)
     limits: Limits
     tls: Sequence[Credentials | None]
     """By rank. Like the key it travels in Spark's own messages: see docs/security.md."""

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -44,7 +44,7 @@ class Order:
     world: World
     host: str
     control: tuple[str, int]
-    key: bytes
+    key: bytes = field(repr=False)
     limits: Limits
     devices: tuple[str, ...] = ()
     """The GPUs that the rank sees (training.devices); it sees no others, and none where this is empty."""
