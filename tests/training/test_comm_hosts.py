@@ -49,6 +49,9 @@ def _kind(joined: Joined) -> tuple[str, str]:
     ("hosts", "options", "backend"),
     [
         ("abc", CommOptions(), "tcp"),
+        ("aaa", CommOptions(), "shm"),
+        ("aab", CommOptions(), "hierarchical"),
+        ("aaa", CommOptions(backend="tcp"), "tcp"),
         ("aab", CommOptions(backend="tcp"), "tcp"),
         ("aab", CommOptions(algorithm="ring"), "tcp"),  # an algorithm between connections
         ("aab", CommOptions(algorithm="hierarchical"), "hierarchical"),

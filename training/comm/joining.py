@@ -63,7 +63,12 @@ def join_ranks(flat: TcpCommunicator, share: Share | None, identity: str, option
     if backend == HIERARCHICAL:
         leaders = [ranks[0] for ranks in layout.hosts]
         outer = flat.group(leaders) if flat.rank in leaders else None
-    plan, calibrated = _plan(flat, inner, outer, layout, backend, options)
+    try:
+        plan, calibrated = _plan(flat, inner, outer, layout, backend, options)
+    except BaseException:
+        if inner is not None:
+            inner.close()  # the others end with `flat`, of which they are groups
+        raise
     if flat.rank == 0:
         came = "calibrated now" if calibrated else "as frozen before" if options.plans else "nothing to measure"
         print(
