@@ -187,3 +187,9 @@ def test_a_rank_that_calls_something_else_is_named_on_all() -> None:
 
     told = "rank 0: allreduce of float32[2] (call 5); rank 2: broadcast (call 5)"
     assert run_ring(4, differ) == [told] * 4
+
+
+def test_a_forked_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("training.horovod.place.os.getpid", lambda: -1)
+    with pytest.raises(ConfigError, match="forked process"):
+        hvd.barrier()

@@ -71,7 +71,7 @@ ABSENT = {
     "add_process_set": "All ranks take part in every call.",
     "remove_process_set": "All ranks take part in every call.",
     "global_process_set": "Leave process_set out: all ranks take part in every call.",
-    "SyncBatchNormalization": "Use training.sync_batchnorm, or keras.layers.BatchNormalization with large batches.",
+    "SyncBatchNormalization": "Use training.keras_ranks.rank_step(model, communicator, batchnorm='sync').",
     "BroadcastGlobalVariablesHook": "Sessions of TensorFlow 1 are not served; use hvd.broadcast_variables.",
     "broadcast_global_variables": "Use hvd.broadcast_variables(model.variables, root_rank=0).",
     "DistributedAdasumOptimizer": "Use hvd.DistributedOptimizer.",

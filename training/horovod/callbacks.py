@@ -13,6 +13,7 @@ from storage.errors import ConfigError
 from training.horovod.gather import broadcast_variables
 from training.horovod.place import rank, refuse, size
 from training.horovod.reduce import Average, allreduce
+from training.learning_rate import CorrectedSGD
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -66,7 +67,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     `multiplier` is a number or a function of the epoch. With `staircase` it is asked at the start of each epoch, else
     at each batch with a fraction of the epoch; `steps_per_epoch` is found by itself where `fit` knows it.
     `momentum_correction` scales the momentum that SGD has gathered by new rate / old rate (Goyal et al., 2017, section
-    2.1), so that a higher rate does not multiply older gradients.
+    3), so that a higher rate does not lag behind. An optimizer that does so itself is left alone.
     """
 
     def __init__(
@@ -123,9 +124,11 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         optimizer = self.model.optimizer
         old = float(optimizer.learning_rate)
         optimizer.learning_rate = rate
-        if self.momentum_correction and old > 0 and rate != old and getattr(optimizer, "momentum", None):
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        scales = self.momentum_correction and getattr(inner, "momentum", None) and not isinstance(inner, CorrectedSGD)
+        if scales and old > 0 and rate != old:
             # The step is momentum * gathered - rate * gradient: what is gathered holds the old rate.
-            for gathered in getattr(optimizer, "momentums", ()):
+            for gathered in getattr(inner, "momentums", ()):
                 if gathered is not None:
                     gathered.assign(gathered * (rate / old))
 

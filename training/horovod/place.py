@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -24,7 +25,7 @@ class Place:
     """An initialised rank: its world, its hosts and the communicator that Horovod's calls share."""
 
     def __init__(self, context: RankContext | None) -> None:
-        self.context = context
+        self.context, self.process = context, os.getpid()
         self.world = World.local(0, 1) if context is None else context.world
         self.whole: Communicator = SoloCommunicator() if context is None else context.communicator()
         self.communicator = self.new_group()
@@ -161,6 +162,13 @@ def call(text: str, extra: int, function: Callable[[Communicator, list[int]], An
     `text` is what must be equal on all ranks. Raises TrainingFailedError on every rank where it differs, naming two.
     """
     place = here()
+    if os.getpid() != place.process:
+        raise ConfigError(
+            "a forked process has called other ranks",
+            got=f"process {os.getpid()}, a child of the rank's process {place.process}",
+            allowed="calls from the process that called hvd.init()",
+            next_step="Let data workers read only; call other ranks from the script itself.",
+        )
     with place.lock:
         place.calls += 1
         try:
