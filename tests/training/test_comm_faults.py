@@ -77,10 +77,11 @@ def test_right_frame_is_taken() -> None:
         (frame(sequence=1), "sequence 1 where 0"),  # a frame was lost, or comes again
         (frame(tag=tag_of("all_reduce", "sum", PAYLOAD.dtype)), "tag all_reduce sum float32 where broadcast float32"),
         (frame(tag=tag_of("broadcast", "", np.dtype("int64"))), "tag broadcast int64"),
+        (frame(call=3), "call 3 where 0"),  # of another call of the same kind
         (frame(total=20), "total 20 where 16"),  # ranks disagree on the buffer's size
-        (flipped(frame(), 36), "checksum"),  # first byte of the payload
-        (flipped(frame(), 51), "checksum"),  # last byte
-        (flipped(frame(), 33), "checksum"),  # the checksum itself
+        (flipped(frame(), 40), "checksum"),  # first byte of the payload
+        (flipped(frame(), 55), "checksum"),  # last byte
+        (flipped(frame(), 37), "checksum"),  # the checksum itself
     ],
 )
 def test_wrong_frames_are_refused(data: bytes, words: str) -> None:
@@ -102,7 +103,7 @@ def test_a_flipped_bit_is_noticed_wherever_it_is() -> None:
 
 def test_a_damaged_word_is_refused() -> None:
     word = pack_word(ENDED, 7, 0, "rank 3: lost rank 2")
-    for position in (8, 33, 40, len(word) - 1):  # the generation, the checksum, the text, what fills it up
+    for position in (8, 37, 44, len(word) - 1):  # the generation, the checksum, the text, what fills it up
         with fake_rank_1(receive_broadcast) as (sock, future):
             sock.sendall(flipped(word, position))
             with pytest.raises(CommunicationError, match="rank 1 sent a wrong frame"):
@@ -122,7 +123,7 @@ def test_replayed_frame_is_refused() -> None:
         receive_broadcast(comm)
 
     with fake_rank_1(twice) as (sock, future):
-        sock.sendall(frame() + frame())
+        sock.sendall(frame() + frame(call=1))
         with pytest.raises(CommunicationError, match="sequence 0 where 1"):
             future.result(5)
 
@@ -192,6 +193,21 @@ def test_different_sizes_are_an_error_everywhere() -> None:
         return "no error"
 
     assert all("wrong frame" in what or "lost rank" in what for what in run_ring(3, work))
+
+
+def test_two_roots_are_an_error_and_no_stale_values() -> None:
+    """Both send and none receives, so the first call cannot notice; the next one must not take what lies there."""
+
+    def work(comm: Communicator) -> str:
+        buf = np.full(4, comm.rank, np.float32)
+        try:
+            comm.broadcast(buf, root=comm.rank)
+            comm.broadcast(buf, root=1 - comm.rank)
+        except CommunicationError as error:
+            return str(error)
+        return "no error"
+
+    assert any("call 0 where 1 must come" in what for what in run_ring(2, work))
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@ class Engine(Channel):
         self._raw: NDArray[np.uint8] = np.empty(0, np.uint8)
         self._ufunc: np.ufunc = np.add
         self._keeps_sent = False
+        self.calls = 0
+        """Collectives before this one, modulo 2**32: ranks that differ in the order of calls notice by it."""
 
     def run(self, what: str, tag: int, program: Program, buf: NDArray[Any], ufunc: np.ufunc, deadline_s: float) -> None:
         """Send and receive all frames of `program`.
@@ -54,6 +56,9 @@ class Engine(Channel):
         self._advance()
         while self._left:
             self._turn()
+
+    def _frame(self, length: int, sequence: int) -> Expected:
+        return Expected(length, self._tag, self._generation, sequence, self._buf.nbytes, self.calls)
 
     def _turn(self) -> None:
         """One poll, and all that it brings."""
@@ -83,9 +88,7 @@ class Engine(Channel):
                     break
                 item = self._buf.itemsize
                 payload = self._raw[send.start * item : send.stop * item]
-                header = pack_header(
-                    Expected(payload.nbytes, self._tag, self._generation, link.sent, self._buf.nbytes), payload
-                )
+                header = pack_header(self._frame(payload.nbytes, link.sent), payload)
                 whole = self._keeps_sent
                 link.outgoing = (
                     [memoryview(header + payload.tobytes())] if whole else [memoryview(header), payload.data]
@@ -120,7 +123,7 @@ class Engine(Channel):
         start, stop = receive.start * item, receive.stop * item
         link.payload = self._raw[start:stop] if receive.combine == "copy" else link.scratch_for(stop - start)
         link.payload_left = link.payload.data
-        link.expected = Expected(stop - start, self._tag, self._generation, link.received, self._buf.nbytes)
+        link.expected = self._frame(stop - start, link.received)
         link.active = True
         if link.got == HEADER_BYTES:  # read ahead
             self._check(link, check_header(link.header, link.expected))

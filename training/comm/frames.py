@@ -6,8 +6,9 @@
     8       8     generation  of the run
     16      8     sequence    frames sent before on this connection
     24      8     total       bytes of the whole buffer of this collective
-    32      4     crc32c      of bytes 0..31 and the payload
-    36      ...   payload
+    32      4     call        collectives of this communicator before this one; sends and receives do not count
+    36      4     crc32c      of bytes 0..35 and the payload
+    40      ...   payload
 
 The receiver always knows which frame must come next, so all fields are checked against what is expected and
 nothing is allocated by a number read from the wire.
@@ -27,7 +28,7 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-_FIELDS = struct.Struct("<IIQQQ")
+_FIELDS = struct.Struct("<IIQQQI")
 _CRC = struct.Struct("<I")
 HEADER_BYTES = _FIELDS.size + _CRC.size
 
@@ -38,6 +39,7 @@ KINDS = {
     "reduce_scatter": 4,
     "all_gather_parts": 5,
     "send": 6,
+    "barrier": 7,
 }
 KINDS |= {"barrier": 7, "all_gather_ragged": 8, "all_gather": 9}  # of shared memory; over TCP they are made of others
 _OPS = {"": 0, "sum": 1, "max": 2, "mean": 3, "min": 4}
@@ -56,6 +58,7 @@ class Expected(NamedTuple):
     generation: int
     sequence: int
     total: int
+    call: int = 0
 
 
 @cache
@@ -84,7 +87,7 @@ def pack_header(fields: Expected, payload: NDArray[np.uint8]) -> bytes:
 def check_header(header: bytes | bytearray, expected: Expected) -> str | None:
     """None if the fields are the expected ones, else what differs, in words (before any payload is read)."""
     got = Expected(*_FIELDS.unpack_from(header))
-    for name in ("generation", "tag", "total", "sequence", "length"):
+    for name in ("generation", "call", "tag", "total", "sequence", "length"):
         mine, theirs = getattr(expected, name), getattr(got, name)
         if mine != theirs:
             if name == "tag":

@@ -86,24 +86,21 @@ class TcpCommunicator(Communicator):
 
     def all_reduce(self, buf: NDArray[Any], op: Op = "sum") -> None:
         check_buffer(buf, op)
-        if buf.size:
-            self._run("all_reduce", self.choose(buf.nbytes), buf, op=op)
-            if op == "mean":
-                divide_by_ranks(buf, self.num_ranks)
+        self._run("all_reduce", self.choose(buf.nbytes), buf, op=op)
+        if op == "mean":
+            divide_by_ranks(buf, self.num_ranks)
 
     def reduce_scatter(self, buf: NDArray[Any], op: Op = "sum") -> NDArray[Any]:
         check_buffer(buf, op)
         mine = self.part_of(buf, self.rank)
-        if buf.size:
-            self._run("reduce_scatter", default_choice(buf.nbytes), buf, op=op)
-            if op == "mean":
-                divide_by_ranks(mine, self.num_ranks)
+        self._run("reduce_scatter", default_choice(buf.nbytes), buf, op=op)
+        if op == "mean":
+            divide_by_ranks(mine, self.num_ranks)
         return mine
 
     def all_gather_parts(self, buf: NDArray[Any]) -> None:
         check_buffer(buf)
-        if buf.size:
-            self._run("all_gather_parts", default_choice(buf.nbytes), buf)
+        self._run("all_gather_parts", default_choice(buf.nbytes), buf)
 
     def all_gather_ragged(self, buf: NDArray[Any]) -> list[NDArray[Any]]:
         check_buffer(buf, writable=False)
@@ -112,32 +109,29 @@ class TcpCommunicator(Communicator):
         bounds = [(starts[rank], starts[rank + 1]) for rank in range(self.num_ranks)]
         flat = np.empty(starts[-1], buf.dtype)
         flat[bounds[self.rank][0] : bounds[self.rank][1]] = buf
-        if flat.size:
-            gather = halving_doubling.all_gather if flat.nbytes <= SMALL_BYTES else ring.all_gather
-            program = gather(self.rank, self.num_ranks, grid_of(bounds, buf.itemsize))
-            self._run_program("all_gather_ragged", program, flat)
+        gather = halving_doubling.all_gather if flat.nbytes <= SMALL_BYTES else ring.all_gather
+        program = gather(self.rank, self.num_ranks, grid_of(bounds, buf.itemsize))
+        self._run_program("all_gather_ragged", program, flat)
         return [flat[start:stop] for start, stop in bounds]
 
     def broadcast(self, buf: NDArray[Any], root: int = 0) -> None:
         check_buffer(buf)
         check_rank("broadcast", root, self.num_ranks)
-        if buf.size:
-            self._run("broadcast", "tree" if buf.nbytes <= SMALL_BYTES else "chain", buf, root)
+        self._run("broadcast", "tree" if buf.nbytes <= SMALL_BYTES else "chain", buf, root)
 
     def send(self, buf: NDArray[Any], to: int) -> None:
         check_buffer(buf, writable=False)
         check_peer("send", to, self.rank, self.num_ranks)
-        if buf.size:
-            self._run("send", "", buf, to)
+        self._run("send", "", buf, to)
 
     def recv(self, buf: NDArray[Any], source: int) -> None:
         check_buffer(buf)
         check_peer("recv", source, self.rank, self.num_ranks)
-        if buf.size:
-            self._run("recv", "", buf, source)
+        self._run("recv", "", buf, source)
 
     def barrier(self) -> None:
-        self._run("all_reduce", "halving-doubling", np.zeros(1, np.uint8), op="max")
+        program = self._programs.of(ProgramKey("all_reduce", "halving-doubling", 1, 1))
+        self._run_program("barrier", program, np.zeros(1, np.uint8), "max")
 
     def group(self, ranks: Sequence[int]) -> Communicator:
         members = check_group(ranks, self.rank, self.num_ranks)
@@ -186,6 +180,8 @@ class TcpCommunicator(Communicator):
         what, tag = f"{kind} of {buf.nbytes} bytes", tag_of(kind, op, buf.dtype)
         ufunc = UFUNCS.get(op, np.add)
         self._guarded(lambda: self._engine.run(what, tag, program, buf, ufunc, self.deadline_s))
+        if kind != "send":
+            self._engine.calls = (self._engine.calls + 1) & 0xFFFFFFFF
 
     def _guarded(self, call: Callable[[], None]) -> None:
         with self._lock:
