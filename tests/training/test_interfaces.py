@@ -21,7 +21,8 @@ HERE = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.1.0.5", "fd00::5"], "ib0": ["10
         ("v6", "fd01::5"),
         ("10.2.0.0/16", "10.2.0.5"),
         ("fd00::/64", "fd00::5"),  # the same interface's other address
-        ("0.0.0.0/0", "127.0.0.1"),  # whoever says so means it
+        ("0.0.0.0/0", "10.1.0.5"),  # no other host reaches loopback
+        ("127.0.0.0/8", "127.0.0.1"),  # unless that is what is asked for
     ],
 )
 def test_a_network_by_name_or_by_number(trust: str, address: str) -> None:

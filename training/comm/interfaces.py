@@ -29,7 +29,8 @@ def route_address(control: tuple[str, int]) -> str:
 def trusted_address(trust_network: str, interfaces: Addresses | None = None) -> str:
     """The address of the interface that --trust-network names, or of the one in that network (10.1.0.0/16).
 
-    IPv4 goes before IPv6; link-local addresses do not count. Raises ConfigError listing the interfaces there are.
+    Loopback comes last and IPv4 before IPv6; link-local addresses do not count. Raises ConfigError listing the
+    interfaces there are.
     """
     found = local_addresses() if interfaces is None else interfaces
     try:
@@ -42,7 +43,8 @@ def trusted_address(trust_network: str, interfaces: Addresses | None = None) -> 
         inside = list(found.get(trust_network, ()))
     if not inside:
         raise _refused(trust_network, "no such interface with an address", found)
-    return min(inside, key=lambda address: (ipaddress.ip_address(address).version, inside.index(address)))
+    parsed = [ipaddress.ip_address(address) for address in inside]
+    return str(min(parsed, key=lambda address: (address.is_loopback, address.version, parsed.index(address))))
 
 
 def require_trust(trust_network: str | None, backend: str) -> str:
