@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, TypeVar, cast
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import keras
 import numpy as np
@@ -22,6 +22,7 @@ from training.buckets import BUCKET_BYTES
 from training.comm.base import Communicator
 from training.exchange import Exchange
 from training.graph_exchange import exchange_for
+from training.launch.current import report_faults_of
 from training.reduction import Reduction
 from training.sparse import ROWS_FROM_BYTES
 
@@ -66,6 +67,8 @@ def distribute(
         communicator = communicator.group(range(communicator.num_ranks))
     _USED.add(communicator)
     exchange = exchange_for(communicator, scale)
+    known = ref(exchange)
+    report_faults_of(lambda: None if (still := known()) is None else still.error)
     exchange.skips_non_finite = isinstance(outermost, keras.optimizers.LossScaleOptimizer)
     reduction = Reduction(exchange, tuple(statistics), bucket_bytes, rows_from_bytes)
     # Saved models name the class and its module: those of the plain class, so that they load without Lockstep.
