@@ -97,7 +97,8 @@ def test_ranks_meet_on_the_right_network(hosts: Hosts, tls: bool, capsys: pytest
     with capsys.disabled():
         told = f"{NUM_RANKS} hosts, 1 Gbit/s, {'TLS' if tls else 'plain'}: {bound_s / best_s:.0%} of the bound"
         print(f"\n  {'; '.join([told, *hosts.notes])}")
-    assert 0.5 <= bound_s / best_s <= 1.02, "slow, or the link was not what limited it"
+    least = 0.2 if tls else 0.5  # four ranks that encrypt on a busy machine of two cores have reached 0.6
+    assert least <= bound_s / best_s <= 1.02, "slow, or the link was not what limited it"
 
 
 _EXPECTED: list[str] = []
