@@ -12,7 +12,10 @@ STEPS = 6
 
 
 def train(context: RankContext) -> dict[str, Any]:
-    """`fit` with many tiny buckets, then steps of two optimizers in one graph; the final weights' digest."""
+    """`fit` with many tiny buckets and collectives within the step, then steps of two optimizers in one graph.
+
+    Returns the final weights' digest.
+    """
     import hashlib
 
     import keras
@@ -22,18 +25,24 @@ def train(context: RankContext) -> dict[str, Any]:
     tf.config.threading.set_intra_op_parallelism_threads(1)
     keras.utils.set_random_seed(1)
     from training.distribute import distribute, exchange_of
+    from training.keras_ranks import rank_step
 
     comm = context.communicator()
     inputs = keras.Input((6,))
     left, right = inputs, inputs
     for width in (5, 7, 5):
-        left = keras.layers.Dense(width, "tanh")(left)
-        right = keras.layers.Dense(width + 1, "relu")(right)
+        left = keras.layers.BatchNormalization()(keras.layers.Dense(width, "tanh")(left))
+        right = keras.layers.BatchNormalization()(keras.layers.Dense(width + 1, "relu")(right))
     model = keras.Model(inputs, [keras.layers.Dense(1)(left), keras.layers.Dense(2)(right)])
-    model.compile(distribute(keras.optimizers.Adam(0.01), comm, bucket_bytes=64), "mse", jit_compile=False)
+    optimizer = distribute(keras.optimizers.Adam(0.01), comm, bucket_bytes=64)
+    # Its denominators are reduced in the middle of the step, as are the batch statistics.
+    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    model.compile(optimizer, [loss, loss], jit_compile=False)
+    rank_step(model, comm, batchnorm="sync")
     rng = np.random.default_rng(comm.rank)
     x = rng.standard_normal((8 * STEPS, 6)).astype(np.float32)
-    model.fit(x, [x[:, :1], x[:, 1:3]], batch_size=8, epochs=1, verbose=0)
+    weights = [np.abs(x[:, 0]), np.abs(x[:, 1])]
+    model.fit(x, [x[:, :1], x[:, 1:3]], sample_weight=weights, batch_size=8, epochs=1, verbose=0)
     steps = exchange_of(model.optimizer).step
 
     first, second = (keras.Variable(np.ones((40, 3), np.float32)) for _ in range(2))
@@ -51,6 +60,6 @@ def train(context: RankContext) -> dict[str, Any]:
 
     for _ in range(STEPS):
         step(tf.constant(rng.standard_normal((40, 3)), tf.float32))
-    weights = [*model.get_weights(), first.numpy(), second.numpy()]
-    digest = hashlib.sha256(b"".join(np.ascontiguousarray(value).tobytes() for value in weights)).hexdigest()
+    arrays = [*model.get_weights(), first.numpy(), second.numpy()]
+    digest = hashlib.sha256(b"".join(np.ascontiguousarray(value).tobytes() for value in arrays)).hexdigest()
     return {"digest": digest, "steps": steps, "buckets": len(exchange_of(model.optimizer)._pools)}
