@@ -46,19 +46,6 @@ def test_every_rank_is_on_one_host(identities: list[str]) -> None:
         assert len({identities[rank] for rank in ranks}) == 1
 
 
-@pytest.mark.parametrize(
-    ("host_of", "leaving"),
-    [
-        ((0, 0, 1, 1), 1),  # host after host: one connection out of each
-        ((0, 1, 0, 1), 2),  # in turns: every connection leaves
-        ((0, 1, 2), 1),
-        ((0, 0), 0),
-    ],
-)
-def test_connections_that_leave_a_host(host_of: tuple[int, ...], leaving: int) -> None:
-    assert Layout(host_of).leaving == leaving
-
-
 def test_this_host_is_itself() -> None:
     assert host_identity() == host_identity() != ""
 
@@ -72,22 +59,16 @@ def test_this_host_is_itself() -> None:
     ],
 )
 def test_what_is_not_chosen_needs_no_costs(backend: str, asked: str, table: Any) -> None:
-    assert make_plan(Layout((0, 0, 1)), backend, asked, None, None).table == table
+    assert make_plan(Layout((0, 0, 1)), backend, asked).table == table
 
 
 def test_between_hosts_that_are_far_the_host_is_summed_up_first() -> None:
-    plan = make_plan(Layout((0, 0, 0, 0, 1, 1, 1, 1)), "hierarchical", "auto", SLOW, FAST)
+    plan = make_plan(Layout((0, 0, 0, 0, 1, 1, 1, 1)), "hierarchical", "auto", SLOW, SLOW, FAST)
     assert plan.choose(64) == plan.choose(1 << 16) == "hierarchical"
 
 
-def test_ranks_in_turns_over_hosts_are_no_ring() -> None:
-    """Where every hop of a ring crosses a cable that four ranks share, two levels are faster at any size."""
-    plan = make_plan(Layout((0, 1) * 4), "hierarchical", "auto", SLOW, FAST)
-    assert {name for most, name in plan.table if most >= 1 << 20} == {"hierarchical"}
-
-
 def test_few_ranks_far_apart_choose_by_size() -> None:
-    plan = make_plan(Layout.apart(7), "tcp", "auto", SLOW, None)
+    plan = make_plan(Layout.apart(7), "tcp", "auto", SLOW)
     assert plan.choose(64) != "ring"
     assert plan.choose(1 << 28) == "ring"
     assert {name for _, name in plan.table} <= set(COUNTS)
@@ -102,7 +83,7 @@ def test_a_plan_read_back_chooses_the_same(
     identities: list[str], outer: tuple[LinkCosts, ...], inner: LinkCosts
 ) -> None:
     between = AlgorithmCosts(dict(zip(COUNTS, outer, strict=True)))
-    plan = make_plan(Layout.of(identities), "hierarchical", "auto", between, inner)
+    plan = make_plan(Layout.of(identities), "hierarchical", "auto", between, between, inner)
     back = CommPlan.from_json(plan.to_json(), where="here")
     assert back == plan and back.key == plan.key
     for bits in range(34):
@@ -121,7 +102,7 @@ def test_a_plan_read_back_chooses_the_same(
     ],
 )
 def test_a_plan_that_is_none_is_refused(change: dict[str, Any]) -> None:
-    plan = make_plan(Layout.apart(2), "tcp", "ring", None, None)
+    plan = make_plan(Layout.apart(2), "tcp", "ring")
     with pytest.raises(DataError, match="here"):
         CommPlan.from_json({**plan.to_json(), **change}, where="here")
 
@@ -146,7 +127,7 @@ def test_options_that_cannot_be_right(options: dict[str, Any], named: str) -> No
 
 
 def test_options_travel_as_json() -> None:
-    plan = make_plan(Layout.apart(2), "tcp", "ring", None, None)
+    plan = make_plan(Layout.apart(2), "tcp", "ring")
     options = CommOptions(algorithm="ring", trust_network="eth1", plans=(plan.to_json(),))
     assert CommOptions.from_json(options.to_json()).to_json() == options.to_json()
     with pytest.raises(ConfigError, match="wishes"):
@@ -166,7 +147,7 @@ def _run(tmp_path: Path) -> tuple[Any, RunPaths]:
 def test_a_frozen_plan_is_read_back_for_its_number_of_ranks(tmp_path: Path) -> None:
     fs, paths = _run(tmp_path)
     assert read_plans(fs, paths, 3) == []
-    plans = [make_plan(Layout(host_of), "tcp", "auto", SLOW, None) for host_of in ((0, 1, 2), (0, 0, 1))]
+    plans = [make_plan(Layout(host_of), "tcp", "auto", SLOW) for host_of in ((0, 1, 2), (0, 0, 1))]
     for plan in plans:
         freeze_plan(fs, paths, 1, plan.to_json())
         freeze_plan(fs, paths, 1, plan.to_json())  # the same again: a driver that did not hear the first answer
@@ -177,23 +158,23 @@ def test_a_frozen_plan_is_read_back_for_its_number_of_ranks(tmp_path: Path) -> N
 def test_another_plan_for_the_same_ranks_is_refused(tmp_path: Path) -> None:
     fs, paths = _run(tmp_path)
     layout = Layout.apart(3)
-    freeze_plan(fs, paths, 1, make_plan(layout, "tcp", "auto", SLOW, None).to_json())
+    freeze_plan(fs, paths, 1, make_plan(layout, "tcp", "auto", SLOW).to_json())
     other = AlgorithmCosts(dict.fromkeys(COUNTS, FAST))
     with pytest.raises(CommunicationError, match="another order"):
-        freeze_plan(fs, paths, 1, make_plan(layout, "tcp", "auto", other, None).to_json())
+        freeze_plan(fs, paths, 1, make_plan(layout, "tcp", "auto", other).to_json())
 
 
 def test_an_older_driver_freezes_nothing(tmp_path: Path) -> None:
     fs, paths = _run(tmp_path)
     claim_next(fs, paths, None, epochs=1, num_ranks=3)
     with pytest.raises(SupersededError):
-        freeze_plan(fs, paths, 1, make_plan(Layout.apart(3), "tcp", "auto", SLOW, None).to_json())
+        freeze_plan(fs, paths, 1, make_plan(Layout.apart(3), "tcp", "auto", SLOW).to_json())
     assert read_plans(fs, paths, 3) == []
 
 
 def test_a_flipped_bit_is_seen(tmp_path: Path) -> None:
     fs, paths = _run(tmp_path)
-    file = Path(freeze_plan(fs, paths, 1, make_plan(Layout.apart(3), "tcp", "auto", SLOW, None).to_json()))
+    file = Path(freeze_plan(fs, paths, 1, make_plan(Layout.apart(3), "tcp", "auto", SLOW).to_json()))
     data = bytearray(file.read_bytes())
     data[data.index(b"ring")] ^= 1
     file.write_bytes(bytes(data))

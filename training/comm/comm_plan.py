@@ -46,8 +46,10 @@ class CommPlan:
     """Algorithm by size of the buffer in bytes; empty for `shm`, which has one way."""
     leaders: Table = ()
     """The same between the hosts' leaders, where the algorithm is `hierarchical`; empty: TCP's own choice by size."""
+    flat: AlgorithmCosts | None = None
+    """Between all ranks over TCP, as measured; None where nothing had to be chosen."""
     outer: AlgorithmCosts | None = None
-    """Between ranks over TCP, as measured; None where nothing had to be chosen."""
+    """Between the hosts' leaders, as measured; None where each rank has a host of its own."""
     inner: LinkCosts | None = None
     """Within hosts, as measured; None where no host has two ranks."""
 
@@ -81,6 +83,7 @@ class CommPlan:
             "asked": self.asked,
             "table": [[most, name] for most, name in self.table],
             "leaders": [[most, name] for most, name in self.leaders],
+            "flat": self.flat.to_json() if self.flat else None,
             "outer": self.outer.to_json() if self.outer else None,
             "inner": self.inner.to_json() if self.inner else None,
         }
@@ -88,7 +91,9 @@ class CommPlan:
     @classmethod
     def from_json(cls, document: Any, *, where: str) -> CommPlan:
         """The inverse of `to_json`; raises DataError naming `where` for anything else."""
-        doc = strict.obj(document, ("host_of", "backend", "asked", "table", "leaders", "outer", "inner"), where=where)
+        doc = strict.obj(
+            document, ("host_of", "backend", "asked", "table", "leaders", "flat", "outer", "inner"), where=where
+        )
         host_of = tuple(
             strict.count(v, where=f"{where}: host_of") for v in strict.items(doc["host_of"], where=f"{where}: host_of")
         )
@@ -98,6 +103,7 @@ class CommPlan:
             asked=strict.string(doc["asked"], where=f"{where}: asked", choices=("auto", *NAMES)),
             table=_table(doc["table"], where=f"{where}: table"),
             leaders=_table(doc["leaders"], where=f"{where}: leaders"),
+            flat=_algorithm_costs(doc["flat"], where=f"{where}: flat"),
             outer=_algorithm_costs(doc["outer"], where=f"{where}: outer"),
             inner=_costs(doc["inner"], where=f"{where}: inner"),
         )
@@ -110,33 +116,43 @@ def key_of(layout: Layout, backend: str, asked: str) -> str:
 
 
 def make_plan(
-    layout: Layout, backend: str, asked: str, outer: AlgorithmCosts | None, inner: LinkCosts | None
+    layout: Layout,
+    backend: str,
+    asked: str,
+    flat: AlgorithmCosts | None = None,
+    outer: AlgorithmCosts | None = None,
+    inner: LinkCosts | None = None,
 ) -> CommPlan:
     """The plan that these costs make; none are needed where nothing is to choose."""
     table: Table = ()
     leaders: Table = ()
-    if outer is not None and backend == HIERARCHICAL:
+    if backend == HIERARCHICAL and outer is not None:
         hosts = len(layout.sizes)
         leaders = table_of(lambda name, nbytes: predict_s(name, hosts, nbytes, outer), tuple(COUNTS))
     if backend != "shm" and asked != "auto":
         table = ((LARGEST_BYTES, asked),)
     elif backend != "shm":
-        assert outer is not None, "a choice needs costs"
-        num_ranks = len(layout.host_of)
-        crossing = {name: layout.leaving if name == "ring" else max(layout.sizes) for name in COUNTS}
+        # Of equally good ones the first: two levels carry the least between hosts.
+        names = (HIERARCHICAL, *COUNTS) if backend == HIERARCHICAL else tuple(COUNTS)
 
         def seconds(name: str, nbytes: int) -> float:
-            if name == HIERARCHICAL:
-                assert inner is not None
-                return hierarchical_s(layout.sizes, nbytes, inner, outer)
-            # Ranks of one host share its cable: all of them cross it in a tree, in a ring those beside another host.
-            counts = COUNTS[name](num_ranks, nbytes)
-            return outer.of(name).seconds(counts._replace(bytes=counts.bytes * crossing[name]))
+            assert flat is not None, "a choice needs costs"
+            if name != HIERARCHICAL:
+                return predict_s(name, len(layout.host_of), nbytes, flat)
+            assert outer is not None and inner is not None
+            return hierarchical_s(layout.sizes, nbytes, inner, outer)
 
-        # Of equally good ones the first: within hosts is never worse for the network than through every rank.
-        names = (HIERARCHICAL, *COUNTS) if backend == HIERARCHICAL else tuple(COUNTS)
         table = table_of(seconds, names)
-    return CommPlan(layout=layout, backend=backend, asked=asked, table=table, leaders=leaders, outer=outer, inner=inner)
+    return CommPlan(
+        layout=layout,
+        backend=backend,
+        asked=asked,
+        table=table,
+        leaders=leaders,
+        flat=flat,
+        outer=outer,
+        inner=inner,
+    )
 
 
 def _table(document: Any, *, where: str) -> Table:

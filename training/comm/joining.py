@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from storage.errors import CommunicationError, ConfigError
 from training.comm.base import Communicator
-from training.comm.calibrate import calibrate, calibrate_tcp, slowest
+from training.comm.calibrate import INNER_BUDGET_S, calibrate, calibrate_tcp, slowest
 from training.comm.comm_plan import HIERARCHICAL, CommPlan, key_of, make_plan
 from training.comm.cost import COUNTS, AlgorithmCosts
 from training.comm.hierarchical import HierarchicalCommunicator
@@ -167,13 +167,14 @@ def _plan(
         if plan.key == key:
             return plan, False
     if backend == "shm" or options.algorithm != "auto":
-        return make_plan(layout, backend, options.algorithm, None, None), False
+        return make_plan(layout, backend, options.algorithm), False
+    through_all = calibrate_tcp(flat)
     if backend == "tcp":
-        return make_plan(layout, backend, "auto", calibrate_tcp(flat), None), True
-    within = slowest(flat, calibrate(inner) if inner is not None else None)
+        return make_plan(layout, backend, "auto", through_all), True
+    within = slowest(flat, calibrate(inner, INNER_BUDGET_S) if inner is not None else None)
     measured = calibrate_tcp(outer).costs if isinstance(outer, TcpCommunicator) else {}
     between = AlgorithmCosts({name: slowest(flat, measured.get(name)) for name in COUNTS})
-    return make_plan(layout, backend, "auto", between, within), True
+    return make_plan(layout, backend, "auto", through_all, between, within), True
 
 
 def _mates(layout: Layout, rank: int) -> tuple[int, ...]:

@@ -62,13 +62,6 @@ class Layout:
         """Ranks of each host."""
         return tuple(len(ranks) for ranks in self.hosts)
 
-    @property
-    def leaving(self) -> int:
-        """Of a ring through all ranks in order: the most connections that leave one host."""
-        following = (*self.host_of[1:], self.host_of[0])
-        leaving = [host for host, other in zip(self.host_of, following, strict=True) if host != other]
-        return max((leaving.count(host) for host in set(leaving)), default=0)
-
     def __str__(self) -> str:
         ranks, hosts = len(self.host_of), len(self.hosts)
         each = ", ".join(map(str, self.sizes[:8])) + (", ..." if hosts > 8 else "")
