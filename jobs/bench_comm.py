@@ -45,6 +45,7 @@ def parser() -> JobParser:
         help="one or more (default: auto, and all that the backend found has)",
     )
     add("--trust-network", metavar="IFACE", help="may carry what cannot be authenticated: backends tensorflow, nccl")
+    add("--tls", choices=["on", "off"], default="off", help="encrypt between hosts (default off; docs/security.md)")
     add("--rounds", type=int, default=5, metavar="R", help="in turns (default 5); the median is shown")
     add("--json", metavar="FILE", help="write the rows there as well")
     add("--launcher", choices=["barrier", "local"], default="local", help="this host (default) | Spark barrier stage")
@@ -74,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
 
 def config_of(args: Namespace) -> BenchConfig:
     """The measurement that the flags say."""
-    names = ("num_ranks", "sizes", "backends", "algorithms", "trust_network", "rounds")
+    names = ("num_ranks", "sizes", "backends", "algorithms", "trust_network", "tls", "rounds")
     return BenchConfig(**{name: getattr(args, name) for name in names})
 
 

@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -44,6 +44,8 @@ class BenchConfig:
     """As CommOptions.algorithm; empty: `auto` and all that the backend found has."""
     trust_network: str | None = None
     """As CommOptions.trust_network."""
+    tls: Literal["on", "off"] = "off"
+    """Whether ranks on different hosts encrypt; within a host nothing is measured by it."""
     rounds: int = 5
     """In turns over backends and algorithms, so that a disturbance meets all."""
     round_s: float = 0.05
@@ -126,7 +128,8 @@ def bench(
         on_row(rows[-1], int(fields["total"]))
         return {}
 
-    launch(RankTask(ENTRY, {"bench": asdict(config)}), config.num_ranks, limits=Limits(), handler=handle)
+    task = RankTask(ENTRY, {"bench": asdict(config)}, tls=config.tls == "on")
+    launch(task, config.num_ranks, limits=Limits(), handler=handle)
     return rows
 
 
