@@ -22,7 +22,8 @@ from tests.training._tf_ranks import Ranks
 from training.comm import CommOptions, Communicator
 from training.comm.base import DTYPES, FLOATS
 from training.comm.meeting import Meeting
-from training.comm.tensorflow import join_servers, key_of
+from training.comm.tensorflow import join_servers
+from training.comm.tf_calls import key_of
 from training.control.failures import RankFailedError
 from training.launch.local import run_local
 from training.launch.task import Limits, RankTask

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -35,11 +34,20 @@ from training.comm.interfaces import require_trust
 from training.comm.meeting import Meeting
 from training.comm.options import CommOptions
 from training.comm.solo import SoloCommunicator
+from training.comm.tf_calls import (
+    WORD,
+    Call,
+    Operation,
+    from_words,
+    gathering,
+    giving,
+    key_of,
+    summing,
+    taking,
+    words_of,
+)
 from training.comm.tf_cluster import RESTART, Cluster, start
 
-MERGE = {"sum": "Add", "mean": "Add", "min": "Min", "max": "Max"}
-WORD = np.dtype(np.float32)  # as which bytes travel: TensorFlow gathers no uint8; nothing is computed with them
-NARROW = np.dtype(np.uint8)  # TensorFlow reduces none: it is widened, and wraps when it is narrowed again
 FIRST_INSTANCE = 1
 
 
@@ -71,20 +79,16 @@ class TensorflowCommunicator(Communicator):
         if op in ("min", "max") and self.gathers_extremes and buf.dtype in FLOATS:
             UFUNCS[op].reduce(self.all_gather(buf), axis=0, out=buf)
             return
-        given = buf.astype(np.int32) if buf.dtype == NARROW else buf
-
-        def reduce(instance: int) -> Any:
-            return self._reduce(given, op, instance)
-
-        buf[:] = self._run(f"all_reduce {op} of {buf.dtype}", buf.size, reduce).astype(buf.dtype, copy=False)
+        total = self._run(f"all_reduce {op} of {buf.dtype}", buf.size, summing(buf, op))
+        buf[:] = total.astype(buf.dtype, copy=False)
         if op == "mean":
             divide_by_ranks(buf, self.num_ranks)
 
     def all_gather(self, buf: NDArray[Any]) -> NDArray[Any]:
         check_buffer(buf, writable=False)
         rows = self.allocate(self.num_ranks * buf.size, buf.dtype).reshape(self.num_ranks, buf.size)
-        words = self._gather(_words(buf), f"all_gather of {buf.nbytes} bytes of {buf.dtype}")  # (num_ranks, words)
-        rows[:] = words[self._places].view(np.uint8)[:, : buf.nbytes].view(buf.dtype)
+        words = self._gather(words_of(buf), f"all_gather of {buf.nbytes} bytes of {buf.dtype}")  # (num_ranks, words)
+        rows[:] = from_words(words[self._places], buf)
         return rows
 
     def all_gather_parts(self, buf: NDArray[Any]) -> None:
@@ -99,18 +103,21 @@ class TensorflowCommunicator(Communicator):
     def broadcast(self, buf: NDArray[Any], root: int = 0) -> None:
         check_buffer(buf)
         check_rank("broadcast", root, self.num_ranks)
-        what = f"broadcast from {root} of {buf.dtype}"
-        self._copy(buf, self.rank == root, lambda call: self._run(what, buf.size, call), self._key, self.num_ranks)
+        words = words_of(buf)
+        operation = giving(words) if self.rank == root else taking(words)
+        found = self._run(f"broadcast from {root} of {buf.dtype}", buf.size, operation)
+        if self.rank != root:
+            buf[:] = from_words(found, buf)
 
     def send(self, buf: NDArray[Any], to: int) -> None:
         check_buffer(buf, writable=False)
         check_peer("send", to, self.rank, self.num_ranks)
-        self._pass(buf, self.rank, to)
+        self._pass(buf, giving(words_of(buf)), self.rank, to)
 
     def recv(self, buf: NDArray[Any], source: int) -> None:
         check_buffer(buf)
         check_peer("recv", source, self.rank, self.num_ranks)
-        self._pass(buf, source, self.rank)
+        buf[:] = from_words(self._pass(buf, taking(words_of(buf)), source, self.rank), buf)
 
     def group(self, ranks: Sequence[int]) -> Communicator:
         members = check_group(ranks, self.rank, self.num_ranks)
@@ -147,78 +154,33 @@ class TensorflowCommunicator(Communicator):
 
     def _gather(self, words: NDArray[Any], what: str) -> NDArray[Any]:
         """(num_ranks, n): the `words` (n,) of every rank, in TensorFlow's order of them."""
-        from tensorflow.python.ops import collective_ops
+        return self._run(what, words.size, gathering(words)).reshape(self.num_ranks, words.size)
 
-        def gather(instance: int) -> Any:
-            return collective_ops.all_gather_v2(
-                words, self.num_ranks, self._key, instance, self.cluster.hint, self.deadline_s
-            )
+    def _pass(self, buf: NDArray[Any], operation: Operation, source: int, to: int) -> NDArray[Any]:
+        """A call of two ranks; TensorFlow knows groups alone, so they are one."""
+        return self._run(f"send of {buf.dtype} from {source} to {to}", buf.size, operation, (source, to))
 
-        return self._run(what, words.size, gather).reshape(self.num_ranks, words.size)
-
-    def _reduce(self, values: NDArray[Any], op: str, instance: int) -> Any:
-        import tensorflow as tf
-        from tensorflow.python.ops import collective_ops
-
-        return collective_ops.all_reduce_v2(
-            tf.constant(values),
-            self.num_ranks,
-            self._key,
-            instance,
-            MERGE[op],
-            communication_hint=self.cluster.hint,
-            timeout=self.deadline_s,
-        )
-
-    def _copy(
-        self, buf: NDArray[Any], gives: bool, run: Callable[[Callable[[int], Any]], NDArray[Any]], key: int, size: int
-    ) -> None:
-        """Hand `buf` from the one of a group's `size` ranks that `gives` to the others."""
-        from tensorflow.python.ops import collective_ops
-
-        words = _words(buf)
-        options = (self.cluster.hint, self.deadline_s)
-
-        def call(instance: int) -> Any:
-            if gives:
-                return collective_ops.broadcast_send_v2(words, size, key, instance, *options)
-            return collective_ops.broadcast_recv_v2([words.size], WORD.name, size, key, instance, *options)
-
-        copied = run(call)
-        if not gives:
-            buf[:] = copied.view(np.uint8)[: buf.nbytes].view(buf.dtype)
-
-    def _pass(self, buf: NDArray[Any], source: int, to: int) -> None:
-        key = key_of(self._key, "pair", source, to)  # TensorFlow knows groups alone: two ranks are one
-        what = f"send of {buf.dtype} from {source} to {to}"
-
-        def meet(number: int) -> None:
-            self._meeting.two(source, to, what, buf.size, number)
-
-        self._copy(buf, self.rank == source, lambda call: self._run(what, buf.size, call, key, meet), key, 2)
-
-    def _run(
-        self,
-        what: str,
-        size: int,
-        call: Callable[[int], Any],
-        key: int | None = None,
-        meet: Callable[[int], None] | None = None,
-    ) -> NDArray[Any]:
-        """Meet the others, then make TensorFlow's `call`, which is given its instance; nothing for a `size` of 0."""
+    def _run(self, what: str, size: int, operation: Operation, pair: tuple[int, int] | None = None) -> NDArray[Any]:
+        """Meet all others, or the one of the `pair`, then make TensorFlow's call; none for a `size` of 0."""
         import tensorflow as tf
 
-        key = self._key if key is None else key
+        key = self._key if pair is None else key_of(self._key, "pair", *pair)
         with self._lock:
             self._check_open()
             instance = self._instances.get(key, FIRST_INSTANCE)
             self._instances[key] = instance + 1
             self.ordinary.deadline_s = self.deadline_s
             try:
-                meet(instance) if meet else self._meeting.all(what, size, instance)
+                if pair is None:
+                    self._meeting.all(what, size, instance)
+                else:
+                    self._meeting.two(*pair, what, size, instance)
+                if not size:
+                    return np.zeros(0, WORD)
+                call = Call(key, 2 if pair else self.num_ranks, instance, self.cluster.hint, self.deadline_s)
                 # At once, also where a graph is being traced, whose ranks compare their shapes.
                 with tf.init_scope(), tf.device(self.cluster.device):
-                    found: NDArray[Any] = call(instance).numpy() if size else np.zeros(0, WORD)
+                    found: NDArray[Any] = operation(call).numpy()
                 return found
             except CommunicationError as error:
                 self.abort(error.what)
@@ -250,12 +212,6 @@ class TensorflowCommunicator(Communicator):
         )
 
 
-def key_of(parent: int, *parts: object) -> int:
-    """A group's key from its parent's and what makes it: equal on its members, who cannot ask anybody else."""
-    digest = sha256(repr((parent, *parts)).encode()).digest()
-    return int.from_bytes(digest[:4], "little") & 0x7FFF_FFFF or 1
-
-
 def join_servers(
     rank: int,
     num_ranks: int,
@@ -271,10 +227,3 @@ def join_servers(
     address = require_trust(options.trust_network, options.backend)
     cluster = start(rank, num_ranks, address, rendezvous, ordinary, options.backend)
     return TensorflowCommunicator(cluster, ordinary, range(num_ranks), key_of(0, "world", ordinary.generation))
-
-
-def _words(buf: NDArray[Any]) -> NDArray[Any]:
-    """The bytes of `buf` as 32-bit words, zeros behind them."""
-    raw = np.zeros(-(-buf.nbytes // WORD.itemsize), WORD)
-    raw.view(np.uint8)[: buf.nbytes] = buf.view(np.uint8)
-    return raw
