@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
+GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 LIST_LIMIT_S = 30.0  # nvidia-smi takes seconds where the driver's persistence mode is off
 _LISTED = re.compile(r"GPU (?P<index>\d+): (?P<name>.+) \(UUID: (?P<uuid>GPU-[0-9a-fA-F-]+)\)")
 
@@ -76,6 +77,7 @@ def expose(devices: Sequence[str], environment: MutableMapping[str, str], where:
         print(f"the devices {', '.join(inherited)} of {where} are hidden from this rank: it was given no GPU")
     environment[VISIBLE] = ",".join(devices)
     environment.setdefault(ORDER, "PCI_BUS_ID")  # CUDA's own order is by speed; indices here are nvidia-smi's
+    environment.setdefault(GROWTH, "true")  # also for a script of the user's: by default a process takes all memory
 
 
 def _check(devices: Sequence[str], inherited: Sequence[str], value: str, where: str) -> None:

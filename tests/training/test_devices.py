@@ -68,7 +68,11 @@ def test_listed_devices(value: str, names: tuple[str, ...]) -> None:
 def test_a_rank_sees_what_it_was_given(two_gpus: Path, given_by_spark: list[str], inherited: str | None) -> None:
     environment = {} if inherited is None else {"CUDA_VISIBLE_DEVICES": inherited}
     expose(given_by_spark, environment, "host-1")
-    assert environment == {"CUDA_VISIBLE_DEVICES": ",".join(given_by_spark), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert environment == {
+        "CUDA_VISIBLE_DEVICES": ",".join(given_by_spark),
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "TF_FORCE_GPU_ALLOW_GROWTH": "true",
+    }
 
 
 @pytest.mark.parametrize(
@@ -99,10 +103,11 @@ def test_hidden_devices_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == ""
 
 
-def test_an_order_of_the_users_own_stays() -> None:
-    environment = {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
+def test_what_the_user_has_set_stays() -> None:
+    own = {"CUDA_DEVICE_ORDER": "FASTEST_FIRST", "TF_FORCE_GPU_ALLOW_GROWTH": "false"}
+    environment = dict(own)
     expose(["0"], environment, "host-1")
-    assert environment["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"
+    assert environment == {**own, "CUDA_VISIBLE_DEVICES": "0"}
 
 
 def test_the_hosts_devices(two_gpus: Path) -> None:
