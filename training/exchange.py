@@ -8,7 +8,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -20,6 +19,7 @@ from storage.errors import CommunicationError
 from training.agreement import CONTROL_WORDS, FLAGS, Agreement, NonFiniteError, Steps
 from training.buckets import Layout, Slot
 from training.comm.base import Communicator
+from training.lent_buffer import LentBuffer
 from training.same_tensors import compare
 from training.scaled_copy import all_finite, copy_scaled
 from training.sparse import Rows, Table, sum_rows
@@ -49,8 +49,8 @@ class Exchange(Steps):
         self._layout: Layout | None = None
         self._tables: tuple[Table, ...] = ()
         self._names: tuple[str, ...] = ()
-        self._pools: list[list[_Buffer]] = []
-        self._current: list[_Buffer] = []
+        self._pools: list[list[LentBuffer]] = []
+        self._current: list[LentBuffer] = []
         self._rows: dict[int, Rows] = {}
         self._posted: queue.SimpleQueue[Callable[[], bool] | None] = queue.SimpleQueue()
         self._reduced: queue.SimpleQueue[BaseException | bool] = queue.SimpleQueue()
@@ -156,7 +156,7 @@ class Exchange(Steps):
         self._posted.put(None)
         self._thread.join(GRACE_S)
 
-    def _fill(self, flat: _Buffer, slot: Slot, value: Array) -> None:
+    def _fill(self, flat: LentBuffer, slot: Slot, value: Array) -> None:
         if not copy_scaled(value.reshape(-1), self.scale, flat.view(slot), self.communicator.num_ranks):
             self._safe = False
 
@@ -169,14 +169,14 @@ class Exchange(Steps):
         if not isinstance(error, NonFiniteError):  # which every rank raises by itself
             self.communicator.abort(f"rank {self.communicator.rank}, step {self.step + 1}: {error}")
 
-    def _free_buffer(self, bucket: int) -> _Buffer:
+    def _free_buffer(self, bucket: int) -> LentBuffer:
         """A buffer of the bucket that nobody reads any more; TensorFlow frees the last step's a little late."""
         pool = self._pools[bucket]
         found = next((flat for flat in pool if not flat.is_lent()), None)
         if found is None:
             layout = self._of_layout()
             # Zeroed: the gaps between slots are summed too. Aligned: TensorFlow takes it without a copy.
-            found = _Buffer(self.communicator.allocate(layout.sizes[bucket], layout.dtypes[bucket]))
+            found = LentBuffer(self.communicator.allocate(layout.sizes[bucket], layout.dtypes[bucket]))
             pool.append(found)
         return found
 
@@ -221,7 +221,7 @@ class Exchange(Steps):
             self._busy_s += time.perf_counter() - began
             self._reduced.put(result)
 
-    def _reduce(self, flat: _Buffer) -> bool:
+    def _reduce(self, flat: LentBuffer) -> bool:
         self.communicator.all_reduce(flat.data)
         return True  # its numbers were judged when they were copied, on every rank
 
@@ -229,23 +229,3 @@ class Exchange(Steps):
         rows = sum_rows(self.communicator, self._tables[number], indices, values)
         self._rows[number] = rows
         return all_finite(rows.values.reshape(-1))
-
-
-class _Buffer:
-    """A flat, aligned buffer that knows which views of it are still held."""
-
-    def __init__(self, data: Array) -> None:
-        self.data = data
-        self._lent: list[weakref.ref[Array]] = []
-
-    def view(self, slot: Slot) -> Array:
-        return self.data[slot.start : slot.start + slot.size]
-
-    def lend(self, slot: Slot) -> Array:
-        view = self.view(slot).reshape(slot.shape)
-        self._lent.append(weakref.ref(view))
-        return view
-
-    def is_lent(self) -> bool:
-        self._lent = [view for view in self._lent if view() is not None]
-        return bool(self._lent)
