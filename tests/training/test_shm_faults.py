@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import multiprocessing
 import os
 import signal
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ from storage.errors import CommunicationError
 from tests.training._ring import KEY
 from tests.training._shared import Bytes, run_shared
 from training.comm import Communicator, shm_join
-from training.comm.shm import connect_shm
+from training.comm.shm import ShmCommunicator, connect_shm
 from training.comm.shm_join import SharedMemoryUnavailableError
 from training.comm.shm_segment import create_file
 
@@ -120,6 +122,58 @@ def test_a_group_ends_with_the_whole() -> None:
         return failure(group.barrier)
 
     assert all("all of it" in told for told in run_shared(2, work))
+
+
+def test_a_group_that_a_member_does_not_come_to() -> None:
+    over = threading.Event()
+
+    def work(comm: Communicator) -> str:
+        if comm.rank == 0:
+            assert over.wait(30)
+            return failure(comm.barrier)
+        told = failure(lambda: comm.group([0, 1]).barrier())
+        over.set()
+        return told
+
+    told = run_shared(2, work, deadline_s=0.3)
+    assert "group (0, 1) waited 0.3 s for rank 0" in told[1]
+    assert "rank 1 has ended the communicator" in told[0]
+
+
+def test_a_call_that_is_interrupted_ends_the_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(comm: ShmCommunicator) -> str:
+        if comm.rank == 1:
+            time.sleep(0.3)
+            return failure(comm.barrier)
+
+        def interrupt(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(comm._calls, "_look", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            comm.barrier()
+        return failure(comm.barrier)  # the flags of the broken call must not be taken for another's
+
+    assert all("barrier met KeyboardInterrupt" in told for told in run_shared(2, work))
+
+
+def test_groups_leave_nothing_behind() -> None:
+    def held() -> tuple[int, int]:
+        gc.collect()
+        maps = Path("/proc/self/maps").read_text().count("memfd:lockstep")
+        return len(os.listdir("/proc/self/fd")), maps
+
+    def work(comm: ShmCommunicator) -> None:
+        for _ in range(30):
+            group = comm.group([1, 0])
+            group.all_reduce(group.allocate(100_000, np.float32))
+            group.close()
+        comm.barrier()
+
+    run_shared(2, work)
+    before = held()
+    run_shared(2, work)
+    assert held() == before
 
 
 def join_threads(num_ranks: int, keys: list[bytes], deadline_s: float = 20.0) -> list[BaseException | None]:

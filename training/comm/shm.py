@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from storage.errors import CommunicationError
+from training.comm import auth
 from training.comm import shm_rounds as k
 from training.comm.base import (
     CALL_DEADLINE_S,
@@ -27,7 +29,7 @@ from training.comm.base import (
 )
 from training.comm.shm_calls import Calls
 from training.comm.shm_gather import announce, announced_size, gather, receive, send
-from training.comm.shm_join import JOIN_S, Exchange, Links, deal, join, take
+from training.comm.shm_join import Exchange, Links, deal, join, take
 from training.comm.shm_kernels import reduce_all
 from training.comm.shm_layout import Layout, default_arena_bytes
 from training.comm.shm_reduce import OP_CODES, reducer
@@ -75,7 +77,8 @@ class ShmCommunicator(Communicator):
         layout = segment.layout
         super().__init__(rank, layout.num_ranks, generation, deadline_s)
         self._calls = Calls(segment, links, rank, labels)
-        self._groups: list[Communicator] = []
+        self._groups: list[ShmCommunicator] = []
+        self._alone: list[SoloCommunicator] = []  # groups of this rank alone
         self._messages: dict[tuple[int, int], int] = {}
         self._reducers: dict[np.dtype[Any], tuple[int, Any]] = {}
         self._targets, self._sizes = (k.TABLES + table * self.num_ranks for table in (k.TARGETS, k.SIZES))
@@ -166,7 +169,7 @@ class ShmCommunicator(Communicator):
         mine = members.index(self.rank)
         if len(members) == 1:
             alone = SoloCommunicator(self.generation, self.deadline_s)
-            self._groups.append(alone)
+            self._alone.append(alone)
             return alone
         layout = Layout(len(members), self._calls.segment.layout.arena_bytes)
         with self._calls.lock:
@@ -175,29 +178,38 @@ class ShmCommunicator(Communicator):
                 if mine == 0:
                     segment, links = deal(layout, [self._calls.links[member] for member in members])
                 else:
-                    carrier = self._calls.links[members[0]]
-                    assert carrier is not None
-                    segment, links = take(layout, mine, carrier, time.monotonic() + min(self.deadline_s, JOIN_S))
-            except Exception as error:
-                raise self._calls.end(
-                    f"rank {self._calls.labels[self.rank]}: no group of ranks {members}: {error}",
+                    carrier = self._calls.wait_for_message(members[0], f"group {members}", self.deadline_s)
+                    segment, links = take(layout, mine, carrier, time.monotonic() + self.deadline_s)
+            except (OSError, auth.HandshakeError, CommunicationError) as error:
+                self._calls.abort_by(error, f"group {members}")
+                if isinstance(error, CommunicationError):
+                    raise
+                raise CommunicationError(
+                    f"rank {self._calls.labels[self.rank]}: no group of ranks {members}",
+                    got=str(error),
                     allowed="the same groups in the same order on each member, memory for its segment",
                     next_step=f"Look at the log of rank {self._calls.labels[members[0]]}.",
                 ) from error
+        self._groups = [made for made in self._groups if made.is_open]
         labels = [self._calls.labels[member] for member in members]
         made = ShmCommunicator(segment, links, mine, self.generation, self.deadline_s, labels)
         self._groups.append(made)
         return made
 
     def abort(self, reason: str) -> None:
-        for made in self._groups:
+        for made in (*self._groups, *self._alone):
             made.abort(reason)
         self._calls.abort(reason)
 
     def close(self) -> None:
-        for made in self._groups:
+        for made in (*self._groups, *self._alone):
             made.close()
         self._calls.close()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has neither ended nor been closed."""
+        return self._calls.ended is None
 
     def _reduce(self, kind: str, buf: NDArray[Any], op: str, to_all: int) -> None:
         found = self._reducers.get(buf.dtype)

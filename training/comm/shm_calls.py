@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 import threading
 import time
 import weakref
@@ -67,32 +68,35 @@ class Calls:
                 next_step="Start the rank again.",
             )
         if (first := self.segment.ended()) is not None:
-            raise self.end(
+            self.ended = first[1]
+            raise CommunicationError(
                 f"rank {self.labels[self._rank]}: rank {self.labels[first[0]]} has ended the communicator: {first[1]}"
             )
 
     def run(self, kernel: Callable[[Any], int], what: str, deadline_s: float) -> None:
-        """Run a kernel until it is done; between its slices look for what can keep it from that."""
-        until = 0.0
-        while (status := kernel(self.ctx)) != k.DONE:
-            rank, round_before = status // k.RANK_FROM, self.ctx[k.ROUND]
-            if status % k.RANK_FROM == k.DIFFERENT:
-                raise self._different(rank, what)
-            until = until or time.monotonic() + deadline_s - SLICE_S
-            if (problem := self._look(rank, what, until, deadline_s)) is None:
-                continue
-            # Who has ended may have done its part of this call just before: only what does not move now is stuck.
-            status = kernel(self.ctx)
-            if status == k.DONE:
-                return
-            if status == k.WAITING + k.RANK_FROM * rank and self.ctx[k.ROUND] == round_before:
-                self.abort(problem.what)
-                raise problem
+        """Run a kernel until it is done. Half a collective cannot be mended: whatever ends it ends the communicator."""
+        try:
+            if kernel(self.ctx) != k.DONE:
+                self._go_on(kernel, what, time.monotonic() + deadline_s - SLICE_S, deadline_s)
+        except BaseException as error:
+            self.abort_by(error, what)
+            raise
 
-    def end(self, what: str, **parts: str) -> CommunicationError:
-        """The error to raise. Half a collective cannot be mended: the communicator has ended, on all ranks."""
-        self.abort(what)
-        return CommunicationError(what, **parts)
+    def wait_for_message(self, rank: int, what: str, deadline_s: float) -> socket.socket:
+        """The socket of `rank` once it can be read. Raises CommunicationError as `run` does, but ends nothing."""
+        link, until = self.links[rank], time.monotonic() + deadline_s
+        assert link is not None
+        poll = select.poll()
+        poll.register(link, select.POLLIN)
+        while not poll.poll(SLICE_S * 1000):
+            if (problem := self._look(rank, what, until, deadline_s)) is not None:
+                raise problem
+        return link
+
+    def abort_by(self, error: BaseException, what: str) -> None:
+        """End the communicator because a call has met `error`."""
+        me = self.labels[self._rank]
+        self.abort(error.what if isinstance(error, CommunicationError) else f"rank {me}: {what} met {error!r}")
 
     def abort(self, reason: str) -> None:
         """End the communicator on all ranks, from any thread."""
@@ -111,9 +115,23 @@ class Calls:
                 close_all(self.links)
                 self.segment.close()
 
-    def _look(self, waited: int, what: str, until: float, deadline_s: float) -> CommunicationError | None:
+    def _go_on(self, kernel: Callable[[Any], int], what: str, until: float, deadline_s: float) -> None:
+        """Between a kernel's slices look for what can keep it from its end."""
+        while (status := kernel(self.ctx)) != k.DONE:
+            rank, round_before = status // k.RANK_FROM, self.ctx[k.ROUND]
+            if status % k.RANK_FROM == k.DIFFERENT:
+                raise self._different(rank, what)
+            if (problem := self._look(rank, f"{what} of {self.ctx[k.SIZE]} bytes", until, deadline_s)) is None:
+                continue
+            # Who has ended may have done its part of this call just before: only what does not move now is stuck.
+            status = kernel(self.ctx)
+            if status == k.DONE:
+                return
+            if status == k.WAITING + k.RANK_FROM * rank and self.ctx[k.ROUND] == round_before:
+                raise problem
+
+    def _look(self, waited: int, call: str, until: float, deadline_s: float) -> CommunicationError | None:
         me, late = self.labels[self._rank], self.labels[waited]
-        call = f"{what} of {self.ctx[k.SIZE]} bytes"
         if self.ended is not None:
             return CommunicationError(f"rank {me}: {call} was ended: {self.ended}")
         if (first := self.segment.ended()) is not None:
@@ -149,7 +167,7 @@ class Calls:
         else:
             theirs = self.segment.call_of(rank, int(ctx[k.CALL]))
         me, other = self.labels[self._rank], self.labels[rank]
-        return self.end(
+        return CommunicationError(
             f"ranks {me} and {other} differ in what they call",
             got=f"rank {me}: {_describe(int(ctx[k.TAG]), int(ctx[k.SIZE]))}; rank {other}: {_describe(*theirs)}",
             allowed="the same collectives in the same order, with equal sizes and dtypes",

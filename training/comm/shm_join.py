@@ -197,6 +197,8 @@ def _admit(listener: socket.socket, num_ranks: int, generation: int, key: bytes,
             raise
 
     refused = ""
+    poll = select.poll()
+    poll.register(listener, select.POLLIN)
     with ThreadPoolExecutor(num_ranks, "shm-handshake") as pool:
         waiting: dict[Future[int], socket.socket] = {}
         while None in carriers[1:]:
@@ -206,7 +208,7 @@ def _admit(listener: socket.socket, num_ranks: int, generation: int, key: bytes,
                 missing = [rank for rank in range(1, num_ranks) if carriers[rank] is None]
                 seen = f"; refused: {refused}" if refused else ""
                 raise auth.HandshakeError(f"rank {missing[0]} did not come within {JOIN_S:g} s{seen}")
-            if len(waiting) < num_ranks and select.select([listener], [], [], min(left, 0.02 if waiting else left))[0]:
+            if len(waiting) < num_ranks and poll.poll(1000 * min(left, 0.02 if waiting else left)):
                 sock, _ = listener.accept()
                 waiting[pool.submit(examine, sock)] = sock
             for future in [future for future in waiting if future.done()]:
