@@ -7,23 +7,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.training._ranks import living_ranks
+from tests.docs.steps import ACTIVATE, Step, project_in, run_steps, steps_of
+from tests.training._ranks import lives, living_ranks
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAIN = str(ROOT / "tests" / "scripts" / "plain.py")
-
-
-@pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    yield
-    assert living_ranks(os.getpid()) == []
 
 
 def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
@@ -96,30 +90,32 @@ def test_a_script_that_fails_is_told_with_its_lines(tmp_path: Path, how: str, re
     [("killed", 5.0, "was killed by SIGKILL"), ("stopped", 15.0, "has been stopped by a signal for 5 s")],
 )
 def test_a_dead_and_a_frozen_rank_are_named_soon(tmp_path: Path, how: str, within_s: float, reason: str) -> None:
-    process = start(PLAIN, how, cwd=tmp_path)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line == "[rank 1] 100 %\n":
-            break
+    process, ranks = waiting(how, tmp_path)
     began = time.monotonic()
     _, error = process.communicate(timeout=300)
     # A second, and ten, are what users are promised; the rest is for a loaded machine.
     assert time.monotonic() - began < within_s
     assert process.returncode == 1
     assert "error: rank 1 of 2" in error and reason in error and error.rstrip().endswith("| 100 %")
+    assert not [pid for pid in ranks if lives(pid)]
 
 
 def test_ctrl_c_ends_all(tmp_path: Path) -> None:
-    process = start(PLAIN, "ctrl-c", cwd=tmp_path)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line == "[rank 1] 100 %\n":
-            break
-    assert len(living_ranks(process.pid)) == 2
+    process, ranks = waiting("ctrl-c", tmp_path)
+    assert len(ranks) == 2
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=300)
     assert (process.returncode, error) == (130, "interrupted\n")
-    assert living_ranks(process.pid) == []
+    assert not [pid for pid in ranks if lives(pid)]
+
+
+def waiting(how: str, folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
+    """A launch whose rank 1 has said its last line, and the ranks that live then."""
+    process = start(PLAIN, how, cwd=folder)
+    assert process.stdout is not None
+    while process.stdout.readline() not in ("[rank 1] 100 %\n", ""):
+        continue
+    return process, living_ranks(process.pid)
 
 
 def test_all_ranks_start_again_where_that_is_asked_for(tmp_path: Path) -> None:
@@ -128,3 +124,10 @@ def test_all_ranks_start_again_where_that_is_asked_for(tmp_path: Path) -> None:
     assert "start 2 of 2 follows: rank" in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["g0001", "g0002"]
     assert said(done, 0)[-1] == said(done, 1)[-1] == "at exit"
+
+
+def test_the_commands_do_what_the_page_says(tmp_path: Path) -> None:
+    page = steps_of((ROOT / "docs" / "launch.md").read_text(encoding="utf-8"))
+    assert page and all(step.seen for step in page)
+    with project_in(tmp_path) as folder:
+        assert run_steps([Step(ACTIVATE, False, [], ""), *page], folder) == 1 + len(page)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 _turns: list[tf.Variable] = []
@@ -20,7 +21,7 @@ def run(
 ) -> list[tf.Tensor]:
     """`function(*arrays)` -> arrays as `specs` say; runs at once in eager mode, else when the graph runs."""
     if tf.executing_eagerly():
-        results = function(*(tensor.numpy() for tensor in tensors))
+        results = function(*map(np.asarray, tensors))  # views: nothing here writes to its arguments
         return [tf.convert_to_tensor(value, spec.dtype) for value, spec in zip(results, specs, strict=True)]
 
     def taken(turn: Any, *arrays: Any) -> list[Any]:
