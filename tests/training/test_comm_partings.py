@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -121,6 +123,28 @@ def test_a_rank_that_never_calls_is_named_by_those_that_wait_for_its_call() -> N
 
     for rank, what in enumerate(run_ring(3, work)):
         assert "could not join rank 0" in what, f"rank {rank}: {what}"  # its door answers, but it makes no call
+
+
+def test_a_child_of_a_rank_does_not_hide_its_end() -> None:
+    children: list[int] = []
+
+    def work(comm: Communicator) -> tuple[str, float]:
+        comm.barrier()
+        if comm.rank == 0:
+            return told(comm.barrier)
+        child = os.fork()
+        if child == 0:  # it outlives the rank
+            time.sleep(20)
+            os._exit(0)
+        children.append(child)
+        die(comm)
+        return "", time.monotonic()
+
+    (what, at), (_, died) = run_ring(2, work, deadline_s=5)
+    os.kill(children[0], signal.SIGKILL)
+    os.waitpid(children[0], 0)
+    assert "lost rank 1" in what
+    assert at - died < 1 + SLACK_S
 
 
 def test_the_reason_of_an_abort_reaches_all() -> None:

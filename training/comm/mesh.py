@@ -105,6 +105,12 @@ class Mesh:
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
 
+    def let_go(self) -> None:
+        """In a forked process: close its copies of the sockets, which stay open in this rank."""
+        self._lock, self._closed = threading.Lock(), True  # the old lock may be held by a thread that is not here
+        for sock in (self._listener, *self._arrived.values(), *self._lifelines):
+            sock.close()
+
     def _call(self, channel: int, peer: int, until: float) -> None:
         try:
             self._keep(channel, peer, self._connect(channel, peer, until))

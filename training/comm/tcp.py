@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -52,6 +54,9 @@ __all__ = [
 ]
 
 
+_open: weakref.WeakSet[TcpCommunicator] = weakref.WeakSet()
+
+
 class TcpCommunicator(Communicator):
     """A rank of a mesh, or of one of its groups. Made by `connect_tcp` and `group`.
 
@@ -78,6 +83,7 @@ class TcpCommunicator(Communicator):
         self._groups: list[Communicator] = []
         self._group_counts: Counter[tuple[int, ...]] = Counter()
         self._programs = Programs(rank, len(members))
+        _open.add(self)
 
     def connect_neighbours(self, deadline_s: float) -> None:
         """Connect with the ranks before and after this one; raises CommunicationError naming the one that failed."""
@@ -172,6 +178,13 @@ class TcpCommunicator(Communicator):
             if self._channel == 0:
                 self._mesh.close()
 
+    def let_go(self) -> None:
+        """In a forked process: close its copies of the sockets, which stay open in this rank."""
+        self._ended = "this process was forked from the rank"
+        self._lock = threading.Lock()  # the old one may be held by a thread that is not here
+        self._engine.drop()
+        self._mesh.let_go()
+
     def _run(self, kind: str, algorithm: str, buf: NDArray[Any], peer: int = 0, op: str = "") -> None:
         program = self._programs.of(ProgramKey(kind, algorithm, buf.size, buf.itemsize, peer))
         self._run_program("send" if kind == "recv" else kind, program, buf, op)
@@ -230,3 +243,12 @@ def connect_tcp(
 
 
 connect_ring = connect_tcp  # the name of before
+
+
+def _in_child() -> None:
+    """A forked process holds every socket of the rank, whose end would stay unseen as long as it lives."""
+    for communicator in list(_open):
+        communicator.let_go()
+
+
+os.register_at_fork(after_in_child=_in_child)
