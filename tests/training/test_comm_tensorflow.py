@@ -170,15 +170,36 @@ def test_a_second_server_is_refused(ranks: Ranks) -> None:
 
 
 @slow
-def test_nccl_without_gpus_is_refused_on_every_rank(ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    ("gpus", "told"),
+    [
+        ([None, None, None], "TensorFlow sees no GPU on rank 0"),
+        (["GPU-1", "GPU-2", None], "TensorFlow sees no GPU on rank 2"),
+        (["GPU-1", "GPU-2", "GPU-1"], "ranks 0 and 2 share the GPU GPU-1"),
+        (["GPU-1", "GPU-2", "GPU-3"], ""),
+    ],
+)
+def test_nccl_needs_a_gpu_for_each_rank(ranks: Ranks, gpus: list[str | None], told: str) -> None:
+    """Told on every rank alike."""
+
     def work(comm: Any) -> str:
+        import tensorflow as tf
+
+        from training import devices
         from training.comm.tf_cluster import _check_gpus
 
-        with pytest.raises(ConfigError, match="the nccl backend cannot serve") as caught:
-            _check_gpus(comm.ordinary)
-        return caught.value.got
+        mine = gpus[comm.rank]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tf.config, "list_physical_devices", lambda kind: [kind] if mine else [])
+            patch.setattr(devices, "identity", lambda *_: mine)
+            try:
+                _check_gpus(comm.ordinary)
+            except ConfigError as error:
+                assert error.what == "the nccl backend cannot serve these ranks"
+                return error.got
+        return ""
 
-    assert ranks.run(WHOLE, work) == ["TensorFlow sees no GPU on rank 0"] * WHOLE
+    assert ranks.run(WHOLE, work) == [told] * WHOLE
 
 
 @slow
