@@ -127,6 +127,8 @@ class _Distributed:
         _state(self).loss = loss
         return super().scale_loss(loss)  # type: ignore[misc]
 
+    # Plain Python while a user's tf.function is traced: nothing of it depends on tensors' values.
+    @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Reduce, then apply; with accumulation only on the last micro-batch of each cycle."""
         me = cast(keras.optimizers.Optimizer, self)

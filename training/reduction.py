@@ -44,7 +44,8 @@ class Reduction:
         else of the step waits for other ranks.
         """
         present = [i for i, grad in enumerate(grads) if grad is not None]
-        by_rows = [i for i in present if isinstance(grads[i], tf.IndexedSlices) and self._is_large(variables[i])]
+        slices = [i for i in present if isinstance(grads[i], tf.IndexedSlices)]
+        by_rows = [i for i in slices if self._is_large(variables[i], _dtype(grads[i].values))]
         if isinstance(self.exchange, GraphExchange):
             by_rows = []  # TensorFlow's collectives take whole tensors alone
         whole = [i for i in present if i not in by_rows]
@@ -81,8 +82,8 @@ class Reduction:
         for i, (indices, totals), table in zip(by_rows, pairs, tables, strict=True):
             indices.set_shape((None,))
             totals.set_shape((None, *table.shape[1:]))
-            slices = tf.IndexedSlices(totals, indices, tf.constant(table.shape, indices.dtype))
-            result[i] = slices if rows else tf.convert_to_tensor(slices)
+            total = tf.IndexedSlices(totals, indices, tf.constant(table.shape, indices.dtype))
+            result[i] = total if rows else tf.convert_to_tensor(total)
         return result
 
     def _over_ranks(
@@ -127,8 +128,8 @@ class Reduction:
         with tf.control_dependencies(chain):  # nothing is applied before all is known to be finite
             return [tf.identity(grad) for grad in dense], [(tf.identity(i), tf.identity(v)) for i, v in pairs]
 
-    def _is_large(self, variable: Any) -> bool:
-        return math.prod(_shape(variable)) * np.dtype(variable.dtype).itemsize >= self.rows_from_bytes
+    def _is_large(self, variable: Any, dtype: np.dtype[Any]) -> bool:
+        return math.prod(_shape(variable)) * dtype.itemsize >= self.rows_from_bytes
 
 
 def _then(chain: list[Any], function: Callable[..., Any], inputs: list[Any], name: str) -> list[Any]:
