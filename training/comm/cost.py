@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from training.comm.schedule import Program
 
-TREE_CHUNK_BYTES = 128 << 10  # what a tree passes on before the rest has come (training.comm.tcp)
 WHOLE_BYTES = 32 << 10  # up to here halving-doubling exchanges whole buffers (training.comm.tcp)
 EVEN = 1.05  # times closer than this are equal: the model is not better
 SMALLEST_BYTES, LARGEST_BYTES = 64, 1 << 30  # of the sizes for which an algorithm is chosen; powers of two
@@ -92,15 +91,19 @@ def halving_doubling(num_ranks: int, nbytes: int) -> Counts:
         counts = Counts(rounds, rounds * nbytes, rounds * nbytes)
     if power == num_ranks:
         return counts
-    return Counts(counts.messages + 2, counts.bytes + 2 * nbytes, counts.reduced_bytes + nbytes)
+    # A long buffer folds in while the first cells are halved already; it is given back whole by the same rank.
+    folded = 2 * nbytes if nbytes <= WHOLE_BYTES else nbytes
+    return Counts(counts.messages + 2, counts.bytes + folded, counts.reduced_bytes + nbytes)
 
 
 def double_tree(num_ranks: int, nbytes: int) -> Counts:
-    """Each half of the buffer up and down its own binary tree; an inner node of one tree is a leaf of the other."""
+    """Each half of the buffer up and down its own binary tree; an inner node of one tree is a leaf of the other.
+
+    The busiest rank sends its half up in both trees and down to two children in one: two buffers. Chunks follow each
+    other, so the way through the tree costs messages. Two ranks have one child at most, three have no node between.
+    """
     depth = (num_ranks - 1).bit_length()
-    # The first chunk pays the way up and down; the others follow it, two halves in, two halves out.
-    chunk = min(nbytes / 2, TREE_CHUNK_BYTES)
-    return Counts(4 * depth, 2 * nbytes + 2 * (depth - 1) * chunk, nbytes)
+    return Counts(4 * depth, nbytes * min(num_ranks, 4) / 2, nbytes)
 
 
 COUNTS: dict[str, Callable[[int, int], Counts]] = {
