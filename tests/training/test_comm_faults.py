@@ -137,6 +137,17 @@ def test_deadline_names_the_silent_rank() -> None:
     assert time.monotonic() - started < 3
 
 
+def test_a_rank_that_only_trickles_does_not_put_the_deadline_off() -> None:
+    with fake_rank_1(receive_broadcast, deadline_s=0.4) as (sock, future):
+        for byte in frame():
+            if future.done():
+                break
+            sock.send(bytes([byte]))
+            time.sleep(0.05)  # 2.8 s for all
+        with pytest.raises(CommunicationError, match="for rank 1"):
+            future.result(5)
+
+
 @pytest.mark.parametrize("nbytes", [8, 32 << 20])  # waiting to receive; in the middle of sending
 def test_lost_rank_is_noticed_at_once(nbytes: int) -> None:
     buf = np.zeros(nbytes, np.uint8)

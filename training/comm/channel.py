@@ -99,8 +99,8 @@ class Channel(ABC):
         link.mask = select.POLLIN | select.POLLRDHUP
         self._poll.register(link.fd, link.mask)
 
-    def _serve(self, timeout_s: float) -> bool:
-        """Poll and serve what is ready; False if nothing was."""
+    def _serve(self, timeout_s: float) -> None:
+        """Poll once and serve what is ready."""
         events = self._poll.poll(timeout_s * 1000)
         if self._abort_reason is not None:
             raise CommunicationError(f"rank {self._name}: {self._what} was ended: {self._abort_reason}")
@@ -118,7 +118,6 @@ class Channel(ABC):
                 self._hung_up(link, event)
         if self._stalled:
             raise self._deadline()
-        return bool(events)
 
     @abstractmethod
     def _read(self, link: Link) -> None:

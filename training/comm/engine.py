@@ -64,12 +64,13 @@ class Engine(Channel):
         """One poll, and all that it brings."""
         left = self._until - time.monotonic()
         ripe = any(link.tls and link.active and held(link.sock) for link in self._running)
-        if not self._serve(0.0 if ripe else max(0.0, left)) and not ripe and left <= 0:
-            raise self._deadline()
+        self._serve(0.0 if ripe else max(0.0, left))
         if ripe:
             for link in self._running:
                 if link.active and held(link.sock):
                     self._read(link)
+        if self._left and left <= 0:
+            raise self._deadline()
 
     def _advance(self) -> None:
         """Begin whatever does not wait for anything any more."""
