@@ -21,6 +21,7 @@ from training.buckets import Layout
 from training.comm.base import Communicator
 from training.comm.tensorflow import TensorflowCommunicator
 from training.exchange import Exchange
+from training.ordered import put_last
 
 Array = NDArray[Any]
 
@@ -81,6 +82,7 @@ class GraphExchange(Exchange):
         with tf.control_dependencies(after):
             dtypes = [tf.int32, *(value.dtype for value in statistics)]
             agreed, *means = tf.nest.flatten(tf.numpy_function(self._finish, inputs, dtypes, name="agree"))
+        put_last(agreed)  # another optimizer's sums come after it on every rank
         with tf.control_dependencies([agreed]):  # nothing is applied before all is known to be finite
             return [tf.identity(total) for total in sums], means
 
