@@ -31,9 +31,11 @@ class _Ghost(keras.layers.BatchNormalization):
             return super().call(inputs, training=training, mask=mask)
         rows = inputs.shape[0]
         if mask is not None or (rows is not None and rows % self.group_rows):
-            raise ValueError(
-                f"{self.name} needs batches of whole groups of {self.group_rows} rows without a mask, "
-                f"got {rows} rows{'' if mask is None else ' and a mask'}"
+            raise ConfigError(
+                f"{self.name} needs batches of whole groups of {self.group_rows} rows without a mask",
+                got=f"{rows} rows{'' if mask is None else ' and a mask'}",
+                allowed=f"multiples of {self.group_rows} rows",
+                next_step="Use --batchnorm sync.",
             )
         x = ops.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
         shape = ops.shape(x)

@@ -103,7 +103,9 @@ class Fit(AbstractContextManager["Fit"]):
     def run(self) -> dict[str, Any]:
         """Train what is left of the run; returns the rank's result."""
         control, plan, model = self._context.control, self._plan, self._model
-        self._step.install(model, self._comm.group(range(self._comm.num_ranks)))
+        group = self._comm.group(range(self._comm.num_ranks))
+        group.deadline_s = self._config.stall_limit_s
+        self._step.install(model, group)
         control.beat(0, "restore")
         restored = self._saver.find()
         self._callbacks.begin()

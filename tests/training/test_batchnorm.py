@@ -60,7 +60,7 @@ def test_inference_and_frozen_layers_use_the_moving_averages() -> None:
 
 
 def test_half_a_group_is_refused() -> None:
-    with pytest.raises(ValueError, match="whole groups of 4 rows"):
+    with pytest.raises(ConfigError, match="whole groups of 4 rows"):
         layer()(np.ones((6, 5), np.float32), training=True)
 
 
