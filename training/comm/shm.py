@@ -59,6 +59,8 @@ def connect_shm(
     Raises SharedMemoryUnavailableError on every rank alike, with the reason, where memory cannot be shared.
     `training.comm.topology.host_identity` tells beforehand which ranks are of one host.
     """
+    if not 0 <= rank < num_ranks or num_ranks < 2:
+        raise ValueError(f"shared memory got rank {rank} of {num_ranks}; allowed are 2 ranks or more, numbered from 0")
     arena = default_arena_bytes(num_ranks) if arena_bytes is None else arena_bytes
     segment, links = join(rank, num_ranks, generation, key, peers_exchange, arena, deadline_s)
     return ShmCommunicator(segment, links, rank, generation, call_deadline_s, labels or range(num_ranks))

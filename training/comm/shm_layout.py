@@ -25,7 +25,7 @@ SLOTS, SLOT_BYTES = 4, 64 << 10  # of send and recv
 SENT, TAKEN, HEADERS = 0, 64, 128  # offsets in the page of a pair; a header: tag, size
 HEADER_BYTES = 24
 MAX_RANKS = 128  # of one host; a message between processes carries at most 253 sockets
-STAGE_BYTES = 256 << 10  # of one half, all parts of it together, so that it stays in the second-level cache
+STAGE_BYTES = 512 << 10  # of one half, all parts together: fits the second-level cache; larger ones save rounds
 MIN_CHUNK_BYTES = 32 << 10
 
 
