@@ -87,7 +87,7 @@ def test_a_script_that_fails_is_told_with_its_lines(tmp_path: Path, how: str, re
 
 @pytest.mark.parametrize(
     ("how", "within_s", "reason"),
-    [("killed", 5.0, "was killed by SIGKILL"), ("stopped", 15.0, "has been stopped by a signal for 5 s")],
+    [("killed", 8.0, "was killed by SIGKILL"), ("stopped", 20.0, "has been stopped by a signal for 5 s")],
 )
 def test_a_dead_and_a_frozen_rank_are_named_soon(tmp_path: Path, how: str, within_s: float, reason: str) -> None:
     process, ranks = waiting(how, tmp_path)

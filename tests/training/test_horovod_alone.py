@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,6 +111,24 @@ def test_a_distributed_model_is_compiled_without_xla() -> None:
         model = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
     assert model.jit_compile is False
     model.fit(np.ones((4, 2)), np.ones(4), verbose=0)
+
+
+def test_a_saved_model_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "model.keras"
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.125, momentum=0.5)), loss="mse")
+    x, y = np.ones((4, 2)), np.ones(4)
+    model.fit(x, y, verbose=0)
+    model.save(path)
+    loaded = hvd.load_model(path)
+    for again in (model, loaded):
+        again.fit(x, y, verbose=0)
+    for got, wanted in zip(loaded.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    assert loaded.jit_compile is False and int(loaded.optimizer.iterations) == 2
+    keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]).save(path)
+    with pytest.raises(ConfigError, match="without an optimizer"):
+        hvd.load_model(path)
 
 
 def rates(callback: Any, epochs: int, steps: int, optimizer: Any) -> list[float]:

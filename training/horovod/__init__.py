@@ -12,7 +12,7 @@ from training.horovod import callbacks
 from training.horovod.compression import Compression
 from training.horovod.gather import allgather, broadcast, broadcast_variables
 from training.horovod.objects import allgather_object, barrier, broadcast_object
-from training.horovod.optimizer import DistributedOptimizer
+from training.horovod.optimizer import DistributedOptimizer, load_model
 from training.horovod.place import (
     absent,
     cross_rank,
@@ -52,6 +52,7 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "load_model",
     "local_rank",
     "local_size",
     "rank",
@@ -77,7 +78,6 @@ ABSENT = {
     "DistributedAdasumOptimizer": "Use hvd.DistributedOptimizer.",
     "PartialDistributedGradientTape": "Use hvd.DistributedGradientTape.",
     "PartialDistributedOptimizer": "Use hvd.DistributedOptimizer.",
-    "load_model": "Use keras.models.load_model, then hvd.DistributedOptimizer(model.optimizer).",
     "start_timeline": "Use tf.profiler, or jobs.train's report.",
     "stop_timeline": "Use tf.profiler, or jobs.train's report.",
     "mpi_threads_supported": "There is no MPI here.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -69,6 +70,27 @@ def DistributedOptimizer(
     place.exchanges.append(exchange_of(distributed))
     _without_xla()
     return distributed
+
+
+def load_model(
+    filepath: Any,
+    custom_optimizers: Sequence[type] | None = None,
+    custom_objects: dict[str, Any] | None = None,
+    compression: type[Compressor] = Compression.none,
+) -> Any:
+    """A model saved by Keras, with its optimizer and that one's state, distributed again. A collective."""
+    known = {one.__name__: one for one in custom_optimizers or ()}
+    model = keras.models.load_model(filepath, custom_objects={**known, **(custom_objects or {})})
+    if getattr(model, "optimizer", None) is None:
+        raise ConfigError(
+            f"the model {filepath} was saved without an optimizer",
+            got="a model that is not compiled",
+            allowed="a model saved by model.save after compile",
+            next_step="Load it by keras.models.load_model, and compile it with hvd.DistributedOptimizer.",
+        )
+    model.optimizer = DistributedOptimizer(model.optimizer, compression=compression)
+    model.jit_compile = False
+    return model
 
 
 def _without_xla() -> None:

@@ -74,7 +74,7 @@ def main(context: RankContext) -> dict[str, Any]:
 
 
 def environment(world: World, table: list[tuple[str, int]]) -> dict[str, str]:
-    """What a script finds in its environment: our names, and those that torchrun's and TorchDistributor's scripts read.
+    """What a script finds in its environment: our names, and those that scripts of torchrun and Horovod read.
 
     `table` has rank 0's host and a port that was free there a moment ago, for a library that meets by itself.
     """
@@ -90,6 +90,10 @@ def environment(world: World, table: list[tuple[str, int]]) -> dict[str, str]:
         "WORLD_SIZE": world.num_ranks,
         "LOCAL_RANK": world.rank_of_node,
         "LOCAL_WORLD_SIZE": world.ranks_per_node,
+        "HOROVOD_RANK": world.rank,
+        "HOROVOD_SIZE": world.num_ranks,
+        "HOROVOD_LOCAL_RANK": world.rank_of_node,
+        "HOROVOD_LOCAL_SIZE": world.ranks_per_node,
         "MASTER_ADDR": table[0][0],
         "MASTER_PORT": table[0][1],
     }
