@@ -50,7 +50,7 @@ def fake_rank_1(
 
 def frame(payload: np.ndarray = PAYLOAD, **changes: int) -> bytes:
     fields = {"length": payload.nbytes, "tag": TAG, "generation": 7, "sequence": 0, "total": PAYLOAD.nbytes}
-    return pack_header(Expected(**(fields | changes)), payload.view(np.uint8)) + payload.tobytes()
+    return pack_header(Expected(**(fields | changes)).pack(), payload.view(np.uint8)) + payload.tobytes()
 
 
 def receive_broadcast(comm: Communicator) -> list[float]:

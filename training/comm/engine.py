@@ -32,6 +32,7 @@ class Engine(Channel):
         self._raw: NDArray[np.uint8] = np.empty(0, np.uint8)
         self._ufunc: np.ufunc = np.add
         self._keeps_sent = False
+        self._has_tls = False
         self.calls = 0
         """Collectives before this one, modulo 2**32: ranks that differ in the order of calls notice by it."""
 
@@ -53,17 +54,18 @@ class Engine(Channel):
             if link.over or (link.closing and sends):
                 raise self._lost(link)
             self._running.append(link)
+            self._has_tls = self._has_tls or link.tls
         self._advance()
         while self._left:
             self._turn()
 
-    def _frame(self, length: int, sequence: int) -> Expected:
-        return Expected(length, self._tag, self._generation, sequence, self._buf.nbytes, self.calls)
+    def _fields(self, length: int, sequence: int) -> bytes:
+        return Expected(length, self._tag, self._generation, sequence, self._buf.nbytes, self.calls).pack()
 
     def _turn(self) -> None:
         """One poll, and all that it brings."""
         left = self._until - time.monotonic()
-        ripe = any(link.tls and link.active and held(link.sock) for link in self._running)
+        ripe = self._has_tls and any(link.active and held(link.sock) for link in self._running)
         self._serve(0.0 if ripe else max(0.0, left))
         if ripe:
             for link in self._running:
@@ -89,7 +91,7 @@ class Engine(Channel):
                     break
                 item = self._buf.itemsize
                 payload = self._raw[send.start * item : send.stop * item]
-                header = pack_header(self._frame(payload.nbytes, link.sent), payload)
+                header = pack_header(self._fields(payload.nbytes, link.sent), payload)
                 whole = self._keeps_sent
                 link.outgoing = (
                     [memoryview(header + payload.tobytes())] if whole else [memoryview(header), payload.data]
@@ -124,7 +126,7 @@ class Engine(Channel):
         start, stop = receive.start * item, receive.stop * item
         link.payload = self._raw[start:stop] if receive.combine == "copy" else link.scratch_for(stop - start)
         link.payload_left = link.payload.data
-        link.expected = self._frame(stop - start, link.received)
+        link.expected = self._fields(stop - start, link.received)
         link.active = True
         if link.got == HEADER_BYTES:  # read ahead
             self._check(link, check_header(link.header, link.expected))

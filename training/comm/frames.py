@@ -40,11 +40,10 @@ KINDS = {
     "all_gather_parts": 5,
     "send": 6,
     "barrier": 7,
+    "all_gather": 8,  # of shared memory; over TCP it is all_gather_parts
 }
-KINDS |= {"barrier": 7, "all_gather_ragged": 8, "all_gather": 9}  # of shared memory; over TCP they are made of others
 _OPS = {"": 0, "sum": 1, "max": 2, "mean": 3, "min": 4}
 _DTYPES = {"uint8": 1, "int64": 2, "float32": 3, "float64": 4, "int32": 5, "float16": 6, "bfloat16": 7}
-
 
 LEFT, ENDED, STALLED = WORDS = (0xFD << 16, 0xFE << 16, 0xFF << 16)
 WORD_BYTES = 512  # payload of such a frame: UTF-8, zeros behind
@@ -59,6 +58,10 @@ class Expected(NamedTuple):
     sequence: int
     total: int
     call: int = 0
+
+    def pack(self) -> bytes:
+        """As they stand in the header."""
+        return _FIELDS.pack(*self)
 
 
 @cache
@@ -78,15 +81,16 @@ def describe_tag(tag: int) -> str:
     )
 
 
-def pack_header(fields: Expected, payload: NDArray[np.uint8]) -> bytes:
-    """Header of a frame whose payload is the flat, contiguous uint8 array `payload`."""
-    head = _FIELDS.pack(*fields)
-    return head + _CRC.pack(google_crc32c.extend(google_crc32c.value(head), payload))
+def pack_header(fields: bytes, payload: NDArray[np.uint8]) -> bytes:
+    """Header of a frame with these packed fields, whose payload is the flat, contiguous uint8 array `payload`."""
+    return fields + _CRC.pack(google_crc32c.extend(google_crc32c.value(fields), payload))
 
 
-def check_header(header: bytes | bytearray, expected: Expected) -> str | None:
-    """None if the fields are the expected ones, else what differs, in words (before any payload is read)."""
-    got = Expected(*_FIELDS.unpack_from(header))
+def check_header(header: bytes | bytearray, fields: bytes) -> str | None:
+    """None if the packed fields are the expected ones, else what differs, in words (before any payload is read)."""
+    if header.startswith(fields):
+        return None
+    expected, got = Expected(*_FIELDS.unpack(fields)), Expected(*_FIELDS.unpack_from(header))
     for name in ("generation", "call", "tag", "total", "sequence", "length"):
         mine, theirs = getattr(expected, name), getattr(got, name)
         if mine != theirs:
@@ -108,7 +112,7 @@ def pack_word(tag: int, generation: int, sequence: int, text: str) -> bytes:
     payload = np.zeros(WORD_BYTES, np.uint8)
     data = text.encode()[:WORD_BYTES]
     payload[: len(data)] = np.frombuffer(data, np.uint8)
-    return pack_header(Expected(WORD_BYTES, tag, generation, sequence, 0), payload) + payload.tobytes()
+    return pack_header(Expected(WORD_BYTES, tag, generation, sequence, 0).pack(), payload) + payload.tobytes()
 
 
 def read_word(frame: bytes, generation: int) -> tuple[int, str] | None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from training.comm.frames import HEADER_BYTES, Expected
+from training.comm.frames import HEADER_BYTES
 from training.comm.schedule import Receive, Send
 
 HUNG_UP = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
@@ -36,7 +36,7 @@ class Link:
         self.header_view = memoryview(self.header)
         self.got = 0  # bytes of the header that comes or has come in
         self.active = False  # receives[receive_at] may be read
-        self.expected = Expected(0, 0, 0, 0, 0)
+        self.expected = b""  # fields of the frame that comes next
         self.scratch: NDArray[np.uint8] = np.empty(0, np.uint8)
         self.payload: NDArray[np.uint8] = self.scratch
         self.payload_left = memoryview(b"")
