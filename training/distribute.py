@@ -122,6 +122,7 @@ class _Distributed:
             )
         super().__setattr__(name, value)
 
+    @tf.autograph.experimental.do_not_convert
     def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
         """Keras hands in the step's local mean loss here; it travels with the last bucket."""
         _state(self).loss = loss
