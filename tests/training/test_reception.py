@@ -120,3 +120,35 @@ def test_a_recorded_handshake_is_worth_nothing(door: Door) -> None:
     assert len(answer) == 64  # a new nonce and its proof; not the word that it is let in
     door.wait_for(lambda: door.reception.last)
     assert door.came == [(1, 5)] and "does not have the key" in door.reception.last
+
+
+def test_a_door_stays_open_when_accept_fails(caplog: pytest.LogCaptureFixture) -> None:
+    """The kernel reports a caller's network errors there, and a process that has no descriptors left gets some back."""
+    came: list[str] = []
+
+    class Failing(socket.socket):
+        failures = 2
+
+        def accept(self) -> tuple[socket.socket, tuple[str, int]]:
+            if self.failures:
+                self.failures -= 1
+                raise OSError(24, "Too many open files")
+            return super().accept()
+
+    def examine(sock: socket.socket, until: float) -> None:
+        came.append(sock.recv(5).decode())
+        sock.close()
+
+    with Failing() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(5)
+        thread = threading.Thread(target=Reception("rank 0", examine, time.monotonic() + 30).serve, args=(listener,))
+        thread.start()
+        with socket.create_connection(listener.getsockname()) as sock:
+            sock.sendall(b"hello")
+            end = time.monotonic() + 10
+            while not came and time.monotonic() < end:
+                time.sleep(0.01)
+    thread.join(10)
+    assert not thread.is_alive() and came == ["hello"]
+    assert "Too many open files" in caplog.text

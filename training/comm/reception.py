@@ -51,8 +51,10 @@ class Reception:
                 self.admit(sock, address[0])
             except TimeoutError:
                 continue
-            except OSError:  # the listener was closed; or a caller has gone, or there are no descriptors just now
-                time.sleep(ACCEPT_S)
+            except OSError as error:
+                if listener.fileno() >= 0:  # not the end: the network failed, or there are no descriptors just now
+                    self._refuse("somewhere", str(error))
+                    time.sleep(ACCEPT_S)
 
     def admit(self, sock: socket.socket, address: str) -> None:
         """Begin to examine a caller; returns at once, or as soon as the caller that had to leave is gone."""
