@@ -120,3 +120,18 @@ def test_a_hundred_steps(name: str, options: dict[str, Any]) -> None:
     assert [agreement.step for agreement in agreed] == list(range(1, 100 // every + 1))
     means = np.array(losses[: len(agreed) * every]).reshape(-1, every).mean(axis=1)
     np.testing.assert_allclose([agreement.loss for agreement in agreed], means, rtol=1e-9)
+
+
+def test_accumulating_is_a_larger_batch() -> None:
+    import keras
+
+    data = batches(6)
+    larger = [tuple(np.concatenate(parts) for parts in zip(*data[i : i + 3], strict=True)) for i in (0, 3)]
+    plain = Learner(keras.optimizers.AdamW(0.01, global_clipnorm=0.1), eager=True)
+    plain.run(larger)  # type: ignore[arg-type]  # pairs, which a generator hides
+    make = partial(keras.optimizers.AdamW, 0.01, global_clipnorm=0.1, gradient_accumulation_steps=3)
+    ranks, seen = on_ranks(make, data, TWO, learner=eager)
+    for mine, *others in zip(plain.weights, *(learner.weights for learner in ranks), strict=True):
+        for other in others:
+            np.testing.assert_allclose(other.numpy(), mine.numpy(), rtol=1e-12)
+    assert [pending for pending, _ in seen[0]] == [1, 2, 0] * 2, "one exchange in three batches"
