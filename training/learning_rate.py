@@ -154,7 +154,7 @@ def scale_learning_rate(
             next_step="Scale the rates in the model's function, and leave out --learning-rate-scaling.",
         )
     factor = 1.0 if base_batch is None else factor_of(rule, global_batch, base_batch)
-    base: Any = rate if schedule else float(np.asarray(rate))
+    base: Any = rate if schedule else float(str(np.asarray(rate)))  # 0.05, not what float32 makes of it
     if warm_up_steps or (schedule and (factor != 1.0 or calls_per_step > 1)):
         start = 0.0 if rule == "none" else min(1.0, factor)
         warm = WarmUp(base, factor, start=start, warm_up_steps=warm_up_steps, calls_per_step=calls_per_step)
