@@ -1,10 +1,13 @@
 """The cost model against what is measured between 2 to 8 ranks of this host, then simulated clusters.
 
-    python -m benchmarks.scaling [--rounds 9] [--simulate-only]
+    python -m benchmarks.scaling [--rounds 9] [--mbit 200] [--simulate-only]
 
 Eight processes meet over TCP once; groups of the first N of them are measured in turns, so that a disturbance meets
 every N alike. Costs are fitted to FIT_RANKS and FIT_SIZES; all other pairs are predictions. The processes share the
 host's cores: a call takes as long as all ranks' work, divided by the cores. About a minute.
+
+With --mbit (as root) each process has a host of its own, a network namespace with so slow a link that the cores wait
+for it: there the model is all there is, along the busiest rank's path. Three minutes at 200 Mbit/s and 3 rounds.
 """
 
 from __future__ import annotations
@@ -15,15 +18,17 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
 
-from training.comm.cost import COUNTS, Counts, LinkCosts, work_of
+from benchmarks.scaling_simulated import simulated
+from tests.network.hosts import Hosts
+from tests.network.run_hosts import run_hosts
+from training.comm.cost import COUNTS, Counts, LinkCosts, predict_s, work_of
 from training.comm.options import CommOptions
-from training.comm.simulate import Cluster, Layer, Workload, ethernet, simulate
 from training.comm.tcp import ProgramKey, TcpCommunicator, program_of
 from training.launch.context import RankContext
 from training.launch.local import run_local
@@ -33,6 +38,8 @@ MOST_RANKS = 8
 RANKS = tuple(range(2, MOST_RANKS + 1))
 SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 FIT_RANKS, FIT_SIZES = (2, 4, 6, 8), (4 << 10, 256 << 10, 4 << 20)
+WIRE_SIZES = (512 << 10, 1 << 20, 2 << 20, 4 << 20)  # well above the 256 KiB that a shaped link lets through at once
+WIRE_FIT_RANKS, WIRE_FIT_SIZES = (2, 4, 8), (512 << 10, 4 << 20)
 ROUND_S = 0.02
 MAX_CALLS = 50
 BAR = 0.15
@@ -43,9 +50,9 @@ Case = tuple[int, str, int]
 """(ranks, algorithm, bytes)"""
 
 
-def cases() -> list[Case]:
+def cases(sizes: Sequence[int]) -> list[Case]:
     """All that is measured."""
-    return list(itertools.product(RANKS, COUNTS, SIZES))
+    return list(itertools.product(RANKS, COUNTS, sizes))
 
 
 def rank_main(context: RankContext) -> dict[str, Any]:
@@ -58,7 +65,7 @@ def rank_main(context: RankContext) -> dict[str, Any]:
     for number in range(context.payload["rounds"] + 1):  # the first one connects, and finds how often to call
         context.control.beat(number, "measure")
         times = []
-        for case in cases():
+        for case in cases(context.payload["sizes"]):
             n, name, nbytes = case
             if world.rank < n:
                 group, buf = groups[n], np.zeros(nbytes // 4, np.float32)
@@ -141,15 +148,33 @@ def fit(measured: dict[Case, float], name: str, cores: int) -> CrowdedCosts:
     return CrowdedCosts(*best[1].tolist())
 
 
-def compare(rounds: Sequence[Sequence[float]]) -> None:
-    """Print predicted against measured."""
-    cores = len(os.sched_getaffinity(0))
-    found = np.quantile(np.array(rounds), QUANTILE, axis=0).tolist()
-    measured: dict[Case, float] = dict(zip(cases(), found, strict=True))
-    print(
-        f"{cores} cores, Python {platform.python_version()}, NumPy {np.__version__}, load {os.getloadavg()[0]:.1f}, "
-        f"{len(rounds)} rounds; fitted on {FIT_RANKS} ranks and {[size >> 10 for size in FIT_SIZES]} KiB"
+def wire_costs(measured: dict[Case, float], name: str) -> LinkCosts:
+    """alpha and beta of an algorithm on slow links, with the least squares of relative errors; adding takes no time."""
+    chosen = [case for case in measured if case[1] == name and case[0] in WIRE_FIT_RANKS and case[2] in WIRE_FIT_SIZES]
+    rows = np.array([np.array(COUNTS[name](case[0], case[2])[:2]) / measured[case] for case in chosen])
+    alpha, beta = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0].tolist()
+    if alpha < 0:
+        alpha, beta = 0.0, float(rows[:, 1].sum() / (rows[:, 1] ** 2).sum())
+    return LinkCosts(alpha_s=alpha, beta_s_per_byte=beta, gamma_s_per_byte=0.0)
+
+
+def quartile(rounds: Sequence[Sequence[float]], sizes: Sequence[int]) -> dict[Case, float]:
+    """Seconds of each case."""
+    return dict(zip(cases(sizes), np.quantile(np.array(rounds), QUANTILE, axis=0).tolist(), strict=True))
+
+
+def machine(rounds: int) -> str:
+    """Where and when."""
+    return (
+        f"{len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}, NumPy {np.__version__}, "
+        f"load {os.getloadavg()[0]:.1f}, {rounds} rounds"
     )
+
+
+def compare(rounds: Sequence[Sequence[float]]) -> None:
+    """Print predicted against measured on shared cores."""
+    cores, measured = len(os.sched_getaffinity(0)), quartile(rounds, SIZES)
+    print(f"{machine(len(rounds))}; fitted on {FIT_RANKS} ranks and {[size >> 10 for size in FIT_SIZES]} KiB")
     costs = {name: fit(measured, name, cores) for name in COUNTS}
     for name, each in costs.items():
         print(
@@ -157,16 +182,44 @@ def compare(rounds: Sequence[Sequence[float]]) -> None:
             f"{each.call_s * 1e6:.0f} us a rank's call, beta {each.beta_s_per_byte * 1e9:.2f} ns a byte "
             f"and {each.beyond_s_per_byte * 1e9:.2f} ns more beyond the cache"
         )
-    print(f"{'ranks':>5} {'algorithm':<17}" + "".join(f"{size >> 10:>21} KiB" for size in SIZES))
+    show(measured, SIZES, lambda case: costs[case[1]].seconds(case, cores), is_fitted)
+
+
+def compare_wire(rounds: Sequence[Sequence[float]], mbit: int) -> None:
+    """Print predicted against measured on slow links."""
+    measured = quartile(rounds, WIRE_SIZES)
+    fitted_to = f"fitted on {WIRE_FIT_RANKS} ranks and {[size >> 10 for size in WIRE_FIT_SIZES]} KiB"
+    links = f"{MOST_RANKS} namespaces, {mbit} Mbit/s each ({8e3 / mbit:.1f} ns a byte)"
+    print(f"{links}; {machine(len(rounds))}; {fitted_to}")
+    costs = {name: wire_costs(measured, name) for name in COUNTS}
+    for name, each in costs.items():
+        alpha, beta = each.alpha_s * 1e6, each.beta_s_per_byte * 1e9
+        print(f"{name:<17} alpha {alpha:.0f} us a message, beta {beta:.2f} ns a byte")
+    show(
+        measured,
+        WIRE_SIZES,
+        lambda case: predict_s(case[1], case[0], case[2], costs[case[1]]),
+        lambda case: case[0] in WIRE_FIT_RANKS and case[2] in WIRE_FIT_SIZES,
+    )
+
+
+def show(
+    measured: dict[Case, float],
+    sizes: Sequence[int],
+    predict: Callable[[Case], float],
+    in_fit: Callable[[Case], bool],
+) -> None:
+    """The table, and how good the model is."""
+    print(f"{'ranks':>5} {'algorithm':<17}" + "".join(f"{size >> 10:>21} KiB" for size in sizes))
     errors: dict[bool, list[float]] = {True: [], False: []}
     for n, name in itertools.product(RANKS, COUNTS):
         line = f"{n:>5} {name:<17}"
-        for nbytes in SIZES:
+        for nbytes in sizes:
             case = (n, name, nbytes)
-            told = costs[name].seconds(case, cores)
+            told = predict(case)
             error = told / measured[case] - 1
-            errors[is_fitted(case)].append(abs(error))
-            mark = "*" if is_fitted(case) else " "
+            errors[in_fit(case)].append(abs(error))
+            mark = "*" if in_fit(case) else " "
             line += f"{measured[case] * 1e3:>9.2f} {told * 1e3:>7.2f} {error:>+6.0%}{mark}"
         print(line)
     print("milliseconds: measured (lower quartile of rounds, slowest rank), predicted, error; * used in the fit")
@@ -179,86 +232,20 @@ def compare(rounds: Sequence[Sequence[float]]) -> None:
         )
 
 
-# What is simulated. Parameters by stage from the architectures; work by their multiplications (He et al. 2016; Simonyan
-# and Zisserman 2015). Steps a second of a P100 at 64 images: TensorFlow's benchmark page of 2017.
-RESNET50 = Workload(
-    name="ResNet-50, 25.6 M parameters, 64 images in 292 ms (P100)",
-    layers=tuple(
-        Layer(name=name, gradient_bytes=4 * parameters, work=share)
-        for name, parameters, share in (
-            ("conv1", 9_536, 0.12),
-            ("conv2", 215_808, 0.68),
-            ("conv3", 1_219_584, 1.04),
-            ("conv4", 7_098_368, 1.47),
-            ("conv5", 14_964_736, 0.81),
-            ("fc", 2_049_000, 0.002),
-        )
-    ),
-    compute_s=64 / 219,
-)
-VGG16 = Workload(
-    name="VGG-16, 138 M parameters, 64 images in 416 ms (P100)",
-    layers=tuple(
-        Layer(name=name, gradient_bytes=4 * parameters, work=share)
-        for name, parameters, share in (
-            ("conv1", 38_720, 1.94),
-            ("conv2", 221_440, 2.77),
-            ("conv3", 1_475_328, 4.62),
-            ("conv4", 5_899_776, 4.62),
-            ("conv5", 7_079_424, 1.39),
-            ("fc1", 102_764_544, 0.103),
-            ("fc2", 16_781_312, 0.017),
-            ("fc3", 4_097_000, 0.004),
-        )
-    ),
-    compute_s=64 / 154,
-)
-RESNET20 = Workload(
-    name="ResNet-20, 0.27 M parameters, 64 images in 133 ms (one core)",
-    layers=(Layer(name="all", gradient_bytes=4 * 274_442, work=1),),
-    compute_s=64 / 480,
-)
-DENSE = Workload(
-    name="six dense layers, 23 M parameters, 128 rows in 107 ms (one core)",
-    layers=tuple(Layer(name=str(i), gradient_bytes=4 * (2048 * 2048 + 2048), work=1) for i in range(6)),
-    compute_s=128 / 1190,
-)
-ALPHA_S = 30e-6  # between hosts, of one message, software included: assumed
-INNER = LinkCosts(alpha_s=5e-6, beta_s_per_byte=1e-10, gamma_s_per_byte=2e-11)  # 10 GB/s within a host: assumed
-GAMMA = 2e-11  # 50 GB/s added: assumed
-PER_HOST = 4  # Horovod's hosts had four GPUs
-
-
-def simulated() -> None:
-    """Print efficiencies, labelled as what they are."""
-    print("\nSIMULATED, nothing of this was run. Efficiency: samples/s of a rank as a share of one rank alone.")
-    print(
-        f"{PER_HOST} ranks a host, {ALPHA_S * 1e6:.0f} us a message, the network used wholly, no rank ever late, "
-        "overlap as training.buckets does"
-    )
-    print(f"{'model':<66}{'Gbit/s':>7}" + "".join(f"{n:>12} ranks" for n in (8, 64, 512, 4096)))
-    for workload in (RESNET50, VGG16, RESNET20, DENSE):
-        for gbit in (25, 100):
-            line = f"{workload.name:<66}{gbit:>7}"
-            for n in (8, 64, 512, 4096):
-                outer = ethernet(gbit, alpha_s=ALPHA_S, gamma_s_per_byte=GAMMA)
-                step = simulate(workload, Cluster(num_ranks=n, ranks_per_host=PER_HOST, outer=outer, inner=INNER))
-                line += f"{step.efficiency:>9.0%} {step.exposed_s * 1e3:>5.0f} ms"
-            print(line)
-    print(
-        "ms: exposed exchange a step. Published (Sergeev and Del Balso 2018, arXiv:1802.05799): 512 Pascal GPUs, 4 a\n"
-        "host, 25 Gbit/s RoCE: 90 % for Inception V3 and ResNet-101, 68 % for VGG-16."
-    )
-
-
 def main() -> None:
     """Measure, compare, simulate."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--mbit", type=int, help="of each host's link, between network namespaces; needs root")
     parser.add_argument("--simulate-only", action="store_true")
     args = parser.parse_args()
+    sizes = list(WIRE_SIZES if args.mbit else SIZES)
+    task = RankTask("benchmarks.scaling:rank_main", {"rounds": args.rounds, "sizes": sizes})
+    if args.mbit:
+        with Hosts(MOST_RANKS, rate_bits_s=args.mbit * 10**6) as hosts:
+            compare_wire(run_hosts(hosts, task, MOST_RANKS)[0]["rounds"], args.mbit)
+        return
     if not args.simulate_only:
-        task = RankTask("benchmarks.scaling:rank_main", {"rounds": args.rounds})
         compare(run_local(task, MOST_RANKS)[0]["rounds"])
     simulated()
 
