@@ -54,7 +54,7 @@ def copy_scaled(source: Array, factor: float, out: Array, num_ranks: int) -> boo
         bits, mask = _bits(source)
         found = _copy(source, bits, source.dtype.type(factor), out, mask)
         largest = float(_number(found, source.dtype))
-    return bool(largest * max(factor, 1.0) * num_ranks < _limit(source.dtype))  # False for NaN
+    return bool(largest * factor * num_ranks < _limit(source.dtype))  # False for NaN
 
 
 def all_finite(flat: Array) -> bool:

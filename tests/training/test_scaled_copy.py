@@ -45,6 +45,21 @@ def test_what_is_called_safe_is_safe(values: np.ndarray, ranks: int, factor: flo
     assert not safe or np.isfinite(sums).all()
 
 
+@pytest.mark.parametrize(
+    ("value", "factor", "ranks", "safe"),
+    [
+        (1.5e38, 1.0, 1, True),
+        (-1.5e38, 1.0, 3, False),  # three of them are infinite
+        (1.5e38, 1 / 3, 3, True),
+        (5e37, 4.0, 3, False),
+        (1.8e38, 1.0, 1, False),  # more than half of what float32 holds: nothing is promised
+    ],
+)
+def test_sums_over_ranks_count(value: float, factor: float, ranks: int, safe: bool) -> None:
+    out = np.zeros(2, np.float32)
+    assert copy_scaled(np.array([1.0, value], np.float32), factor, out, ranks) == safe
+
+
 def test_a_large_number_alarms_nobody() -> None:
     """It might make a sum infinite on other ranks, so all look at the sums, and find them finite."""
 
