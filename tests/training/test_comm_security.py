@@ -23,6 +23,7 @@ from tests.training._proxy import Proxy
 from tests.training._ranks import rank_path
 from tests.training._ring import KEY, Table
 from training.comm import Communicator, auth
+from training.comm.reception import MAX_CALLERS
 from training.comm.tcp import TcpCommunicator, connect_tcp
 from training.comm.tls import Credentials, Tls, issue
 from training.control.failures import RankFailedError
@@ -233,15 +234,17 @@ def test_the_key_opens_the_shared_memory_door_alone(caplog: pytest.LogCaptureFix
     with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as pool:
         name = f"\0lockstep-test-{os.getpid()}-{time.monotonic_ns()}"
         listener.bind(name)
-        listener.listen(8)
+        listener.listen(4 * MAX_CALLERS)
         until = time.monotonic() + 10
         admitted = pool.submit(shm_join._admit, listener, 2, GENERATION, KEY, until)
         for key, generation, channel in ((b"x" * 32, GENERATION, shm_join.CHANNEL), (KEY, 6, shm_join.CHANNEL)):
             with socket.socket(socket.AF_UNIX) as stranger, pytest.raises((auth.HandshakeError, OSError)):
                 stranger.connect(name)
                 auth.call(stranger, key, generation, 2, 1, 0, channel, until)
-        with socket.socket(socket.AF_UNIX) as silent, socket.socket(socket.AF_UNIX) as other:
-            silent.connect(name)  # says nothing, and is in nobody's way
+        with ExitStack() as stack:
+            for _ in range(2 * MAX_CALLERS):  # they say nothing, and are in nobody's way
+                stack.enter_context(socket.socket(socket.AF_UNIX)).connect(name)
+            other = stack.enter_context(socket.socket(socket.AF_UNIX))
             other.connect(name)
             auth.call(other, KEY, GENERATION, 2, 1, 0, 0, until)  # a rank's call to a TCP door, passed on
             other.settimeout(5)
@@ -251,4 +254,4 @@ def test_the_key_opens_the_shared_memory_door_alone(caplog: pytest.LogCaptureFix
     assert carriers[0] is None and carriers[1] is not None
     for sock in (rank, carriers[1]):
         sock.close()
-    assert "meant for another socket" in caplog.text and "generation 6, calling rank 0" in caplog.text
+    assert "the shared memory's socket refused a caller from process" in caplog.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import struct
 import threading
 import time
 from collections import Counter
@@ -20,6 +21,7 @@ ACCEPT_S = 0.2  # a closed listener does not wake accept() everywhere
 MAX_CALLERS = 32  # at once, a thread and one fixed-size hello each
 BACKLOG = 1024  # callers whom the kernel holds meanwhile: those beyond would try again after a second
 LOG_EVERY_S = 1.0
+_CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
 
 
 class Reception:
@@ -48,7 +50,7 @@ class Reception:
         while listener.fileno() >= 0:
             try:
                 sock, address = listener.accept()
-                self.admit(sock, address[0])
+                self.admit(sock, address[0] if address else f"process {peer_of(sock)[0]}")
             except TimeoutError:
                 continue
             except OSError as error:
@@ -109,6 +111,12 @@ class Reception:
             more, self._logged_at, self._unlogged = self._unlogged, now, 0
         and_more = f" ({more} more before it)" if more else ""
         log.warning("%s refused a caller from %s%s", self._whom, self.last, and_more)
+
+
+def peer_of(sock: socket.socket) -> tuple[int, int]:
+    """(process, user) at the other end of a Unix socket, which has no addresses."""
+    process, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return process, user
 
 
 def _hang_up(handle: socket.socket) -> None:

@@ -8,29 +8,25 @@ that a rank has ended. A group's segment and sockets are dealt in the same way o
 from __future__ import annotations
 
 import json
-import logging
 import os
+import queue
 import secrets
-import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any
 
 from storage.errors import CommunicationError
 from training.comm import auth
+from training.comm.reception import BACKLOG, Reception, peer_of
 from training.comm.shm_layout import MAX_RANKS, Layout
 from training.comm.shm_memory import FUTEX_CALL
 from training.comm.shm_segment import Segment, create_file
 from training.comm.topology import host_identity
 
-log = logging.getLogger(__name__)
 JOIN_S = 20.0  # the ranks of one host are all there when they begin
-HANDSHAKE_S = 2.0  # for one caller: a stranger that says nothing must not hold up the ranks
-_CREDENTIALS = struct.Struct("3i")
 _HAND = struct.Struct("<8sQII")
 _MAGIC = b"LOCKSHM1"
 CHANNEL = 0x73686D  # none of TCP's: a handshake is worth nothing on the other kind of socket
@@ -155,7 +151,7 @@ def _introduction(rank: int, num_ranks: int, arena_bytes: int, listener: socket.
         if rank == 0:
             mine["name"] = f"lockstep-{secrets.token_hex(16)}"
             listener.bind("\0" + mine["name"])
-            listener.listen(num_ranks)
+            listener.listen(BACKLOG)
     except OSError as error:
         mine["problem"] = str(error)
     return json.dumps(mine).encode()
@@ -179,50 +175,36 @@ def _unavailable(reason: str) -> SharedMemoryUnavailableError:
 
 
 def _admit(listener: socket.socket, num_ranks: int, generation: int, key: bytes, until: float) -> Links:
-    """Sockets to the ranks, each proved; callers are looked at one beside the other."""
+    """Sockets to the ranks, each proved; until the listener is closed, others are turned away."""
     carriers: Links = [None] * num_ranks
+    proved: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
 
-    def examine(sock: socket.socket) -> int:
-        try:
-            _check_user(sock)
-            patience = min(until, time.monotonic() + HANDSHAKE_S)
-            rank, channel = auth.answer(sock, key, generation, num_ranks, 0, range(1, num_ranks), patience)
-            if channel != CHANNEL:
-                raise auth.HandshakeError(
-                    f"rank {rank} asks for channel {channel}: a handshake meant for another socket"
-                )
-            return rank
-        except BaseException:
-            sock.close()
-            raise
+    def examine(sock: socket.socket, patience: float) -> None:
+        _check_user(sock)
+        rank, channel = auth.answer(sock, key, generation, num_ranks, 0, range(1, num_ranks), patience)
+        if channel != CHANNEL:
+            raise auth.HandshakeError(f"rank {rank} asks for channel {channel}: a handshake meant for another socket")
+        proved.put((rank, sock))
 
-    refused = ""
-    poll = select.poll()
-    poll.register(listener, select.POLLIN)
-    with ThreadPoolExecutor(num_ranks, "shm-handshake") as pool:
-        waiting: dict[Future[int], socket.socket] = {}
+    reception = Reception("the shared memory's socket", examine, until)
+    threading.Thread(target=reception.serve, args=(listener,), name="shm-door", daemon=True).start()
+    try:
         while None in carriers[1:]:
-            left = until - time.monotonic()
-            if left <= 0:
-                close_all(carriers)
-                missing = [rank for rank in range(1, num_ranks) if carriers[rank] is None]
-                seen = f"; refused: {refused}" if refused else ""
-                raise auth.HandshakeError(f"rank {missing[0]} did not come within {JOIN_S:g} s{seen}")
-            if len(waiting) < num_ranks and poll.poll(1000 * min(left, 0.02 if waiting else left)):
-                sock, _ = listener.accept()
-                waiting[pool.submit(examine, sock)] = sock
-            for future in [future for future in waiting if future.done()]:
-                sock = waiting.pop(future)
-                if (error := future.exception()) is not None:
-                    refused = str(error)
-                    log.warning("a caller of the shared memory's socket was refused: %s", refused)
-                elif carriers[rank := future.result()] is None:
-                    carriers[rank] = sock
-                else:
-                    sock.close()
-        for sock in waiting.values():  # strangers that say nothing: their threads wake and end
-            with suppress(OSError):  # or have ended by themselves
-                sock.shutdown(socket.SHUT_RDWR)
+            try:
+                rank, sock = proved.get(timeout=max(0.001, until - time.monotonic()))
+            except queue.Empty:
+                seen = f"; refused: {reception.last}" if reception.last else ""
+                missing = carriers.index(None, 1)
+                raise auth.HandshakeError(f"rank {missing} did not come within {JOIN_S:g} s{seen}") from None
+            if carriers[rank] is None:
+                carriers[rank] = sock
+            else:
+                sock.close()
+    except BaseException:
+        close_all(carriers)
+        raise
+    finally:
+        reception.close()
     return carriers
 
 
@@ -240,6 +222,6 @@ def _knock(name: str, rank: int, num_ranks: int, generation: int, key: bytes, un
 
 
 def _check_user(sock: socket.socket) -> None:
-    _, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    _, user = peer_of(sock)
     if user != os.geteuid():
         raise auth.HandshakeError(f"it is a process of user {user}, not of {os.geteuid()}")
