@@ -206,6 +206,26 @@ def test_different_sizes_are_an_error_everywhere() -> None:
     assert all("wrong frame" in what or "lost rank" in what for what in run_ring(3, work))
 
 
+def test_groups_that_were_closed_leave_nothing_behind() -> None:
+    def sockets() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def work(comm: Communicator) -> tuple[int, int]:
+        counts = []
+        for _ in range(10):
+            group = comm.group(range(3))
+            group.barrier()
+            group.close()
+            comm.barrier()
+            comm.barrier()  # the others have closed theirs too
+            counts.append(sockets())
+            comm.barrier()
+        return counts[0], counts[-1]
+
+    for first, last in run_ring(3, work):
+        assert last <= first + 2  # handshakes that are just over
+
+
 def test_two_roots_are_an_error_and_no_stale_values() -> None:
     """Both send and none receives, so the first call cannot notice; the next one must not take what lies there."""
 

@@ -174,6 +174,21 @@ def test_a_parent_that_ends_ends_its_groups() -> None:
     assert all("the run was stopped" in what for what in run_ring(3, work))
 
 
+def test_a_rank_that_has_closed_its_part_of_a_group_is_named() -> None:
+    def work(comm: Communicator) -> tuple[str, float]:
+        group = comm.group(range(3))
+        if comm.rank == 2:  # which the others call
+            group.close()
+        comm.barrier()
+        began = time.monotonic()
+        found = told(group.barrier)[0]
+        comm.barrier()
+        return found, time.monotonic() - began
+
+    for rank, (what, seconds) in enumerate(run_ring(3, work, deadline_s=20)):
+        assert ("rank 2" in what) and seconds < 5, f"rank {rank}: {what}"
+
+
 def test_ranks_that_wait_for_each_other_are_named() -> None:
     def work(comm: Communicator) -> str:
         buf = np.zeros(3, np.float32)

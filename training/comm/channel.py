@@ -64,6 +64,7 @@ class Channel(ABC):
         self._links = [None] * len(self._links)
         for sock in (self._woken, self._waker):
             sock.close()
+        self._mesh.forget(self._channel)
 
     def _begin(self, what: str, tag: int, deadline_s: float) -> None:
         self._what, self._tag, self._deadline_s = what, tag, deadline_s

@@ -38,6 +38,7 @@ class Mesh:
         self._failed: dict[tuple[int, int], str] = {}
         self._asked: set[tuple[int, int]] = set()
         self._gone: dict[int, str] = {}
+        self._ended: set[int] = set()  # channels
         self._lifelines: list[socket.socket] = []
         self._wakers: dict[int, Callable[[], None]] = {}
         self._closed = False
@@ -103,6 +104,16 @@ class Mesh:
         for sock in kept:
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+
+    def forget(self, channel: int) -> None:
+        """A communicator has ended: what has come for it, or will come, is closed."""
+        with self._lock:
+            self._ended.add(channel)
+            self._wakers.pop(channel, None)
+            self._asked = {asked for asked in self._asked if asked[0] != channel}
+            left = [self._arrived.pop(key) for key in list(self._arrived) if key[0] == channel]
+        for sock in left:
             sock.close()
 
     def let_go(self) -> None:
@@ -191,9 +202,9 @@ class Mesh:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setblocking(False)
         with self._lock:
-            if self._closed:
+            if self._closed or channel in self._ended:
                 sock.close()
-                raise auth.HandshakeError("this rank has ended")
+                raise auth.HandshakeError("this rank, or its part in the group, has ended")
             former = self._arrived.pop((channel, peer), None)
             if former is not None:  # a caller that was cut off after its proof comes again
                 former.close()

@@ -43,8 +43,14 @@ class SoloCommunicator(Communicator):
     def group(self, ranks: Sequence[int]) -> Communicator:
         check_group(ranks, 0, 1)
         self._check_open()
-        self._groups.append(SoloCommunicator(self.generation, self.deadline_s))
-        return self._groups[-1]
+        made = SoloCommunicator(self.generation, self.deadline_s)
+        self._groups = [group for group in self._groups if not group.has_ended] + [made]
+        return made
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was closed or aborted."""
+        return self._ended is not None
 
     def abort(self, reason: str) -> None:
         self._ended = self._ended or reason

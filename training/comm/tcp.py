@@ -80,7 +80,7 @@ class TcpCommunicator(Communicator):
         self._engine = Engine(mesh, channel, members, rank)
         self._lock = threading.Lock()
         self._ended: str | None = None
-        self._groups: list[Communicator] = []
+        self._groups: list[TcpCommunicator | SoloCommunicator] = []
         self._group_counts: Counter[tuple[int, ...]] = Counter()
         self._programs = Programs(rank, len(members))
         _open.add(self)
@@ -142,7 +142,7 @@ class TcpCommunicator(Communicator):
     def group(self, ranks: Sequence[int]) -> Communicator:
         members = check_group(ranks, self.rank, self.num_ranks)
         self._check_open()
-        made: Communicator
+        made: TcpCommunicator | SoloCommunicator
         if len(members) == 1:
             made = SoloCommunicator(self.generation, self.deadline_s)
         else:
@@ -159,8 +159,13 @@ class TcpCommunicator(Communicator):
                 channel,
                 lambda nbytes: self.choose(nbytes),
             )
-        self._groups.append(made)
+        self._groups = [group for group in self._groups if not group.has_ended] + [made]
         return made
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was closed or aborted, or has failed."""
+        return self._ended is not None
 
     def abort(self, reason: str) -> None:
         self._ended = self._ended or reason
@@ -182,8 +187,8 @@ class TcpCommunicator(Communicator):
         """In a forked process: close its copies of the sockets, which stay open in this rank."""
         self._ended = "this process was forked from the rank"
         self._lock = threading.Lock()  # the old one may be held by a thread that is not here
-        self._engine.drop()
         self._mesh.let_go()
+        self._engine.drop()
 
     def _run(self, kind: str, algorithm: str, buf: NDArray[Any], peer: int = 0, op: str = "") -> None:
         program = self._programs.of(ProgramKey(kind, algorithm, buf.size, buf.itemsize, peer))
