@@ -192,10 +192,12 @@ class ShmCommunicator(Communicator):
                     allowed="the same groups in the same order on each member, memory for its segment",
                     next_step=f"Look at the log of rank {self._calls.labels[members[0]]}.",
                 ) from error
-        self._groups = [made for made in self._groups if made.is_open]
+        self._groups = [made for made in self._groups if not made._calls.closed]
         labels = [self._calls.labels[member] for member in members]
         made = ShmCommunicator(segment, links, mine, self.generation, self.deadline_s, labels)
         self._groups.append(made)
+        if self._calls.ended is not None:  # meanwhile, by another thread
+            made.abort(self._calls.ended)
         return made
 
     def abort(self, reason: str) -> None:
@@ -207,11 +209,6 @@ class ShmCommunicator(Communicator):
         for made in (*self._groups, *self._alone):
             made.close()
         self._calls.close()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it has neither ended nor been closed."""
-        return self._calls.ended is None
 
     def _reduce(self, kind: str, buf: NDArray[Any], op: str, to_all: int) -> None:
         found = self._reducers.get(buf.dtype)

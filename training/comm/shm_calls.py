@@ -32,7 +32,7 @@ class Calls:
         self.segment, self.links, self.labels = segment, links, tuple(labels)
         self.lock = threading.Lock()
         self.ended: str | None = None
-        self._rank, self._closed = rank, False
+        self.closed, self._rank = False, rank
         self._poll = select.poll()
         for link in links:
             if link is not None:
@@ -109,8 +109,8 @@ class Calls:
         if self.ended is None:
             self.ended = "it was closed"
         with self.lock:
-            if not self._closed:
-                self._closed = True
+            if not self.closed:
+                self.closed = True
                 self.segment.leave()
                 close_all(self.links)
                 self.segment.close()
