@@ -17,7 +17,6 @@ import itertools
 import os
 import platform
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -27,6 +26,7 @@ import numpy as np
 from benchmarks.scaling_simulated import simulated
 from tests.network.hosts import Hosts
 from tests.network.run_hosts import run_hosts
+from training.bench_comm import timed
 from training.comm.cost import COUNTS, Counts, LinkCosts, predict_s, work_of
 from training.comm.options import CommOptions
 from training.comm.tcp import ProgramKey, TcpCommunicator, program_of
@@ -71,24 +71,14 @@ def rank_main(context: RankContext) -> dict[str, Any]:
                 group, buf = groups[n], np.zeros(nbytes // 4, np.float32)
                 assert isinstance(group, TcpCommunicator)
                 group.choose = lambda nbytes, name=name: name  # type: ignore[misc] # bound now, as it changes
-                seconds = _seconds(group, buf, calls.get(case, 2))
+                group.all_reduce(buf)
+                seconds = timed(group, buf, calls.get(case, 2))
                 calls.setdefault(case, max(2, min(MAX_CALLS, int(ROUND_S / seconds))))
                 times.append(seconds)
             world.barrier()  # who is not in the group sleeps here
         rounds.append(times)
     world.close()
     return {"rounds": rounds[1:]} if world.rank == 0 else {}
-
-
-def _seconds(group: TcpCommunicator, buf: np.ndarray, calls: int) -> float:
-    group.all_reduce(buf)
-    group.barrier()
-    began = time.perf_counter()
-    for _ in range(calls):
-        group.all_reduce(buf)
-    seconds = np.array([(time.perf_counter() - began) / calls])
-    group.all_reduce(seconds, "max")
-    return float(seconds[0])
 
 
 def work(case: Case) -> Counts:

@@ -157,7 +157,7 @@ def main(context: RankContext) -> dict[str, Any]:
         calls = [_calls(case.comm, buf, config.round_s) for case, buf in zip(cases, buffers, strict=True)]
         for _ in range(config.rounds):
             for place, (case, buf) in enumerate(zip(cases, buffers, strict=True)):
-                times[place].append(_timed(case.comm, buf, calls[place]))
+                times[place].append(timed(case.comm, buf, calls[place]))
                 wrong[place] += _wrong(case.comm, buf)
         if leader:
             for place, case in enumerate(cases):
@@ -209,11 +209,11 @@ def _case(context: RankContext, config: BenchConfig, backend: str, algorithm: st
 def _calls(comm: Communicator, buf: np.ndarray, round_s: float) -> int:
     """Calls that fill a round, the same on every rank."""
     comm.all_reduce(buf)
-    return max(1, min(MAX_CALLS, int(round_s / _timed(comm, buf, 2))))
+    return max(1, min(MAX_CALLS, int(round_s / timed(comm, buf, 2))))
 
 
-def _timed(comm: Communicator, buf: np.ndarray, calls: int) -> float:
-    """Seconds a call, of the slowest rank."""
+def timed(comm: Communicator, buf: np.ndarray, calls: int) -> float:
+    """Seconds a call on zeros, of the slowest rank. A collective."""
     buf[:] = 0
     comm.barrier()
     began = time.perf_counter()
