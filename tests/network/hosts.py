@@ -18,6 +18,7 @@ import ctypes
 import os
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -35,6 +36,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def why_not() -> str | None:
     """What this machine lacks for namespaces, in words; None where they work."""
+    if sys.platform != "linux":
+        return f"no network namespaces on {sys.platform}"
     missing = [tool for tool in TOOLS if _path_of(tool) is None]
     if missing:
         return f"{' and '.join(missing)} missing (iproute2)"
