@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from training.buckets import BUCKET_BYTES
 from training.comm.cost import LinkCosts, fastest, hierarchical_s, predict_s
 
-BUCKET_BYTES = 4 << 20  # as training.buckets fills them
 BITS = 8
 
 
