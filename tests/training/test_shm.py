@@ -121,6 +121,24 @@ def test_every_way_of_copying(num_ranks: int) -> None:
     run_shared(num_ranks, work)
 
 
+def test_a_buffer_may_be_changed_as_soon_as_a_call_has_returned() -> None:
+    def work(comm: Communicator) -> None:
+        buf = comm.allocate(1 << 20, np.float32)
+        for number in range(1, 20):
+            buf[:] = number if comm.rank == 0 else 0
+            comm.broadcast(buf)
+            right = bool((buf == number).all())
+            buf[:] = -1  # others may still be reading
+            assert right, number
+            comm.part_of(buf, comm.rank)[:] = number
+            comm.all_gather_parts(buf)
+            right = bool((buf == number).all())
+            buf[:] = -1
+            assert right, number
+
+    run_shared(3, work)
+
+
 def test_messages_keep_their_order_and_wait_for_room() -> None:
     sizes = [0, 1, SLOT_BYTES, 9 * SLOT_BYTES + 1, 5]
 
