@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import keras
@@ -54,10 +54,24 @@ class Denominators:
         What `add_loss` and regularisers add is taken for means over rows, as Keras makes it of activity regularisers.
         """
         losses = model._compile_loss
-        if losses is None or not losses.built:
+        with ExitStack() as stack:
+
+            def exchange() -> None:
+                stack.enter_context(swapped(losses, "_flat_losses", self._of_all(losses._flat_losses)))
+
+            if losses is not None and losses.built:
+                exchange()
+            elif losses is not None:  # in a loop of the user's own, whose first loss builds it
+                plain = losses.build
+
+                def build(*args: Any) -> None:
+                    plain(*args)
+                    exchange()
+
+                stack.enter_context(swapped(losses, "build", build))
             yield
-            return
-        entries = losses._flat_losses
+
+    def _of_all(self, entries: list[Any]) -> list[Any]:
         none = next((entry for entry in entries if entry.loss.reduction in (None, "none")), None)
         if none is not None and len(entries) > 1:
             raise ConfigError(
@@ -66,8 +80,7 @@ class Denominators:
                 allowed="reduction none for the only loss: Keras adds the others once for each of its values",
                 next_step="Use reduction `sum`.",
             )
-        with swapped(losses, "_flat_losses", [entry._replace(loss=self._loss(entry.loss)) for entry in entries]):
-            yield
+        return [entry._replace(loss=self._loss(entry.loss)) for entry in entries]
 
     def _loss(self, loss: Any) -> Any:
         def of_all(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:

@@ -42,7 +42,7 @@ def weights_of(kind: str, shape: tuple[int, ...]) -> np.ndarray | None:
     return np.zeros(shape) if kind == "zero" else weights
 
 
-def gradients(loss: Any, y: Any, pred: Any, mask: Any, weights: Any, denominators: Any = None) -> tuple[float, Any]:
+def gradients(loss: Any, y: Any, pred: Any, mask: Any, weights: Any, *, denominators: Any = None) -> tuple[float, Any]:
     """The loss of a batch and its gradient by `pred`."""
     import keras
     import tensorflow as tf
@@ -90,8 +90,8 @@ def test_the_sum_over_ranks_is_the_loss_of_all_rows(
         scale = (rows.stop - rows.start) / ROWS
         calls = OrderedCalls(comm)
         with calls.tracing():
-            mine: Any = [None if array is None else array[rows] for array in (y, pred, mask, weights)]
-            value, gradient = gradients(loss, *mine, Denominators(calls, scale))
+            part: Any = [None if array is None else array[rows] for array in (y, pred, mask, weights)]
+            value, gradient = gradients(loss, *part, denominators=Denominators(calls, scale))
         return scale * value, scale * gradient  # what the exchange makes of it
 
     ranks = run_ring(3, one)
@@ -108,13 +108,13 @@ def test_masked_and_weighted_words_of_a_recurrent_model() -> None:
             keras.layers.SimpleRNN(4, return_sequences=True, unroll=True),
             keras.layers.Dense(6, "softmax"),
         ]
-        model = keras.Sequential([keras.Input((3,), dtype="int32"), *layers])
+        model = keras.Sequential([keras.Input((2,), dtype="int32"), *layers])
         loss = keras.losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight")
         model.compile(keras.optimizers.SGD(0.3, momentum=0.9), loss)
         return model
 
-    x = sequences()[:, :3]
-    y, weights = np.maximum(x - 1, 0), weights_of("some", (ROWS, 3))
+    x = sequences()[:, :2]
+    y, weights = np.maximum(x - 1, 0), weights_of("some", (ROWS, 2))
     shares = (slice(0, 3), slice(3, 12))
     x[shares[0]] = 0  # a rank whose rows are all padding
     assert_as_one(alone(make, x, y, weights, steps=100), on_ranks(make, x, y, weights, shares=shares, steps=100))
@@ -194,6 +194,22 @@ def test_a_plain_mean_costs_nothing(reduction: str, weighted: bool, masked: bool
 
     loss = keras.losses.MeanAbsoluteError(reduction=reduction)
     assert calls_in(loss, weighted=weighted, masked=masked) == expected
+
+
+def test_a_loop_of_ones_own_builds_its_loss_as_it_goes() -> None:
+    """The first loss is a global one already, and nothing of it stays."""
+    import keras
+
+    from training.denominators import Denominators
+    from training.ordered import OrderedCalls
+
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", keras.losses.MeanSquaredError(reduction="sum"))
+    y_pred, y = np.ones((4, 1)), np.zeros((4, 1))
+    for _ in range(2):
+        with Denominators(OrderedCalls(SoloCommunicator()), 0.25).of(model):
+            assert float(model.compute_loss(y=y, y_pred=y_pred)) == 16.0
+        assert float(model.compute_loss(y=y, y_pred=y_pred)) == 4.0
 
 
 def test_what_cannot_be_split_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
