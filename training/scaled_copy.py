@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from storage.kernels.jit import kernels
 
 Array = NDArray[Any]
+_LARGEST = {4: 0x7F7FFFFF, 8: 0x7FEFFFFFFFFFFFFF}  # the largest finite float's bits, by its bytes
 _SIGNLESS: dict[int, Any] = {4: np.int32(0x7FFFFFFF), 8: np.int64(0x7FFFFFFFFFFFFFFF)}
 
 
@@ -49,12 +50,11 @@ def copy_scaled(source: Array, factor: float, out: Array, num_ranks: int) -> boo
         return True
     if source.dtype.itemsize < 4 or not source.flags.c_contiguous:
         np.multiply(source, factor, out=out, casting="same_kind")
-        largest = float(np.abs(source.astype(np.float32)).max())
-    else:
-        bits, mask = _bits(source)
-        found = _copy(source, bits, source.dtype.type(factor), out, mask)
-        largest = float(_number(found, source.dtype))
-    return bool(largest * factor * num_ranks < _limit(source.dtype))  # False for NaN
+        largest = np.abs(source.astype(np.float32)).max()
+        return bool(float(largest) * factor * num_ranks < float(ml_dtypes.finfo(source.dtype).max) / 2)  # not for NaN
+    bits, mask = _bits(source)
+    found: int = _copy(source, bits, source.dtype.type(factor), out, mask)
+    return found < _least_unsafe(source.dtype, factor, num_ranks)
 
 
 def all_finite(flat: Array) -> bool:
@@ -62,7 +62,8 @@ def all_finite(flat: Array) -> bool:
     if not flat.size or flat.dtype.itemsize < 4 or not flat.flags.c_contiguous:
         return bool(np.isfinite(flat).all())
     bits, mask = _bits(flat)
-    return bool(np.isfinite(_number(_judge(bits, mask), flat.dtype)))
+    found: int = _judge(bits, mask)
+    return found <= _LARGEST[flat.dtype.itemsize]
 
 
 def _bits(flat: Array) -> tuple[Array, Any]:
@@ -70,12 +71,10 @@ def _bits(flat: Array) -> tuple[Array, Any]:
     return flat.view(mask.dtype), mask
 
 
-def _number(bits: Any, dtype: np.dtype[Any]) -> Any:
-    """The float of these bits."""
-    return np.array(bits, _SIGNLESS[dtype.itemsize].dtype).view(dtype)[()]
-
-
 @cache
-def _limit(dtype: np.dtype[Any]) -> float:
-    """Half of what the dtype can hold: partial sums are rounded."""
-    return float(ml_dtypes.finfo(dtype).max) / 2
+def _least_unsafe(dtype: np.dtype[Any], factor: float, num_ranks: int) -> int:
+    """Bits of the least number whose sums might be infinite; half of what the dtype holds, as sums are rounded."""
+    info = np.finfo(dtype)
+    # A factor of 0 makes a NaN of infinity, so that even then nothing but numbers is safe.
+    least = min(float(info.max), float(info.max) / 2 / max(factor * num_ranks, float(info.tiny)))
+    return int(np.array(least, dtype).view(_SIGNLESS[dtype.itemsize].dtype))
