@@ -189,6 +189,7 @@ def ended_now(sock: socket.socket) -> bool:
 
 def test_second_connection_of_a_rank_is_refused(server: ControlServer) -> None:
     first = client(server)
+    assert first.request("anything", 5.0) == {"kind": "anything"}, "the server has taken it in"
     second = client(server)
     assert second.lost.wait(5)
     assert first.request("anything", 5.0) == {"kind": "anything"}

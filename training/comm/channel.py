@@ -52,8 +52,11 @@ class Channel(ABC):
 
     def end(self, reason: str | None) -> None:
         """Close all, and tell the others: that this rank is done, or the reason why it gives up."""
+        unused = self._mesh.forget(self._channel, reason)
         links = [link for link in self._links if link is not None]
-        say_farewell(links, self._generation, reason)
+        say_farewell([*links, *unused], self._generation, reason)
+        for link in unused:
+            link.sock.close()
         self.drop()
 
     def drop(self) -> None:
@@ -64,7 +67,8 @@ class Channel(ABC):
         self._links = [None] * len(self._links)
         for sock in (self._woken, self._waker):
             sock.close()
-        self._mesh.forget(self._channel)
+        for link in self._mesh.forget(self._channel, self.reason):
+            link.sock.close()
 
     def _begin(self, what: str, tag: int, deadline_s: float) -> None:
         self._what, self._tag, self._deadline_s = what, tag, deadline_s

@@ -15,6 +15,8 @@ from contextlib import suppress
 
 from storage.errors import CommunicationError
 from training.comm import auth
+from training.comm.links import Link
+from training.comm.parting import say_farewell
 from training.comm.reception import BACKLOG, Reception
 from training.comm.tls import Tls
 
@@ -38,7 +40,7 @@ class Mesh:
         self._failed: dict[tuple[int, int], str] = {}
         self._asked: set[tuple[int, int]] = set()
         self._gone: dict[int, str] = {}
-        self._ended: set[int] = set()  # channels
+        self._ended: dict[int, str | None] = {}  # channels, and the reason where they did not end well
         self._lifelines: list[socket.socket] = []
         self._wakers: dict[int, Callable[[], None]] = {}
         self._closed = False
@@ -106,15 +108,14 @@ class Mesh:
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
 
-    def forget(self, channel: int) -> None:
-        """A communicator has ended: what has come for it, or will come, is closed."""
+    def forget(self, channel: int, reason: str | None) -> list[Link]:
+        """A communicator has ended: what comes for it from now on is told so, and why; what has come is handed out."""
         with self._lock:
-            self._ended.add(channel)
+            self._ended.setdefault(channel, reason)
             self._wakers.pop(channel, None)
             self._asked = {asked for asked in self._asked if asked[0] != channel}
-            left = [self._arrived.pop(key) for key in list(self._arrived) if key[0] == channel]
-        for sock in left:
-            sock.close()
+            left = [key for key in self._arrived if key[0] == channel]
+            return [Link(self._arrived.pop(key), 0, key[1]) for key in left]
 
     def let_go(self) -> None:
         """In a forked process: close its copies of the sockets, which stay open in this rank."""
@@ -202,13 +203,16 @@ class Mesh:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setblocking(False)
         with self._lock:
-            if self._closed or channel in self._ended:
-                sock.close()
-                raise auth.HandshakeError("this rank, or its part in the group, has ended")
-            former = self._arrived.pop((channel, peer), None)
-            if former is not None:  # a caller that was cut off after its proof comes again
-                former.close()
-            self._arrived[channel, peer] = sock
+            ended = self._closed or channel in self._ended
+            if not ended:
+                former = self._arrived.pop((channel, peer), None)
+                if former is not None:  # a caller that was cut off after its proof comes again
+                    former.close()
+                self._arrived[channel, peer] = sock
+        if ended:  # the other rank may hear of it here alone, and must not take this rank for the one that is to blame
+            say_farewell([Link(sock, 0, peer)], self.generation, self._ended.get(channel))
+            sock.close()
+            raise auth.HandshakeError("this rank, or its part in the group, has ended")
 
     def _wake(self, channel: int) -> None:
         with self._lock:
