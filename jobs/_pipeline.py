@@ -121,7 +121,7 @@ class Pipeline:
 
     def check(self) -> None:
         """What can be checked before Spark starts. Raises ConfigError."""
-        train.config_of(self.train_args)
+        _train.config_of(self.train_args)
         self.check_etl()
 
     def run(self, spark: SparkSession) -> Outcome:
@@ -129,7 +129,7 @@ class Pipeline:
         began = time.monotonic()
         manifest = self._step("etl", lambda: self.etl(spark))
         self._step("verify", self._verify)
-        config = train.config_of(self.train_args)
+        config = _train.config_of(self.train_args)
         check_training(config)
         launch = OnSpark(spark)
         result = self._step("train", lambda: train_run(config, launch))

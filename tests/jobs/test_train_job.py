@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs.train import ROOT, config_of, main, parser
+from jobs._train import config_of
+from jobs.train import ROOT, main, parser
 from storage.errors import ConfigError, NotFoundError
 from tests.training._tiny import write_table
 from tests.training.test_fitted_files import write as write_folds
