@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from etl import image_sets, logs
-from jobs import etl_images, etl_logs, evaluate, train
+from jobs import _train, etl_images, etl_logs, evaluate, train
 from jobs._cli import JobParser, read_toml
 from storage.errors import ConfigError, CorruptionError
 from storage.fs import join
