@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
@@ -152,3 +153,47 @@ def test_a_door_stays_open_when_accept_fails(caplog: pytest.LogCaptureFixture) -
     thread.join(10)
     assert not thread.is_alive() and came == ["hello"]
     assert "Too many open files" in caplog.text
+
+
+@pytest.mark.parametrize("lacking", ["descriptors", "threads"])
+def test_a_door_stays_open_when_a_caller_cannot_be_examined(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More such callers than there are places: each must give its place back."""
+    came: list[str] = []
+    turned_away: list[int] = []
+    real = threading.Thread.start
+
+    def dup(self: socket.socket) -> socket.socket:
+        raise OSError(24, "Too many open files")
+
+    def start(self: threading.Thread) -> None:
+        if self.name == "handshake":
+            raise RuntimeError("can't start new thread")
+        real(self)
+
+    def examine(sock: socket.socket, until: float) -> None:
+        came.append("one")
+        sock.close()
+
+    reception = Reception("rank 0", examine, time.monotonic() + 30)
+    patch: tuple[type, str, Any] = (socket.socket, "dup", dup)
+    if lacking == "threads":
+        patch = (threading.Thread, "start", start)
+
+    def crowd() -> None:
+        for _ in range(MAX_CALLERS + 1):
+            ours, theirs = socket.socketpair()
+            with ours, pytest.raises(OSError, match=r"Too many|can't start"):
+                reception.admit(theirs, "10.0.0.1")
+            turned_away.append(theirs.fileno())
+
+    with monkeypatch.context() as lack:
+        lack.setattr(*patch)
+        thread = threading.Thread(target=crowd, daemon=True)
+        thread.start()
+        thread.join(10)
+    assert turned_away == [-1] * (MAX_CALLERS + 1), "it waits for a place that nobody gives back"
+    ours, theirs = socket.socketpair()
+    with ours:
+        reception.admit(theirs, "10.0.0.1")
+        ours.settimeout(5)
+        assert ours.recv(1) == b"" and came == ["one"]

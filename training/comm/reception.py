@@ -63,10 +63,16 @@ class Reception:
         wait_s = 0.0
         while not self._slots.acquire(timeout=wait_s):
             wait_s = self._make_room()
-        handle = sock.dup()  # TLS takes the caller's own socket away from under us
-        with self._lock:
-            self._callers[handle] = address, time.monotonic()
-        threading.Thread(target=self._run, args=(sock, handle, address), name="handshake", daemon=True).start()
+        handle: socket.socket | None = None
+        try:
+            handle = sock.dup()  # TLS takes the caller's own socket away from under us
+            with self._lock:
+                self._callers[handle] = address, time.monotonic()
+            threading.Thread(target=self._run, args=(sock, handle, address), name="handshake", daemon=True).start()
+        except (OSError, RuntimeError) as error:  # no descriptor, or no thread, to be had just now
+            sock.close()
+            self._done_with(handle)
+            raise OSError(str(error)) from error
 
     def close(self) -> None:
         """Turn away all who have not proved themselves."""
@@ -95,10 +101,14 @@ class Reception:
             sock.close()
             self._refuse(address, str(error) or type(error).__name__)
         finally:
+            self._done_with(handle)
+
+    def _done_with(self, handle: socket.socket | None) -> None:
+        if handle is not None:
             with self._lock:
                 self._callers.pop(handle, None)
             handle.close()
-            self._slots.release()
+        self._slots.release()
 
     def _refuse(self, address: str, reason: str) -> None:
         with self._lock:
