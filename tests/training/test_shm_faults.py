@@ -140,6 +140,83 @@ def test_a_group_that_a_member_does_not_come_to() -> None:
     assert "rank 1 has ended the communicator" in told[0]
 
 
+def test_groups_made_in_different_orders_are_not_mixed_up() -> None:
+    """Both have three members and the same leader: what rank 0 hands out first is not what rank 1 asks for first."""
+    orders = {0: [(0, 1, 2), (0, 1, 3)], 1: [(0, 1, 3), (0, 1, 2)], 2: [(0, 1, 2)], 3: [(0, 1, 3)]}
+
+    def work(comm: ShmCommunicator) -> str:
+        def sums() -> None:
+            for group in [comm.group(ranks) for ranks in orders[comm.rank]]:
+                group.barrier()
+
+        return failure(sums)
+
+    told = run_shared(4, work, deadline_s=5)
+    assert "rank 0 handed over 3 descriptors of another group, not 3 of ranks (0, 1, 3)" in told[1]
+    assert "no error" not in told
+
+
+@pytest.mark.parametrize("dead", [2, 1])  # who hands out, and who takes
+def test_a_rank_that_dies_before_a_group_is_named(dead: int) -> None:
+    named = threading.Barrier(3)
+
+    def work(comm: ShmCommunicator) -> str:
+        comm.barrier()
+        if comm.rank == dead:
+            shm_join.close_all(comm._calls.links)
+            named.wait(30)
+            return ""
+        time.sleep(0.1)
+        told = failure(lambda: comm.group([2, 0, 1]).barrier())
+        named.wait(30)
+        return told
+
+    told = run_shared(3, work)
+    for rank in {0, 1, 2} - {dead}:
+        assert f"lost rank {dead}" in told[rank] or f"rank {dead} takes nothing" in told[rank], told
+
+
+def test_who_makes_groups_that_nobody_joins_does_not_wait_for_ever() -> None:
+    over = threading.Event()
+
+    def work(comm: ShmCommunicator) -> str:
+        if comm.rank == 1:
+            assert over.wait(30)
+            return ""
+
+        def many() -> None:
+            for _ in range(1000):
+                comm.group([0, 1]).close()
+
+        told = failure(many)
+        over.set()
+        return told
+
+    assert "rank 1 takes nothing: timed out" in run_shared(2, work, deadline_s=0.3, arena_bytes=1 << 20)[0]
+
+
+def test_a_child_that_closes_says_nothing_for_its_rank() -> None:
+    seen = threading.Event()
+
+    def work(comm: ShmCommunicator) -> str:
+        comm.barrier()
+        if comm.rank == 0:
+            told = failure(comm.barrier)
+            seen.set()
+            return told
+        child = os.fork()
+        if child == 0:
+            with suppress(BaseException):
+                comm.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        shm_join.close_all(comm._calls.links)  # the rank itself dies
+        assert seen.wait(30)
+        return ""
+
+    assert "lost rank 1 during barrier" in run_shared(2, work)[0]
+
+
 def test_a_call_that_is_interrupted_ends_the_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(comm: ShmCommunicator) -> str:
         if comm.rank == 1:

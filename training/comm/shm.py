@@ -27,7 +27,7 @@ from training.comm.base import (
     check_rank,
     part_bounds,
 )
-from training.comm.shm_calls import Calls
+from training.comm.shm_calls import LONGEST_S, Calls
 from training.comm.shm_gather import announce, announced_size, gather, receive, send
 from training.comm.shm_join import Exchange, Links, deal, join, take
 from training.comm.shm_kernels import reduce_all
@@ -174,26 +174,31 @@ class ShmCommunicator(Communicator):
             self._alone.append(alone)
             return alone
         layout = Layout(len(members), self._calls.segment.layout.arena_bytes)
+        labels, what = [self._calls.labels[member] for member in members], f"group {members}"
         with self._calls.lock:
             self._calls.check_open()
+            until = time.monotonic() + min(self.deadline_s, LONGEST_S)
             try:
                 if mine == 0:
-                    segment, links = deal(layout, [self._calls.links[member] for member in members])
+                    segment, links = deal(layout, [self._calls.links[member] for member in members], labels, until)
                 else:
-                    carrier = self._calls.wait_for_message(members[0], f"group {members}", self.deadline_s)
-                    segment, links = take(layout, mine, carrier, time.monotonic() + self.deadline_s)
-            except (OSError, auth.HandshakeError, CommunicationError) as error:
-                self._calls.abort_by(error, f"group {members}")
-                if isinstance(error, CommunicationError):
-                    raise
+                    carrier = self._calls.wait_for_message(members[0], what, self.deadline_s)
+                    segment, links = take(layout, mine, carrier, labels, until)
+            except CommunicationError as error:
+                self._calls.abort_by(error, what)
+                raise
+            except (OSError, auth.HandshakeError) as error:
+                if (gone := self._calls.find_end(members[0], what)) is not None:
+                    self._calls.abort_by(gone, what)
+                    raise gone from error
+                self._calls.abort_by(error, what)
                 raise CommunicationError(
                     f"rank {self._calls.labels[self.rank]}: no group of ranks {members}",
                     got=str(error),
                     allowed="the same groups in the same order on each member, memory for its segment",
-                    next_step=f"Look at the log of rank {self._calls.labels[members[0]]}.",
+                    next_step=f"Compare the logs of ranks {labels}.",
                 ) from error
         self._groups = [made for made in self._groups if not made._calls.closed]
-        labels = [self._calls.labels[member] for member in members]
         made = ShmCommunicator(segment, links, mine, self.generation, self.deadline_s, labels)
         self._groups.append(made)
         if self._calls.ended is not None:  # meanwhile, by another thread

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import socket
@@ -21,6 +22,7 @@ from training.comm.shm_segment import Segment
 
 SPINS = 400  # looks at a flag before sleeping, 10 microseconds; docs/decisions/042-shared-memory.md
 SLICE_S = 0.05  # a kernel that waits comes back so often, to look for the end of a rank, an abort and the deadline
+LONGEST_S = 3600.0  # of one wait on a socket: the system takes no more than 24 days, a deadline may be any number
 _ROOT_BIT = 32  # in a tag: above it a broadcast's root
 _open: weakref.WeakSet[Calls] = weakref.WeakSet()
 
@@ -92,6 +94,10 @@ class Calls:
             if (problem := self._look(rank, what, until, deadline_s)) is not None:
                 raise problem
         return link
+
+    def find_end(self, waited: int, call: str) -> CommunicationError | None:
+        """The end of a rank or of the communicator, if there is one, by which what has just failed is explained."""
+        return self._look(waited, call, math.inf, 0.0)
 
     def abort_by(self, error: BaseException, what: str) -> None:
         """End the communicator because a call has met `error`."""
@@ -184,6 +190,7 @@ def _in_child() -> None:
     """In a forked process: let go of the sockets, or the end of the rank itself would stay unseen while it lives."""
     for calls in list(_open):
         calls.ended = "this process was forked from the rank"
+        calls.closed = True  # or its `close` would say in the segment that the rank itself has left
         calls.lock = threading.Lock()  # the old one may be held by a thread that is not here
         close_all(calls.links)
 

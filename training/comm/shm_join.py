@@ -7,6 +7,7 @@ that a rank has ended. A group's segment and sockets are dealt in the same way o
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import queue
@@ -27,8 +28,8 @@ from training.comm.shm_segment import Segment, create_file
 from training.comm.topology import host_identity
 
 JOIN_S = 20.0  # the ranks of one host are all there when they begin
-_HAND = struct.Struct("<8sQII")
-_MAGIC = b"LOCKSHM1"
+_HAND = struct.Struct("<8sQII16s")
+_MAGIC = b"LOCKSHM2"
 CHANNEL = 0x73686D  # none of TCP's: a handshake is worth nothing on the other kind of socket
 
 Links = list[socket.socket | None]  # to each rank, None at the own place
@@ -60,11 +61,11 @@ def join(
         try:
             if rank == 0:
                 carriers = _admit(listener, num_ranks, generation, key, until)
-                found = deal(layout, carriers)
+                found = deal(layout, carriers, range(num_ranks), until)
             else:
                 carrier = _knock("\0" + table[0]["name"], rank, num_ranks, generation, key, until)
                 carriers = [carrier]
-                found = take(layout, rank, carrier, until)
+                found = take(layout, rank, carrier, range(num_ranks), until)
         except (OSError, auth.HandshakeError, CommunicationError) as error:
             problem = (error.what if isinstance(error, CommunicationError) else str(error)) or type(error).__name__
         finally:
@@ -86,10 +87,18 @@ def close_all(links: Links) -> None:
             link.close()
 
 
-def deal(layout: Layout, carriers: Links) -> tuple[Segment, Links]:
-    """Rank 0's part: make the file and a socket for each pair of ranks, and hand them out over `carriers`."""
+def deal(layout: Layout, carriers: Links, names: Sequence[int], until: float) -> tuple[Segment, Links]:
+    """Rank 0's part: make the file and a socket for each pair of ranks, and hand them out over `carriers`.
+
+    `names` are the ranks in messages, and what those who `take` must expect too. Raises OSError or HandshakeError.
+    """
     ranks = range(layout.num_ranks)
     fd = create_file(layout.size)
+    try:
+        segment = Segment(fd, layout, 0)
+    except BaseException:
+        os.close(fd)
+        raise
     ends: list[Links] = [[None] * layout.num_ranks for _ in ranks]
     try:
         for first in ranks:
@@ -98,28 +107,34 @@ def deal(layout: Layout, carriers: Links) -> tuple[Segment, Links]:
         for rank in ranks[1:]:
             carrier = carriers[rank]
             assert carrier is not None
-            head = _HAND.pack(_MAGIC, layout.arena_bytes, layout.num_ranks, rank)
-            carrier.setblocking(True)  # for one small message to a socket that holds none
-            socket.send_fds(carrier, [head], [fd, *(end.fileno() for end in ends[rank] if end is not None)])
-        return Segment(fd, layout, 0), ends.pop(0)
-    except BaseException:
-        os.close(fd)
+            carrier.settimeout(max(0.01, until - time.monotonic()))
+            head, mine = _head(layout, rank, names), [end.fileno() for end in ends[rank] if end is not None]
+            try:
+                socket.send_fds(carrier, [head], [fd, *mine])
+            except OSError as error:  # it has ended, or never took what it was handed before
+                raise auth.HandshakeError(f"rank {names[rank]} takes nothing: {error}") from error
+        return segment, ends.pop(0)
+    except BaseException as error:
+        segment.end(f"rank {names[0]}: {error}")  # for those who have been handed theirs already
+        segment.close()
         raise
     finally:
         for links in ends:  # without rank 0's own once all went well
             close_all(links)
 
 
-def take(layout: Layout, rank: int, carrier: socket.socket, until: float) -> tuple[Segment, Links]:
+def take(
+    layout: Layout, rank: int, carrier: socket.socket, names: Sequence[int], until: float
+) -> tuple[Segment, Links]:
     """What `deal`, at the other end of `carrier`, hands to `rank`. Raises OSError or HandshakeError."""
     count = layout.num_ranks  # the file, and a socket to each other rank
     carrier.settimeout(max(0.01, until - time.monotonic()))
     head, fds, flags, _ = _receive_fds(carrier, count)
     links: Links = []
     try:
-        expected = _HAND.pack(_MAGIC, layout.arena_bytes, layout.num_ranks, rank)
-        if head != expected or len(fds) != count or flags & socket.MSG_CTRUNC:
-            raise auth.HandshakeError(f"rank 0 handed over {len(fds)} descriptors and {len(head)} bytes, not {count}")
+        if head != _head(layout, rank, names) or len(fds) != count or flags & socket.MSG_CTRUNC:
+            what = f"{len(fds)} descriptors of another group" if head else "nothing"
+            raise auth.HandshakeError(f"rank {names[0]} handed over {what}, not {count} of ranks {tuple(names)}")
         while len(fds) > 1:
             links.append(socket.socket(fileno=fds.pop(1)))
         links.insert(rank, None)
@@ -129,6 +144,12 @@ def take(layout: Layout, rank: int, carrier: socket.socket, until: float) -> tup
         for fd in fds:
             os.close(fd)
         raise
+
+
+def _head(layout: Layout, rank: int, names: Sequence[int]) -> bytes:
+    """What goes before the descriptors: groups that members make in different orders must not be mixed up."""
+    group = hashlib.sha256(repr(tuple(names)).encode()).digest()[:16]
+    return _HAND.pack(_MAGIC, layout.arena_bytes, layout.num_ranks, rank, group)
 
 
 def _receive_fds(carrier: socket.socket, count: int) -> tuple[bytes, list[int], int, Any]:
