@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,8 @@ from tests.comm_contract import CommunicatorContract, RunRanks
 from tests.training._hosts import run_hosts
 from training.comm import CommOptions, Communicator, Joined, TcpCommunicator
 from training.comm.hierarchical import HierarchicalCommunicator
+from training.comm.shm import ShmCommunicator
+from training.comm.shm_join import close_all
 
 LAYOUTS = {
     2: "ab",  # a leader each, nobody else
@@ -171,3 +174,69 @@ def test_deadlines_reach_both_levels() -> None:
         return {comm.deadline_s, *(level.deadline_s for level in comm._levels())}
 
     assert run_hosts("aab", work, TWO_LEVELS) == [{7.0}] * 3
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (5, 4), (8, 7)])
+def test_gathers_of_different_sizes_are_an_error_and_no_wrong_rows(sizes: tuple[int, int]) -> None:
+    """Ranks of one host agree, so shared memory finds nothing; between the hosts only the sizes of parts tell."""
+
+    def work(joined: Joined) -> str:
+        comm = joined.communicator
+        with pytest.raises(CommunicationError) as caught:
+            comm.all_gather_parts(np.full(sizes[comm.rank // 2], float(comm.rank)))
+            comm.barrier()
+        return caught.value.what
+
+    found = run_hosts("aabb", work, TWO_LEVELS)
+    assert any("of a buffer of another size" in text for text in found), found
+
+
+def test_a_rank_that_dies_on_another_host_is_named_and_not_its_leader() -> None:
+    """The leader of its host aborts and ends, as a rank's process does: before that it must have told the others."""
+    dead, over = 4, threading.Barrier(5)
+
+    def work(joined: Joined) -> str:
+        comm = joined.communicator
+        assert isinstance(comm, HierarchicalCommunicator)
+        comm.barrier()
+        found = f"rank {dead}"
+        if comm.rank == dead:
+            assert isinstance(comm._inner, ShmCommunicator)
+            close_all(comm._inner._calls.links)
+        else:
+            with pytest.raises(CommunicationError) as caught:
+                comm.all_reduce(np.zeros(1000, np.float32))
+            found = caught.value.what
+        over.wait(10)  # nobody closes before all have heard
+        return found
+
+    found = run_hosts("aabbb", work, TWO_LEVELS)
+    assert all(f"rank {dead}" in text for text in found), found
+
+
+@pytest.mark.parametrize("what", ["an interrupt between the levels", "a message of another size"])
+def test_whatever_breaks_a_call_ends_all_levels(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Barrier(4)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def work(joined: Joined) -> str:
+        comm = joined.communicator
+        assert isinstance(comm, HierarchicalCommunicator)
+        comm.barrier()
+        with pytest.raises((CommunicationError, KeyboardInterrupt)) as caught:
+            if what.startswith("a message"):
+                if comm.rank == 3:
+                    comm.send(np.ones(8), 0)
+                if comm.rank == 0:
+                    comm.recv(np.ones(9), 3)
+            elif comm.rank == 0:
+                monkeypatch.setattr(comm._outer, "all_reduce", interrupted)
+            comm.all_reduce(np.ones(9))
+        over.wait(10)  # nobody closes before all have heard
+        return str(caught.value)
+
+    found = run_hosts("aabb", work, TWO_LEVELS)
+    word = "KeyboardInterrupt" if what.startswith("an interrupt") else "sent a wrong frame"
+    assert all(word in text for text in found[1:]), found

@@ -164,6 +164,56 @@ def test_the_reason_of_an_abort_reaches_all() -> None:
         assert "its disk is full" in what
 
 
+def test_an_abort_between_two_calls_is_heard_at_once() -> None:
+    """The rank that aborts makes no call and closes nothing; the others wait for it, in the whole and in a group."""
+    heard = threading.Barrier(3)
+
+    def work(comm: Communicator) -> str:
+        group = comm.group(range(3))
+        comm.barrier()
+        group.barrier()
+        found = ""
+        if comm.rank == 1:
+            comm.abort("its disk is full")
+        else:
+            found = told((comm if comm.rank else group).barrier)[0]
+        heard.wait(10)
+        return found
+
+    found = run_ring(3, work, deadline_s=30)
+    assert all("its disk is full" in what for what in found[::2]), found
+
+
+def test_many_groups_say_farewell_together() -> None:
+    """Where the others do not read, a last word waits a quarter of a second; not once for each group."""
+    gone = threading.Event()
+
+    def work(comm: Communicator) -> float:
+        for group in [comm.group(range(2)) for _ in range(20)]:
+            group.barrier()
+        if comm.rank:
+            assert gone.wait(30)
+            return 0.0
+        began = time.monotonic()
+        comm.abort("it has had enough")
+        comm.close()
+        gone.set()
+        return time.monotonic() - began
+
+    assert run_ring(2, work)[0] < 0.25 + SLACK_S  # 21 times a quarter would be 5 s
+
+
+def test_a_deadline_may_be_longer_than_the_system_can_wait() -> None:
+    for deadline_s in (1e8, float("inf")):  # three years
+
+        def work(comm: Communicator) -> float:
+            buf = np.ones(3)
+            comm.all_reduce(buf)
+            return float(buf[0])
+
+        assert run_ring(2, work, deadline_s=deadline_s) == [2.0, 2.0]
+
+
 def test_a_parent_that_ends_ends_its_groups() -> None:
     def work(comm: Communicator) -> str:
         group = comm.group(range(3))

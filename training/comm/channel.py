@@ -6,7 +6,7 @@ import select
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from storage.errors import CommunicationError
@@ -16,6 +16,7 @@ from training.comm.mesh import Mesh
 from training.comm.parting import ask_around, last_word, rest_of_word, say_farewell
 
 LIFELINE_AFTER_S = 0.2  # of waiting for another rank's call
+LONGEST_S = 3600.0  # of one wait: the system takes no more than 24 days, and a deadline may be any number
 
 
 class Channel(ABC):
@@ -50,14 +51,18 @@ class Channel(ABC):
         self._begin("joining", 0, deadline_s)
         self._await(peers)
 
-    def end(self, reason: str | None) -> None:
-        """Close all, and tell the others: that this rank is done, or the reason why it gives up."""
-        unused = self._mesh.forget(self._channel, reason)
-        links = [link for link in self._links if link is not None]
-        say_farewell([*links, *unused], self._generation, reason)
-        for link in unused:
+    @staticmethod
+    def end(reasons: Mapping[Channel, str | None], generation: int) -> None:
+        """Close channels of one mesh and tell the others, all at once: that this rank is done, or why it gives up."""
+        words: dict[Link, str | None] = {}
+        for channel, reason in reasons.items():
+            unused = channel._mesh.forget(channel._channel, reason)
+            words |= dict.fromkeys((*unused, *(link for link in channel._links if link is not None)), reason)
+        say_farewell(words, generation)
+        for link in words:
             link.sock.close()
-        self.drop()
+        for channel in reasons:
+            channel.drop()
 
     def drop(self) -> None:
         """Close all without a word, as the kernel does for a rank that dies."""
@@ -79,7 +84,7 @@ class Channel(ABC):
     def _await(self, peers: Sequence[int]) -> None:
         """Wait for connections."""
         self._missing = {self._members[peer]: peer for peer in peers}  # rank in the world -> here
-        self._mesh.ask(self._channel, list(self._missing), self._wake, self._until)
+        self._mesh.ask(self._channel, list(self._missing), self._wake, min(self._until, time.monotonic() + LONGEST_S))
         watch_at = time.monotonic() + LIFELINE_AFTER_S
         while True:
             for name in sorted(self._missing):
@@ -106,7 +111,7 @@ class Channel(ABC):
 
     def _serve(self, timeout_s: float) -> None:
         """Poll once and serve what is ready."""
-        events = self._poll.poll(timeout_s * 1000)
+        events = self._poll.poll(min(timeout_s, LONGEST_S) * 1000)
         if self._abort_reason is not None:
             raise CommunicationError(f"rank {self._name}: {self._what} was ended: {self._abort_reason}")
         for fd, event in events:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage.errors import CommunicationError
-from training.comm.base import Communicator, Op, check_buffer, check_rank, divide_by_ranks
+from training.comm.base import Communicator, Op, check_buffer, check_peer, check_rank, divide_by_ranks
 from training.comm.comm_plan import HIERARCHICAL
 from training.comm.topology import Layout
 
@@ -90,11 +90,13 @@ class HierarchicalCommunicator(Communicator):
             if self._inner is not None:
                 mine = self._inner.all_gather_ragged(self.part_of(buf, self.rank))
                 for mate, part in zip(self._mates, mine, strict=True):
+                    self._check_size((mate,), part.size, self.part_of(buf, mate).size)
                     self.part_of(buf, mate)[:] = part
             if self._outer is not None:
                 packed = np.concatenate([self.part_of(buf, mate) for mate in self._mates])
                 for ranks, parts in zip(self._layout.hosts, self._outer.all_gather_ragged(packed), strict=True):
                     start = 0
+                    self._check_size(ranks, parts.size, sum(self.part_of(buf, rank).size for rank in ranks))
                     for rank in ranks:
                         target = self.part_of(buf, rank)
                         target[:] = parts[start : start + target.size]
@@ -105,10 +107,14 @@ class HierarchicalCommunicator(Communicator):
         self._whole(run)
 
     def send(self, buf: NDArray[Any], to: int) -> None:
-        self._flat.send(buf, to)
+        check_buffer(buf, writable=False)
+        check_peer("send", to, self.rank, self.num_ranks)
+        self._whole(lambda: self._flat.send(buf, to))
 
     def recv(self, buf: NDArray[Any], source: int) -> None:
-        self._flat.recv(buf, source)
+        check_buffer(buf)
+        check_peer("recv", source, self.rank, self.num_ranks)
+        self._whole(lambda: self._flat.recv(buf, source))
 
     def group(self, ranks: Sequence[int]) -> Communicator:
         """As the interface says: shared memory where all members are on this host, else TCP between all of them."""
@@ -132,6 +138,16 @@ class HierarchicalCommunicator(Communicator):
         for level in self._levels():
             level.close()
 
+    def _check_size(self, ranks: Sequence[int], size: int, expected: int) -> None:
+        """Parts of buffers of other sizes would land in wrong places, or be spread over them, without a word."""
+        if size != expected:
+            raise CommunicationError(
+                f"rank {self.rank}: ranks {tuple(ranks)} gather the parts of a buffer of another size",
+                got=f"{size} elements of theirs",
+                allowed=f"{expected} elements, as this rank's buffer has",
+                next_step="Give buffers of equal size on every rank.",
+            )
+
     def _levels(self) -> list[Communicator]:
         return [level for level in (self._inner, self._outer, self._flat) if level is not None]
 
@@ -143,6 +159,7 @@ class HierarchicalCommunicator(Communicator):
             )
         try:
             run()
-        except CommunicationError as error:
-            self.abort(error.what.removeprefix(f"rank {self.rank}: "))  # each level says who speaks
+        except BaseException as error:  # an interrupt too: half a collective cannot be mended
+            what = error.what if isinstance(error, CommunicationError) else f"{type(error).__name__}: {error}"
+            self.abort(what.removeprefix(f"rank {self.rank}: "))  # each level says who speaks
             raise

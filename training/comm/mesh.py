@@ -210,7 +210,7 @@ class Mesh:
                     former.close()
                 self._arrived[channel, peer] = sock
         if ended:  # the other rank may hear of it here alone, and must not take this rank for the one that is to blame
-            say_farewell([Link(sock, 0, peer)], self.generation, self._ended.get(channel))
+            say_farewell({Link(sock, 0, peer): self._ended.get(channel)}, self.generation)
             sock.close()
             raise auth.HandshakeError("this rank, or its part in the group, has ended")
 

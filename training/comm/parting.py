@@ -10,7 +10,7 @@ from __future__ import annotations
 import select
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from training.comm.frames import ENDED, HEADER_BYTES, LEFT, STALLED, WORD_BYTES, is_word, pack_word, read_word
 from training.comm.links import HUNG_UP, Link
@@ -21,17 +21,17 @@ LINGER_S = 0.25  # for a last word to arrive
 DRAIN_BYTES = 256 << 10
 
 
-def say_farewell(links: Sequence[Link], generation: int, reason: str | None) -> None:
-    """Send the last word on each connection, whole where the other side reads, for LINGER_S at most.
+def say_farewell(reasons: Mapping[Link, str | None], generation: int) -> None:
+    """Send the last word on each connection, whole where the other side reads, for LINGER_S at most in all.
 
-    With a reason, what comes in meanwhile is read and dropped, until the others have closed: closing a socket with
-    unread bytes would destroy the word on its way.
+    Where there is a reason, what comes in meanwhile is read and dropped, until the others have closed: closing a
+    socket with unread bytes would destroy the word on its way.
     """
     poll, until = select.poll(), time.monotonic() + LINGER_S
-    word, text = (LEFT, "") if reason is None else (ENDED, reason)
     open_links = {}
-    for link in links:
+    for link, reason in reasons.items():
         if not link.over:
+            word, text = (LEFT, "") if reason is None else (ENDED, reason)
             link.outgoing.append(memoryview(pack_word(word, generation, link.sent, text)))
             open_links[link.fd] = link
             poll.register(link.fd, select.POLLIN | select.POLLOUT if reason is not None else select.POLLOUT)
@@ -44,7 +44,7 @@ def say_farewell(links: Sequence[Link], generation: int, reason: str | None) -> 
                 if event & select.POLLOUT and _write(link):
                     link.sock.shutdown(socket.SHUT_WR)
                     poll.modify(fd, select.POLLIN)
-                    ended = reason is None
+                    ended = reasons[link] is None
                 if event & (select.POLLIN | HUNG_UP) and not ended:
                     ended = receive_some(link.sock, space) == 0
             except OSError:

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,7 @@ class TcpCommunicator(Communicator):
         self._engine = Engine(mesh, channel, members, rank)
         self._lock = threading.Lock()
         self._ended: str | None = None
+        self._aborted = False
         self._groups: list[TcpCommunicator | SoloCommunicator] = []
         self._group_counts: Counter[tuple[int, ...]] = Counter()
         self._programs = Programs(rank, len(members))
@@ -160,6 +162,8 @@ class TcpCommunicator(Communicator):
                 lambda nbytes: self.choose(nbytes),
             )
         self._groups = [group for group in self._groups if not group.has_ended] + [made]
+        if self._ended is not None:  # meanwhile, by another thread
+            made.abort(self._ended)
         return made
 
     @property
@@ -168,20 +172,45 @@ class TcpCommunicator(Communicator):
         return self._ended is not None
 
     def abort(self, reason: str) -> None:
-        self._ended = self._ended or reason
-        self._engine.abort(self._ended)
-        for group in self._groups:
-            group.abort(self._ended)
+        self._mark(reason, aborted=True)
+        self._tell_where_idle()
 
     def close(self) -> None:
-        aborted = self._ended
-        for group in self._groups:
-            group.close()
-        self.abort("it was closed")
-        with self._lock:  # a call that was woken leaves first
-            self._engine.end(None if aborted is None else f"rank {self._members[self.rank]}: {aborted}")
+        words = {one: one._last_word() for one in self._family()}
+        self._mark("it was closed", aborted=False)
+        with ExitStack() as calls:
+            for one in words:
+                calls.enter_context(one._lock)  # a call that was woken leaves first
+            Engine.end({one._engine: word for one, word in words.items()}, self.generation)
             if self._channel == 0:
                 self._mesh.close()
+
+    def _family(self) -> list[TcpCommunicator]:
+        """This one and its groups, and theirs."""
+        groups = [group for group in self._groups if isinstance(group, TcpCommunicator)]
+        return [self, *(one for group in groups for one in group._family())]
+
+    def _mark(self, reason: str, *, aborted: bool) -> None:
+        """Let a blocked call and every later one raise, here and in the groups."""
+        self._ended, self._aborted = self._ended or reason, self._aborted or aborted
+        self._engine.abort(self._ended)
+        for group in self._groups:
+            if isinstance(group, TcpCommunicator):
+                group._mark(self._ended, aborted=aborted)
+            else:
+                group.abort(self._ended)
+
+    def _last_word(self) -> str | None:
+        return None if self._ended is None else f"rank {self._members[self.rank]}: {self._ended}"
+
+    def _tell_where_idle(self) -> None:
+        """Tell the others now, who may be waiting; where a call is under way it wakes, and tells them itself."""
+        idle = [one for one in self._family() if one._lock.acquire(blocking=False)]
+        try:
+            Engine.end({one._engine: one._last_word() for one in idle}, self.generation)
+        finally:
+            for one in idle:
+                one._lock.release()
 
     def let_go(self) -> None:
         """In a forked process: close its copies of the sockets, which stay open in this rank."""
@@ -206,14 +235,16 @@ class TcpCommunicator(Communicator):
             self._check_open()
             try:
                 call()
+                if self._aborted:  # by another thread, too late for this call to see it
+                    Engine.end({self._engine: self._last_word()}, self.generation)
             except BaseException as error:
                 # Half a collective cannot be mended; the neighbours are told at once, and tell theirs.
                 what = error.what if isinstance(error, CommunicationError) else f"{type(error).__name__}: {error}"
                 reason = self._engine.reason or what
                 self._ended = self._ended or reason
-                self._engine.end(reason)
-                for group in self._groups:
-                    group.abort(reason)
+                Engine.end({self._engine: reason}, self.generation)
+                self._mark(reason, aborted=True)
+                self._tell_where_idle()  # the groups: this one's lock is taken
                 raise
 
     def _check_open(self) -> None:
