@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tests.training._shared import Bytes, run_shared
 from training.comm import Communicator, shm_join
 from training.comm.shm import ShmCommunicator, connect_shm
 from training.comm.shm_join import SharedMemoryUnavailableError
+from training.comm.shm_layout import PAGE_BYTES, Layout
 from training.comm.shm_segment import create_file
 
 Work = Callable[[Communicator], Any]
@@ -382,3 +384,46 @@ def test_a_dead_process_is_named_at_once_and_a_frozen_one_at_the_deadline(sign: 
         for process in ranks:
             process.kill()
             process.join()
+
+
+def test_many_ranks_of_a_host_need_few_descriptors_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1,024 is what a process may hold as a rule: 32 ranks have 496 pairs, of two ends each."""
+    num_ranks, most, real = 32, [0], socket.socketpair
+    before = len(os.listdir("/proc/self/fd"))
+
+    def pair() -> tuple[socket.socket, socket.socket]:
+        most.append(len(os.listdir("/proc/self/fd")) - before)
+        return real()
+
+    layout = Layout(num_ranks, PAGE_BYTES)
+    carriers = [real() for _ in range(num_ranks)]
+    monkeypatch.setattr(socket, "socketpair", pair)
+    until = time.monotonic() + 30
+    segment, links = shm_join.deal(layout, [ours for ours, _ in carriers], range(num_ranks), until)
+    assert max(most) < 512, "for both ends of the carriers, and those that have yet to be handed over"
+    taken = shm_join.take(layout, 7, carriers[7][1], range(num_ranks), until)
+    assert [link is None for link in taken[1]] == [rank == 7 for rank in range(num_ranks)]
+    other = taken[1][0]
+    assert other is not None and links[7] is not None
+    links[7].close()
+    other.settimeout(5)
+    assert other.recv(1) == b"", "the two ends of one pair"
+    for sockets in (links, taken[1], [end for ends in carriers for end in ends]):
+        shm_join.close_all(list(sockets))
+    segment.close()
+    taken[0].close()
+
+
+def test_a_closed_segment_reserves_nothing_in_another_file(tmp_path: Path) -> None:
+    """The number of its descriptor is given to the next file that is opened."""
+    with ThreadPoolExecutor(1) as pool:
+
+        def work(comm: ShmCommunicator) -> int:
+            segment = comm._calls.segment
+            comm.barrier()
+            comm.close()
+            with open(tmp_path / f"{comm.rank}", "wb") as file:
+                assert pool.submit(segment.allocate, 1000, np.dtype(np.float32)).result(10) is None
+                return os.fstat(file.fileno()).st_size
+
+        assert run_shared(2, work) == [0, 0]

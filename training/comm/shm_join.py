@@ -101,10 +101,11 @@ def deal(layout: Layout, carriers: Links, names: Sequence[int], until: float) ->
         raise
     ends: list[Links] = [[None] * layout.num_ranks for _ in ranks]
     try:
-        for first in ranks:
-            for second in range(first + 1, layout.num_ranks):
-                ends[first][second], ends[second][first] = socket.socketpair()
-        for rank in ranks[1:]:
+        for rank in ranks:
+            for later in ranks[rank + 1 :]:
+                ends[rank][later], ends[later][rank] = socket.socketpair()
+            if rank == 0:
+                continue
             carrier = carriers[rank]
             assert carrier is not None
             carrier.settimeout(max(0.01, until - time.monotonic()))
@@ -113,6 +114,7 @@ def deal(layout: Layout, carriers: Links, names: Sequence[int], until: float) ->
                 socket.send_fds(carrier, [head], [fd, *mine])
             except OSError as error:  # it has ended, or never took what it was handed before
                 raise auth.HandshakeError(f"rank {names[rank]} takes nothing: {error}") from error
+            close_all(ends[rank])  # at once: all together would be more than a process may hold
         return segment, ends.pop(0)
     except BaseException as error:
         segment.end(f"rank {names[0]}: {error}")  # for those who have been handed theirs already

@@ -87,7 +87,9 @@ class Segment:
 
     def close(self) -> None:
         """Give the file back; the mapping stays while a buffer is held."""
-        os.close(self._fd)
+        with self._lock:  # a thread that allocates would reserve space in whatever file has the number next
+            os.close(self._fd)
+            self._fd = -1
 
     def place_of(self, address: int, size: int) -> int:
         """The offset of a buffer of `size` bytes in this rank's arena, -1 if it lies elsewhere."""
@@ -99,18 +101,18 @@ class Segment:
         """A zeroed buffer (size,) of the arena, None if there is no room. Its place is free again when it is gone."""
         length = -(-max(1, size * dtype.itemsize) // ALIGN_BYTES) * ALIGN_BYTES
         with self._lock:
-            start = self._take(length)
-        if start is None:
-            return None
-        try:
-            # Now, not when a page is touched: there it would be a signal that ends the process.
-            os.posix_fallocate(self._fd, start, length)
-        except OSError as error:
-            self._returned.append((start, length))
-            if not self._told:
-                log.warning("rank %d: no %d bytes to share (%s): buffers are copied", self._rank, length, error)
-            self._told = True
-            return None
+            start = self._take(length) if self._fd >= 0 else None
+            if start is None:
+                return None
+            try:
+                # Now, not when a page is touched: there it would be a signal that ends the process.
+                os.posix_fallocate(self._fd, start, length)
+            except OSError as error:
+                self._returned.append((start, length))
+                if not self._told:
+                    log.warning("rank %d: no %d bytes to share (%s): buffers are copied", self._rank, length, error)
+                self._told = True
+                return None
         raw = np.frombuffer(self._map, np.uint8, length, start)
         raw[:] = 0
         # A finalizer may run in any thread, at any allocation: it only notes the place.
