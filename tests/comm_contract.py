@@ -342,14 +342,22 @@ class CommunicatorContract:
         assert all(run_ranks(num_ranks, work))
 
     def test_after_close_and_abort(self, run_ranks: RunRanks, num_ranks: int) -> None:
-        def work(comm: Communicator) -> str:
+        def work(comm: Communicator) -> bool:
             with suppress(CommunicationError):  # another rank may have left it and aborted already
                 comm.barrier()
             comm.abort("the test says so")
             comm.close()
             comm.close()
-            with pytest.raises(CommunicationError, match="the test says so") as caught:
-                comm.barrier()
-            return str(caught.value)
+            calls: list[Callable[[], Any]] = [
+                lambda: comm.all_reduce(np.zeros(3, np.float32)),
+                lambda: comm.all_reduce(np.zeros(0, np.float32)),  # nothing to do is no way round
+                lambda: comm.broadcast(np.zeros(0, np.float32)),
+                lambda: comm.all_gather(np.zeros(0, np.float32)),
+                comm.barrier,
+            ]
+            for call in calls:
+                with pytest.raises(CommunicationError, match="the test says so"):
+                    call()
+            return True
 
-        assert len(run_ranks(num_ranks, work)) == num_ranks
+        assert all(run_ranks(num_ranks, work))

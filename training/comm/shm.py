@@ -87,13 +87,11 @@ class ShmCommunicator(Communicator):
 
     def all_reduce(self, buf: NDArray[Any], op: Op = "sum") -> None:
         check_buffer(buf, op)
-        if buf.size:
-            self._reduce("all_reduce", buf, op, 1)
+        self._reduce("all_reduce", buf, op, 1)
 
     def reduce_scatter(self, buf: NDArray[Any], op: Op = "sum") -> NDArray[Any]:
         check_buffer(buf, op)
-        if buf.size:
-            self._reduce("reduce_scatter", buf, op, 0)
+        self._reduce("reduce_scatter", buf, op, 0)
         return self.part_of(buf, self.rank)
 
     def barrier(self) -> None:
@@ -216,6 +214,9 @@ class ShmCommunicator(Communicator):
         self._calls.close()
 
     def _reduce(self, kind: str, buf: NDArray[Any], op: str, to_all: int) -> None:
+        if not buf.size:
+            self._calls.check_open()
+            return
         found = self._reducers.get(buf.dtype)
         if found is None:
             found = self._reducers[buf.dtype] = reducer(buf.dtype.name)
