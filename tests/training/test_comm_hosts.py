@@ -191,14 +191,16 @@ def test_gathers_of_different_sizes_are_an_error_and_no_wrong_rows(sizes: tuple[
     assert any("of a buffer of another size" in text for text in found), found
 
 
-def test_a_rank_that_dies_on_another_host_is_named_and_not_its_leader() -> None:
+@pytest.mark.parametrize(("dead", "calls_before"), [(4, 1), (4, 0), (1, 0)])  # 0: the leaders have not yet met
+def test_a_rank_that_dies_on_another_host_is_named_and_not_its_leader(dead: int, calls_before: int) -> None:
     """The leader of its host aborts and ends, as a rank's process does: before that it must have told the others."""
-    dead, over = 4, threading.Barrier(5)
+    over = threading.Barrier(5)
 
     def work(joined: Joined) -> str:
         comm = joined.communicator
         assert isinstance(comm, HierarchicalCommunicator)
-        comm.barrier()
+        for _ in range(calls_before):
+            comm.barrier()
         found = f"rank {dead}"
         if comm.rank == dead:
             assert isinstance(comm._inner, ShmCommunicator)

@@ -64,6 +64,9 @@ def join_ranks(flat: TcpCommunicator, share: Share | None, identity: str, option
         leaders = [ranks[0] for ranks in layout.hosts]
         outer = flat.group(leaders) if flat.rank in leaders else None
     try:
+        for level in (inner, outer):
+            if isinstance(level, TcpCommunicator):  # now: who waits for a first call hears of no end elsewhere
+                level.connect_neighbours(max(1.0, until - time.monotonic()))
         plan, calibrated = _plan(flat, inner, outer, layout, backend, options)
     except BaseException:
         if inner is not None:
