@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from storage.errors import CommunicationError, ConfigError
 from tests.comm_contract import CommunicatorContract, RunRanks
 from tests.training._hosts import run_hosts
-from training.comm import CommOptions, Communicator, Joined, TcpCommunicator
+from training.comm import CommOptions, Communicator, Joined, TcpCommunicator, hierarchical
 from training.comm.hierarchical import HierarchicalCommunicator
 from training.comm.shm import ShmCommunicator
 from training.comm.shm_join import close_all
@@ -242,3 +243,25 @@ def test_whatever_breaks_a_call_ends_all_levels(what: str, monkeypatch: pytest.M
     found = run_hosts("aabb", work, TWO_LEVELS)
     word = "KeyboardInterrupt" if what.startswith("an interrupt") else "sent a wrong frame"
     assert all(word in text for text in found[1:]), found
+
+
+@pytest.mark.parametrize("frozen", [4, 0])  # of the host that comes later; a leader
+def test_a_frozen_rank_is_named_and_nobody_who_waits_for_it(frozen: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hierarchical, "LATER_S", 2.0)
+    over = threading.Barrier(5)
+
+    def work(joined: Joined) -> str:
+        comm = joined.communicator
+        comm.barrier()
+        found = f"for rank {frozen}"
+        if comm.rank != frozen:
+            comm.deadline_s = 0.5
+            time.sleep(0.8 if comm.rank > 1 else 0.0)  # the other host comes later, so its deadlines pass later
+            with pytest.raises(CommunicationError) as caught:
+                comm.all_reduce(np.zeros(1000, np.float32))
+            found = caught.value.what
+        over.wait(20)
+        return found
+
+    found = run_hosts("aabbb", work, TWO_LEVELS)
+    assert all(f"for rank {frozen}" in text for text in found), found

@@ -6,7 +6,8 @@ rank and in every run with the same layout. Hosts may have different numbers of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from storage.errors import CommunicationError
 from training.comm.base import Communicator, Op, check_buffer, check_peer, check_rank, divide_by_ranks
 from training.comm.comm_plan import HIERARCHICAL
 from training.comm.topology import Layout
+
+LATER_S = 5.0  # for ranks to come to one call, and to tell each other what they wait for (2.5 s)
 
 
 class HierarchicalCommunicator(Communicator):
@@ -41,7 +44,7 @@ class HierarchicalCommunicator(Communicator):
 
     @property
     def deadline_s(self) -> float:
-        """The longest that one call may take, on each level; may be changed between calls."""
+        """The longest that one call may take on the first level, and LATER_S more on each further one."""
         return self._flat.deadline_s
 
     @deadline_s.setter
@@ -60,9 +63,9 @@ class HierarchicalCommunicator(Communicator):
             if self._inner is not None:
                 self._inner.all_reduce(buf, part)
             if self._outer is not None:
-                self._outer.all_reduce(buf, part)
-            if self._inner is not None:
-                self._inner.broadcast(buf, 0)
+                with self._patient(self._outer, 1):
+                    self._outer.all_reduce(buf, part)
+            self._back(buf)
 
         self._whole(run)
         if op == "mean":
@@ -77,9 +80,10 @@ class HierarchicalCommunicator(Communicator):
             if self._inner is not None and there == self._host:
                 self._inner.broadcast(buf, self._mates.index(root))
             if self._outer is not None:
-                self._outer.broadcast(buf, there)
-            if self._inner is not None and there != self._host:
-                self._inner.broadcast(buf, 0)
+                with self._patient(self._outer, 1):
+                    self._outer.broadcast(buf, there)
+            if there != self._host:
+                self._back(buf)
 
         self._whole(run)
 
@@ -94,15 +98,16 @@ class HierarchicalCommunicator(Communicator):
                     self.part_of(buf, mate)[:] = part
             if self._outer is not None:
                 packed = np.concatenate([self.part_of(buf, mate) for mate in self._mates])
-                for ranks, parts in zip(self._layout.hosts, self._outer.all_gather_ragged(packed), strict=True):
+                with self._patient(self._outer, 1):
+                    found = self._outer.all_gather_ragged(packed)
+                for ranks, parts in zip(self._layout.hosts, found, strict=True):
                     start = 0
                     self._check_size(ranks, parts.size, sum(self.part_of(buf, rank).size for rank in ranks))
                     for rank in ranks:
                         target = self.part_of(buf, rank)
                         target[:] = parts[start : start + target.size]
                         start += target.size
-            if self._inner is not None:
-                self._inner.broadcast(buf, 0)
+            self._back(buf)
 
         self._whole(run)
 
@@ -137,6 +142,21 @@ class HierarchicalCommunicator(Communicator):
         # The flat one last: the others may be groups of it.
         for level in self._levels():
             level.close()
+
+    def _back(self, buf: NDArray[Any]) -> None:
+        """From the leader to its host."""
+        if self._inner is not None:
+            with self._patient(self._inner, 2):
+                self._inner.broadcast(buf, 0)
+
+    @contextmanager
+    def _patient(self, level: Communicator, steps: int) -> Iterator[None]:
+        """Wait longer than those who are waited for, who tell whom they wait for; or they would be named instead."""
+        level.deadline_s = self.deadline_s + steps * LATER_S
+        try:
+            yield
+        finally:
+            level.deadline_s = self.deadline_s
 
     def _check_size(self, ranks: Sequence[int], size: int, expected: int) -> None:
         """Parts of buffers of other sizes would land in wrong places, or be spread over them, without a word."""
