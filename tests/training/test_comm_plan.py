@@ -180,3 +180,22 @@ def test_a_flipped_bit_is_seen(tmp_path: Path) -> None:
     file.write_bytes(bytes(data))
     with pytest.raises(CorruptionError, match=file.name):
         read_plans(fs, paths, 3)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("host_of", []),
+        ("host_of", [0, 2, 1]),  # not numbered by first rank: another key for the same layout
+        ("table", []),  # no algorithm at all
+        ("table", [[1]]),
+        ("table", [[1, "ring", 2]]),
+        ("table", [[5, "ring"], [3, "ring"]]),
+        ("table", [[5, "hierarchical"]]),  # which TCP alone has not
+        ("leaders", [[5, "hierarchical"]]),
+    ],
+)
+def test_what_is_no_plan_is_refused_before_it_is_followed(field: str, value: Any) -> None:
+    plan = make_plan(Layout.apart(3), "tcp", "auto", SLOW).to_json()
+    with pytest.raises(DataError, match=f"RUN/comm: {field}"):
+        CommPlan.from_json({**plan, field: value}, where="RUN/comm")

@@ -7,12 +7,14 @@ in it were measured once, at the first start; the table that came out of them is
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from storage import strict
 from storage.canonical import canonical_bytes
+from storage.errors import DataError
 from training.comm.cost import (
     COUNTS,
     LARGEST_BYTES,
@@ -97,12 +99,18 @@ class CommPlan:
         host_of = tuple(
             strict.count(v, where=f"{where}: host_of") for v in strict.items(doc["host_of"], where=f"{where}: host_of")
         )
+        backend = strict.string(doc["backend"], where=f"{where}: backend", choices=BACKENDS)
+        flat_names = tuple(COUNTS)
+        table = _table(doc["table"], NAMES if backend == HIERARCHICAL else flat_names, where=f"{where}: table")
+        # Numbered by first rank, as Layout.of does.
+        _check(host_of and host_of == Layout.of([str(host) for host in host_of]).host_of, host_of, f"{where}: host_of")
+        _check(bool(table) is (backend != "shm"), table, f"{where}: table")
         return cls(
             layout=Layout(host_of),
-            backend=strict.string(doc["backend"], where=f"{where}: backend", choices=BACKENDS),
+            backend=backend,
             asked=strict.string(doc["asked"], where=f"{where}: asked", choices=("auto", *NAMES)),
-            table=_table(doc["table"], where=f"{where}: table"),
-            leaders=_table(doc["leaders"], where=f"{where}: leaders"),
+            table=table,
+            leaders=_table(doc["leaders"], flat_names, where=f"{where}: leaders"),
             flat=_algorithm_costs(doc["flat"], where=f"{where}: flat"),
             outer=_algorithm_costs(doc["outer"], where=f"{where}: outer"),
             inner=_costs(doc["inner"], where=f"{where}: inner"),
@@ -155,11 +163,24 @@ def make_plan(
     )
 
 
-def _table(document: Any, *, where: str) -> Table:
+def _table(document: Any, names: Sequence[str], *, where: str) -> Table:
     rows = [strict.items(row, where=where) for row in strict.items(document, where=where)]
-    return tuple(
-        (strict.count(most, where=where), strict.string(name, where=where, choices=NAMES)) for most, name in rows
+    _check(all(len(row) == 2 for row in rows), rows, where)
+    table = tuple(
+        (strict.count(most, where=where), strict.string(name, where=where, choices=names)) for most, name in rows
     )
+    _check(all(first[0] < second[0] for first, second in pairwise(table)), rows, where)
+    return table
+
+
+def _check(right: Any, got: Any, where: str) -> None:
+    if not right:
+        raise DataError(
+            f"{where} is not what a communication plan holds",
+            got=str(got)[:200],
+            allowed="what this version of Lockstep wrote",
+            next_step="Restore the file from a backup, or start a new run.",
+        )
 
 
 def _algorithm_costs(document: Any, *, where: str) -> AlgorithmCosts | None:
