@@ -147,6 +147,34 @@ def test_a_child_of_a_rank_does_not_hide_its_end() -> None:
     assert at - died < 1 + SLACK_S
 
 
+def test_a_lifeline_that_comes_too_late_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its thread would wait for the other rank's end, however long that rank lives on."""
+
+    def work(comm: Communicator) -> bool:
+        comm.barrier()
+        mesh = tcp(comm)._mesh
+        if comm.rank == 1:
+            connect = mesh._connect
+
+            def late(*arguments: Any) -> Any:
+                sock = connect(*arguments)
+                mesh.close()
+                return sock
+
+            monkeypatch.setattr(mesh, "_connect", late)
+            mesh.watch(0)
+            end = time.monotonic() + 5
+            while any(thread.name == "mesh-lifeline" for thread in threading.enumerate()):
+                if time.monotonic() > end:
+                    return False
+                time.sleep(0.01)
+        over.wait(10)
+        return True
+
+    over = threading.Barrier(2)
+    assert run_ring(2, work) == [True, True]
+
+
 def test_the_reason_of_an_abort_reaches_all() -> None:
     def work(comm: Communicator) -> str:
         if comm.rank == 2:

@@ -138,6 +138,9 @@ class Mesh:
                 sock = self._connect(LIFELINE, peer, time.monotonic() + ANSWER_S)
                 with self._lock:
                     self._lifelines.append(sock)
+                    if self._closed:  # meanwhile: nobody else would end this one
+                        sock.close()
+                        return
                 sock.settimeout(None)
                 sock.recv(1)  # nothing ever comes but the end
                 reason = "its connection was closed or reset"
