@@ -91,6 +91,7 @@ def ours(name: str, rank: int, ranks: int) -> Any:
     from training.batchnorm import statistics_of
     from training.comm import connect
     from training.distribute import distribute
+    from training.rank_step import RankStep
     from training.world import World
 
     keras.utils.set_random_seed(0)
@@ -102,6 +103,7 @@ def ours(name: str, rank: int, ranks: int) -> Any:
     comm = connect(world, control, KEY, 60.0, 120.0)
     model.optimizer.build(model.trainable_variables)
     distribute(model.optimizer, comm, scale=1.0 / ranks, statistics=statistics_of(model))
+    RankStep(1.0 / ranks).install(model, comm.group(range(ranks)))
     return keras, model, dataset(name, rank)
 
 

@@ -14,13 +14,30 @@ import keras
 from keras import ops
 
 from storage.errors import ConfigError
+from training.fused_batchnorm import Normalised, can_fuse, normalise
 from training.swap import swapped_class
 from training.sync_batchnorm import SyncMoments
 
 PLAIN = keras.layers.BatchNormalization
 
 
-class _Ghost(keras.layers.BatchNormalization):
+class _Fused(keras.layers.BatchNormalization):
+    """Mixed in before a layer's own class: the same over the whole batch, in one operation where there is one."""
+
+    def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
+        """inputs (n, ..., channels) -> the same shape and dtype."""
+        if not training or not self.trainable or not can_fuse(self, inputs, mask):
+            return super().call(inputs, training=training, mask=mask)
+        return self._moved(normalise(self, inputs, inputs.shape[0]))
+
+    def _moved(self, normalised: Normalised) -> Any:
+        """The result, once the moving averages have taken its statistics."""
+        for moving, value in ((self.moving_mean, normalised.mean), (self.moving_variance, normalised.variance)):
+            moving.assign(moving * self.momentum + value * (1.0 - self.momentum))
+        return normalised.y
+
+
+class _Ghost(_Fused):
     """Mixed in before a layer's own class: batch statistics of each run of `group_rows` rows by itself."""
 
     group_rows: int
@@ -37,6 +54,8 @@ class _Ghost(keras.layers.BatchNormalization):
                 allowed=f"multiples of {self.group_rows} rows",
                 next_step="Use --batchnorm sync.",
             )
+        if can_fuse(self, inputs, mask):
+            return self._moved(normalise(self, inputs, self.group_rows))
         x = ops.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
         shape = ops.shape(x)
         x = ops.reshape(x, (-1, self.group_rows, *shape[1:]))  # (groups, group_rows, ..., channels)
@@ -103,13 +122,17 @@ def batchnorm_as(
 ) -> Iterator[None]:
     """While this is open, the model's own BatchNormalization layers, nested ones too, are `ghost` or `sync`.
 
-    Neither argument leaves them as they are. Variables, names and what is saved stay Keras' own: nothing of a layer
-    changes but the class, and that only while a step is traced. Layers that are ghost by themselves stay so. Raises
-    ConfigError naming a layer whose batch statistics are its own affair.
+    Neither argument leaves their results as they are, to rounding. Variables, names and what is saved stay Keras' own:
+    nothing of a layer changes but the class, and that only while a step is traced. Layers that are ghost by themselves
+    stay so. Raises ConfigError naming a layer whose batch statistics are its own affair.
     """
     with ExitStack() as stack:
         for layer in normalisations(model):
-            if isinstance(layer, GhostBatchNormalization) or (group_rows is None and of_ranks is None):
+            if isinstance(layer, GhostBatchNormalization):
+                continue
+            if group_rows is None and of_ranks is None:
+                if type(layer) is PLAIN:
+                    stack.enter_context(swapped_class(layer, _Fused))
                 continue
             _check(layer, ghost=of_ranks is None)
             mixin: type = _Ghost if of_ranks is None else _Sync
@@ -118,7 +141,7 @@ def batchnorm_as(
 
 
 def normalisations(model: keras.Model) -> list[Any]:
-    """All batch normalisation layers of a model, nested ones too."""
+    """All batch normalisation layers of a model, nested ones too, which the public `layers` leaves out."""
     return [layer for layer in model._flatten_layers() if isinstance(layer, PLAIN)]
 
 
