@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import keras
 
+from training.state import as_floats
+
 
 class Loop(Protocol):
     """What the run does at the boundaries that Keras tells the list of."""
@@ -86,7 +88,7 @@ class RunCallbacks(keras.callbacks.CallbackList):
         if micro + 1 < self._micro_batches:
             return
         if self._on_end_of_batch:
-            values = {name: float(value) for name, value in (logs or {}).items()}
+            values = as_floats(logs or {})
             for callback in self._on_end_of_batch:
                 callback.on_train_batch_end(batch + self._first_batch, logs=values)
         self._loop.step_ends(self._epoch)
@@ -100,5 +102,6 @@ class RunCallbacks(keras.callbacks.CallbackList):
 
 
 def _has(callback: Any, *hooks: str) -> bool:
-    """Whether a callback's class defines one of these hooks itself."""
-    return any(getattr(type(callback), hook) is not getattr(keras.callbacks.Callback, hook) for hook in hooks)
+    """Whether a callback has one of these hooks: its class's own, or set on itself as LambdaCallback does it."""
+    plain = keras.callbacks.Callback
+    return any(getattr(getattr(callback, hook), "__func__", None) is not getattr(plain, hook) for hook in hooks)

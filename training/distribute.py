@@ -40,6 +40,7 @@ def distribute(
     rows_from_bytes: int = ROWS_FROM_BYTES,
     auto_scale_loss: bool = True,
     finalizes: bool = True,
+    compression: Any = None,
 ) -> OptimizerT:
     """Make `optimizer` reduce gradients over the ranks of `communicator`; returns the same object.
 
@@ -48,7 +49,8 @@ def distribute(
     mean, weighted by the shares. Gradients by rows (embeddings) of variables from `rows_from_bytes` on travel by rows
     while that is fewer bytes. Under the policy mixed_float16 an optimizer without loss scaling comes back in a
     LossScaleOptimizer, as `compile` would wrap it, unless `auto_scale_loss` is false. `finalizes`: whether the end of
-    `fit` is the end of the run, where `use_ema` makes the averages the weights; else `finalize` does it.
+    `fit` is the end of the run, where `use_ema` makes the averages the weights; else `finalize` does it. `compression`
+    makes whole gradients smaller before they are summed (see `Reduction`).
 
     A collective where `communicator` has an exchange already: the new one gets a group of its own. `exchange_of` gives
     the exchange. Raises ConfigError for what cannot be the outermost optimizer.
@@ -70,7 +72,7 @@ def distribute(
     known = ref(exchange)
     report_faults_of(lambda: None if (still := known()) is None else still.error)
     exchange.skips_non_finite = isinstance(outermost, keras.optimizers.LossScaleOptimizer)
-    reduction = Reduction(exchange, tuple(statistics), bucket_bytes, rows_from_bytes)
+    reduction = Reduction(exchange, tuple(statistics), bucket_bytes, rows_from_bytes, compression)
     # Saved models name the class and its module: those of the plain class, so that they load without Lockstep.
     names = {"__module__": plain.__module__, "__doc__": plain.__doc__}
     object.__setattr__(outermost, "_lockstep", _State(reduction, plain, finalizes))  # past Keras' tracking
@@ -90,6 +92,12 @@ def undistribute(optimizer: keras.optimizers.Optimizer) -> None:
 def exchange_of(optimizer: keras.optimizers.Optimizer) -> Exchange:
     """The exchange of a distributed optimizer."""
     return _state(optimizer).reduction.exchange
+
+
+def own_class(optimizer: keras.optimizers.Optimizer) -> type[keras.optimizers.Optimizer]:
+    """The optimizer's own class, distributed or not."""
+    state: _State | None = getattr(optimizer, "_lockstep", None)
+    return type(optimizer) if state is None else state.plain
 
 
 def finalize(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> None:
@@ -133,14 +141,15 @@ class _Distributed:
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Reduce, then apply; with accumulation only on the last micro-batch of each cycle."""
         me = cast(keras.optimizers.Optimizer, self)
-        state = _state(self)
+        state, grads = _state(self), list(grads)
+        if not grads:  # as Keras has it
+            return
         variables = list(me._trainable_variables if trainable_variables is None else trainable_variables)
         if not me.built:
             me.build(variables)
         loss, state.loss = state.loss, None
         if loss is None:  # a train_step of the user's that does not call scale_loss: nothing to report
             loss = tf.zeros((), tf.float32)
-        grads = list(grads)
         _check(grads, variables, state.reduction.exchange)
         exchange, scaling = state.reduction.exchange, isinstance(me, keras.optimizers.LossScaleOptimizer)
         counts = me.inner_optimizer if scaling else me
@@ -151,7 +160,10 @@ class _Distributed:
         def hold() -> tf.Tensor:
             return tf.numpy_function(_holding(exchange), [loss], tf.int32, name="hold")
 
-        if accumulate.steps_of(counts) == 1:
+        if all(grad is None for grad in grads):
+            reduce(grads)  # ranks that have some hear of it
+            super().apply(grads, trainable_variables)  # type: ignore[misc]  # Keras' own words
+        elif accumulate.steps_of(counts) == 1:
             super().apply(reduce(grads), trainable_variables)  # type: ignore[misc]
         elif scaling:
             loss_scale.apply_in_cycles(me, grads, variables, reduce, hold)

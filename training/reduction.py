@@ -27,13 +27,15 @@ class Reduction:
     """What one optimizer's gradients pass through.
 
     `statistics` are averaged with the last bucket; a tensor of at least `rows_from_bytes` whose gradient comes by rows
-    is exchanged by rows.
+    is exchanged by rows. `compression` has `compress(tensor)` -> (tensor, context) and `decompress(tensor, context)`,
+    as training.horovod.Compression; sums are made of, and judged by, what it makes of whole gradients.
     """
 
     exchange: Exchange
     statistics: tuple[keras.Variable, ...] = ()
     bucket_bytes: int = BUCKET_BYTES
     rows_from_bytes: int = ROWS_FROM_BYTES
+    compression: Any = None
 
     def __call__(
         self, grads: Sequence[Gradient], variables: Sequence[Any], loss: tf.Tensor, *, rows: bool = True
@@ -50,6 +52,11 @@ class Reduction:
             by_rows = []  # TensorFlow's collectives take whole tensors alone
         whole = [i for i in present if i not in by_rows]
         dense = [tf.convert_to_tensor(grads[i]) for i in whole]  # a small table's rows become a whole tensor
+        contexts: list[Any] = []
+        alone = self.exchange.communicator.num_ranks == 1 and self.exchange.scale == 1.0
+        if self.compression is not None and not alone:
+            packed = [self.compression.compress(grad) for grad in dense]
+            dense, contexts = [grad for grad, _ in packed], [context for _, context in packed]
         sparse = [grads[i] for i in by_rows]
         values = [variable.value for variable in self.statistics]  # read after the forward pass assigned them
         names = [f"the gradient of {_path(variables[i])}" for i in whole]
@@ -65,7 +72,9 @@ class Reduction:
             self.bucket_bytes,
         )
         self.exchange.use(layout, names + statistics, tables)
-        if self.exchange.communicator.num_ranks == 1 and self.exchange.scale == 1.0:
+        if not present:
+            return list(grads)
+        if alone:
             judge = Alone(self.exchange, [*names, *(table.name for table in tables)], statistics)
             summed, pairs = self._alone(judge, layout, dense, sparse, [loss, *values])
         elif isinstance(self.exchange, GraphExchange):
@@ -76,6 +85,8 @@ class Reduction:
             pairs = []
         else:
             summed, pairs = self._over_ranks(layout, dense, sparse, [loss, *values])
+        if contexts:
+            summed = [self.compression.decompress(*pair) for pair in zip(summed, contexts, strict=True)]
         result: list[Gradient] = [None] * len(grads)
         for i, total in zip(whole, summed, strict=True):
             result[i] = total

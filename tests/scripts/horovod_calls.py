@@ -131,6 +131,7 @@ cases: list[tuple[dict[str, Any], float]] = [
     ({"op": hvd.Sum}, 3.0),
     ({"backward_passes_per_step": 2}, 3.0),  # sums of the passes, as Horovod's
     ({"backward_passes_per_step": 2, "average_aggregated_gradients": True}, 1.5),
+    ({"compression": hvd.Compression.fp16}, 1.5),
 ]
 for options, step in cases:
     weight = keras.Variable([10.0])
@@ -138,6 +139,22 @@ for options, step in cases:
     for _ in range(options.get("backward_passes_per_step", 1)):
         optimizer.apply([tf.constant([rank + 1.0])], [weight])
     same(weight.numpy(), [10.0 - step])
+
+# In two bytes: 1/3 and 4/3 as float16 has them, halved and added.
+weight = keras.Variable([0.0])
+optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), compression=hvd.Compression.fp16)
+optimizer.apply([tf.constant([rank + 1 / 3])], [weight])
+halves = np.array([1 / 3, 4 / 3], np.float16) / np.float16(2)
+np.testing.assert_array_equal(weight.numpy(), [-np.float32(halves[0] + halves[1])])
+
+# Rank 0 goes on with a model that has its optimizer's state, as one it has loaded; rank 1's is new.
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.5)), "mse")
+if rank == 0:
+    model.optimizer.build(model.trainable_variables)
+model.fit(np.ones((4, 2)), np.ones(4), verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+for first, second in zip(*hvd.allgather_object(model.get_weights()), strict=True):
+    np.testing.assert_array_equal(first, second)
 
 print("every call is right", flush=True)
 if rank == 0:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("TF_NUM_INTEROP_THREADS", "12")  # as tests/training/_threads.py, which may share this process
 
@@ -38,6 +38,7 @@ def alone() -> Iterator[None]:
 def test_without_a_launcher_there_is_one_rank() -> None:
     assert (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_size()) == (0, 1, 0, 1, 1)
     assert hvd.allreduce([1.0, 2.0], op=hvd.Max).numpy().tolist() == [1.0, 2.0]
+    assert not (hvd.nccl_built() or hvd.mpi_threads_supported() or hvd.gloo_enabled())
     assert hvd.allgather_object("a") == ["a"] and hvd.broadcast_object({1: None}) == {1: None}
     hvd.shutdown()
     hvd.shutdown()
@@ -61,6 +62,13 @@ def test_what_is_absent_says_so_by_name(name: str) -> None:
     assert not hasattr(hvd, "never_heard_of")
 
 
+class Named(NamedTuple):
+    """What a script may hold its state in."""
+
+    epoch: int
+    best: int
+
+
 REFUSED: list[tuple[str, Any]] = [
     ("init", lambda: hvd.init([0, 1])),
     ("process_set", lambda: hvd.allreduce(1.0, process_set=object())),
@@ -71,11 +79,12 @@ REFUSED: list[tuple[str, Any]] = [
     ("no numbers", lambda: hvd.broadcast(tf.constant("text"), 0)),
     ("root rank that is not there", lambda: hvd.broadcast(1.0, 1)),
     ("cannot be sent", lambda: hvd.broadcast_object({"model": object()})),
+    ("cannot be sent", lambda: hvd.broadcast_object([Named(1, 2)])),  # would come back as an array
+    ("cannot be sent", lambda: hvd.allgather_object(range(3))),
     ("IndexedSlices by Max", lambda: hvd.allreduce(tf.IndexedSlices(tf.ones((1, 2)), [0]), op=hvd.Max)),
     ("num_groups", lambda: hvd.DistributedGradientTape(tf.GradientTape(), num_groups=2)),
     ("gradient_predivide", lambda: hvd.DistributedGradientTape(None, op=hvd.Sum, gradient_predivide_factor=2.0)),
     ("no optimizer of Keras 3", lambda: hvd.DistributedOptimizer(tf.keras.optimizers)),
-    ("compression", lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(), compression=hvd.Compression.fp16)),
     ("op=Min", lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(), op=hvd.Min)),
     ("scale_local", lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(), scale_local_gradients=False)),
     ("learning rate that cannot be", lambda: hvd.callbacks.LearningRateWarmupCallback(0.0)),
@@ -113,22 +122,37 @@ def test_a_distributed_model_is_compiled_without_xla() -> None:
     model.fit(np.ones((4, 2)), np.ones(4), verbose=0)
 
 
-def test_a_saved_model_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("passes", [1, 2])  # whose gradients are added, also where a saved optimizer goes on
+def test_a_saved_model_goes_on(passes: int, tmp_path: Path) -> None:
     path = tmp_path / "model.keras"
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.125, momentum=0.5)), loss="mse")
+    optimizer = keras.optimizers.SGD(0.125, momentum=0.5)
+    model.compile(optimizer=hvd.DistributedOptimizer(optimizer, backward_passes_per_step=passes), loss="mse")
     x, y = np.ones((4, 2)), np.ones(4)
-    model.fit(x, y, verbose=0)
+    model.fit(x, y, batch_size=2, verbose=0)
     model.save(path)
     loaded = hvd.load_model(path)
     for again in (model, loaded):
-        again.fit(x, y, verbose=0)
+        again.fit(x, y, batch_size=2, verbose=0)
     for got, wanted in zip(loaded.get_weights(), model.get_weights(), strict=True):
         np.testing.assert_array_equal(got, wanted)
-    assert loaded.jit_compile is False and int(loaded.optimizer.iterations) == 2
+    assert loaded.jit_compile is False and int(loaded.optimizer.iterations) == 4 // passes
     keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]).save(path)
     with pytest.raises(ConfigError, match="without an optimizer"):
         hvd.load_model(path)
+
+
+@pytest.mark.parametrize("given", [[keras.Input((2,))], []])
+def test_a_model_that_is_built_has_the_weights_before_the_first_step(given: list[Any]) -> None:
+    """Keras builds an optimizer in the first step: a new model's ranks would wait elsewhere than one that loaded it."""
+    model = keras.Sequential([*given, keras.layers.Dense(1)])
+    model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam()), loss="mse")
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    callback.set_model(model)
+    callback.on_train_begin()
+    assert callback.broadcast_done == model.optimizer.built == bool(given)
+    model.fit(np.ones((4, 2)), np.ones(4), verbose=0, callbacks=[callback])
+    assert callback.broadcast_done
 
 
 def rates(callback: Any, epochs: int, steps: int, optimizer: Any) -> list[float]:

@@ -22,12 +22,17 @@ from training.horovod.place import (
     is_initialized,
     local_rank,
     local_size,
+    not_built,
     rank,
     shutdown,
     size,
 )
 from training.horovod.reduce import Adasum, Average, Max, Min, Sum, allreduce, grouped_allreduce
 from training.horovod.tape import DistributedGradientTape
+
+# What scripts ask before they choose a way of Horovod's.
+mpi_threads_supported = mpi_enabled = mpi_built = gloo_enabled = gloo_built = not_built
+nccl_built = ccl_built = ddl_built = cuda_built = rocm_built = not_built
 
 __all__ = [
     "Adasum",
@@ -46,8 +51,13 @@ __all__ = [
     "broadcast_object",
     "broadcast_variables",
     "callbacks",
+    "ccl_built",
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
     "grouped_allreduce",
     "init",
     "is_homogeneous",
@@ -55,7 +65,12 @@ __all__ = [
     "load_model",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "rank",
+    "rocm_built",
     "shutdown",
     "size",
 ]
@@ -80,7 +95,6 @@ ABSENT = {
     "PartialDistributedOptimizer": "Use hvd.DistributedOptimizer.",
     "start_timeline": "Use tf.profiler, or jobs.train's report.",
     "stop_timeline": "Use tf.profiler, or jobs.train's report.",
-    "mpi_threads_supported": "There is no MPI here.",
     "run": "Start ranks with jobs.launch.",
 }
 

@@ -12,15 +12,15 @@ import numpy as np
 from storage.errors import ConfigError
 from training.horovod.gather import broadcast_variables
 from training.horovod.place import rank, refuse, size
-from training.horovod.reduce import Average, allreduce
+from training.horovod.reduce import Average, Min, allreduce
 from training.learning_rate import CorrectedSGD
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Gives all ranks the weights and the optimizer's state of rank `root_rank`, before the first step.
+    """Gives all ranks the weights and the optimizer's state of rank `root_rank`.
 
-    Horovod does so after it, since a model of Keras 2 was built by its first batch; here that is the case only where
-    `fit` could not build the model. Random seeds stay each rank's own.
+    Before the first step where every rank's model is built by then; else, as Horovod always does, after it: a model
+    without an Input is built by its first batch. Random seeds stay each rank's own.
     """
 
     def __init__(self, root_rank: int, device: str = "") -> None:
@@ -30,7 +30,13 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self.broadcast_done = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        if self.model.built and self.model.optimizer.built:
+        # Ranks decide alike: rank 0 may have loaded its model, while the others' are new.
+        built = allreduce(np.int64(self.model.built), op=Min, name="whether the model is built")
+        self.broadcast_done = False
+        if built:
+            optimizer = self.model.optimizer
+            if not optimizer.built:
+                optimizer.build(self.model.trainable_variables)
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:

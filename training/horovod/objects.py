@@ -73,8 +73,10 @@ def _plain(value: Any) -> Any:
         return {_PAIRS: [[_plain(key), _plain(item)] for key, item in value.items()]}
     if isinstance(value, bytes | bytearray):
         return {_BYTES: base64.b64encode(value).decode()}
-    array = np.asarray(value.numpy() if hasattr(value, "numpy") else value)
-    if array.dtype.kind not in "biufc":
+    held = value.numpy() if hasattr(value, "numpy") else value
+    array = np.asarray(held)
+    # What NumPy could make an array of (a named tuple, a range) would come back as another thing than it was.
+    if not isinstance(held, np.ndarray | np.generic) or array.dtype.kind not in "biufc":
         raise ConfigError(
             "a value cannot be sent to other ranks",
             got=f"{type(value).__module__}.{type(value).__name__}",

@@ -37,7 +37,8 @@ def DistributedOptimizer(
 
     The mean over ranks, or the sum with `op=hvd.Sum`. With `backward_passes_per_step` k, gradients of k batches are
     added on each rank (their mean, with `average_aggregated_gradients`) and reduced once. A `gradient_predivide_factor`
-    changes where the mean divides, never its value: here each rank divides first. A collective: all ranks call it.
+    changes where the mean divides, never its value: here each rank divides first. `compression` is of whole gradients,
+    not of rows (`tf.IndexedSlices`). A collective: all ranks call it.
     """
     given: dict[str, Any] = {"use_locking": use_locking, "device_dense": device_dense, "device_sparse": device_sparse}
     given |= {"num_groups": num_groups, "groups": groups, "process_set": process_set}
@@ -54,19 +55,15 @@ def DistributedOptimizer(
         absent(f"DistributedOptimizer(op={how.name})", instead="Use op=hvd.Average or op=hvd.Sum.")
     if gradient_predivide_factor != 1.0 and how is Sum:
         refuse("DistributedOptimizer(op=Sum)", {"gradient_predivide_factor": gradient_predivide_factor})
-    if compression is not Compression.none:
-        absent(
-            "DistributedOptimizer(compression=...)",
-            getattr(compression, "__name__", repr(compression)),
-            "Leave it out, or use hvd.DistributedGradientTape, which compresses.",
-        )
     scale = 1.0 if how is Sum else 1.0 / place.world.num_ranks
     if backward_passes_per_step > 1:
-        if optimizer.built:
+        counts = getattr(optimizer, "inner_optimizer", optimizer)
+        if counts.built and counts.gradient_accumulation_steps != backward_passes_per_step:
             refuse("DistributedOptimizer of a built optimizer", {"backward_passes_per_step": backward_passes_per_step})
-        optimizer.gradient_accumulation_steps = backward_passes_per_step  # Keras' own takes the mean of the batches
+        counts.gradient_accumulation_steps = backward_passes_per_step  # Keras' own takes the mean of the batches
         scale *= 1.0 if average_aggregated_gradients else backward_passes_per_step
-    distributed = distribute(optimizer, place.new_group(), scale)
+    compressor = None if compression is Compression.none else compression
+    distributed = distribute(optimizer, place.new_group(), scale, compression=compressor)
     place.exchanges.append(exchange_of(distributed))
     _without_xla()
     return distributed
@@ -78,7 +75,11 @@ def load_model(
     custom_objects: dict[str, Any] | None = None,
     compression: type[Compressor] = Compression.none,
 ) -> Any:
-    """A model saved by Keras, with its optimizer and that one's state, distributed again. A collective."""
+    """A model saved by Keras, with its optimizer and that one's state, distributed again.
+
+    Where it accumulates gradients of k batches, they are added as by DistributedOptimizer's own default. A collective;
+    on ranks that do not load, `DistributedOptimizer` is the other side of it.
+    """
     known = {one.__name__: one for one in custom_optimizers or ()}
     model = keras.models.load_model(filepath, custom_objects={**known, **(custom_objects or {})})
     if getattr(model, "optimizer", None) is None:
@@ -88,7 +89,9 @@ def load_model(
             allowed="a model saved by model.save after compile",
             next_step="Load it by keras.models.load_model, and compile it with hvd.DistributedOptimizer.",
         )
-    model.optimizer = DistributedOptimizer(model.optimizer, compression=compression)
+    counts = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    passes = counts.gradient_accumulation_steps or 1
+    model.optimizer = DistributedOptimizer(model.optimizer, compression=compression, backward_passes_per_step=passes)
     model.jit_compile = False
     return model
 

@@ -136,6 +136,11 @@ def is_homogeneous() -> bool:
     return len(set(here().counts)) == 1
 
 
+def not_built(verbose: bool = False) -> bool:
+    """Whether one of the libraries under Horovod is there (MPI, Gloo, NCCL ...): none of them is."""
+    return False
+
+
 def refuse(call: str, given: dict[str, Any]) -> None:
     """Raise ConfigError for the first argument of Horovod's that has no meaning here and is not left at its default.
 
