@@ -16,6 +16,8 @@ from typing import Any, Literal
 import keras
 import numpy as np
 import tensorflow as tf
+
+# Not public; to write them again would be to follow what Keras makes of masks and weights by hand.
 from keras.src.losses.loss import apply_mask, reduce_weighted_values
 from numpy.typing import NDArray
 
@@ -24,7 +26,7 @@ from training.ordered import OrderedCalls
 from training.swap import swapped
 
 Divides = Literal["rows", "mask", "weights", "nothing"]
-LOSS_BASE, KERAS = keras.losses.Loss, "keras."
+LOSS_BASE = keras.losses.Loss
 log = logging.getLogger(__name__)
 
 
@@ -53,7 +55,7 @@ class Denominators:
 
         What `add_loss` and regularisers add is taken for means over rows, as Keras makes it of activity regularisers.
         """
-        losses = model._compile_loss
+        losses = model._compile_loss  # Keras has no public way to what `compile` made of the losses
         with ExitStack() as stack:
 
             def exchange() -> None:
@@ -120,23 +122,19 @@ class Denominators:
                     next_step="Use --micro-batches 1, or reduction `sum` with weights that are divided before.",
                 )
             if divides == "mask":
-                valid = tf.reduce_sum(tf.cast(mask, tf.float64))
-                return self._corrected(local, valid, tf.cast(tf.size(mask), tf.float64), loss.name)
+                return self._corrected(local, tf.reduce_sum(tf.cast(mask, tf.float64)), loss.name)
             weights = apply_mask(sample_weight, mask, dtype=loss.dtype, reduction=loss.reduction)
-            total = tf.reduce_sum(tf.cast(weights, tf.float64))
-            return self._corrected(local, total, tf.constant(self._scale, tf.float64), loss.name)
+            return self._corrected(local, tf.reduce_sum(tf.cast(weights, tf.float64)), loss.name)
 
-    def _corrected(self, local: Any, part: Any, share: Any, name: str) -> Any:
-        """local * (part / sum of parts) / (share / sum of shares); 0 where no rank has a part."""
+    def _corrected(self, local: Any, part: Any, name: str) -> Any:
+        """local * (part / sum of parts) / scale; 0 where no rank has a part."""
 
-        def correction(part: NDArray[np.float64], share: NDArray[np.float64]) -> np.float64:
-            both = np.array([part, share])
-            self._calls.communicator.all_reduce(both)
-            if both[0] == 0 or share == 0:
-                return np.float64(0)
-            return np.float64((part / both[0]) / (share / both[1]))
+        def correction(part: NDArray[np.float64]) -> np.float64:
+            total = np.array([part])
+            self._calls.communicator.all_reduce(total)
+            return np.float64(0 if total[0] == 0 or self._scale == 0 else part / total[0] / self._scale)
 
-        (factor,) = self._calls.call(correction, [part, share], [tf.float64], f"the loss {name}")
+        (factor,) = self._calls.call(correction, [part], [tf.float64], f"the loss {name}")
         factor.set_shape(())
         return local * tf.cast(factor, local.dtype)
 

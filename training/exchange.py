@@ -100,7 +100,7 @@ class Exchange(Steps):
     def post_rows(self, number: int, indices: Array, values: Array) -> None:
         """Hand in the gradient of table `number`: indices (n,), values (n, *row); returns at once."""
         try:
-            values = np.multiply(values, self.scale, dtype=values.dtype, casting="same_kind")
+            values = values * values.dtype.type(self.scale)  # of the same dtype, bfloat16 too
             self._posted.put(partial(self._reduce_rows, number, indices.reshape(-1), values))
         except BaseException as error:
             self._fail(error)

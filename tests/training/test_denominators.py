@@ -99,6 +99,29 @@ def test_the_sum_over_ranks_is_the_loss_of_all_rows(
     np.testing.assert_allclose(np.concatenate([gradient for _, gradient in ranks]), gradient, rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight"])
+def test_each_rank_may_pad_to_a_length_of_its_own(reduction: str) -> None:
+    import keras
+
+    from training.denominators import Denominators
+    from training.ordered import OrderedCalls
+
+    rng = np.random.default_rng(1)
+    y, pred, mask = rng.integers(0, 4, (ROWS, 5)), rng.standard_normal((ROWS, 5, 4)), rng.random((ROWS, 5)) < 0.7
+    mask[:3, 3:] = False  # rank 0 has three words a row, rank 1 five
+    loss = keras.losses.SparseCategoricalCrossentropy(reduction=reduction)
+    value, _ = gradients(loss, y, pred, mask, None)
+
+    def one(comm: Communicator) -> float:
+        rows, scale = ((slice(3, 12), slice(0, 5)), 0.75) if comm.rank else ((slice(0, 3), slice(0, 3)), 0.25)
+        calls = OrderedCalls(comm)
+        with calls.tracing():
+            part: Any = [*(array[rows] for array in (y, pred, mask)), None]
+            return scale * gradients(loss, *part, denominators=Denominators(calls, scale))[0]
+
+    assert sum(run_ring(2, one)) == pytest.approx(value, rel=1e-12)
+
+
 def test_masked_and_weighted_words_of_a_recurrent_model() -> None:
     import keras
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,7 +13,10 @@ from numpy.typing import NDArray
 
 from tests.training._own_steps import Learner, assert_as_one, on_ranks
 from tests.training._ring import run_ring
+from training.agreement import CONTROL_WORDS
+from training.buckets import lay_out
 from training.comm import Communicator
+from training.exchange import Exchange
 from training.sparse import Table, added_up, goes_by_rows, sum_rows
 
 Array = NDArray[Any]
@@ -80,6 +84,19 @@ def test_both_ways_have_the_same_sums(rows: tuple[int, ...], by_rows: bool) -> N
     if by_rows:
         sent = [sum(size for _, size in calls[1:]) for _, calls in results]
         assert sent == [count * TABLE.row_bytes for count in rows]
+
+
+def test_rows_of_bfloat16() -> None:
+    def work(comm: Communicator) -> tuple[Any, ...]:
+        exchange = Exchange(comm)
+        table = Table("t", (9, 2), np.dtype(ml_dtypes.bfloat16))
+        exchange.use(lay_out([], [], CONTROL_WORDS), [], [table])
+        exchange.post_rows(0, np.array([3, 3]), np.ones((2, 2), table.dtype))
+        indices, values = exchange.finish(np.zeros((), np.float32))
+        exchange.close()
+        return indices.tolist(), values.dtype, values.tolist()
+
+    assert run_ring(2, work) == [([3], np.dtype(ml_dtypes.bfloat16), [[2.0, 2.0]])] * 2
 
 
 class Embedding(Learner):
