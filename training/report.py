@@ -203,8 +203,8 @@ def _number(value: Any) -> str:
 
 
 def _loss_curve(history: History) -> Markup:
-    steps = [row["step"] for row in history.steps]
-    losses = [row["loss"] for row in history.steps]
+    rows = [row for row in history.steps if isinstance(row["loss"], (int, float))]  # not "nan", of a skipped step
+    steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
     smooth = [_mean(losses[max(0, i - SMOOTHED_STEPS + 1) : i + 1]) for i in range(len(losses))]
     return _curve(
         steps, [("one step", losses, "#b9cbe0"), (f"mean of {SMOOTHED_STEPS} steps", smooth, "#1f4e89")], "step"

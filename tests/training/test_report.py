@@ -15,7 +15,7 @@ from tests.training._tiny import write_table
 from training.claims import CheckpointRef, Claim, claim_next
 from training.history import read_history
 from training.paths import RunPaths
-from training.report import about_run, render, write_report
+from training.report import _loss_curve, about_run, render, write_report
 
 HOSTILE = "<script>alert(1)</script>"
 
@@ -87,6 +87,14 @@ def test_the_page_stands_alone_and_escapes_what_comes_from_data(run: str, tmp_pa
     assert page.count("<svg") == 2  # loss, and the one other metric
     assert "0.7500   (baseline rate:page: 0.5000)" in page and "12" in page
     assert page == render(run, about, result, read_history(run), load_dataset(str(tmp_path / "data")), evaluation)
+
+
+def test_a_skipped_step_may_have_no_number_for_a_loss(run: str) -> None:
+    """In mixed_float16 the forward pass may overflow too."""
+    part = Path(RunPaths(run).metrics(2)) / "part-00000.jsonl"
+    skipped = {"kind": "step", "step": 7, "epoch": 0, "loss": "nan", "skipped": True, "seconds": 1.0}
+    part.write_text(part.read_text() + json.dumps(skipped) + "\n")
+    assert "<svg" in _loss_curve(read_history(run))
 
 
 def test_what_was_trained_how_and_when_is_told_from_the_run_s_own_record() -> None:
