@@ -30,7 +30,7 @@ LATER_FIELDS = {
     "base_batch": None,
     "warm_up_epochs": 0.0,
     "micro_batches": 1,
-    # Others add in another order.
+    # Others add in another order. What encrypts or may be trusted changes no sum: `tls` and `trust_network` are free.
     "algorithm": "auto",
     "backend": "auto",
 }
@@ -65,7 +65,8 @@ def check_run(fs: FileSystem, paths: RunPaths, config: TrainConfig, plan: EpochP
 
 def _check_same(fs: FileSystem, paths: RunPaths, found: dict[str, Any], config: TrainConfig, plan: EpochPlan) -> None:
     identity, stored = plan.identity(), found["plan"]
-    for name in sorted(identity.keys() | stored.keys()):
+    names = sorted(identity.keys() | stored.keys())
+    for name in ("split", *names):  # first: another one has other records, of which nobody said anything
         _same(paths, PLAN_FIELDS.get(name, name), name, stored.get(name), identity.get(name))
     # The audit changes no weight, but a run with gaps in it proves nothing, and nobody would notice before the end.
     for name in (*MODEL_FIELDS, "audit"):

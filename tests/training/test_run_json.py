@@ -1,0 +1,83 @@
+"""Whether a call may go on with a run: each field of the configuration has its answer."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from storage.errors import ConfigError
+from storage.fs import filesystem
+from tests.training._tiny import write_table
+from training import run_json
+from training.config import TrainConfig, flag_of
+from training.paths import RunPaths
+from training.planning import plan_for
+
+REFUSED: dict[str, Any] = {
+    "model": "tests.training._models:momentum",
+    "split": "test",
+    "global_batch": 16,
+    "lanes": 4,
+    "seed": 1,
+    "window_bytes": 2048,
+    "batchnorm": "sync",
+    "precision": "mixed_float16",
+    "learning_rate": 0.5,
+    "learning_rate_scaling": "sqrt",
+    "base_batch": 8,
+    "warm_up_epochs": 1.5,
+    "micro_batches": 2,
+    "algorithm": "ring",
+    "backend": "tcp",
+    "audit": True,
+    "epochs": 2,
+}
+# What decides where and how a run goes on, not what comes out.
+FREE: dict[str, Any] = {
+    "num_ranks": 3,
+    "checkpoint_every": 7,
+    "keep_checkpoints": 9,
+    "launcher": "barrier",
+    "tls": "on",
+    "trust_network": "lo",
+    "start_limit_s": 1.0,
+    "stall_limit_s": 1.0,
+    "max_restarts": 9,
+}
+
+
+def test_each_field_is_compared_or_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = {field.name for field in fields(TrainConfig)}
+    assert named - {"run", "datasets"} == REFUSED.keys() | FREE.keys(), "a new field: may a later call change it?"
+    manifest = write_table(tmp_path / "data", records={"train": 96, "test": 64})
+    given = TrainConfig(
+        datasets=(str(tmp_path / "data"),),
+        run=str(tmp_path / "run"),
+        num_ranks=2,
+        model="logistic",
+        global_batch=24,
+        lanes=8,
+        batchnorm="local",
+        epochs=3,
+        learning_rate_scaling="linear",
+        base_batch=4,
+        window_bytes=1 << 16,
+    )
+    fs, paths = filesystem(given.run), RunPaths(given.run)
+    run_json.open_run(fs, paths, given, manifest, plan_for(manifest, given))
+    monkeypatch.setattr(run_json, "checkpoints", lambda *_: ["step-1"])  # a run that got so far
+    monkeypatch.setattr(run_json, "epochs_asked", lambda _: given.epochs)
+
+    def goes_on(config: TrainConfig) -> bool:
+        return run_json.check_run(fs, paths, config, plan_for(manifest, config))
+
+    assert goes_on(given)
+    for name, value in FREE.items():
+        assert goes_on(replace(given, **{name: value})), name
+    for name, value in REFUSED.items():
+        with pytest.raises(ConfigError) as caught:
+            goes_on(replace(given, **{name: value}))
+        assert "begun with another" in caught.value.what and flag_of(name) in caught.value.next_step, name
