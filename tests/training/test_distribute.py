@@ -163,6 +163,22 @@ def test_a_model_saved_during_training_loads_without_lockstep(tmp_path: Path) ->
     assert isinstance(model.optimizer, keras.optimizers.Adam)
 
 
+def test_no_gradient_at_all_is_what_keras_says_of_it() -> None:
+    import keras
+
+    from tests.training._ring import run_ring
+    from training.distribute import distribute
+
+    def one(comm: Communicator) -> None:
+        variable = keras.Variable(np.ones(3))
+        optimizer = distribute(keras.optimizers.SGD(), comm)
+        optimizer.apply([], [])
+        with pytest.raises(ValueError, match="No gradients provided for any variable"):
+            optimizer.apply([None], [variable])
+
+    run_ring(2, one)
+
+
 def test_what_cannot_be_distributed() -> None:
     import keras
 
