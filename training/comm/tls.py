@@ -27,9 +27,9 @@ SKEW_MINUTES = 60  # by which clocks of hosts may differ
 class Credentials:
     """What one rank shows and checks others by: PEM texts. It goes where the generation's key goes and nowhere else."""
 
-    authority: str
+    authority: str = field(repr=False)
     """Certificate of the launch's authority."""
-    certificate: str
+    certificate: str = field(repr=False)
     """Of this rank."""
     private_key: str = field(repr=False)
     """Of this rank; a secret."""
