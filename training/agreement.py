@@ -52,6 +52,10 @@ class Steps:
         assert flag in FLAGS, flag
         self._wanted.add(flag)
 
+    def withdraw(self, flag: str) -> None:
+        """Take back a wish that no step has carried yet."""
+        self._wanted.discard(flag)
+
     def hold(self, loss: np.ndarray) -> None:
         """Note a micro-batch whose gradients stay on this rank until the accumulation's last one; no collective."""
         self._held_loss += float(loss)

@@ -12,7 +12,7 @@ jobs.train does all this by itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import keras
 import numpy as np
@@ -24,8 +24,10 @@ from training.distribute import exchange_of
 from training.rank_step import RankStep
 from training.state import as_floats, summed_metrics
 
+Statistics = Literal["sync", "local"]
 WRITERS = (
     keras.callbacks.ModelCheckpoint,
+    keras.callbacks.OrbaxCheckpoint,
     keras.callbacks.CSVLogger,
     keras.callbacks.TensorBoard,
     keras.callbacks.RemoteMonitor,
@@ -33,13 +35,19 @@ WRITERS = (
 )
 
 
-def rank_step(
-    model: keras.Model, communicator: Communicator, *, batchnorm: Literal["sync", "local"] = "sync"
-) -> RankStep:
+def rank_step(model: keras.Model, communicator: Communicator, *, batchnorm: Statistics = "sync") -> RankStep:
     """Have `model`, compiled with a distributed optimizer, train on masks, weights and batch statistics of all ranks.
 
-    A collective: it makes a group of the communicator. Returns what it installed, whose `remove` takes it back.
+    A collective: it makes a group of the communicator. Returns what it installed, whose `remove` takes it back. Raises
+    ConfigError for another word in `batchnorm`.
     """
+    if batchnorm not in get_args(Statistics):
+        raise ConfigError(
+            "rank_step does not know such a batch normalisation",
+            got=f"batchnorm={batchnorm!r}",
+            allowed=" or ".join(get_args(Statistics)),
+            next_step="Correct it; ghost needs the lane groups of jobs.train.",
+        )
     step = RankStep(exchange_of(model.optimizer).scale, sync=batchnorm == "sync")
     step.install(model, communicator.group(range(communicator.num_ranks)))
     return step
@@ -56,12 +64,12 @@ def evaluate(
 ) -> dict[str, Any]:
     """Loss and metrics over all ranks' rows, the same on each rank, by summed states of the metrics.
 
-    Arrays hold all rows and each rank takes its part of them, which may be none; a tf.data.Dataset is a rank's own
-    part, in batches. Ranks meet once, at the end. The loss is the mean over rows of batches' losses: where masks or
-    weights divide it, it depends on where batches end, as in Keras.
+    Arrays hold all rows and each rank takes its part of them, which may be none; a tf.data.Dataset or PyDataset is a
+    rank's own part, in batches. Ranks meet once, at the end. The loss is the mean over rows of batches' losses: where
+    masks or weights divide it, it depends on where batches end, as in Keras.
     """
     model.reset_metrics()
-    if isinstance(x, tf.data.Dataset):
+    if isinstance(x, tf.data.Dataset | keras.utils.PyDataset):
         model.evaluate(x, verbose=0)
     else:
         data = tuple(part for part in (x, y, sample_weight) if part is not None)
@@ -95,22 +103,25 @@ def callbacks_on_ranks(callbacks: Sequence[Any], model: keras.Model, communicato
     """The callbacks of a `fit` of one's own: all see the epoch's logs of all ranks, writers write on rank 0 alone.
 
     EarlyStopping or ReduceLROnPlateau decide alike on all ranks then; one that stops for its own rank's reasons stops
-    all after the next step. Raises ConfigError for BackupAndRestore, which would restore rank 0 alone.
+    all after the next step, at the latest with the epoch. Raises ConfigError for BackupAndRestore, which would restore
+    rank 0 alone.
     """
-    for callback in callbacks:
-        if isinstance(callback, keras.callbacks.BackupAndRestore):
-            raise ConfigError(
-                "BackupAndRestore cannot restore several ranks",
-                got=type(callback).__name__,
-                allowed="callbacks that leave weights alone",
-                next_step="Use jobs.train, whose runs go on from checkpoints, or load weights on every rank.",
-            )
     kept = [only_on_leader(callback, communicator.rank) for callback in callbacks]
     return [LogsOfAllRanks(communicator), *kept, AgreedStop(communicator)]
 
 
 def only_on_leader(callback: Any, rank: int) -> Any:
-    """The callback itself; on other ranks than 0 one that does nothing in place of one that writes files."""
+    """The callback itself; on other ranks than 0 one that does nothing in place of one that writes files.
+
+    Raises ConfigError for BackupAndRestore.
+    """
+    if isinstance(callback, keras.callbacks.BackupAndRestore):
+        raise ConfigError(
+            "BackupAndRestore cannot restore several ranks",
+            got=type(callback).__name__,
+            allowed="callbacks that leave weights alone",
+            next_step="Leave it out of jobs.train, whose runs go on from checkpoints; else load weights on every rank.",
+        )
     if rank == 0 or not isinstance(callback, WRITERS):
         return callback
     # Of the same name: a checkpoint compares the names of callbacks.
@@ -163,20 +174,22 @@ class AgreedStop(keras.callbacks.Callback):
     def __init__(self, communicator: Communicator) -> None:
         super().__init__()
         self._comm = communicator
+        self._asked = False
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         exchange = exchange_of(self.model.optimizer)
         if self.model.stop_training:
-            self.model.stop_training = False
+            self.model.stop_training, self._asked = False, True
             exchange.want("stop")
         agreement = exchange.agreement
-        if agreement is not None and agreement.stop:
+        if agreement is not None and agreement.stop and not exchange.pending:  # of this step, not of an earlier fit's
             self.model.stop_training = True
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        stop = np.array([self.model.stop_training], np.uint8)
+        stop = np.array([self.model.stop_training or self._asked], np.uint8)
         self._comm.all_reduce(stop, "max")
-        self.model.stop_training = bool(stop[0])
+        self.model.stop_training, self._asked = bool(stop[0]), False
+        exchange_of(self.model.optimizer).withdraw("stop")  # a wish that no step has carried is heard here
 
 
 def share_of(data: Any, rank: int, num_ranks: int) -> Any:
@@ -186,7 +199,15 @@ def share_of(data: Any, rank: int, num_ranks: int) -> Any:
 
 
 def _rows(data: Any) -> int:
-    return len(keras.tree.flatten(data)[0])
+    first = keras.tree.flatten(data)[0]
+    if not hasattr(first, "shape"):
+        raise ConfigError(
+            "there are no rows to give each rank a part of",
+            got=type(first).__name__,
+            allowed="arrays in any structure; for evaluate also a rank's own tf.data.Dataset or PyDataset",
+            next_step="Hand in arrays, or call the model's own method with this rank's part.",
+        )
+    return len(first)
 
 
 def _gathered(array: Any, communicator: Communicator) -> Any:

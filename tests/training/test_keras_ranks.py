@@ -13,7 +13,7 @@ from storage.errors import ConfigError
 from tests.training import _threads  # sets TensorFlow's threads before it makes them
 from tests.training._fit_ranks import UNEVEN, fresh
 from tests.training._ring import run_ring
-from training.comm import Communicator
+from training.comm import Communicator, SoloCommunicator
 
 pytestmark = pytest.mark.slow
 RNG = np.random.default_rng(9)
@@ -167,6 +167,8 @@ def test_evaluate_and_predict() -> None:
         return evaluate(mine, comm, x, y, batch_size=5), predict(mine, comm, x, batch_size=5)
 
     ranks = run_ring(3, one)
+    with pytest.raises(ConfigError, match="no rows"):
+        predict(plain, SoloCommunicator(), iter([x]))
     for metrics, outputs in ranks:
         assert set(metrics) == set(whole)
         for name, value in whole.items():
@@ -246,3 +248,51 @@ def test_callbacks_decide_alike_and_write_once(tmp_path: Path) -> None:
         callbacks_on_ranks([keras.callbacks.BackupAndRestore(tmp_path)], models[0], comms[0])
     for comm in comms:
         comm.close()
+
+
+def test_a_wish_to_stop_ends_one_fit_alone() -> None:
+    """One in the middle of an accumulation, one with the last batch, which no step carries any more."""
+    import keras
+
+    from training.distribute import distribute
+    from training.keras_ranks import callbacks_on_ranks
+
+    def accumulating() -> Any:
+        built = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        built.compile(keras.optimizers.SGD(0.1, gradient_accumulation_steps=3), "mse")
+        return built
+
+    class Stops(keras.callbacks.Callback):
+        def __init__(self, stop_at: int | None) -> None:
+            super().__init__()
+            self.batches, self.stop_at = 0, stop_at
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.batches += 1
+            if self.batches == self.stop_at:
+                self.model.stop_training = True
+
+    models, comms = [fresh(accumulating) for _ in range(2)], _threads._join(2, 1)
+    x, y = REAL[0], BINARY[0].astype("float32")
+
+    def one(rank: int) -> list[int]:
+        mine, comm, counted = models[rank], comms[rank], []
+        mine.optimizer = distribute(mine.optimizer, comm)
+        for stop_at in (4, 12, None):
+            stops = Stops(stop_at if rank else None)
+            callbacks = callbacks_on_ranks([stops], mine, comm)
+            mine.fit(x, y, batch_size=1, epochs=2, verbose=0, shuffle=False, callbacks=callbacks)
+            counted.append(stops.batches)
+        comm.close()
+        return counted
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(one, range(2))) == [[6, 12, 24]] * 2
+
+
+def test_a_batch_normalisation_that_rank_step_does_not_know() -> None:
+    """`ghost` is known to jobs.train alone; taken for `local` it would depend on the number of ranks."""
+    from training.keras_ranks import rank_step
+
+    with pytest.raises(ConfigError, match="batchnorm='ghost'"):
+        rank_step(fresh(model), SoloCommunicator(), batchnorm="ghost")  # type: ignore[arg-type]  # a user's mistake
