@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 
 from features.baked import is_baked, raw_schema
 from features.schema import Schema
@@ -19,6 +20,9 @@ from storage.layout import fitted_path
 from storage.manifest import DatasetManifest, read_checked
 from training.batchnorm import GhostBatchNormalization
 from training.checkpoint import write_bytes
+from training.distribute import own_class
+from training.learning_rate import CorrectedSGD, WarmUp
+from training.swap import swapped
 
 MODEL_FILE, SCHEMA_FILE, SIGNATURE_FILE, FITTED_PREFIX = "model.keras", "schema.json", "signature.json", "fitted-"
 RAW_SCHEMA_FILE = "raw_schema.json"
@@ -31,12 +35,12 @@ def export(
 
     Of a dataset whose features are baked, schema.json says how each input was made, and raw_schema.json is the declared
     schema behind it: its Encoder, with the fitted files, makes those inputs of raw rows. Ghost batch normalisation is
-    saved as Keras' BatchNormalization, which computes the same in inference. The optimizer's state is left out: a
-    checkpoint has it.
+    saved as Keras' BatchNormalization, which computes the same in inference, and an optimizer whose rate warmed up as
+    Keras' own at the last rate, its state anew. Other optimizers keep theirs: Keras' format cannot leave it out.
     """
-    with tempfile.TemporaryDirectory() as folder, _plain_layers(model):
+    with tempfile.TemporaryDirectory() as folder, _plain_layers(model), _plain_optimizer(model):
         path = Path(folder, MODEL_FILE)
-        model.save(path, include_optimizer=False)
+        model.save(path)
         files = [write_bytes(directory, MODEL_FILE, path.read_bytes())]
     files.append(write_bytes(directory, SCHEMA_FILE, canonical_bytes(manifest.schema)))
     schema = Schema.from_json(manifest.schema)
@@ -63,3 +67,20 @@ def _plain_layers(model: keras.Model) -> Iterator[None]:
     finally:
         for layer in ghosts:
             object.__setattr__(layer, "__class__", GhostBatchNormalization)
+
+
+@contextmanager
+def _plain_optimizer(model: keras.Model) -> Iterator[None]:
+    """Nothing of `training.learning_rate` in the optimizer while the model is saved."""
+    inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    own = own_class(inner)
+    if not issubclass(own, CorrectedSGD) and not isinstance(getattr(inner, "_learning_rate", None), WarmUp):
+        yield
+        return
+    kind = keras.optimizers.SGD if issubclass(own, CorrectedSGD) else own
+    rate = float(str(np.asarray(inner.learning_rate)))  # 0.05, not what float32 makes of it
+    plain = kind.from_config({**inner.get_config(), "learning_rate": rate})
+    plain.build(model.trainable_variables)
+    compiled = {**model.get_compile_config(), "optimizer": keras.saving.serialize_keras_object(plain)}
+    with swapped(model, "optimizer", plain), swapped(model, "get_compile_config", lambda: compiled):
+        yield

@@ -142,8 +142,7 @@ def scale_learning_rate(
     A plain SGD with momentum becomes a CorrectedSGD where the rate changes. Without warm-up and schedules the rate
     stays a variable, which callbacks may set. Raises ConfigError for a MultiOptimizer and a rate that is a function.
     """
-    outer = model.optimizer
-    optimizer = getattr(outer, "inner_optimizer", outer)
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     rate = getattr(optimizer, "_learning_rate", None)
     schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
     if optimizer.built or not (schedule or isinstance(rate, keras.Variable)):
@@ -158,7 +157,10 @@ def scale_learning_rate(
     if warm_up_steps or (schedule and (factor != 1.0 or calls_per_step > 1)):
         start = 0.0 if rule == "none" else min(1.0, factor)
         warm = WarmUp(base, factor, start=start, warm_up_steps=warm_up_steps, calls_per_step=calls_per_step)
-        optimizer = _corrected(model, outer, optimizer)
+        changes = warm_up_steps > 0 or factor != 1.0
+        if changes and type(optimizer) is keras.optimizers.SGD and optimizer.momentum:
+            # In place: what `compile` was given, which is saved with the model, is this object.
+            object.__setattr__(optimizer, "__class__", CorrectedSGD)
         optimizer.learning_rate = warm
     elif not schedule:
         optimizer.learning_rate = base * factor
@@ -173,18 +175,6 @@ def scale_learning_rate(
         momentum_correction=isinstance(optimizer, CorrectedSGD),
         notes=_notes(optimizer, rule, factor),
     )
-
-
-def _corrected(model: keras.Model, outer: Any, optimizer: Any) -> Any:
-    """The optimizer, as a CorrectedSGD in its place if it is Keras' SGD with momentum."""
-    if type(optimizer) is not keras.optimizers.SGD or not optimizer.momentum:
-        return optimizer
-    corrected = CorrectedSGD.from_config(optimizer.get_config())
-    if outer is optimizer:
-        model.optimizer = corrected
-    else:
-        outer.inner_optimizer = corrected
-    return corrected
 
 
 def _notes(optimizer: Any, rule: Rule, factor: float) -> tuple[str, ...]:

@@ -166,3 +166,23 @@ def test_what_was_done_is_told(
     model.optimizer.build(model.trainable_variables)
     with pytest.raises(ConfigError, match="built already"):
         scale_learning_rate(model, "linear", global_batch=64, base_batch=16)
+
+
+def test_momentum_is_corrected_where_flags_change_the_rate_alone() -> None:
+    """Micro-batches wrap a schedule, whose rates stay what they are: the step is that of whole batches."""
+    import keras
+
+    from training.learning_rate import CorrectedSGD, scale_learning_rate
+
+    def scaled(**options: Any) -> tuple[type, Any]:
+        rate = keras.optimizers.schedules.CosineDecay(0.1, 10)
+        model = fresh(linear_model(lambda: keras.optimizers.SGD(rate, momentum=0.9)))
+        given = model.optimizer
+        told = scale_learning_rate(model, global_batch=8, **options)
+        assert model.optimizer is given, "what compile was given is saved with the model"
+        assert told.momentum_correction == (type(given) is CorrectedSGD)
+        return type(given), float(given._learning_rate(4))
+
+    assert scaled(rule="none", base_batch=None, calls_per_step=2) == (keras.optimizers.SGD, pytest.approx(0.0904508))
+    assert scaled(rule="none", base_batch=None, warm_up_steps=2)[0] is CorrectedSGD
+    assert scaled(rule="linear", base_batch=4)[0] is CorrectedSGD
