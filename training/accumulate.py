@@ -1,8 +1,8 @@
 """Gradient accumulation: micro-gradients are added on each rank alone, and reduced once, with the last of them.
 
-Keras' optimizers have the accumulators and count the micro-batches. On the last one of a cycle the rank's sum is
-exchanged in place of the micro-gradient, and the accumulators are emptied, so that Keras' own update divides the
-global sum. Ranks count alike, so all of them exchange at the same batch.
+Keras' optimizers have the accumulators and count the micro-batches, in private attributes alone. On the last one of a
+cycle the rank's sum is exchanged in place of the micro-gradient, and the accumulators are emptied, so that Keras' own
+update divides the global sum. Ranks count alike, so all of them exchange at the same batch.
 """
 
 from __future__ import annotations
@@ -29,11 +29,17 @@ def is_last(optimizer: keras.optimizers.Optimizer) -> tf.Tensor:
 
 
 def local_sums(optimizer: keras.optimizers.Optimizer, grads: Gradients, variables: list[Any]) -> Gradients:
-    """This rank's micro-gradients so far, the present ones included; None where None."""
-    return [
-        None if grad is None else grad + tf.cast(_accumulator(optimizer, variable), grad.dtype)
-        for grad, variable in zip(grads, variables, strict=True)
-    ]
+    """This rank's micro-gradients so far, the present ones included; None where None.
+
+    Of the scale that `grads` have: with `loss_scale_factor` Keras divides by it before it accumulates.
+    """
+    factor = optimizer.loss_scale_factor
+
+    def so_far(grad: Any, variable: Any) -> tf.Tensor:
+        held = tf.cast(_accumulator(optimizer, variable), grad.dtype)
+        return grad + (held if factor is None else held * tf.cast(factor, grad.dtype))
+
+    return [None if grad is None else so_far(grad, variable) for grad, variable in zip(grads, variables, strict=True)]
 
 
 def empty(optimizer: keras.optimizers.Optimizer) -> None:
