@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from contextlib import AbstractContextManager
-from importlib.metadata import version
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from storage.canonical import canonical_bytes, parse_canonical
-from storage.errors import ConfigError, LockstepError
+from storage.errors import LockstepError
 from training.audit import AuditLog, left_over, sample_hex
 from training.batches import Batch, RankFeed
 from training.batchnorm import statistics_of
@@ -32,11 +29,10 @@ from training.prepared import prepare, split
 from training.rank_step import RankStep
 from training.reader import OpenSplit
 from training.reports import StepReports
+from training.same_run import compare_runs, versions
 from training.saving import Progress, Saver
 from training.state import as_floats, derive_seeds, model_identity, summed_metrics, weights_digest
 from training.step_clock import StepClock
-
-COMPARED_PACKAGES = ("numpy", "keras", "tensorflow", "pyarrow")
 
 
 class Fit(AbstractContextManager["Fit"]):
@@ -57,17 +53,16 @@ class Fit(AbstractContextManager["Fit"]):
         context.control.beat(0, "join the ranks")
         self._comm = context.communicator()
         self._comm.deadline_s = config.stall_limit_s
-        statistics = statistics_of(self._model)
+        share = self._feed.rows / self._plan.global_batch
         distribute(
             self._model.optimizer,
             self._comm,
-            self._feed.rows / self._plan.global_batch,
-            statistics=statistics,
+            share,
+            statistics=statistics_of(self._model),
             auto_scale_loss=False,  # compile has decided
             finalizes=False,  # one fit call is one epoch
         )
         self._exchange = exchange_of(self._model.optimizer)
-        share = self._feed.rows / self._plan.global_batch
         self._step = RankStep(
             share,
             group_rows=prepared.group_rows,
@@ -242,25 +237,17 @@ class Fit(AbstractContextManager["Fit"]):
     def _compare(self) -> None:
         """Raise ConfigError, on every rank alike, unless all ranks run the same on the same."""
         self._context.control.beat(self._progress.step, "compare with the other ranks")
-        mine = {
-            "python": platform.python_version(),
-            **{package: version(package) for package in COMPARED_PACKAGES},
-            "dataset": self._split.manifest.digest,
-            "plan": self._plan.identity(),
-            "model": model_identity(self._model, self._signature),
-            "weights": weights_digest(self._model),
-            "step": self._progress.step,
-        }
-        everyone = [parse_canonical(data, file="a rank") for data in self._comm.all_gather_bytes(canonical_bytes(mine))]
-        for name, value in everyone[0].items():
-            for rank, other in enumerate(everyone):
-                if other.get(name) != value:
-                    raise ConfigError(
-                        f"rank {rank} differs from rank 0 in `{name}`",
-                        got=f"{other.get(name)}",
-                        allowed=f"{value}",
-                        next_step="Ship the same packages and files to every host; draw weights by the seed alone.",
-                    )
+        compare_runs(
+            self._comm,
+            {
+                **versions(),
+                "dataset": self._split.manifest.digest,
+                "plan": self._plan.identity(),
+                "model": model_identity(self._model, self._signature),
+                "weights": weights_digest(self._model),
+                "step": self._progress.step,
+            },
+        )
 
     def _export(self) -> None:
         control = self._context.control

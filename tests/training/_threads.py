@@ -22,10 +22,11 @@ from training.checkpoint import Tensors, read_rank_file
 from training.comm import Communicator, SoloCommunicator
 from training.comm.tcp import connect_ring
 from training.config import TrainConfig
-from training.driver import Hooks, RunResult, train
+from training.driver import Hooks, train
 from training.exchange import NonFiniteError
 from training.launch.task import Handler, Limits, RankTask
 from training.paths import RunPaths
+from training.run_result import RunResult
 from training.runtime import set_precision
 from training.world import World
 

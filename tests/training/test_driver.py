@@ -24,10 +24,11 @@ from tests.training._tiny import write_table
 from training.chain import find_model, find_result, find_tip, read_checkpoint
 from training.claims import CheckpointRef, read_claims
 from training.config import TrainConfig
-from training.driver import Hooks, RunResult, train
+from training.driver import Hooks, train
 from training.launch.local import run_local
 from training.launch.task import Limits
 from training.paths import RunPaths
+from training.run_result import RunResult
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ from storage.errors import ConfigError, CorruptionError, DataError
 from tests.training._threads import final_state, final_tensors, rows_of, run
 from tests.training._tiny import write_images, write_table
 from training.config import TrainConfig
-from training.driver import RunResult
 from training.history import read_history
+from training.run_result import RunResult
 
 pytestmark = pytest.mark.slow
 OWN = "tests.training._models"

@@ -16,6 +16,7 @@ from tests.training._ring import run_ring
 from training.buckets import Spec, lay_out
 from training.comm import Communicator
 from training.exchange import CONTROL_WORDS, Exchange
+from training.same_run import compare_runs, versions
 from training.sparse import Table
 
 F4 = np.dtype(np.float32)
@@ -50,6 +51,18 @@ def test_other_gradients_on_one_rank_are_refused_on_all(second: dict[str, Any], 
     errors = run_ring(2, work)
     assert errors[0] == errors[1]
     assert errors[0].startswith("rank 1 has gradients for other tensors than rank 0")
+
+
+def test_another_version_or_other_weights_on_one_rank_are_told_on_all() -> None:
+    def work(comm: Communicator) -> str:
+        compare_runs(comm, {**versions(), "step": 3})
+        with pytest.raises(ConfigError) as caught:
+            compare_runs(comm, {**versions(), "weights": f"digest {comm.rank // 2}"})
+        return str(caught.value)
+
+    errors = run_ring(3, work)
+    assert errors[0].startswith("rank 2 differs from rank 0 in `weights`")
+    assert len(set(errors)) == 1 and "digest 1" in errors[0]
 
 
 @pytest.mark.slow
