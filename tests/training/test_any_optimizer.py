@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.training._own_steps import Learner, assert_as_one, batches, on_ranks
+from tests.training import _threads  # sets TensorFlow's threads before it makes them
+from tests.training._own_steps import ROWS, Batch, Learner, assert_as_one, batches, on_ranks
 
 pytestmark = pytest.mark.slow
 UNEVEN = [slice(0, 3), slice(3, 4), slice(4, 12)]
@@ -46,6 +47,7 @@ def optimizers() -> dict[str, Callable[[], Any]]:
     made["LossScaleOptimizer"] = lambda: o.LossScaleOptimizer(o.Lion(0.01), initial_scale=8.0, dynamic_growth_steps=2)
     made["LossScale of several"] = lambda: o.LossScaleOptimizer(several())
     made["SGD nesterov"] = lambda: o.SGD(0.1, momentum=0.9, nesterov=True, loss_scale_factor=16.0)
+    made["SGD accumulating"] = lambda: o.SGD(0.1, momentum=0.9, loss_scale_factor=16.0, gradient_accumulation_steps=3)
     return made
 
 
@@ -70,6 +72,46 @@ def test_every_optimizer_of_keras() -> None:
 
 def eager(optimizer: Any) -> Learner:
     return Learner(optimizer, eager=True)
+
+
+class Masked(Learner):
+    """Its loss is divided by the weights that a mask leaves: those of all ranks, whose `calls` reduce them first."""
+
+    def __init__(self, optimizer: Any, dtype: str = "float64", calls: Any = None, scale: float = 1.0) -> None:
+        super().__init__(optimizer, dtype)
+        self.calls, self.scale = calls, scale
+
+    def loss(self, x: Any, y: Any) -> Any:
+        import keras
+        import tensorflow as tf
+
+        from training.denominators import Denominators
+
+        loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+        w1, b1, w2, b2 = (weight.value for weight in self.weights)
+        y_pred = tf.tanh(x @ w1 + b1) @ w2 + b2
+        keras.src.backend.set_keras_mask(y_pred, x[:, 0] > 0.3)  # at some steps nothing is left on rank 0
+        weights = tf.abs(x[:, 1])
+        if self.calls is None:
+            return loss(y, y_pred, weights)
+        with self.calls.tracing():
+            return Denominators(self.calls, self.scale)._global(loss, y, y_pred, weights)
+
+
+def masked_on_ranks(make: Any, data: list[Batch], dtype: str = "float64") -> tuple[list[Learner], list[list[Any]]]:
+    """`Masked` learners of two uneven ranks, each with communicators for its exchange and for its loss."""
+    from training.ordered import OrderedCalls
+
+    comms = _threads._join(2, 1)
+    waiting = [
+        partial(Masked, dtype=dtype, calls=OrderedCalls(comm), scale=(rows.stop - rows.start) / ROWS)
+        for comm, rows in zip(comms, TWO, strict=True)
+    ]
+    try:
+        return on_ranks(make, data, TWO, bucket_bytes=128, learner=lambda optimizer: waiting.pop(0)(optimizer))
+    finally:
+        for comm in comms:
+            comm.close()
 
 
 SCALED = "loss scale"
@@ -106,9 +148,14 @@ def test_a_hundred_steps(name: str, options: dict[str, Any]) -> None:
         return keras.optimizers.LossScaleOptimizer(inner, dynamic_growth_steps=20) if SCALED in options else inner
 
     data = batches(100)
-    plain = Learner(make())
-    losses = plain.run(data)
-    ranks, seen = on_ranks(make, data, TWO, bucket_bytes=128)
+    if options is ALL:  # and masks, and weights
+        plain: Learner = Masked(make())
+        losses = plain.run(data)
+        ranks, seen = masked_on_ranks(make, data)
+    else:
+        plain = Learner(make())
+        losses = plain.run(data)
+        ranks, seen = on_ranks(make, data, TWO, bucket_bytes=128)
     if SCALED in options and "gradient_accumulation_steps" in options:
         for learner in (plain, *ranks):  # counted by cycles there
             learner.optimizer.step_counter.assign(0)
@@ -120,6 +167,23 @@ def test_a_hundred_steps(name: str, options: dict[str, Any]) -> None:
     assert [agreement.step for agreement in agreed] == list(range(1, 100 // every + 1))
     means = np.array(losses[: len(agreed) * every]).reshape(-1, every).mean(axis=1)
     np.testing.assert_allclose([agreement.loss for agreement in agreed], means, rtol=1e-9)
+
+
+@pytest.mark.parametrize(("name", "options"), [("SGD", {"momentum": 0.9}), ("Adam", {}), ("AdamW", {}), ("Lamb", {})])
+def test_losses_of_a_hundred_steps_in_float32(name: str, options: dict[str, Any]) -> None:
+    import keras
+
+    keras.config.set_floatx("float32")
+
+    def make() -> Any:
+        return getattr(keras.optimizers, name)(0.01, global_clipnorm=0.1, **options)
+
+    data = batches(5, "float32") * 20
+    plain = Masked(make(), "float32")
+    losses = plain.run(data)
+    _, seen = masked_on_ranks(make, data, "float32")
+    np.testing.assert_allclose([agreement.loss for _, agreement in seen[0]], losses, rtol=0, atol=1e-4)
+    assert np.mean(losses[-20:]) < np.mean(losses[:20]), "it learns"
 
 
 def test_accumulating_is_a_larger_batch() -> None:
