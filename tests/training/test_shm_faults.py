@@ -20,9 +20,11 @@ import numpy as np
 import pytest
 
 from storage.errors import CommunicationError
+from storage.kernels import memory
+from storage.kernels.jit import kernels
 from tests.training._ring import KEY
 from tests.training._shared import Bytes, run_shared
-from training.comm import Communicator, shm_join
+from training.comm import Communicator, shm_join, shm_memory, shm_segment
 from training.comm.shm import ShmCommunicator, connect_shm
 from training.comm.shm_join import SharedMemoryUnavailableError
 from training.comm.shm_layout import PAGE_BYTES, Layout
@@ -85,6 +87,15 @@ def test_an_abort_wakes_the_ranks_that_wait() -> None:
     for told, when in run_shared(3, work):
         assert "the test says so" in told
         assert when - aborted[0] < 1 + SLACK_S
+
+
+def test_an_abort_waits_for_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a kernel's first call takes seconds, in which the others would not hear of a failure."""
+    claim: Any = shm_segment._claim
+    fresh: Any = kernels(shm_segment.__name__, memory, shm_memory)(claim.py_func)
+    monkeypatch.setattr(shm_segment, "_claim", fresh)
+    run_shared(2, lambda comm: comm.barrier())
+    assert fresh.signatures
 
 
 def test_leaving_is_no_failure_until_somebody_waits() -> None:

@@ -79,6 +79,7 @@ class Segment:
             )
         self._map = mmap.mmap(fd, size)
         self.address: int = np.frombuffer(self._map, np.uint8, 1).ctypes.data
+        _claim(self.address, 0)  # changes nothing; compiled or loaded now, an abort is heard at once
         self._holes = [(layout.arena + rank * layout.arena_bytes, layout.arena_bytes)]  # (start, bytes), by start
         self._own = self._holes[0]
         self._returned: deque[tuple[int, int]] = deque()
