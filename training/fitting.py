@@ -223,6 +223,8 @@ class Fit(AbstractContextManager["Fit"]):
             self._save()
 
     def _save(self, *, in_epoch: bool = False) -> None:
+        if self._reports is not None:
+            self._reports.flush()  # steps before a checkpoint are not made again: their rows must not be lost
         with self._clock.checkpoint():
             self._saver.save(self._progress, in_epoch=in_epoch)
 

@@ -69,6 +69,11 @@ def momentum(signature: Signature, options: ModelOptions) -> keras.Model:
     return model
 
 
+def momentum_that_fails(signature: Signature, options: ModelOptions) -> tuple[keras.Model, list[Any]]:
+    """`momentum` with a rank that fails when told to."""
+    return momentum(signature, options), [FailOnce()]
+
+
 class FailOnce(keras.callbacks.Callback):
     """Raises at the step in FAIL_AT, on whichever rank comes first."""
 

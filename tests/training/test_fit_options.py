@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 
 from storage.errors import ConfigError
 from storage.manifest import load_dataset
-from tests.training._threads import final_tensors, rows_of, run
+from tests.training._threads import final_tensors, rows_of, run, run_threads
 from tests.training._tiny import write_images, write_table
 from tests.training.test_fit import assert_same
 from training.config import TrainConfig
+from training.evaluate import evaluate
 from training.history import read_history
 from training.report import write_report
 
@@ -56,6 +58,15 @@ def test_micro_batches_change_nothing(data: dict[str, str], tmp_path: Path) -> N
     assert "linear from a global batch of 8, 1.5 epochs of warm-up" in Path(url).read_text()
     assert (told["rule"], told["base_rate"], told["factor"], told["peak"]) == ("linear", 0.25, 3.0, 0.75)
     assert (told["warm_up_steps"], told["momentum_correction"]) == (6, True)
+    # What is exported loads without the project's classes, and so can be evaluated.
+    import keras
+
+    (file,) = Path(parts.run, "models").glob("*/model.keras")
+    with zipfile.ZipFile(file) as archive:
+        assert "training." not in archive.read("config.json").decode()
+    optimizer = keras.models.load_model(file).optimizer
+    assert (type(optimizer), float(optimizer.learning_rate.numpy())) == (keras.optimizers.SGD, 0.75)
+    assert evaluate(parts.run, data["table"], "test", run_threads)["samples"] == 8
 
 
 @pytest.mark.parametrize(
@@ -113,6 +124,26 @@ def test_float16_and_a_restart_that_changes_no_bit(data: dict[str, str], tmp_pat
     assert scale < 2.0**22, "halved until gradients were finite"
     assert any(row.get("skipped") for row in rows_of(whole.run, "step").values())
     assert losses_of(whole.run)[-1] < losses_of(whole.run)[0]
+
+
+def test_micro_batches_of_float16_and_a_restart_that_changes_no_bit(data: dict[str, str], tmp_path: Path) -> None:
+    """Accumulators, the loss scale, the rate of a warm-up and of the step before."""
+    from tests.training import _models  # imports TensorFlow
+
+    more: dict[str, Any] = {"precision": "mixed_float16", "micro_batches": 2, "warm_up_epochs": 1.0}
+    whole, broken = (
+        config(data["table"], tmp_path / name, 2, f"{OWN}:momentum_that_fails", checkpoint_every=3, **more)
+        for name in ("whole", "broken")
+    )
+    run(whole)
+    _models.FAIL_AT.update(step=8)  # calls of four steps that were not skipped
+    assert run(broken).restarts == 1
+    for rank in (0, 1):
+        mine, other = (final_tensors(c.run, rank) for c in (whole, broken))
+        assert sorted(mine) == sorted(other)
+        assert all(mine[name].tobytes() == other[name].tobytes() for name in mine)
+    assert any(name.endswith("last_rate") for name in final_tensors(whole.run))
+    assert losses_of(whole.run) == losses_of(broken.run)
 
 
 def test_bfloat16(data: dict[str, str], tmp_path: Path) -> None:
