@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from features.signature import Signature
 from storage.errors import ConfigError
+from training.accumulate import steps_of
 from training.batchnorm import normalisations
 from training.config import TrainConfig
 from training.learning_rate import Scaled, scale_learning_rate
@@ -59,6 +60,13 @@ def prepare(config: TrainConfig, plan: EpochPlan, signature: Signature, rows: in
         )
     if micro > 1:
         _accumulate(model, micro)
+    elif steps_of(getattr(model.optimizer, "inner_optimizer", model.optimizer)) > 1:
+        raise ConfigError(
+            f"the model {config.model} accumulates gradients by itself",
+            got="gradient_accumulation_steps of its optimizer",
+            allowed="a step of the optimizer for each global batch: ranks agree, and checkpoints lie, between these",
+            next_step="Leave it out of the model, and use a larger --global-batch with --micro-batches.",
+        )
     learning_rate = None
     if config.learning_rate_scaling != "none" or config.warm_up_epochs or micro > 1:
         learning_rate = scale_learning_rate(

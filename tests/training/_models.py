@@ -69,6 +69,13 @@ def momentum(signature: Signature, options: ModelOptions) -> keras.Model:
     return model
 
 
+def accumulating(signature: Signature, options: ModelOptions) -> keras.Model:
+    """Logistic regression whose optimizer takes a step every second batch."""
+    model = logistic(signature, options)
+    model.compile(keras.optimizers.SGD(0.25, gradient_accumulation_steps=2), "binary_crossentropy", jit_compile=False)
+    return model
+
+
 def momentum_that_fails(signature: Signature, options: ModelOptions) -> tuple[keras.Model, list[Any]]:
     """`momentum` with a rank that fails when told to."""
     return momentum(signature, options), [FailOnce()]

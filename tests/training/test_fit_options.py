@@ -100,6 +100,11 @@ def test_batch_statistics_and_micro_batches(data: dict[str, str], tmp_path: Path
         run(config(data["images"], tmp_path, 1, f"{OWN}:small_conv", batchnorm=batchnorm, micro_batches=3, **lanes))
 
 
+def test_a_model_that_accumulates_by_itself_is_refused_by_name(data: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="accumulates gradients by itself"):
+        run(config(data["table"], tmp_path, 1, f"{OWN}:accumulating"))
+
+
 def losses_of(run_url: str) -> list[float]:
     return [row["loss"] for _, row in sorted(rows_of(run_url, "step").items())]
 
