@@ -75,10 +75,13 @@ class Exchange(Steps):
         if self._layout is None:
             slots = (*layout.gradients, *layout.statistics)
             dense = [
-                f"{name} {slot.shape} {layout.dtypes[slot.bucket]} in bucket {slot.bucket}"
+                f"{_without_model(name)} {slot.shape} {layout.dtypes[slot.bucket]} in bucket {slot.bucket}"
                 for name, slot in zip(names, slots, strict=True)
             ]
-            compare(self.communicator, [*dense, *(f"{table.name} {table.shape} {table.dtype}" for table in tables)])
+            compare(
+                self.communicator,
+                [*dense, *(f"{_without_model(table.name)} {table.shape} {table.dtype}" for table in tables)],
+            )
             self._layout, self._names, self._tables = layout, tuple(names), tuple(tables)
             self._pools = [[] for _ in layout.sizes]
 
@@ -229,3 +232,9 @@ class Exchange(Steps):
         rows = sum_rows(self.communicator, self._tables[number], indices, values)
         self._rows[number] = rows
         return all_finite(rows.values.reshape(-1))
+
+
+def _without_model(name: str) -> str:
+    """A name of the last two parts of a variable's path: one loaded with a Sequential lacks the first, its name."""
+    words, space, path = name.rpartition(" ")
+    return words + space + "/".join(path.split("/")[-2:])

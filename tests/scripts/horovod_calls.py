@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -149,6 +151,10 @@ np.testing.assert_array_equal(weight.numpy(), [-np.float32(halves[0] + halves[1]
 
 # Rank 0 goes on with a model that has its optimizer's state, as one it has loaded; rank 1's is new.
 model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+if rank == 0:
+    path = os.path.join(tempfile.mkdtemp(), "model.keras")
+    model.save(path)
+    model = keras.models.load_model(path)  # its variables have other paths than a new model's
 model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.5)), "mse")
 if rank == 0:
     model.optimizer.build(model.trainable_variables)

@@ -82,7 +82,9 @@ def broadcast_variables(
     if not found:
         return
     values = [tf.convert_to_tensor(variable) for variable in found]
-    names = ", ".join(str(getattr(variable, "path", variable.name)) for variable in found[:3])
+    # Without the model's name: a Sequential that was loaded has it not, where a new one has.
+    paths = [str(getattr(variable, "path", variable.name)).split("/") for variable in found[:3]]
+    names = ", ".join("/".join(path[-2:]) for path in paths)
     text = f"variables ({len(found)}: {names}...)"
     specs = [tf.TensorSpec(value.shape, value.dtype) for value in values]
     for variable, value in zip(
