@@ -13,9 +13,21 @@ import tensorflow as tf
 
 import training.horovod as hvd
 
+real = tf.config.list_physical_devices, tf.config.set_visible_devices
+used: list[str] = []
+
+
+def listed_gpus(kind: str) -> list[str]:
+    """GPUs that are none: those which CUDA would show now."""
+    return [f"{kind} {name}" for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",")]
+
+
+tf.config.list_physical_devices, tf.config.set_visible_devices = listed_gpus, lambda gpu, kind: used.append(gpu)
 assert not hvd.is_initialized()
 hvd.init()
 hvd.init()
+assert used == [f"GPU GPU-{hvd.rank():08}"] and os.environ["CUDA_VISIBLE_DEVICES"] == used[0].removeprefix("GPU ")
+tf.config.list_physical_devices, tf.config.set_visible_devices = real
 rank, size = hvd.rank(), hvd.size()
 assert (size, hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()) == (2, rank, 2, 0, 1)
 assert hvd.is_homogeneous() and float(sys.argv[1]) == 0.5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import threading
@@ -11,9 +10,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from storage.errors import ConfigError
 from training.comm.base import Communicator
+from training.comm.options import UNAUTHENTICATED, CommOptions
 from training.comm.solo import SoloCommunicator
 from training.control.protocol import HOROVOD, SCRIPT
 from training.horovod.agreement import agree
+from training.horovod.gpus import Seat, line_up
 from training.launch import current
 from training.world import World
 
@@ -27,6 +28,8 @@ class Place:
     def __init__(self, context: RankContext | None) -> None:
         self.context, self.process = context, os.getpid()
         self.world = World.local(0, 1) if context is None else context.world
+        # Before a backend of TensorFlow's is joined, which starts TensorFlow: GPUs are chosen until then.
+        seats = self._tell_seats()
         self.whole: Communicator = SoloCommunicator() if context is None else context.communicator()
         self.communicator = self.new_group()
         self.lock = threading.Lock()
@@ -34,14 +37,32 @@ class Place:
         self.error: BaseException | None = None
         self.exchanges: list[Any] = []
         self.buffers: dict[Any, Any] = {}
-        told = json.dumps([socket.gethostname() if context is None else context.host, self.world.rank_of_node])
-        places = [tuple(json.loads(text)) for text in self.communicator.all_gather_bytes(told.encode())]
+        places = [(seat.host, seat.rank_of_node) for seat in seats]
         self.hosts = list(dict.fromkeys(host for host, _ in places))  # in order of their first rank
         self.counts = [sum(other == host for other, _ in places) for host in self.hosts]
         mine = places[self.world.rank][0]
         # The hosts that have a rank of this one's local number, in order.
         self.cross = [host for host in self.hosts if (host, self.world.rank_of_node) in places]
         self.cross_rank = self.cross.index(mine)
+
+    def _tell_seats(self) -> list[Seat]:
+        """Every rank's seat, once this rank's GPU stands where scripts look for it. A collective."""
+        context = self.context
+        if context is None:
+            return [Seat(socket.gethostname(), 0)]
+        mine = Seat.of(context.host, self.world, os.environ)
+        options = CommOptions.from_json(context.payload.get("comm", {}).get("options", {}))
+        apart = options.backend in UNAUTHENTICATED
+        first = (
+            context.join(CommOptions(backend="tcp", algorithm="ring")).communicator if apart else context.communicator()
+        )
+        try:
+            seats = [Seat.from_bytes(told) for told in first.all_gather_bytes(mine.to_bytes())]
+        finally:
+            if apart:
+                first.close()
+        line_up(seats, mine, os.environ)
+        return seats
 
     def new_group(self) -> Communicator:
         """All ranks again, for another thread. A collective."""

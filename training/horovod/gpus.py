@@ -1,0 +1,106 @@
+"""This rank's GPU where Horovod's scripts look for it: at `gpus[hvd.local_rank()]`.
+
+A rank sees its own GPU alone (training.devices), which TensorFlow lists as its first. Horovod's scripts choose among
+the GPUs of all ranks of the host. So TensorFlow, which reads CUDA_VISIBLE_DEVICES once, is shown those in order of
+local rank, and told at once to use this rank's: a script that chooses by local rank chooses the same, and one that
+chooses nothing has its own. The variable itself is then put back: child processes see the rank's GPU alone.
+Tested with GPUs that are none; never run on a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import MutableMapping, Sequence
+from dataclasses import asdict, dataclass
+
+from storage.errors import ConfigError
+from training import devices
+from training.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where a rank sits, and which GPU it has there, as all ranks tell each other."""
+
+    host: str
+    rank_of_node: int
+    gpu: str = ""
+    """UUID of the rank's own GPU; empty without one, with several, or where its UUID cannot be found (MIG slices)."""
+    listed: tuple[str, ...] = ()
+    """UUIDs of the GPUs that this rank's process can reach: an executor may be shut off from those of others."""
+
+    @classmethod
+    def of(cls, host: str, world: World, environment: MutableMapping[str, str]) -> Seat:
+        """This process's; asks the driver for UUIDs only where a rank with a GPU has others beside it."""
+        given = devices.listed(environment) or ()
+        if len(given) != 1 or world.ranks_per_node == 1:
+            return cls(host, world.rank_of_node)
+        try:
+            found = devices.host_gpus()
+        except ConfigError as error:
+            print(f"this rank's GPU stays gpus[0] of TensorFlow's list: {error.what} ({error.got})")
+            return cls(host, world.rank_of_node)
+        own = next((gpu.uuid for gpu in found if given[0] in (gpu.index, gpu.uuid)), "")
+        return cls(host, world.rank_of_node, own, tuple(gpu.uuid for gpu in found))
+
+    def to_bytes(self) -> bytes:
+        """The fields as JSON."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Seat:
+        """The inverse of `to_bytes`."""
+        fields = json.loads(data)
+        return cls(**{**fields, "listed": tuple(fields["listed"])})
+
+
+def in_local_order(seats: Sequence[Seat], mine: Seat) -> tuple[str, ...]:
+    """UUIDs of the GPUs of the host's ranks in order of local rank.
+
+    Empty where scripts cannot choose among them: a rank is alone on its host, does not have exactly one GPU, shares it
+    (CUDA takes no device twice), or this process cannot reach the others'.
+    """
+    mates = sorted((seat for seat in seats if seat.host == mine.host), key=lambda seat: seat.rank_of_node)
+    gpus = tuple(seat.gpu for seat in mates)
+    told = [seat.rank_of_node for seat in mates] == list(range(len(mates)))
+    distinct = len({*gpus}) == len(gpus) > 1
+    return gpus if told and distinct and "" not in gpus and {*gpus} <= {*mine.listed} else ()
+
+
+def line_up(seats: Sequence[Seat], mine: Seat, environment: MutableMapping[str, str]) -> None:
+    """Have TensorFlow list the GPUs of this host's ranks in local order and use this rank's; see the module.
+
+    Where TensorFlow has listed its devices already, its list stays, and a line says where the rank's GPU is in it.
+    Raises ConfigError where TensorFlow lists other GPUs than it was shown: this rank's could not be told among them.
+    """
+    gpus = in_local_order(seats, mine)
+    if not gpus:
+        return
+    import tensorflow as tf
+    from tensorflow.python.eager import context
+
+    if context.context()._physical_devices is not None:
+        if mine.rank_of_node > 0:
+            print(
+                "TensorFlow has listed its devices before hvd.init(), so this rank's GPU is gpus[0]; for a script that "
+                "takes gpus[hvd.local_rank()], call hvd.init() first"
+            )
+        return
+    own = environment[devices.VISIBLE]
+    environment[devices.VISIBLE] = ",".join(gpus)
+    try:
+        found = tf.config.list_physical_devices("GPU")
+    finally:
+        environment[devices.VISIBLE] = own
+    if not found:
+        print(f"TensorFlow sees none of this host's {len(gpus)} GPUs: install requirements-gpu.txt, CUDA's libraries")
+    elif len(found) != len(gpus):
+        raise ConfigError(
+            "TensorFlow lists other GPUs than those of this host's ranks",
+            got=f"{len(found)} GPUs, where {devices.VISIBLE} was {','.join(gpus)}",
+            allowed=f"{len(gpus)}: one a rank, in order of local rank",
+            next_step="Call tf.config.list_physical_devices('GPU') before hvd.init(): then each rank sees its own GPU "
+            "alone, as gpus[0].",
+        )
+    else:
+        tf.config.set_visible_devices(found[mine.rank_of_node], "GPU")
