@@ -16,6 +16,7 @@ import pytest
 from storage.errors import CommunicationError
 from tests.training._ring import run_ring
 from training.comm import Communicator, TcpCommunicator
+from training.comm.frames import STALLED, pack_word
 
 ALGORITHMS = ["ring", "halving-doubling", "double-tree"]
 SLACK_S = 2.0  # of a loaded machine, beyond what a deadline promises
@@ -267,10 +268,67 @@ def test_a_rank_that_has_closed_its_part_of_a_group_is_named() -> None:
         assert ("rank 2" in what) and seconds < 5, f"rank {rank}: {what}"
 
 
-def test_ranks_that_wait_for_each_other_are_named() -> None:
+@pytest.mark.parametrize("call", ["send", "recv"])
+def test_ranks_that_wait_for_each_other_are_named(call: str) -> None:
     def work(comm: Communicator) -> str:
-        buf = np.zeros(3, np.float32)
-        return told(lambda: comm.recv(buf, 1 - comm.rank))[0]
+        buf = np.zeros(8_000_000, np.float32)  # more than the sockets of a connection hold
+        return told(lambda: getattr(comm, call)(buf, 1 - comm.rank))[0]
 
-    for rank, what in enumerate(run_ring(2, work, deadline_s=0.3)):
+    for rank, what in enumerate(run_ring(2, work, deadline_s=0.5)):
         assert f"for rank {1 - rank}" in what or f"for rank {rank}" in what  # its own word, or the other one's
+
+
+def test_a_rank_that_looks_between_its_calls_hears_of_an_end() -> None:
+    ends = {"lost rank 1 during its work": die, "rank 1: it is hot": lambda comm: comm.abort("it is hot")}
+    for words, end in ends.items():
+        over = threading.Barrier(3)
+
+        def work(comm: Communicator, end: Any = end, over: threading.Barrier = over) -> str | None:
+            comm.barrier()
+            found = tcp(comm).look("its work")
+            assert found is None
+            comm.barrier()
+            if comm.rank == 1:
+                end(comm)
+            until = time.monotonic() + 10
+            while comm.rank != 1 and found is None and time.monotonic() < until:
+                found = tcp(comm).look("its work")
+            over.wait(20)
+            return found
+
+        told_of = run_ring(3, work)
+        assert words in told_of[0] and words in told_of[2], told_of
+
+
+def test_a_look_disturbs_nothing() -> None:
+    """A frame of the next call may be here already, another rank's deadline may have passed, another may have left."""
+
+    def work(comm: Communicator) -> list[Any]:
+        buf = np.full(2_000_000, comm.rank, np.float32)
+        found: list[Any] = []
+        comm.barrier()
+        if comm.rank == 0:
+            comm.send(buf, 1)
+        elif comm.rank == 1:
+            time.sleep(0.1)
+            found.append(tcp(comm).look("its work"))
+            comm.recv(buf, 0)
+            found.append(float(buf.max()))
+        group = comm.group([0, 1, 2])
+        group.barrier()
+        if comm.rank == 0:
+            group.close()
+        elif comm.rank == 1:
+            time.sleep(0.1)
+            found.append(tcp(group).look("its work"))  # rank 0 has left, which is no failure
+        comm.barrier()
+        if comm.rank == 0:
+            link = tcp(comm)._engine._links[1]
+            assert link is not None
+            link.sock.sendall(pack_word(STALLED, 1, link.sent, "rank 0 waits for rank 1"))
+        elif comm.rank == 1:
+            time.sleep(0.1)
+            found.append(tcp(comm).look("its work"))
+        return found
+
+    assert run_ring(3, work)[1] == [None, 0.0, None, None]

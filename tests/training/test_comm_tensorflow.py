@@ -6,7 +6,11 @@ group of it. What ends them comes last. NCCL is the same code with another hint,
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
+import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -205,8 +209,61 @@ def test_nccl_needs_a_gpu_for_each_rank(ranks: Ranks, gpus: list[str | None], to
 
 
 @slow
+def test_a_closed_group_is_released(ranks: Ranks) -> None:
+    def work(comm: Any) -> list[bool]:
+        group, alone = comm.group(range(comm.num_ranks)), comm.group([comm.rank])
+        held = [weakref.ref(one) for one in (group, group.ordinary, alone)]
+        for one in (group, alone):
+            one.close()
+            with pytest.raises(CommunicationError, match="has ended: it was closed"):
+                one.barrier()
+        comm.group([comm.rank])  # which looks for ended ones
+        comm.group(range(comm.num_ranks)).barrier()
+        del group, alone, one
+        gc.collect()
+        return [ref() is None for ref in held]
+
+    assert ranks.run(WHOLE, work) == [[True] * 3] * WHOLE
+
+
+@slow
+def test_an_interrupt_in_tensorflows_call_ends_the_others_calls(ranks: Ranks) -> None:
+    """Rank 0 is interrupted while it waits within TensorFlow, rank 1 waits there too, rank 2 has just met them."""
+
+    def work(comm: Any) -> str:
+        if comm.rank == 2:
+            meet = comm._meeting.all
+
+            def then_linger(*call: Any) -> None:
+                meet(*call)
+                assert comm.cluster._over.wait(60), "nobody has told this rank"
+
+            comm._meeting.all = then_linger
+        if comm.rank == 0:
+
+            def interrupt(*_: Any) -> None:
+                raise KeyboardInterrupt("the test says so")
+
+            signal.signal(signal.SIGALRM, interrupt)
+            signal.setitimer(signal.ITIMER_REAL, 1.0)
+        began = time.monotonic()
+        with pytest.raises((KeyboardInterrupt, CommunicationError)) as caught:
+            comm.all_reduce(np.ones(1000, np.float32))
+        assert time.monotonic() - began < comm.deadline_s / 2
+        return f"{caught.type.__name__}: {caught.value}".splitlines()[0]
+
+    first, *others = ranks.run(WHOLE, work)
+    assert first == "KeyboardInterrupt: the test says so"
+    for rank, told in enumerate(others, start=1):
+        assert told == (
+            f"CommunicationError: rank {rank}: all_reduce sum of float32, 1000 elements was ended: "
+            "rank 0: KeyboardInterrupt: the test says so"
+        )
+
+
+@slow
 def test_abort_and_close_end_it(ranks: Ranks) -> None:
-    """The last of the three ranks' tests."""
+    """The last of the three ranks' tests; for the same reason as the one before it."""
     CommunicatorContract().test_after_close_and_abort(ranks.run, WHOLE)
 
     def work(comm: Any) -> str:
@@ -227,7 +284,7 @@ def test_a_rank_killed_in_the_middle_of_a_call(tmp_path: Path, monkeypatch: pyte
         run_local(RankTask("_tf_entries:killed_in_a_call", payload), 2, limits=Limits(grace_s=1.0))
     assert caught.value.rank == 1
     first, second = (tmp_path / "rank-0").read_text().split("\n---\n")
-    assert first.startswith("rank 0: all_reduce sum of float32, 1000000 elements failed while waiting for rank 1\n")
+    assert first.startswith("rank 0: all_reduce sum of float32, 1000000 elements was ended: lost rank 1 during a call")
     assert "the communicator has ended" in second and "do not recover within a process" in second
     assert living_ranks(os.getpid()) == []  # the rank that is left ignored SIGTERM: the supervisor has its way
 

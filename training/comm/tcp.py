@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import numpy as np
@@ -170,6 +170,15 @@ class TcpCommunicator(Communicator):
     def has_ended(self) -> bool:
         """Whether it was closed or aborted, or has failed."""
         return self._ended is not None
+
+    def look(self, what: str) -> str | None:
+        """Why this communicator has ended, None while it lives: hears of a rank's end without a call, while `what`.
+
+        Waits for nothing but a call of another thread, which hears of it by itself.
+        """
+        with suppress(CommunicationError):  # what is kept of it is returned
+            self._guarded(lambda: self._engine.look(what))
+        return self._ended
 
     def abort(self, reason: str) -> None:
         self._mark(reason, aborted=True)

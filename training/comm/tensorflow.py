@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from training.comm.base import (
 from training.comm.interfaces import require_trust
 from training.comm.meeting import Meeting
 from training.comm.options import CommOptions
-from training.comm.solo import SoloCommunicator
+from training.comm.tcp import TcpCommunicator
 from training.comm.tf_calls import (
     WORD,
     Call,
@@ -65,12 +66,13 @@ class TensorflowCommunicator(Communicator):
         """Whether minima and maxima of floats are formed here, since the backend's may lose a NaN."""
         self._tasks, self._key = tuple(tasks), key
         self._instances: dict[int, int] = {}  # group key -> the next instance's, counted alike on each of its ranks
-        self._groups: list[Communicator] = []
+        self._groups: list[TensorflowCommunicator] = []
         self._made: dict[tuple[int, ...], int] = {}
         self._lock = threading.RLock()
         self._closed = False
         self._meeting = Meeting(ordinary)
-        cluster.ordinary.append(ordinary)
+        # TensorFlow's call blocks the thread that makes it, and no signal's handler would run there.
+        self._caller = ThreadPoolExecutor(1, thread_name_prefix="tensorflow-call")
         # TensorFlow orders the members of a group by itself.
         self._places = np.argsort(self._gather(np.array([self.rank], WORD), "join")[:, 0], kind="stable")
 
@@ -123,17 +125,19 @@ class TensorflowCommunicator(Communicator):
         members = check_group(ranks, self.rank, self.num_ranks)
         self._check_open()
         made = self._made[members] = self._made.get(members, 0) + 1
-        group: Communicator
+        ordinary = self.ordinary.group(members)  # which ends with this one's
+        ordinary.deadline_s = self.deadline_s
         if len(members) == 1:
-            group = SoloCommunicator(self.generation, self.deadline_s)
-            self.cluster.ordinary.append(group)
-        else:
-            tasks = [self._tasks[member] for member in members]
-            key = key_of(self._key, "group", *members, made)
-            group = TensorflowCommunicator(self.cluster, self.ordinary.group(members), tasks, key)
-            group.deadline_s = self.deadline_s
-        self._groups.append(group)
+            return ordinary
+        tasks = [self._tasks[member] for member in members]
+        group = TensorflowCommunicator(self.cluster, ordinary, tasks, key_of(self._key, "group", *members, made))
+        self._groups = [one for one in self._groups if not one.has_ended] + [group]
         return group
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was closed or aborted, or has failed."""
+        return self._closed or self.cluster.ended is not None
 
     @property
     def on_host(self) -> Communicator:
@@ -144,6 +148,8 @@ class TensorflowCommunicator(Communicator):
 
     def close(self) -> None:
         self._closed = True
+        if self.ordinary is self.cluster.ordinary:
+            self.cluster.close()
         self.ordinary.close()
         for group in self._groups:
             group.close()
@@ -178,21 +184,29 @@ class TensorflowCommunicator(Communicator):
                 if not size:
                     return np.zeros(0, WORD)
                 call = Call(key, 2 if pair else self.num_ranks, instance, self.cluster.hint, self.deadline_s)
-                # At once, also where a graph is being traced, whose ranks compare their shapes.
-                with tf.init_scope(), tf.device(self.cluster.device):
-                    found: NDArray[Any] = operation(call).numpy()
-                return found
-            except CommunicationError as error:
-                self.abort(error.what)
-                raise
+                return self._caller.submit(self._call, operation, call).result()
             except tf.errors.OpError as error:
                 lost = self._lost(f"{what}, {size} elements", error)
                 self.abort(lost.what)
                 raise lost from error
+            except BaseException as error:  # an interrupt too: the others have met this rank, and wait for it
+                met = f"{type(error).__name__}: {error}".removesuffix(": ")
+                self.abort(error.what if isinstance(error, CommunicationError) else met)
+                raise
+
+    def _call(self, operation: Operation, call: Call) -> NDArray[Any]:
+        """In a thread that traces no graph, so at once: ranks that trace compare their shapes by such calls."""
+        import tensorflow as tf
+
+        with tf.device(self.cluster.device):
+            found: NDArray[Any] = operation(call).numpy()
+        return found
 
     def _lost(self, what: str, error: Exception) -> CommunicationError:
-        if self.cluster.ended is not None:
-            return self._has_ended()
+        reason = self.cluster.reason()
+        if reason is not None:
+            said = reason.removeprefix(f"rank {self.cluster.rank}: ")
+            return CommunicationError(f"rank {self.rank}: {what} was ended: {said}", next_step=RESTART)
         silent = [self._tasks.index(task) for task in self.cluster.silent(self._tasks)]
         who = f"rank {', '.join(map(str, silent))}" if silent else "the other ranks, which all answer"
         return CommunicationError(
@@ -216,7 +230,7 @@ def join_servers(
     rank: int,
     num_ranks: int,
     rendezvous: Callable[[str, int], list[tuple[str, int]]],
-    ordinary: Communicator,
+    ordinary: TcpCommunicator,
     options: CommOptions,
 ) -> TensorflowCommunicator:
     """Join TensorFlow's servers of all ranks; `ordinary` is the ranks' authenticated communicator, closed with this.

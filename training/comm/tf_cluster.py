@@ -17,26 +17,31 @@ from storage.errors import CommunicationError, ConfigError
 from training import devices
 from training.comm.base import Communicator
 from training.comm.interfaces import local_addresses
+from training.comm.tcp import TcpCommunicator
 
 JOB = "worker"
 HEALTH_LIMIT_MS = 1000
 ABORTED = 10  # tensorflow.error.Code
+LOOK_EVERY_S = 0.1  # 20 microseconds of work each time
+WORD_LIMIT_S = 1.0
 RESTART = "Start the ranks again: TensorFlow's collectives do not recover within a process. The launcher does so."
 
 _joined = threading.Lock()  # never released: a second server in one process cannot be had
 
 
 class Cluster:
-    """This process's server among those of all ranks."""
+    """This process's server among those of all ranks; `ordinary` is their own communicator, watched until `close`."""
 
-    def __init__(self, rank: int, num_ranks: int, backend: str) -> None:
-        self.rank, self.num_ranks = rank, num_ranks
+    def __init__(self, ordinary: TcpCommunicator, backend: str) -> None:
+        self.rank, self.num_ranks = ordinary.rank, ordinary.num_ranks
         self.hint = "nccl" if backend == "nccl" else "ring"
-        self.device = f"/job:{JOB}/replica:0/task:{rank}/device:{'GPU' if backend == 'nccl' else 'CPU'}:0"
+        self.device = f"/job:{JOB}/replica:0/task:{self.rank}/device:{'GPU' if backend == 'nccl' else 'CPU'}:0"
         self.ended: str | None = None
-        self.ordinary: list[Communicator] = []
-        """The ordinary communicators of all groups, on which a rank may wait."""
+        """Why nothing can be called any more."""
+        self.ordinary = ordinary
         self._lock = threading.Lock()
+        self._over = threading.Event()
+        threading.Thread(target=self._watch, name="tensorflow-watch", daemon=True).start()
 
     def end(self, reason: str) -> None:
         """Abort what runs and refuse what comes, of all groups: one failed collective spoils all of the process."""
@@ -46,9 +51,28 @@ class Cluster:
             if self.ended is not None:
                 return
             self.ended = reason
+        self._over.set()
         context.context().abort_collective_ops(ABORTED, reason)
-        for communicator in self.ordinary:
-            communicator.abort(reason)
+        self.ordinary.abort(reason.removeprefix(f"rank {self.rank}: "))  # which says itself who speaks
+
+    def close(self) -> None:
+        """Watch no more; the ordinary communicator is about to be closed."""
+        self._over.set()
+
+    def reason(self) -> str | None:
+        """Why TensorFlow's call has failed, where a rank has ended it: its word may come a little later."""
+        self._over.wait(WORD_LIMIT_S)
+        return self.ended
+
+    def _watch(self) -> None:
+        """End what runs as soon as another rank has ended.
+
+        Who waits within TensorFlow reads no word of the others; their end reaches it late (gRPC) or never (NCCL).
+        """
+        while not self._over.wait(LOOK_EVERY_S):
+            reason = self.ordinary.look("a call of TensorFlow's")
+            if reason is not None and not self._over.is_set():
+                self.end(reason)
 
     def silent(self, ranks: Sequence[int]) -> list[int]:
         """Those of `ranks` whose server does not answer a health check."""
@@ -71,7 +95,7 @@ def start(
     num_ranks: int,
     address: str,
     rendezvous: Callable[[str, int], list[tuple[str, int]]],
-    ordinary: Communicator,
+    ordinary: TcpCommunicator,
     backend: str,
 ) -> Cluster:
     """Start this process's server at `address` and join it with the others.
@@ -109,7 +133,7 @@ def start(
         # A proxy of the environment is for the world outside: peers are reached as they are.
         os.environ["no_grpc_proxy"] = ",".join(host for host, _ in table)  # noqa: SIM112 (gRPC's own, in small letters)
         _enable(context.context(), rank, table)
-    return Cluster(rank, num_ranks, backend)
+    return Cluster(ordinary, backend)
 
 
 def _enable(context: Any, rank: int, table: Sequence[tuple[str, int]]) -> None:
