@@ -23,6 +23,11 @@ def steps_of(optimizer: keras.optimizers.Optimizer) -> int:
     return optimizer.gradient_accumulation_steps or 1
 
 
+def is_first(optimizer: keras.optimizers.Optimizer) -> tf.Tensor:
+    """Whether this micro-batch begins a cycle; bool ()."""
+    return tf.equal(optimizer._iterations.value % steps_of(optimizer), 0)
+
+
 def is_last(optimizer: keras.optimizers.Optimizer) -> tf.Tensor:
     """Whether this micro-batch ends a cycle; bool ()."""
     return tf.equal((optimizer._iterations.value + 1) % steps_of(optimizer), 0)

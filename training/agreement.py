@@ -70,13 +70,13 @@ class Steps:
     def _agree(self, words: Sequence[float], wrong: list[str], gradients: Collection[str]) -> None:
         """Set the agreement of the step by the ranks' summed `words`.
 
-        `wrong` names what is not finite, the same on all ranks; `gradients` says what of it may be skipped. Raises
-        NonFiniteError.
+        `wrong` names what is not finite, the same on all ranks. A step may be skipped if one of `gradients` is in it;
+        statistics alone are not made good by that. Raises NonFiniteError.
         """
         step, batches = self.step + 1, self.pending + 1
         self.pending, self._held_loss = 0, 0.0
         loss = float(words[0])
-        skipped = bool(wrong) and self.skips_non_finite and all(name in gradients for name in wrong)
+        skipped = self.skips_non_finite and any(name in gradients for name in wrong)
         if not skipped and not np.isfinite(loss):
             wrong = ["the loss", *wrong]
         if wrong and not skipped:

@@ -13,6 +13,7 @@ from storage.errors import ConfigError
 from training.batchnorm import GhostBatchNormalization, batchnorm_as, normalisations
 from training.comm.base import Communicator
 from training.denominators import Denominators
+from training.kept_statistics import KeptStatistics
 from training.ordered import OrderedCalls
 from training.sync_batchnorm import SyncMoments
 
@@ -60,10 +61,10 @@ class RankStep:
                 next_step="Use --batchnorm ghost or --micro-batches 1.",
             )
         self._tell(model)
-        plain = model.train_step
+        plain, kept = model.train_step, KeptStatistics(model)
 
         def train_step(*args: Any, **kwargs: Any) -> Any:
-            with self.tracing(model):
+            with kept.step(), self.tracing(model):
                 return plain(*args, **kwargs)
 
         object.__setattr__(model, "train_step", train_step)  # past Keras' tracking

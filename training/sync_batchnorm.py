@@ -112,9 +112,10 @@ def merged(gathered: Array, epsilon: float = 0.0) -> Array:
     counts, means, squares = np.moveaxis(gathered.reshape(len(gathered), 3, -1), 1, 0)  # (num_ranks, channels) each
     count = counts.sum(axis=0)
     divisor = np.where(count + epsilon > 0, count + epsilon, 1.0)
-    total = (counts * means).sum(axis=0)
-    mean = total / divisor
-    true_mean = total / np.where(count > 0, count, 1.0)
-    squares = (squares + counts * np.square(means - true_mean)).sum(axis=0)
-    variance = (squares + count * np.square(true_mean - mean)) / divisor
-    return np.stack([mean, variance, divisor, count * (true_mean - mean)])
+    with np.errstate(all="ignore"):  # what is not finite is found in the gradients
+        total = (counts * means).sum(axis=0)
+        mean = total / divisor
+        true_mean = total / np.where(count > 0, count, 1.0)
+        squares = (squares + counts * np.square(means - true_mean)).sum(axis=0)
+        variance = (squares + count * np.square(true_mean - mean)) / divisor
+        return np.stack([mean, variance, divisor, count * (true_mean - mean)])

@@ -14,11 +14,15 @@ from tests.training import _threads  # sets TensorFlow's threads before it makes
 UNEVEN = (slice(0, 3), slice(3, 4), slice(4, 12))  # of 12 rows
 
 
-def part(data: Any, rows: slice) -> Any:
-    """The rows of nested arrays (dicts, lists, tuples, None)."""
+def part(data: Any, rows: slice, batches: int = 1) -> Any:
+    """The rows of nested arrays (dicts, lists, tuples, None); of each of several batches that lie end to end."""
     import keras
 
-    return keras.tree.map_structure(lambda x: None if x is None else x[rows], data)
+    def of(x: Any) -> Any:
+        cut = x.reshape(batches, -1, *x.shape[1:])[:, rows]  # (batches, rows, ...)
+        return cut.reshape(-1, *x.shape[1:])
+
+    return keras.tree.map_structure(lambda x: None if x is None else of(x), data)
 
 
 def fresh(make: Callable[[], Any], seed: int = 1) -> Any:
@@ -48,9 +52,13 @@ def on_ranks(
     shares: Sequence[slice] = UNEVEN,
     steps: int = 5,
     seed: int = 1,
+    batches: int = 1,
     **options: Any,
 ) -> list[Any]:
-    """The models of all ranks after `steps` steps on their shares; `options` are RankStep's."""
+    """The models of all ranks after `steps` times `batches` steps on their shares of each batch.
+
+    `options` are RankStep's.
+    """
     from training.batchnorm import statistics_of
     from training.distribute import distribute, undistribute
     from training.rank_step import RankStep
@@ -61,7 +69,7 @@ def on_ranks(
     steps_of: list[RankStep] = []
     for model, comm, group, share in zip(models, comms, groups, shares, strict=True):
         scale = (share.stop - share.start) / rows
-        _build(model, part(x, share), part(y, share), part(weights, share))
+        _build(model, *(part(array, share, batches) for array in (x, y, weights)))
         distribute(model.optimizer, comm, scale=scale, statistics=statistics_of(model))
         steps_of.append(RankStep(scale, **options))
         steps_of[-1].install(model, group)
@@ -69,7 +77,8 @@ def on_ranks(
     def one(rank: int) -> list[float]:
         share = shares[rank]
         try:
-            return _fit(models[rank], part(x, share), part(y, share), part(weights, share), steps)
+            mine, labels, weighted = (part(array, share, batches) for array in (x, y, weights))
+            return _fit(models[rank], mine, labels, weighted, steps, batches)
         except BaseException as error:
             for comm in (comms[rank], groups[rank]):
                 comm.abort(str(error))
@@ -105,10 +114,10 @@ def _build(model: Any, x: Any, y: Any, weights: Any) -> None:
         model.optimizer.build(model.trainable_variables)
 
 
-def _fit(model: Any, x: Any, y: Any, weights: Any, steps: int) -> list[float]:
+def _fit(model: Any, x: Any, y: Any, weights: Any, steps: int, batches: int = 1) -> list[float]:
     import keras
 
-    size = len(keras.tree.flatten(x)[0])
+    size = len(keras.tree.flatten(x)[0]) // batches
     history = model.fit(x, y, sample_weight=weights, batch_size=size, epochs=steps, verbose=0, shuffle=False)
     return [float(loss) for loss in history.history["loss"]]
 
