@@ -19,10 +19,14 @@ WITHOUT_TENSORFLOW = [
     "training.checkpoint",
     "training.comm",
     "training.comm.tcp",
+    "training.comm.tensorflow",  # nor by itself: only the call that joins
+    "training.devices",  # or CUDA_VISIBLE_DEVICES would come too late
     "training.driver",
     "training.rank",
     "training.config",
     "training.launch",
+    "training.launch.script",
+    "training.launch.scripts",
     "etl",
     "features.encode",
     "storage.fs",

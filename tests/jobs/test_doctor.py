@@ -11,6 +11,7 @@ import pytest
 
 from jobs import _checks, doctor
 from storage.errors import LockstepError
+from tests.docs.steps import steps_of
 from training.devices import Gpu
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,6 +38,19 @@ def test_a_healthy_machine_gets_an_ok_for_each_check(tmp_path: Path) -> None:
     ]
     assert "hunter2" not in done.stdout + done.stderr
     assert list(tmp_path.iterdir()) == []  # what was written is gone
+
+
+def test_the_readme_shows_a_line_for_each_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    def tell(name: str, _: object) -> bool:
+        told.append(name)
+        return True
+
+    monkeypatch.setattr(doctor, "tell", tell)
+    assert doctor.main(["--master", "local[2]"]) == 0
+    step = next(step for step in steps_of((ROOT / "README.md").read_text("utf-8")) if "jobs.doctor" in step.commands)
+    assert step.seen == [f"OK   {name}: ..." for name in told]
 
 
 @pytest.mark.slow

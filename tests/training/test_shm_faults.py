@@ -125,6 +125,17 @@ def test_a_late_rank_is_named_at_the_deadline_by_its_label_and_hears_of_it() -> 
     assert "rank 4 has ended the communicator" in told[1]
 
 
+def test_two_large_sends_to_each_other_are_named() -> None:
+    def work(comm: Communicator) -> str:
+        group = comm.group([1, 0])
+        return failure(lambda: group.send(np.zeros(8_000_000, np.uint8), 1 - group.rank))
+
+    told = run_shared(2, work, deadline_s=0.5)
+    # The second hears of the first one's deadline, or names it at its own.
+    assert any(f"waited 0.5 s for rank {1 - rank}" in told[rank] for rank in (0, 1)), told
+    assert all("waited 0.5 s for rank" in text for text in told), told
+
+
 def test_a_group_ends_with_the_whole() -> None:
     def work(comm: Communicator) -> str:
         group = comm.group([1, 0])

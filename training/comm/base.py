@@ -59,7 +59,12 @@ class Communicator(ABC):
 
     @abstractmethod
     def send(self, buf: NDArray[Any], to: int) -> None:
-        """Send `buf` (n,), which may be read-only, to rank `to`, which calls `recv` with equal n and dtype."""
+        """Send `buf` (n,), which may be read-only, to rank `to`, which calls `recv` with equal n and dtype.
+
+        It may wait for that `recv`, and does where `buf` is large: two ranks that first send to each other and then
+        receive wait for each other, as in MPI, until the deadline's error names one to the other. Let one begin with
+        `recv`.
+        """
 
     @abstractmethod
     def recv(self, buf: NDArray[Any], source: int) -> None:
