@@ -21,7 +21,7 @@ from training.buckets import Layout, Slot
 from training.comm.base import Communicator
 from training.lent_buffer import LentBuffer
 from training.same_tensors import compare
-from training.scaled_copy import all_finite, copy_scaled
+from training.scaled_copy import all_finite, copy_scaled, scaled
 from training.sparse import Rows, Table, sum_rows
 
 __all__ = ["CONTROL_WORDS", "FLAGS", "Agreement", "Exchange", "NonFiniteError"]
@@ -103,7 +103,7 @@ class Exchange(Steps):
     def post_rows(self, number: int, indices: Array, values: Array) -> None:
         """Hand in the gradient of table `number`: indices (n,), values (n, *row); returns at once."""
         try:
-            values = values * values.dtype.type(self.scale)  # of the same dtype, bfloat16 too
+            values = scaled(values, self.scale)
             self._posted.put(partial(self._reduce_rows, number, indices.reshape(-1), values))
         except BaseException as error:
             self._fail(error)

@@ -145,6 +145,8 @@ class Reduction:
 
 def _then(chain: list[Any], function: Callable[..., Any], inputs: list[Any], name: str) -> list[Any]:
     """The chain, one operation longer."""
+    if tf.executing_eagerly():  # where TensorFlow makes no array of a scalar in bfloat16
+        inputs = [tf.reshape(x, [1]) if x.dtype == tf.bfloat16 and x.shape.rank == 0 else x for x in inputs]
     with tf.control_dependencies(chain):
         return [tf.numpy_function(function, inputs, tf.int32, name=name)]
 

@@ -49,12 +49,17 @@ def copy_scaled(source: Array, factor: float, out: Array, num_ranks: int) -> boo
     if not source.size:
         return True
     if source.dtype.itemsize < 4 or not source.flags.c_contiguous:
-        np.multiply(source, factor, out=out, casting="same_kind")
+        np.multiply(source, _wide(source, factor), out=out, casting="same_kind")
         largest = np.abs(source.astype(np.float32)).max()
         return bool(float(largest) * factor * num_ranks < float(ml_dtypes.finfo(source.dtype).max) / 2)  # not for NaN
     bits, mask = _bits(source)
     found: int = _copy(source, bits, source.dtype.type(factor), out, mask)
     return found < _least_unsafe(source.dtype, factor, num_ranks)
+
+
+def scaled(values: Array, factor: float) -> Array:
+    """`values` of a float dtype times `factor`, of the same dtype."""
+    return np.multiply(values, _wide(values, factor)).astype(values.dtype, copy=False)
 
 
 def all_finite(flat: Array) -> bool:
@@ -64,6 +69,11 @@ def all_finite(flat: Array) -> bool:
     bits, mask = _bits(flat)
     found: int = _judge(bits, mask)
     return found <= _LARGEST[flat.dtype.itemsize]
+
+
+def _wide(values: Array, factor: float) -> Any:
+    """The factor in four bytes at least: bfloat16 would make a factor of 1 / 3 wrong by 0.2 % for all values alike."""
+    return np.result_type(values.dtype, np.float32).type(factor)
 
 
 def _bits(flat: Array) -> tuple[Array, Any]:
