@@ -17,6 +17,7 @@ from training.buckets import Spec, lay_out
 from training.comm import Communicator
 from training.exchange import CONTROL_WORDS, Exchange
 from training.same_run import compare_runs, versions
+from training.same_tensors import compare, counted_from_0
 from training.sparse import Table
 
 F4 = np.dtype(np.float32)
@@ -51,6 +52,26 @@ def test_other_gradients_on_one_rank_are_refused_on_all(second: dict[str, Any], 
     errors = run_ring(2, work)
     assert errors[0] == errors[1]
     assert errors[0].startswith("rank 1 has gradients for other tensors than rank 0")
+
+
+def test_layers_that_keras_numbers_otherwise_are_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    """Rank 1 has built another model before."""
+    first = ["the gradient of dense/kernel", "the gradient of dense_1/kernel", "the gradient of scale"]
+
+    def work(comm: Communicator) -> None:
+        compare(comm, first)
+        assert "numbered otherwise" not in caplog.text
+        comm.barrier()
+        compare(
+            comm, [name.replace("dense", "dense_3").replace("_3_1", "_4") for name in first] if comm.rank else first
+        )
+
+    run_ring(2, work)
+    assert "numbered otherwise" in caplog.text
+    names = ["conv2d_9/kernel", "a_3", "b/conv2d_11/bias"]
+    assert counted_from_0(names) == ["conv2d_0/kernel", "a_3", "b_0/conv2d_2/bias"]
+    of_three = [["dense/kernel", "dense_1/kernel"], ["dense/kernel", "dense_2/kernel"]]  # the third, the second frozen
+    assert counted_from_0(of_three[0]) != counted_from_0(of_three[1])
 
 
 def test_another_version_or_other_weights_on_one_rank_are_told_on_all() -> None:
