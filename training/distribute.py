@@ -150,6 +150,8 @@ class _Distributed:
         loss, state.loss = state.loss, None
         if loss is None:  # a train_step of the user's that does not call scale_loss: nothing to report
             loss = tf.zeros((), tf.float32)
+        elif loss.dtype.size < 4:
+            loss = tf.cast(loss, tf.float32)
         _check(grads, variables, state.reduction.exchange)
         exchange, scaling = state.reduction.exchange, isinstance(me, keras.optimizers.LossScaleOptimizer)
         counts = me.inner_optimizer if scaling else me

@@ -199,3 +199,24 @@ def test_accumulating_is_a_larger_batch() -> None:
         for other in others:
             np.testing.assert_allclose(other.numpy(), mine.numpy(), rtol=1e-12)
     assert [pending for pending, _ in seen[0]] == [1, 2, 0] * 2, "one exchange in three batches"
+
+
+class OneScalar(Learner):
+    """Variables and loss of bfloat16, one of them a scalar, of which eager TensorFlow makes no array."""
+
+    shapes = ((5, 7), (7,), (7, 1), ())
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer, "bfloat16", eager=True)
+
+
+def test_a_scalar_of_bfloat16_in_eager_steps() -> None:
+    import keras
+    import ml_dtypes
+
+    data = [(x.astype(ml_dtypes.bfloat16), y.astype(ml_dtypes.bfloat16)) for x, y in batches(2)]
+    make = partial(keras.optimizers.SGD, 0.1, gradient_accumulation_steps=2)
+    for shares in (TWO, [slice(0, 12)]):
+        ranks, seen = on_ranks(make, data, shares, learner=OneScalar)
+        assert float(ranks[0].weights[3].numpy()) != float(OneScalar(make()).weights[3].numpy()), "it has moved"
+        assert [pending for pending, _ in seen[0]] == [1, 0]
