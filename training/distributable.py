@@ -1,0 +1,96 @@
+"""What `distribute` is asked for, and what ranks begin from: told before the first sum, not seen in wrong weights."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from storage.canonical import canonical_bytes, parse_canonical
+from storage.errors import ConfigError, DataError
+from training.comm.base import FLOATS, Communicator
+
+
+def check_wish(
+    optimizer: Any, communicator: Any, scale: Any, statistics: Sequence[Any], bucket_bytes: Any, rows_from_bytes: Any
+) -> None:
+    """Raise ConfigError for an argument of `distribute` that cannot be right."""
+    _check("optimizer", isinstance(optimizer, keras.optimizers.Optimizer), optimizer, "one of keras.optimizers")
+    _check("communicator", isinstance(communicator, Communicator), communicator, "a communicator of all ranks")
+    number = isinstance(scale, int | float | np.number) and bool(math.isfinite(scale) and scale >= 0)
+    _check("scale", scale is None or number, scale, "this rank's rows divided by all rows of a step, or None")
+    for one in statistics:
+        right = isinstance(one, keras.Variable) and tf.as_dtype(one.dtype).as_numpy_dtype in FLOATS
+        _check("statistics", right, one, "float variables of Keras")
+    _check("bucket_bytes", isinstance(bucket_bytes, int) and bucket_bytes > 0, bucket_bytes, "bytes above 0")
+    _check("rows_from_bytes", isinstance(rows_from_bytes, int) and rows_from_bytes >= 0, rows_from_bytes, "bytes")
+
+
+def compare_start(communicator: Communicator, optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]) -> None:
+    """Raise ConfigError, on every rank alike, unless all ranks begin with equal weights and the same optimizer.
+
+    Ranks that do not would take the same sums, each from where it is, and never meet. A collective.
+    """
+    if communicator.num_ranks == 1:
+        return
+    with tf.init_scope():  # values, also while a step is traced
+        weights = [hashlib.sha256(_bytes(one)).hexdigest() for one in variables]
+    mine = canonical_bytes({"optimizer": _settings(optimizer), "weights": weights})
+    everyone = [parse_canonical(data, file="a rank") for data in communicator.all_gather_bytes(mine)]
+    first, what = everyone[0], type(optimizer).__name__
+    for rank, other in enumerate(everyone):
+        if other["optimizer"] != first["optimizer"]:
+            raise ConfigError(
+                f"rank {rank} has another optimizer than rank 0, which would take its weights elsewhere",
+                got=f"on rank {rank}: {other['optimizer'][:500]}",
+                allowed=f"as on rank 0: {first['optimizer'][:500]}",
+                next_step=f"Make {what} with the same settings on every rank.",
+            )
+        # Where ranks have other variables altogether, the exchange says which.
+        if len(other["weights"]) == len(weights) and other["weights"] != first["weights"]:
+            pairs = zip(variables, first["weights"], other["weights"], strict=True)
+            paths = [_path(variable) for variable, one, another in pairs if one != another]
+            raise ConfigError(
+                f"rank {rank} begins with other weights than rank 0",
+                got=f"{', '.join(paths[:10])}{', ...' if len(paths) > 10 else ''} ({len(paths)} of {len(weights)})",
+                allowed="the same weights on every rank, bit for bit",
+                next_step="Call keras.utils.set_random_seed(7) on every rank before the model is built, or load one "
+                "file of weights on all.",
+            )
+
+
+def _path(variable: Any) -> str:
+    return str(getattr(variable, "path", variable.name))  # Keras' variables have a path, TensorFlow's a name
+
+
+def _bytes(variable: Any) -> bytes:
+    return np.ascontiguousarray(np.asarray(getattr(variable, "value", variable))).tobytes()
+
+
+def _settings(optimizer: keras.optimizers.Optimizer) -> str:
+    try:
+        return canonical_bytes(_without_names(keras.saving.serialize_keras_object(optimizer))).decode()
+    except (TypeError, ValueError, NotImplementedError, DataError):  # an own class that cannot be saved
+        return type(optimizer).__name__
+
+
+def _without_names(config: Any) -> Any:
+    """Keras numbers what it names, and a rank may have made another optimizer before."""
+    if isinstance(config, dict):
+        return {key: _without_names(value) for key, value in config.items() if key != "name"}
+    return [_without_names(value) for value in config] if isinstance(config, list | tuple) else config
+
+
+def _check(name: str, right: bool, got: Any, allowed: str) -> None:
+    if not right:
+        raise ConfigError(
+            f"distribute got a `{name}` that cannot be right",
+            got=f"{got!r}"[:200],
+            allowed=allowed,
+            next_step="Correct the call: distribute(keras.optimizers.Adam(), context().communicator()).",
+        )
