@@ -17,7 +17,7 @@ import tensorflow as tf
 from tensorflow.python.ops.control_flow_v2_func_graphs import CondBranchFuncGraph
 
 from storage.errors import ConfigError
-from training import accumulate, loss_scale
+from training import accumulate, fused_update, loss_scale
 from training.buckets import BUCKET_BYTES
 from training.comm.base import Communicator
 from training.exchange import Exchange
@@ -172,6 +172,13 @@ class _Distributed:
         else:
             sums = accumulate.reduced_at_last(me, grads, variables, reduce, hold)
             super().apply(sums, trainable_variables)  # type: ignore[misc]
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """One variable's update, when all that comes before it is done."""
+        if fused_update.can_fuse(_state(self).plain, self, gradient, variable):
+            fused_update.update(self, gradient, variable, learning_rate)
+        else:
+            super().update_step(gradient, variable, learning_rate)  # type: ignore[misc]
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """At the end of a `fit` that is the end of the run."""
