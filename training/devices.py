@@ -11,7 +11,8 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from storage.errors import ConfigError
 
@@ -21,7 +22,10 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
 GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 LIST_LIMIT_S = 30.0  # nvidia-smi takes seconds where the driver's persistence mode is off
+NODES = Path("/dev")  # where the driver puts nvidia0, nvidia1, ...
+_DEVICE = re.compile(r"\d+|GPU-[\w-]+|MIG-[\w/-]+")
 _LISTED = re.compile(r"GPU (?P<index>\d+): (?P<name>.+) \(UUID: (?P<uuid>GPU-[0-9a-fA-F-]+)\)")
+_SLICE = re.compile(r"\s+MIG .+\(UUID: (MIG-[\w/-]+)\)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,13 @@ class Gpu:
     index: str
     name: str
     uuid: str
+    slices: tuple[str, ...] = ()
+    """UUIDs of the MIG slices that it is cut into."""
+
+    def holds(self, device: str) -> bool:
+        """Whether `device` is this GPU or a slice of it."""
+        whole = device == self.index or _same(device, self.uuid)
+        return whole or device.startswith(f"MIG-{self.uuid}/") or any(_same(device, part) for part in self.slices)
 
 
 def host_gpus() -> tuple[Gpu, ...]:
@@ -48,7 +59,13 @@ def host_gpus() -> tuple[Gpu, ...]:
         raise _unlisted(str(error)) from error
     if trouble:
         raise _unlisted(" ".join(trouble.split()))
-    return tuple(Gpu(**match.groupdict()) for match in map(_LISTED.match, done.stdout.splitlines()) if match)
+    found: list[Gpu] = []
+    for line in done.stdout.splitlines():
+        if match := _LISTED.match(line):
+            found.append(Gpu(match["index"], match["name"], match["uuid"]))
+        elif found and (match := _SLICE.match(line)):
+            found[-1] = replace(found[-1], slices=(*found[-1].slices, match[1]))
+    return tuple(found)
 
 
 def listed(environment: Mapping[str, str]) -> tuple[str, ...] | None:
@@ -57,7 +74,7 @@ def listed(environment: Mapping[str, str]) -> tuple[str, ...] | None:
         return None
     names: list[str] = []
     for name in (part.strip() for part in environment[VISIBLE].split(",")):
-        if not re.fullmatch(r"\d+|GPU-[\w-]+|MIG-[\w/-]+", name):
+        if not _DEVICE.fullmatch(name):
             break
         names.append(name)
     return tuple(names)
@@ -68,26 +85,36 @@ def expose(devices: Sequence[str], environment: MutableMapping[str, str], where:
 
     `devices` are those that Spark or the local launcher gave to the rank. None hides all: a rank without a GPU must
     not take one that was given to another. The CUDA_VISIBLE_DEVICES that the rank inherits from its executor may list
-    more (an executor serves several tasks); raises ConfigError where it leaves out a device that was given.
+    more (an executor serves several tasks); raises ConfigError where it leaves out a device that was given, and for a
+    name that CUDA cannot read.
     """
     inherited = listed(environment)
+    if strange := [name for name in devices if not _DEVICE.fullmatch(name)]:
+        raise ConfigError(
+            f"a rank on {where} was given GPUs by names that CUDA cannot read",
+            got=", ".join(strange),
+            allowed="an index of nvidia-smi (0), a UUID (GPU-...) or a MIG slice (MIG-...)",
+            next_step="Have the discovery script (spark.executor.resource.gpu.discoveryScript) print such addresses.",
+        )
     if inherited is not None and devices:
         _check(devices, inherited, environment[VISIBLE], where)
     elif inherited:
         print(f"the devices {', '.join(inherited)} of {where} are hidden from this rank: it was given no GPU")
+    elif inherited is None and not devices and (idle := len([*NODES.glob("nvidia[0-9]*")])):
+        print(f"{where} has {idle} GPUs, and this rank was given none of them: it computes on the CPU (docs/gpu.md)")
     environment[VISIBLE] = ",".join(devices)
     environment.setdefault(ORDER, "PCI_BUS_ID")  # CUDA's own order is by speed; indices here are nvidia-smi's
     environment.setdefault(GROWTH, "true")  # also for a script of the user's: by default a process takes all memory
 
 
 def _check(devices: Sequence[str], inherited: Sequence[str], value: str, where: str) -> None:
-    known = {*inherited}
+    known = [*inherited]
     if {_kind(name) for name in inherited} != {_kind(name) for name in devices}:
         # One side by index, the other by UUID: only the host's own list says which is which.
         for gpu in host_gpus():
-            if gpu.index in known or gpu.uuid in known:
-                known |= {gpu.index, gpu.uuid}
-    if not known.issuperset(devices):
+            if any(name == gpu.index or _same(name, gpu.uuid) for name in inherited):
+                known += [gpu.index, gpu.uuid]
+    if not all(any(_same(name, other) for other in known) for name in devices):
         raise ConfigError(
             f"{VISIBLE} on {where} contradicts the GPUs that were given to a rank there",
             got=f"given: {', '.join(devices)}; {VISIBLE}={value!r}",
@@ -138,11 +165,20 @@ def shares_of_host(environment: Mapping[str, str], num_ranks: int) -> list[tuple
 
 
 def identity(environment: Mapping[str, str], hostname: str) -> str:
-    """A name for this process's first GPU that no other GPU has: its UUID, else the host's name and its number."""
+    """A name for this process's first GPU that no other GPU has: its UUID, else the host's name and its number.
+
+    A MIG slice goes by the GPU that it is cut from, as for NCCL. Raises ConfigError as `host_gpus` does.
+    """
     first = (listed(environment) or ("0",))[0]
-    if _kind(first) == "uuid":
-        return first
-    return next((gpu.uuid for gpu in host_gpus() if gpu.index == first), f"{hostname}:{first}")
+    found = next((gpu.uuid for gpu in host_gpus() if gpu.holds(first)), None)
+    return found or (first if _kind(first) == "uuid" else f"{hostname}:{first}")
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two names are of one device; CUDA takes the first characters of a UUID for the whole."""
+    if _kind(one) == _kind(other) == "uuid":
+        return one.startswith(other) or other.startswith(one)
+    return one == other
 
 
 def _kind(name: str) -> str:

@@ -29,7 +29,7 @@ from training.prepared import prepare, split
 from training.rank_step import RankStep
 from training.reader import OpenSplit
 from training.reports import StepReports
-from training.same_run import compare_runs, versions
+from training.same_run import compare_runs, processor, versions
 from training.saving import Progress, Saver
 from training.state import as_floats, derive_seeds, model_identity, summed_metrics, weights_digest
 from training.step_clock import StepClock
@@ -243,6 +243,7 @@ class Fit(AbstractContextManager["Fit"]):
             self._comm,
             {
                 **versions(),
+                "processor": processor(),
                 "dataset": self._split.manifest.digest,
                 "plan": self._plan.identity(),
                 "model": model_identity(self._model, self._signature),

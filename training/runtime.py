@@ -52,6 +52,8 @@ def _take_gpus(given: int) -> None:
             f"TensorFlow sees {len(found)} of the {given} GPUs that this rank was given (CUDA_VISIBLE_DEVICES="
             f"{os.environ['CUDA_VISIBLE_DEVICES']}): install requirements-gpu.txt, which has CUDA's libraries"
         )
+    elif given > 1:
+        print(f"this rank was given {given} GPUs and computes on the first alone: give it one, and start more ranks")
 
 
 def set_precision(precision: str) -> None:

@@ -19,6 +19,13 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}}
 
 
+def processor() -> str:
+    """`GPU` or `CPU`: what this rank computes on. A rank without the others' GPUs would be waited for in each step."""
+    import tensorflow as tf
+
+    return "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
+
+
 def compare_runs(communicator: Communicator, mine: Mapping[str, Any]) -> None:
     """Raise ConfigError, on every rank alike, naming the first entry of JSON in which a rank differs from rank 0."""
     gathered = communicator.all_gather_bytes(canonical_bytes(dict(mine)))

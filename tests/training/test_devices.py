@@ -11,8 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storage.errors import ConfigError
-from training.devices import Gpu, expose, host_gpus, listed, of_host, share_out
+from training import devices
+from training.devices import Gpu, expose, host_gpus, identity, listed, of_host, share_out
+from training.launch.barrier import other_resources
+from training.same_run import processor
 
+SLICE = "MIG-5d2f0c1e-1111-2222-3333-444444444444"
 FIRST, SECOND = "GPU-11111111-aaaa-bbbb-cccc-000000000001", "GPU-22222222-aaaa-bbbb-cccc-000000000002"
 
 
@@ -21,7 +25,7 @@ def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An nvidia-smi that lists two GPUs, one cut into slices."""
     lines = [
         f"GPU 0: NVIDIA H100 80GB HBM3 (UUID: {FIRST})",
-        "  MIG 3g.40gb     Device  0: (UUID: MIG-5d2f0c1e-1111-2222-3333-444444444444)",
+        f"  MIG 3g.40gb     Device  0: (UUID: {SLICE})",
         f"GPU 1: NVIDIA H100 80GB HBM3 (UUID: {SECOND})",
     ]
     return fake_tool(tmp_path, monkeypatch, "\n".join(["cat <<'END'", *lines, "END"]))
@@ -61,6 +65,9 @@ def test_listed_devices(value: str, names: tuple[str, ...]) -> None:
         (["0", "1"], "1,0"),
         ([FIRST], "0"),  # the same device by another name
         (["1"], f"{FIRST},{SECOND}"),
+        ([FIRST], "GPU-2222,GPU-1111"),  # CUDA takes the beginning of a UUID for the whole
+        (["0"], "GPU-1111"),
+        ([SLICE], f"{SLICE},MIG-7"),
         ([], None),
         ([], "0,1"),  # none asked for: none seen, whatever the executor has
     ],
@@ -83,7 +90,8 @@ def test_a_rank_sees_what_it_was_given(two_gpus: Path, given_by_spark: list[str]
         (["0"], ""),  # somebody hid all of them
         (["0"], SECOND),
         ([FIRST], "1"),
-        (["0"], "MIG-5d2f0c1e-1111-2222-3333-444444444444"),  # a slice is no whole device
+        (["0"], SLICE),  # a slice is no whole device
+        ([SECOND], "GPU-1111"),
     ],
 )
 def test_a_contradiction_is_an_error(two_gpus: Path, given_by_spark: list[str], inherited: str) -> None:
@@ -96,11 +104,57 @@ def test_a_contradiction_is_an_error(two_gpus: Path, given_by_spark: list[str], 
     assert "discoveryScript" in error.next_step
 
 
-def test_hidden_devices_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_hidden_devices_are_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(devices, "NODES", tmp_path)
     expose([], {"CUDA_VISIBLE_DEVICES": "3"}, "host-1")
     assert "devices 3 of host-1 are hidden" in capsys.readouterr().out
     expose([], {}, "host-1")
     assert capsys.readouterr().out == ""
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    expose([], {}, "host-1")
+    assert "host-1 has 2 GPUs, and this rank was given none of them" in capsys.readouterr().out
+    expose([], {"CUDA_VISIBLE_DEVICES": ""}, "host-1")  # so it was meant
+    expose(["0"], {}, "host-1")
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("name", ["gpu0", "/dev/nvidia0", "", "0,1", "-1"])
+def test_an_address_that_cuda_cannot_read_is_an_error(name: str) -> None:
+    """CUDA would see no device at all, and say nothing."""
+    environment: dict[str, str] = {}
+    with pytest.raises(ConfigError, match="names that CUDA cannot read") as caught:
+        expose(["1", name], environment, "host-1")
+    assert environment == {} and caught.value.got == name
+
+
+@pytest.mark.parametrize(
+    ("visible", "name"),
+    [
+        ("1", SECOND),
+        (f"{SECOND},{FIRST}", SECOND),  # the first is what the rank computes on
+        ("GPU-2222", SECOND),
+        (SLICE, FIRST),  # NCCL takes the slices of a GPU for one
+        (f"MIG-{SECOND}/3/0", SECOND),  # as older drivers write a slice
+        ("7", "host-1:7"),
+        ("GPU-9", "GPU-9"),
+        (None, FIRST),
+    ],
+)
+def test_ranks_on_one_gpu_are_known_by_its_name(two_gpus: Path, visible: str | None, name: str) -> None:
+    assert identity({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}, "host-1") == name
+
+
+def test_resources_that_ranks_make_no_use_of() -> None:
+    settings = {
+        "spark.task.resource.gpu.amount": "1",
+        "spark.executor.resource.fpga.amount": "1",
+        "spark.task.cpus": "2",
+    }
+    assert other_resources(settings) == []
+    assert other_resources({**settings, "spark.task.resource.cuda.amount": "1"}) == ["cuda"]
 
 
 def test_what_the_user_has_set_stays() -> None:
@@ -112,7 +166,7 @@ def test_what_the_user_has_set_stays() -> None:
 
 def test_the_hosts_devices(two_gpus: Path) -> None:
     name = "NVIDIA H100 80GB HBM3"
-    assert host_gpus() == (Gpu("0", name, FIRST), Gpu("1", name, SECOND))
+    assert host_gpus() == (Gpu("0", name, FIRST, (SLICE,)), Gpu("1", name, SECOND))
     assert of_host({}) == ("0", "1")
     assert of_host({"CUDA_VISIBLE_DEVICES": "1"}) == ("1",)
 
@@ -184,3 +238,9 @@ def test_memory_grows_by_need_and_missing_gpus_are_said(
     assert (grown, capsys.readouterr().out) == (["/physical_device:GPU:0 True"], "")
     _take_gpus(2)
     assert "sees 1 of the 2 GPUs" in capsys.readouterr().out
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [f"{kind}:0", f"{kind}:1"])
+    _take_gpus(2)
+    assert "was given 2 GPUs and computes on the first alone" in capsys.readouterr().out
+    assert processor() == "GPU"
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [])
+    assert processor() == "CPU"

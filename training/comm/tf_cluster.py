@@ -172,6 +172,6 @@ def _refused(got: str, next_step: str) -> ConfigError:
     return ConfigError(
         "the nccl backend cannot serve these ranks",
         got=got,
-        allowed="one GPU for each rank: NCCL cannot have two ranks on one",
+        allowed="one GPU for each rank: NCCL cannot have two ranks on one, nor on two slices of one",
         next_step=f"{next_step} Or leave --backend to auto, which takes gradients through the hosts' memory.",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 
 ANY_HOST = "0.0.0.0"
 LOOPBACK = "127.0.0.1"
+GPU = "gpu"  # Spark's name for them, which its own settings for YARN and Kubernetes know
+_TASK_RESOURCE = re.compile(r"spark\.task\.resource\.(.+)\.amount")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ class SuperviseOnTask:
         hosts = [info.address.rpartition(":")[0] or info.address for info in context.getTaskInfos()]
         rank = context.partitionId()
         world = World.from_hosts(rank, hosts, self.generation)
-        gpu = context.resources().get("gpu")
+        gpu = context.resources().get(GPU)
         devices = tuple(gpu.addresses) if gpu else self.devices[rank]
         order = Order(self.task, world, hosts[rank], self.control, self.key, self.limits, devices, self.tls[rank])
         yield rank, Supervisor(order).run()
@@ -110,6 +113,8 @@ def run_barrier(
         if task.tls:
             check_spark_encrypts(context.master or "", settings)
         check_slots(context, num_ranks, limits.start_s)
+    if others := other_resources(settings):
+        log.warning("ranks take GPUs from Spark's resource `gpu` alone, and compute without %s", ", ".join(others))
     key = new_key()
     group = f"lockstep-{secrets.token_hex(8)}"
     bind, host = control_hosts(context.master or "", settings)
@@ -137,6 +142,12 @@ def control_hosts(master: str, settings: Mapping[str, str]) -> tuple[str, str]:
     if master.startswith("local"):  # local[...] and local-cluster[...]
         return LOOPBACK, LOOPBACK
     return settings.get("spark.driver.bindAddress") or ANY_HOST, settings.get("spark.driver.host") or "localhost"
+
+
+def other_resources(settings: Mapping[str, str]) -> list[str]:
+    """Resources that Spark gives to tasks, and that no rank makes use of: all but `gpu`."""
+    found = (_TASK_RESOURCE.fullmatch(name) for name in settings)
+    return sorted({match[1] for match in found if match} - {GPU})
 
 
 def _start(
