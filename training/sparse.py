@@ -44,12 +44,13 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A sum over ranks: `indices` (n,) int64, rising, each once; `values` (n, *row)."""
+    """A sum over ranks: `indices` (n,) int64, rising, each once; `values` (n, *row).
+
+    Where the whole tensor travelled, all its rows are here.
+    """
 
     indices: Array
     values: Array
-    by_rows: bool
-    """Whether rows travelled; else the whole tensor did, and all rows are here."""
 
 
 def goes_by_rows(table: Table, total_rows: int) -> bool:
@@ -81,14 +82,15 @@ def sum_rows(communicator: Communicator, table: Table, indices: Array, values: A
     """
     indices, values = added_up(indices.astype(INDEX, copy=False), values)
     if communicator.num_ranks == 1:
-        return Rows(indices, values, by_rows=True)
+        return Rows(indices, values)
     total = int(communicator.all_gather(np.array([len(indices)], INDEX)).sum())
     if goes_by_rows(table, total):
         all_indices = np.concatenate(communicator.all_gather_ragged(indices))
         flat = np.concatenate(communicator.all_gather_ragged(np.ascontiguousarray(values).reshape(-1)))
-        return Rows(*added_up(all_indices, flat.reshape(-1, *table.shape[1:])), by_rows=True)
+        return Rows(*added_up(all_indices, flat.reshape(-1, *table.shape[1:])))
+    # Zeroed as a whole, which is little beside the sum: it comes only where the ranks' rows are nearly twice the table's.
     flat = communicator.allocate(math.prod(table.shape), table.dtype)
     whole = flat.reshape(table.shape)
     whole[indices] = values
     communicator.all_reduce(flat)
-    return Rows(np.arange(table.shape[0], dtype=INDEX), whole, by_rows=False)
+    return Rows(np.arange(table.shape[0], dtype=INDEX), whole)
