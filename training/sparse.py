@@ -88,7 +88,7 @@ def sum_rows(communicator: Communicator, table: Table, indices: Array, values: A
         all_indices = np.concatenate(communicator.all_gather_ragged(indices))
         flat = np.concatenate(communicator.all_gather_ragged(np.ascontiguousarray(values).reshape(-1)))
         return Rows(*added_up(all_indices, flat.reshape(-1, *table.shape[1:])))
-    # Zeroed as a whole, which is little beside the sum: it comes only where the ranks' rows are nearly twice the table's.
+    # Zeroed as a whole, which is little beside the sum: that comes only where ranks' rows are nearly twice the table's.
     flat = communicator.allocate(math.prod(table.shape), table.dtype)
     whole = flat.reshape(table.shape)
     whole[indices] = values
