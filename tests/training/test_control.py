@@ -277,6 +277,13 @@ def test_silence_counts_once_a_rank_has_started(phase: str, now: float, found: s
     assert (failure and failure.reason) == found
 
 
+def test_rank_that_is_stopped_before_it_has_joined_is_not_waited_for_to_the_start_limit() -> None:
+    limits = Limits(start_s=300.0, stopped_s=5.0)
+    failure = failure_of(RankState(0, stopped_at=3.0), 9.0, 0.0, limits)
+    assert failure is not None and "stopped by a signal" in failure.reason
+    assert failure_of(RankState(0, stopped_at=3.0), 7.0, 0.0, limits) is None
+
+
 def test_rank_that_is_heard_again_before_anything_was_done_has_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("training.control.server.SETTLE_S", 5.0)
     server = ControlServer(KEY, 7, 1, Limits(silent_s=0.5, grace_s=0.1), None, "127.0.0.1")

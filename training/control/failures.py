@@ -102,14 +102,15 @@ def failure_of(state: RankState, now: float, started: float, limits: Limits) -> 
         return Failure(state, exit_words(state.exit_code), Weight.ENDED)
     if state.result is not None:
         return None
+    # Before it has joined too: its supervisor looks at it, and the start limit may be far.
+    if state.lost_at is None and state.stopped_at is not None and now - state.stopped_at > limits.stopped_s:
+        return Failure(state, f"its process has been stopped by a signal for {limits.stopped_s:.0f} s", Weight.SILENT)
     if state.joined_at is None:
         if now - started > limits.start_s:
             return Failure(state, f"it did not come within {limits.start_s:.0f} s of the start", Weight.SILENT)
         return None
     if state.lost_at is not None:
         return Failure(state, "its control connection broke", Weight.LOST)
-    if state.stopped_at is not None and now - state.stopped_at > limits.stopped_s:
-        return Failure(state, f"its process has been stopped by a signal for {limits.stopped_s:.0f} s", Weight.SILENT)
     # `import tensorflow` holds the interpreter for tens of seconds on a busy machine: until then the start has a limit.
     starting = state.phase == STARTING and now - started <= limits.start_s
     if now - state.beat_at > limits.silent_s and not starting:
