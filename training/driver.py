@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import logging
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from types import FrameType
 from typing import Any, Protocol
 
 from storage.errors import LockstepError, TrainingFailedError
@@ -36,6 +32,7 @@ from training.control.carry import is_final
 from training.control.failures import LauncherGoneError
 from training.frozen_plans import read_plans
 from training.handler import RunHandler
+from training.launch.signals import ended_in_order
 from training.launch.task import Handler, Limits, RankTask
 from training.lease import WATCH_S, Lease
 from training.models import may_follow_length
@@ -52,7 +49,6 @@ log = logging.getLogger(__name__)
 
 ENTRY = "training.fit:main"
 COMMIT_WAIT_S = 60.0
-TERMINATED = 128 + signal.SIGTERM  # what a shell reports
 
 
 class Launch(Protocol):
@@ -113,7 +109,7 @@ def train(config: TrainConfig, launch: Launch, *, hooks: Hooks | None = None) ->
     ready = getattr(launch, "ready", None)
     if ready is not None:
         ready(config.num_ranks, config.start_limit_s)
-    with _sigterm_raises(), Lease(fs, paths.lease, hooks.lease_watch_s):
+    with ended_in_order(), Lease(fs, paths.lease, hooks.lease_watch_s):
         open_run(fs, paths, config, manifest, plan)
         with Progress("training", steps, "steps") as progress:
             return _Driver(config, plan, manifest, fs, paths, hooks, progress).run(launch)
@@ -285,20 +281,3 @@ class _Driver:
             allowed=f"up to {limit} restarts in a row",
             next_step="Mend the cause and start again with the same flags: the run goes on from its last checkpoint.",
         )
-
-
-@contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """SIGTERM unwinds the driver like Ctrl-C does, so that ranks, lease and parts are ended in order."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(TERMINATED)
-
-    previous = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

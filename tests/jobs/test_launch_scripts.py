@@ -13,6 +13,10 @@ import pytest
 
 from tests.docs.steps import ACTIVATE, Step, project_in, run_steps, steps_of
 from tests.training._ranks import lives, living_ranks
+from training.control.failures import RankFailedError
+from training.launch.local import run_local
+from training.launch.script import Script
+from training.launch.task import Limits, RankTask
 
 pytestmark = pytest.mark.slow
 
@@ -79,10 +83,27 @@ def test_a_script_that_fails_is_told_with_its_lines(tmp_path: Path, how: str, re
     error = done.stderr.splitlines()
     assert error[0] == "error: rank 1 of 2 on 127.0.0.1 failed at step 0, phase script"
     assert error[1] == f"  got: {reason}"
-    assert error[-1] == f"  | {last}"
-    trace = [line for line in error if "Traceback" in line]
-    assert len(trace) == (how == "raises")
-    assert ("plain.py" in "\n".join(error[8:])) is (how == "raises")
+    assert f"  | {last}" in error
+    trace = [line for line in error if "Traceback" in line or ", line " in line]
+    assert len(trace) == (0 if how == "exit 3" else 3)  # `main` and its call: frames of ours are left out
+    assert all("Traceback" in line or "plain.py" in line for line in trace)
+
+
+def test_threads_of_a_failed_script_have_the_grace_and_no_more() -> None:
+    payload = {"script": Script(PLAIN, ("interrupts",), PLAIN, None).to_json(), "start_s": 60.0}
+    with pytest.raises(RankFailedError) as caught:  # its thread would go on for an hour
+        run_local(RankTask("training.launch.script:main", payload), 2, limits=Limits(grace_s=1.0))
+    assert caught.value.got == "plain.py ended by KeyboardInterrupt()" and "KeyboardInterrupt" in caught.value.tail
+
+
+def test_a_script_that_leaves_processes_and_closes_its_output(tmp_path: Path) -> None:
+    done = launch(PLAIN, "rude", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in (0, 1):
+        lines = said(done, rank)
+        (daemon,) = (line for line in lines if line.startswith("daemon "))
+        assert not lives(int(daemon.split()[1]))
+        assert "the fork goes its way" in lines
 
 
 @pytest.mark.parametrize(
@@ -100,12 +121,15 @@ def test_a_dead_and_a_frozen_rank_are_named_soon(tmp_path: Path, how: str, withi
     assert not [pid for pid in ranks if lives(pid)]
 
 
-def test_ctrl_c_ends_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "text"), [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, 128 + 15, "")]
+)
+def test_ctrl_c_and_sigterm_end_all(tmp_path: Path, number: int, code: int, text: str) -> None:
     process, ranks = waiting("ctrl-c", tmp_path)
     assert len(ranks) == 2
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, error = process.communicate(timeout=300)
-    assert (process.returncode, error) == (130, "interrupted\n")
+    assert (process.returncode, error) == (code, text)
     assert not [pid for pid in ranks if lives(pid)]
 
 

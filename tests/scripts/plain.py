@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -30,6 +31,8 @@ def main() -> None:
     atexit.register(print, "at exit")
     threading.Timer(0.3, print, ["a thread's end"]).start()
     last = sys.argv[-1]
+    if last == "rude":
+        be_rude()
     if last == "generations" and os.environ["LOCKSTEP_GENERATION"] == "1":
         raise RuntimeError("the first start fails")
     if RANK != 1:
@@ -40,6 +43,9 @@ def main() -> None:
         sys.exit(3)
     if last == "raises":
         raise ValueError("out of luck")
+    if last == "interrupts":
+        threading.Thread(target=time.sleep, args=(3600,)).start()
+        raise KeyboardInterrupt
     if last == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
     if last == "killed":
@@ -47,6 +53,19 @@ def main() -> None:
     if last == "ctrl-c":
         time.sleep(120)
     sys.exit(0)
+
+
+def be_rude() -> None:
+    """Leave a daemon and a fork that runs to the script's end as well, and close the output."""
+    daemon = subprocess.Popen(["sleep", "3600"], start_new_session=True, stdout=subprocess.DEVNULL)
+    sys.stdout.write(f"daemon {daemon.pid}\n")
+    if os.fork() == 0:
+        print("the fork goes its way")
+        sys.exit(7)
+    os.wait()
+    sys.stdout.close()
+    os.close(1)
+    sys.stderr = None
 
 
 if __name__ == "__main__":

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import os
 import runpy
 import socket
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from storage.errors import LockstepError, TrainingFailedError
-from training.control.protocol import SCRIPT
+from storage.errors import CommunicationError
+from training.control.carry import error_to_json
+from training.control.client import ControlClient
+from training.control.protocol import SCRIPT, Tag
 from training.launch import current
 from training.launch.context import RankContext
+from training.launch.script_end import Begun, end_script
 from training.world import World
 
 # What a library reads before its first import: quiet, and no more threads than the rank's share of the host.
@@ -48,12 +48,6 @@ class Script:
         return cls(**{**document, "arguments": tuple(document["arguments"])})
 
 
-class ScriptFailedError(TrainingFailedError):
-    """A script ended itself with an exit code that is not 0; it has said why, a stack trace would say no more."""
-
-    quiet = True
-
-
 def main(context: RankContext) -> dict[str, Any]:
     """A rank's entry: run the script of the payload.
 
@@ -69,7 +63,7 @@ def main(context: RankContext) -> dict[str, Any]:
         os.environ.setdefault(name, value)
     current.set_context(context)
     with _script_file(script) as path:
-        _run(path, script)
+        _run(path, script, control)
     return {}
 
 
@@ -106,14 +100,14 @@ def _threads(world: World) -> dict[str, str]:
     return {"TF_NUM_INTRAOP_THREADS": str(share), "TF_NUM_INTEROP_THREADS": "2"}
 
 
-@contextmanager
+@contextlib.contextmanager
 def _free_port(host: str) -> Iterator[int]:
     """A port that stays ours until all ranks have told theirs, so that no two of a host tell the same."""
     with socket.create_server((host, 0)) as listener:
         yield listener.getsockname()[1]
 
 
-@contextmanager
+@contextlib.contextmanager
 def _script_file(script: Script) -> Iterator[str]:
     """The script as a file: stack traces show its lines, and `__file__` says where it is."""
     if script.path is not None:
@@ -125,43 +119,22 @@ def _script_file(script: Script) -> Iterator[str]:
         yield str(path)
 
 
-def _run(path: str, script: Script) -> None:
+def _run(path: str, script: Script, control: ControlClient) -> None:
     sys.argv[:] = [script.name, *script.arguments]
     sys.path.insert(0, str(Path(path).parent))
     if files := os.environ.get("LOCKSTEP_FILES"):
         sys.path.insert(1, files)
     # The pipe from the supervisor is not the script's to read; its end means that the supervisor is gone.
     sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 - open for as long as the process lives
+    begun = Begun.now()
+    raised: BaseException | None = None
     try:
-        try:
-            runpy.run_path(path, run_name="__main__")
-        finally:
-            _end_as_python_does()
-    except SystemExit as end:
-        if end.code is None or end.code == 0:
-            return
-        code = end.code if isinstance(end.code, int) else 1
-        if code != end.code:
-            print(end.code, file=sys.stderr)  # as Python does: sys.exit("why")
-        name = Path(script.name).name
-        raise ScriptFailedError(f"{name} ended by sys.exit with exit code {code}, where 0 is success") from None
-    except Exception as error:
-        cause = current.fault()
-        if isinstance(cause, LockstepError) and cause is not error:
-            raise cause from error
-        raise error.with_traceback(_of_script(error.__traceback__, path)) from error.__cause__
+        runpy.run_path(path, run_name="__main__")
+    except BaseException as error:  # KeyboardInterrupt too: whatever it is, the script has ended
+        raised = error
 
+    def tell(error: BaseException) -> None:
+        with contextlib.suppress(CommunicationError):  # a driver that is gone is told of by training.rank, at the end
+            control.send(Tag.ERROR, {"error": error_to_json(error)})
 
-def _of_script(trace: TracebackType | None, path: str) -> TracebackType | None:
-    """A trace from the script's own first frame on."""
-    found = trace
-    while found is not None and found.tb_frame.f_code.co_filename != path:
-        found = found.tb_next
-    return found or trace
-
-
-def _end_as_python_does() -> None:
-    """Wait for the script's threads and call its exit hooks: a rank's process itself ends without either."""
-    # Both are what Python calls at its own end; there are no public names for them.
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
+    end_script(begun, raised, path, Path(script.name).name, tell)

@@ -17,6 +17,7 @@ from training.comm.options import Algorithm, Backend, CommOptions
 from training.control.failures import LauncherGoneError, RankFailedError
 from training.launch.output import OutputPrinter, Which
 from training.launch.script import Script
+from training.launch.signals import ended_in_order
 from training.launch.task import Limits, RankTask
 
 log = logging.getLogger(__name__)
@@ -139,7 +140,7 @@ def launch_script(config: ScriptConfig, launch: Launch, hadoop: dict[str, str] |
         logs = join(config.logs, f"g{generation:04d}") if config.logs else None
         task = RankTask("training.launch.script:main", payload, hadoop or {}, logs, True, config.tls == "on")
         try:
-            with OutputPrinter(config.output) as printer:
+            with ended_in_order(), OutputPrinter(config.output) as printer:
                 handler = ScriptHandler(printer)
                 launch(task, config.num_ranks, generation=generation, limits=config.limits, handler=handler)
             return

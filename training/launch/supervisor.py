@@ -5,7 +5,6 @@ Runs in a thread of the driver (local launcher) or in a Spark task (barrier laun
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -22,6 +21,7 @@ from typing import IO
 from training.comm.tls import Credentials
 from training.control.client import SupervisorClient, open_channel
 from training.control.protocol import Role, Tag
+from training.launch.leftovers import MARK, end_left, new_mark
 from training.launch.output import LineBuffer, read_lines
 from training.launch.task import Limits, RankTask
 from training.logs import PartWriter
@@ -50,6 +50,8 @@ class Order:
     """The GPUs that the rank sees (training.devices); it sees no others, and none where this is empty."""
     tls: Credentials | None = None
     """What the rank shows to ranks on other hosts; None: they talk in the clear."""
+    mark: str = field(default_factory=new_mark)
+    """In the rank's environment, and so in that of all that it starts (training.launch.leftovers)."""
 
 
 class Supervisor:
@@ -91,7 +93,7 @@ class Supervisor:
                 if process.poll() is None:
                     process.kill()
                 code = process.wait()
-                _kill_group(process.pid)
+                end_left(process.pid, order.mark)
                 if process.stdin is not None:
                     process.stdin.close()
             reader.join(DRAIN_S)
@@ -169,7 +171,7 @@ def start_rank(order: Order) -> subprocess.Popen[bytes]:
     paths = [os.path.abspath(path or os.getcwd()) for path in sys.path]
     # The worker's secrets of Spark are of no use to a rank, and none of its business.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON_WORKER_FACTORY")}
-    environment |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    environment |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", MARK: order.mark}
     # Without a word from the user, the ranks of one host share its cores instead of each taking all of them.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // order.world.ranks_per_node)))
     process = subprocess.Popen(
@@ -199,9 +201,3 @@ def start_rank(order: Order) -> subprocess.Popen[bytes]:
     except BrokenPipeError:
         pass  # it died at its start: its exit code and log say why
     return process
-
-
-def _kill_group(pid: int) -> None:
-    """End what a rank has started itself (a model's own workers): the rank leads a process group of its own."""
-    with contextlib.suppress(ProcessLookupError):  # nothing is left of it, as a rule
-        os.killpg(pid, signal.SIGKILL)
