@@ -48,9 +48,12 @@ _OWN = (c.SOURCE, c.POSITION, c.OCCURRENCE, c.SPLIT, c.DROPPED)
 MAX_NAMED = 2
 
 
-def infer_schema(df: DataFrame, label: str | None = None, exclude: Sequence[str] = ()) -> Schema:
+def infer_schema(
+    df: DataFrame, label: str | None = None, exclude: Sequence[str] = (), id_columns: Sequence[str] = ()
+) -> Schema:
     """A schema of all columns of `df` but the writer's own and those that `exclude` names, by DTYPES; lists of those
-    types are lists. A column that may be null is a nullable field; a list and the label must not be.
+    types are lists. A column that may be null is a nullable field; a list and the label must not be. `id_columns` are
+    stored, and no model is fed with them.
 
     Raises ConfigError for a type without a rule, naming what to do, and for a name that no field can have.
     """
@@ -80,6 +83,8 @@ def infer_schema(df: DataFrame, label: str | None = None, exclude: Sequence[str]
                 shape=(None,) if is_list else (),
                 kind="label" if is_label else "feature",
                 nullable=nullable[name] and not is_list and not is_label,
+                # What only tells rows apart says nothing of others; most tables' ids may be null to Spark, besides.
+                encoding={"kind": "ignore"} if name in id_columns and not is_label else None,
             )
         )
     return Schema(tuple(fields))
@@ -103,7 +108,7 @@ def prepared(
 
     _check_frame(df)
     if schema is None:
-        schema = infer_schema(df, label)
+        schema = infer_schema(df, label, (), id_columns)
     elif label is not None and (schema.label is None or schema.label.name != label):
         got = "none" if schema.label is None else schema.label.name
         raise ConfigError(

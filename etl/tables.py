@@ -43,7 +43,7 @@ def run(spark: SparkSession, config: TableConfig) -> DatasetManifest:
         return write_dataset(
             df,
             config.output,
-            schema=schema or infer_schema(df, config.label, config.exclude),
+            schema=schema or infer_schema(df, config.label, config.exclude, config.id_columns),
             id_columns=config.id_columns,
             origin=Origin(created_config=config.to_json()),
             **config.write_options(),

@@ -63,7 +63,9 @@ def test_types_have_rules(spark: SparkSession) -> None:
         "id string not null, b boolean, t tinyint, s smallint, i int, l bigint, f float, d double, u string, y binary,"
         " many array<int>, y2 array<string>, _source int, _position bigint"
     )
-    schema = infer_schema(spark.createDataFrame([], ddl), label="b", exclude=["y2"])
+    schema = infer_schema(spark.createDataFrame([], ddl), label="b", exclude=["y2"], id_columns=["id", "l"])
+    fed = [field.name for field in schema if field.kind == "feature" and field.encoding is None]
+    assert fed == ["t", "s", "i", "f", "d", "u", "y", "many"], "ids are stored, and no model is fed with them"
     told = {field.name: (field.dtype, field.shape, field.nullable) for field in schema}
     whole = ("int64", (), True)
     assert told == {
