@@ -31,6 +31,7 @@ from training.control.carry import json_safe
 from training.export import FITTED_PREFIX, MODEL_FILE, SCHEMA_FILE
 from training.launch.context import RankContext
 from training.models import ModelOptions
+from training.output_losses import weigh_tests
 from training.parts import held_out
 from training.planning import lane_groups
 from training.reader import OpenSplit, SplitReader, load_encoder
@@ -51,6 +52,7 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
         model = _load_checkpoint(payload["checkpoint"], config, split.manifest, signature)
     model.jit_compile = False
     state.build_all(model, signature, SHOWN_BATCH_ROWS)
+    weigh_tests(model)
     comm = context.communicator()
     comm.deadline_s = config.stall_limit_s
     scored: _Scored | None = None

@@ -21,6 +21,7 @@ import tensorflow as tf
 from storage.errors import ConfigError
 from training.comm.base import Communicator, part_bounds
 from training.distribute import exchange_of
+from training.output_losses import weigh_tests
 from training.rank_step import RankStep
 from training.state import as_floats, summed_metrics
 
@@ -65,9 +66,10 @@ def evaluate(
     """Loss and metrics over all ranks' rows, the same on each rank, by summed states of the metrics.
 
     Arrays hold all rows and each rank takes its part of them, which may be none; a tf.data.Dataset or PyDataset is a
-    rank's own part, in batches. Ranks meet once, at the end. The loss is the mean over rows of batches' losses: where
-    masks or weights divide it, it depends on where batches end, as in Keras.
+    rank's own part, in batches. Ranks meet once, at the end. Losses, of single outputs too, are means over rows of
+    batches' losses: where masks or the weights' sum divide them, they depend on where batches end, as in Keras.
     """
+    weigh_tests(model)
     model.reset_metrics()
     if isinstance(x, tf.data.Dataset | keras.utils.PyDataset):
         model.evaluate(x, verbose=0)

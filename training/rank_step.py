@@ -15,6 +15,7 @@ from training.comm.base import Communicator
 from training.denominators import Denominators
 from training.kept_statistics import KeptStatistics
 from training.ordered import OrderedCalls
+from training.output_losses import weigh_tests, weighed_by_rows
 from training.sync_batchnorm import SyncMoments
 
 log = logging.getLogger(__name__)
@@ -63,17 +64,19 @@ class RankStep:
         self._tell(model)
         plain, kept = model.train_step, KeptStatistics(model)
 
-        def train_step(*args: Any, **kwargs: Any) -> Any:
-            with kept.step(), self.tracing(model):
-                return plain(*args, **kwargs)
+        def train_step(data: Any) -> Any:
+            with kept.step(), weighed_by_rows(model, data), self.tracing(model):
+                return plain(data)
 
         object.__setattr__(model, "train_step", train_step)  # past Keras' tracking
         model.train_function = None
+        weigh_tests(model)
 
     def remove(self, model: keras.Model) -> None:
-        """Give the model its own train_step back."""
+        """Give the model its own train_step and test_step back."""
         object.__delattr__(model, "train_step")
-        model.train_function = None
+        object.__delattr__(model, "test_step")
+        model.train_function = model.test_function = None
 
     @contextmanager
     def tracing(self, model: keras.Model) -> Iterator[None]:

@@ -177,6 +177,27 @@ def test_evaluate_and_predict() -> None:
         np.testing.assert_allclose(outputs, predicted, rtol=1e-5)
 
 
+def test_losses_of_single_outputs_count_rows() -> None:
+    """Batches of 5 and of 1 row on each rank: Keras' own would count them alike. The whole is one batch."""
+    import keras
+
+    from training.keras_ranks import evaluate
+
+    def make() -> Any:
+        inputs = keras.Input((4,))
+        model = keras.Model(inputs, {name: keras.layers.Dense(4, name=name)(inputs) for name in "ab"})
+        model.compile("sgd", {"a": "mse", "b": "mae"})
+        return model
+
+    x, y = REAL[0], {"a": REAL[1], "b": REAL[1][::-1].copy()}
+    plain = fresh(make)
+    plain.run_eagerly = True  # not traced
+    whole = plain.evaluate(x, y, batch_size=12, verbose=0, return_dict=True)
+    models = [fresh(make) for _ in range(2)]
+    for metrics in run_ring(2, lambda comm: evaluate(models[comm.rank], comm, x, y, batch_size=5)):
+        assert metrics == pytest.approx(whole, rel=1e-5)
+
+
 def test_callbacks_decide_alike_and_write_once(tmp_path: Path) -> None:
     """Uneven ranks with validation; one rank's own callback stops all of them in the middle of an epoch."""
     import keras
