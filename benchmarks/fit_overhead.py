@@ -13,25 +13,11 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import time
 from importlib.metadata import version
-from typing import Any
 
 import numpy as np
 
 from benchmarks import step_models, step_worker
-
-
-def timed(keras: Any) -> Any:
-    """A callback that keeps wall and CPU time between the first and the last step's end."""
-
-    class Clock(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            self.last = (time.perf_counter(), time.process_time())
-            if batch == 0:
-                self.first = self.last
-
-    return Clock()
 
 
 def interval(ratios: np.ndarray) -> tuple[float, float, float]:
@@ -66,7 +52,7 @@ def main() -> None:
     for pair in range(args.pairs):
         spent = [[0.0, 0.0], [0.0, 0.0]]
         for which in (0, 1) if pair % 2 else (1, 0):
-            clock = timed(keras)
+            clock = step_worker.clock(keras)
             models[which].fit(data, steps_per_epoch=args.steps, verbose=0, callbacks=[clock])
             spent[which] = [last - first for first, last in zip(clock.first, clock.last, strict=True)]
         ratios.append([ours / plain for plain, ours in zip(*spent, strict=True)])

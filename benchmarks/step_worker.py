@@ -5,7 +5,7 @@
 Contestants: `plain` (Keras' `fit` without exchange), `ours` (`fit` with `distribute`), `mwms` (tf_keras under
 MultiWorkerMirroredStrategy). Talk, a line of JSON each way: the worker says where it listens, gets all ranks' places,
 says that it is ready, and answers each {"steps": n} by the seconds a step from the end of the first to that of the
-last, {"forward": n} by those of an evaluation's.
+last, of the clock and of all its threads' CPU time, {"forward": n} by those of an evaluation's.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ def dataset(model: str, rank: int) -> Any:
 
 
 def clock(keras: Any) -> Any:
-    """A callback that keeps the time of the first and of the last step's end."""
+    """A callback that keeps wall and CPU time of the first and of the last step's end."""
 
     class Clock(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            self.last = time.perf_counter()
+            self.last = (time.perf_counter(), time.process_time())
             if batch == 0:
                 self.first = self.last
 
@@ -138,7 +138,8 @@ def main() -> None:
             model.evaluate(data, steps=steps, verbose=0, callbacks=[watch])
         else:
             model.fit(data, steps_per_epoch=steps, verbose=0, callbacks=[watch])
-        say({"seconds_a_step": (watch.last - watch.first) / (steps - 1)})
+        wall, cpu = ((last - first) / (steps - 1) for first, last in zip(watch.first, watch.last, strict=True))
+        say({"seconds_a_step": wall, "cpu_s_a_step": cpu})
 
 
 if __name__ == "__main__":

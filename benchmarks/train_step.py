@@ -6,7 +6,8 @@
 
 The ceiling is two processes that train the same model at the same time without any exchange. A round lets every
 contestant make `steps` steps while the others wait; a contestant's figure is its slower rank's, and what carries over
-is the ratio to the ceiling of the same round: median (lowest to highest). Peers without their option are named.
+is the ratio to the ceiling of the same round: median (lowest to highest). CPU time is told beside it, in the same
+ratio: neighbours on a shared machine disturb that less. Peers without their option are named.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class Contestant:
         popen: Callable[..., subprocess.Popen[str]] = on_this_host,
     ) -> None:
         self.name = name
+        self.cpu_s_a_step = 0.0
+        """Of the slower rank in the last call of `seconds_a_step`."""
         self._processes = [
             popen(
                 rank,
@@ -65,7 +68,9 @@ class Contestant:
     def seconds_a_step(self, steps: int, what: str = "steps") -> float:
         """Of the slower rank; `what` is "steps" or "forward"."""
         self._tell_all({what: steps})
-        return float(max(self._hear(process)["seconds_a_step"] for process in self._processes))
+        heard = [self._hear(process) for process in self._processes]
+        self.cpu_s_a_step = max(float(each["cpu_s_a_step"]) for each in heard)
+        return max(float(each["seconds_a_step"]) for each in heard)
 
     def close(self) -> None:
         """End the processes."""
@@ -118,11 +123,13 @@ def main() -> None:
     args = parser.parse_args()
     racing = contestants(args)
     seconds: dict[str, list[float]] = {contestant.name: [] for contestant in racing}
+    cpu: dict[str, list[float]] = {contestant.name: [] for contestant in racing}
     for number in range(args.rounds + 1):
         for contestant in racing:
             taken = contestant.seconds_a_step(args.steps)
             if number:  # the first round warms up
                 seconds[contestant.name].append(taken)
+                cpu[contestant.name].append(contestant.cpu_s_a_step)
     print(
         f"{args.model}, batch {BATCH_ROWS[args.model]} a rank, {RANKS} ranks x 1 thread, {args.rounds} rounds of "
         f"{args.steps} steps, {os.cpu_count()} cores, Python {platform.python_version()}, "
@@ -133,10 +140,12 @@ def main() -> None:
         mine = seconds[contestant.name]
         shares = [ceiling / own for ceiling, own in zip(seconds["ceiling"], mine, strict=True)]
         beside = [other / own for other, own in zip(mine, seconds["lockstep"], strict=True)]
+        work = [other / own for other, own in zip(cpu[contestant.name], cpu["lockstep"], strict=True)]
         print(
             f"{contestant.name:<10}{rows / statistics.median(mine):9.1f} samples/s a rank   "
             f"of the ceiling {statistics.median(shares):.3f} ({min(shares):.3f} to {max(shares):.3f})   "
-            f"lockstep is {statistics.median(beside):.2f}x ({min(beside):.2f} to {max(beside):.2f})   "
+            f"lockstep is {statistics.median(beside):.2f}x ({min(beside):.2f} to {max(beside):.2f}), "
+            f"in CPU time {statistics.median(work):.2f}x ({min(work):.2f} to {max(work):.2f})   "
             f"{contestant.about.get('parameters')} parameters {contestant.about.get('torch', '')}"
         )
         contestant.close()
