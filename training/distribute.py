@@ -20,6 +20,7 @@ from storage.errors import ConfigError
 from training import accumulate, fused_update, loss_scale
 from training.buckets import BUCKET_BYTES
 from training.comm.base import Communicator
+from training.distributable import check_wish, compare_start
 from training.exchange import Exchange
 from training.graph_exchange import exchange_for
 from training.launch.current import report_faults_of
@@ -28,6 +29,7 @@ from training.sparse import ROWS_FROM_BYTES
 
 OptimizerT = TypeVar("OptimizerT", bound=keras.optimizers.Optimizer)
 _USED: WeakSet[Communicator] = WeakSet()  # those that an exchange's thread works with
+_ENDED: WeakSet[Exchange] = WeakSet()
 
 
 def distribute(
@@ -41,6 +43,7 @@ def distribute(
     auto_scale_loss: bool = True,
     finalizes: bool = True,
     compression: Any = None,
+    same_start: bool = True,
 ) -> OptimizerT:
     """Make `optimizer` reduce gradients over the ranks of `communicator`; returns the same object.
 
@@ -50,11 +53,13 @@ def distribute(
     while that is fewer bytes. Under the policy mixed_float16 an optimizer without loss scaling comes back in a
     LossScaleOptimizer, as `compile` would wrap it, unless `auto_scale_loss` is false. `finalizes`: whether the end of
     `fit` is the end of the run, where `use_ema` makes the averages the weights; else `finalize` does it. `compression`
-    makes whole gradients smaller before they are summed (see `Reduction`).
+    makes whole gradients smaller before they are summed (see `Reduction`). `same_start`: ranks compare weights and the
+    optimizer's settings before the first sum; without it somebody else makes them equal.
 
     A collective where `communicator` has an exchange already: the new one gets a group of its own. `exchange_of` gives
-    the exchange. Raises ConfigError for what cannot be the outermost optimizer.
+    the exchange. Raises ConfigError for what cannot be the outermost optimizer, and for arguments that cannot be right.
     """
+    check_wish(optimizer, communicator, scale, statistics, bucket_bytes, rows_from_bytes)
     inner = [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", ())]
     if tf.distribute.has_strategy() or any(isinstance(one, _Distributed) for one in (optimizer, *inner)):
         raise ConfigError(
@@ -70,19 +75,26 @@ def distribute(
     _USED.add(communicator)
     exchange = exchange_for(communicator, scale)
     known = ref(exchange)
-    report_faults_of(lambda: None if (still := known()) is None else still.error)
+    report_faults_of(lambda: None if (still := known()) is None or still in _ENDED else still.error)
     exchange.skips_non_finite = isinstance(outermost, keras.optimizers.LossScaleOptimizer)
     reduction = Reduction(exchange, tuple(statistics), bucket_bytes, rows_from_bytes, compression)
     # Saved models name the class and its module: those of the plain class, so that they load without Lockstep.
     names = {"__module__": plain.__module__, "__doc__": plain.__doc__}
-    object.__setattr__(outermost, "_lockstep", _State(reduction, plain, finalizes))  # past Keras' tracking
+    object.__setattr__(outermost, "_lockstep", _State(reduction, plain, finalizes, same_start))  # past Keras' tracking
     object.__setattr__(outermost, "__class__", type(plain.__name__, (_Distributed, plain), names))
     return cast(OptimizerT, outermost)
 
 
 def undistribute(optimizer: keras.optimizers.Optimizer) -> None:
-    """Give the optimizer its own class back and end its exchange."""
+    """Give the optimizer its own class back and end its exchange; a model that was trained with it: compile it anew."""
     state = _state(optimizer)
+    _ENDED.add(state.reduction.exchange)
+    state.reduction.exchange.error = ConfigError(
+        "this step was traced with an exchange that has ended",
+        got=f"a {state.plain.__name__} that was given to undistribute since",
+        allowed="steps traced after distribute",
+        next_step="Compile the model again after undistribute, or set model.train_function = None.",
+    )
     object.__setattr__(optimizer, "__class__", state.plain)
     object.__delattr__(optimizer, "_lockstep")
     state.reduction.exchange.close()
@@ -106,8 +118,8 @@ def finalize(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Va
 
 
 class _State:
-    def __init__(self, reduction: Reduction, plain: type, finalizes: bool) -> None:
-        self.reduction, self.plain, self.finalizes = reduction, plain, finalizes
+    def __init__(self, reduction: Reduction, plain: type, finalizes: bool, same_start: bool) -> None:
+        self.reduction, self.plain, self.finalizes, self.compares = reduction, plain, finalizes, same_start
         self.loss: tf.Tensor | None = None
 
 
@@ -129,6 +141,11 @@ class _Distributed:
                 next_step="Call distribute on the outer optimizer, or on model.optimizer after compile.",
             )
         super().__setattr__(name, value)
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], **more: Any) -> Any:
+        """A plain optimizer of the same settings, as from any saved one."""
+        return cls.__mro__[2].from_config(config, **more)  # type: ignore[attr-defined]
 
     @tf.autograph.experimental.do_not_convert
     def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
@@ -153,6 +170,9 @@ class _Distributed:
         elif loss.dtype.size < 4:
             loss = tf.cast(loss, tf.float32)
         _check(grads, variables, state.reduction.exchange)
+        if state.compares:
+            compare_start(state.reduction.exchange.communicator, me, variables)
+            state.compares = False
         exchange, scaling = state.reduction.exchange, isinstance(me, keras.optimizers.LossScaleOptimizer)
         counts = me.inner_optimizer if scaling else me
 

@@ -191,3 +191,70 @@ def test_what_cannot_be_distributed() -> None:
         keras.optimizers.LossScaleOptimizer(optimizer)
     with pytest.raises(ConfigError, match="inside another one"):
         keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(optimizer))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"optimizer": None}, "optimizer"),
+        ({"optimizer": "adam"}, "optimizer"),
+        ({"communicator": 0}, "communicator"),
+        ({"scale": float("nan")}, "scale"),  # would make every gradient NaN
+        ({"scale": -0.5}, "scale"),
+        ({"scale": "half"}, "scale"),
+        ({"statistics": [1.0]}, "statistics"),
+        ({"bucket_bytes": 0}, "bucket_bytes"),
+        ({"rows_from_bytes": -1}, "rows_from_bytes"),
+    ],
+)
+def test_arguments_that_cannot_be_right(arguments: dict[str, Any], name: str) -> None:
+    import keras
+
+    from training.distribute import distribute
+
+    with pytest.raises(ConfigError, match=f"`{name}` that cannot be right"):
+        distribute(**{"optimizer": keras.optimizers.SGD(), "communicator": SoloCommunicator(), **arguments})
+
+
+def test_ranks_that_begin_apart_are_told_on_all() -> None:
+    """They would take the same sums from other weights, or with another rate, and never meet."""
+    import keras
+
+    from tests.training._ring import run_ring
+    from training.distribute import distribute
+
+    def step(comm: Communicator, rate: float, weight: float, **options: Any) -> None:
+        kernel = keras.Variable([1.0, weight], name="kernel")
+        distribute(keras.optimizers.SGD(rate), comm, **options).apply([np.ones(2, np.float32)], [kernel])
+
+    def one(comm: Communicator) -> None:
+        with pytest.raises(ConfigError, match=r"rank 1 begins with other weights than rank 0\n  got: kernel.*1 of 1"):
+            step(comm, 0.1, 2.0 + comm.rank)
+        with pytest.raises(ConfigError, match="rank 1 has another optimizer than rank 0"):
+            step(comm, 0.1 * (1 + comm.rank), 2.0)
+        step(comm, 0.1, 2.0 + comm.rank, same_start=False)  # as a script that broadcasts after its first step
+        step(comm, 0.1, 2.0)
+
+    run_ring(2, one)
+
+
+def test_a_step_that_was_traced_before_undistribute_says_so() -> None:
+    """Its exchange has no thread any more: it would wait for its sums to the deadline."""
+    import keras
+
+    from tests.training._ring import run_ring
+    from training.distribute import distribute, undistribute
+
+    def one(comm: Communicator) -> None:
+        variable = keras.Variable(np.ones(3, np.float32))
+        optimizer = distribute(keras.optimizers.SGD(), comm)
+        assert type(type(optimizer).from_config(optimizer.get_config())) is keras.optimizers.SGD
+        step = tf.function(lambda: optimizer.apply([tf.ones(3)], [variable]))
+        step()
+        undistribute(optimizer)
+        with pytest.raises(tf.errors.UnknownError, match="Compile the model again after undistribute"):
+            step()
+
+    import tensorflow as tf
+
+    run_ring(2, one)
