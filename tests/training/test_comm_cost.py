@@ -100,6 +100,10 @@ def test_two_levels_save_messages_between_hosts() -> None:
     between = predict_s(fastest(2, 1000, LINK), 2, 1000, LINK)
     assert hierarchical_s([1, 1], 1000, inner, LINK) == between  # nothing within a host
     assert hierarchical_s([3], 1000, inner, LINK) < 1e-4  # nothing between hosts
+    # Eight pieces, of which the first's way in and the last one's way back are not hidden by the slower network.
+    whole, piece = (hierarchical_s([2, 2], nbytes, inner, LINK) for nbytes in (64 << 20, 8 << 20))
+    between = predict_s(fastest(2, 8 << 20, LINK), 2, 8 << 20, LINK)
+    assert whole == pytest.approx(piece + 7 * between)
 
 
 # The simulation

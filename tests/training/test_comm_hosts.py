@@ -13,7 +13,7 @@ import pytest
 from storage.errors import CommunicationError, ConfigError
 from tests.comm_contract import CommunicatorContract, RunRanks
 from tests.training._hosts import run_hosts
-from training.comm import CommOptions, Communicator, Joined, TcpCommunicator, hierarchical
+from training.comm import CommOptions, Communicator, Joined, TcpCommunicator, cost, hierarchical
 from training.comm.hierarchical import HierarchicalCommunicator
 from training.comm.shm import ShmCommunicator
 from training.comm.shm_join import close_all
@@ -30,7 +30,11 @@ TWO_LEVELS = CommOptions(backend="hierarchical", algorithm="hierarchical")
 
 
 class TestTwoLevels(CommunicatorContract):
-    """Every method of the interface, on uneven hosts."""
+    """Every method of the interface, on uneven hosts; the larger buffers go in pieces."""
+
+    @pytest.fixture(autouse=True)
+    def small_pieces(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cost, "PIECE_BYTES", 150_000)
 
     @pytest.fixture(params=[3, 4, 5, 7, 8])
     def num_ranks(self, request: pytest.FixtureRequest) -> int:
@@ -217,9 +221,46 @@ def test_a_rank_that_dies_on_another_host_is_named_and_not_its_leader(dead: int,
     assert all(f"rank {dead}" in text for text in found), found
 
 
-@pytest.mark.parametrize("what", ["an interrupt between the levels", "a message of another size"])
+def test_both_levels_work_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leaders' first call ends after their hosts have summed the second piece: in turn it would wait in vain."""
+    monkeypatch.setattr(cost, "PIECE_BYTES", 1 << 10)
+
+    def work(joined: Joined) -> tuple[int, float]:
+        comm = joined.communicator
+        assert isinstance(comm, HierarchicalCommunicator)
+        inner, outer, summed, calls = comm._inner, comm._outer, threading.Semaphore(0), 0
+
+        if inner is not None and outer is not None:
+            plain_inner, plain_outer = inner.all_reduce, outer.all_reduce
+
+            def sum_within(*args: Any) -> None:
+                plain_inner(*args)
+                summed.release()
+
+            def sum_between(*args: Any) -> None:
+                nonlocal calls
+                calls += 1
+                for _ in range(2 if calls == 1 else calls < 4):
+                    assert summed.acquire(timeout=20)
+                plain_outer(*args)
+
+            monkeypatch.setattr(inner, "all_reduce", sum_within)
+            monkeypatch.setattr(outer, "all_reduce", sum_between)
+        buf = np.full(1000, comm.rank, np.float32)  # 4,000 bytes: four pieces
+        comm.all_reduce(buf)
+        return calls, float(buf.sum())
+
+    assert run_hosts("aabb", work, TWO_LEVELS) == [(4, 6000.0), (0, 6000.0), (4, 6000.0), (0, 6000.0)]
+
+
+@pytest.mark.parametrize(
+    "what", ["an interrupt between the levels", "an interrupt in a later piece", "a message of another size"]
+)
 def test_whatever_breaks_a_call_ends_all_levels(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     over = threading.Barrier(4)
+
+    if "piece" in what:
+        monkeypatch.setattr(cost, "PIECE_BYTES", 24)  # three
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -235,7 +276,9 @@ def test_whatever_breaks_a_call_ends_all_levels(what: str, monkeypatch: pytest.M
                 if comm.rank == 0:
                     comm.recv(np.ones(9), 3)
             elif comm.rank == 0:
-                monkeypatch.setattr(comm._outer, "all_reduce", interrupted)
+                assert comm._outer is not None
+                later = iter([comm._outer.all_reduce]) if "piece" in what else iter(())
+                monkeypatch.setattr(comm._outer, "all_reduce", lambda *args: next(later, interrupted)(*args))
             comm.all_reduce(np.ones(9))
         over.wait(10)  # nobody closes before all have heard
         return str(caught.value)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from training.comm.schedule import Program
 
 WHOLE_BYTES = 32 << 10  # up to here halving-doubling exchanges whole buffers (training.comm.tcp)
+PIECE_BYTES = 8 << 20  # of what two levels work on at once; docs/decisions/043-cost-model.md
 EVEN = 1.05  # times closer than this are equal: the model is not better
 SMALLEST_BYTES, LARGEST_BYTES = 64, 1 << 30  # of the sizes for which an algorithm is chosen; powers of two
 
@@ -123,16 +124,23 @@ def fastest(num_ranks: int, nbytes: int, link: Links, names: Sequence[str] = tup
     return min(names, key=lambda name: predict_s(name, num_ranks, nbytes, link))
 
 
+def pieces_of(nbytes: int) -> int:
+    """Pieces of a buffer that two levels work on at once, each at most PIECE_BYTES, as equal as elements allow."""
+    return max(1, -(-nbytes // PIECE_BYTES))
+
+
 def hierarchical_s(hosts: Sequence[int], nbytes: int, inner: LinkCosts, outer: Links) -> float:
     """Seconds of an all_reduce within hosts of so many ranks each, between their leaders, and back within the hosts.
 
-    The fullest host is the slowest: what it reads and adds is done by one rank a part, as a ring would.
+    The fullest host is the slowest: what it reads and adds is done by one rank a part, as a ring would. While one
+    piece of a large buffer is between the leaders, the hosts work on those before and after it.
     """
-    widest = max(hosts)
-    within = inner.seconds(ring(widest, nbytes)) if widest > 1 else 0.0
-    back = inner.seconds(Counts(1, nbytes, 0)) if widest > 1 else 0.0
-    between = predict_s(fastest(len(hosts), nbytes, outer), len(hosts), nbytes, outer) if len(hosts) > 1 else 0.0
-    return within + between + back
+    widest, pieces = max(hosts), pieces_of(nbytes)
+    piece = -(-nbytes // pieces)
+    within = inner.seconds(ring(widest, piece)) if widest > 1 else 0.0
+    back = inner.seconds(Counts(1, piece, 0)) if widest > 1 else 0.0
+    between = predict_s(fastest(len(hosts), piece, outer), len(hosts), piece, outer) if len(hosts) > 1 else 0.0
+    return within + between + back + (pieces - 1) * max(between, within + back)
 
 
 def work_of(programs: Sequence[Program], itemsize: int) -> Counts:

@@ -1,12 +1,14 @@
 """Two levels: within a host by one communicator (shared memory, as a rule), between the hosts' leaders by another.
 
 The sums of a host are formed first, then those of the hosts: a fixed order, so results are equal bit for bit on every
-rank and in every run with the same layout. Hosts may have different numbers of ranks.
+rank and in every run with the same layout. Hosts may have different numbers of ranks. A large buffer goes in pieces:
+while one is between the leaders, the hosts sum the next one and take the one before it back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage.errors import CommunicationError
-from training.comm.base import Communicator, Op, check_buffer, check_peer, check_rank, divide_by_ranks
+from training.comm.base import Communicator, Op, check_buffer, check_peer, check_rank, divide_by_ranks, part_bounds
 from training.comm.comm_plan import HIERARCHICAL
+from training.comm.cost import pieces_of
 from training.comm.topology import Layout
 
 LATER_S = 5.0  # for ranks to come to one call, and to tell each other what they wait for (2.5 s)
@@ -41,6 +44,7 @@ class HierarchicalCommunicator(Communicator):
         self._mates = layout.hosts[self._host]
         self._ended: str | None = None
         self.choose = choose or (lambda nbytes: HIERARCHICAL)
+        self._carrier = ThreadPoolExecutor(1, thread_name_prefix="between-hosts")  # a thread once it is needed
 
     @property
     def deadline_s(self) -> float:
@@ -58,16 +62,9 @@ class HierarchicalCommunicator(Communicator):
             self._whole(lambda: self._flat.all_reduce(buf, op))
             return
         part: Op = "sum" if op == "mean" else op
-
-        def run() -> None:
-            if self._inner is not None:
-                self._inner.all_reduce(buf, part)
-            if self._outer is not None:
-                with self._patient(self._outer, 1):
-                    self._outer.all_reduce(buf, part)
-            self._back(buf)
-
-        self._whole(run)
+        bounds = part_bounds(buf.size, pieces_of(buf.nbytes))
+        pieces = [buf[start:stop] for start, stop in bounds]
+        self._whole(lambda: self._in_turn(pieces[0], part) if len(pieces) == 1 else self._at_once(pieces, part))
         if op == "mean":
             divide_by_ranks(buf, self.num_ranks)
 
@@ -142,6 +139,37 @@ class HierarchicalCommunicator(Communicator):
         # The flat one last: the others may be groups of it.
         for level in self._levels():
             level.close()
+        self._carrier.shutdown(wait=False)
+
+    def _in_turn(self, buf: NDArray[Any], op: Op) -> None:
+        if self._inner is not None:
+            self._inner.all_reduce(buf, op)
+        self._between(buf, op)
+        self._back(buf)
+
+    def _at_once(self, pieces: Sequence[NDArray[Any]], op: Op) -> None:
+        """The calls within a host in one order on all of its ranks, those between leaders beside them."""
+        carried: list[Future[None]] = []
+        try:
+            for number, piece in enumerate(pieces):
+                if self._inner is not None:
+                    self._inner.all_reduce(piece, op)
+                carried.append(self._carrier.submit(self._between, piece, op))
+                if number:
+                    carried[number - 1].result()
+                    self._back(pieces[number - 1])
+            carried[-1].result()
+            self._back(pieces[-1])
+        except BaseException as error:
+            self._end(error)
+            wait(carried)  # nobody writes into the buffer after this call
+            raise
+
+    def _between(self, buf: NDArray[Any], op: Op) -> None:
+        """Among the leaders; nothing on other ranks."""
+        if self._outer is not None:
+            with self._patient(self._outer, 1):
+                self._outer.all_reduce(buf, op)
 
     def _back(self, buf: NDArray[Any]) -> None:
         """From the leader to its host."""
@@ -180,6 +208,9 @@ class HierarchicalCommunicator(Communicator):
         try:
             run()
         except BaseException as error:  # an interrupt too: half a collective cannot be mended
-            what = error.what if isinstance(error, CommunicationError) else f"{type(error).__name__}: {error}"
-            self.abort(what.removeprefix(f"rank {self.rank}: "))  # each level says who speaks
+            self._end(error)
             raise
+
+    def _end(self, error: BaseException) -> None:
+        what = error.what if isinstance(error, CommunicationError) else f"{type(error).__name__}: {error}"
+        self.abort(what.removeprefix(f"rank {self.rank}: "))  # each level says who speaks
