@@ -47,6 +47,7 @@ for dtype in (tf.uint8, tf.int8, tf.int32, tf.int64, tf.float16, tf.bfloat16, tf
         same(found, wanted)
     same(hvd.allreduce(value), [2, 4.5] if dtype.is_floating else [2, 4])  # a mean of integers is cut off
 same(hvd.allreduce(mine.astype(float), average=False), [4, 9])
+same(hvd.allreduce(mine.astype(float), "named", False), [4, 9])  # as horovod.tensorflow.keras orders them
 same(hvd.allreduce(mine.astype(float), "named", prescale_factor=0.5, postscale_factor=10.0), [10, 22.5])
 same(hvd.allreduce(mine / 3, compression=hvd.Compression.fp16), [2 / 3, 1.5])
 pair = hvd.grouped_allreduce([tf.constant(float(rank)), tf.fill((2, 3), rank), tf.fill((0, 2), 1.0)], op=hvd.Sum)

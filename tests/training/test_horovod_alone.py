@@ -62,6 +62,16 @@ def test_what_is_absent_says_so_by_name(name: str) -> None:
     assert not hasattr(hvd, "never_heard_of")
 
 
+def test_names_that_nobody_knows_say_what_was_meant() -> None:
+    with pytest.raises(AttributeError, match="did you mean 'allreduce'"):
+        hvd.allreduced  # noqa: B018 - the attribute is what is asked for
+    with pytest.raises(AttributeError, match=r"docs/launch\.md"):
+        hvd.callbacks.NeverHeardOf  # noqa: B018 - as above
+    for name in hvd.callbacks.ABSENT:
+        with pytest.raises(ConfigError, match=f"has no `callbacks.{name}`"):
+            getattr(hvd.callbacks, name)
+
+
 class Named(NamedTuple):
     """What a script may hold its state in."""
 
@@ -69,10 +79,17 @@ class Named(NamedTuple):
     best: int
 
 
+untyped: Any = hvd  # as a script without annotations calls it
 REFUSED: list[tuple[str, Any]] = [
     ("init", lambda: hvd.init([0, 1])),
     ("process_set", lambda: hvd.allreduce(1.0, process_set=object())),
-    ("device_dense", lambda: hvd.grouped_allreduce([1.0], device_dense="/gpu:0")),
+    ("device_dense", lambda: untyped.grouped_allreduce([1.0], None, False)),  # meant for another argument
+    ("device_sparse", lambda: untyped.allreduce(1.0, "name", True, 0.5)),  # as Keras' module orders them
+    ("use_locking", lambda: untyped.DistributedOptimizer(keras.optimizers.SGD(), "name", "", "")),
+    ("groups", lambda: hvd.DistributedGradientTape(tf.GradientTape(), groups="all")),
+    ("local_variables", lambda: hvd.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=[1])),
+    ("legacy_opts", lambda: hvd.load_model("model.keras", legacy_opts=True)),
+    ("register_local_source", lambda: hvd.DistributedGradientTape(tf.GradientTape()).register_local_source(1)),
     ("Adasum", lambda: hvd.allreduce(1.0, op=hvd.Adasum)),
     ("two arguments for one thing", lambda: hvd.allreduce(1.0, True, op=hvd.Sum)),
     ("dtype that it cannot sum", lambda: hvd.allreduce(tf.constant([True]))),
@@ -82,7 +99,6 @@ REFUSED: list[tuple[str, Any]] = [
     ("cannot be sent", lambda: hvd.broadcast_object([Named(1, 2)])),  # would come back as an array
     ("cannot be sent", lambda: hvd.allgather_object(range(3))),
     ("IndexedSlices by Max", lambda: hvd.allreduce(tf.IndexedSlices(tf.ones((1, 2)), [0]), op=hvd.Max)),
-    ("num_groups", lambda: hvd.DistributedGradientTape(tf.GradientTape(), num_groups=2)),
     ("gradient_predivide", lambda: hvd.DistributedGradientTape(None, op=hvd.Sum, gradient_predivide_factor=2.0)),
     ("no optimizer of Keras 3", lambda: hvd.DistributedOptimizer(tf.keras.optimizers)),
     ("op=Min", lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(), op=hvd.Min)),
@@ -95,6 +111,19 @@ REFUSED: list[tuple[str, Any]] = [
 def test_arguments_without_a_meaning_are_refused(words: str, call: Any) -> None:
     with pytest.raises(ConfigError, match=words):
         call()
+
+
+def test_hints_and_the_set_of_all_ranks_change_nothing() -> None:
+    everyone = hvd.global_process_set
+    assert (everyone.ranks, everyone.size(), everyone.rank(), everyone.included()) == ([0], 1, 0, True)
+    assert float(hvd.allreduce(2.0, device_dense="/cpu:0", device_sparse="", process_set=everyone)) == 2.0
+    assert float(hvd.allreduce(2.0, "name", False)) == 2.0  # as Keras' module orders them
+    variable = tf.Variable(3.0)
+    with hvd.DistributedGradientTape(tf.GradientTape(), num_groups=2, groups=[[variable]]) as tape:
+        loss = variable * variable
+    assert float(tape.gradient(loss, variable)) == 6.0
+    hvd.DistributedOptimizer(keras.optimizers.SGD(), groups=1, device_dense="/gpu:0", process_set=everyone)
+    hvd.callbacks.MetricAverageCallback(device="/cpu:0")
 
 
 def test_gradients_go_through_calls() -> None:

@@ -6,15 +6,16 @@ on one. docs/launch.md lists what is there and what differs; what is missing is 
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Any
 
 from training.horovod import callbacks
+from training.horovod.arguments import absent
 from training.horovod.compression import Compression
 from training.horovod.gather import allgather, broadcast, broadcast_variables
 from training.horovod.objects import allgather_object, barrier, broadcast_object
 from training.horovod.optimizer import DistributedOptimizer, load_model
 from training.horovod.place import (
-    absent,
     cross_rank,
     cross_size,
     init,
@@ -27,6 +28,7 @@ from training.horovod.place import (
     shutdown,
     size,
 )
+from training.horovod.process_set import global_process_set
 from training.horovod.reduce import Adasum, Average, Max, Min, Sum, allreduce, grouped_allreduce
 from training.horovod.tape import DistributedGradientTape
 
@@ -56,6 +58,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "global_process_set",
     "gloo_built",
     "gloo_enabled",
     "grouped_allreduce",
@@ -82,24 +85,40 @@ ABSENT = {
     "alltoall": "Use hvd.allgather and take this rank's rows.",
     "reducescatter": "Use hvd.allreduce and take this rank's part.",
     "grouped_allgather": "Call hvd.allgather for each tensor.",
-    "grouped_reducescatter": "Use hvd.grouped_allreduce.",
-    "ProcessSet": "All ranks take part in every call.",
-    "add_process_set": "All ranks take part in every call.",
-    "remove_process_set": "All ranks take part in every call.",
-    "global_process_set": "Leave process_set out: all ranks take part in every call.",
+    "grouped_reducescatter": "Use hvd.grouped_allreduce and take this rank's part of each.",
+    "Product": "Use tf.reduce_prod(hvd.allgather(tensor[tf.newaxis]), axis=0).",
     "SyncBatchNormalization": "Use training.keras_ranks.rank_step(model, communicator, batchnorm='sync').",
     "BroadcastGlobalVariablesHook": "Sessions of TensorFlow 1 are not served; use hvd.broadcast_variables.",
+    "broadcast_": "Use hvd.broadcast_variables(variables, root_rank).",
     "broadcast_global_variables": "Use hvd.broadcast_variables(model.variables, root_rank=0).",
+    "broadcast_object_fn": "Use hvd.broadcast_object(obj, root_rank).",
     "DistributedAdasumOptimizer": "Use hvd.DistributedOptimizer.",
-    "PartialDistributedGradientTape": "Use hvd.DistributedGradientTape.",
-    "PartialDistributedOptimizer": "Use hvd.DistributedOptimizer.",
-    "start_timeline": "Use tf.profiler, or jobs.train's report.",
-    "stop_timeline": "Use tf.profiler, or jobs.train's report.",
+    "PartialDistributedGradientTape": "Use hvd.DistributedGradientTape for what ranks share, tf.GradientTape else.",
+    "PartialDistributedOptimizer": "Use hvd.DistributedOptimizer for what ranks share, a plain optimizer else.",
     "run": "Start ranks with jobs.launch.",
+    **dict.fromkeys(("start_timeline", "stop_timeline"), "Use tf.profiler, or jobs.train's report."),
+    **dict.fromkeys(
+        ("ProcessSet", "add_process_set", "remove_process_set", "process_set_included_op"),
+        "All ranks take part in every call: hvd.global_process_set is the only set.",
+    ),
+    **dict.fromkeys(
+        ("rank_op", "local_rank_op", "size_op", "local_size_op"),
+        "Use hvd.rank(), hvd.size() and the like: they stay the same while a script runs.",
+    ),
+    **dict.fromkeys(
+        (
+            *("broadcast_parameters", "broadcast_optimizer_state", "synchronize", "poll"),
+            *("allreduce_", "allreduce_async", "allreduce_async_", "allgather_async", "broadcast_async"),
+        ),
+        "That is Horovod for PyTorch, and here are its names for TensorFlow and Keras. jobs.launch runs PyTorch's own "
+        "ranks: it sets what torch.distributed.init_process_group reads.",
+    ),
 }
 
 
 def __getattr__(name: str) -> Any:
     if name in ABSENT:
         absent(f"`{name}`", f"hvd.{name}", ABSENT[name])
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    near = get_close_matches(name, [*__all__, *ABSENT], 1)
+    meant = f"did you mean {near[0]!r}? " if near else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; {meant}docs/launch.md lists what is there")

@@ -10,8 +10,9 @@ import keras
 import numpy as np
 
 from storage.errors import ConfigError
+from training.horovod.arguments import absent, check
 from training.horovod.gather import broadcast_variables
-from training.horovod.place import rank, refuse, size
+from training.horovod.place import rank, size
 from training.horovod.reduce import Average, Min, allreduce
 from training.learning_rate import CorrectedSGD
 
@@ -23,9 +24,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     without an Input is built by its first batch. Random seeds stay each rank's own.
     """
 
-    def __init__(self, root_rank: int, device: str = "") -> None:
+    def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
         super().__init__()
-        refuse("callbacks.BroadcastGlobalVariablesCallback", {"device": device})
+        check("callbacks.BroadcastGlobalVariablesCallback", device=device, local_variables=local_variables)
         self.root_rank = root_rank
         self.broadcast_done = False
 
@@ -57,7 +58,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     def __init__(self, device: str = "", process_set: Any = None) -> None:
         super().__init__()
-        refuse("callbacks.MetricAverageCallback", {"device": device, "process_set": process_set})
+        check("callbacks.MetricAverageCallback", device=device, process_set=process_set)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if logs:
@@ -167,3 +168,19 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         if epoch + 1 == self.end_epoch and self.verbose > 0 and rank() == 0:
             reached = float(self.model.optimizer.learning_rate)
             print(f"\nEpoch {epoch + 1}: the learning rate has warmed up to {reached:g}.")
+
+
+# Known to Horovod, not here: name -> what to do instead.
+ABSENT = {
+    "BestModelCheckpoint": "Use keras.callbacks.ModelCheckpoint(path, save_best_only=True) on rank 0.",
+    **dict.fromkeys(
+        ("CommitStateCallback", "UpdateBatchStateCallback", "UpdateEpochStateCallback"),
+        "Start with jobs.launch --max-restarts N and resume from a checkpoint of keras.callbacks.ModelCheckpoint.",
+    ),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in ABSENT:
+        absent(f"`callbacks.{name}`", f"hvd.callbacks.{name}", ABSENT[name])
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; docs/launch.md lists what is there")

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from storage.errors import ConfigError
 from training.comm.base import Communicator
+from training.horovod.arguments import check
 from training.horovod.graph import run
-from training.horovod.place import call, here, refuse
+from training.horovod.place import call, here
 
 Array = NDArray[Any]
 
@@ -23,7 +24,7 @@ def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = Fa
 
     Can be differentiated. Raises TrainingFailedError where the ranks' calls, dtypes or other dimensions differ.
     """
-    refuse("allgather", {"process_set": process_set})
+    check("allgather", process_set=process_set)
     value = tf.convert_to_tensor(tensor)
     _check_dtype("allgather", value)
     if value.shape.rank == 0:
@@ -50,7 +51,7 @@ def broadcast(
     tensor: Any, root_rank: int, name: str | None = None, ignore_name_scope: bool = False, process_set: Any = None
 ) -> tf.Tensor:
     """Rank `root_rank`'s tensor on all ranks; shapes and dtypes are equal everywhere. Can be differentiated."""
-    refuse("broadcast", {"process_set": process_set})
+    check("broadcast", process_set=process_set)
     value = tf.convert_to_tensor(tensor)
     _check_dtype("broadcast", value)
 
@@ -77,7 +78,7 @@ def broadcast_variables(
 
     Ranks must have the same variables in the same order; in eager code or inside a tf.function.
     """
-    refuse("broadcast_variables", {"process_set": process_set})
+    check("broadcast_variables", process_set=process_set)
     found = list(variables)
     if not found:
         return

@@ -10,7 +10,8 @@ import numpy as np
 
 from storage.errors import ConfigError
 from training.comm.base import Communicator
-from training.horovod.place import call, here, refuse
+from training.horovod.arguments import check
+from training.horovod.place import call, here
 
 _TUPLE, _BYTES, _ARRAY, _PAIRS = "tuple", "bytes", "array", "dict"
 
@@ -23,7 +24,7 @@ def broadcast_object(
     None, booleans, numbers, strings, bytes, NumPy arrays and scalars, tensors, and lists, tuples and dicts of these.
     Raises ConfigError for anything else: Horovod pickles, which would run code that came over the network.
     """
-    refuse("broadcast_object", {"session": session, "process_set": process_set})
+    check("broadcast_object", session=session, process_set=process_set)
     mine = _encode(obj) if here().world.rank == root_rank else b""
 
     def send(communicator: Communicator, lengths: list[int]) -> bytes:
@@ -38,7 +39,7 @@ def broadcast_object(
 
 def allgather_object(obj: Any, session: Any = None, name: str | None = None, process_set: Any = None) -> list[Any]:
     """Every rank's value, in rank order; see `broadcast_object` for what it may be."""
-    refuse("allgather_object", {"session": session, "process_set": process_set})
+    check("allgather_object", session=session, process_set=process_set)
     mine = _encode(obj)
 
     def gather(communicator: Communicator, _: list[int]) -> list[bytes]:
@@ -49,7 +50,7 @@ def allgather_object(obj: Any, session: Any = None, name: str | None = None, pro
 
 def barrier(process_set: Any = None) -> None:
     """Return once every rank has called it."""
-    refuse("barrier", {"process_set": process_set})
+    check("barrier", process_set=process_set)
     call("barrier", 0, lambda communicator, _: communicator.barrier())
 
 

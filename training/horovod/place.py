@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from storage.errors import ConfigError
 from training.comm.base import Communicator
@@ -14,6 +14,7 @@ from training.comm.options import UNAUTHENTICATED, CommOptions
 from training.comm.solo import SoloCommunicator
 from training.control.protocol import HOROVOD, SCRIPT
 from training.horovod.agreement import agree
+from training.horovod.arguments import check
 from training.horovod.gpus import Seat, line_up
 from training.launch import current
 from training.world import World
@@ -85,7 +86,7 @@ def init(*args: Any, **kwargs: Any) -> None:
     All ranks are always in: Horovod's `comm` and `process_sets` are refused.
     """
     global _place, _watched
-    refuse("init", {**{f"argument {i + 1}": value for i, value in enumerate(args)}, **kwargs})
+    check("init", **{f"argument {i + 1}": value for i, value in enumerate(args)}, **kwargs)
     if _place is None:
         _place = Place(current.context())
         _place.said(HOROVOD)
@@ -160,26 +161,6 @@ def is_homogeneous() -> bool:
 def not_built(verbose: bool = False) -> bool:
     """Whether one of the libraries under Horovod is there (MPI, Gloo, NCCL ...): none of them is."""
     return False
-
-
-def refuse(call: str, given: dict[str, Any]) -> None:
-    """Raise ConfigError for the first argument of Horovod's that has no meaning here and is not left at its default.
-
-    None, "", False, 0 and empty lists are defaults.
-    """
-    for name, value in given.items():
-        if value is not None and value is not False and value != "" and value != 0 and value != []:
-            absent(f"{call}({name}=...)", repr(value))
-
-
-def absent(what: str, got: str = "", instead: str = "") -> NoReturn:
-    """Raise ConfigError for a part of Horovod that is not here."""
-    raise ConfigError(
-        f"training.horovod has no {what}",
-        got=got or what,
-        allowed="what docs/launch.md lists",
-        next_step=instead or "Leave it out, or see docs/launch.md for what stands in its place.",
-    )
 
 
 def call(text: str, extra: int, function: Callable[[Communicator, list[int]], Any]) -> Any:

@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 
 from storage.errors import ConfigError
 from training.comm.base import DTYPES, FLOATS, Communicator, Op
+from training.horovod.arguments import absent, check
 from training.horovod.compression import Compression, Compressor
 from training.horovod.gather import allgather
 from training.horovod.graph import run
-from training.horovod.place import absent, call, here, refuse
+from training.horovod.place import call, here
 
 Array = NDArray[Any]
 # Integers that the communicator does not know, in one that holds all their values; sums wrap when they go back.
@@ -38,7 +39,7 @@ Average, Sum, Min, Max, Adasum = ReduceOp.Average, ReduceOp.Sum, ReduceOp.Min, R
 def allreduce(
     tensor: Any,
     average: bool | str | None = None,
-    device_dense: str = "",
+    device_dense: str | bool = "",
     device_sparse: str = "",
     compression: type[Compressor] = Compression.none,
     op: ReduceOp | None = None,
@@ -50,13 +51,15 @@ def allreduce(
 ) -> Any:
     """Reduce a tensor over all ranks; returns a tensor of its shape and dtype (tf.IndexedSlices for tf.IndexedSlices).
 
-    The mean where neither `op` nor `average` says otherwise; a mean of integers is cut off. A name may stand second,
-    as in horovod.tensorflow.keras. Values are multiplied by the factors before and after. Can be differentiated,
-    but for Min and Max. Raises TrainingFailedError where the ranks' calls differ.
+    The mean where neither `op` nor `average` says otherwise; a mean of integers is cut off. A name may stand second
+    and `average` third, as in horovod.tensorflow.keras. Values are multiplied by the factors before and after. Can be
+    differentiated, but for Min and Max. Raises TrainingFailedError where the ranks' calls differ.
     """
     if isinstance(average, str):
         average, name = None, name or average
-    refuse("allreduce", {"device_dense": device_dense, "device_sparse": device_sparse, "process_set": process_set})
+        if isinstance(device_dense, bool):
+            average, device_dense = device_dense, ""
+    check("allreduce", device_dense=device_dense, device_sparse=device_sparse, process_set=process_set)
     how = op_of(op, average)
     if isinstance(tensor, tf.IndexedSlices):
         return _reduce_slices(tensor, how, name, prescale_factor, postscale_factor)
@@ -77,9 +80,7 @@ def grouped_allreduce(
     ignore_name_scope: bool = False,
 ) -> list[tf.Tensor]:
     """`allreduce` of several dense tensors at once: one message for each dtype."""
-    refuse(
-        "grouped_allreduce", {"device_dense": device_dense, "device_sparse": device_sparse, "process_set": process_set}
-    )
+    check("grouped_allreduce", device_dense=device_dense, device_sparse=device_sparse, process_set=process_set)
     how = op_of(op, average)
     dense = [tf.convert_to_tensor(tensor) for tensor in tensors]
     for tensor in dense:

@@ -7,8 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from training.horovod.arguments import absent, check
 from training.horovod.compression import Compression, Compressor
-from training.horovod.place import here, refuse
+from training.horovod.place import here
 from training.horovod.reduce import Average, ReduceOp, allreduce, grouped_allreduce, op_of
 
 
@@ -31,7 +32,7 @@ class DistributedGradientTape:
     ) -> None:
         given = {"device_dense": device_dense, "device_sparse": device_sparse, "num_groups": num_groups}
         given |= {"groups": groups, "process_set": process_set}
-        refuse("DistributedGradientTape", {**given, "scale_local_gradients": not scale_local_gradients})
+        check("DistributedGradientTape", **given, scale_local_gradients=not scale_local_gradients)
         here()
         self._tape, self._compression, self._sparse_as_dense = gradtape, compression, sparse_as_dense
         self._op, self._before, self._after = op_and_factors("DistributedGradientTape", op, gradient_predivide_factor)
@@ -44,6 +45,8 @@ class DistributedGradientTape:
         self._tape.__exit__(*error)
 
     def __getattr__(self, name: str) -> Any:
+        if name in ("register_local_source", "get_local_and_global_gradients"):
+            absent(f"tape.{name}", instead="Take local variables' gradients from a tf.GradientTape of their own.")
         return getattr(self._tape, name)
 
     def gradient(
@@ -92,5 +95,5 @@ def op_and_factors(call: str, op: ReduceOp, predivide: float) -> tuple[ReduceOp,
     if predivide == 1.0:
         return how, 1.0, 1.0
     if how is not Average:
-        refuse(f"{call}(op={how.name})", {"gradient_predivide_factor": predivide})
+        check(f"{call}(op={how.name})", gradient_predivide_factor=predivide)
     return ReduceOp.Sum, 1.0 / predivide, predivide / here().world.num_ranks
