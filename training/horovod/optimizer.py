@@ -10,8 +10,9 @@ from keras.src.trainers import trainer
 
 from storage.errors import ConfigError
 from training.distribute import distribute, exchange_of
+from training.horovod.arguments import absent, check
 from training.horovod.compression import Compression, Compressor
-from training.horovod.place import absent, here, refuse
+from training.horovod.place import here
 from training.horovod.reduce import Average, ReduceOp, Sum, op_of
 
 
@@ -42,7 +43,7 @@ def DistributedOptimizer(
     """
     given: dict[str, Any] = {"use_locking": use_locking, "device_dense": device_dense, "device_sparse": device_sparse}
     given |= {"num_groups": num_groups, "groups": groups, "process_set": process_set}
-    refuse("DistributedOptimizer", {**given, "scale_local_gradients": not scale_local_gradients})
+    check("DistributedOptimizer", **given, scale_local_gradients=not scale_local_gradients)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ConfigError(
             "hvd.DistributedOptimizer got no optimizer of Keras 3",
@@ -54,12 +55,12 @@ def DistributedOptimizer(
     if how not in (Average, Sum):
         absent(f"DistributedOptimizer(op={how.name})", instead="Use op=hvd.Average or op=hvd.Sum.")
     if gradient_predivide_factor != 1.0 and how is Sum:
-        refuse("DistributedOptimizer(op=Sum)", {"gradient_predivide_factor": gradient_predivide_factor})
+        check("DistributedOptimizer(op=Sum)", gradient_predivide_factor=gradient_predivide_factor)
     scale = 1.0 if how is Sum else 1.0 / place.world.num_ranks
     if backward_passes_per_step > 1:
         counts = getattr(optimizer, "inner_optimizer", optimizer)
         if counts.built and counts.gradient_accumulation_steps != backward_passes_per_step:
-            refuse("DistributedOptimizer of a built optimizer", {"backward_passes_per_step": backward_passes_per_step})
+            check("DistributedOptimizer of a built optimizer", backward_passes_per_step=backward_passes_per_step)
         counts.gradient_accumulation_steps = backward_passes_per_step  # Keras' own takes the mean of the batches
         scale *= 1.0 if average_aggregated_gradients else backward_passes_per_step
     compressor = None if compression is Compression.none else compression
@@ -75,12 +76,14 @@ def load_model(
     custom_optimizers: Sequence[type] | None = None,
     custom_objects: dict[str, Any] | None = None,
     compression: type[Compressor] = Compression.none,
+    legacy_opts: bool = False,
 ) -> Any:
     """A model saved by Keras, with its optimizer and that one's state, distributed again.
 
     Where it accumulates gradients of k batches, they are added as by DistributedOptimizer's own default. A collective;
     on ranks that do not load, `DistributedOptimizer` is the other side of it.
     """
+    check("load_model", legacy_opts=legacy_opts)
     known = {one.__name__: one for one in custom_optimizers or ()}
     model = keras.models.load_model(filepath, custom_objects={**known, **(custom_objects or {})})
     if getattr(model, "optimizer", None) is None:
