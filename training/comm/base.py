@@ -6,6 +6,7 @@ wrong sum. Sums are formed in one fixed order, so results are equal bit for bit 
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
@@ -160,6 +161,8 @@ def divide_by_ranks(buf: NDArray[Any], num_ranks: int) -> None:
 
 def check_buffer(buf: NDArray[Any], op: str = "sum", *, writable: bool = True) -> None:
     """Raise TypeError or ValueError unless `buf` is what collectives work on in place."""
+    if not isinstance(buf, np.ndarray) or isinstance(buf, np.ma.MaskedArray):  # a mask would not travel
+        raise TypeError(f"a collective needs a numpy array, got {type(buf).__name__}; pass numpy.asarray(it), unmasked")
     if buf.ndim != 1 or not buf.flags.c_contiguous or (writable and not buf.flags.writeable):
         raise ValueError(
             f"a collective needs a flat, contiguous, writable array, got shape {buf.shape}, "
@@ -189,7 +192,7 @@ def check_peer(what: str, peer: int, rank: int, num_ranks: int) -> None:
 
 def check_group(ranks: Sequence[int], rank: int, num_ranks: int) -> tuple[int, ...]:
     """The group's ranks; ValueError unless they are different ranks of this communicator, this one among them."""
-    members = tuple(int(member) for member in ranks)
+    members = tuple(operator.index(member) for member in ranks)  # TypeError for half a rank
     for member in members:
         check_rank("group", member, num_ranks)
     if len(set(members)) != len(members) or rank not in members:
