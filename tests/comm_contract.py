@@ -14,6 +14,7 @@ What a backend cannot do stands in the class attributes `refused_calls` and `ref
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
@@ -107,6 +108,51 @@ class CommunicatorContract:
             assert len(same) == 1, f"{what}: ranks or runs differ"
             inputs = [values(rank, size, dtype) for rank in range(num_ranks)]
             check_reduced(what, first[0][number], inputs, op)
+
+    def test_several_buffers_under_way(self, run_ranks: RunRanks, num_ranks: int) -> None:
+        """Ranks take the same buffers in other portions: one by one, all at once, or as another thread adds them."""
+        sizes = (self.large, 1, 997, 4 * self.large, 0, 997, self.large)
+
+        def work(comm: Communicator) -> list[bytes]:
+            buffers = [values(comm.rank, size, np.dtype(np.float32)) for size in sizes]
+            expected = [buf.copy() for buf in buffers]
+            for buf in expected:
+                comm.all_reduce(buf)
+            ready = len(sizes) if comm.rank % 3 == 1 else 1
+            taken = finished = 0
+
+            def take() -> Array | None:
+                nonlocal taken
+                if taken == ready:
+                    return None
+                taken += 1
+                return buffers[taken - 1]
+
+            def done() -> None:
+                nonlocal finished
+                assert buffers[finished].tobytes() == expected[finished].tobytes(), finished
+                finished += 1
+
+            def add() -> None:
+                nonlocal ready
+                while ready < len(sizes):
+                    time.sleep(0.001)
+                    ready += 1
+                    comm.look_again()
+
+            adder = threading.Thread(target=add)
+            if comm.rank % 3 == 2:
+                adder.start()
+            while finished < len(sizes):
+                comm.all_reduce_each(take, done)
+                assert finished == taken
+                if comm.rank % 3 == 0:
+                    ready += 1
+            comm.barrier()
+            return [buf.tobytes() for buf in buffers]
+
+        first, *others = run_ranks(num_ranks, work)
+        assert all(other == first for other in others)
 
     def test_numbers_that_are_none(self, run_ranks: RunRanks, num_ranks: int) -> None:
         special = [np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0]

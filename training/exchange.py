@@ -5,10 +5,8 @@ No TensorFlow here: `training.reduction` calls `post`, `post_rows` and `finish` 
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -20,13 +18,13 @@ from training.agreement import CONTROL_WORDS, FLAGS, Agreement, NonFiniteError, 
 from training.buckets import Layout, Slot
 from training.comm.base import Communicator
 from training.lent_buffer import LentBuffer
+from training.reducer import Reducer
 from training.same_tensors import compare
 from training.scaled_copy import all_finite, copy_scaled, scaled
 from training.sparse import Rows, Table, sum_rows
 
 __all__ = ["CONTROL_WORDS", "FLAGS", "Agreement", "Exchange", "NonFiniteError"]
 Array = NDArray[Any]
-GRACE_S = 30.0  # beyond the communicator's own deadline, which has the better message
 
 
 class Exchange(Steps):
@@ -52,12 +50,8 @@ class Exchange(Steps):
         self._pools: list[list[LentBuffer]] = []
         self._current: list[LentBuffer] = []
         self._rows: dict[int, Rows] = {}
-        self._posted: queue.SimpleQueue[Callable[[], bool] | None] = queue.SimpleQueue()
-        self._reduced: queue.SimpleQueue[BaseException | bool] = queue.SimpleQueue()
-        self._busy_s = 0.0
+        self._reducer = Reducer(communicator)
         self._safe = True  # this rank's part of the step makes no sum that is not finite
-        self._thread = threading.Thread(target=self._work, name="exchange", daemon=True)
-        self._thread.start()
 
     def use(self, layout: Layout, names: Sequence[str], tables: Sequence[Table] = ()) -> None:
         """Set the buckets and the tables that go by rows; `names` of gradients and statistics, for errors.
@@ -95,7 +89,7 @@ class Exchange(Steps):
             for number, gradient in zip(layout.posted(bucket), gradients, strict=True):
                 self._fill(flat, layout.gradients[number], gradient)
             if bucket < layout.first_tail:
-                self._posted.put(partial(self._reduce, flat))
+                self._reducer.sum(flat.data)  # its numbers were judged when they were copied, on every rank
         except BaseException as error:
             self._fail(error)
             raise
@@ -104,7 +98,7 @@ class Exchange(Steps):
         """Hand in the gradient of table `number`: indices (n,), values (n, *row); returns at once."""
         try:
             values = scaled(values, self.scale)
-            self._posted.put(partial(self._reduce_rows, number, indices.reshape(-1), values))
+            self._reducer.run(partial(self._reduce_rows, number, indices.reshape(-1), values))
         except BaseException as error:
             self._fail(error)
             raise
@@ -128,8 +122,12 @@ class Exchange(Steps):
             words[0] *= self.scale
             words[1] = not self._safe
             for bucket in range(layout.first_tail, len(layout.sizes)):
-                self._posted.put(partial(self._reduce, self._current[bucket]))
-            finite = self._await(len(layout.sizes) + len(self._tables)) and words[1] == 0
+                self._reducer.sum(self._current[bucket].data)
+            began = time.perf_counter()
+            what = f"the exchange of step {self.step + 1}"
+            finite, self.reduced_s = self._reducer.wait(len(layout.sizes) + len(self._tables), what)
+            self.waited_s = time.perf_counter() - began
+            finite = finite and words[1] == 0
             gradients = (*self._names[: len(layout.gradients)], *(table.name for table in self._tables))
             self._agree(words.tolist(), [] if finite else self._names_of_wrong(), gradients)
             sums = [self._current[slot.bucket].lend(slot) for slot in layout.gradients]
@@ -156,8 +154,7 @@ class Exchange(Steps):
 
     def close(self) -> None:
         """End the thread; the communicator stays open."""
-        self._posted.put(None)
-        self._thread.join(GRACE_S)
+        self._reducer.close()
 
     def _fill(self, flat: LentBuffer, slot: Slot, value: Array) -> None:
         if not copy_scaled(value.reshape(-1), self.scale, flat.view(slot), self.communicator.num_ranks):
@@ -183,26 +180,6 @@ class Exchange(Steps):
             pool.append(found)
         return found
 
-    def _await(self, parts: int) -> bool:
-        """Wait for all reductions; False if sums by rows are not finite."""
-        finite, began = True, time.perf_counter()
-        for _ in range(parts):
-            try:
-                reduced = self._reduced.get(timeout=self.communicator.deadline_s + GRACE_S)
-            except queue.Empty:
-                raise CommunicationError(
-                    f"rank {self.communicator.rank}: the exchange of step {self.step + 1} did not end",
-                    got=f"silence for {self.communicator.deadline_s + GRACE_S:.0f} s",
-                    allowed="an end or an error from the communicator by then",
-                    next_step="Look at the other ranks' logs.",
-                ) from None
-            if isinstance(reduced, BaseException):
-                raise reduced
-            finite = finite and reduced
-        self.waited_s, self.reduced_s = time.perf_counter() - began, self._busy_s
-        self._busy_s = 0.0
-        return finite
-
     def _names_of_wrong(self) -> list[str]:
         """The sums that are not finite, of all gradients and statistics."""
         layout = self._of_layout()
@@ -211,22 +188,6 @@ class Exchange(Steps):
         sums += [self._rows[number].values for number in range(len(self._tables))]
         names = (*self._names, *(table.name for table in self._tables))
         return [name for name, value in zip(names, sums, strict=True) if not np.isfinite(value).all()]
-
-    # The thread
-
-    def _work(self) -> None:
-        while (task := self._posted.get()) is not None:
-            began = time.perf_counter()
-            try:
-                result: BaseException | bool = task()
-            except BaseException as error:  # raised again where the step waits
-                result = error
-            self._busy_s += time.perf_counter() - began
-            self._reduced.put(result)
-
-    def _reduce(self, flat: LentBuffer) -> bool:
-        self.communicator.all_reduce(flat.data)
-        return True  # its numbers were judged when they were copied, on every rank
 
     def _reduce_rows(self, number: int, indices: Array, values: Array) -> bool:
         rows = sum_rows(self.communicator, self._tables[number], indices, values)

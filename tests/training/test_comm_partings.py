@@ -112,6 +112,27 @@ def test_a_frozen_rank_is_named_by_all_at_the_deadline(algorithm: str, num_ranks
             assert seconds < 0.4 + 2.5 + SLACK_S, f"rank {rank}"
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_right_rank_is_named_where_several_calls_are_under_way(algorithm: str) -> None:
+    ends = {"dead": (die, "lost rank 2 during"), "frozen": (lambda comm: None, "for rank 2")}
+    for (how, (end, words)), here in product(ends.items(), (0, 2)):
+        over = threading.Barrier(4)
+
+        def work(comm: Communicator, here: int = here, end: Any = end, over: threading.Barrier = over) -> str:
+            tcp(comm).choose = lambda nbytes: algorithm
+            buffers = [np.zeros(size, np.float32) for size in (10, 600_000, 10, 10, 600_000, 10)]
+            left = buffers[:here] if comm.rank == 2 else buffers
+            found = told(lambda: comm.all_reduce_each(lambda: left.pop(0) if left else None, lambda: None))[0]
+            if comm.rank == 2:
+                time.sleep(0.02)
+                end(comm)
+            over.wait(30)
+            return found
+
+        for rank, what in enumerate(run_ring(4, work, deadline_s=0.4 if how == "frozen" else 30)):
+            assert rank == 2 or words in what, f"{how} after {here}, rank {rank}: {what}"
+
+
 def test_a_rank_that_never_calls_is_named_by_those_that_wait_for_its_call() -> None:
     thaw = threading.Barrier(3)
 

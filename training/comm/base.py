@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
@@ -49,6 +49,19 @@ class Communicator(ABC):
         `mean` is for floats alone: the sum, divided by num_ranks. A NaN of any rank makes sum, mean, min and max NaN.
         Each single addition, and the division, is rounded to the buffer's dtype, also for float16 and bfloat16.
         """
+
+    def all_reduce_each(self, take: Callable[[], NDArray[Any] | None], done: Callable[[], None]) -> None:
+        """Sum the buffers that `take` gives, one after another, until it gives None; `done` is called for each.
+
+        A backend may begin a buffer before the ones before it are done, and asks `take` again at `look_again`; `done`
+        comes in their order. Ranks may take the same buffers in other portions, by `all_reduce` too.
+        """
+        while (buf := take()) is not None:
+            self.all_reduce(buf)
+            done()
+
+    def look_again(self) -> None:  # noqa: B027 - a backend that begins no buffer early has nobody to tell
+        """Say, from any thread, that `take` of an `all_reduce_each` under way has more to give than before."""
 
     @abstractmethod
     def all_gather_parts(self, buf: NDArray[Any]) -> None:

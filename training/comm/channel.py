@@ -6,10 +6,12 @@ import select
 import socket
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from storage.errors import CommunicationError
+from training.comm.call import Call
 from training.comm.frames import ENDED, HEADER_BYTES, LEFT
 from training.comm.links import HUNG_UP, Link
 from training.comm.mesh import Mesh
@@ -38,8 +40,8 @@ class Channel(ABC):
         self._stalled: set[Link] = set()  # who said that its deadline has passed
         self.reason: str | None = None
         """What another rank said was the reason for the end."""
-        self._what, self._tag, self._deadline_s, self._until = "", 0, 0.0, 0.0
-        self._done, self._left = bytearray(), 0
+        self._what, self._deadline_s, self._until = "", 0.0, 0.0
+        self._calls: deque[Call] = deque()  # under way, in the order in which they began
 
     def abort(self, reason: str) -> None:
         """Make `run` raise, from any thread."""
@@ -48,12 +50,12 @@ class Channel(ABC):
 
     def connect(self, peers: Sequence[int], deadline_s: float) -> None:
         """Connect with these ranks now. Raises CommunicationError naming the one that could not be joined."""
-        self._begin("joining", 0, deadline_s)
+        self._begin("joining", deadline_s)
         self._await(peers)
 
     def look(self, what: str) -> None:
         """Between calls: take in what has come, without waiting. Raises CommunicationError where a rank has ended."""
-        self._begin(what, 0, 0.0)
+        self._begin(what, 0.0)
         self._serve(0.0)
 
     @staticmethod
@@ -80,11 +82,17 @@ class Channel(ABC):
         for link in self._mesh.forget(self._channel, self.reason):
             link.sock.close()
 
-    def _begin(self, what: str, tag: int, deadline_s: float) -> None:
-        self._what, self._tag, self._deadline_s = what, tag, deadline_s
+    def _begin(self, what: str, deadline_s: float) -> None:
+        self._what, self._deadline_s = what, deadline_s
         self._until = time.monotonic() + deadline_s
         self._running.clear()
-        self._left = 0
+        self._calls.clear()
+
+    def _new_deadline(self, deadline_s: float) -> None:
+        """Another call is the oldest one under way."""
+        if self._calls:
+            self._what, self._deadline_s = self._calls[0].what, deadline_s
+            self._until = time.monotonic() + deadline_s
 
     def _await(self, peers: Sequence[int]) -> None:
         """Wait for connections."""
@@ -131,7 +139,7 @@ class Channel(ABC):
                 self._send(link)
             if event & HUNG_UP:
                 self._hung_up(link, event)
-        if self._stalled and (self._running or self._missing):
+        if self._stalled and (self._calls or self._missing):
             raise self._deadline()
 
     @abstractmethod
@@ -145,7 +153,7 @@ class Channel(ABC):
     def _watch(self, link: Link) -> None:
         """Poll for what this connection can make use of."""
         mask = 0 if link.closing else select.POLLRDHUP
-        if link.outgoing or (link.send_at < len(link.sends) and self._may(link.sends[link.send_at].after)):
+        if link.outgoing or (link.send_at < len(link.sends) and link.sending.may(link.sends[link.send_at].after)):
             mask |= select.POLLOUT
         if link.active or (link.got < HEADER_BYTES and not link.over):
             mask |= select.POLLIN
@@ -155,13 +163,6 @@ class Channel(ABC):
                 self._poll.register(link.fd, mask)  # replaces the mask where it is registered
             else:
                 self._poll.unregister(link.fd)  # a closed connection would be reported for ever
-
-    def _may(self, after: tuple[int, ...]) -> bool:
-        """Whether these receives are done."""
-        for number in after:  # noqa: SIM110 - this is asked for every frame, and a generator costs as much as the rest
-            if not self._done[number]:
-                return False
-        return True
 
     def _check(self, link: Link, wrong: str | None) -> None:
         if wrong is not None:
@@ -227,14 +228,16 @@ class Channel(ABC):
         if self._missing:
             refused = self._mesh.last_refused
             return self._unjoined(min(self._missing), f"it did not call; refused: {refused or 'nobody'}")
-        coming = [link for link in self._running if link.is_receiving()]
-        begun = [link for link in coming if self._may(link.receives[link.receive_at].after)]
+        call = self._calls[0]  # those behind it wait for the same, or for less
+        coming = [link for link in self._running if link.is_receiving() and link.receiving is call]
+        begun = [link for link in coming if call.may(link.receives[link.receive_at].after)]
         begun.sort(key=lambda link: link.receives[link.receive_at].number)
-        waited = next(iter([*begun, *(link for link in self._running if link.is_sending()), *coming]))
+        leaving = [link for link in self._running if link.is_sending() and link.sending is call]
+        waited = next(iter([*begun, *leaving, *coming]))
         seconds = time.monotonic() - self._until + self._deadline_s
         error = CommunicationError(
             f"rank {self._name}: {self._what} waited {seconds:.0f} s for rank {waited.name}",
-            got=f"{self._left} of {sum(len(link.sends) + len(link.receives) for link in self._running)} frames missing",
+            got=f"{call.left} of {call.frames} frames missing",
             allowed="every rank in the same collective within the deadline",
             next_step=f"Look at the log of rank {waited.name}; if its steps are just slow, raise --stall-limit.",
         )

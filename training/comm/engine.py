@@ -7,60 +7,104 @@ has come in (and has been added) goes out while the following ones still arrive.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from training.comm.call import Call
 from training.comm.channel import Channel
 from training.comm.frames import HEADER_BYTES, Expected, check_header, check_payload, is_word, pack_header
 from training.comm.links import Link
 from training.comm.mesh import Mesh
-from training.comm.schedule import Program
 from training.comm.wire import held, receive_some, send_some
 
+CALLS_AT_A_TIME = 4  # two large ones, and small ones between them
 TURN_BYTES = 64 << 10  # after a longer frame the others have their turn
 
 
 class Engine(Channel):
-    """Moves the frames of one collective at a time over the connections of a communicator."""
+    """Moves the frames of collectives over the connections of a communicator."""
 
     def __init__(self, mesh: Mesh, channel: int, members: Sequence[int], rank: int) -> None:
         super().__init__(mesh, channel, members, rank)
-        self._buf: NDArray[Any] = np.empty(0)
-        self._raw: NDArray[np.uint8] = np.empty(0, np.uint8)
-        self._ufunc: np.ufunc = np.add
-        self._keeps_sent = False
         self._has_tls = False
+        self._is_taking = False
         self.calls = 0
         """Collectives before this one, modulo 2**32: ranks that differ in the order of calls notice by it."""
 
-    def run(self, what: str, tag: int, program: Program, buf: NDArray[Any], ufunc: np.ufunc, deadline_s: float) -> None:
-        """Send and receive all frames of `program`.
+    def run(self, call: Call, deadline_s: float) -> None:
+        """Send and receive all frames of `call`.
 
         Raises CommunicationError naming the rank that was waited for, was lost or sent something else.
         """
-        self._begin(what, tag, deadline_s)
-        missing = [peer for peer in program.peers if self._links[peer] is None]
+        self._begin(call.what, deadline_s)
+        self._start(call)
+        while call.left:
+            self._turn()
+        self._calls.clear()
+
+    def run_each(
+        self, take: Callable[[], Call | None], done: Callable[[], None], deadline_s: Callable[[], float]
+    ) -> None:
+        """Run what `take` gives, until it has none and all are done; `done` is called for each, in their order.
+
+        Up to CALLS_AT_A_TIME are under way: the frames of a call follow those of the one before on each connection, so
+        a link does not rest until the last frame of a call has arrived everywhere. Ranks may take them at different
+        times: the order on each connection is the same, and no frame waits for one of a later call. A deadline is
+        counted from the end of the call before. Raises as `run` does.
+        """
+        self._begin("all_reduce", deadline_s())
+        self._is_taking = True
+        try:
+            taken = take()
+            while taken is not None or self._calls:
+                if taken is not None and (not self._calls or not self._missing_for(taken)):
+                    self._start(taken)
+                    self._new_deadline(deadline_s())
+                    taken = None
+                if self._calls[0].left:
+                    self._turn()
+                while self._calls and not self._calls[0].left:
+                    self._calls.popleft()
+                    done()
+                    self._new_deadline(deadline_s())
+                if taken is None and len(self._calls) < CALLS_AT_A_TIME:
+                    taken = take()
+        finally:
+            self._is_taking = False
+
+    def look_again(self) -> None:
+        """Let `run_each`, where it runs, ask once more for a call; from any thread."""
+        if self._is_taking:
+            self._wake()
+
+    def _start(self, call: Call) -> None:
+        missing = self._missing_for(call)
         if missing:
             self._await(missing)
-        self._buf, self._raw, self._ufunc, self._keeps_sent = buf, buf.view(np.uint8), ufunc, program.keeps_sent
-        self._done, self._left = bytearray(len(program.receives)), len(program.sends) + len(program.receives)
-        for peer, sends, receives in program.by_peer:
+        call.number = self.calls
+        if call.counts:
+            self.calls = (self.calls + 1) & 0xFFFFFFFF
+        if self._calls and call.program.keeps_sent:
+            call.keep_copies()
+        self._calls.append(call)
+        for peer, sends, receives in call.program.by_peer:
             link = self._links[peer]
             assert link is not None
-            link.begin(sends, receives)
+            link.begin(call, sends, receives)
             if link.over or (link.closing and sends):
                 raise self._lost(link)
-            self._running.append(link)
+            if link not in self._running:
+                self._running.append(link)
             self._has_tls = self._has_tls or link.tls
         self._advance()
-        while self._left:
-            self._turn()
 
-    def _fields(self, length: int, sequence: int) -> bytes:
-        return Expected(length, self._tag, self._generation, sequence, self._buf.nbytes, self.calls).pack()
+    def _missing_for(self, call: Call) -> list[int]:
+        """Ranks that it needs and that are not connected yet."""
+        return [peer for peer in call.program.peers if self._links[peer] is None]
+
+    def _fields(self, call: Call, length: int, sequence: int) -> bytes:
+        return Expected(length, call.tag, self._generation, sequence, call.buf.nbytes, call.number).pack()
 
     def _turn(self) -> None:
         """One poll, and all that it brings."""
@@ -71,7 +115,7 @@ class Engine(Channel):
             for link in self._running:
                 if link.active and held(link.sock):
                     self._read(link)
-        if self._left and left <= 0:
+        if left <= 0 and self._calls[0].left:
             raise self._deadline()
 
     def _advance(self) -> None:
@@ -86,13 +130,12 @@ class Engine(Channel):
         """Write frames until one must wait, the socket is full, or others should have their turn."""
         while link.outgoing or link.send_at < len(link.sends):
             if not link.outgoing:
-                send = link.sends[link.send_at]
-                if not self._may(send.after):
+                send, call = link.sends[link.send_at], link.sending
+                if not call.may(send.after):
                     break
-                item = self._buf.itemsize
-                payload = self._raw[send.start * item : send.stop * item]
-                header = pack_header(self._fields(payload.nbytes, link.sent), payload)
-                whole = self._keeps_sent
+                payload = call.payload(send)
+                header = pack_header(self._fields(call, payload.nbytes, link.sent), payload)
+                whole = call.program.keeps_sent
                 link.outgoing = (
                     [memoryview(header + payload.tobytes())] if whole else [memoryview(header), payload.data]
                 )
@@ -110,23 +153,21 @@ class Engine(Channel):
                 if not taken or not link.tls:  # TLS takes one piece at a time
                     break
                 continue
-            link.sent += 1
-            link.send_at += 1
-            self._left -= 1
+            link.sent_one()
             if taken > TURN_BYTES:
                 break
         self._watch(link)
 
     def _activate(self, link: Link) -> None:
         """Make the place for the frame that comes next, if all that comes before it is done."""
-        receive = link.receives[link.receive_at]
-        if not self._may(receive.after):
+        receive, call = link.receives[link.receive_at], link.receiving
+        if not call.may(receive.after):
             return
-        item = self._buf.itemsize
+        item = call.buf.itemsize
         start, stop = receive.start * item, receive.stop * item
-        link.payload = self._raw[start:stop] if receive.combine == "copy" else link.scratch_for(stop - start)
+        link.payload = call.raw[start:stop] if receive.combine == "copy" else link.scratch_for(stop - start)
         link.payload_left = link.payload.data
-        link.expected = self._fields(stop - start, link.received)
+        link.expected = self._fields(call, stop - start, link.received)
         link.active = True
         if link.got == HEADER_BYTES:  # read ahead
             self._check(link, check_header(link.header, link.expected))
@@ -171,18 +212,14 @@ class Engine(Channel):
     def _complete(self, link: Link) -> None:
         """Check a frame that is whole, and use it."""
         self._check(link, check_payload(link.header, link.payload))
-        receive = link.receives[link.receive_at]
+        receive, call = link.receives[link.receive_at], link.receiving
         if receive.combine != "copy":
-            own, frame = self._buf[receive.start : receive.stop], link.payload.view(self._buf.dtype)
+            own, frame = call.buf[receive.start : receive.stop], link.payload.view(call.buf.dtype)
             with np.errstate(all="ignore"):  # a sum that overflows is infinite, which the caller's check finds
                 if receive.combine == "own_first":
-                    self._ufunc(own, frame, out=own)
+                    call.ufunc(own, frame, out=own)
                 else:
-                    self._ufunc(frame, own, out=own)
-        link.received += 1
-        link.receive_at += 1
-        link.got, link.active = 0, False
-        self._done[receive.number] = 1
-        self._left -= 1
+                    call.ufunc(frame, own, out=own)
+        link.received_one()
         self._advance()
         self._watch(link)

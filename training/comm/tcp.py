@@ -26,6 +26,7 @@ from training.comm.base import (
     check_rank,
     divide_by_ranks,
 )
+from training.comm.call import Call
 from training.comm.engine import Engine
 from training.comm.frames import tag_of
 from training.comm.mesh import Mesh
@@ -98,6 +99,20 @@ class TcpCommunicator(Communicator):
         if op == "mean":
             divide_by_ranks(buf, self.num_ranks)
 
+    def all_reduce_each(self, take: Callable[[], NDArray[Any] | None], done: Callable[[], None]) -> None:
+        def next_call() -> Call | None:
+            buf = take()
+            if buf is None:
+                return None
+            check_buffer(buf)
+            key = ProgramKey("all_reduce", self.choose(buf.nbytes), buf.size, buf.itemsize)
+            return _call_of("all_reduce", self._programs.of(key), buf, "sum")
+
+        self._guarded(lambda: self._engine.run_each(next_call, done, lambda: self.deadline_s))
+
+    def look_again(self) -> None:
+        self._engine.look_again()
+
     def reduce_scatter(self, buf: NDArray[Any], op: Op = "sum") -> NDArray[Any]:
         check_buffer(buf, op)
         mine = self.part_of(buf, self.rank)
@@ -119,7 +134,7 @@ class TcpCommunicator(Communicator):
         flat[bounds[self.rank][0] : bounds[self.rank][1]] = buf
         gather = halving_doubling.all_gather if flat.nbytes <= SMALL_BYTES else ring.all_gather
         program = gather(self.rank, self.num_ranks, grid_of(bounds, buf.itemsize))
-        self._run_program("all_gather_ragged", program, flat)
+        self._run_call(_call_of("all_gather_ragged", program, flat))
         return [flat[start:stop] for start, stop in bounds]
 
     def broadcast(self, buf: NDArray[Any], root: int = 0) -> None:
@@ -139,7 +154,7 @@ class TcpCommunicator(Communicator):
 
     def barrier(self) -> None:
         program = self._programs.of(ProgramKey("all_reduce", "halving-doubling", 1, 1))
-        self._run_program("barrier", program, np.zeros(1, np.uint8), "max")
+        self._run_call(_call_of("barrier", program, np.zeros(1, np.uint8), "max"))
 
     def group(self, ranks: Sequence[int]) -> Communicator:
         members = check_group(ranks, self.rank, self.num_ranks)
@@ -230,14 +245,10 @@ class TcpCommunicator(Communicator):
 
     def _run(self, kind: str, algorithm: str, buf: NDArray[Any], peer: int = 0, op: str = "") -> None:
         program = self._programs.of(ProgramKey(kind, algorithm, buf.size, buf.itemsize, peer))
-        self._run_program("send" if kind == "recv" else kind, program, buf, op)
+        self._run_call(_call_of("send" if kind == "recv" else kind, program, buf, op))
 
-    def _run_program(self, kind: str, program: Program, buf: NDArray[Any], op: str = "") -> None:
-        what, tag = f"{kind} of {buf.nbytes} bytes", tag_of(kind, op, buf.dtype)
-        ufunc = UFUNCS.get(op, np.add)
-        self._guarded(lambda: self._engine.run(what, tag, program, buf, ufunc, self.deadline_s))
-        if kind != "send":
-            self._engine.calls = (self._engine.calls + 1) & 0xFFFFFFFF
+    def _run_call(self, call: Call) -> None:
+        self._guarded(lambda: self._engine.run(call, self.deadline_s))
 
     def _guarded(self, call: Callable[[], None]) -> None:
         with self._lock:
@@ -262,6 +273,11 @@ class TcpCommunicator(Communicator):
             raise CommunicationError(
                 f"rank {name}: the communicator has ended: {self._ended}", next_step="Start the rank again."
             )
+
+
+def _call_of(kind: str, program: Program, buf: NDArray[Any], op: str = "") -> Call:
+    what, tag = f"{kind} of {buf.nbytes} bytes", tag_of(kind, op, buf.dtype)
+    return Call(what, tag, program, buf, UFUNCS.get(op, np.add), counts=kind != "send")
 
 
 def connect_tcp(
