@@ -108,7 +108,8 @@ class TrainConfig:
         rules = get_args(ScalingRule)
         self._check("learning_rate_scaling", self.learning_rate_scaling in rules, " or ".join(rules))
         scales, base = self.learning_rate_scaling != "none", self.base_batch
-        self._check("base_batch", (base is not None) == scales, "with --learning-rate-scaling, and only then")
+        self._check("base_batch", base is None or scales, "nothing without --learning-rate-scaling, which it is for")
+        self._check("base_batch", base is not None or not scales, "with scaling: the batch that the rate was found for")
         self._check("base_batch", base is None or base >= 1, "an integer from 1 up")
         self._check("warm_up_epochs", 0 <= self.warm_up_epochs < self.epochs, "from 0 to fewer than epochs")
         self._check("micro_batches", self.micro_batches >= 1, "an integer from 1 up")

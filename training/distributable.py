@@ -10,6 +10,8 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
+from tensorflow.python.ops.control_flow_v2_func_graphs import CondBranchFuncGraph
 
 from storage.canonical import canonical_bytes, parse_canonical
 from storage.errors import ConfigError, DataError
@@ -29,6 +31,35 @@ def check_wish(
         _check("statistics", right, one, "float variables of Keras")
     _check("bucket_bytes", isinstance(bucket_bytes, int) and bucket_bytes > 0, bucket_bytes, "bytes above 0")
     _check("rows_from_bytes", isinstance(rows_from_bytes, int) and rows_from_bytes >= 0, rows_from_bytes, "bytes")
+
+
+def check_step(variables: Sequence[Any], num_ranks: int) -> None:
+    """Raise ConfigError for a step that N ranks would not take as one would, while it is traced."""
+    graph = tf.compat.v1.get_default_graph() if not tf.executing_eagerly() else None
+    if graph is not None and GraphOrParentsInXlaContext(graph):
+        raise ConfigError(
+            "a step that calls other ranks cannot be compiled by XLA",
+            got="a model or a tf.function with jit_compile, which is Keras' choice where `compile` is not told",
+            allowed="jit_compile=False",
+            next_step="Call model.compile(..., jit_compile=False).",
+        )
+    while graph is not None:
+        if isinstance(graph, CondBranchFuncGraph):
+            raise ConfigError(
+                "gradients are applied under a condition",
+                got=f"optimizer.apply in the branch {graph.name} of a tf.cond",
+                allowed="every rank applies in every step: a rank that does not take the branch is waited for",
+                next_step="Apply outside of conditions; compile with steps_per_execution=1.",
+            )
+        graph = getattr(graph, "outer_graph", None)
+    raw = [getattr(variable, "path", "?") for variable in variables if getattr(variable, "overwrite_with_gradient", 0)]
+    if raw and num_ranks > 1:
+        raise ConfigError(
+            "float8 scales cannot be trained on several ranks",
+            got=f"variables that their gradients overwrite: {', '.join(raw[:10])}",
+            allowed="gradients that are means over rows",
+            next_step="Use another dtype policy than float8.",
+        )
 
 
 def compare_start(communicator: Communicator, optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]) -> None:

@@ -14,13 +14,12 @@ from weakref import WeakSet, ref
 import keras
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.ops.control_flow_v2_func_graphs import CondBranchFuncGraph
 
 from storage.errors import ConfigError
 from training import accumulate, fused_update, loss_scale
 from training.buckets import BUCKET_BYTES
 from training.comm.base import Communicator
-from training.distributable import check_wish, compare_start
+from training.distributable import check_step, check_wish, compare_start
 from training.exchange import Exchange
 from training.graph_exchange import exchange_for
 from training.launch.current import report_faults_of
@@ -124,7 +123,14 @@ class _State:
 
 
 def _state(optimizer: Any) -> _State:
-    state: _State = optimizer._lockstep
+    state: _State | None = getattr(optimizer, "_lockstep", None)
+    if state is None:
+        raise ConfigError(
+            "this optimizer is not distributed",
+            got=f"a plain {type(optimizer).__name__}",
+            allowed="an optimizer that distribute has returned; undistribute makes it a plain one again",
+            next_step="Compile the model with distribute(optimizer, communicator).",
+        )
     return state
 
 
@@ -169,7 +175,7 @@ class _Distributed:
             loss = tf.zeros((), tf.float32)
         elif loss.dtype.size < 4:
             loss = tf.cast(loss, tf.float32)
-        _check(grads, variables, state.reduction.exchange)
+        check_step(variables, state.reduction.exchange.communicator.num_ranks)
         if state.compares:
             compare_start(state.reduction.exchange.communicator, me, variables)
             state.compares = False
@@ -212,25 +218,3 @@ def _holding(exchange: Exchange) -> Any:
         return np.int32(0)
 
     return hold
-
-
-def _check(grads: list[Any], variables: list[Any], exchange: Exchange) -> None:
-    """Raise ConfigError for a step that N ranks would not take as one would."""
-    graph = tf.compat.v1.get_default_graph() if not tf.executing_eagerly() else None
-    while graph is not None:
-        if isinstance(graph, CondBranchFuncGraph):
-            raise ConfigError(
-                "gradients are applied under a condition",
-                got=f"optimizer.apply in the branch {graph.name} of a tf.cond",
-                allowed="every rank applies in every step: a rank that does not take the branch is waited for",
-                next_step="Apply outside of conditions; compile with steps_per_execution=1.",
-            )
-        graph = getattr(graph, "outer_graph", None)
-    raw = [getattr(variable, "path", "?") for variable in variables if getattr(variable, "overwrite_with_gradient", 0)]
-    if raw and exchange.communicator.num_ranks > 1:
-        raise ConfigError(
-            "float8 scales cannot be trained on several ranks",
-            got=f"variables that their gradients overwrite: {', '.join(raw[:10])}",
-            allowed="gradients that are means over rows",
-            next_step="Use another dtype policy than float8.",
-        )

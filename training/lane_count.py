@@ -42,7 +42,7 @@ def check_lanes(global_batch: int, lanes: int, groups: int | None = None, num_ra
 
 def _refuse(what: str, hint: str) -> ConfigError:
     return ConfigError(
-        what,
+        "ranks, lanes and global batch do not fit together",
         got=what,
         allowed="G a multiple of L, L a multiple of the lane groups, num_ranks at most L and at most the groups",
         next_step=f"Use {hint}.",

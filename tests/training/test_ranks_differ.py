@@ -139,3 +139,17 @@ def test_gradients_under_a_condition_are_refused() -> None:
 
     with pytest.raises(ConfigError, match="under a condition"):
         step(*(tf.constant(part) for part in batches(1)[0]))
+
+    compiled = tf.function(learner._step, autograph=False, jit_compile=True)
+    with pytest.raises(ConfigError, match="compiled by XLA"):
+        compiled(*(tf.constant(part) for part in batches(1)[0]))
+
+
+@pytest.mark.slow
+def test_a_plain_optimizer_has_no_exchange_and_says_so() -> None:
+    import keras
+
+    from training.distribute import exchange_of
+
+    with pytest.raises(ConfigError, match="SGD"):
+        exchange_of(keras.optimizers.SGD())
