@@ -36,10 +36,22 @@ def fresh(make: Callable[[], Any], seed: int = 1) -> Any:
     return model
 
 
-def alone(make: Callable[[], Any], x: Any, y: Any, weights: Any = None, *, steps: int = 5, seed: int = 1) -> Any:
-    """The model after `steps` steps of plain Keras on all rows, with `losses` of each step."""
+def alone(
+    make: Callable[[], Any],
+    x: Any,
+    y: Any,
+    weights: Any = None,
+    *,
+    steps: int = 5,
+    seed: int = 1,
+    batches: int = 1,
+) -> Any:
+    """The model after `steps` times `batches` steps of plain Keras on all rows.
+
+    `losses_of_steps` are those of each step, or of each round of the batches.
+    """
     model = fresh(make, seed)
-    model.losses_of_steps = _fit(model, x, y, weights, steps)
+    model.losses_of_steps = _fit(model, x, y, weights, steps, batches)
     return model
 
 
