@@ -39,7 +39,7 @@ def check_step(variables: Sequence[Any], num_ranks: int) -> None:
     if graph is not None and GraphOrParentsInXlaContext(graph):
         raise ConfigError(
             "a step that calls other ranks cannot be compiled by XLA",
-            got="a model or a tf.function with jit_compile, which is Keras' choice where `compile` is not told",
+            got="a model or a tf.function with jit_compile (on a GPU Keras chooses so where `compile` is not told)",
             allowed="jit_compile=False",
             next_step="Call model.compile(..., jit_compile=False).",
         )
