@@ -29,7 +29,13 @@ def parser() -> JobParser:
     add("--split", default="test", metavar="NAME", help="the split to evaluate on (default test)")
     add("--baseline", metavar="B", help="rate:COLUMN (training mean of the label for each value) | majority")
     add("--num-ranks", type=int, default=1, metavar="N", help="processes (default 1)")
-    add("--batch", type=int, default=512, metavar="ROWS", help="rows at a time (default 512); changes no result")
+    add(
+        "--batch",
+        type=int,
+        default=512,
+        metavar="ROWS",
+        help="rows at a time (default 512); changes nothing but losses divided by a mask or by the weights' sum",
+    )
     add(
         "--launcher", choices=["local", "barrier"], default="local", help="this host (default) or a Spark barrier stage"
     )
