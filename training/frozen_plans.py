@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from storage.errors import CommunicationError, ExistsError, NotFoundError
+from storage.errors import CommunicationError, DataError, ExistsError, NotFoundError
 from storage.fs import FileSystem
 from storage.publish import write_file
 from storage.sealed import seal, unseal_as
 from training.claims import check_newest
 from training.comm.comm_plan import CommPlan
-from training.paths import RunPaths, is_comm_plan_of
+from training.paths import RunPaths, comm_plan_name, is_comm_plan_of
 
 FORMAT_VERSION = 1
 
@@ -56,4 +56,14 @@ def freeze_plan(fs: FileSystem, paths: RunPaths, generation: int, document: Any)
 
 def _read(fs: FileSystem, url: str) -> CommPlan:
     document = unseal_as("comm_plan", fs.read_bytes(url), url, version=FORMAT_VERSION)
-    return CommPlan.from_json(document.get("plan"), where=url)
+    plan = CommPlan.from_json(document.get("plan"), where=url)
+    ranks = len(plan.layout.host_of)
+    # Ranks look for theirs by what is in it: one under a wrong name would be passed over, and a new one never written.
+    if not url.endswith(comm_plan_name(ranks, plan.key)):
+        raise DataError(
+            f"{url} holds a plan of other ranks than its name says",
+            got=f"a plan for {ranks} ranks, which is called {comm_plan_name(ranks, plan.key)}",
+            allowed="files as the run wrote them",
+            next_step="Rename it, or restore the folder from a backup.",
+        )
+    return plan

@@ -46,6 +46,11 @@ def claim_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def comm_plan_name(num_ranks: int, key: str) -> str:
+    """The file of the plan of so many ranks."""
+    return f"ranks-{num_ranks:05d}-{key}.json"
+
+
 def is_comm_plan_of(name: str, num_ranks: int) -> bool:
     """Whether this is the name of a frozen communication plan of so many ranks."""
     match = _COMM_PLAN.fullmatch(name)
@@ -102,7 +107,7 @@ class RunPaths:
 
     def comm_plan(self, num_ranks: int, key: str) -> str:
         """The plan of so many ranks; `key` is CommPlan.key."""
-        return f"{self.comm_plans}/ranks-{num_ranks:05d}-{key}.json"
+        return f"{self.comm_plans}/{comm_plan_name(num_ranks, key)}"
 
     @property
     def checkpoints(self) -> str:
