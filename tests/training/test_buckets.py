@@ -117,6 +117,37 @@ def test_what_is_not_finite_stops_every_rank(gradient: float, statistic: float, 
     assert errors[0].startswith(words)
 
 
+@pytest.mark.parametrize(
+    ("gradient", "statistic", "skipped"),
+    [
+        (np.inf, 0.0, True),
+        (np.inf, np.nan, True),  # an overflow in the forward pass reaches both
+        (0.0, np.nan, False),  # no skipped step makes that good
+    ],
+)
+def test_with_loss_scaling_a_gradient_that_is_not_finite_skips(
+    gradient: float, statistic: float, skipped: bool
+) -> None:
+    def work(comm: Communicator) -> bool | str:
+        exchange = Exchange(comm, 0.5)
+        exchange.skips_non_finite = True
+        part = (
+            [np.full(3, gradient if comm.rank else 0, np.float32)],
+            [np.full(2, statistic if comm.rank else 0, np.float32)],
+        )
+        try:
+            step(exchange, *part, np.nan if skipped else 0.0)
+        except NonFiniteError as error:
+            return str(error)
+        finally:
+            exchange.close()
+        assert exchange.agreement is not None
+        return exchange.agreement.skipped
+
+    for told in run_ring(2, work):
+        assert told is True if skipped else str(told).startswith("step 1: t1 is not finite")
+
+
 def test_a_buffer_that_is_still_read_is_never_written() -> None:
     exchange = Exchange(SoloCommunicator(), 1.0)
     (first,) = step(exchange, [np.full(8, 1.0, np.float32)], [], 0.0)
