@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -170,8 +171,13 @@ def tells_pid(context: RankContext) -> dict[str, Any]:
 
 
 def slow_result(context: RankContext) -> dict[str, Any]:
-    """Leaves a thread behind that would keep a Python process alive."""
+    """Leaves a thread behind that would keep a Python process alive, and a file as AutoGraph does."""
     threading.Thread(target=time.sleep, args=(60,)).start()
+    file = Path(context.payload["folder"], f"__autograph_generated_file{context.world.rank}.py")
+    file.touch()
+    module = types.ModuleType(file.stem)
+    module.__file__ = str(file)
+    sys.modules[file.stem] = module
     return {"rank": context.world.rank}
 
 
