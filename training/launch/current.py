@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 from storage.errors import ConfigError
 
 if TYPE_CHECKING:
+    from training.comm.base import Communicator
     from training.launch.context import RankContext
 
 NUM_RANKS = "LOCKSTEP_NUM_RANKS"
 
 _context: RankContext | None = None
+_alone: Communicator | None = None
 _faults: list[Callable[[], BaseException | None]] = []
 
 
@@ -36,6 +38,22 @@ def context() -> RankContext | None:
             next_step=f"Make these calls in the script itself, or unset {NUM_RANKS} for a child that stands alone.",
         )
     return _context
+
+
+def communicator() -> Communicator:
+    """The communicator of all ranks, the same at every call; a script that was started by itself is one rank alone.
+
+    A collective at the first call. Raises what `context` does, and CommunicationError for a rank that does not join.
+    """
+    global _alone
+    launched = context()
+    if launched is not None:
+        return launched.communicator()
+    if _alone is None:
+        from training.comm.solo import SoloCommunicator
+
+        _alone = SoloCommunicator()
+    return _alone
 
 
 def report_faults_of(look: Callable[[], BaseException | None]) -> None:
