@@ -5,7 +5,8 @@
 Contestants: `plain` (Keras' `fit` without exchange), `ours` (`fit` with `distribute`), `mwms` (tf_keras under
 MultiWorkerMirroredStrategy). Talk, a line of JSON each way: the worker says where it listens, gets all ranks' places,
 says that it is ready, and answers each {"steps": n} by the seconds a step from the end of the first to that of the
-last, of the clock and of all its threads' CPU time, {"forward": n} by those of an evaluation's.
+last, of the clock and of all its threads' CPU time, {"forward": n} by those of an evaluation's, {"gradients": n} by
+those of a step that updates nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import socket
 import sys
 import time
 from typing import Any
+
+import numpy as np
 
 from benchmarks import step_models
 
@@ -125,17 +128,35 @@ def mwms(name: str, rank: int, ranks: int) -> Any:
     return tf_keras, model, strategy.distribute_datasets_from_function(lambda _: dataset(name, rank))
 
 
+def without_update(keras: Any, model: Any) -> Any:
+    """The same layers under an optimizer that takes the gradients and leaves the weights alone."""
+    import tensorflow as tf
+
+    class Idle(keras.optimizers.SGD):
+        def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+            # TensorFlow would not compute what nobody takes.
+            tf.numpy_function(lambda *found: np.int32(0), list(grads), tf.int32)
+
+    twin = keras.Model(model.inputs, model.outputs)
+    twin.compile(Idle(), model.loss, jit_compile=False)
+    return twin
+
+
 def main() -> None:
     """Build, warm up, then answer until stdin ends."""
     contestant, name, rank, ranks = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     keras, model, data = {"plain": plain, "ours": ours, "mwms": mwms}[contestant](name, rank, ranks)
     model.fit(data, steps_per_epoch=3, verbose=0)
     say({"ready": contestant, "parameters": int(model.count_params())})
+    idle = None
     while True:
         ((what, steps),) = hear().items()
         watch = clock(keras)
         if what == "forward":
             model.evaluate(data, steps=steps, verbose=0, callbacks=[watch])
+        elif what == "gradients":
+            idle = idle or without_update(keras, model)
+            idle.fit(data, steps_per_epoch=steps, verbose=0, callbacks=[watch])
         else:
             model.fit(data, steps_per_epoch=steps, verbose=0, callbacks=[watch])
         wall, cpu = ((last - first) / (steps - 1) for first, last in zip(watch.first, watch.last, strict=True))
