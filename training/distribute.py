@@ -74,7 +74,7 @@ def distribute(
     _USED.add(communicator)
     exchange = exchange_for(communicator, scale)
     known = ref(exchange)
-    report_faults_of(lambda: None if (still := known()) is None or still in _ENDED else still.error)
+    report_faults_of(lambda: None if (still := known()) is None or still in _ENDED else still.fault())
     exchange.skips_non_finite = isinstance(outermost, keras.optimizers.LossScaleOptimizer)
     reduction = Reduction(exchange, tuple(statistics), bucket_bytes, rows_from_bytes, compression)
     # Saved models name the class and its module: those of the plain class, so that they load without Lockstep.

@@ -152,6 +152,10 @@ class Exchange(Steps):
             self._fail(error)
             raise
 
+    def fault(self) -> BaseException | None:
+        """What is behind a step's failure, as it was raised: TensorFlow repeats only an error's text."""
+        return self.error
+
     def close(self) -> None:
         """End the thread; the communicator stays open."""
         self._reducer.close()

@@ -153,7 +153,7 @@ class Fit(AbstractContextManager["Fit"]):
                 )
             except Exception as error:
                 # TensorFlow repeats the text of an exception in Python code, not the exception.
-                cause = self._exchange.error or self._step.error or pipeline.failure or error
+                cause = self._exchange.fault() or self._step.error or pipeline.failure or error
                 if cause is error:
                     raise
                 raise cause from None

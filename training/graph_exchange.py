@@ -17,9 +17,11 @@ import tensorflow as tf
 from numpy.typing import NDArray
 from tensorflow.python.ops import collective_ops
 
+from storage.errors import CommunicationError
 from training.buckets import Layout
 from training.comm.base import Communicator
 from training.comm.tensorflow import TensorflowCommunicator
+from training.comm.tf_cluster import RESTART
 from training.exchange import Exchange
 from training.ordered import put_last
 
@@ -45,6 +47,16 @@ class GraphExchange(Exchange):
         self._cluster, self._key, self._ordinary = communicator.cluster, communicator.graph_key(), communicator.ordinary
         with tf.init_scope(), tf.device(self._cluster.device):
             self._token = tf.Variable(0.0, trainable=False, name="collective_order")
+
+    def fault(self) -> BaseException | None:
+        """As `Exchange.fault`. TensorFlow's own error of a sum that was ended elsewhere names no rank."""
+        reason = self._cluster.reason() if self.error is None else None
+        if reason is not None:
+            self.error = CommunicationError(
+                f"rank {self.communicator.rank}, step {self.step + 1}: the sums of gradients were ended: {reason}",
+                next_step=RESTART,
+            )
+        return self.error
 
     def _sums(self, layout: Layout, gradients: Sequence[Any], after: Sequence[Any]) -> list[Any]:
         found: list[Any] = [None] * len(gradients)

@@ -231,6 +231,8 @@ def test_an_interrupt_in_tensorflows_call_ends_the_others_calls(ranks: Ranks) ->
     """Rank 0 is interrupted while it waits within TensorFlow, rank 1 waits there too, rank 2 has just met them."""
 
     def work(comm: Any) -> str:
+        from training.graph_exchange import GraphExchange
+
         if comm.rank == 2:
             meet = comm._meeting.all
 
@@ -250,6 +252,11 @@ def test_an_interrupt_in_tensorflows_call_ends_the_others_calls(ranks: Ranks) ->
         with pytest.raises((KeyboardInterrupt, CommunicationError)) as caught:
             comm.all_reduce(np.ones(1000, np.float32))
         assert time.monotonic() - began < comm.deadline_s / 2
+        in_graph = GraphExchange(comm).fault()  # what a step would be told, whose sums TensorFlow ends without a name
+        assert isinstance(in_graph, CommunicationError)
+        assert "KeyboardInterrupt: the test says so" in in_graph.what and (
+            comm.rank == 0 or "rank 0: " in in_graph.what
+        )
         return f"{caught.type.__name__}: {caught.value}".splitlines()[0]
 
     first, *others = ranks.run(WHOLE, work)

@@ -205,8 +205,7 @@ class TensorflowCommunicator(Communicator):
     def _lost(self, what: str, error: Exception) -> CommunicationError:
         reason = self.cluster.reason()
         if reason is not None:
-            said = reason.removeprefix(f"rank {self.cluster.rank}: ")
-            return CommunicationError(f"rank {self.rank}: {what} was ended: {said}", next_step=RESTART)
+            return CommunicationError(f"rank {self.rank}: {what} was ended: {reason}", next_step=RESTART)
         silent = [self._tasks.index(task) for task in self.cluster.silent(self._tasks)]
         who = f"rank {', '.join(map(str, silent))}" if silent else "the other ranks, which all answer"
         return CommunicationError(

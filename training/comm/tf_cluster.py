@@ -62,7 +62,7 @@ class Cluster:
     def reason(self) -> str | None:
         """Why TensorFlow's call has failed, where a rank has ended it: its word may come a little later."""
         self._over.wait(WORD_LIMIT_S)
-        return self.ended
+        return None if self.ended is None else self.ended.removeprefix(f"rank {self.rank}: ")
 
     def _watch(self) -> None:
         """End what runs as soon as another rank has ended.

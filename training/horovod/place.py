@@ -190,5 +190,5 @@ def call(text: str, extra: int, function: Callable[[Communicator, list[int]], An
 def _fault() -> BaseException | None:
     if _place is None:
         return None
-    errors = [_place.error, *(exchange.error for exchange in _place.exchanges)]
+    errors = [_place.error, *(exchange.fault() for exchange in _place.exchanges)]
     return next((error for error in errors if error is not None), None)
