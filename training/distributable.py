@@ -71,7 +71,8 @@ def compare_start(communicator: Communicator, optimizer: keras.optimizers.Optimi
         return
     with tf.init_scope():  # values, also while a step is traced
         weights = [hashlib.sha256(_bytes(one)).hexdigest() for one in variables]
-    mine = canonical_bytes({"optimizer": _settings(optimizer), "weights": weights})
+        settings = _settings(optimizer)
+    mine = canonical_bytes({"optimizer": settings, "weights": weights})
     everyone = [parse_canonical(data, file="a rank") for data in communicator.all_gather_bytes(mine)]
     first, what = everyone[0], type(optimizer).__name__
     for rank, other in enumerate(everyone):

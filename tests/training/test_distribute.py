@@ -219,19 +219,25 @@ def test_arguments_that_cannot_be_right(arguments: dict[str, Any], name: str) ->
 def test_ranks_that_begin_apart_are_told_on_all() -> None:
     """They would take the same sums from other weights, or with another rate, and never meet."""
     import keras
+    import tensorflow as tf
 
     from tests.training._ring import run_ring
     from training.distribute import distribute
 
     def step(comm: Communicator, rate: float, weight: float, **options: Any) -> None:
-        kernel = keras.Variable([1.0, weight], name="kernel")
-        distribute(keras.optimizers.SGD(rate), comm, **options).apply([np.ones(2, np.float32)], [kernel])
+        with tf.init_scope():
+            kernel = keras.Variable([1.0, weight], name="kernel")
+            optimizer = distribute(keras.optimizers.SGD(rate), comm, **options)
+            optimizer.build([kernel])
+        optimizer.apply([tf.ones(2)], [kernel])
 
     def one(comm: Communicator) -> None:
         with pytest.raises(ConfigError, match=r"rank 1 begins with other weights than rank 0\n  got: kernel.*1 of 1"):
             step(comm, 0.1, 2.0 + comm.rank)
         with pytest.raises(ConfigError, match="rank 1 has another optimizer than rank 0"):
             step(comm, 0.1 * (1 + comm.rank), 2.0)
+        with pytest.raises(ConfigError, match="rank 1 has another optimizer than rank 0"):
+            tf.function(step, autograph=False)(comm, 0.1 * (1 + comm.rank), 2.0)  # read while a step is traced
         step(comm, 0.1, 2.0 + comm.rank, same_start=False)  # as a script that broadcasts after its first step
         step(comm, 0.1, 2.0)
 
