@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 import keras
@@ -22,6 +22,7 @@ from keras.src.losses.loss import apply_mask, reduce_weighted_values
 from numpy.typing import NDArray
 
 from storage.errors import ConfigError
+from training.compiled_losses import changed_losses
 from training.ordered import OrderedCalls
 from training.swap import swapped
 
@@ -55,22 +56,11 @@ class Denominators:
 
         What `add_loss` and regularisers add is taken for means over rows, as Keras makes it of activity regularisers.
         """
-        losses = model._compile_loss  # Keras has no public way to what `compile` made of the losses
-        with ExitStack() as stack:
 
-            def exchange() -> None:
-                stack.enter_context(swapped(losses, "_flat_losses", self._of_all(losses._flat_losses)))
+        def changes(losses: Any) -> Iterator[AbstractContextManager[None]]:
+            yield swapped(losses, "_flat_losses", self._of_all(losses._flat_losses))
 
-            if losses is not None and losses.built:
-                exchange()
-            elif losses is not None:  # in a loop of the user's own, whose first loss builds it
-                plain = losses.build
-
-                def build(*args: Any) -> None:
-                    plain(*args)
-                    exchange()
-
-                stack.enter_context(swapped(losses, "build", build))
+        with changed_losses(model, changes):
             yield
 
     def _of_all(self, entries: list[Any]) -> list[Any]:

@@ -7,38 +7,28 @@ size do not have: a last batch of one row then counts as much as any other.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from training.compiled_losses import changed_losses
 from training.swap import swapped
 
 
 @contextmanager
 def weighed_by_rows(model: keras.Model, data: Any) -> Iterator[None]:
     """While a step of `model` on the batch `data` (what train_step and test_step are given) is traced or run."""
-    losses = model._compile_loss  # Keras has no public way to what `compile` made of the losses
-    with ExitStack() as stack:
 
-        def weigh() -> None:
-            for metric in losses.metrics:  # none where there is one output
-                x = keras.utils.unpack_x_y_sample_weight(data)[0]
-                rows = tf.shape(next(part for part in keras.tree.flatten(x) if part is not None))[0]
-                stack.enter_context(swapped(metric, "update_state", partial(_update, metric.update_state, rows)))
+    def changes(losses: Any) -> Iterator[AbstractContextManager[None]]:
+        for metric in losses.metrics:  # none where there is one output
+            x = keras.utils.unpack_x_y_sample_weight(data)[0]
+            rows = tf.shape(next(part for part in keras.tree.flatten(x) if part is not None))[0]
+            yield swapped(metric, "update_state", partial(_update, metric.update_state, rows))
 
-        if losses is not None and losses.built:
-            weigh()
-        elif losses is not None:  # the step's first loss builds it
-            plain = losses.build
-
-            def build(*args: Any) -> None:
-                plain(*args)
-                weigh()
-
-            stack.enter_context(swapped(losses, "build", build))
+    with changed_losses(model, changes):
         yield
 
 
