@@ -113,6 +113,7 @@ def own_class(optimizer: keras.optimizers.Optimizer) -> type[keras.optimizers.Op
 
 def finalize(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> None:
     """What Keras does once at the end of `fit`: with `use_ema`, the averages become the weights."""
+    _state(optimizer)  # a plain one is refused by name
     super(_Distributed, optimizer).finalize_variable_values(variables)
 
 

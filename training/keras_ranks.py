@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
+from weakref import WeakKeyDictionary
 
 import keras
 import numpy as np
@@ -34,13 +35,14 @@ WRITERS = (
     keras.callbacks.RemoteMonitor,
     keras.callbacks.ProgbarLogger,
 )
+_INSTALLED: WeakKeyDictionary[keras.Model, RankStep] = WeakKeyDictionary()
 
 
 def rank_step(model: keras.Model, communicator: Communicator, *, batchnorm: Statistics = "sync") -> RankStep:
     """Have `model`, compiled with a distributed optimizer, train on masks, weights and batch statistics of all ranks.
 
-    A collective: it makes a group of the communicator. Returns what it installed, whose `remove` takes it back. Raises
-    ConfigError for another word in `batchnorm`.
+    A collective: it makes a group of the communicator. Call it again after another `compile`. Returns what it
+    installed, whose `remove` takes it back. Raises ConfigError for another word in `batchnorm`.
     """
     if batchnorm not in get_args(Statistics):
         raise ConfigError(
@@ -49,7 +51,10 @@ def rank_step(model: keras.Model, communicator: Communicator, *, batchnorm: Stat
             allowed=" or ".join(get_args(Statistics)),
             next_step="Correct it; ghost needs the lane groups of jobs.train.",
         )
-    step = RankStep(exchange_of(model.optimizer).scale, sync=batchnorm == "sync")
+    before = _INSTALLED.pop(model, None)
+    if before is not None and "train_step" in vars(model):  # compiled anew since; two of them would undo each other
+        before.remove(model)
+    step = _INSTALLED[model] = RankStep(exchange_of(model.optimizer).scale, sync=batchnorm == "sync")
     step.install(model, communicator.group(range(communicator.num_ranks)))
     return step
 
@@ -196,20 +201,26 @@ class AgreedStop(keras.callbacks.Callback):
 
 def share_of(data: Any, rank: int, num_ranks: int) -> Any:
     """A rank's rows of nested arrays that have equally many: neighbours, of sizes that differ by one at most."""
-    start, stop = part_bounds(_rows(data), num_ranks)[rank]
+    if not (rows := _rows(data)):
+        raise _no_rows("0 rows")
+    start, stop = part_bounds(rows, num_ranks)[rank]
     return keras.tree.map_structure(lambda array: array[start:stop], data)
 
 
 def _rows(data: Any) -> int:
     first = keras.tree.flatten(data)[0]
     if not hasattr(first, "shape"):
-        raise ConfigError(
-            "there are no rows to give each rank a part of",
-            got=type(first).__name__,
-            allowed="arrays in any structure; for evaluate also a rank's own tf.data.Dataset or PyDataset",
-            next_step="Hand in arrays, or call the model's own method with this rank's part.",
-        )
+        raise _no_rows(type(first).__name__)
     return len(first)
+
+
+def _no_rows(got: str) -> ConfigError:
+    return ConfigError(
+        "there are no rows to give each rank a part of",
+        got=got,
+        allowed="arrays in any structure; for evaluate also a rank's own tf.data.Dataset or PyDataset",
+        next_step="Hand in arrays, or call the model's own method with this rank's part.",
+    )
 
 
 def _gathered(array: Any, communicator: Communicator) -> Any:

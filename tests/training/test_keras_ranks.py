@@ -169,6 +169,8 @@ def test_evaluate_and_predict() -> None:
     ranks = run_ring(3, one)
     with pytest.raises(ConfigError, match="no rows"):
         predict(plain, SoloCommunicator(), iter([x]))
+    with pytest.raises(ConfigError, match="got: 0 rows"):
+        evaluate(plain, SoloCommunicator(), x[:0], y[:0])
     for metrics, outputs in ranks:
         assert set(metrics) == set(whole)
         for name, value in whole.items():
@@ -317,3 +319,23 @@ def test_a_batch_normalisation_that_rank_step_does_not_know() -> None:
 
     with pytest.raises(ConfigError, match="batchnorm='ghost'"):
         rank_step(fresh(model), SoloCommunicator(), batchnorm="ghost")  # type: ignore[arg-type]  # a user's mistake
+
+
+def test_rank_step_again_after_another_compile() -> None:
+    """The second takes the place of the first; inside of each other they would take the loss from each other."""
+    from training.distribute import distribute
+    from training.keras_ranks import rank_step
+
+    models = [fresh(model) for _ in range(2)]
+
+    def one(comm: Communicator) -> list[float]:
+        mine = models[comm.rank]
+        mine.optimizer = distribute(mine.optimizer, comm)
+        rank_step(mine, comm)
+        mine.compile(mine.optimizer, "binary_crossentropy", jit_compile=False)
+        rank_step(mine, comm)
+        mine.train_on_batch(REAL[0][comm.rank : comm.rank + 2], np.array([[0.0], [1.0]]))
+        return [float(np.abs(weight).sum()) for weight in mine.get_weights()]
+
+    first, second = run_ring(2, one)
+    assert first == second
