@@ -48,7 +48,7 @@ class HierarchicalCommunicator(Communicator):
 
     @property
     def deadline_s(self) -> float:
-        """The longest that one call may take on the first level, and LATER_S more on each further one."""
+        """The longest that a call, or a large buffer's piece, may take on the first level; LATER_S more on each further one."""
         return self._flat.deadline_s
 
     @deadline_s.setter

@@ -22,7 +22,7 @@ from training.comm.tcp import TcpCommunicator
 JOB = "worker"
 HEALTH_LIMIT_MS = 1000
 ABORTED = 10  # tensorflow.error.Code
-LOOK_EVERY_S = 0.1  # 20 microseconds of work each time
+LOOK_EVERY_S = 0.1  # 3 microseconds of work each time
 WORD_LIMIT_S = 1.0
 RESTART = "Start the ranks again: TensorFlow's collectives do not recover within a process. The launcher does so."
 
