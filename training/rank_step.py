@@ -14,6 +14,7 @@ from training.batchnorm import GhostBatchNormalization, batchnorm_as, normalisat
 from training.comm.base import Communicator
 from training.denominators import Denominators
 from training.kept_statistics import KeptStatistics
+from training.micro_statistics import MicroStatistics
 from training.ordered import OrderedCalls
 from training.output_losses import weigh_tests, weighed_by_rows
 from training.sync_batchnorm import SyncMoments
@@ -62,10 +63,10 @@ class RankStep:
                 next_step="Use --batchnorm ghost or --micro-batches 1.",
             )
         self._tell(model)
-        plain, kept = model.train_step, KeptStatistics(model)
+        plain, kept, micro = model.train_step, KeptStatistics(model), MicroStatistics(model, self._micro_batches)
 
         def train_step(data: Any) -> Any:
-            with kept.step(), weighed_by_rows(model, data), self.tracing(model):
+            with kept.step(), micro.step(), weighed_by_rows(model, data), self.tracing(model):
                 return plain(data)
 
         object.__setattr__(model, "train_step", train_step)  # past Keras' tracking

@@ -25,9 +25,12 @@ def swapped_class(thing: Any, mixin: type, **attributes: Any) -> Iterator[None]:
 @contextmanager
 def swapped(thing: Any, name: str, value: Any) -> Iterator[None]:
     """The attribute `name` of `thing` is `value` until the end, past Keras' tracking of attributes."""
-    before = getattr(thing, name)
+    own, before = name in vars(thing), getattr(thing, name)
     object.__setattr__(thing, name, value)
     try:
         yield
     finally:
-        object.__setattr__(thing, name, before)
+        if own:
+            object.__setattr__(thing, name, before)
+        else:  # its class's again, which may be another one by then
+            object.__delattr__(thing, name)

@@ -213,6 +213,29 @@ def test_a_users_own_layers_become_ghosts() -> None:
     assert not np.allclose(np.asarray(plain.variables[0]), np.asarray(one.variables[0]))
 
 
+def test_micro_batches_move_averages_once_a_step() -> None:
+    """By the mean of all rows, whichever of them come last: these depend on the number of ranks. In eager steps."""
+    import keras
+    import tensorflow as tf
+
+    from training.micro_statistics import MicroStatistics
+
+    layer = keras.layers.BatchNormalization(momentum=0.5)
+    model = keras.Sequential([keras.Input((3,)), layer])
+    model.compile(keras.optimizers.SGD(0.0, gradient_accumulation_steps=2))
+    micro, expected = MicroStatistics(model, 2), np.zeros(3)
+    for rows in np.random.default_rng(3).standard_normal((2, 8, 3)).astype(np.float32):  # two steps
+        for part in (rows[:4], rows[4:]):
+            with micro.step():
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_sum(model(part, training=True))
+                gradients = tape.gradient(loss, [variable.value for variable in model.trainable_variables])
+                model.optimizer.apply(gradients, model.trainable_variables)
+        expected = 0.5 * expected + 0.5 * rows.mean(axis=0)
+        np.testing.assert_allclose(layer.moving_mean.numpy(), expected, rtol=1e-5, atol=1e-6)
+    assert "apply" not in vars(model.optimizer)
+
+
 def test_a_run_of_three_ranks_with_sync_is_the_run_of_one(tmp_path: Path) -> None:
     """4 lanes on 3 ranks, whose rows differ; there may be more ranks than ghosts have lane groups."""
     from tests.training._threads import final_tensors, run
