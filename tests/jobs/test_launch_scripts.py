@@ -91,8 +91,10 @@ def test_a_script_that_fails_is_told_with_its_lines(tmp_path: Path, how: str, re
 
 def test_threads_of_a_failed_script_have_the_grace_and_no_more() -> None:
     payload = {"script": Script(PLAIN, ("interrupts",), PLAIN, None).to_json(), "start_s": 60.0}
-    with pytest.raises(RankFailedError) as caught:  # its thread would go on for an hour
+    began = time.monotonic()
+    with pytest.raises(RankFailedError) as caught:
         run_local(RankTask("training.launch.script:main", payload), 2, limits=Limits(grace_s=1.0))
+    assert time.monotonic() - began < 60.0  # its thread would go on for two minutes
     assert caught.value.got == "plain.py ended by KeyboardInterrupt()" and "KeyboardInterrupt" in caught.value.tail
 
 
