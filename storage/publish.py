@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import secrets
 from collections.abc import Callable
 
@@ -21,11 +22,17 @@ from storage.retry import Backoff
 from storage.settings import write_give_up_s
 
 _READ_BACK_BYTES = 1 << 22
+_TEMPORARY = re.compile(r"\..*\.[0-9a-f]{16}\.tmp")
 
 
 def temporary_name(url: str) -> str:
     """A fresh hidden sibling of `url`, which no reader, Spark or pyarrow takes for data."""
     return join(parent(url), f".{basename(url)}.{secrets.token_hex(8)}.tmp")
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file's name is one of `temporary_name`: what a writer that was killed has left."""
+    return _TEMPORARY.fullmatch(name) is not None
 
 
 def write_file(fs: FileSystem, url: str, data: bytes, *, exclusive: bool = True) -> None:

@@ -12,6 +12,7 @@ from storage.errors import ConfigError, CorruptionError, DataError, NotFoundErro
 from storage.findings import Check
 from storage.fs import basename, filesystem, parent
 from storage.layout import MANIFEST_NAME, safe_relative
+from storage.publish import is_temporary
 from storage.sealed import unseal
 
 RUN_JSON = "run.json"
@@ -20,7 +21,6 @@ _CLAIM = re.compile(r"([0-9]{6,})\.json")
 _RESULT = re.compile(r"g([0-9]{4,})\.json")
 _COMM_PLAN = re.compile(r"ranks-[0-9]{5,}-[0-9a-f]{16}\.json")
 _PART = re.compile(r"part-([0-9]{5,})\.(jsonl|log)")
-_TEMPORARY = re.compile(r"\..*\.[0-9a-f]{16}\.tmp")
 
 
 def check_checkpoint(check: Check) -> None:
@@ -202,7 +202,7 @@ def _sealed(check: Check, path: str) -> dict[str, Any] | None:
 def _unexpected(check: Check, path: str) -> None:
     # What a writer that died left under a temporary or growing name is no part of the run.
     name = basename(path)
-    if not (_TEMPORARY.fullmatch(name) or name.endswith(".part")):
+    if not (is_temporary(name) or name.endswith(".part")):
         check.bad(path, "an extra file that does not belong here")
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from storage.errors import CorruptionError, DataError, NotFoundError
 from storage.fs import FileSystem, filesystem, join
+from storage.publish import is_temporary
 from training.audit import AuditReport, check_audit
 from training.chain import find_tip
 from training.claims import CheckpointRef, epochs_asked, read_claims
@@ -68,6 +69,8 @@ def _files_of(fs: FileSystem, paths: RunPaths, upto: CheckpointRef) -> list[str]
     for rank in ranks:
         for entry in fs.list(join(directory, rank)):
             step = audit_step_of(entry.name)
+            if step is None and is_temporary(entry.name):  # its rank was killed while it wrote; no checkpoint names it
+                continue
             if step is None:
                 raise CorruptionError("a file that is no part of an audit", file=entry.url, got=entry.name)
             if step <= upto.step:

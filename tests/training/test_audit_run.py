@@ -10,7 +10,7 @@ from storage.canonical import sha256_hex
 from storage.errors import DataError
 from storage.fs import filesystem
 from storage.manifest import load_dataset
-from storage.publish import write_file
+from storage.publish import temporary_name, write_file
 from storage.sealed import seal
 from tests.training._tiny import write_table
 from tests.training.test_fitted_files import write as write_folds
@@ -87,6 +87,8 @@ def test_generations_that_failed_in_between_count_up_to_where_the_next_began(tmp
     first = run.generation(None, 2, [2, 4], uploaded=6)  # step 6 was uploaded, never committed
     second = run.generation(CheckpointRef(4, first), 4, [])  # died before its first checkpoint
     third = run.generation(CheckpointRef(4, first), 3, [7, 10])
+    with run.fs.create(temporary_name(run.paths.audit(first, 0, 6))) as half:  # its rank was killed while it wrote
+        half.write(b"1,")
     files = audit_files(run.fs, run.paths, CheckpointRef(10, third))
     assert len(files) == 2 * 2 + 3 * 2 and second == 2
     assert not any("g0002" in url or "step-0000000006" in url for url in files)
