@@ -17,6 +17,8 @@ from storage.canonical import canonical_bytes, parse_canonical
 from storage.errors import ConfigError, DataError
 from training.comm.base import FLOATS, Communicator
 
+SHARES_WITHIN = 1e-4  # a share may have been written with few digits
+
 
 def check_wish(
     optimizer: Any, communicator: Any, scale: Any, statistics: Sequence[Any], bucket_bytes: Any, rows_from_bytes: Any
@@ -62,18 +64,29 @@ def check_step(variables: Sequence[Any], num_ranks: int) -> None:
         )
 
 
-def compare_start(communicator: Communicator, optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]) -> None:
+def compare_start(
+    communicator: Communicator, scale: float, optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]
+) -> None:
     """Raise ConfigError, on every rank alike, unless all ranks begin with equal weights and the same optimizer.
 
-    Ranks that do not would take the same sums, each from where it is, and never meet. A collective.
+    Ranks that do not would take the same sums, each from where it is, and never meet. Their `scale`, shares of one
+    batch, must add up to 1. A collective.
     """
     if communicator.num_ranks == 1:
         return
     with tf.init_scope():  # values, also while a step is traced
         weights = [hashlib.sha256(_bytes(one)).hexdigest() for one in variables]
         settings = _settings(optimizer)
-    mine = canonical_bytes({"optimizer": settings, "weights": weights})
+    mine = canonical_bytes({"optimizer": settings, "weights": weights, "scale": float(scale)})
     everyone = [parse_canonical(data, file="a rank") for data in communicator.all_gather_bytes(mine)]
+    scales = [other["scale"] for other in everyone]
+    if abs(sum(scales) - 1.0) > SHARES_WITHIN:
+        raise ConfigError(
+            "the ranks' shares of a step's rows do not add up to 1, so their sums would be no mean",
+            got=f"{sum(scales):g} = {' + '.join(f'{one:g}' for one in scales[:20])}",
+            allowed="n_r / G on each rank: its rows of a step, divided by those of all ranks",
+            next_step="Correct `scale` of distribute, on every rank; leave it out where batches are of one size.",
+        )
     first, what = everyone[0], type(optimizer).__name__
     for rank, other in enumerate(everyone):
         if other["optimizer"] != first["optimizer"]:

@@ -53,7 +53,7 @@ def distribute(
     LossScaleOptimizer, as `compile` would wrap it, unless `auto_scale_loss` is false. `finalizes`: whether the end of
     `fit` is the end of the run, where `use_ema` makes the averages the weights; else `finalize` does it. `compression`
     makes whole gradients smaller before they are summed (see `Reduction`). `same_start`: ranks compare weights and the
-    optimizer's settings before the first sum; without it somebody else makes them equal.
+    optimizer's settings before the first sum, and add up their shares; without it somebody else sees to that.
 
     A collective where `communicator` has an exchange already: the new one gets a group of its own. `exchange_of` gives
     the exchange. Raises ConfigError for what cannot be the outermost optimizer, and for arguments that cannot be right.
@@ -178,7 +178,7 @@ class _Distributed:
             loss = tf.cast(loss, tf.float32)
         check_step(variables, state.reduction.exchange.communicator.num_ranks)
         if state.compares:
-            compare_start(state.reduction.exchange.communicator, me, variables)
+            compare_start(state.reduction.exchange.communicator, state.reduction.exchange.scale, me, variables)
             state.compares = False
         exchange, scaling = state.reduction.exchange, isinstance(me, keras.optimizers.LossScaleOptimizer)
         counts = me.inner_optimizer if scaling else me

@@ -238,6 +238,8 @@ def test_ranks_that_begin_apart_are_told_on_all() -> None:
             step(comm, 0.1 * (1 + comm.rank), 2.0)
         with pytest.raises(ConfigError, match="rank 1 has another optimizer than rank 0"):
             tf.function(step, autograph=False)(comm, 0.1 * (1 + comm.rank), 2.0)  # read while a step is traced
+        with pytest.raises(ConfigError, match=r"do not add up to 1.*\n  got: 1.5 = 0.5 \+ 1"):
+            step(comm, 0.1, 2.0, scale=0.5 + 0.5 * comm.rank)
         step(comm, 0.1, 2.0 + comm.rank, same_start=False)  # as a script that broadcasts after its first step
         step(comm, 0.1, 2.0)
 
