@@ -37,7 +37,7 @@ SUM_ALONE, BACK_ALONE = "sum in one host", "copy back in one host"
 
 def measure(context: RankContext) -> dict[str, Any]:
     """A rank: for each row (seconds, CPU seconds) of each round; zeros where the rank has no part in it."""
-    comm = context.join(CommOptions(backend="hierarchical")).communicator
+    comm = context.join(CommOptions(backend="hierarchical", algorithm="hierarchical")).communicator
     assert isinstance(comm, HierarchicalCommunicator)
     inner, outer, first = comm._inner, comm._outer, comm._host == 0
     assert inner is not None

@@ -48,7 +48,10 @@ class HierarchicalCommunicator(Communicator):
 
     @property
     def deadline_s(self) -> float:
-        """The longest that a call, or a large buffer's piece, may take on the first level; LATER_S more on each further one."""
+        """The longest that one call (of a large buffer: one piece) may take on the first level.
+
+        On each further level LATER_S more.
+        """
         return self._flat.deadline_s
 
     @deadline_s.setter
