@@ -83,16 +83,14 @@ class Channel(ABC):
             link.sock.close()
 
     def _begin(self, what: str, deadline_s: float) -> None:
-        self._what, self._deadline_s = what, deadline_s
-        self._until = time.monotonic() + deadline_s
+        self._new_deadline(what, deadline_s)
         self._running.clear()
         self._calls.clear()
 
-    def _new_deadline(self, deadline_s: float) -> None:
-        """Another call is the oldest one under way."""
-        if self._calls:
-            self._what, self._deadline_s = self._calls[0].what, deadline_s
-            self._until = time.monotonic() + deadline_s
+    def _new_deadline(self, what: str, deadline_s: float) -> None:
+        """`what` is waited for from now on: what begins alone, or the oldest call under way."""
+        self._what, self._deadline_s = what, deadline_s
+        self._until = time.monotonic() + deadline_s
 
     def _await(self, peers: Sequence[int]) -> None:
         """Wait for connections."""

@@ -59,15 +59,17 @@ class Engine(Channel):
             taken = take()
             while taken is not None or self._calls:
                 if taken is not None and (not self._calls or not self._missing_for(taken)):
+                    if not self._calls:
+                        self._new_deadline(taken.what, deadline_s())
                     self._start(taken)
-                    self._new_deadline(deadline_s())
                     taken = None
                 if self._calls[0].left:
                     self._turn()
                 while self._calls and not self._calls[0].left:
                     self._calls.popleft()
                     done()
-                    self._new_deadline(deadline_s())
+                    if self._calls:
+                        self._new_deadline(self._calls[0].what, deadline_s())
                 if taken is None and len(self._calls) < CALLS_AT_A_TIME:
                     taken = take()
         finally:
