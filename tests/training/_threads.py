@@ -20,7 +20,7 @@ from tests.training._ring import KEY, Table
 from training.chain import find_tip
 from training.checkpoint import Tensors, read_rank_file
 from training.comm import Communicator, SoloCommunicator
-from training.comm.tcp import connect_ring
+from training.comm.tcp import connect_tcp
 from training.config import TrainConfig
 from training.driver import Hooks, train
 from training.exchange import NonFiniteError
@@ -155,7 +155,7 @@ def _join(num_ranks: int, generation: int) -> list[Communicator]:
     table = Table(num_ranks)
 
     def join(rank: int) -> Communicator:
-        return connect_ring(rank, num_ranks, generation, table.of(rank), KEY, 20, "127.0.0.1", 60)
+        return connect_tcp(rank, num_ranks, generation, table.of(rank), KEY, 20, "127.0.0.1", 60)
 
     with ThreadPoolExecutor(num_ranks) as pool:
         return list(pool.map(join, range(num_ranks)))

@@ -22,7 +22,7 @@ from training.comm.frames import ENDED, Expected, pack_header, pack_word, tag_of
 from training.comm.tcp import connect_tcp
 
 PAYLOAD = np.ones(4, np.float32)
-TAG = tag_of("broadcast", "", PAYLOAD.dtype)
+TAG = tag_of("broadcast", "", PAYLOAD.dtype, 1)
 
 
 @contextmanager
@@ -76,7 +76,8 @@ def test_right_frame_is_taken() -> None:
         (frame(generation=6), "generation 6 where 7"),  # a rank of an older attempt
         (frame(sequence=1), "sequence 1 where 0"),  # a frame was lost, or comes again
         (frame(tag=tag_of("all_reduce", "sum", PAYLOAD.dtype)), "tag all_reduce sum float32 where broadcast float32"),
-        (frame(tag=tag_of("broadcast", "", np.dtype("int64"))), "tag broadcast int64"),
+        (frame(tag=tag_of("broadcast", "", np.dtype("int64"), 1)), "tag broadcast int64"),
+        (frame(tag=tag_of("broadcast", "", PAYLOAD.dtype)), "float32 from rank 0 where broadcast float32 from rank 1"),
         (frame(call=3), "call 3 where 0"),  # of another call of the same kind
         (frame(total=20), "total 20 where 16"),  # ranks disagree on the buffer's size
         (flipped(frame(), 40), "checksum"),  # first byte of the payload
@@ -205,6 +206,21 @@ def test_different_sizes_are_an_error_everywhere() -> None:
         return "no error"
 
     assert all("wrong frame" in what or "lost rank" in what for what in run_ring(3, work))
+
+
+def test_another_root_on_one_rank_is_an_error() -> None:
+    def work(comm: Communicator) -> str:
+        comm.barrier()
+        try:
+            comm.broadcast(np.zeros(100, np.float32), 1 if comm.rank == 3 else 0)
+            comm.barrier()  # the root itself may be the last to hear
+        except CommunicationError as error:
+            return str(error)
+        return "no error"
+
+    told = run_ring(4, work)
+    assert "no error" not in told
+    assert any("broadcast float32 from rank 1" in what for what in told), told
 
 
 def test_groups_that_were_closed_leave_nothing_behind() -> None:

@@ -50,7 +50,7 @@ def failure(work: Callable[[], Any]) -> str:
         (lambda c: c.all_reduce(np.zeros(4, np.float32 if c.rank else np.int32)), ("int32", "float32")),
         (lambda c: c.all_reduce(np.zeros(4), "max" if c.rank else "min"), ("all_reduce min", "all_reduce max")),
         (lambda c: c.barrier() if c.rank else c.all_reduce(np.zeros(4)), ("barrier", "all_reduce sum")),
-        (lambda c: c.broadcast(np.zeros(9), c.rank), ("bytes;", "bytes from rank 1")),
+        (lambda c: c.broadcast(np.zeros(9), c.rank), ("from rank 0 of 72 bytes", "from rank 1 of 72 bytes")),
         (lambda c: c.all_gather_ragged(np.zeros(4, np.uint8 if c.rank else np.int32)), ("int32", "uint8")),
         (lambda c: c.all_gather(np.zeros(4)) if c.rank else c.all_gather_parts(np.zeros(4)), ("all_gather_parts",)),
         # Rank 0's message is whole in the slots before rank 1 looks at it: it hears of it in its next call.

@@ -2,7 +2,7 @@
 
     offset  size  field
     0       4     length      bytes of payload, uint32 little-endian
-    4       4     tag         collective, operation and dtype
+    4       4     tag         collective, operation and dtype; in the first byte a broadcast's root, modulo 256
     8       8     generation  of the run
     16      8     sequence    frames sent before on this connection
     24      8     total       bytes of the whole buffer of this collective
@@ -65,9 +65,10 @@ class Expected(NamedTuple):
 
 
 @cache
-def tag_of(kind: str, op: str, dtype: np.dtype[Any]) -> int:
-    """The tag of a collective: ranks that call different ones, or with another dtype, notice at the first frame."""
-    return KINDS[kind] << 16 | _OPS[op] << 8 | _DTYPES[dtype.name]
+def tag_of(kind: str, op: str, dtype: np.dtype[Any], root: int = 0) -> int:
+    """The tag of a collective: ranks that call different ones, with another dtype or from another `root` of a broadcast
+    notice at the first frame."""
+    return (root & 255) << 24 | KINDS[kind] << 16 | _OPS[op] << 8 | _DTYPES[dtype.name]
 
 
 def describe_tag(tag: int) -> str:
@@ -76,9 +77,9 @@ def describe_tag(tag: int) -> str:
     def name(table: dict[str, int], code: int) -> str:
         return next((key for key, value in table.items() if value == code), f"unknown({code})")
 
-    return " ".join(
-        part for part in (name(KINDS, tag >> 16), name(_OPS, tag >> 8 & 255), name(_DTYPES, tag & 255)) if part
-    )
+    kind = name(KINDS, tag >> 16 & 255)
+    root = f"from rank {tag >> 24}" if kind == "broadcast" else ""
+    return " ".join(part for part in (kind, name(_OPS, tag >> 8 & 255), name(_DTYPES, tag & 255), root) if part)
 
 
 def pack_header(fields: bytes, payload: NDArray[np.uint8]) -> bytes:

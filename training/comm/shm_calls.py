@@ -23,7 +23,6 @@ from training.comm.shm_segment import Segment
 SPINS = 400  # looks at a flag before sleeping, 10 microseconds; docs/decisions/042-shared-memory.md
 SLICE_S = 0.05  # a kernel that waits comes back so often, to look for the end of a rank, an abort and the deadline
 LONGEST_S = 3600.0  # of one wait on a socket: the system takes no more than 24 days, a deadline may be any number
-_ROOT_BIT = 32  # in a tag: above it a broadcast's root
 _open: weakref.WeakSet[Calls] = weakref.WeakSet()
 
 
@@ -56,7 +55,7 @@ class Calls:
         """Prepare a call over `size` bytes, of which `own` at `address` are this rank's to give; holds the lock."""
         self.check_open()
         ctx = self.ctx
-        ctx[k.TAG] = tag_of(kind, op, dtype) | root << _ROOT_BIT
+        ctx[k.TAG] = tag_of(kind, op, dtype, root)
         ctx[k.SIZE], ctx[k.BUFFER], ctx[k.OWN] = size, address, own
         ctx[k.PLACE] = self.segment.place_of(address, own)
         ctx[k.ROUND] = ctx[k.LOOSE] = 0
@@ -182,8 +181,7 @@ class Calls:
 
 
 def _describe(tag: int, size: int) -> str:
-    root = tag >> _ROOT_BIT
-    return f"{describe_tag(tag & (1 << _ROOT_BIT) - 1)} of {size} bytes" + (f" from rank {root}" if root else "")
+    return f"{describe_tag(tag)} of {size} bytes"
 
 
 def _in_child() -> None:

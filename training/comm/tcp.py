@@ -245,7 +245,8 @@ class TcpCommunicator(Communicator):
 
     def _run(self, kind: str, algorithm: str, buf: NDArray[Any], peer: int = 0, op: str = "") -> None:
         program = self._programs.of(ProgramKey(kind, algorithm, buf.size, buf.itemsize, peer))
-        self._run_call(_call_of("send" if kind == "recv" else kind, program, buf, op))
+        root = peer if kind == "broadcast" else 0
+        self._run_call(_call_of("send" if kind == "recv" else kind, program, buf, op, root))
 
     def _run_call(self, call: Call) -> None:
         self._guarded(lambda: self._engine.run(call, self.deadline_s))
@@ -275,8 +276,8 @@ class TcpCommunicator(Communicator):
             )
 
 
-def _call_of(kind: str, program: Program, buf: NDArray[Any], op: str = "") -> Call:
-    what, tag = f"{kind} of {buf.nbytes} bytes", tag_of(kind, op, buf.dtype)
+def _call_of(kind: str, program: Program, buf: NDArray[Any], op: str = "", root: int = 0) -> Call:
+    what, tag = f"{kind} of {buf.nbytes} bytes", tag_of(kind, op, buf.dtype, root)
     return Call(what, tag, program, buf, UFUNCS.get(op, np.add), counts=kind != "send")
 
 
@@ -301,9 +302,6 @@ def connect_tcp(
         mesh.close()
         raise
     return comm
-
-
-connect_ring = connect_tcp  # the name of before
 
 
 def _in_child() -> None:
