@@ -272,7 +272,7 @@ class _Driver:
 
     def _given_up(self, error: LockstepError) -> LockstepError:
         limit = self._config.max_restarts
-        log.error("%d failures in a row without a new checkpoint: --max-restarts %d", limit + 1, limit)
+        log.error("failures in a row without a new checkpoint: %d, --max-restarts %d", limit + 1, limit)
         if isinstance(error, TrainingFailedError):
             return error
         return TrainingFailedError(
