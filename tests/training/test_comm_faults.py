@@ -197,8 +197,11 @@ def test_one_failed_rank_ends_all_of_them() -> None:
 
 
 def test_different_sizes_are_an_error_everywhere() -> None:
+    joined = threading.Barrier(3)
+
     def work(comm: Communicator) -> str:
-        comm.barrier()  # all have joined
+        comm.barrier()
+        joined.wait(20)  # or one may hear of the end before its barrier is over
         try:
             comm.all_reduce(np.zeros(1000 + comm.rank, np.float32))
         except CommunicationError as error:
@@ -209,8 +212,11 @@ def test_different_sizes_are_an_error_everywhere() -> None:
 
 
 def test_another_root_on_one_rank_is_an_error() -> None:
+    joined = threading.Barrier(4)
+
     def work(comm: Communicator) -> str:
         comm.barrier()
+        joined.wait(20)
         try:
             comm.broadcast(np.zeros(100, np.float32), 1 if comm.rank == 3 else 0)
             comm.barrier()  # the root itself may be the last to hear

@@ -299,6 +299,28 @@ def test_ranks_that_wait_for_each_other_are_named(call: str) -> None:
         assert f"for rank {1 - rank}" in what or f"for rank {rank}" in what  # its own word, or the other one's
 
 
+def test_a_call_that_is_done_is_not_spoilt_by_a_word_that_comes_with_its_last_frame() -> None:
+    """Both are there at one look: there is nobody left to wait for, and nobody to name."""
+    both = threading.Barrier(3)
+
+    def work(comm: Communicator) -> float:
+        buf = np.full(3, comm.rank, np.float32)
+        comm.barrier()
+        if comm.rank == 1:
+            link = tcp(comm)._engine._links[0]
+            assert link is not None
+            link.sock.sendall(pack_word(STALLED, 1, link.sent, "rank 1 waits for rank 2"))
+        elif comm.rank == 2:
+            comm.send(buf, 0)
+        both.wait(20)
+        if comm.rank == 0:
+            time.sleep(0.1)
+            comm.recv(buf, 2)
+        return float(buf[0])
+
+    assert run_ring(3, work)[0] == 2.0
+
+
 def test_a_rank_that_looks_between_its_calls_hears_of_an_end() -> None:
     ends = {"lost rank 1 during its work": die, "rank 1: it is hot": lambda comm: comm.abort("it is hot")}
     for words, end in ends.items():

@@ -53,8 +53,9 @@ class Communicator(ABC):
     def all_reduce_each(self, take: Callable[[], NDArray[Any] | None], done: Callable[[], None]) -> None:
         """Sum the buffers that `take` gives, one after another, until it gives None; `done` is called for each.
 
-        A backend may begin a buffer before the ones before it are done, and asks `take` again at `look_again`; `done`
-        comes in their order. Ranks may take the same buffers in other portions, by `all_reduce` too.
+        A backend may begin a buffer before the ones before it are done (so they share no memory), and asks `take` again
+        at `look_again`; `done` comes in their order. Ranks may take the same buffers in other portions, by `all_reduce`
+        too.
         """
         while (buf := take()) is not None:
             self.all_reduce(buf)

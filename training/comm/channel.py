@@ -137,7 +137,7 @@ class Channel(ABC):
                 self._send(link)
             if event & HUNG_UP:
                 self._hung_up(link, event)
-        if self._stalled and (self._calls or self._missing):
+        if self._stalled and (self._missing or self._oldest() is not None):
             raise self._deadline()
 
     @abstractmethod
@@ -226,7 +226,8 @@ class Channel(ABC):
         if self._missing:
             refused = self._mesh.last_refused
             return self._unjoined(min(self._missing), f"it did not call; refused: {refused or 'nobody'}")
-        call = self._calls[0]  # those behind it wait for the same, or for less
+        call = self._oldest()
+        assert call is not None, "without a call under way nobody is waited for"
         coming = [link for link in self._running if link.is_receiving() and link.receiving is call]
         begun = [link for link in coming if call.may(link.receives[link.receive_at].after)]
         begun.sort(key=lambda link: link.receives[link.receive_at].number)
@@ -234,12 +235,16 @@ class Channel(ABC):
         waited = next(iter([*begun, *leaving, *coming]))
         seconds = time.monotonic() - self._until + self._deadline_s
         error = CommunicationError(
-            f"rank {self._name}: {self._what} waited {seconds:.0f} s for rank {waited.name}",
+            f"rank {self._name}: {call.what} waited {seconds:.0f} s for rank {waited.name}",
             got=f"{call.left} of {call.frames} frames missing",
             allowed="every rank in the same collective within the deadline",
             next_step=f"Look at the log of rank {waited.name}; if its steps are just slow, raise --stall-limit.",
         )
         return self._unless_known(error, waited)
+
+    def _oldest(self) -> Call | None:
+        """The first call under way that still has frames to move; those behind it wait for the same, or for less."""
+        return next((call for call in self._calls if call.left), None)
 
     def _unless_known(self, error: CommunicationError, waited: Link | None) -> CommunicationError:
         """`error`, or the reason for it that another rank knows."""

@@ -2,7 +2,7 @@
 
     offset  size  field
     0       4     length      bytes of payload, uint32 little-endian
-    4       4     tag         collective, operation and dtype; in the first byte a broadcast's root, modulo 256
+    4       4     tag         collective, operation and dtype; in the highest byte a broadcast's root, modulo 256
     8       8     generation  of the run
     16      8     sequence    frames sent before on this connection
     24      8     total       bytes of the whole buffer of this collective

@@ -46,7 +46,8 @@ class Reception:
 
     def serve(self, listener: socket.socket) -> None:
         """Admit whoever calls, until `listener` is closed."""
-        listener.settimeout(ACCEPT_S)
+        with suppress(OSError):  # closed before this thread came to it
+            listener.settimeout(ACCEPT_S)
         while listener.fileno() >= 0:
             try:
                 sock, address = listener.accept()
