@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from storage.errors import ConfigError, DataError
 from training.comm.base import FLOATS, Communicator
 
 SHARES_WITHIN = 1e-4  # a share may have been written with few digits
+SHOWN = 500  # characters of an optimizer's settings
 
 
 def check_wish(
@@ -75,7 +77,7 @@ def compare_start(
     if communicator.num_ranks == 1:
         return
     with tf.init_scope():  # values, also while a step is traced
-        weights = [hashlib.sha256(_bytes(one)).hexdigest() for one in variables]
+        weights = [_digest(one) for one in variables]
         settings = _settings(optimizer)
     mine = canonical_bytes({"optimizer": settings, "weights": weights, "scale": float(scale)})
     everyone = [parse_canonical(data, file="a rank") for data in communicator.all_gather_bytes(mine)]
@@ -90,10 +92,11 @@ def compare_start(
     first, what = everyone[0], type(optimizer).__name__
     for rank, other in enumerate(everyone):
         if other["optimizer"] != first["optimizer"]:
+            there, here = _where_they_differ(other["optimizer"], first["optimizer"])
             raise ConfigError(
                 f"rank {rank} has another optimizer than rank 0, which would take its weights elsewhere",
-                got=f"on rank {rank}: {other['optimizer'][:500]}",
-                allowed=f"as on rank 0: {first['optimizer'][:500]}",
+                got=f"on rank {rank}: {there}",
+                allowed=f"as on rank 0: {here}",
                 next_step=f"Make {what} with the same settings on every rank.",
             )
         # Where ranks have other variables altogether, the exchange says which.
@@ -113,22 +116,32 @@ def _path(variable: Any) -> str:
     return str(getattr(variable, "path", variable.name))  # Keras' variables have a path, TensorFlow's a name
 
 
-def _bytes(variable: Any) -> bytes:
-    return np.ascontiguousarray(np.asarray(getattr(variable, "value", variable))).tobytes()
+def _where_they_differ(*texts: str) -> list[str]:
+    equal = next((i for i, pair in enumerate(zip(*texts, strict=False)) if len(set(pair)) > 1), 0)
+    return [text[max(0, equal - SHOWN // 2) :][:SHOWN] for text in texts]
+
+
+def _digest(variable: Any) -> str:
+    value = np.ascontiguousarray(np.asarray(getattr(variable, "value", variable)))
+    return hashlib.sha256(value.reshape(-1).view(np.uint8).data).hexdigest()  # no second copy: tables may be gigabytes
 
 
 def _settings(optimizer: keras.optimizers.Optimizer) -> str:
     try:
-        return canonical_bytes(_without_names(keras.saving.serialize_keras_object(optimizer))).decode()
-    except (TypeError, ValueError, NotImplementedError, DataError):  # an own class that cannot be saved
+        with warnings.catch_warnings(action="ignore"):  # that a lambda cannot be loaded: nobody saves one
+            config = keras.saving.serialize_keras_object(optimizer)
+        return canonical_bytes(_of_all_ranks(config)).decode()
+    except (TypeError, ValueError, NotImplementedError, OSError, DataError):  # an own class, or code without a source
         return type(optimizer).__name__
 
 
-def _without_names(config: Any) -> Any:
-    """Keras numbers what it names, and a rank may have made another optimizer before."""
+def _of_all_ranks(config: Any) -> Any:
+    """Without what depends on the process alone: the numbers that Keras gives names, the file that a lambda is in."""
     if isinstance(config, dict):
-        return {key: _without_names(value) for key, value in config.items() if key != "name"}
-    return [_without_names(value) for value in config] if isinstance(config, list | tuple) else config
+        if config.get("class_name") == "__lambda__":
+            return "a lambda"
+        return {key: _of_all_ranks(value) for key, value in config.items() if key != "name"}
+    return [_of_all_ranks(value) for value in config] if isinstance(config, list | tuple) else config
 
 
 def _check(name: str, right: bool, got: Any, allowed: str) -> None:

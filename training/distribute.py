@@ -58,6 +58,7 @@ def distribute(
     A collective where `communicator` has an exchange already: the new one gets a group of its own. `exchange_of` gives
     the exchange. Raises ConfigError for what cannot be the outermost optimizer, and for arguments that cannot be right.
     """
+    statistics = tuple(statistics)  # which may be an iterator
     check_wish(optimizer, communicator, scale, statistics, bucket_bytes, rows_from_bytes)
     inner = [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", ())]
     if tf.distribute.has_strategy() or any(isinstance(one, _Distributed) for one in (optimizer, *inner)):
@@ -76,7 +77,7 @@ def distribute(
     known = ref(exchange)
     report_faults_of(lambda: None if (still := known()) is None or still in _ENDED else still.fault())
     exchange.skips_non_finite = isinstance(outermost, keras.optimizers.LossScaleOptimizer)
-    reduction = Reduction(exchange, tuple(statistics), bucket_bytes, rows_from_bytes, compression)
+    reduction = Reduction(exchange, statistics, bucket_bytes, rows_from_bytes, compression)
     # Saved models name the class and its module: those of the plain class, so that they load without Lockstep.
     names = {"__module__": plain.__module__, "__doc__": plain.__doc__}
     object.__setattr__(outermost, "_lockstep", _State(reduction, plain, finalizes, same_start))  # past Keras' tracking
@@ -136,7 +137,7 @@ def _state(optimizer: Any) -> _State:
 
 
 class _Distributed:
-    """Mixed in before the optimizer's own class."""
+    """Mixed in before the optimizer's own class, which `super()` is here and mypy cannot know: hence type: ignore."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "loss_scale_factor" and value is None:  # what an optimizer around another one does first

@@ -27,7 +27,8 @@ class RankStep:
 
     `scale` is this rank's share n_r / G of the global batch. `group_rows` makes BatchNormalization `ghost`, `sync`
     makes it see all ranks' rows, neither leaves it `local`. Nothing of the model stays changed: layers and losses are
-    Keras' own again once a step has been traced, and so is what is saved. On one rank only `ghost` changes anything.
+    Keras' own again once a step has been traced, and so is what is saved. On one rank gradients are Keras' own, but for
+    `ghost`; moving averages of a skipped step or of micro-batches, and the weights of reported losses, are not.
     `micro_batches` is the optimizer's gradient accumulation: parts of one batch, of equal size.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,39 @@ def test_arguments_that_cannot_be_right(arguments: dict[str, Any], name: str) ->
         distribute(**{"optimizer": keras.optimizers.SGD(), "communicator": SoloCommunicator(), **arguments})
 
 
+def test_statistics_may_be_an_iterator() -> None:
+    import keras
+
+    from training.distribute import distribute, undistribute
+
+    mean = keras.Variable(np.zeros(3, np.float32))
+    optimizer: Any = distribute(keras.optimizers.SGD(), SoloCommunicator(), statistics=iter([mean]))  # type: ignore[arg-type]  # a user's mistake
+    assert optimizer._lockstep.reduction.statistics == (mean,)
+    undistribute(optimizer)
+
+
+def test_a_rate_that_is_a_lambda_is_the_same_wherever_its_script_lies(tmp_path: Path) -> None:
+    """Keras tells a lambda by its code, in which the path of its file is, and each executor has a folder of its own."""
+    import keras
+    import tensorflow as tf
+
+    from tests.training._ring import run_ring
+    from training.distribute import distribute
+
+    def one(comm: Communicator) -> None:
+        file = tmp_path / f"{comm.rank}.py"
+        file.write_text("rate = lambda: 0.1")
+        rate = runpy.run_path(str(file))["rate"]
+        for _ in range(2):
+            kernel = keras.Variable(np.ones(2, np.float32))
+            optimizer = distribute(keras.optimizers.SGD(rate), comm)
+            optimizer.apply([tf.ones(2)], [kernel])
+            np.testing.assert_allclose(kernel.numpy(), 0.9, rtol=1e-6)
+            file.unlink(missing_ok=True)  # the second time Keras finds no source, which it asks for
+
+    run_ring(2, one)
+
+
 def test_ranks_that_begin_apart_are_told_on_all() -> None:
     """They would take the same sums from other weights, or with another rate, and never meet."""
     import keras
@@ -234,7 +268,7 @@ def test_ranks_that_begin_apart_are_told_on_all() -> None:
     def one(comm: Communicator) -> None:
         with pytest.raises(ConfigError, match=r"rank 1 begins with other weights than rank 0\n  got: kernel.*1 of 1"):
             step(comm, 0.1, 2.0 + comm.rank)
-        with pytest.raises(ConfigError, match="rank 1 has another optimizer than rank 0"):
+        with pytest.raises(ConfigError, match=r"rank 1 has another optimizer .*\n.*rate\":0\.2.*\n.*rate\":0\.1"):
             step(comm, 0.1 * (1 + comm.rank), 2.0)
         with pytest.raises(ConfigError, match="rank 1 has another optimizer than rank 0"):
             tf.function(step, autograph=False)(comm, 0.1 * (1 + comm.rank), 2.0)  # read while a step is traced
