@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 def test_two_branches_and_two_optimizers(inter_op: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rank_path(monkeypatch)
     task = RankTask("_two_branches:train", {"inter_op": inter_op})
-    first, second = run_local(task, 2, limits=Limits(stall_s=240.0))
+    first, second = run_local(task, 2, limits=Limits(stall_s=240.0, silent_s=60.0))
     assert first == second
     assert first["steps"] == 6
     assert first["buckets"] > 10

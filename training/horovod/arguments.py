@@ -33,7 +33,7 @@ def check(call: str, **given: Any) -> None:
             raise ConfigError(
                 f"hvd.{call} got a `{name}` that cannot be right",
                 got=repr(value),
-                allowed=f"{HINTS[name]}, which changes nothing here",
+                allowed=f"{getattr(HINTS[name], '__name__', HINTS[name])}, which changes nothing here",
                 next_step="Pass arguments by keyword: Horovod's modules have them in different orders.",
             )
 

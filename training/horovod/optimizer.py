@@ -43,7 +43,9 @@ def DistributedOptimizer(
     """
     given: dict[str, Any] = {"use_locking": use_locking, "device_dense": device_dense, "device_sparse": device_sparse}
     given |= {"num_groups": num_groups, "groups": groups, "process_set": process_set}
-    check("DistributedOptimizer", **given, scale_local_gradients=not scale_local_gradients)
+    check("DistributedOptimizer", **given)
+    if not scale_local_gradients:
+        absent("DistributedOptimizer(scale_local_gradients=...)", "False")
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ConfigError(
             "hvd.DistributedOptimizer got no optimizer of Keras 3",

@@ -32,7 +32,9 @@ class DistributedGradientTape:
     ) -> None:
         given = {"device_dense": device_dense, "device_sparse": device_sparse, "num_groups": num_groups}
         given |= {"groups": groups, "process_set": process_set}
-        check("DistributedGradientTape", **given, scale_local_gradients=not scale_local_gradients)
+        check("DistributedGradientTape", **given)
+        if not scale_local_gradients:
+            absent("DistributedGradientTape(scale_local_gradients=...)", "False")
         here()
         self._tape, self._compression, self._sparse_as_dense = gradtape, compression, sparse_as_dense
         self._op, self._before, self._after = op_and_factors("DistributedGradientTape", op, gradient_predivide_factor)
