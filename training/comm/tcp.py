@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from storage.errors import CommunicationError
 from training.comm import halving_doubling, ring
 from training.comm.base import (
     UFUNCS,
@@ -27,7 +22,6 @@ from training.comm.base import (
     divide_by_ranks,
 )
 from training.comm.call import Call
-from training.comm.engine import Engine
 from training.comm.frames import tag_of
 from training.comm.mesh import Mesh
 from training.comm.programs import (
@@ -42,6 +36,7 @@ from training.comm.programs import (
 )
 from training.comm.schedule import Program, grid_of
 from training.comm.solo import SoloCommunicator
+from training.comm.tcp_life import TcpLife
 from training.comm.tls import Tls
 
 __all__ = [
@@ -56,10 +51,7 @@ __all__ = [
 ]
 
 
-_open: weakref.WeakSet[TcpCommunicator] = weakref.WeakSet()
-
-
-class TcpCommunicator(Communicator):
+class TcpCommunicator(TcpLife):
     """A rank of a mesh, or of one of its groups. Made by `connect_tcp` and `group`.
 
     `choose` gives the algorithm of `all_reduce` for a buffer's bytes, "ring", "halving-doubling" or "double-tree"; it
@@ -76,17 +68,10 @@ class TcpCommunicator(Communicator):
         channel: int = 0,
         choose: Callable[[int], str] = default_choice,
     ) -> None:
-        super().__init__(rank, len(members), mesh.generation, deadline_s)
+        super().__init__(mesh, members, rank, deadline_s, channel)
         self.choose = choose
-        self._mesh, self._members, self._channel = mesh, tuple(members), channel
-        self._engine = Engine(mesh, channel, members, rank)
-        self._lock = threading.Lock()
-        self._ended: str | None = None
-        self._aborted = False
-        self._groups: list[TcpCommunicator | SoloCommunicator] = []
         self._group_counts: Counter[tuple[int, ...]] = Counter()
         self._programs = Programs(rank, len(members))
-        _open.add(self)
 
     def connect_neighbours(self, deadline_s: float) -> None:
         """Connect with the ranks before and after this one; raises CommunicationError naming the one that failed."""
@@ -181,68 +166,6 @@ class TcpCommunicator(Communicator):
             made.abort(self._ended)
         return made
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether it was closed or aborted, or has failed."""
-        return self._ended is not None
-
-    def look(self, what: str) -> str | None:
-        """Why this communicator has ended, None while it lives: hears of a rank's end without a call, while `what`.
-
-        Waits for nothing but a call of another thread, which hears of it by itself.
-        """
-        with suppress(CommunicationError):  # what is kept of it is returned
-            self._guarded(lambda: self._engine.look(what))
-        return self._ended
-
-    def abort(self, reason: str) -> None:
-        self._mark(reason, aborted=True)
-        self._tell_where_idle()
-
-    def close(self) -> None:
-        words = {one: one._last_word() for one in self._family()}
-        self._mark("it was closed", aborted=False)
-        with ExitStack() as calls:
-            for one in words:
-                calls.enter_context(one._lock)  # a call that was woken leaves first
-            Engine.end({one._engine: word for one, word in words.items()}, self.generation)
-            if self._channel == 0:
-                self._mesh.close()
-
-    def _family(self) -> list[TcpCommunicator]:
-        """This one and its groups, and theirs."""
-        groups = [group for group in self._groups if isinstance(group, TcpCommunicator)]
-        return [self, *(one for group in groups for one in group._family())]
-
-    def _mark(self, reason: str, *, aborted: bool) -> None:
-        """Let a blocked call and every later one raise, here and in the groups."""
-        self._ended, self._aborted = self._ended or reason, self._aborted or aborted
-        self._engine.abort(self._ended)
-        for group in self._groups:
-            if isinstance(group, TcpCommunicator):
-                group._mark(self._ended, aborted=aborted)
-            else:
-                group.abort(self._ended)
-
-    def _last_word(self) -> str | None:
-        return None if self._ended is None else f"rank {self._members[self.rank]}: {self._ended}"
-
-    def _tell_where_idle(self) -> None:
-        """Tell the others now, who may be waiting; where a call is under way it wakes, and tells them itself."""
-        idle = [one for one in self._family() if one._lock.acquire(blocking=False)]
-        try:
-            Engine.end({one._engine: one._last_word() for one in idle}, self.generation)
-        finally:
-            for one in idle:
-                one._lock.release()
-
-    def let_go(self) -> None:
-        """In a forked process: close its copies of the sockets, which stay open in this rank."""
-        self._ended = "this process was forked from the rank"
-        self._lock = threading.Lock()  # the old one may be held by a thread that is not here
-        self._mesh.let_go()
-        self._engine.drop()
-
     def _run(self, kind: str, algorithm: str, buf: NDArray[Any], peer: int = 0, op: str = "") -> None:
         program = self._programs.of(ProgramKey(kind, algorithm, buf.size, buf.itemsize, peer))
         root = peer if kind == "broadcast" else 0
@@ -250,30 +173,6 @@ class TcpCommunicator(Communicator):
 
     def _run_call(self, call: Call) -> None:
         self._guarded(lambda: self._engine.run(call, self.deadline_s))
-
-    def _guarded(self, call: Callable[[], None]) -> None:
-        with self._lock:
-            self._check_open()
-            try:
-                call()
-                if self._aborted:  # by another thread, too late for this call to see it
-                    Engine.end({self._engine: self._last_word()}, self.generation)
-            except BaseException as error:
-                # Half a collective cannot be mended; the neighbours are told at once, and tell theirs.
-                what = error.what if isinstance(error, CommunicationError) else f"{type(error).__name__}: {error}"
-                reason = self._engine.reason or what
-                self._ended = self._ended or reason
-                Engine.end({self._engine: reason}, self.generation)
-                self._mark(reason, aborted=True)
-                self._tell_where_idle()  # the groups: this one's lock is taken
-                raise
-
-    def _check_open(self) -> None:
-        if self._ended is not None:
-            name = self._members[self.rank]
-            raise CommunicationError(
-                f"rank {name}: the communicator has ended: {self._ended}", next_step="Start the rank again."
-            )
 
 
 def _call_of(kind: str, program: Program, buf: NDArray[Any], op: str = "", root: int = 0) -> Call:
@@ -302,12 +201,3 @@ def connect_tcp(
         mesh.close()
         raise
     return comm
-
-
-def _in_child() -> None:
-    """A forked process holds every socket of the rank, whose end would stay unseen as long as it lives."""
-    for communicator in list(_open):
-        communicator.let_go()
-
-
-os.register_at_fork(after_in_child=_in_child)
