@@ -2,7 +2,8 @@
 
 Without accumulation Keras' own LossScaleOptimizer does the rest, once it is given the sums. With accumulation the
 ranks add unscaled micro-gradients and reduce once; what is not finite then skips the whole cycle on every rank, where
-Keras alone would drop the one micro-batch: that would take a message between ranks for each of them.
+Keras alone would drop the one micro-batch: that would take a message between ranks for each of them. So the scale
+grows by cycles too, not by micro-batches.
 """
 
 from __future__ import annotations
