@@ -26,6 +26,8 @@ tf.config.list_physical_devices, tf.config.set_visible_devices = listed_gpus, la
 assert not hvd.is_initialized()
 hvd.init()
 hvd.init()
+hvd.shutdown()
+hvd.init()
 assert used == [f"GPU GPU-{hvd.rank():08}"] and os.environ["CUDA_VISIBLE_DEVICES"] == used[0].removeprefix("GPU ")
 tf.config.list_physical_devices, tf.config.set_visible_devices = real
 rank, size = hvd.rank(), hvd.size()

@@ -62,7 +62,8 @@ class Place:
         finally:
             if apart:
                 first.close()
-        line_up(seats, mine, os.environ)
+        if not _has_begun:  # TensorFlow takes its devices once; after hvd.shutdown() they are as they were
+            line_up(seats, mine, os.environ)
         return seats
 
     def new_group(self) -> Communicator:
@@ -76,7 +77,7 @@ class Place:
 
 
 _place: Place | None = None
-_watched = False
+_has_begun = False  # in this process, whether or not it has left since
 
 
 def init(*args: Any, **kwargs: Any) -> None:
@@ -85,14 +86,14 @@ def init(*args: Any, **kwargs: Any) -> None:
     A second call does nothing.
     All ranks are always in: Horovod's `comm` and `process_sets` are refused.
     """
-    global _place, _watched
+    global _place, _has_begun
     check("init", **{f"argument {i + 1}": value for i, value in enumerate(args)}, **kwargs)
     if _place is None:
         _place = Place(current.context())
         _place.said(HOROVOD)
-        if not _watched:
+        if not _has_begun:
             current.report_faults_of(_fault)
-            _watched = True
+            _has_begun = True
 
 
 def shutdown() -> None:
