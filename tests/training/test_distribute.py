@@ -274,6 +274,10 @@ def test_ranks_that_begin_apart_are_told_on_all() -> None:
             tf.function(step, autograph=False)(comm, 0.1 * (1 + comm.rank), 2.0)  # read while a step is traced
         with pytest.raises(ConfigError, match=r"do not add up to 1.*\n  got: 1.5 = 0.5 \+ 1"):
             step(comm, 0.1, 2.0, scale=0.5 + 0.5 * comm.rank)
+        schedule = keras.optimizers.schedules.CosineDecay(0.1, 100)
+        long = keras.optimizers.LossScaleOptimizer(keras.optimizers.AdamW(schedule, weight_decay=0.1 + comm.rank))
+        with pytest.raises(ConfigError, match=r"got: .*decay\":1\.1.*\n.*decay\":0\.1"):  # behind all that is equal
+            distribute(long, comm).apply([tf.ones(2)], [keras.Variable(np.ones(2, np.float32))])
         step(comm, 0.1, 2.0 + comm.rank, same_start=False)  # as a script that broadcasts after its first step
         step(comm, 0.1, 2.0)
 
