@@ -13,14 +13,18 @@ from training.launch.signals import ended_in_order
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_what_was_begun_is_ended(number: int) -> None:
-    before, ended = signal.getsignal(number), []
-    with pytest.raises(SystemExit) as left, ended_in_order():
-        try:
-            os.kill(os.getpid(), number)
-            signal.sigtimedwait([signal.SIGUSR1], 10)  # the handler runs before this returns
-        finally:
-            ended.append("in order")
-    assert left.value.code == 128 + number and ended and signal.getsignal(number) is before
+    ended: list[str] = []
+    before = signal.signal(number, signal.SIG_DFL)  # the tests themselves may run under nohup
+    try:
+        with pytest.raises(SystemExit) as left, ended_in_order():
+            try:
+                os.kill(os.getpid(), number)
+                signal.sigtimedwait([signal.SIGUSR1], 10)  # the handler runs before this returns
+            finally:
+                ended.append("in order")
+        assert left.value.code == 128 + number and ended and signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
 
 
 def test_a_signal_that_is_ignored_stays_so() -> None:
