@@ -358,7 +358,7 @@ class CommunicatorContract:
                 (ValueError, lambda: comm.all_reduce(read_only)),
                 (ValueError, lambda: comm.broadcast(read_only)),
                 (TypeError, lambda: comm.all_reduce(np.zeros(2, np.complex64))),
-                (TypeError, lambda: comm.all_reduce([1.0, 2.0])),  # type: ignore[arg-type]
+                (TypeError, lambda: comm.all_reduce([1.0, 2.0])),  # type: ignore[arg-type]  # a wrong call
                 (TypeError, lambda: comm.all_reduce(np.ma.zeros(2, np.float32))),  # the mask would stay here
                 (TypeError, lambda: comm.all_reduce(np.zeros(2, ">f4"))),  # the other byte order
                 (TypeError, lambda: comm.all_reduce(np.zeros(2, np.int64), "mean")),  # no integer holds a mean
@@ -379,7 +379,7 @@ class CommunicatorContract:
                     (ValueError, lambda: comm.group([])),
                     (ValueError, lambda: comm.group([comm.rank, comm.rank])),
                     (ValueError, lambda: comm.group([comm.rank, num_ranks])),
-                    (TypeError, lambda: comm.group([comm.rank, 0.5])),  # type: ignore[list-item]
+                    (TypeError, lambda: comm.group([comm.rank, 0.5])),  # type: ignore[list-item]  # a wrong call
                 ]
             for number, (error, call) in enumerate(wrong):
                 with pytest.raises(error):

@@ -112,7 +112,7 @@ def _failure(error: BaseException, code: int, name: str) -> BaseException:
 
 def _last_calls() -> None:
     # Both are what Python calls at its own end; there are no public names for them.
-    threading._shutdown()  # type: ignore[attr-defined]
+    threading._shutdown()  # type: ignore[attr-defined]  # private, see above
     atexit._run_exitfuncs()
 
 
