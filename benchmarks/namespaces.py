@@ -44,15 +44,16 @@ def measure(context: RankContext) -> dict[str, Any]:
         for _ in range(WARM_UP_ROUNDS + 1):
             buf[:] = context.world.rank
             comm.barrier()
-            began, cpu = time.perf_counter(), _cpu_s()
+            began, cpu = time.perf_counter(), cpu_used_s()
             comm.all_reduce(buf)
-            found[algorithm] = time.perf_counter() - began, _cpu_s() - cpu
+            found[algorithm] = time.perf_counter() - began, cpu_used_s() - cpu
         assert np.all(buf == sum(range(comm.num_ranks)))
         comm.close()
     return {"found": found}
 
 
-def _cpu_s() -> float:
+def cpu_used_s() -> float:
+    """CPU time of this process so far."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
@@ -92,12 +93,13 @@ def main() -> None:
     for name, pairs in rows.items():
         seconds, shares = [s for s, _ in pairs], [bound_s / s for s, _ in pairs]
         cpu = statistics.median(c for _, c in pairs) / (sent_bytes / 1e9)
-        print(f"{name:<24}{_spread(seconds, '.3f'):<26}{_spread(shares, '.1%'):<26}{cpu:.2f}")
+        print(f"{name:<24}{spread(seconds, '.3f'):<26}{spread(shares, '.1%'):<26}{cpu:.2f}")
     best = statistics.median(bound_s / seconds for seconds, _ in rows["ring"])
     print(f"bar: the ring at 90 % of the bound or more: {'reached' if best >= 0.9 else 'MISSED'}", file=sys.stderr)
 
 
-def _spread(values: list[float], form: str) -> str:
+def spread(values: list[float], form: str) -> str:
+    """Median (lowest to highest)."""
     return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 

@@ -22,7 +22,7 @@ from unittest import mock
 
 import numpy as np
 
-from benchmarks.namespaces import OURS_OF_A_PACKET, RATE_BITS_S, _cpu_s, _spread
+from benchmarks.namespaces import OURS_OF_A_PACKET, RATE_BITS_S, cpu_used_s, spread
 from tests.network.hosts import Hosts, why_not
 from tests.network.run_hosts import run_hosts
 from training.comm import CommOptions, cost
@@ -61,10 +61,10 @@ def measure(context: RankContext) -> dict[str, Any]:
         for name, (takes_part, call) in rows.items():
             buf[:] = context.world.rank
             comm.barrier()
-            began, cpu = time.perf_counter(), _cpu_s()
+            began, cpu = time.perf_counter(), cpu_used_s()
             if takes_part:
                 call()
-            spent = (time.perf_counter() - began, _cpu_s() - cpu) if takes_part else (0.0, 0.0)
+            spent = (time.perf_counter() - began, cpu_used_s() - cpu) if takes_part else (0.0, 0.0)
             if name in (WHOLE, IN_TURN):
                 assert np.all(buf == sum(range(comm.num_ranks)))
             comm.barrier()
@@ -89,9 +89,7 @@ def main() -> None:
         task = RankTask("benchmarks.two_levels:measure", {"size": size, "rounds": args.rounds})
         results = run_hosts(hosts, task, args.hosts * args.ranks_per_host)
         notes = hosts.notes
-    print(
-        f"{args.hosts} hosts of {args.ranks_per_host} ranks, 1 Gbit/s, {args.mib} MiB float32, {args.rounds} rounds, "
-    )
+    print(f"{args.hosts} hosts of {args.ranks_per_host} ranks, 1 Gbit/s, {args.mib} MiB float32, {args.rounds} rounds")
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}, ", end="")
     print("; ".join((f"NumPy {np.__version__}", *notes)))
     print(f"bound {bound_s:.3f} s; with headers {OURS_OF_A_PACKET:.1%} of it")
@@ -100,8 +98,8 @@ def main() -> None:
         rounds = list(zip(*(result["found"][name] for result in results), strict=True))
         seconds = [max(spent for spent, _ in ranks) for ranks in rounds]
         cpu = statistics.median(statistics.mean(used for spent, used in ranks if spent) for ranks in rounds)
-        shares = _spread([bound_s / each for each in seconds], ".1%") if name in (WHOLE, IN_TURN, BETWEEN) else ""
-        print(f"{name:<28}{_spread(seconds, '.3f'):<26}{shares:<26}{cpu:.3f}")
+        shares = spread([bound_s / each for each in seconds], ".1%") if name in (WHOLE, IN_TURN, BETWEEN) else ""
+        print(f"{name:<28}{spread(seconds, '.3f'):<26}{shares:<26}{cpu:.3f}")
 
 
 if __name__ == "__main__":

@@ -27,6 +27,13 @@ def tcp(comm: Communicator) -> TcpCommunicator:
     return comm
 
 
+def tell_of_deadline(comm: Communicator, to: int, text: str) -> None:
+    """Send rank `to` the word of a rank whose deadline has passed."""
+    link = tcp(comm)._engine._links[to]
+    assert link is not None
+    link.sock.sendall(pack_word(STALLED, 1, link.sent, text))
+
+
 def die(comm: Communicator) -> None:
     """What the kernel does for a killed process: every socket closed, nothing said."""
     tcp(comm)._engine.drop()
@@ -307,9 +314,7 @@ def test_a_call_that_is_done_is_not_spoilt_by_a_word_that_comes_with_its_last_fr
         buf = np.full(3, comm.rank, np.float32)
         comm.barrier()
         if comm.rank == 1:
-            link = tcp(comm)._engine._links[0]
-            assert link is not None
-            link.sock.sendall(pack_word(STALLED, 1, link.sent, "rank 1 waits for rank 2"))
+            tell_of_deadline(comm, 0, "rank 1 waits for rank 2")
         elif comm.rank == 2:
             comm.send(buf, 0)
         both.wait(20)
@@ -366,9 +371,7 @@ def test_a_look_disturbs_nothing() -> None:
             found.append(tcp(group).look("its work"))  # rank 0 has left, which is no failure
         comm.barrier()
         if comm.rank == 0:
-            link = tcp(comm)._engine._links[1]
-            assert link is not None
-            link.sock.sendall(pack_word(STALLED, 1, link.sent, "rank 0 waits for rank 1"))
+            tell_of_deadline(comm, 1, "rank 0 waits for rank 1")
         elif comm.rank == 1:
             time.sleep(0.1)
             found.append(tcp(comm).look("its work"))
