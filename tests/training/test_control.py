@@ -29,7 +29,7 @@ KEY = bytes(range(32))
 def server() -> Iterator[ControlServer]:
     found = ControlServer(KEY, 7, 2, Limits(grace_s=0.1), lambda rank, kind, fields: {"kind": kind}, "127.0.0.1")
     yield found
-    found._listener.close()
+    found._door.close()
 
 
 def dial(server: ControlServer) -> socket.socket:
@@ -170,7 +170,7 @@ def test_many_silent_strangers_are_limited_and_a_rank_gets_in(monkeypatch: pytes
     strangers = [dial(server) for _ in range(6)]
     assert client(server).request("anything", 5.0) == {"kind": "anything"}  # though none of them leaves by itself
     assert [ended_now(sock) for sock in strangers] == [True, True, True, False, False, False]
-    server._listener.close()
+    server._door.close()
     for sock in strangers:
         sock.close()
 
@@ -203,7 +203,7 @@ def test_lost_driver_is_told_to_waiting_requests() -> None:
     with pytest.raises(CommunicationError, match="before `slow` was answered"):
         rank.request("slow", 20.0)
     gate.set()
-    server._listener.close()
+    server._door.close()
 
 
 def test_request_has_a_deadline(server: ControlServer) -> None:
@@ -292,4 +292,4 @@ def test_rank_that_is_heard_again_before_anything_was_done_has_not_failed(monkey
     threading.Timer(3.2, lambda: rank.send(Tag.RESULT, {"result": {"done": 1}})).start()
     threading.Timer(3.2, lambda: setattr(server._states[0], "exit_code", 0)).start()
     assert server.wait() == [{"done": 1}]
-    server._listener.close()
+    server._door.close()

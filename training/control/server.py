@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -13,11 +11,10 @@ from types import TracebackType
 from typing import Any
 
 from storage.errors import CommunicationError, LockstepError
-from training.comm.auth import HandshakeError
-from training.comm.reception import BACKLOG, Reception
 from training.control.carry import error_from_json, error_to_json, is_final
+from training.control.door import Door
 from training.control.failures import Failure, LauncherError, RankFailedError, RankState, failure_of
-from training.control.protocol import STARTING, Channel, Role, Tag, greet
+from training.control.protocol import STARTING, Channel, Role, Tag
 from training.control.rendezvous import Rendezvous
 from training.launch.task import Handler, Limits
 
@@ -25,7 +22,6 @@ log = logging.getLogger(__name__)
 
 PING_EVERY_S = 2.0
 SETTLE_S = 1.0  # a dead rank's neighbours report first now and then: wait for the cause to be heard
-SEND_DEADLINE_S = 10
 
 
 class ControlServer:
@@ -34,7 +30,7 @@ class ControlServer:
     def __init__(
         self, key: bytes, generation: int, num_ranks: int, limits: Limits, handler: Handler | None, bind_host: str
     ) -> None:
-        self._key, self._generation, self._limits, self._handler = key, generation, limits, handler
+        self._limits, self._handler = limits, handler
         self._on_step: Callable[[int], None] | None = getattr(handler, "on_step", None)  # for a progress bar
         self._on_output: Callable[[int, list[str]], None] | None = getattr(handler, "on_output", None)
         self._states = [RankState(rank) for rank in range(num_ranks)]
@@ -44,13 +40,11 @@ class ControlServer:
         self._rendezvous = Rendezvous(num_ranks)
         self._fault: BaseException | None = None  # of the driver's own side: a handler, the launcher
         self._stopping = False
-        self._reception = Reception("the driver", self._greet, float("inf"))
         self._started = time.monotonic()
-        self._listener = socket.create_server((bind_host, 0), backlog=BACKLOG)
-        self.port: int = self._listener.getsockname()[1]
-        threading.Thread(
-            target=self._reception.serve, args=(self._listener,), name="control-accept", daemon=True
-        ).start()
+        self.failed_at: float | None = None
+        """When the failure that ended the launch was first seen (monotonic seconds)."""
+        self._door = Door(bind_host, key, generation, num_ranks, self._serve)
+        self.port = self._door.port
         threading.Thread(target=self._ping, name="control-ping", daemon=True).start()
 
     def __enter__(self) -> ControlServer:
@@ -60,7 +54,7 @@ class ControlServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop("the launch ended" if error is None else str(error))
-        self._listener.close()
+        self._door.close()
         with self._changed:
             channels = [*self._ranks.values(), *self._supervisors.values()]
         for channel in channels:
@@ -126,20 +120,11 @@ class ControlServer:
         found = (failure_of(state, now, self._started, self._limits) for state in self._states)
         return [failure for failure in found if failure is not None]
 
-    def _greet(self, sock: socket.socket, until: float) -> None:
-        address = sock.getpeername()
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        try:
-            role, rank, channel = greet(
-                sock, self._key, self._generation, len(self._states), f"{address[0]}:{address[1]}"
-            )
-        except CommunicationError as error:
-            raise HandshakeError(str(error).replace("\n", ";")) from error
-        sock.settimeout(None)
-        # Reads wait as long as heartbeats allow; a write to a peer that takes nothing must not hold the driver.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_DEADLINE_S, 0))
-        serve = self._serve_rank if role is Role.RANK else self._serve_supervisor
-        threading.Thread(target=serve, args=(rank, channel), name=f"control-{channel.whom}", daemon=True).start()
+    def _serve(self, role: Role, rank: int, channel: Channel) -> None:
+        if role is Role.RANK:
+            self._serve_rank(rank, channel)
+        else:
+            self._serve_supervisor(rank, channel)
 
     def _serve_rank(self, rank: int, channel: Channel) -> None:
         state = self._states[rank]
@@ -250,7 +235,7 @@ class ControlServer:
             channel.close()
 
     def _ping(self) -> None:
-        while self._listener.fileno() >= 0:
+        while self._door.open:
             with self._changed:
                 channels = [c for r, c in self._supervisors.items() if not self._states[r].ended]
             for channel in channels:

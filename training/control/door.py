@@ -1,0 +1,55 @@
+"""A port of the driver's: whoever proves the key is handed on, each in a thread of its own."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Callable
+
+from storage.errors import CommunicationError
+from training.comm.auth import HandshakeError
+from training.comm.reception import BACKLOG, Reception
+from training.control.protocol import Channel, Role, greet
+
+SEND_DEADLINE_S = 10
+
+
+class Door:
+    """Listens from its making to `close`; calls `serve(role, rank, channel)` for each caller of `generation`."""
+
+    def __init__(
+        self, bind_host: str, key: bytes, generation: int, num_ranks: int, serve: Callable[[Role, int, Channel], None]
+    ) -> None:
+        self._key, self._generation, self._num_ranks, self._serve = key, generation, num_ranks, serve
+        self._reception = Reception("the driver", self._greet, float("inf"))
+        self._listener = socket.create_server((bind_host, 0), backlog=BACKLOG)
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(
+            target=self._reception.serve, args=(self._listener,), name="control-accept", daemon=True
+        ).start()
+
+    @property
+    def open(self) -> bool:
+        """Whether callers are still let in."""
+        return self._listener.fileno() >= 0
+
+    def close(self) -> None:
+        """Let nobody in any more; connections that are there stay."""
+        self._listener.close()
+
+    def _greet(self, sock: socket.socket, until: float) -> None:
+        address = sock.getpeername()
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            role, rank, channel = greet(
+                sock, self._key, self._generation, self._num_ranks, f"{address[0]}:{address[1]}"
+            )
+        except CommunicationError as error:
+            raise HandshakeError(str(error).replace("\n", ";")) from error
+        sock.settimeout(None)
+        # Reads wait as long as heartbeats allow; a write to a peer that takes nothing must not hold the driver.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_DEADLINE_S, 0))
+        threading.Thread(
+            target=self._serve, args=(role, rank, channel), name=f"control-{channel.whom}", daemon=True
+        ).start()
