@@ -15,14 +15,17 @@ import numpy.typing as npt
 
 from storage.errors import ConfigError, DataError
 from storage.manifest import DatasetManifest, SplitInfo
+from training.cache_groups import CacheGroups, check_cache_groups
 from training.lane_count import check_lanes, default_lanes, largest_divisor
-from training.permute import BlockPermutation, derive_key, shuffled
-from training.positions import BlockTable, EpochOrder, Run
+from training.orders import Orders
+from training.permute import derive_key, shuffled
+from training.positions import BlockTable, Run
 
 __all__ = ["EpochPlan", "Run", "default_lanes", "split_of"]
 
 PLAN_VERSION = 1
 DEFAULT_WINDOW_BYTES = 8 << 20
+LATER_KEYS = ("cache_groups", "cache_rotation")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +48,17 @@ class EpochPlan:
     """L: streams of samples; a divisor of G."""
     window_records: int
     """W: a lane shuffles its samples in windows of so many."""
+    cache_groups: int | None = None
+    """C: blocks stay in C groups, each read by L / C neighbouring lanes (training.cache_groups); None is no groups."""
+    cache_rotation: int | None = None
+    """K: every K epochs the groups are made anew; None is never."""
     version: int = PLAN_VERSION
     """Of the rules below; another version gives other batches."""
     total: int = field(init=False, compare=False)
     """T: samples in an epoch."""
     _table: BlockTable = field(init=False, repr=False, compare=False)
     _root: bytes = field(init=False, repr=False, compare=False)
-    _orders: dict[int, EpochOrder] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _orders: Orders | CacheGroups = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "total", sum(self.shard_records))
@@ -73,9 +80,15 @@ class EpochPlan:
                 allowed="at least one sample a lane",
                 next_step=f"Use --lanes {largest_divisor(self.global_batch, self.total)} or more data.",
             )
-        object.__setattr__(self, "_table", BlockTable(self.shard_records, self.block_records))
+        check_cache_groups(self.lanes, self.cache_groups, self.cache_rotation)
+        table = BlockTable(self.shard_records, self.block_records)
         root = derive_key(self.dataset_digest.encode(), f"plan {self.version} {self.split}", self.seed)
+        orders: Orders | CacheGroups = Orders(table, root)
+        if self.cache_groups is not None:
+            orders = CacheGroups(table, root, self.group_starts, self.cache_rotation)
+        object.__setattr__(self, "_table", table)
         object.__setattr__(self, "_root", root)
+        object.__setattr__(self, "_orders", orders)
 
     @classmethod
     def for_dataset(
@@ -88,6 +101,8 @@ class EpochPlan:
         lanes: int | None = None,
         groups: int | None = None,
         window_bytes: int = DEFAULT_WINDOW_BYTES,
+        cache_groups: int | None = None,
+        cache_rotation: int | None = None,
     ) -> Self:
         """The plan for a split. `lanes` None means `default_lanes`; `groups` are the lane groups of ghost BatchNorm.
 
@@ -108,6 +123,8 @@ class EpochPlan:
             global_batch=global_batch,
             lanes=lanes,
             window_records=max(1, window_bytes * info.records // (lanes * disk_bytes)),
+            cache_groups=cache_groups,
+            cache_rotation=cache_rotation,
         )
 
     @classmethod
@@ -116,6 +133,7 @@ class EpochPlan:
         info = split_of(manifest, str(identity.get("split")))
         numbers = [identity.get(name) for name in ("seed", "global_batch", "lanes", "window_records", "version")]
         seed, global_batch, lanes, window_records, version = (n if type(n) is int else -1 for n in numbers)
+        groups, rotation = (identity.get(name) for name in LATER_KEYS)
         plan = cls(
             dataset_digest=manifest.digest,
             split=str(identity["split"]),
@@ -125,6 +143,8 @@ class EpochPlan:
             global_batch=global_batch,
             lanes=lanes,
             window_records=window_records,
+            cache_groups=groups if type(groups) is int else None,
+            cache_rotation=rotation if type(rotation) is int else None,
             version=version,
         )
         differing = [name for name, value in plan.identity().items() if identity.get(name) != value]
@@ -143,7 +163,11 @@ class EpochPlan:
         return self._table
 
     def identity(self) -> dict[str, Any]:
-        """JSON that is equal exactly where all batches are; kept in run.json and in every checkpoint."""
+        """JSON that is equal exactly where all batches are; kept in run.json and in every checkpoint.
+
+        What later versions can do stands in it only where it is used, so that runs from before go on.
+        """
+        later = {name: getattr(self, name) for name in LATER_KEYS}
         return {
             "version": self.version,
             "dataset_digest": self.dataset_digest,
@@ -154,6 +178,7 @@ class EpochPlan:
             "global_batch": self.global_batch,
             "lanes": self.lanes,
             "window_records": self.window_records,
+            **{name: value for name, value in later.items() if value is not None},
         }
 
     # Steps and epochs
@@ -198,17 +223,15 @@ class EpochPlan:
             epoch += 1
         return epoch, n - self.received(lane, epoch)
 
+    def group_starts(self, epoch: int) -> list[int]:
+        """Where each cache group's positions begin in an epoch, and T: those of its L / C lanes."""
+        assert self.cache_groups is not None
+        width = self.lanes // self.cache_groups
+        return [self.lane_span(epoch, lane)[0] for lane in range(0, self.lanes, width)] + [self.total]
+
     def runs(self, epoch: int, start: int, stop: int) -> list[Run]:
         """The records at positions start..stop-1 of an epoch, one run a block."""
-        order = self._orders.get(epoch)
-        if order is None:
-            key = derive_key(self._root, "blocks", epoch)
-            order = EpochOrder(self._table, BlockPermutation(key, self._table.num_blocks))
-            # Lanes are at most one sample apart, so two epochs are in use at a time; older ones only cost memory.
-            for old in sorted(self._orders)[:-2]:
-                self._orders.pop(old, None)
-            self._orders[epoch] = order
-        return order.runs(start, stop)
+        return self._orders.runs(epoch, start, stop)
 
     def window_order(self, epoch: int, lane: int, window: int) -> npt.NDArray[np.int64]:
         """Order of a window's samples: (n,) int64, n <= W; sample i is the order[i]-th record of the window's part."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from hashlib import sha256
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from storage.canonical import canonical_bytes
 from storage.errors import ConfigError, DataError
 from training.lane_count import check_lanes
 from training.plan import EpochPlan, default_lanes
@@ -46,7 +49,10 @@ def cases(draw: st.DrawFn) -> Case:
         lanes=lanes,
         window=draw(st.integers(1, 12)),
     )
-    return Case(replace(plan, seed=draw(st.integers(-5, 2**63))), draw(st.integers(1, 4)))
+    groups = draw(st.sampled_from([None, *(size for size in range(1, lanes + 1) if lanes % size == 0)]))
+    rotation = draw(st.sampled_from([None, 1, 2])) if groups else None
+    seed = draw(st.integers(-5, 2**63))
+    return Case(replace(plan, seed=seed, cache_groups=groups, cache_rotation=rotation), draw(st.integers(1, 4)))
 
 
 def records_of(plan: EpochPlan, epoch: int, start: int, stop: int) -> list[Record]:
@@ -128,13 +134,39 @@ def test_a_lane_entered_anywhere_goes_on_as_if_read_from_the_start(case: Case, d
 @given(cases())
 @settings(max_examples=60, deadline=None)
 def test_an_epoch_permutes_whole_blocks_and_runs_stay_within_one(case: Case) -> None:
-    plan = case.plan
+    plan = replace(case.plan, cache_groups=None, cache_rotation=None)  # groups cut the blocks at their ends
     runs = plan.runs(0, 0, plan.total)
     assert len(runs) == plan.table.num_blocks
     for run in runs:
         assert run.first_record % plan.block_records == 0
         assert run.count == min(plan.block_records, plan.shard_records[run.shard] - run.first_record)
     assert records_of(plan, 0, 0, plan.total) == [r for p in range(plan.total) for r in records_of(plan, 0, p, p + 1)]
+
+
+@given(cases(), st.data())
+@settings(max_examples=60, deadline=None)
+def test_cache_groups_keep_their_blocks_until_the_next_rotation(case: Case, data: st.DataObject) -> None:
+    divisors = [size for size in range(1, case.plan.lanes + 1) if case.plan.lanes % size == 0]
+    rotation = data.draw(st.sampled_from([None, 2, 3]))
+    plan = replace(case.plan, cache_groups=data.draw(st.sampled_from(divisors)), cache_rotation=rotation)
+    assert plan.cache_groups is not None
+    first = data.draw(st.integers(0, 3)) * (rotation or 1)
+    members, blocks = [], []
+    for epoch in range(first, first + (rotation or 4)):
+        starts = plan.group_starts(epoch)
+        ends = list(pairwise(starts))
+        width = plan.lanes // plan.cache_groups
+        assert [start for start, _ in ends] == [plan.lane_span(epoch, c * width)[0] for c in range(plan.cache_groups)]
+        members.append([set(records_of(plan, epoch, *end)) for end in ends])
+        blocks.append([len(plan.runs(epoch, *end)) for end in ends])
+        assert sum(len(group) for group in members[-1]) == plan.total
+        runs = plan.runs(epoch, 0, plan.total)
+        # Each end of a group cuts at most one block in two.
+        assert len(runs) <= plan.table.num_blocks + plan.cache_groups - 1
+    for group in range(plan.cache_groups):
+        stays = set.intersection(*(of_epoch[group] for of_epoch in members))
+        ever = set.union(*(of_epoch[group] for of_epoch in members))
+        assert len(ever - stays) <= 2  # at most one sample at each end
 
 
 @given(cases())
@@ -161,10 +193,41 @@ def test_epochs_seeds_splits_and_datasets_have_other_orders() -> None:
 
 def test_the_plan_is_pinned_for_ever() -> None:
     # A run resumed by a later version must go on with the same batches: these are the values of plan version 1.
-    assert batch(make((9, 4)), 2) == PINNED
+    plan = make((9, 4))
+    assert batch(plan, 2) == PINNED
+    assert sha256(canonical_bytes(plan.identity())).hexdigest()[:16] == PINNED_IDENTITY
+    assert batch(replace(plan, cache_groups=2, cache_rotation=1), 5) == PINNED_GROUPS
 
 
 PINNED = [(0, (0, 3)), (0, (1, 0)), (0, (0, 6)), (0, (0, 7))]
+PINNED_IDENTITY = "1bac6eed3eb8a0be"
+PINNED_GROUPS = [(1, (0, 7)), (1, (0, 0)), (1, (1, 1)), (1, (1, 3))]
+
+
+def test_groups_are_made_anew_at_a_rotation_and_blocks_within_them_permuted_each_epoch() -> None:
+    plan = make((400,), block=4, batch=4, lanes=4, window=3)
+    plan = replace(plan, cache_groups=2, cache_rotation=3)
+    orders = [records_of(plan, epoch, 0, 200) for epoch in range(6)]
+    sets = [frozenset(order) for order in orders]
+    assert sets[0] == sets[1] == sets[2] != sets[3] == sets[4] == sets[5]
+    assert len({tuple(order) for order in orders}) == 6
+    assert 60 < len(sets[0] & sets[3]) < 140  # half of 200 by chance: 40 of the 100 blocks less would be no new deal
+
+
+@pytest.mark.parametrize(
+    ("lanes", "groups", "rotation", "hint"),
+    [
+        (12, 5, None, "--cache-groups 4 or --lanes 15"),
+        (12, 24, None, "--cache-groups 12 or --lanes 24"),  # more groups than lanes
+        (12, 0, None, "--cache-groups 1"),
+        (12, 4, 0, "--cache-rotation 1 or more"),
+        (12, None, 2, "--cache-groups with --cache-rotation 2"),
+    ],
+)
+def test_cache_groups_that_cannot_be(lanes: int, groups: int | None, rotation: int | None, hint: str) -> None:
+    with pytest.raises(ConfigError, match="cache groups and lanes") as caught:
+        replace(make((40,), batch=lanes, lanes=lanes), cache_groups=groups, cache_rotation=rotation)
+    assert hint in caught.value.next_step
 
 
 def test_a_plan_over_a_hundred_million_blocks_is_cheap() -> None:

@@ -1,0 +1,30 @@
+"""The order of a split's records in each epoch: all blocks by one keyed permutation, another one each epoch."""
+
+from __future__ import annotations
+
+from training.permute import BlockPermutation, derive_key
+from training.positions import BlockTable, EpochOrder, Run
+
+
+class Orders:
+    """Every epoch's order; the two last asked for are kept. Safe to ask from several threads."""
+
+    def __init__(self, table: BlockTable, root: bytes, purpose: str = "blocks") -> None:
+        self._table, self._root, self._purpose = table, root, purpose
+        self._kept: dict[int, EpochOrder] = {}
+
+    def order(self, epoch: int) -> EpochOrder:
+        """One epoch's order."""
+        order = self._kept.get(epoch)
+        if order is None:
+            key = derive_key(self._root, self._purpose, epoch)
+            order = EpochOrder(self._table, BlockPermutation(key, self._table.num_blocks))
+            # Lanes are at most one sample apart, so two epochs are in use at a time; older ones only cost memory.
+            for old in sorted(self._kept)[:-2]:
+                self._kept.pop(old, None)
+            self._kept[epoch] = order
+        return order
+
+    def runs(self, epoch: int, start: int, stop: int) -> list[Run]:
+        """The records at positions start..stop-1 of an epoch."""
+        return self.order(epoch).runs(start, stop)
