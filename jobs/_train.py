@@ -30,6 +30,8 @@ def parser(description: str) -> JobParser:
     add("--split", default="train", metavar="NAME", help="the split to train on (default train); folds: fold-1,fold-2")
     add("--lanes", type=int, metavar="L", help="streams of samples; divides G (default: its largest divisor up to 64)")
     add("--window-bytes", type=int, default=8 << 20, metavar="N", help="shuffle window of all lanes (default 8 MiB)")
+    add("--cache-groups", type=int, metavar="C", help="of blocks that the same L / C lanes read each epoch, for caches")
+    add("--cache-rotation", type=int, metavar="K", help="epochs after which cache groups are made anew (default never)")
     add(
         "--batchnorm",
         choices=get_args(BatchNorm),
@@ -50,6 +52,7 @@ def parser(description: str) -> JobParser:
     add("--seed", type=int, default=0, metavar="N", help="of samples' order and first weights (default 0)")
     add("--checkpoint-every", type=int, default=200, metavar="N", help="steps between checkpoints (default 200)")
     add("--keep-checkpoints", type=int, default=3, metavar="K", help="checkpoints that stay (default 3)")
+    add("--compare-every", type=int, default=100, metavar="N", help="steps between looks whether ranks agree (100)")
     add("--audit", action="store_true", help="list each sample that counts, in RUN/audit")
     add("--launcher", choices=["barrier", "local"], default="barrier", help="Spark barrier stage (default) | this host")
     add("--tls", choices=["on", "off"], default="off", help="encrypt between hosts (default off; docs/security.md)")

@@ -43,6 +43,10 @@ class TrainConfig:
     """Streams of samples a global batch is taken from; None is the largest divisor of global_batch up to 64."""
     window_bytes: int = 8 << 20
     """Bytes of the window in which a rank shuffles, over all lanes."""
+    cache_groups: int | None = None
+    """Blocks stay in so many groups, each read by neighbouring lanes: for a cache on as many nodes (divides lanes)."""
+    cache_rotation: int | None = None
+    """Every so many epochs the groups are made anew; None is never."""
     batchnorm: BatchNorm = "ghost"
     """`ghost`: over lane groups, up to 8 ranks; `sync`: over the rows of all ranks; both the same at any number of
     ranks. `local`: Keras' own, over each rank's part."""
@@ -54,6 +58,8 @@ class TrainConfig:
     """Checkpoints of the chain that stay; older ones are moved to the trash."""
     audit: bool = False
     """Whether ranks list each sample id they train on."""
+    compare_every: int = 100
+    """Steps between comparisons of the ranks' weights; one is made with each checkpoint too."""
     precision: Precision = "float32"
     """Keras' floatx, or a dtype policy: weights in float32, layers in float16 (with loss scaling) or bfloat16."""
     learning_rate: float | None = None
@@ -85,7 +91,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "datasets", tuple(self.datasets))
-        for name in ("num_ranks", "global_batch", "epochs", "checkpoint_every", "keep_checkpoints", "window_bytes"):
+        counts = ("num_ranks", "global_batch", "epochs", "checkpoint_every", "keep_checkpoints", "compare_every")
+        for name in (*counts, "window_bytes"):
             self._check(name, getattr(self, name) >= 1, "an integer from 1 up")
         self._check("max_restarts", self.max_restarts >= 0, "an integer from 0 up")
         self._check("seed", 0 <= self.seed < 2**63, "an integer from 0 to 2^63 - 1")
@@ -114,6 +121,10 @@ class TrainConfig:
         self._check("warm_up_epochs", 0 <= self.warm_up_epochs < self.epochs, "from 0 to fewer than epochs")
         self._check("micro_batches", self.micro_batches >= 1, "an integer from 1 up")
         self._check("learning_rate", self.learning_rate is None or self.learning_rate > 0, "a number above 0")
+        groups, rotation = self.cache_groups, self.cache_rotation
+        self._check("cache_groups", groups is None or groups >= 1, "an integer from 1 up")
+        self._check("cache_rotation", rotation is None or rotation >= 1, "epochs from 1 up")
+        self._check("cache_rotation", rotation is None or groups is not None, "nothing without --cache-groups")
         if self.lanes is not None:
             right = self.lanes >= 1 and self.global_batch % self.lanes == 0
             self._check("lanes", right, f"a divisor of global_batch={self.global_batch}")

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import math
+
 from storage.errors import ConfigError
 
 MAX_DEFAULT_LANES = 64
 
 
-def default_lanes(global_batch: int, groups: int | None = None, total: int = MAX_DEFAULT_LANES) -> int:
-    """The largest divisor of G that is at most 64 and at most `total` samples, and a multiple of `groups` if given.
+def default_lanes(
+    global_batch: int, groups: int | None = None, total: int = MAX_DEFAULT_LANES, cache_groups: int | None = None
+) -> int:
+    """The largest divisor of G that is at most 64 and at most `total` samples, and a multiple of `groups` and of
+    `cache_groups` if given.
 
-    Raises ConfigError where G is no multiple of `groups`, naming one that is.
+    Raises ConfigError where G is no multiple of these, naming one that is.
     """
-    units = groups or 1
-    check_lanes(global_batch, units, groups)
+    check_lanes(global_batch, groups or 1, groups)
+    units = math.lcm(groups or 1, cache_groups or 1)
+    if global_batch % units:
+        hint = f"--cache-groups {math.gcd(global_batch, units)} or --global-batch {-(-global_batch // units) * units}"
+        raise _refuse(f"{cache_groups} cache groups for a global batch of {global_batch}", hint)
     return units * largest_divisor(global_batch // units, max(1, min(MAX_DEFAULT_LANES, total) // units))
 
 
@@ -44,7 +52,7 @@ def _refuse(what: str, hint: str) -> ConfigError:
     return ConfigError(
         "ranks, lanes and global batch do not fit together",
         got=what,
-        allowed="G a multiple of L, L a multiple of the lane groups, num_ranks at most L and at most the groups",
+        allowed="G a multiple of L, L of the lane groups and cache groups, num_ranks at most L and the lane groups",
         next_step=f"Use {hint}.",
     )
 

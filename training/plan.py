@@ -111,7 +111,7 @@ class EpochPlan:
         """
         info = split_of(manifest, split)
         if lanes is None:
-            lanes = default_lanes(global_batch, groups, max(info.records, 1))
+            lanes = default_lanes(global_batch, groups, max(info.records, 1), cache_groups)
         check_lanes(global_batch, lanes, groups)
         disk_bytes = max(sum(shard.unpacked_bytes for shard in info.shards), 1)
         return cls(

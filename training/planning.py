@@ -31,6 +31,8 @@ def plan_for(manifest: DatasetManifest, config: TrainConfig) -> EpochPlan:
         lanes=config.lanes,
         groups=groups,
         window_bytes=config.window_bytes,
+        cache_groups=config.cache_groups,
+        cache_rotation=config.cache_rotation,
     )
     check_lanes(plan.global_batch, plan.lanes, groups, config.num_ranks)
     _check_micro_batches(plan, config, groups)

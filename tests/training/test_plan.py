@@ -239,21 +239,29 @@ def test_a_plan_over_a_hundred_million_blocks_is_cheap() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "groups", "total", "lanes"),
+    ("batch_size", "groups", "total", "lanes", "cache_groups"),
     [
-        (64, None, 10**6, 64),  # G itself
-        (192, None, 10**6, 64),  # largest divisor up to 64
-        (100, None, 10**6, 50),
-        (67, None, 10**6, 1),  # a prime above 64 has only 1
-        (61, None, 10**6, 61),
-        (64, None, 10, 8),  # never more lanes than samples
-        (96, 8, 10**6, 48),  # a multiple of the groups
-        (88, 8, 10**6, 8),  # 11 * 8 is above 64
-        (8, 8, 10**6, 8),
+        (64, None, 10**6, 64, None),  # G itself
+        (192, None, 10**6, 64, None),  # largest divisor up to 64
+        (100, None, 10**6, 50, None),
+        (67, None, 10**6, 1, None),  # a prime above 64 has only 1
+        (61, None, 10**6, 61, None),
+        (64, None, 10, 8, None),  # never more lanes than samples
+        (96, 8, 10**6, 48, None),  # a multiple of the groups
+        (88, 8, 10**6, 8, None),  # 11 * 8 is above 64
+        (8, 8, 10**6, 8, None),
+        (100, None, 10**6, 20, 4),  # 50 is no multiple of the cache groups
+        (144, 8, 10**6, 48, 3),  # a multiple of both, 24
     ],
 )
-def test_default_lanes(batch_size: int, groups: int | None, total: int, lanes: int) -> None:
-    assert default_lanes(batch_size, groups, total) == lanes
+def test_default_lanes(batch_size: int, groups: int | None, total: int, lanes: int, cache_groups: int | None) -> None:
+    assert default_lanes(batch_size, groups, total, cache_groups) == lanes
+
+
+def test_cache_groups_that_no_lanes_of_the_batch_fit() -> None:
+    with pytest.raises(ConfigError, match="do not fit together") as caught:
+        default_lanes(60, None, 10**6, 8)
+    assert "--cache-groups 4 or --global-batch 64" in caught.value.next_step
 
 
 @pytest.mark.parametrize(

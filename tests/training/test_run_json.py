@@ -23,6 +23,8 @@ REFUSED: dict[str, Any] = {
     "lanes": 4,
     "seed": 1,
     "window_bytes": 2048,
+    "cache_groups": 2,
+    "cache_rotation": 1,
     "batchnorm": "sync",
     "precision": "mixed_float16",
     "learning_rate": 0.5,
@@ -65,6 +67,7 @@ def test_each_field_is_compared_or_free(tmp_path: Path, monkeypatch: pytest.Monk
         learning_rate_scaling="linear",
         base_batch=4,
         window_bytes=1 << 16,
+        cache_groups=4,
     )
     fs, paths = filesystem(given.run), RunPaths(given.run)
     run_json.open_run(fs, paths, given, manifest, plan_for(manifest, given))
