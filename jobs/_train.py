@@ -71,10 +71,11 @@ def parser(description: str) -> JobParser:
         help="seconds for all ranks to start (300)",
     )
     add("--stall-limit", dest="stall_limit_s", type=float, default=600.0, metavar="S", help="without a step (600 s)")
+    add("--take-over", action="store_true", help="replace a driver that is at work on this run (docs/control.md)")
     add("--max-restarts", type=int, default=3, metavar="N", help="in a row without a checkpoint (default 3)")
     return job
 
 
 def config_of(args: Namespace) -> TrainConfig:
-    """The configuration that the flags say."""
-    return TrainConfig(**{k: v for k, v in vars(args).items() if k not in ("config", "debug", "master")})
+    """The configuration that the flags say; `take_over` is of this call alone, no property of the run."""
+    return TrainConfig(**{k: v for k, v in vars(args).items() if k not in ("config", "debug", "master", "take_over")})

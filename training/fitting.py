@@ -33,6 +33,7 @@ from training.same_run import compare_runs, processor, versions
 from training.saving import Progress, Saver
 from training.state import as_floats, derive_seeds, model_identity, summed_metrics, weights_digest
 from training.step_clock import StepClock
+from training.weight_check import WeightCheck
 
 
 class Fit(AbstractContextManager["Fit"]):
@@ -87,6 +88,7 @@ class Fit(AbstractContextManager["Fit"]):
         self._saver = Saver(context, config, self._model, self._comm, self._callbacks.callbacks, self._audit)
         self._progress = Progress(step=0, stopped=False, metrics={})
         self._stop_wanted = False
+        self._weights = WeightCheck(self._comm, self._model.weights, config.compare_every)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -186,6 +188,7 @@ class Fit(AbstractContextManager["Fit"]):
         self._context.control.beat(agreement.step, "train")
         if self._reports is not None:
             self._reports.step(agreement.step, epoch, agreement.loss, skipped=agreement.skipped)
+        self._weights.after(agreement.step)
         if self._model.stop_training:
             # One rank's callback: all must stop after the same step, so they are asked first.
             self._model.stop_training, self._stop_wanted = False, True

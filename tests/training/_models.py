@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import numpy as np
 
 from features.signature import Signature
 from training.models import ModelOptions
@@ -89,6 +90,22 @@ class FailOnce(keras.callbacks.Callback):
         if FAIL_AT and int(self.model.optimizer.iterations.numpy()) == FAIL_AT.get("step"):
             FAIL_AT.clear()
             raise RuntimeError("told to fail")
+
+
+def momentum_that_parts(signature: Signature, options: ModelOptions) -> tuple[keras.Model, list[Any]]:
+    """`momentum` with one bit of one rank's weights that changes by itself."""
+    return momentum(signature, options), [FlipOnce()]
+
+
+class FlipOnce(keras.callbacks.Callback):
+    """Changes the last bit of a weight after the step in FAIL_AT, on whichever rank comes first."""
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Called after each step."""
+        if FAIL_AT and int(self.model.optimizer.iterations.numpy()) == FAIL_AT.get("step"):
+            FAIL_AT.clear()
+            weight = self.model.weights[0]
+            weight.assign(np.nextafter(np.asarray(weight), np.float32(np.inf)))
 
 
 class StopOnOneRank(keras.callbacks.Callback):

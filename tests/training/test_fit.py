@@ -124,6 +124,23 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_at_the_same_step(data: dict[s
     assert rows_of(str(tmp_path / "run"), "step").keys() <= set(range(1, 10))
 
 
+def test_weights_that_part_are_found_and_the_run_goes_on_from_a_checkpoint(
+    data: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A bit changes after step 17; the next look is after step 21, the last checkpoint is that of step 12."""
+    from tests.training import _models  # imports TensorFlow
+
+    options: dict[str, Any] = {"checkpoint_every": 12, "compare_every": 7, "epochs": 3}
+    train(data["table"], tmp_path / "whole", 2, f"{OWN}:momentum", **options)
+    _models.FAIL_AT.update(step=17)
+    result = train(data["table"], tmp_path / "run", 2, f"{OWN}:momentum_that_parts", **options)
+    assert not _models.FAIL_AT and result.restarts == 1
+    told = capfd.readouterr().err
+    assert "the weights of rank 1 are not those of rank 0 after step 21" in told and "going on from step" in told
+    mine, other = (final_tensors(str(tmp_path / name)) for name in ("whole", "run"))
+    assert all(value.tobytes() == other[name].tobytes() for name, value in mine.items() if "callbacks" not in name)
+
+
 def test_one_rank_that_wants_to_stop_stops_all_of_them(data: dict[str, str], tmp_path: Path) -> None:
     from tests.training import _models  # imports TensorFlow
 
