@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from types import TracebackType
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from storage.errors import CorruptionError, LockstepError, NotFoundError
 
@@ -94,6 +94,16 @@ class Writer(ABC):
             raise
 
 
+class RangeFile(Protocol):
+    """An open file that is read by ranges, by one thread at a time."""
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        """Exactly `length` bytes from `offset`. Raises CorruptionError where the file has fewer."""
+
+    def close(self) -> None:
+        """Let go of what the file is read through; never raises."""
+
+
 class FileSystem(ABC):
     """Operations on full URLs. Missing paths raise NotFoundError, occupied targets ExistsError, other failures
     StorageError, bytes that are not there CorruptionError.
@@ -108,6 +118,12 @@ class FileSystem(ABC):
     @abstractmethod
     def read_range(self, url: str, offset: int, length: int) -> bytes:
         """Read exactly `length` bytes from `offset`. Raises CorruptionError where the file is shorter."""
+
+    def open_ranges(self, url: str, size_bytes: int) -> RangeFile:
+        """Open a file, whose first `size_bytes` must be readable, for many reads of ranges. It may be opened with the
+        first of them only, so a missing file may be told there.
+        """
+        return _Ranges(self, url)
 
     def read_bytes(self, url: str) -> bytes:
         """Read a whole file, as long as `stat` says it is. Raises CorruptionError where fewer bytes come, or where
@@ -187,3 +203,16 @@ class FileSystem(ABC):
         except NotFoundError:
             return False
         return True
+
+
+class _Ranges:
+    """A RangeFile of a backend that keeps nothing open."""
+
+    def __init__(self, fs: FileSystem, url: str) -> None:
+        self._fs, self._url = fs, url
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        return self._fs.read_range(self._url, offset, length)
+
+    def close(self) -> None:
+        """Nothing is open."""

@@ -6,13 +6,14 @@ import errno
 import os
 import shutil
 import stat as stat_bits
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import BinaryIO
 
 from storage.errors import ExistsError, NotFoundError, StorageError
-from storage.interface import Blocks, FileStat, FileSystem, HdfsBlock, Listing, Promises, Writer
+from storage.interface import Blocks, FileStat, FileSystem, HdfsBlock, Listing, Promises, RangeFile, Writer
 from storage.local_rename import rename_noreplace
 from storage.ranges import check_range, short_file
 from storage.urls import join, split_url
@@ -38,6 +39,10 @@ class LocalFileSystem(FileSystem):
         if len(data) != length:
             raise short_file(url, offset, length, offset + len(data))
         return data
+
+    def open_ranges(self, url: str, size_bytes: int) -> RangeFile:
+        with _translated("open", url):
+            return _LocalRanges(url, _open_regular(_path(url), os.O_RDONLY | os.O_CLOEXEC))
 
     def create(self, url: str, *, exclusive: bool = True) -> Writer:
         path = _path(url)
@@ -118,6 +123,29 @@ class LocalFileSystem(FileSystem):
     def block_locations(self, url: str) -> Blocks:
         size = self.stat(url).size_bytes
         return [HdfsBlock(0, size, ("localhost",))] if size else []
+
+
+class _LocalRanges:
+    def __init__(self, url: str, descriptor: int) -> None:
+        self._url, self._descriptor = url, descriptor
+        self._close = weakref.finalize(self, os.close, descriptor)
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        check_range(self._url, offset, length)
+        with _translated("read", self._url):
+            size = os.fstat(self._descriptor).st_size
+            if offset + length > size:
+                raise short_file(self._url, offset, length, size)
+            pieces, got = [], 0
+            while got < length and (piece := os.pread(self._descriptor, length - got, offset + got)):
+                pieces.append(piece)
+                got += len(piece)
+        if got != length:
+            raise short_file(self._url, offset, length, offset + got)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def close(self) -> None:
+        self._close()
 
 
 class _LocalWriter(Writer):

@@ -8,9 +8,9 @@ from io import BufferedReader
 from typing import BinaryIO
 
 from storage.errors import ExistsError, NotFoundError, StorageError
-from storage.interface import FileStat, FileSystem
+from storage.interface import FileStat, FileSystem, RangeFile
 from storage.ranges import check_range, short_file
-from storage.remote_streams import READ_BUFFER_BYTES, READ_PIECE_BYTES, RemoteRaw
+from storage.remote_streams import READ_BUFFER_BYTES, READ_PIECE_BYTES, RemoteRanges, RemoteRaw
 from storage.retry import with_retries
 
 
@@ -44,6 +44,9 @@ class RemoteFileSystem(FileSystem):
             if not length and offset > (size := self._file(url).size_bytes):
                 raise short_file(url, offset, 0, size)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def open_ranges(self, url: str, size_bytes: int) -> RangeFile:
+        return RemoteRanges(self.raw(url, size_bytes, -1))
 
     def rename_settled(
         self,

@@ -64,6 +64,24 @@ class RemoteRaw(io.RawIOBase):
         return data
 
 
+class RemoteRanges:
+    """An open remote file that is read by ranges of any length."""
+
+    def __init__(self, raw: RemoteRaw) -> None:
+        self._raw = raw
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        """Exactly `length` bytes from `offset`; raises as RemoteRaw.read_at does."""
+        stop = offset + length
+        starts = range(offset, stop, READ_PIECE_BYTES)
+        pieces = [self._raw.read_at(start, min(READ_PIECE_BYTES, stop - start)) for start in starts]
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def close(self) -> None:
+        """Let go of the stream."""
+        self._raw.close()
+
+
 class RemoteWriter(Writer):
     """Writes in pieces of `piece_bytes`. After a failure nothing can be written: abort, and write anew under another
     name.

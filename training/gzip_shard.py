@@ -20,16 +20,32 @@ class GzipShard:
         self._edges, self._unpacked = info.block_edges, info.unpacked_offsets
         self._decode = strict(schema)
 
+    def unit(self, first_record: int, count: int) -> tuple[int, int]:
+        """First record and number of those that are read for some of a block: all of it."""
+        first = first_record - first_record % self._block_records
+        return first, min(self._block_records, self._info.records - first)
+
+    def extent(self, first_record: int, count: int) -> tuple[int, int]:
+        """First byte of the block of these records, and the one after its last. Raises CorruptionError for one that is
+        too long to be one.
+        """
+        block = first_record // self._block_records
+        start, stop = self._edges[block], self._edges[block + 1]
+        check_block_bytes(self._url, start, stop)
+        return start, stop
+
     def read_block(self, block: int) -> pa.RecordBatch:
-        """All records of a block, both checksums of each checked.
+        """All records of a block, read now; raises what `extent` and `decode_block` raise."""
+        start, stop = self.extent(block * self._block_records, 1)
+        return self.decode_block(self._fs.read_range(self._url, start, stop - start), start, block)
+
+    def decode_block(self, packed: bytes | memoryview, start: int, block: int) -> pa.RecordBatch:
+        """All records of a block out of its bytes, which begin at byte `start`; both checksums of each are checked.
 
         Raises CorruptionError naming file, record and offset (of a block in the file, of a record in what the file
         unpacks to), DataError for records that do not fit the schema.
         """
         first_record = block * self._block_records
-        start, stop = self._edges[block], self._edges[block + 1]
-        check_block_bytes(self._url, start, stop)
-        packed = self._fs.read_range(self._url, start, stop - start)
         place, end = self._unpacked[block], self._unpacked[block + 1]
         data = unpack(packed, end - place, file=self._url, record=first_record, offset=start)
         found = self._decode(data, self._url, first_record, place)

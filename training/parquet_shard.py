@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -30,12 +31,28 @@ class ParquetShard:
         self._metadata = self._read_footer()
         self._check_footer()
 
+    def unit(self, first_record: int, count: int) -> tuple[int, int]:
+        """First record and number of those that are read for some of a block: all of it."""
+        first = first_record - first_record % self._block_records
+        return first, min(self._block_records, self._info.records - first)
+
+    def extent(self, first_record: int, count: int) -> tuple[int, int]:
+        """First byte of the row group of these records, and the one after its last. Safe for several threads."""
+        start, stop = self._extents[first_record // self._block_records].tolist()
+        return start, stop
+
     def read_block(self, block: int) -> pa.RecordBatch:
-        """All rows of a block. Raises CorruptionError naming file, first record of the block and offset."""
+        """All rows of a block, read now; raises what `extent` and `decode_block` raise."""
+        start, stop = self.extent(block * self._block_records, 1)
+        return self.decode_block(self._fs.read_range(self._url, start, stop - start), start, block)
+
+    def decode_block(self, data: bytes | memoryview, start: int, block: int) -> pa.RecordBatch:
+        """All rows of a block out of its bytes, which begin at byte `start`; checksums of pages are checked.
+
+        Raises CorruptionError naming file, first record of the block and offset.
+        """
         first = block * self._block_records
         size = min(self._block_records, self._info.records - first)
-        start, stop = self._extent(block)
-        data = self._fs.read_range(self._url, start, stop - start)
         source = pa.PythonFile(_Stretch(data, start, self._info.bytes), mode="r")
         try:
             with pq.ParquetFile(source, metadata=self._metadata, page_checksum_verification=True) as file:
@@ -111,8 +128,8 @@ class ParquetShard:
         declared = [(field.name, _plain(field.type)) for field in self._schema]
         if columns != declared:
             raise self._footer_error(f"columns {columns}", f"columns {declared}")
-        for number in groups:
-            self._extent(number)
+        # (row groups, 2) int64: first byte and the one after the last, which the footer is slow to tell.
+        self._extents = np.array([self._extent(number) for number in groups], dtype=np.int64).reshape(-1, 2)
 
     def _extent(self, block: int) -> tuple[int, int]:
         """First byte of a row group and the one after its last; CorruptionError where it is not in the file."""
@@ -136,7 +153,7 @@ def _plain(kind: pa.DataType) -> pa.DataType:
 class _Stretch(io.RawIOBase):
     """The bytes `data` at `offset` of a file of `size` bytes, as a file; nothing else of it can be read."""
 
-    def __init__(self, data: bytes, offset: int, size: int) -> None:
+    def __init__(self, data: bytes | memoryview, offset: int, size: int) -> None:
         super().__init__()
         self._data, self._offset, self._size, self._position = pa.py_buffer(data), offset, size, 0
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -17,12 +18,17 @@ from storage.errors import ConfigError, CorruptionError, DataError, NotFoundErro
 from storage.fs import FileSystem, filesystem, join
 from storage.layout import fitted_path, index_path
 from storage.manifest import DatasetManifest, ShardInfo, read_checked
+from training.block_fetch import READ_AHEAD_BYTES, BlockFetcher, FetchCounts
 from training.gzip_shard import GzipShard
 from training.parquet_shard import ParquetShard
 from training.parts import held_out, open_parts
 from training.plan import split_of
 from training.positions import BlockTable, Run
-from training.tfrecord_shard import TFRecordShard
+from training.shard_files import ShardFiles
+from training.tfrecord_shard import BlockStarts, TFRecordShard
+
+KEPT_INDEX_BYTES = 32 << 20  # 20 bytes a record: of 1.6 million records no index is read twice
+_RUNS_AHEAD = 8  # in `sequence`: with blocks of 1 to 4 MiB as much as four threads read at once, twice
 
 
 def load_encoder(dataset_url: str, manifest: DatasetManifest, held_out: str | None = None) -> Encoder:
@@ -67,21 +73,53 @@ def _fitted_path(file: str, manifest: DatasetManifest, held_out: str | None) -> 
 
 
 class SplitReader:
-    """Reads runs of records of one split; not safe for several threads at once.
+    """Reads runs of records of one split; `read` is not safe for several threads at once, hints may come from any.
 
     At the start the length of every shard, TFRecord indexes and Parquet footers by digest are checked, so that a
     dataset that was cut or exchanged is refused before the first step; checksums of records and pages while reading.
-    Memory: O(blocks) for the block tables, and `keep_blocks` decoded Parquet row groups or gzip blocks.
+    Memory: O(blocks) for the block tables, `keep_blocks` decoded Parquet row groups or gzip blocks (of TFRecord, the
+    places of the records of twice as many), KEPT_INDEX_BYTES of indexes, and once `prefetch` was called
+    `read_ahead_bytes` that are on their way or wait for `read`.
     """
 
-    def __init__(self, dataset_url: str, manifest: DatasetManifest, split: str, encoder: Encoder | Schema) -> None:
+    def __init__(
+        self,
+        dataset_url: str,
+        manifest: DatasetManifest,
+        split: str,
+        encoder: Encoder | Schema,
+        *,
+        read_ahead_bytes: int = READ_AHEAD_BYTES,
+    ) -> None:
         self.split = split
-        self.keep_blocks = 2
         self.schema = encoder if isinstance(encoder, Schema) else encoder.schema
         self._kept: OrderedDict[tuple[int, int], pa.RecordBatch] = OrderedDict()
         self._shards: list[TFRecordShard | GzipShard | ParquetShard] = []
         self._records: list[int] = []
+        self._starts, self._index_bytes = BlockStarts(), 0
+        self._files = ShardFiles()
+        self._fetcher = BlockFetcher(
+            self._shards, self._files.read, name_of=self._files.url, budget_bytes=read_ahead_bytes
+        )
+        weakref.finalize(self, _let_go, self._fetcher, self._files)
+        self.keep_blocks = 2
         self.add(dataset_url, manifest, split)
+
+    @property
+    def keep_blocks(self) -> int:
+        """How many blocks are read in turn: so many are kept decoded, and share what is read ahead."""
+        return self._keep_blocks
+
+    @keep_blocks.setter
+    def keep_blocks(self, blocks: int) -> None:
+        self._keep_blocks = blocks
+        self._starts.blocks = 2 * blocks + 8
+        self._fetcher.share_among(blocks)
+
+    @property
+    def fetched(self) -> FetchCounts:
+        """What was read ahead and what was not, since the beginning."""
+        return self._fetcher.counts
 
     def add(self, dataset_url: str, manifest: DatasetManifest, split: str) -> None:
         """Lay the shards of another split behind those that are there: training.parts says which fit together."""
@@ -92,6 +130,7 @@ class SplitReader:
         for number, shard in enumerate(info.shards):
             url = join(dataset_url, shard.path)
             _check_length(fs, url, shard)
+            self._files.add(fs, url, shard.bytes)
             if manifest.format == "parquet":
                 self._shards.append(ParquetShard(fs, url, shard, info.block_records, self.schema))
                 continue
@@ -101,7 +140,42 @@ class SplitReader:
             path = index_path(split, number)
             index = read_checked(fs, dataset_url, path, manifest.files[path])
             place = join(dataset_url, path)
-            self._shards.append(TFRecordShard(fs, url, shard, info.block_records, self.schema, place, index))
+            self._index_bytes += len(index)
+            keep_index = self._index_bytes <= KEPT_INDEX_BYTES
+            own = (fs, url, shard, info.block_records, self.schema, place, index)
+            self._shards.append(TFRecordShard(*own, starts=self._starts, keep_index=keep_index))
+
+    def prefetch(self, runs: Iterable[Run]) -> None:
+        """A hint that these runs will be read soon, in this order, after those of earlier hints: their bytes are
+        fetched in the background as far as the budget goes. Returns at once, whatever the storage does; say each run
+        once. What goes wrong is told by the `read` of the run.
+        """
+        for run in runs:
+            shard = self._shards[run.shard]
+            if (run.shard, run.first_record // self.table.block_records) not in self._kept:
+                self._fetcher.hint(run.shard, *shard.unit(run.first_record, run.count))
+
+    def forget_hints(self) -> None:
+        """Drop what `prefetch` was told and has fetched: reading goes on at another place. Nobody has to call this:
+        bytes that nobody takes also make room for those that a `read` waits for.
+        """
+        self._fetcher.forget()
+
+    def close(self) -> None:
+        """End what is under way in the background, and close the files; reading opens them anew."""
+        self._fetcher.close()
+        self._files.close()
+
+    def sequence(self, runs: Iterable[Run]) -> Iterator[pa.RecordBatch]:
+        """`read` of one run after another, the next ones fetched meanwhile."""
+        waiting: deque[Run] = deque()
+        for run in runs:
+            self.prefetch([run])
+            waiting.append(run)
+            if len(waiting) > _RUNS_AHEAD:
+                yield self.read(waiting.popleft())
+        while waiting:
+            yield self.read(waiting.popleft())
 
     def read(self, run: Run) -> pa.RecordBatch:
         """The records of a run (within one block) as columns of the dataset's schema.
@@ -110,12 +184,14 @@ class SplitReader:
         """
         shard = self._shards[run.shard]
         if isinstance(shard, TFRecordShard):
-            return shard.read(run.first_record, run.count)
+            data, start = self._fetcher.take(run.shard, run.first_record, run.count)
+            return shard.decode(data, start, run.first_record, run.count)
         block, skip = divmod(run.first_record, self.table.block_records)
         # A row group or gzip block can only be read whole, but windows and lanes cut it: the last few are kept.
         batch = self._kept.pop((run.shard, block), None)
         if batch is None:
-            batch = shard.read_block(block)
+            data, start = self._fetcher.take(run.shard, run.first_record, run.count)
+            batch = shard.decode_block(data, start, block)
         if skip + run.count < len(batch):
             self._kept[run.shard, block] = batch
         while len(self._kept) > self.keep_blocks:
@@ -133,7 +209,7 @@ class SplitReader:
             if isinstance(shard, ParquetShard):
                 yield from shard.batches(batch_rows)
             else:
-                yield from map(self.read, map(self.table.run, range(block, stop)))
+                yield from self.sequence(map(self.table.run, range(block, stop)))
             block = stop
 
     def read_all(self, runs: list[Run]) -> pa.RecordBatch:
@@ -167,6 +243,11 @@ class OpenSplit:
             reader.add(part.url, part.manifest, part.split)
         reader.split = split  # of all parts together, as the plan calls it
         return cls(manifest, encoder, reader)
+
+
+def _let_go(fetcher: BlockFetcher, files: ShardFiles) -> None:
+    fetcher.stop()
+    files.close()
 
 
 def _check_length(fs: FileSystem, url: str, info: ShardInfo) -> None:
