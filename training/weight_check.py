@@ -78,8 +78,8 @@ def _diverged(step: int, sums: NDArray[np.int64], paths: Sequence[str]) -> Diver
         got=f"{paths[first]} and {count - 1} more of {len(paths)} variables; CRC32C of the first: {values}, "
         f"{common[first]:08x} elsewhere",
         allowed=allowed,
-        next_step="A restart goes on from the last checkpoint. Where it comes again on one host, test its memory; where "
-        "it comes at the same step, look for a layer or callback that changes weights by what one rank alone sees.",
+        next_step="A restart goes on from the last checkpoint. Where it comes again on one host, test its memory; "
+        "where at the same step, look for a layer or callback that changes weights by what one rank alone sees.",
     )
 
 
