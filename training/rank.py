@@ -1,8 +1,8 @@
 """One rank's process: `python -m training.rank`, started by a supervisor.
 
 Its order (one line of JSON: task, place, key) comes on standard input, which then stays open: its end means that the
-supervisor is gone. Exit codes: 0 the entry returned, 2 a ConfigError or DataError that a restart would meet again,
-1 anything else.
+supervisor is gone. A spare process gets a line before it, which says what to import while it waits. Exit codes: 0 the
+entry returned, 2 a ConfigError or DataError that a restart would meet again, 1 anything else.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from training.world import World
 EXIT_CRASHED, EXIT_FINAL = 1, 2
 PR_SET_PDEATHSIG = 1
 CONNECT_DEADLINE_S = 30.0
+PRELOAD_NICE = 10
 
 
 def main() -> int:
@@ -41,9 +42,9 @@ def main() -> int:
     _die_with_parent()
     # A terminal's Ctrl-C reaches the whole process group; the driver alone decides what it means for ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    order = json.loads(sys.stdin.buffer.readline())
-    if os.getppid() != order["parent"]:
-        return EXIT_CRASHED  # the parent died before the death signal was set
+    order = _order()
+    if order is None:
+        return EXIT_CRASHED
     threading.Thread(target=_watch_stdin, name="stdin-watch", daemon=True).start()
     world, task, key = World.from_json(order["world"]), RankTask.from_json(order["task"]), bytes.fromhex(order["key"])
     channel = open_channel(tuple(order["control"]), key, world.generation, Role.RANK, world.rank, CONNECT_DEADLINE_S)
@@ -63,6 +64,33 @@ def main() -> int:
             print(f"the driver was not told: {lost}", file=sys.stderr)
         return EXIT_FINAL if is_final(error) else EXIT_CRASHED
     return 0
+
+
+def _order() -> dict[str, Any] | None:
+    """The order; None when there is no supervisor any more. A spare process imports before it waits for its order."""
+    preloading: threading.Thread | None = None
+    while line := sys.stdin.buffer.readline():
+        document: dict[str, Any] = json.loads(line)
+        if os.getppid() != document["parent"]:
+            return None  # the parent died before the death signal was set
+        if "preload" not in document:
+            if preloading is not None:
+                preloading.join()
+            return document
+        devices.expose(document["devices"], os.environ, document["host"])
+        preloading = threading.Thread(target=_preload, args=(document["preload"],), name="preload", daemon=True)
+        preloading.start()
+    return None  # the end of standard input: a spare that is not needed
+
+
+def _preload(name: str) -> None:
+    # This thread alone steps back behind the ranks that train: who may lower a whole process may not raise it again.
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), PRELOAD_NICE)
+    try:
+        module, function = name.split(":")
+        getattr(importlib.import_module(module), function)()
+    except Exception:  # the entry meets the same when it imports, and tells the driver then
+        traceback.print_exc()
 
 
 def _call(task: RankTask, context: RankContext) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from tests.network.hosts import DRIVER, Hosts
 from training.comm.tls import issue
 from training.control.protocol import new_key
 from training.control.server import ControlServer
-from training.launch.supervisor import Order, Supervisor
+from training.launch.order import Order
+from training.launch.supervisor import Supervisor
 from training.launch.task import Handler, Limits, RankTask
 from training.world import World
 

@@ -14,6 +14,7 @@ from storage.errors import ConfigError, CorruptionError, LockstepError, Training
 from tests.training._ranks import lives, living_ranks, rank_path
 from training.control.failures import RankFailedError
 from training.launch.local import run_local
+from training.launch.order import Order
 from training.launch.task import Limits, RankTask
 
 pytestmark = pytest.mark.slow
@@ -34,7 +35,7 @@ def nothing_left() -> Any:
 
 def test_ranks_meet_and_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     key = bytes(range(32))
-    monkeypatch.setattr("training.launch.local.new_key", lambda: key)
+    monkeypatch.setattr("training.launch.session.new_key", lambda: key)
     seen: list[tuple[int, str, dict[str, Any]]] = []
 
     def handler(rank: int, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
@@ -152,13 +153,11 @@ def test_rank_that_ignores_sigterm_is_killed_after_the_grace() -> None:
 
 def test_absent_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1's process is there but never says hello: its order is never read."""
-    from training.launch import supervisor
+    from training.launch import process, supervisor
 
-    real = supervisor.start_rank
-
-    def start(order: supervisor.Order) -> Any:
+    def start(order: Order) -> Any:
         if order.world.rank == 0:
-            return real(order)
+            return process.start_rank(order)
         return subprocess.Popen(["sleep", "60"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     monkeypatch.setattr(supervisor, "start_rank", start)
@@ -192,7 +191,7 @@ def test_supervisor_kills_its_rank_when_the_driver_is_gone(tmp_path: Path) -> No
     import threading
 
     from training.control.server import ControlServer
-    from training.launch.supervisor import Order, Supervisor
+    from training.launch.supervisor import Supervisor
     from training.world import World
 
     limits = Limits(lost_s=5.0, grace_s=0.5)

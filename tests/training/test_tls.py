@@ -23,8 +23,8 @@ from training.comm.auth import HandshakeError
 from training.comm.tls import VALID_DAYS, Credentials, Tls, issue, leaves_host, name_of
 from training.comm.wire import held, receive_some, send_some
 from training.config import TrainConfig
-from training.launch.barrier import SuperviseOnTask
-from training.launch.supervisor import Order
+from training.launch.barrier import KeepPostOnTask
+from training.launch.order import Order, Place
 from training.launch.task import Limits, RankTask
 from training.world import World
 
@@ -225,9 +225,11 @@ def test_an_order_tells_no_secret() -> None:
     key = b"a secret of the generation 123456"
     place = ("127.0.0.1", 1)
     order = Order(RankTask("a:b"), World.local(0, 1), "host", place, key, Limits(), tls=LAUNCH[0])
-    stage = SuperviseOnTask(RankTask("a:b"), GENERATION, place, key, Limits(), LAUNCH, [()] * 3)
-    for text in (repr(order), repr(stage), str(order)):
-        assert "secret" not in text and "BEGIN" not in text and "Credentials()" in text
+    stage = KeepPostOnTask(place, key, Limits(), [()] * 3)
+    post = Place(0, ("host",), place, key, Limits())
+    for text in (repr(order), repr(stage), repr(post), str(order)):
+        assert "secret" not in text and "BEGIN" not in text
+    assert "Credentials()" in repr(order)
 
 
 def test_the_production_profile_turns_it_on() -> None:

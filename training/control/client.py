@@ -54,6 +54,8 @@ class ControlClient:
         self.lost = threading.Event()
         self._channel, self._beat_s = channel, beat_s
         self.step, self.phase = 0, STARTING
+        self._entered_at = 0  # the step at which this phase began
+        self._news = threading.Event()
         self._lock = threading.Lock()
         self._next_id = 0
         self._waiting: dict[int, queue.SimpleQueue[dict[str, Any] | None]] = {}
@@ -70,8 +72,17 @@ class ControlClient:
         return [(str(host), int(port)) for host, port in reply["table"]]
 
     def beat(self, step: int, phase: str) -> None:
-        """Say where this rank is: optimizer steps done, and a word for what it does. Costs no message."""
+        """Say where this rank is: optimizer steps done, and a word for what it does.
+
+        A new phase, and the first step in it, is told at once by the heartbeats' thread; what follows with the next
+        beat, so that a step costs no message.
+        """
+        news = phase != self.phase or (step != self.step and self.step == self._entered_at)
+        if phase != self.phase:
+            self._entered_at = step
         self.step, self.phase = step, phase
+        if news:
+            self._news.set()
 
     def request(self, kind: str, deadline_s: float, **fields: Any) -> dict[str, Any]:
         """Ask the driver and wait for its reply.
@@ -139,6 +150,7 @@ class ControlClient:
         finally:
             with self._lock:
                 self.lost.set()
+                self._news.set()
                 for box in self._waiting.values():
                     box.put(None)
 
@@ -148,7 +160,8 @@ class ControlClient:
                 self.send(Tag.BEAT, {})
             except LockstepError:
                 return  # the reading thread sees the same end and tells it
-            self.lost.wait(self._beat_s)
+            self._news.wait(self._beat_s)
+            self._news.clear()
 
 
 class SupervisorClient:

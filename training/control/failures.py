@@ -24,6 +24,14 @@ class Weight(IntEnum):
 
 
 @dataclass
+class Marks:
+    """When a rank came to what (monotonic seconds), from its start to its first step: what a restart's time went to."""
+
+    phases: list[tuple[str, float]] = field(default_factory=list)
+    first_step_at: float | None = None
+
+
+@dataclass
 class RankState:
     """What the driver knows of one rank."""
 
@@ -42,6 +50,20 @@ class RankState:
     exit_code: int | None = None
     result: dict[str, object] | None = None
     tail: list[str] = field(default_factory=list)
+    marks: Marks = field(default_factory=Marks)
+
+    def moves_to(self, step: int, phase: str, now: float) -> bool:
+        """Take down where the rank says that it is; True at its first step, which is a step within a phase."""
+        if step == self.step and phase == self.phase:
+            return False
+        first = False
+        if self.marks.first_step_at is None:
+            if phase != self.phase:
+                self.marks.phases.append((phase, now))
+            elif step != self.step:
+                self.marks.first_step_at, first = now, True
+        self.step, self.phase, self.moved_at = step, phase, now
+        return first
 
     @property
     def ended(self) -> bool:

@@ -49,6 +49,9 @@ SCRIPT = "script"  # a user's script that has called no other rank: it makes no 
 HOROVOD = "horovod"  # a user's script that calls other ranks: each call is a step
 
 
+SESSION = 0  # in place of a generation, in the hello of a supervisor that stays through several
+
+
 class Role(IntEnum):
     """Who speaks: the rank itself or the supervisor that started it."""
 
@@ -71,6 +74,10 @@ class Tag(IntEnum):
     PING = 10  # driver -> supervisor: the driver lives
     OUTPUT = 11  # supervisor -> driver: lines that its rank has printed
     STOPPED = 12  # supervisor -> driver: whether its rank's process is stopped by a signal
+    ORDER = 13  # driver -> supervisor that stays: a sealed order for one generation
+    IDLE = 14  # supervisor that stays -> driver: that order is carried out, nothing is left of its rank
+    SPARE = 15  # driver -> supervisor that stays: start the process that waits for the next generation
+    END = 16  # driver -> supervisor that stays: no order follows
 
 
 class Channel:
@@ -136,6 +143,12 @@ class Channel:
             allowed=allowed,
             next_step="If nobody tampered with the network, ranks and driver run different versions.",
         )
+
+
+def try_send(channel: Channel, tag: Tag, document: dict[str, Any]) -> None:
+    """`channel.send`, where the peer may be gone: the thread that reads from this channel sees the same end."""
+    with contextlib.suppress(CommunicationError):
+        channel.send(tag, document)
 
 
 def read_exactly(sock: socket.socket, count: int, whom: str) -> bytes:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from storage.errors import CommunicationError, LockstepError
+from storage.errors import CommunicationError
 from training.control.carry import error_from_json, error_to_json, is_final
 from training.control.door import Door
 from training.control.failures import Failure, LauncherError, RankFailedError, RankState, failure_of
-from training.control.protocol import STARTING, Channel, Role, Tag
+from training.control.protocol import STARTING, Channel, Role, Tag, try_send
 from training.control.rendezvous import Rendezvous
 from training.launch.task import Handler, Limits
 
@@ -28,11 +27,20 @@ class ControlServer:
     """Serves one launch of one generation; used as a context manager, which stops the ranks at its end."""
 
     def __init__(
-        self, key: bytes, generation: int, num_ranks: int, limits: Limits, handler: Handler | None, bind_host: str
+        self,
+        key: bytes,
+        generation: int,
+        num_ranks: int,
+        limits: Limits,
+        handler: Handler | None,
+        bind_host: str,
+        on_steps: Callable[[Sequence[RankState]], None] | None = None,
     ) -> None:
         self._limits, self._handler = limits, handler
         self._on_step: Callable[[int], None] | None = getattr(handler, "on_step", None)  # for a progress bar
+        self._on_steps = on_steps  # called once, when every rank has made a step
         self._on_output: Callable[[int, list[str]], None] | None = getattr(handler, "on_output", None)
+        self._overtaken: Callable[[], BaseException | None] | None = getattr(handler, "overtaken", None)
         self._states = [RankState(rank) for rank in range(num_ranks)]
         self._ranks: dict[int, Channel] = {}
         self._supervisors: dict[int, Channel] = {}
@@ -72,18 +80,21 @@ class ControlServer:
         Raises the error of the rank that failed first: the same ConfigError or DataError if the rank raised one,
         else RankFailedError; or the error of the driver's own side. All ranks are stopped by then.
         """
-        failed_at: float | None = None
         with self._changed:
             while True:
                 now = time.monotonic()
+                if self._fault is None and self._overtaken is not None:
+                    self._fault = self._overtaken()  # ranks that do well serve a driver that another one has replaced
                 failures = self._failures(now)
                 if self._fault is None and not failures:
-                    failed_at = None  # all is well, or well again: a silent rank was heard before anything was done
-                elif failed_at is None:
-                    failed_at = now
-                elif now - failed_at > SETTLE_S or all(s.ended and s.heard_out for s in self._states):
+                    self.failed_at = (
+                        None  # all is well, or well again: a silent rank was heard before anything was done
+                    )
+                elif self.failed_at is None:
+                    self.failed_at = now
+                elif now - self.failed_at > SETTLE_S or all(s.ended and s.heard_out for s in self._states):
                     break
-                if failed_at is None and all(s.ended and s.result is not None for s in self._states):
+                if self.failed_at is None and all(s.ended and s.result is not None for s in self._states):
                     return [dict(s.result or {}) for s in self._states]
                 self._changed.wait(0.2)
         first = min(failures, key=lambda failure: failure.weight) if failures else None
@@ -109,7 +120,7 @@ class ControlServer:
             supervisors = dict(self._supervisors)
         for rank, channel in supervisors.items():
             if not self._states[rank].ended:
-                _try_send(channel, Tag.STOP, {"reason": reason[:1000]})
+                try_send(channel, Tag.STOP, {"reason": reason[:1000]})
         end = time.monotonic() + self._limits.grace_s + 5.0
         with self._changed:
             # A supervisor whose connection is lost is not waited for: its host is gone, and its rank with it.
@@ -153,10 +164,11 @@ class ControlServer:
     def _rank_frame(self, state: RankState, channel: Channel, tag: Tag, document: dict[str, Any]) -> None:
         with self._changed:
             state.beat_at = time.monotonic()
-            step, phase = int(document["step"]), str(document["phase"])
+            step = int(document["step"])
             moved = step != state.step
-            if moved or phase != state.phase:
-                state.step, state.phase, state.moved_at = step, phase, state.beat_at
+            first = state.moves_to(step, str(document["phase"]), state.beat_at)
+            if first and self._on_steps is not None and all(other.marks.first_step_at for other in self._states):
+                threading.Thread(target=self._on_steps, args=(tuple(self._states),), daemon=True).start()
             if moved and state.rank == 0 and self._on_step is not None:
                 self._on_step(step)
             if tag is Tag.RESULT:
@@ -183,7 +195,7 @@ class ControlServer:
                 answer["reply"] = self._handle(rank, kind, fields)
         except Exception as error:  # told to the rank; the driver's own faults also end the launch, in _handle
             answer["error"] = error_to_json(error)
-        _try_send(channel, Tag.REPLY, answer)
+        try_send(channel, Tag.REPLY, answer)
 
     def _handle(self, rank: int, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -208,7 +220,7 @@ class ControlServer:
         if previous is not None:
             previous.close()
         if stopping:
-            _try_send(channel, Tag.STOP, {"reason": "the launch ends"})
+            try_send(channel, Tag.STOP, {"reason": "the launch ends"})
         try:
             while True:
                 tag, document = channel.receive()
@@ -239,10 +251,5 @@ class ControlServer:
             with self._changed:
                 channels = [c for r, c in self._supervisors.items() if not self._states[r].ended]
             for channel in channels:
-                _try_send(channel, Tag.PING, {})
+                try_send(channel, Tag.PING, {})
             time.sleep(PING_EVERY_S)
-
-
-def _try_send(channel: Channel, tag: Tag, document: dict[str, Any]) -> None:
-    with contextlib.suppress(LockstepError):  # the reading thread of this channel sees the same end
-        channel.send(tag, document)

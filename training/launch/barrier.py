@@ -1,4 +1,4 @@
-"""Ranks inside a Spark barrier stage: each task is a supervisor."""
+"""Ranks inside a Spark barrier stage: each task is a supervisor, which may stay through several generations."""
 
 from __future__ import annotations
 
@@ -12,19 +12,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from training.comm.tls import Credentials, issue
 from training.control.failures import LauncherError, LauncherGoneError
-from training.control.protocol import new_key
-from training.control.server import ControlServer
 from training.devices import shares_of_host
 from training.launch.encryption import check_spark_encrypts
+from training.launch.order import Place
+from training.launch.post import keep_post
+from training.launch.session import Session
 from training.launch.slots import check_slots, classic_context, in_driver
-from training.launch.supervisor import Order, Supervisor
 from training.launch.task import Handler, Limits, RankTask
-from training.world import World
 
 if TYPE_CHECKING:
-    from pyspark import SparkContext
     from pyspark.sql import SparkSession
 
 log = logging.getLogger(__name__)
@@ -36,36 +33,90 @@ _TASK_RESOURCE = re.compile(r"spark\.task\.resource\.(.+)\.amount")
 
 
 @dataclass(frozen=True, slots=True)
-class SuperviseOnTask:
+class KeepPostOnTask:
     """The function of the barrier stage; picklable by reference, so that executors import it."""
 
-    task: RankTask
-    generation: int
     control: tuple[str, int]
-    key: bytes = field(repr=False)
+    secret: bytes = field(repr=False)
+    """Travels in Spark's own messages: see docs/security.md."""
     limits: Limits
-    tls: Sequence[Credentials | None]
-    """By rank. Like the key it travels in Spark's own messages: see docs/security.md."""
     devices: Sequence[tuple[str, ...]]
     """By rank, where a local master runs all of them: Spark gives its tasks no GPUs then."""
 
     def __call__(self, rows: Iterable[int]) -> Iterator[tuple[int, int]]:
-        """Supervise the rank of this task; yields (rank, exit code)."""
+        """Supervise the ranks of this task until the driver says that none follows; yields (rank, exit code)."""
         from pyspark import BarrierTaskContext, SparkFiles
 
         os.environ["LOCKSTEP_FILES"] = SparkFiles.getRootDirectory()  # a script's --files; the rank inherits it
-        if self.task.hadoop:
-            from storage.settings import set_hadoop_settings
-
-            set_hadoop_settings(self.task.hadoop)  # the rank's log is uploaded from here
         context = BarrierTaskContext.get()
-        hosts = [info.address.rpartition(":")[0] or info.address for info in context.getTaskInfos()]
+        hosts = tuple(info.address.rpartition(":")[0] or info.address for info in context.getTaskInfos())
         rank = context.partitionId()
-        world = World.from_hosts(rank, hosts, self.generation)
         gpu = context.resources().get(GPU)
         devices = tuple(gpu.addresses) if gpu else self.devices[rank]
-        order = Order(self.task, world, hosts[rank], self.control, self.key, self.limits, devices, self.tls[rank])
-        yield rank, Supervisor(order).run()
+        place = Place(rank, hosts, self.control, self.secret, self.limits, devices)
+        yield rank, keep_post(place, _take_hadoop_settings)
+
+
+def _take_hadoop_settings(task: RankTask) -> None:
+    if task.hadoop:
+        from storage.settings import set_hadoop_settings
+
+        set_hadoop_settings(task.hadoop)  # the rank's log is uploaded from here
+
+
+class BarrierSession(Session):
+    """Supervisors as the tasks of one barrier stage."""
+
+    def __init__(self, spark: SparkSession, num_ranks: int, limits: Limits | None = None) -> None:
+        self._context = classic_context(spark)
+        self._master = self._context.master or ""
+        with jvm_lives():
+            self._settings = dict(self._context.getConf().getAll())
+        super().__init__(num_ranks, limits or Limits(), *control_hosts(self._master, self._settings))
+        self._group = f"lockstep-{secrets.token_hex(8)}"
+        self._stage: threading.Thread | None = None
+
+    def _check(self, task: RankTask) -> None:
+        if task.tls:
+            check_spark_encrypts(self._master, self._settings)
+        with jvm_lives():
+            check_slots(self._context, self.num_ranks, self.limits.start_s)
+        if others := other_resources(self._settings):
+            log.warning("ranks take GPUs from Spark's resource `gpu` alone, and compute without %s", ", ".join(others))
+
+    def _begin(self, control: tuple[str, int], secret: bytes) -> None:
+        from pyspark import InheritableThread
+
+        local, num_ranks = in_driver(self._master), self.num_ranks
+        shares = shares_of_host(os.environ, num_ranks) if local else [()] * num_ranks
+        keep = KeepPostOnTask(control, secret, self.limits, shares)
+        self._stage = InheritableThread(target=self._run_stage, args=(keep,), name="barrier-stage", daemon=True)
+        self._stage.start()
+
+    def _run_stage(self, keep: KeepPostOnTask) -> None:
+        context, num_ranks = self._context, self.num_ranks
+        context.setJobGroup(self._group, f"{num_ranks} training ranks", interruptOnCancel=True)
+        try:
+            context.parallelize(range(num_ranks), num_ranks).barrier().mapPartitions(keep).collect()
+        except Exception as error:  # py4j's and Spark's errors have no common base; told where the driver waits
+            log.info("the barrier stage ended: %s", error)
+            self.fail(
+                LauncherError(
+                    "the barrier stage of the ranks failed",
+                    got=_first_line(error),
+                    allowed="a stage that lasts as long as its ranks",
+                    next_step="Look at the executors' logs: an executor that was lost takes its rank along.",
+                )
+            )
+
+    def _end(self) -> None:
+        if self._stage is None:
+            return
+        self._stage.join(2.0)  # all ranks have ended: so do their tasks
+        if self._stage.is_alive():
+            with jvm_lives():
+                self._context.cancelJobGroup(self._group)
+            self._stage.join(self.limits.grace_s + 5.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +127,12 @@ class OnSpark:
 
     def ready(self, num_ranks: int, wait_s: float) -> None:
         """Raise ConfigError unless the session can hold all ranks at once; see `check_slots`."""
-        with _jvm_lives():
+        with jvm_lives():
             check_slots(classic_context(self.spark), num_ranks, wait_s)
+
+    def session(self, num_ranks: int, limits: Limits) -> Session:
+        """Supervisors that stay in the tasks of one barrier stage, which begins with the first run."""
+        return BarrierSession(self.spark, num_ranks, limits)
 
     def __call__(
         self,
@@ -106,30 +161,8 @@ def run_barrier(
     Raises ConfigError at once where the session has fewer task slots than ranks, is a Spark Connect session, or would
     send in the clear what TLS between ranks rests on.
     """
-    limits = limits or Limits()
-    context = classic_context(spark)
-    with _jvm_lives():
-        settings = dict(context.getConf().getAll())
-        if task.tls:
-            check_spark_encrypts(context.master or "", settings)
-        check_slots(context, num_ranks, limits.start_s)
-    if others := other_resources(settings):
-        log.warning("ranks take GPUs from Spark's resource `gpu` alone, and compute without %s", ", ".join(others))
-    key = new_key()
-    group = f"lockstep-{secrets.token_hex(8)}"
-    bind, host = control_hosts(context.master or "", settings)
-    stage: threading.Thread | None = None
-    try:
-        with ControlServer(key, generation, num_ranks, limits, handler, bind) as server:
-            certificates = issue(generation, num_ranks) if task.tls else [None] * num_ranks
-            mine = in_driver(context.master or "")
-            shares = shares_of_host(os.environ, num_ranks) if mine else [()] * num_ranks
-            supervise = SuperviseOnTask(task, generation, (host, server.port), key, limits, certificates, shares)
-            stage = _start(context, group, supervise, num_ranks, server)
-            return server.wait()
-    finally:
-        if stage is not None:
-            _end(context, group, stage, limits)
+    with BarrierSession(spark, num_ranks, limits) as session:
+        return session.run(task, generation, handler)
 
 
 def control_hosts(master: str, settings: Mapping[str, str]) -> tuple[str, str]:
@@ -150,41 +183,9 @@ def other_resources(settings: Mapping[str, str]) -> list[str]:
     return sorted({match[1] for match in found if match} - {GPU})
 
 
-def _start(
-    context: SparkContext, group: str, supervise: SuperviseOnTask, num_ranks: int, server: ControlServer
-) -> threading.Thread:
-    from pyspark import InheritableThread
-
-    def run() -> None:
-        context.setJobGroup(group, f"{num_ranks} training ranks", interruptOnCancel=True)
-        try:
-            context.parallelize(range(num_ranks), num_ranks).barrier().mapPartitions(supervise).collect()
-        except Exception as error:  # py4j's and Spark's errors have no common base; told where the driver waits
-            log.info("the barrier stage ended: %s", error)
-            server.fail(
-                LauncherError(
-                    "the barrier stage of the ranks failed",
-                    got=_first_line(error),
-                    allowed="a stage that lasts as long as its ranks",
-                    next_step="Look at the executors' logs: an executor that was lost takes its rank along.",
-                )
-            )
-
-    thread: threading.Thread = InheritableThread(target=run, name="barrier-stage", daemon=True)
-    thread.start()
-    return thread
-
-
-def _end(context: SparkContext, group: str, stage: threading.Thread, limits: Limits) -> None:
-    stage.join(2.0)  # all ranks have ended: so do their tasks
-    if stage.is_alive():
-        with _jvm_lives():
-            context.cancelJobGroup(group)
-        stage.join(limits.grace_s + 5.0)
-
-
 @contextmanager
-def _jvm_lives() -> Iterator[None]:
+def jvm_lives() -> Iterator[None]:
+    """Raise LauncherGoneError for what py4j raises when its Java process has ended."""
     from py4j.protocol import Py4JNetworkError
 
     try:

@@ -4,57 +4,76 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import dataclass
 from typing import Any
 
+from storage.errors import LockstepError
 from training import devices
-from training.comm.tls import issue
-from training.control.protocol import new_key
-from training.control.server import ControlServer
-from training.launch.supervisor import Order, Supervisor
+from training.control.failures import LauncherError
+from training.launch.order import Place
+from training.launch.post import keep_post
+from training.launch.session import Session
 from training.launch.task import Handler, Limits, RankTask
-from training.world import World
 
 LOOPBACK = "127.0.0.1"
 
 
-def run_local(
-    task: RankTask,
-    num_ranks: int,
-    *,
-    generation: int = 1,
-    limits: Limits | None = None,
-    handler: Handler | None = None,
-) -> list[dict[str, Any]]:
-    """Run `task` on `num_ranks` child processes; returns what each rank's entry returned, in order of rank.
+class LocalSession(Session):
+    """Supervisors as threads of this process."""
 
-    `handler(rank, kind, fields)` answers the ranks' requests. Raises what `ControlServer.wait` raises; no rank is left
-    alive in any case.
-    """
-    limits = limits or Limits()
-    key = new_key()
-    threads: list[threading.Thread] = []
-    try:
-        certificates = issue(generation, num_ranks) if task.tls else [None] * num_ranks
-        shares = devices.shares_of_host(os.environ, num_ranks)
-        with ControlServer(key, generation, num_ranks, limits, handler, LOOPBACK) as server:
-            for rank in range(num_ranks):
-                world = World.local(rank, num_ranks, generation)
-                supervisor = Supervisor(
-                    Order(task, world, LOOPBACK, (LOOPBACK, server.port), key, limits, shares[rank], certificates[rank])
-                )
-                thread = threading.Thread(
-                    target=_supervise, args=(supervisor, server), name=f"supervisor-{rank}", daemon=True
-                )
-                threads.append(thread)
-                thread.start()
-            return server.wait()
-    finally:
-        for thread in threads:
-            thread.join(limits.grace_s + 5.0)
+    def __init__(self, num_ranks: int, limits: Limits | None = None) -> None:
+        super().__init__(num_ranks, limits or Limits(), LOOPBACK, LOOPBACK)
+        self._threads: list[threading.Thread] = []
+
+    def _check(self, task: RankTask) -> None:
+        self._shares = devices.shares_of_host(os.environ, self.num_ranks)
+
+    def _begin(self, control: tuple[str, int], secret: bytes) -> None:
+        hosts = (LOOPBACK,) * self.num_ranks
+        for rank, share in enumerate(self._shares):
+            place = Place(rank, hosts, control, secret, self.limits, share)
+            thread = threading.Thread(target=self._keep, args=(place,), name=f"supervisor-{rank}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _end(self) -> None:
+        for thread in self._threads:
+            thread.join(self.limits.grace_s + 5.0)
+
+    def _keep(self, place: Place) -> None:
+        try:
+            keep_post(place)
+        except LockstepError as error:  # a supervisor that cannot work is the launch's failure
+            self.fail(error)
+        except Exception as error:
+            self.fail(LauncherError(f"the supervisor of rank {place.rank} failed", got=repr(error)))
+            raise
 
 
-def _supervise(supervisor: Supervisor, server: ControlServer) -> None:
-    try:
-        supervisor.run()
-    except Exception as error:  # a supervisor that cannot work is the launch's failure, told where the driver waits
-        server.fail(error)
+@dataclass(frozen=True, slots=True)
+class OnHost:
+    """`run_local`, and the sessions that the driver restarts ranks in."""
+
+    def session(self, num_ranks: int, limits: Limits) -> Session:
+        """Supervisors that stay."""
+        return LocalSession(num_ranks, limits)
+
+    def __call__(
+        self,
+        task: RankTask,
+        num_ranks: int,
+        *,
+        generation: int = 1,
+        limits: Limits | None = None,
+        handler: Handler | None = None,
+    ) -> list[dict[str, Any]]:
+        """Run `task` on `num_ranks` child processes; returns what each rank's entry returned, in order of rank.
+
+        `handler(rank, kind, fields)` answers the ranks' requests. Raises what `ControlServer.wait` raises; no rank is
+        left alive in any case.
+        """
+        with LocalSession(num_ranks, limits) as session:
+            return session.run(task, generation, handler)
+
+
+run_local = OnHost()

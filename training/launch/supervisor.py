@@ -5,28 +5,22 @@ Runs in a thread of the driver (local launcher) or in a Spark task (barrier laun
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import IO
 
-from training.comm.tls import Credentials
 from training.control.client import SupervisorClient, open_channel
 from training.control.protocol import Role, Tag
-from training.launch.leftovers import MARK, end_left, new_mark
+from training.launch.leftovers import end_left
+from training.launch.order import Order
 from training.launch.output import LineBuffer, read_lines
-from training.launch.task import Limits, RankTask
+from training.launch.process import RankProcess, hand_over, start_rank
 from training.logs import PartWriter
 from training.paths import rank_name
-from training.world import World
 
 TAIL_LINES = 40
 TAIL_LINE_CHARS = 2000  # so that the last lines fit into one frame, whatever they hold
@@ -36,29 +30,14 @@ CONNECT_DEADLINE_S = 60.0
 DRAIN_S = 2.0  # for the last lines of a dead rank whose own children keep its output open
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
-    """All that a supervisor needs; `host` is what the launcher calls this host, for messages."""
-
-    task: RankTask
-    world: World
-    host: str
-    control: tuple[str, int]
-    key: bytes = field(repr=False)
-    limits: Limits
-    devices: tuple[str, ...] = ()
-    """The GPUs that the rank sees (training.devices); it sees no others, and none where this is empty."""
-    tls: Credentials | None = None
-    """What the rank shows to ranks on other hosts; None: they talk in the clear."""
-    mark: str = field(default_factory=new_mark)
-    """In the rank's environment, and so in that of all that it starts (training.launch.leftovers)."""
-
-
 class Supervisor:
-    """Supervises one rank; `run` returns when its process has ended and has been reported."""
+    """Supervises one rank; `run` returns when its process has ended and has been reported.
 
-    def __init__(self, order: Order) -> None:
-        self._order = order
+    `waiting` is a process that waits for its order (training.launch.spare); None: one is started.
+    """
+
+    def __init__(self, order: Order, waiting: RankProcess | None = None) -> None:
+        self._order, self._waiting = order, waiting
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         logs = order.task.logs
         self._parts = PartWriter(f"{logs}/{rank_name(order.world.rank)}", "log") if logs else None
@@ -81,7 +60,9 @@ class Supervisor:
         )
         client = SupervisorClient(connect, order.limits.lost_s)
         try:
-            process = start_rank(order)
+            process = self._waiting or start_rank(order)
+            if self._waiting is not None:
+                hand_over(process, order)
             reader = threading.Thread(target=self._read, args=(process.stdout,), name="rank-output", daemon=True)
             reader.start()
             forwarder = threading.Thread(target=self._forward, args=(client,), name="rank-output-send", daemon=True)
@@ -107,7 +88,7 @@ class Supervisor:
         finally:
             client.close()
 
-    def _watch(self, process: subprocess.Popen[bytes], client: SupervisorClient) -> None:
+    def _watch(self, process: RankProcess, client: SupervisorClient) -> None:
         limits = self._order.limits
         kill_at: float | None = None
         look_at, stopped = 0.0, False
@@ -132,7 +113,7 @@ class Supervisor:
                     client.report(Tag.STOPPED, {"stopped": stopped})
             time.sleep(POLL_S)
 
-    def _upload(self, process: subprocess.Popen[bytes]) -> None:
+    def _upload(self, process: RankProcess) -> None:
         while self._parts is not None and process.poll() is None:
             self._parts.flush_if_due()
             time.sleep(1.0)
@@ -161,43 +142,3 @@ def is_stopped(pid: int) -> bool:
     except OSError:
         return False  # it has ended
     return status.rpartition(")")[2].split()[0] in ("T", "t")
-
-
-def start_rank(order: Order) -> subprocess.Popen[bytes]:
-    """Start `training.rank` with this process' import path and hand it its order on standard input.
-
-    Key and certificate go through the pipe alone: arguments and environment are readable by others on the host.
-    """
-    paths = [os.path.abspath(path or os.getcwd()) for path in sys.path]
-    # The worker's secrets of Spark are of no use to a rank, and none of its business.
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON_WORKER_FACTORY")}
-    environment |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", MARK: order.mark}
-    # Without a word from the user, the ranks of one host share its cores instead of each taking all of them.
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // order.world.ranks_per_node)))
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "training.rank"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=environment,
-        process_group=0,
-    )
-    document = {
-        "parent": os.getpid(),
-        "task": order.task.to_json(),
-        "world": order.world.to_json(),
-        "host": order.host,
-        "control": list(order.control),
-        "key": order.key.hex(),
-        "tls": order.tls.to_json() if order.tls else None,
-        "beat_s": order.limits.beat_s,
-        "stall_s": order.limits.stall_s,
-        "devices": list(order.devices),
-    }
-    assert process.stdin is not None
-    try:
-        process.stdin.write(json.dumps(document).encode() + b"\n")
-        process.stdin.flush()
-    except BrokenPipeError:
-        pass  # it died at its start: its exit code and log say why
-    return process

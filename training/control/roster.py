@@ -1,0 +1,119 @@
+"""The driver's end of supervisors that stay: who is there, who waits for an order."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+from storage.errors import CommunicationError
+from training.control.door import Door
+from training.control.protocol import SESSION, Channel, Role, Tag, try_send
+from training.control.sealed_orders import seal_order
+
+log = logging.getLogger(__name__)
+
+PING_EVERY_S = 2.0
+
+
+class Roster:
+    """One line to each supervisor of a session; thread-safe.
+
+    A line that breaks is not taken up again: what its supervisor has begun goes on to its end, and no more is begun.
+    """
+
+    def __init__(self, secret: bytes, num_ranks: int, bind_host: str) -> None:
+        self._secret, self._num_ranks = secret, num_ranks
+        self._lines: dict[int, Channel] = {}
+        self._came: set[int] = set()
+        self._idle: set[int] = set()
+        self._orders: dict[int, dict[str, object]] = {}  # not handed out yet
+        self._closed = False
+        self._changed = threading.Condition()
+        self._door = Door(bind_host, secret, SESSION, num_ranks, self._serve)
+        self.port = self._door.port
+        threading.Thread(target=self._ping, name="roster-ping", daemon=True).start()
+
+    def give(self, orders: Sequence[dict[str, object]]) -> None:
+        """Hand each supervisor its order, by rank; one that has yet to come gets it when it does."""
+        with self._changed:
+            self._orders = dict(enumerate(orders))
+            ready = {rank: self._lines[rank] for rank in self._idle & self._lines.keys()}
+        for rank, line in ready.items():
+            self._hand_out(rank, line)
+
+    def ask_for_spares(self) -> None:
+        """Have every supervisor start the process that waits for the next generation."""
+        with self._changed:
+            lines = list(self._lines.values())
+        for line in lines:
+            try_send(line, Tag.SPARE, {})
+
+    def whole(self, wait_s: float) -> bool:
+        """Whether all supervisors are there and wait for an order, at the latest after `wait_s`."""
+        everyone = set(range(self._num_ranks))
+        with self._changed:
+            self._changed.wait_for(lambda: self._idle == everyone or self._gone(), wait_s)
+            return self._idle == everyone and not self._gone()
+
+    def close(self) -> None:
+        """Tell all supervisors that nothing follows; they end when their ranks have."""
+        with self._changed:
+            self._closed = True
+            lines = list(self._lines.values())
+        for line in lines:
+            try_send(line, Tag.END, {})
+        self._door.close()
+
+    def _gone(self) -> set[int]:
+        return self._came - self._lines.keys()
+
+    def _hand_out(self, rank: int, line: Channel) -> None:
+        with self._changed:
+            order = self._orders.pop(rank, None)
+            if order is None:
+                return
+            self._idle.discard(rank)
+        try_send(line, Tag.ORDER, {"order": seal_order(self._secret, rank, order)})
+
+    def _serve(self, role: Role, rank: int, line: Channel) -> None:
+        with self._changed:
+            refused = role is not Role.SUPERVISOR or rank in self._came
+            closed = self._closed
+            if not refused:
+                self._came.add(rank)
+                self._lines[rank] = line
+                self._idle.add(rank)
+                self._changed.notify_all()
+        if refused:
+            log.warning("refused a second line of %s", line.whom)
+            line.close()
+            return
+        if closed:
+            try_send(line, Tag.END, {})
+        self._hand_out(rank, line)
+        try:
+            while True:
+                tag, _ = line.receive()
+                if tag is Tag.IDLE:
+                    with self._changed:
+                        self._idle.add(rank)
+                        self._changed.notify_all()
+        except CommunicationError as error:
+            if not self._closed:
+                log.info("%s", str(error).replace("\n", ";"))
+        finally:
+            with self._changed:
+                self._lines.pop(rank, None)
+                self._idle.discard(rank)
+                self._changed.notify_all()
+            line.close()
+
+    def _ping(self) -> None:
+        while self._door.open:
+            with self._changed:
+                lines = list(self._lines.values())
+            for line in lines:
+                try_send(line, Tag.PING, {})
+            time.sleep(PING_EVERY_S)
