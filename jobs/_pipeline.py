@@ -133,7 +133,8 @@ class Pipeline:
         config = _train.config_of(self.train_args)
         check_training(config)
         launch = OnSpark(spark)
-        result = self._step("train", lambda: train_run(config, launch))
+        take_over = self.train_args.take_over
+        result = self._step("train", lambda: train_run(config, launch, take_over=take_over))
         evaluation = self._step("evaluate", lambda: self._evaluate(launch))
         if self.metric not in evaluation["metrics"]:
             raise ConfigError(

@@ -31,11 +31,11 @@ def main(argv: Sequence[str]) -> int:
     config = config_of(args)
     result = check(config)
     if result is None and config.launcher == "local":
-        result = train(config, run_local)
+        result = train(config, run_local, take_over=args.take_over)
     elif result is None:
         with spark_session("lockstep train", args.master) as spark:
             set_hadoop_settings(hadoop_settings_of(spark))
-            result = train(config, OnSpark(spark))
+            result = train(config, OnSpark(spark), take_over=args.take_over)
     print(result.summary())
     return 0
 

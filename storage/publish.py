@@ -11,6 +11,7 @@ from storage.canonical import sha256_hex
 from storage.errors import (
     CorruptionError,
     ExistsError,
+    LockstepError,
     NotFoundError,
     RetryableStorageError,
     StorageError,
@@ -35,12 +36,20 @@ def is_temporary(name: str) -> bool:
     return _TEMPORARY.fullmatch(name) is not None
 
 
-def write_file(fs: FileSystem, url: str, data: bytes, *, exclusive: bool = True) -> None:
+def write_file(
+    fs: FileSystem,
+    url: str,
+    data: bytes,
+    *,
+    exclusive: bool = True,
+    confirm: Callable[[], None] | None = None,
+) -> None:
     """Publish `data` at `url`: temporary name, write, sync, close, rename, read back.
 
-    Raises ExistsError where `url` exists and `exclusive`; StorageError or CorruptionError where it cannot be written.
+    `confirm` is as in `write_stream`. Raises ExistsError where `url` exists and `exclusive`; StorageError or
+    CorruptionError where it cannot be written.
     """
-    write_stream(fs, url, lambda writer: _write_all(writer, data), exclusive=exclusive)
+    write_stream(fs, url, lambda writer: _write_all(writer, data), exclusive=exclusive, confirm=confirm)
     if not exclusive:
         return  # another writer may have replaced it since
     written = fs.read_bytes(url)
@@ -60,12 +69,17 @@ def write_stream(
     *,
     exclusive: bool = True,
     give_up_s: float | None = None,
+    confirm: Callable[[], None] | None = None,
 ) -> int:
     """Publish what `produce` writes; returns its length in bytes.
 
     `produce` is called again, with a new temporary file, where the storage failed in a way that may pass (a dead
     DataNode that the NameNode does not know of yet, safe mode, a failover), until `give_up_s` seconds are over (by
     default `settings.write_give_up_s()`): it must write the same bytes each time.
+
+    `confirm` is called when only the rename is left, and raises where the file may not be published any more. One who
+    first revokes that right, and then calls `sweep_temporaries`, knows that no writer which was stopped after its
+    `confirm` publishes anything later: its rename finds nothing.
     """
     if exclusive and fs.exists(url):
         raise occupied(url)
@@ -73,6 +87,8 @@ def write_stream(
         fs, url, produce, Backoff(write_give_up_s() if give_up_s is None else give_up_s)
     )
     try:
+        if confirm is not None:
+            confirm()
         if exclusive:
             fs.rename_new(temporary, url)
         else:
@@ -80,10 +96,21 @@ def write_stream(
     except ExistsError:
         fs.discard(temporary)
         raise occupied(url) from None
-    except StorageError:
+    except LockstepError:
         fs.discard(temporary)
         raise
     return written
+
+
+def sweep_temporaries(fs: FileSystem, directory: str) -> None:
+    """Delete all temporary files in a directory whose writers may publish nothing more there (see `write_stream`)."""
+    try:
+        entries = fs.list(directory)
+    except NotFoundError:
+        return
+    for entry in entries:
+        if not entry.is_dir and is_temporary(entry.name):
+            fs.delete(entry.url)
 
 
 def publish_directory(fs: FileSystem, staging_url: str, target_url: str) -> None:

@@ -95,13 +95,32 @@ def claimed(fs: FileSystem, paths: RunPaths) -> list[int]:
     return sorted(generation for name in names if (generation := claim_of(name)) is not None)
 
 
-def claim_next(fs: FileSystem, paths: RunPaths, parent: CheckpointRef | None, *, epochs: int, num_ranks: int) -> Claim:
-    """Claim the next generation; raises ConfigError when another driver took it in the same moment."""
-    generation = max(claimed(fs, paths), default=0) + 1
+def newest_claimed(fs: FileSystem, paths: RunPaths) -> int:
+    """The newest claimed generation, 0 before the first."""
+    return max(claimed(fs, paths), default=0)
+
+
+def claim_next(
+    fs: FileSystem,
+    paths: RunPaths,
+    parent: CheckpointRef | None,
+    *,
+    epochs: int,
+    num_ranks: int,
+    after: int | None = None,
+) -> Claim:
+    """Claim the generation after `after`, which is what this driver knows as the newest (None: look it up now).
+
+    Raises SupersededError when a driver that was begun later has taken it, ConfigError when another one took it in the
+    same moment. A driver that took the next free number instead would take the run back from its successor.
+    """
+    generation = (newest_claimed(fs, paths) if after is None else after) + 1
     claim = Claim(generation, secrets.token_hex(8), parent, epochs, num_ranks)
     try:
         write_file(fs, paths.claim(generation), seal(claim.to_json()))
     except ExistsError:
+        if after is not None:
+            raise superseded(paths.root, f"a claim of generation {generation} by another driver") from None
         raise ConfigError(
             f"another driver claimed generation {generation} of {paths.root} in the same moment",
             got=paths.claim(generation),
@@ -113,14 +132,19 @@ def claim_next(fs: FileSystem, paths: RunPaths, parent: CheckpointRef | None, *,
 
 def check_newest(fs: FileSystem, paths: RunPaths, generation: int) -> None:
     """Raise SupersededError when a newer generation than `generation` is claimed."""
-    newest = max(claimed(fs, paths), default=0)
+    newest = newest_claimed(fs, paths)
     if newest > generation:
-        raise SupersededError(
-            f"generation {generation} of {paths.root} is superseded",
-            got=f"a claim of generation {newest}",
-            allowed=f"generation {generation} as the newest",
-            next_step="Nothing: a newer driver goes on with this run from the checkpoint that its claim names.",
-        )
+        raise superseded(paths.root, f"a claim of generation {newest}, where this driver has {generation}")
+
+
+def superseded(run: str, got: str) -> SupersededError:
+    """The error of a driver of `run` where `got` tells of a newer one."""
+    return SupersededError(
+        f"this driver of {run} is superseded: another one has taken the run over",
+        got=got,
+        allowed="this driver's lease and claim as the newest",
+        next_step="Nothing: the newer driver goes on with this run from the checkpoint that its claim names.",
+    )
 
 
 def _read(fs: FileSystem, paths: RunPaths, generation: int) -> Claim:

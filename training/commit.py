@@ -151,6 +151,9 @@ class CommitHandler:
         write_file(self._fs, join(staged, MANIFEST_NAME), sealed)
         self._fs.mkdirs(target.rpartition("/")[0])
         self._before_rename()
+        # What was written before this look is swept away by a newer claimant, so a driver that is stopped after it
+        # renames nothing: see training.retention.drop_stagings.
+        check_newest(self._fs, self._paths, self._claim.generation)
         try:
             publish_directory(self._fs, staged, target)
             where = join(target, MANIFEST_NAME)

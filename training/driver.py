@@ -16,15 +16,7 @@ from storage.publish import write_file
 from storage.sealed import seal
 from storage.settings import hadoop_settings
 from training.chain import find_result, find_tip
-from training.claims import (
-    CheckpointRef,
-    Claim,
-    SupersededError,
-    check_newest,
-    claim_next,
-    epochs_asked,
-    read_claims,
-)
+from training.claims import CheckpointRef, Claim, SupersededError, epochs_asked, read_claims
 from training.comm.options import CommOptions
 from training.commit import CommitHandler
 from training.config import TrainConfig
@@ -34,7 +26,7 @@ from training.frozen_plans import read_plans
 from training.handler import RunHandler
 from training.launch.signals import ended_in_order
 from training.launch.task import Handler, Limits, RankTask
-from training.lease import WATCH_S, Lease
+from training.lease import REWRITE_EVERY_S, WATCH_S
 from training.models import may_follow_length
 from training.parts import held_out, open_parts
 from training.paths import RunPaths
@@ -44,6 +36,7 @@ from training.reader import load_encoder
 from training.retention import drop_stagings, take_over
 from training.run_json import check_run, open_run
 from training.run_result import RunResult
+from training.standing import Standing
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +68,8 @@ class Hooks:
     """Called between the manifest and the rename of each commit."""
     lease_watch_s: float = WATCH_S
     """Seconds for which an open lease is watched."""
+    lease_every_s: float = REWRITE_EVERY_S
+    """Seconds between two looks at the lease and the claims."""
     limits: Limits = field(default_factory=Limits)
     """Deadlines other than the configured ones."""
 
@@ -92,11 +87,13 @@ def check(config: TrainConfig) -> RunResult | None:
     return None
 
 
-def train(config: TrainConfig, launch: Launch, *, hooks: Hooks | None = None) -> RunResult:
+def train(config: TrainConfig, launch: Launch, *, take_over: bool = False, hooks: Hooks | None = None) -> RunResult:
     """Train to the end of `config.epochs`, through restarts; a run that is complete already returns its result.
 
+    `take_over`: a driver that is at work on the run is not waited for; it is replaced, and ends when it notices.
     Raises ConfigError where the call cannot be right or contradicts the run, DataError for a dataset or run whose
-    bytes are wrong, TrainingFailedError when ranks failed `max_restarts` times without a new checkpoint.
+    bytes are wrong, TrainingFailedError when ranks failed `max_restarts` times without a new checkpoint,
+    SupersededError where another driver has taken the run over.
     """
     hooks = hooks or Hooks()
     config = replace(config, datasets=tuple(map(absolute, config.datasets)), run=absolute(config.run))
@@ -109,10 +106,11 @@ def train(config: TrainConfig, launch: Launch, *, hooks: Hooks | None = None) ->
     ready = getattr(launch, "ready", None)
     if ready is not None:
         ready(config.num_ranks, config.start_limit_s)
-    with ended_in_order(), Lease(fs, paths.lease, hooks.lease_watch_s):
-        open_run(fs, paths, config, manifest, plan)
+    standing = Standing(fs, paths, hooks.lease_watch_s, hooks.lease_every_s, take_over=take_over)
+    with ended_in_order(), standing:
+        open_run(fs, paths, config, manifest, plan, confirm=standing.confirm)
         with Progress("training", steps, "steps") as progress:
-            return _Driver(config, plan, manifest, fs, paths, hooks, progress).run(launch)
+            return _Driver(config, plan, manifest, fs, paths, hooks, progress, standing).run(launch)
 
 
 def _opened(config: TrainConfig) -> DatasetManifest:
@@ -145,10 +143,10 @@ class _Driver:
         paths: RunPaths,
         hooks: Hooks,
         progress: Progress,
+        standing: Standing,
     ) -> None:
         self._config, self._plan, self._manifest = config, plan, manifest
-        self._fs, self._paths, self._hooks, self._progress = fs, paths, hooks, progress
-        self._ended: set[int] = set()  # generations of this driver whose ranks are surely dead
+        self._fs, self._paths, self._hooks, self._progress, self._standing = fs, paths, hooks, progress, standing
 
     def run(self, launch: Launch) -> RunResult:
         failures = restarts = 0  # failures: in a row, without a new checkpoint between
@@ -159,18 +157,21 @@ class _Driver:
                 # What was asked for after that checkpoint, without a step of its own, no step has followed.
                 claims = read_claims(self._fs, self._paths)
                 self._tell_longer(epochs_asked({g: claims[g] for g in claims if g <= began.generation}))
-            claim = claim_next(
-                self._fs, self._paths, began, epochs=self._config.epochs, num_ranks=self._config.num_ranks
-            )
+            claim = self._standing.claim(began, epochs=self._config.epochs, num_ranks=self._config.num_ranks)
+            if claim is None:
+                continue  # an overtaken driver claimed in the meantime: its last commit may be a newer tip
+            # What an older driver that was stopped has prepared is taken away before it can wake and publish it, and
+            # what it has published until now is then put in order.
+            self._standing.sweep()
+            drop_stagings(self._fs, self._paths, claim.generation)
             take_over(self._fs, self._paths, claim.generation, tip, self._config.keep_checkpoints)
-            drop_stagings(self._fs, self._paths, claim.generation - 1, self._ended)
             # The tip may have come back out of the trash.
             tip = find_tip(self._fs, self._paths) if tip and "/.trash/" in tip.url else tip
             if tip is not None:
                 print(f"going on from checkpoint {tip.ref}", file=sys.stderr, flush=True)
             commits = self._commits(claim)
             try:
-                with RunHandler(self._paths, claim, tip, commits, self._progress) as handler:
+                with RunHandler(self._paths, claim, tip, commits, self._progress, self._standing.overtaken) as handler:
                     results = launch(
                         self._task(claim),
                         self._config.num_ranks,
@@ -188,7 +189,6 @@ class _Driver:
                 if failures > self._config.max_restarts:
                     raise self._given_up(error) from error
                 restarts += 1
-                self._ended.add(claim.generation)
                 where = commits.tip or "the start"
                 print(f"generation {claim.generation} failed, going on from {where}: {error}", file=sys.stderr)
 
@@ -265,9 +265,8 @@ class _Driver:
             model=model if self._fs.exists(model) else None,
             left_over=[str(sample) for sample in first.get("left_over", [])],
         )
-        check_newest(self._fs, self._paths, generation)
-        write_file(self._fs, self._paths.result(generation), seal(result.to_json()))
-        drop_stagings(self._fs, self._paths, generation - 1, self._ended | {generation})
+        write_file(self._fs, self._paths.result(generation), seal(result.to_json()), confirm=self._standing.confirm)
+        drop_stagings(self._fs, self._paths, generation + 1)
         return result
 
     def _given_up(self, error: LockstepError) -> LockstepError:

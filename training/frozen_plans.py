@@ -42,7 +42,7 @@ def freeze_plan(fs: FileSystem, paths: RunPaths, generation: int, document: Any)
     url = paths.comm_plan(len(plan.layout.host_of), plan.key)
     content = {"format_version": FORMAT_VERSION, "kind": "comm_plan", "generation": generation, "plan": plan.to_json()}
     try:
-        write_file(fs, url, seal(content))
+        write_file(fs, url, seal(content), confirm=lambda: check_newest(fs, paths, generation))
     except ExistsError:
         if _read(fs, url) != plan:
             raise CommunicationError(

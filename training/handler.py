@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from storage.canonical import canonical_bytes
@@ -12,7 +13,7 @@ from storage.errors import CommunicationError, LockstepError
 from storage.fs import filesystem
 from storage.progress import Progress
 from training.chain import Checkpoint
-from training.claims import Claim
+from training.claims import Claim, check_newest
 from training.commit import CommitHandler
 from training.frozen_plans import freeze_plan
 from training.logs import PartWriter
@@ -25,11 +26,18 @@ class RunHandler:
     """Called by the control server: `handler(rank, kind, fields)`; used as a context manager around the launch."""
 
     def __init__(
-        self, paths: RunPaths, claim: Claim, tip: Checkpoint | None, commits: CommitHandler, progress: Progress
+        self,
+        paths: RunPaths,
+        claim: Claim,
+        tip: Checkpoint | None,
+        commits: CommitHandler,
+        progress: Progress,
+        overtaken: Callable[[], LockstepError | None] = lambda: None,
     ) -> None:
         self.commits = commits
+        self.overtaken = overtaken  # asked by the control server: the error with which the launch must end
         self._paths, self._claim, self._tip, self._progress = paths, claim, tip, progress
-        self._metrics = PartWriter(paths.metrics(claim.generation), "jsonl")
+        self._metrics = PartWriter(paths.metrics(claim.generation), "jsonl", confirm=self._confirm)
         self._note = ""
         self._bar = threading.Lock()
         self._ended = threading.Event()
@@ -89,6 +97,9 @@ class RunHandler:
             loss = row.get("loss")
             if isinstance(loss, float) and math.isfinite(loss):
                 self._note = f"loss {loss:.4f}"
+
+    def _confirm(self) -> None:
+        check_newest(filesystem(self._paths.root), self._paths, self._claim.generation)
 
     def _upload(self) -> None:
         while not self._ended.wait(LOOK_EVERY_S):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 
-from storage.errors import StorageError
+from storage.errors import LockstepError
 from storage.fs import filesystem, join
 from storage.publish import write_file
 
@@ -20,11 +21,12 @@ MAX_WAITING_BYTES = 16 << 20  # while the storage is away; older lines are then 
 class PartWriter:
     """Collects lines and writes them as `directory/part-NNNNN.SUFFIX`, each part whole or absent.
 
-    Thread-safe. A storage that fails for a while delays parts; it never fails the caller before `close`.
+    Thread-safe. A storage that fails for a while delays parts; it never fails the caller before `close`. `confirm` is
+    called before a part gets its name (storage.publish.write_stream).
     """
 
-    def __init__(self, directory: str, suffix: str) -> None:
-        self._directory, self._suffix = directory, suffix
+    def __init__(self, directory: str, suffix: str, confirm: Callable[[], None] | None = None) -> None:
+        self._directory, self._suffix, self._confirm = directory, suffix, confirm
         self._lines: list[str] = []
         self._bytes = self._dropped = self._parts = 0
         self._written_at = time.monotonic()
@@ -48,7 +50,7 @@ class PartWriter:
             return bool(self._lines) and (old or self._bytes >= PART_BYTES)
 
     def flush(self) -> None:
-        """Write what is there as one part. Raises StorageError; the lines are then kept for the next call."""
+        """Write what is there as one part. Raises LockstepError; the lines are then kept for the next call."""
         with self._io:
             with self._lock:
                 lines, self._lines, self._bytes, self._written_at = self._lines, [], 0, time.monotonic()
@@ -59,8 +61,9 @@ class PartWriter:
                 return
             url = join(self._directory, f"part-{self._parts:05d}.{self._suffix}")
             try:
-                write_file(filesystem(url), url, ("\n".join(lines) + "\n").encode("utf-8", "replace"))
-            except StorageError:
+                data = ("\n".join(lines) + "\n").encode("utf-8", "replace")
+                write_file(filesystem(url), url, data, confirm=self._confirm)
+            except LockstepError:
                 with self._lock:
                     self._lines[:0] = lines
                     self._bytes += sum(len(line) + 1 for line in lines)
@@ -76,5 +79,5 @@ class PartWriter:
         """`flush`, but a failing storage is told in the log."""
         try:
             self.flush()
-        except StorageError as error:
+        except LockstepError as error:  # with the storage's failures: a driver that was overtaken writes no more
             log.warning("a part of %s is delayed: %s", self._directory, error.what)

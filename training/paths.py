@@ -136,9 +136,14 @@ class RunPaths:
         """Where a generation's retention moves checkpoints."""
         return f"{self.trashes}/{generation_name(generation)}"
 
+    @property
+    def all_metrics(self) -> str:
+        """Parent of all generations' metric parts."""
+        return f"{self.root}/metrics"
+
     def metrics(self, generation: int) -> str:
         """Directory of a generation's closed metric parts."""
-        return f"{self.root}/metrics/{generation_name(generation)}"
+        return f"{self.all_metrics}/{generation_name(generation)}"
 
     def logs(self, generation: int) -> str:
         """Directory of a generation's rank logs."""
@@ -165,9 +170,14 @@ class RunPaths:
         """A generation's final export."""
         return f"{self.root}/models/{generation_name(generation)}"
 
+    @property
+    def results(self) -> str:
+        """Directory of the generations' results."""
+        return f"{self.root}/results"
+
     def result(self, generation: int) -> str:
         """A generation's result."""
-        return f"{self.root}/results/{generation_name(generation)}.json"
+        return f"{self.results}/{generation_name(generation)}.json"
 
     def report(self, generation: int) -> str:
         """A generation's report."""

@@ -7,26 +7,34 @@ only moves checkpoints, into a trash of its own; a later claimant empties that, 
 from __future__ import annotations
 
 import logging
+import secrets
 
 from storage.errors import ExistsError, NotFoundError, StorageError
 from storage.fs import FileSystem, basename, join
 from training.chain import Checkpoint, checkpoints, lineage
-from training.claims import CheckpointRef, read_claims
+from training.claims import CheckpointRef, check_newest, read_claims
 from training.paths import RunPaths, checkpoint_of, generation_of
 
 log = logging.getLogger(__name__)
 
+_SWEPT = "swept-"
+
 
 def retire(fs: FileSystem, paths: RunPaths, generation: int, keep: int) -> None:
-    """Move all but the `keep` newest checkpoints of the chain into this generation's trash."""
+    """Move all but the `keep` newest checkpoints of the chain into this generation's trash.
+
+    Raises SupersededError where a newer generation is claimed: what may go is its business then.
+    """
     urls = _committed(fs, paths)
     for ref in lineage(read_claims(fs, paths), urls)[keep:]:
+        check_newest(fs, paths, generation)
         _trash(fs, paths, generation, urls[ref])
 
 
 def take_over(fs: FileSystem, paths: RunPaths, generation: int, tip: Checkpoint | None, keep: int) -> None:
-    """A new claimant's tidying: the tip comes back out of the trash, older trash outside the chain is deleted, and
-    orphans (late commits of older generations) are moved into the trash.
+    """A new claimant's tidying: the tip comes back out of the trash, older trash outside the chain is deleted, orphans
+    (late commits of older generations) are moved into the trash, and so is what an older driver that was stopped in
+    its retention would still move there: it finds nothing to move when it wakes.
     """
     if tip is not None and tip.url != paths.checkpoint(tip.ref.step, tip.ref.generation):
         fs.mkdirs(paths.checkpoints)
@@ -46,13 +54,25 @@ def take_over(fs: FileSystem, paths: RunPaths, generation: int, tip: Checkpoint 
         # A newer generation may have claimed and committed since the chain was read.
         if ref not in chain and ref.generation < generation:
             _trash(fs, paths, generation, url)
+    retire(fs, paths, generation, keep)
 
 
-def drop_stagings(fs: FileSystem, paths: RunPaths, before: int, ended: set[int]) -> None:
-    """Delete staging directories of generations below `before`, and of those in `ended` (whose ranks are dead)."""
+def drop_stagings(fs: FileSystem, paths: RunPaths, before: int) -> None:
+    """Delete the staging directories of generations below `before`.
+
+    Each is renamed first, by one step that either a driver's own rename of what lies in it precedes or that rename
+    finds nothing: an older driver that was stopped just before its commit commits nothing when it wakes.
+    """
     for name in _names(fs, paths.stagings):
         owner = generation_of(name)
-        if owner is not None and (owner < before or owner in ended):
+        if owner is not None and owner < before:
+            gone = join(paths.stagings, f"{_SWEPT}{name}-{secrets.token_hex(4)}")
+            try:
+                fs.rename_new(join(paths.stagings, name), gone)
+            except NotFoundError:
+                continue  # another claimant was faster
+            _delete(fs, gone)
+        elif name.startswith(_SWEPT):
             _delete(fs, join(paths.stagings, name))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import platform
 import subprocess
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ LATER_FIELDS = {
     "base_batch": None,
     "warm_up_epochs": 0.0,
     "micro_batches": 1,
+    "augment": "",
     # Others add in another order. What encrypts or may be trusted changes no sum: `tls` and `trust_network` are free.
     "algorithm": "auto",
     "backend": "auto",
@@ -86,12 +88,23 @@ def read_run(fs: FileSystem, paths: RunPaths) -> dict[str, Any]:
     return found
 
 
-def open_run(fs: FileSystem, paths: RunPaths, config: TrainConfig, manifest: DatasetManifest, plan: EpochPlan) -> None:
-    """Write run.json for a new run, or over one that never got to a checkpoint; check it as `check_run` does."""
+def open_run(
+    fs: FileSystem,
+    paths: RunPaths,
+    config: TrainConfig,
+    manifest: DatasetManifest,
+    plan: EpochPlan,
+    confirm: Callable[[], None] | None = None,
+) -> None:
+    """Write run.json for a new run, or over one that never got to a checkpoint; check it as `check_run` does.
+
+    `confirm` is asked at the last moment whether this driver may still do so (storage.publish.write_stream).
+    """
     if not check_run(fs, paths, config, plan):
         fs.mkdirs(paths.root)
         again = fs.exists(paths.run_json)
-        write_file(fs, paths.run_json, seal(_document(config, manifest, plan)), exclusive=not again)
+        document = seal(_document(config, manifest, plan))
+        write_file(fs, paths.run_json, document, exclusive=not again, confirm=confirm)
 
 
 def _same(paths: RunPaths, field: str, name: str, stored: Any, given: Any) -> None:

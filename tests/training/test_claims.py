@@ -79,7 +79,7 @@ def test_claims_count_up_and_name_their_parent(paths: RunPaths) -> None:
     claims = read_claims(fs, paths)
     assert (claims[1].parent, claims[2].parent) == (None, Ref(5, 1))
     check_newest(fs, paths, 2)
-    with pytest.raises(SupersededError, match="generation 1"):
+    with pytest.raises(SupersededError, match="a claim of generation 2, where this driver has 1"):
         check_newest(fs, paths, 1)
 
 
@@ -330,7 +330,7 @@ def test_woken_driver_does_not_fight_over_the_lease(paths: RunPaths) -> None:
     fs = filesystem(paths.root)
     Path(paths.root).mkdir()
     with Lease(fs, paths.lease, every_s=0.1):
-        Path(paths.lease).write_text(json.dumps({"nonce": "successor", "counter": 1, "closed": False}))
+        Path(paths.lease).write_text(json.dumps({"nonce": "successor", "turn": 2, "counter": 1, "closed": False}))
         time.sleep(0.4)
         assert json.loads(Path(paths.lease).read_text())["nonce"] == "successor"
     assert json.loads(Path(paths.lease).read_text())["nonce"] == "successor"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,14 @@ import pytest
 
 from storage.errors import CommunicationError, CorruptionError, LockstepError
 from storage.fs import filesystem
+from storage.local import LocalFileSystem
 from storage.sealed import unseal
 from training.chain import find_tip, read_checkpoint
 from training.claims import CheckpointRef, Claim, SupersededError, claim_next
 from training.commit import CommitHandler
 from training.logs import PartWriter
 from training.paths import RunPaths, staged_checkpoint, staged_model
+from training.retention import drop_stagings
 
 
 @pytest.fixture
@@ -25,12 +26,10 @@ def paths(tmp_path: Path) -> RunPaths:
     return RunPaths(str(tmp_path / "run"))
 
 
-def generation(
-    paths: RunPaths, parent: CheckpointRef | None = None, *, ranks: int = 2, hook: Callable[[], None] = lambda: None
-) -> tuple[Claim, CommitHandler]:
+def generation(paths: RunPaths, parent: CheckpointRef | None = None, *, ranks: int = 2) -> tuple[Claim, CommitHandler]:
     fs = filesystem(paths.root)
     claim = claim_next(fs, paths, parent, epochs=1, num_ranks=ranks)
-    return claim, CommitHandler(fs, paths, claim, {"seed": 0}, keep=3, deadline_s=5.0, before_rename=hook)
+    return claim, CommitHandler(fs, paths, claim, {"seed": 0}, keep=3, deadline_s=5.0)
 
 
 def upload(paths: RunPaths, claim: Claim, step: int, rank: int, *, folder: str | None = None) -> dict[str, Any]:
@@ -111,17 +110,24 @@ def test_step_may_not_go_back(paths: RunPaths) -> None:
     assert "does not follow step-0000000020.g0001" in str(answer)
 
 
-def test_late_rename_is_an_orphan(paths: RunPaths) -> None:
-    """Generation 1 is held between manifest and rename of step 20, while 2 begins from step 10 and goes on."""
-    reached, release = threading.Event(), threading.Event()
+@pytest.mark.parametrize("swept", [False, True])
+def test_late_rename_is_an_orphan(paths: RunPaths, swept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Generation 1 is held at the rename of step 20, after its last look, while 2 begins from step 10 and goes on.
 
-    def hold() -> None:
-        if Path(paths.checkpoint(10, 1)).exists():
+    Where 2 has taken away what 1 would rename, as every driver does after its claim, there is not even an orphan.
+    """
+    reached, release = threading.Event(), threading.Event()
+    rename = LocalFileSystem.rename_new
+
+    def hold(self: LocalFileSystem, src: str, dst: str) -> None:
+        if dst == paths.checkpoint(20, 1):
             reached.set()
             assert release.wait(20)
+        rename(self, src, dst)
 
+    monkeypatch.setattr(LocalFileSystem, "rename_new", hold)
     fs = filesystem(paths.root)
-    old, old_commits = generation(paths, hook=hold)
+    old, old_commits = generation(paths)
     commit(paths, old, old_commits, 10)
     answers: list[Any] = []
     thread = threading.Thread(target=lambda: answers.extend(commit(paths, old, old_commits, 20)))
@@ -129,6 +135,8 @@ def test_late_rename_is_an_orphan(paths: RunPaths) -> None:
     assert reached.wait(10)
 
     new, commits = generation(paths, CheckpointRef(10, 1))
+    if swept:
+        drop_stagings(fs, paths, 2)
     for step in (20, 30):
         assert commit(paths, new, commits, step) == [{"committed": True}] * 2
     before = find_tip(fs, paths)
@@ -136,7 +144,10 @@ def test_late_rename_is_an_orphan(paths: RunPaths) -> None:
     thread.join(20)
 
     assert all(isinstance(answer, SupersededError) for answer in answers) and len(answers) == 2
-    read_checkpoint(fs, paths.checkpoint(20, 1), CheckpointRef(20, 1))  # it was renamed, whole
+    if swept:
+        assert not fs.exists(paths.checkpoint(20, 1))
+    else:
+        read_checkpoint(fs, paths.checkpoint(20, 1), CheckpointRef(20, 1))  # it was renamed, whole
     assert find_tip(fs, paths) == before
     assert before is not None and before.ref == CheckpointRef(30, 2)
     assert old_commits.tip == CheckpointRef(10, 1)
