@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-from typing import get_args
+from argparse import Action, Namespace
+from typing import Any, get_args
 
+from features.augment.parse import forms
 from jobs._cli import JobParser
 from training.comm.options import Algorithm, Backend
 from training.config import BatchNorm, Precision, ScalingRule, TrainConfig
@@ -32,6 +33,7 @@ def parser(description: str) -> JobParser:
     add("--window-bytes", type=int, default=8 << 20, metavar="N", help="shuffle window of all lanes (default 8 MiB)")
     add("--cache-groups", type=int, metavar="C", help="of blocks that the same L / C lanes read each epoch, for caches")
     add("--cache-rotation", type=int, metavar="K", help="epochs after which cache groups are made anew (default never)")
+    add("--augment", nargs="+", action=Joined, default="", metavar="OP", help=f"of training images: {forms()}")
     add(
         "--batchnorm",
         choices=get_args(BatchNorm),
@@ -74,6 +76,13 @@ def parser(description: str) -> JobParser:
     add("--take-over", action="store_true", help="replace a driver that is at work on this run (docs/control.md)")
     add("--max-restarts", type=int, default=3, metavar="N", help="in a row without a checkpoint (default 3)")
     return job
+
+
+class Joined(Action):
+    """Several words of a flag as one text."""
+
+    def __call__(self, _parser: Any, namespace: Namespace, values: Any, _flag: str | None = None) -> None:
+        setattr(namespace, self.dest, " ".join(values))
 
 
 def config_of(args: Namespace) -> TrainConfig:

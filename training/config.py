@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
+from features.augment.parse import canonical
 from storage.errors import ConfigError
 from training.comm.options import Algorithm, Backend, CommOptions
 
@@ -47,6 +48,8 @@ class TrainConfig:
     """Blocks stay in so many groups, each read by neighbouring lanes: for a cache on as many nodes (divides lanes)."""
     cache_rotation: int | None = None
     """Every so many epochs the groups are made anew; None is never."""
+    augment: str = ""
+    """Random changes of the training images, such as `crop:4 flip` (docs/batches.md); the empty text is none."""
     batchnorm: BatchNorm = "ghost"
     """`ghost`: over lane groups, up to 8 ranks; `sync`: over the rows of all ranks; both the same at any number of
     ranks. `local`: Keras' own, over each rank's part."""
@@ -91,6 +94,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "datasets", tuple(self.datasets))
+        object.__setattr__(self, "augment", " ".join(canonical(self.augment.split())))
         counts = ("num_ranks", "global_batch", "epochs", "checkpoint_every", "keep_checkpoints", "compare_every")
         for name in (*counts, "window_bytes"):
             self._check(name, getattr(self, name) >= 1, "an integer from 1 up")

@@ -9,6 +9,7 @@ from typing import Any, Self
 import numpy as np
 import tensorflow as tf
 
+from training.augmenting import Augmentation
 from training.batches import Batch, RankFeed
 
 # Batches that lie ready as tensors while a step runs; the feed's own read-ahead is behind them. One would do for equal
@@ -21,13 +22,19 @@ class FeedPipeline:
     (x, y, weights) where samples have weights.
 
     Whole batches of fixed n_r rows, static shapes. Iterating again begins at `first_step` again. `on_batch` sees each
-    batch when it is handed to TensorFlow, in order, from TensorFlow's thread. tf.data turns any exception into one of
+    batch when it is handed to TensorFlow, in order, from TensorFlow's thread; there `augmentation` changes it, ahead of
+    the step that it is for. tf.data turns any exception into one of
     its own that only repeats the text: the original is kept in `failure`, for the caller to raise. Close it (a context
     manager) to end the read-ahead thread.
     """
 
     def __init__(
-        self, feed: RankFeed, first_step: int, last_step: int, on_batch: Callable[[Batch], None] | None = None
+        self,
+        feed: RankFeed,
+        first_step: int,
+        last_step: int,
+        on_batch: Callable[[Batch], None] | None = None,
+        augmentation: Augmentation | None = None,
     ) -> None:
         self.failure: BaseException | None = None
         self._feed, self._last_step, self._on_batch = feed, last_step, on_batch
@@ -35,7 +42,8 @@ class FeedPipeline:
         self._next_step = -1
         self._closed = False
         self._lock = threading.Lock()
-        self._signature = feed.encoder.signature
+        self._augmentation = augmentation
+        self._signature = feed.encoder.signature if augmentation is None else augmentation.signature
         self._names = list(self._signature.features)
         self.dataset = self._pipeline(first_step)
 
@@ -90,6 +98,8 @@ class FeedPipeline:
                 self._batches = self._feed.batches(step, self._last_step)
             batch = next(self._batches)
             self._next_step = step + 1
+        if self._augmentation is not None:
+            batch = self._augmentation(batch)
         if self._on_batch is not None:
             self._on_batch(batch)
         return batch

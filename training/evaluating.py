@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from storage.layout import MANIFEST_NAME, fitted_path
 from storage.manifest import DatasetManifest, load_dataset
 from storage.sealed import unseal
 from training import models, state
+from training.augmenting import labels_of, soft_labels
 from training.baseline import Baseline
 from training.batches import eval_batches
 from training.checkpoint import read_manifest, read_rank_file
@@ -44,7 +46,7 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
     payload, world = context.payload, context.world
     context.control.beat(0, "open the dataset")
     split = open_split(payload["dataset"], payload["split"], config)
-    signature = split.encoder.signature
+    signature = labels_of(config, split.encoder.signature)
     context.control.beat(0, "load the model")
     if payload["model"] is not None:
         model = _load_export(payload["model"], config, split.manifest)
@@ -60,7 +62,7 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
         context.control.beat(0, "count the baseline")
         baseline = Baseline(payload["baseline"], split.encoder.schema)
         baseline.fit(OpenSplit.at(payload["dataset"], config.split, training=True).reader, comm)
-        scored = _Scored(model, baseline, binary=signature.num_classes is None)
+        scored = _Scored(model, baseline, signature)
     context.control.beat(0, "evaluate")
     watched = _Watched(split.encoder)
     batches = eval_batches(split.reader, watched, world.rank, world.num_ranks, payload["batch"])
@@ -115,16 +117,17 @@ class _Watched(Encoder):
 class _Scored:
     """The model's own metric classes, fed with the baseline's predictions."""
 
-    def __init__(self, model: keras.Model, baseline: Baseline, *, binary: bool) -> None:
-        self.baseline, self._binary = baseline, binary
+    def __init__(self, model: keras.Model, baseline: Baseline, signature: Signature) -> None:
+        self.baseline, self._binary = baseline, signature.num_classes is None
         own = [metric for metric in model.metrics for metric in getattr(metric, "metrics", [])]
         self._metrics = [type(metric).from_config(metric.get_config()) for metric in own]
         self._loss = _loss_of(model)
         self._logits = self._loss is not None and bool(self._loss.get_config().get("from_logits", False))
         self._mean_loss = keras.metrics.Mean(name="loss")
-        columns = 1 if binary else baseline.classes
+        columns = 1 if self._binary else baseline.classes
+        label = () if signature.label is None else signature.label.shape
         for metric in self._metrics:  # some make their variables at the first update, which a rank may never come to
-            metric.update_state(np.zeros(1, np.float32), np.zeros((1, columns), np.float32))
+            metric.update_state(np.zeros((1, *label), np.float32), np.zeros((1, columns), np.float32))
             metric.reset_state()
 
     def update(self, rows: pa.RecordBatch, labels: Any, weights: Any) -> None:
@@ -163,12 +166,13 @@ class _Share:
             specs = (specs, *(tf.TensorSpec((None, *spec.shape), spec.dtype) for spec in others))
         options = tf.data.Options()
         options.autotune.enabled = False  # TensorFlow 2.21's holds up the end of an iteration
-        return tf.data.Dataset.from_generator(self._generate, output_signature=specs).with_options(options)
+        generator = partial(self._generate, signature)
+        return tf.data.Dataset.from_generator(generator, output_signature=specs).with_options(options)
 
-    def _generate(self) -> Iterator[Any]:
+    def _generate(self, signature: Signature) -> Iterator[Any]:
         try:
             for batch in self._batches:
-                labels = batch.y
+                labels = soft_labels(batch.y, signature)
                 self.samples += len(batch.sample_id)
                 if self._scored is not None and labels is not None:
                     self._scored.update(self._watched.rows, labels, batch.weight)

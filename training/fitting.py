@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from storage.errors import LockstepError
 from training.audit import AuditLog, left_over, sample_hex
+from training.augmenting import augmentation_of, labels_of
 from training.batches import Batch, RankFeed
 from training.batchnorm import statistics_of
 from training.callbacks import RunCallbacks
@@ -43,8 +44,9 @@ class Fit(AbstractContextManager["Fit"]):
         self._context, self._config, world = context, config, context.world
         context.control.beat(0, "open the dataset")
         self._split = OpenSplit.at(config.datasets, config.split, training=True)
-        self._signature = self._split.encoder.signature
         self._plan = EpochPlan.from_identity(context.payload["plan"], self._split.manifest)
+        self._augmentation = augmentation_of(config, self._plan, self._split.encoder.signature)
+        self._signature = labels_of(config, self._split.encoder.signature)
         groups = lane_groups(config)
         self._feed = RankFeed(self._plan, self._split.reader, self._split.encoder, world, groups=groups)
         self._steps = self._plan.steps(config.epochs)
@@ -139,7 +141,7 @@ class Fit(AbstractContextManager["Fit"]):
     def _fit_epoch(self, epoch: int) -> None:
         step, last = self._progress.step, self._plan.first_step(epoch + 1)
         self._callbacks.starts_at(step - self._plan.first_step(epoch))
-        with FeedPipeline(self._feed, step, last, self._batch_is_ready) as pipeline:
+        with FeedPipeline(self._feed, step, last, self._batch_is_ready, self._augmentation) as pipeline:
             # Keras begins a dataset of known length anew at the end of an epoch, which would read it twice.
             dataset = split(pipeline.dataset, self._config.micro_batches)
             dataset = dataset.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))

@@ -6,6 +6,7 @@ import math
 
 from storage.errors import ConfigError
 from storage.manifest import DatasetManifest
+from training.augmenting import check_mixup
 from training.config import TrainConfig
 from training.lane_count import check_lanes, largest_divisor
 from training.models import scales_learning_rate
@@ -36,6 +37,7 @@ def plan_for(manifest: DatasetManifest, config: TrainConfig) -> EpochPlan:
     )
     check_lanes(plan.global_batch, plan.lanes, groups, config.num_ranks)
     _check_micro_batches(plan, config, groups)
+    check_mixup(config.augment, plan.global_batch // plan.lanes)
     return plan
 
 

@@ -25,6 +25,7 @@ REFUSED: dict[str, Any] = {
     "window_bytes": 2048,
     "cache_groups": 2,
     "cache_rotation": 1,
+    "augment": "crop:2 flip",
     "batchnorm": "sync",
     "precision": "mixed_float16",
     "learning_rate": 0.5,

@@ -24,12 +24,13 @@ def resnet(signature: Signature, options: ModelOptions, *, depth: int) -> keras.
     """Three stages of `(depth - 2) / 6` blocks with 16, 32 and 64 filters, projections between stages.
 
     One input (n, height, width, channels), any size and channels: whole numbers of 0..255, which are brought to 0..1,
-    or floats, which are taken as they are, since their schema normalises them; label (n,) int64 in 0..num_classes-1.
+    or floats, which are taken as they are, since their schema normalises them; label (n,) int64 in 0..num_classes-1, or
+    (n, num_classes) float32 where mixup makes shares of classes.
     Raises ConfigError for other signatures.
     """
     (name, image), *others = signature.features.items()
     label = signature.label
-    if others or len(image.shape) != 3 or label is None or label.shape or not signature.num_classes:
+    if others or len(image.shape) != 3 or label is None or not signature.num_classes:
         raise ConfigError(
             f"the model resnet{depth} needs one image and one class",
             got=f"features {', '.join(f'{key} {s.shape}' for key, s in signature.features.items())}, label {label}",
@@ -46,11 +47,12 @@ def resnet(signature: Signature, options: ModelOptions, *, depth: int) -> keras.
     # Probabilities and loss need more digits than a mixed precision's layers have.
     last = keras.layers.Dense(signature.num_classes, activation="softmax", name="classes", dtype=keras.config.floatx())
     output = last(x)
+    kind = keras.metrics.CategoricalAccuracy if label.shape else keras.metrics.SparseCategoricalAccuracy
     model = keras.Model({name: inputs}, output, name=f"resnet{depth}")
     model.compile(
         optimizer=keras.optimizers.SGD(_schedule(options), momentum=0.9, nesterov=True),
-        loss=keras.losses.SparseCategoricalCrossentropy(),
-        metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
+        loss=keras.losses.CategoricalCrossentropy() if label.shape else keras.losses.SparseCategoricalCrossentropy(),
+        metrics=[kind(name="accuracy")],
         jit_compile=False,
     )
     return model
