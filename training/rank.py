@@ -27,6 +27,7 @@ from training.control.carry import error_to_json, is_final, json_safe
 from training.control.client import ControlClient, open_channel
 from training.control.protocol import Role, Tag
 from training.launch.context import RankContext
+from training.launch.parent import end_with_stopped_parent
 from training.launch.task import RankTask
 from training.world import World
 
@@ -46,6 +47,8 @@ def main() -> int:
     if order is None:
         return EXIT_CRASHED
     threading.Thread(target=_watch_stdin, name="stdin-watch", daemon=True).start()
+    watch = (order["parent"], order["lost_s"])
+    threading.Thread(target=end_with_stopped_parent, args=watch, name="parent-watch", daemon=True).start()
     world, task, key = World.from_json(order["world"]), RankTask.from_json(order["task"]), bytes.fromhex(order["key"])
     channel = open_channel(tuple(order["control"]), key, world.generation, Role.RANK, world.rank, CONNECT_DEADLINE_S)
     host = route_address(tuple(order["control"]))

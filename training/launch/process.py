@@ -48,6 +48,7 @@ def hand_over(process: RankProcess, order: Order) -> None:
         "tls": order.tls.to_json() if order.tls else None,
         "beat_s": order.limits.beat_s,
         "stall_s": order.limits.stall_s,
+        "lost_s": order.limits.lost_s,
         "devices": list(order.devices),
     }
     write_line(process, document)

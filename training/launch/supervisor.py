@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from functools import partial
-from pathlib import Path
 from typing import IO
 
 from training.control.client import SupervisorClient, open_channel
@@ -18,6 +17,7 @@ from training.control.protocol import Role, Tag
 from training.launch.leftovers import end_left
 from training.launch.order import Order
 from training.launch.output import LineBuffer, read_lines
+from training.launch.parent import is_stopped
 from training.launch.process import RankProcess, hand_over, start_rank
 from training.logs import PartWriter
 from training.paths import rank_name
@@ -133,12 +133,3 @@ class Supervisor:
         while self._stream is not None and (lines := self._stream.take()) is not None:
             while not client.report(Tag.OUTPUT, {"lines": lines}) and not client.dead.is_set():
                 time.sleep(POLL_S)  # it reconnects; until then the buffer fills, and what is dropped is counted
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process of this host is stopped by a signal or a debugger."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return False  # it has ended
-    return status.rpartition(")")[2].split()[0] in ("T", "t")
