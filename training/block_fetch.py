@@ -92,7 +92,9 @@ class BlockFetcher:
         self._shards, self._load, self._name_of = shards, load, name_of
         self.budget_bytes, self._threads, self._deadline_s = budget_bytes, threads, deadline_s
         self.range_bytes = min(RANGE_BYTES, max(1, budget_bytes // 4))
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._come = threading.Condition(self._lock)  # for readers: bytes, or a failure
+        self._work_there = threading.Condition(self._lock)  # for threads: hints, extents, room in the budget
         self._queue: OrderedDict[tuple[int, int], _Hint] = OrderedDict()  # by shard and first record
         self._ranges: OrderedDict[int, _Range] = OrderedDict()  # by id, oldest first
         self._of_shard: dict[int, list[_Range]] = {}
@@ -120,21 +122,22 @@ class BlockFetcher:
     def hint(self, shard: int, first: int, count: int) -> None:
         """Say that these records will be read, after what was said before. Returns at once."""
         first, count = self._shards[shard].unit(first, count)
-        with self._changed:
+        with self._lock:
             if self._closed or (shard, first) in self._queue:
                 return
             self._queue[shard, first] = _Hint(shard, first, count)
             self._start()
-            self._changed.notify_all()
+            self._work_there.notify()
 
     def forget(self) -> None:
         """Drop all hints, and what was fetched for them: reading goes on elsewhere."""
-        with self._changed:
+        with self._lock:
             self._queue.clear()
             for found in list(self._ranges.values()):
                 self._dropped += 1
                 self._remove(found)
-            self._changed.notify_all()
+            self._work_there.notify()
+            self._come.notify_all()
 
     def take(self, shard: int, first: int, count: int) -> tuple[Buffer, int]:
         """The bytes of some records, and where they begin in the shard.
@@ -147,7 +150,7 @@ class BlockFetcher:
             return self._alone(shard, *self._shards[shard].extent(first, count))
         start, stop = self._shards[shard].extent(first, count)
         try:
-            with self._changed:
+            with self._lock:
                 found = self._await(key, shard, start, stop, began + self._deadline_s)
                 if found is not None:
                     data = self._use(found, start, stop)
@@ -160,12 +163,13 @@ class BlockFetcher:
 
     def stop(self) -> None:
         """End the threads, without waiting for those that read: each ends with its read, which has a deadline."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._queue.clear()
             for found in list(self._ranges.values()):
                 self._remove(found)
-            self._changed.notify_all()
+            self._work_there.notify_all()
+            self._come.notify_all()
 
     def close(self) -> None:
         """`stop`, and wait a little for the threads."""
@@ -197,9 +201,9 @@ class BlockFetcher:
                     return None
                 self._queue.move_to_end(key, last=False)
                 self._urgent = key
-                self._changed.notify_all()
+                self._work_there.notify()
             left_s = deadline - time.monotonic()
-            if left_s <= 0 or not self._changed.wait(left_s):
+            if left_s <= 0 or not self._come.wait(left_s):
                 raise StorageTimeoutError(
                     f"bytes {start} to {stop} of {self._name_of(shard)} did not come in {self._deadline_s:g} s",
                     got="a read that has not ended" if found is not None else f"{len(self._ranges)} reads before it",
@@ -217,7 +221,7 @@ class BlockFetcher:
         """The bytes out of a finished range; None where they must be loaded alone, to see whose failure it is."""
         if found.error is not None:
             self._remove(found)
-            self._changed.notify_all()
+            self._work_there.notify()
             if isinstance(found.error, StorageError) or not isinstance(found.error, LockstepError):
                 raise found.error
             return None
@@ -225,7 +229,7 @@ class BlockFetcher:
         found.used += stop - start
         if found.used >= found.stop - found.start:
             self._remove(found)
-            self._changed.notify_all()
+            self._work_there.notify()
         return data
 
     def _remove(self, found: _Range) -> None:
@@ -249,7 +253,7 @@ class BlockFetcher:
 
     def _work(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 while True:
                     if self._closed:
                         return
@@ -257,10 +261,12 @@ class BlockFetcher:
                     job = self._next_range()
                     if hint is not None or job is not None:
                         break
-                    self._changed.wait()
+                    self._work_there.wait()
                 if job is None:
                     assert hint is not None
                     hint.asked = True
+                if self._queue:
+                    self._work_there.notify()  # there may be more for another one
             if job is not None:
                 self._read(job)
             elif hint is not None:
@@ -291,17 +297,18 @@ class BlockFetcher:
                 break
             placed.append((hint, extent))
             size += extent[1] - extent[0]
-            with self._changed:
+            with self._lock:
                 after = self._queue.get((hint.shard, hint.first + hint.count)) if size < self.range_bytes else None
                 hint = after if after is not None and not after.asked else None
                 if hint is not None:
                     hint.asked = True
-        with self._changed:
+        with self._lock:
             for told, place in placed:
                 told.extent = place
                 if place is None:
                     self._forget_hint(told)
-            self._changed.notify_all()
+            self._work_there.notify()
+            self._come.notify_all()
 
     def _forget_hint(self, hint: _Hint) -> None:
         if self._queue.get((hint.shard, hint.first)) is hint:
@@ -347,13 +354,14 @@ class BlockFetcher:
             data = self._load(job.shard, job.start, job.stop)
         except BaseException as caught:  # raised in the reader of these bytes, nowhere lost
             error = caught
-        with self._changed:
+        with self._lock:
             job.data, job.error, job.done = bytes(data) if isinstance(data, memoryview) else data, error, True
             self._fetched_bytes += len(job.data)
             if job.forgotten:
                 self._held_bytes -= job.stop - job.start
                 job.data = b""
-            self._changed.notify_all()
+            self._work_there.notify()
+            self._come.notify_all()
 
 
 _open: weakref.WeakSet[BlockFetcher] = weakref.WeakSet()
