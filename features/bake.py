@@ -65,7 +65,7 @@ class Baker:
             found = fitted.get(field.name)
             made = field
             if field.kind == "feature" and stored_form(field.dtype, field.shape, field.encoding) is not None:
-                spec, _ = plan_of(field, found)[field.name]
+                spec = plan_of(field, found)[field.name].spec
                 made = baked_field(field, _ids(field, spec), found if fitted_part(field.encoding) else None)
                 self._bakes[field.name] = _bake(field, made, found)
             fields.append(made)
@@ -107,7 +107,7 @@ def _bake(field: Field, made: Field, fitted: Fitted | None) -> Bake:
         if field.is_list:
             return lambda column: _each_once(made, columns(column.flatten()), column, size)
         return lambda column: pa.array(columns(column) + 1)
-    _, transform = plan_of(field, fitted)[field.name]
+    transform = plan_of(field, fitted)[field.name].whole
     if made.is_tensor:
         return lambda column: _as_bytes(made, transform(column))
     return lambda column: pa.array(transform(column).ravel())  # (n, 1) -> (n,)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,11 @@ from numpy.typing import NDArray
 from features.baked_form import BAKED
 from features.baked_inputs import baked
 from features.fitted import Fitted
+from features.making import Lists, Made, at_once
 from features.schema import Field, Schema
 from features.signature import Signature, TensorSpec
 from features.tensor_transforms import image, tensor
-from features.transforms import Plan, Transform, categorical, null_error, number, sequence, standardised, unfit
+from features.transforms import Plan, categorical, null_error, number, sequence, standardised, unfit
 from storage.errors import DataError
 
 
@@ -49,13 +51,12 @@ class Encoder:
 
     def __init__(self, schema: Schema, fitted: Mapping[str, Fitted]) -> None:
         self.schema = schema
-        self._transforms: dict[str, tuple[str, Transform]] = {}  # by the array's name: its column and how it is made
-        specs: dict[str, TensorSpec] = {}
+        fed: dict[str, tuple[str, Made]] = {}  # by the array's name: its column and how it is made
         for field in schema.features:
-            for name, (spec, transform) in plan_of(field, fitted.get(field.name)).items():
-                if name in specs:
+            for name, made in plan_of(field, fitted.get(field.name)).items():
+                if name in fed:
                     raise unfit(field, f"two inputs of the name `{name}`", "names that no mask or length takes")
-                specs[name], self._transforms[name] = spec, (field.name, transform)
+                fed[name] = field.name, made
         label = schema.label
         if label is not None and (label.shape or label.dtype not in ("int64", "bool", "float32")):
             got, allowed = f"a label of {label.dtype}, shape {label.shape}", "a scalar int64, bool or float32"
@@ -65,23 +66,59 @@ class Encoder:
             raise unfit(self._weight, "a weight without a label", "a label whose loss it weighs", "Declare a label.")
         target = None if label is None else TensorSpec(shape=(), dtype="int64" if label.dtype == "int64" else "float32")
         self.signature = Signature(
-            features={name: specs[name] for name in sorted(specs, key=str.encode)},
+            features={name: fed[name][1].spec for name in sorted(fed, key=str.encode)},
             label=target,
             num_classes=None if label is None else label.num_classes,
             weight=None if self._weight is None else TensorSpec(shape=(), dtype="float32"),
         )
+        self._names = tuple(fed)
+        self.made: tuple[tuple[str, Made], ...] = (*fed.values(), *self._beside())
+        """The column and the making of each array: the features, then label, sample id and weight."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that are read: those of features that are fed, the label, the sample id and the weight."""
+        return tuple(dict.fromkeys(column for column, _ in self.made))
 
     def encode(self, batch: pa.RecordBatch) -> Encoded:
         """Encode rows. Raises DataError for a null where none may be, for a label outside its classes and for a weight
         that is negative or no finite number.
         """
-        x = {name: transform(batch.column(column)) for name, (column, transform) in self._transforms.items()}
-        return Encoded(
-            x,
-            None if self._label is None else self._labels(self._label, batch.column(self._label.name)),
-            _numbers(self.schema.id_field, batch.column(self.schema.id_field.name), np.int64),
-            None if self._weight is None else _weights(self._weight, batch.column(self._weight.name)),
+        return self._encoded([made.whole(batch.column(column)) for column, made in self.made])
+
+    def early(self, batch: pa.RecordBatch, skip: Container[str] = ()) -> list[NDArray[Any] | Lists | None]:
+        """The first step of `encode`: for each of `made` an array or Lists, None where its column is in `skip`.
+
+        Arrays lie whole, row after row; some are views of the batch's memory. Raises as `encode` does.
+        """
+        return [
+            None if column in skip else _laid_out(made.early(batch.column(column)), made) for column, made in self.made
+        ]
+
+    def late(self, rows: Sequence[NDArray[Any] | Lists]) -> Encoded:
+        """The second step: what `early` gave, its rows in any order, as `encode` would give it."""
+        return self._encoded(
+            [one if made.late is None else made.late(one) for one, (_, made) in zip(rows, self.made, strict=True)]
         )
+
+    def _encoded(self, arrays: list[Any]) -> Encoded:
+        x = dict(zip(self._names, arrays, strict=False))
+        rest = arrays[len(x) :]
+        y = None if self._label is None else rest.pop(0)
+        return Encoded(x, y, rest[0], rest[1] if self._weight is not None else None)
+
+    def _beside(self) -> Iterator[tuple[str, Made]]:
+        """How label, sample id and weight are made."""
+        if self._label is not None:
+            target = self.signature.label
+            assert target is not None
+            yield self._label.name, at_once(target, partial(self._labels, self._label))
+        own = self.schema.id_field
+        id_spec = TensorSpec(shape=(), dtype="int64")
+        yield own.name, at_once(id_spec, lambda column: _numbers(own, column, np.int64))
+        if self._weight is not None:
+            weight = TensorSpec(shape=(), dtype="float32")
+            yield self._weight.name, at_once(weight, partial(_weights, self._weight))
 
     def _labels(self, field: Field, column: pa.Array) -> NDArray[Any]:
         if field.dtype == "bool":
@@ -121,7 +158,7 @@ def plan_of(field: Field, fitted: Fitted | None) -> Plan:
             plan = number(field, field.encoding)
         else:
             plan = categorical(field, field.encoding, fitted)
-        if any(0 in spec.shape for spec, _ in plan.values()):
+        if any(0 in made.spec.shape for made in plan.values()):
             raise unfit(field, "an empty vocabulary without an oov bucket", "at least one column")
         return plan
     if field.is_tensor:
@@ -133,6 +170,12 @@ def plan_of(field: Field, fitted: Fitted | None) -> Plan:
             "an encoding, or a plain number",
         )
     return number(field, None)
+
+
+def _laid_out(rows: NDArray[Any] | Lists, made: Made) -> NDArray[Any] | Lists:
+    if isinstance(rows, Lists):
+        return Lists(np.ascontiguousarray(rows.values, dtype=made.row.dtype), rows.offsets)
+    return np.ascontiguousarray(rows, dtype=made.row.dtype)
 
 
 def _numbers(field: Field, column: pa.Array, dtype: Any) -> NDArray[Any]:

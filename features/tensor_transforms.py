@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,16 +13,18 @@ from numpy.typing import NDArray
 from features.column_checks import tensor_bytes
 from features.encodings import Encoding
 from features.images import decode_image
+from features.making import Early, Lists, Made
 from features.schema import Field
 from features.signature import TensorSpec
-from features.transforms import Plan, Transform, narrowed, null_error
+from features.transforms import Plan, narrowed, null_error
 from storage.errors import DataError
 
 
 def tensor(field: Field) -> Plan:
     """The tensor as it was stored; with `normalise`, as float32."""
     shape = tuple(size for size in field.shape if size is not None)
-    return _plan(field, shape, field.dtype, _stored(field, shape))
+    row = TensorSpec(shape=shape, dtype=field.dtype)
+    return {field.name: _scaled(field, Made(spec=row, early=_stored(field, shape), row=row, stored=True))}
 
 
 def image(field: Field, encoding: Encoding) -> Plan:
@@ -28,38 +32,49 @@ def image(field: Field, encoding: Encoding) -> Plan:
     height, width, channels = (int(encoding[key]) for key in ("height", "width", "channels"))
     fit = str(encoding.get("fit", "resize"))
 
-    def transform(column: pa.Array) -> NDArray[Any]:
+    def files(column: pa.Array) -> Lists:
         if column.null_count:
             raise null_error(field)
-        out = np.empty((len(column), height, width, channels), dtype=np.uint8)
-        for row, data in enumerate(column):  # decoding costs a thousand times as much as a call
-            out[row] = decode_image(data.as_py(), (height, width), channels, fit)
+        if not len(column):
+            return Lists(np.zeros(0, dtype=np.uint8), np.zeros(1, dtype=np.int64))
+        offsets = np.frombuffer(column.buffers()[1], dtype=np.int32)[column.offset : column.offset + len(column) + 1]
+        data = column.buffers()[2]
+        return Lists(np.frombuffer(b"" if data is None else data, dtype=np.uint8), offsets.astype(np.int64))
+
+    def decoded(lists: Lists) -> NDArray[Any]:
+        out = np.empty((len(lists), height, width, channels), dtype=np.uint8)
+        places = lists.offsets.tolist()
+        for row, (start, stop) in enumerate(pairwise(places)):  # decoding costs a thousand times as much as a call
+            out[row] = decode_image(lists.values[start:stop].tobytes(), (height, width), channels, fit)
         return out
 
-    return _plan(field, (height, width, channels), "uint8", transform)
+    pixels = TensorSpec(shape=(height, width, channels), dtype="uint8")
+    byte = TensorSpec(shape=(), dtype="uint8")
+    return {field.name: _scaled(field, Made(spec=pixels, early=files, row=byte, lists=True, late=decoded))}
 
 
-def _plan(field: Field, shape: tuple[int, ...], dtype: str, transform: Transform) -> Plan:
-    encoding = field.encoding or {}
+def _scaled(field: Field, made: Made) -> Made:
+    """The same array brought to a mean and a deviation, where the field asks for it."""
+    encoding, shape, dtype = field.encoding or {}, made.spec.shape, made.spec.dtype
     if "mean" not in encoding:
-        return {field.name: (TensorSpec(shape=shape, dtype=dtype), transform)}
+        return made
     # float32 is exact enough for pixels and for what is float32 itself; the others are rounded once, at the end.
     work = np.dtype(np.float32 if dtype in ("uint8", "float32") else np.float64)
     deviation = np.array(encoding["deviation"], dtype=np.float64)
     scale = (1.0 / (float(encoding.get("divide_by", 1)) * deviation)).astype(work)
     shift = (-np.array(encoding["mean"], dtype=np.float64) / deviation).astype(work)
 
-    def normalised(column: pa.Array) -> NDArray[Any]:
+    def normalised(rows: Any) -> NDArray[Any]:
         # (n, *shape) * (1,) or (channels,): the last axis has the channels
-        values = transform(column).astype(work)
+        values = (rows if made.late is None else made.late(rows)).astype(work)
         values *= scale
         values += shift
         return values if work == np.float32 else narrowed(field, values, np.dtype(np.float32))
 
-    return {field.name: (TensorSpec(shape=shape, dtype="float32"), normalised)}
+    return replace(made, spec=TensorSpec(shape=shape, dtype="float32"), late=normalised, stored=made.late is None)
 
 
-def _stored(field: Field, shape: tuple[int, ...]) -> Transform:
+def _stored(field: Field, shape: tuple[int, ...]) -> Early:
     dtype = np.dtype(field.dtype).newbyteorder("<")
     wanted = tensor_bytes(field)
 
@@ -77,7 +92,7 @@ def _stored(field: Field, shape: tuple[int, ...]) -> Transform:
         if not len(column):
             return np.zeros((0, *shape), dtype=field.dtype)
         data = np.frombuffer(column.buffers()[2], dtype=np.uint8)[offsets[0] : offsets[-1]]
-        # (n * bytes,) uint8 -> (n, *shape): rows lie one after another; a copy, so that Arrow's memory can go
-        return data.view(dtype).reshape(len(column), *shape).astype(field.dtype, copy=True)
+        # (n * bytes,) uint8 -> (n, *shape): rows lie one after another; a view of Arrow's memory
+        return data.view(dtype).reshape(len(column), *shape)
 
     return transform

@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from features.encodings import INDEX, Encoding, output_of
 from features.fitted import Fitted, Moments, Vocabulary
 from features.hashing import TokenTable, buckets_of
+from features.making import Lists, Made, at_once, lists_of
 from features.schema import Field
 from features.signature import TensorSpec
 from storage.errors import ConfigError, DataError
 
-Transform = Callable[[pa.Array], NDArray[Any]]
 # The values of a column, of a scalar field or of a list's flattened rows, as columns 0..size-1; -1 is none of them.
 Columns = Callable[[pa.Array], NDArray[np.int64]]
-Plan = dict[str, tuple[TensorSpec, Transform]]  # by the name of the array
+Plan = dict[str, Made]  # by the name of the array
 
 
 def categorical(field: Field, encoding: Encoding, fitted: Fitted | None) -> Plan:
@@ -33,20 +33,22 @@ def as_columns(field: Field, output: str, columns: Columns, size: int) -> Plan:
     """Values that lie in columns as one-hot, multi-hot or index."""
     if output == INDEX:
         spec = TensorSpec(shape=(1,), dtype="int64", ids=size + 1)
-        return {field.name: (spec, lambda column: (columns(column) + 1).reshape(-1, 1))}
+        return {field.name: at_once(spec, lambda column: (columns(column) + 1).reshape(-1, 1))}
 
-    def hot(column: pa.Array) -> NDArray[Any]:
-        out = np.zeros((len(column), size), dtype=np.float32)
-        rows = np.arange(len(column))
-        if field.is_list:
-            rows = np.repeat(rows, np.asarray(pc.list_value_length(column)))
-            column = column.flatten()
-        found = columns(column)
+    def hot(found: NDArray[np.int64] | Lists) -> NDArray[Any]:
+        out = np.zeros((len(found), size), dtype=np.float32)
+        rows = np.arange(len(found))
+        if isinstance(found, Lists):
+            rows, found = np.repeat(rows, found.counts), found.values
         used = found >= 0
         out[rows[used], found[used]] = 1.0
         return out
 
-    return {field.name: (TensorSpec(shape=(size,), dtype="float32"), hot)}
+    def early(column: pa.Array) -> NDArray[np.int64] | Lists:
+        return lists_of(column, columns(column.flatten())) if field.is_list else columns(column)
+
+    spec, one = TensorSpec(shape=(size,), dtype="float32"), TensorSpec(shape=(), dtype="int64")
+    return {field.name: Made(spec=spec, early=early, row=one, lists=field.is_list, late=hot)}
 
 
 def columns_of(field: Field, encoding: Encoding, fitted: Fitted | None) -> tuple[Columns, int]:
@@ -124,7 +126,7 @@ def standardised(field: Field, fitted: Fitted | None) -> Plan:
         scaled = (np.where(np.isnan(values), mean, values) - mean) / deviation
         return narrowed(field, scaled, np.dtype(np.float32)).reshape(-1, 1)
 
-    return {field.name: (TensorSpec(shape=(1,), dtype="float32"), transform)}
+    return {field.name: at_once(TensorSpec(shape=(1,), dtype="float32"), transform)}
 
 
 def number(field: Field, encoding: Encoding | None) -> Plan:
@@ -140,7 +142,7 @@ def number(field: Field, encoding: Encoding | None) -> Plan:
             values[~np.asarray(column.is_valid())] = null
         return values.reshape(-1, 1)  # (n,) -> (n, 1): one input column
 
-    return {field.name: (TensorSpec(shape=(1,), dtype=dtype.name), transform)}
+    return {field.name: at_once(TensorSpec(shape=(1,), dtype=dtype.name), transform)}
 
 
 def sequence(field: Field, encoding: Encoding, fitted: Fitted | None) -> Plan:
@@ -157,29 +159,38 @@ def as_sequence(field: Field, encoding: Encoding, columns: Columns | None, size:
     if columns is not None:
         spec = TensorSpec(shape=(length,), dtype="int64", ids=size + 1)
 
-    def padded(column: pa.Array) -> NDArray[Any]:
-        starts, counts = kept_of(encoding, column)
-        out = np.full((len(column), length), pad, dtype=spec.dtype)
+    def padded(lists: Lists) -> NDArray[Any]:
+        starts, counts = _kept(encoding, lists.counts)
+        out = np.full((len(lists), length), pad, dtype=spec.dtype)
         rows, places = np.nonzero(at < counts[:, None])
-        out[rows, places] = sequence_values(field, columns, column)[starts[rows] + places]
+        out[rows, places] = lists.values[starts[rows] + places]
         return out
 
-    plan: Plan = {field.name: (spec, padded)}
+    def early(column: pa.Array) -> Lists:
+        return lists_of(column, sequence_values(field, columns, column))
+
+    def counted(column: pa.Array) -> NDArray[np.int64]:
+        return kept_of(encoding, column)[1]
+
+    value, one = TensorSpec(shape=(), dtype=spec.dtype), TensorSpec(shape=(), dtype="int64")
+    plan: Plan = {field.name: Made(spec=spec, early=early, row=value, lists=True, late=padded)}
     if encoding.get("with", "mask") == "mask":
         mask = TensorSpec(shape=(length,), dtype="float32")
-        plan[f"{field.name}_mask"] = (
-            mask,
-            lambda column: (at < kept_of(encoding, column)[1][:, None]).astype(np.float32),
+        plan[f"{field.name}_mask"] = Made(
+            spec=mask, early=counted, row=one, late=lambda counts: (at < counts[:, None]).astype(np.float32)
         )
     elif encoding["with"] == "length":
-        one = TensorSpec(shape=(1,), dtype="int64")
-        plan[f"{field.name}_length"] = (one, lambda column: kept_of(encoding, column)[1].reshape(-1, 1))
+        spec_of_length = TensorSpec(shape=(1,), dtype="int64")
+        plan[f"{field.name}_length"] = at_once(spec_of_length, lambda column: counted(column).reshape(-1, 1))
     return plan
 
 
 def kept_of(encoding: Encoding, column: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Where the values of each row's sequence begin in the flattened column, and how many they are: (n,) each."""
-    sizes = np.asarray(pc.list_value_length(column)).astype(np.int64)
+    return _kept(encoding, np.asarray(pc.list_value_length(column)).astype(np.int64))
+
+
+def _kept(encoding: Encoding, sizes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     counts, ends = np.minimum(sizes, int(encoding["length"])), np.cumsum(sizes)
     return (ends - counts if encoding.get("keep") == "last" else ends - sizes), counts
 
