@@ -36,15 +36,15 @@ def unseal(data: bytes, where: str) -> dict[str, Any]:
     return doc
 
 
-def unseal_as(kind: str, data: bytes, where: str, *, version: int = 1) -> dict[str, Any]:
+def unseal_as(kind: str, data: bytes, where: str, *, version: int | tuple[int, ...] = 1) -> dict[str, Any]:
     """`unseal`, for a document that says its kind; raises DataError for another kind or a version unknown here."""
     doc = unseal(data, where)
-    told = doc.get("format_version")
-    if doc.get("kind") != kind or told != version or type(told) is not int:  # Python takes true and 1.0 for 1
+    told, known = doc.get("format_version"), (version,) if isinstance(version, int) else version
+    if doc.get("kind") != kind or told not in known or type(told) is not int:  # Python takes true and 1.0 for 1
         raise DataError(
             f"{where} is no {kind} that this version reads",
             got=f"kind {doc.get('kind')!r}, format_version {told!r}",
-            allowed=f"kind {kind!r}, format_version {version}",
+            allowed=f"kind {kind!r}, format_version {' or '.join(map(str, known))}",
             next_step=f"Give a {kind} of this version of Lockstep.",
         )
     return doc

@@ -1,11 +1,10 @@
-"""A rank's file of a checkpoint: tensors as safetensors, loaded strictly. No TensorFlow and no pickle."""
+"""A checkpoint's manifest and its ranks' files, read strictly. No TensorFlow and no pickle."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
 import safetensors
 import safetensors.numpy
 from numpy.typing import NDArray
@@ -20,7 +19,10 @@ from storage.sealed import unseal_as
 from training.paths import rank_name
 
 Tensors = dict[str, NDArray[Any]]
-FORMAT_VERSION = 1
+FORMAT_VERSIONS = (
+    1,
+    2,
+)  # 1: all that ranks hold alike is in rank 0's file; 2: divided, as the manifest's `tensors` say
 STATE_KEYS = ("in_epoch", "stopped", "epochs", "metrics", "callbacks")  # of the manifest's `state`, from rank 0
 
 
@@ -44,16 +46,10 @@ def write_bytes(directory: str, name: str, data: bytes) -> dict[str, Any]:
     return {"name": name, "bytes": len(data), "sha256": sha256_hex(data)}
 
 
-def write_rank_file(directory: str, rank: int, tensors: Tensors) -> dict[str, Any]:
-    """Write a rank's tensors into `directory`; returns {name, bytes, sha256}. Equal tensors give equal bytes."""
-    whole = {name: np.ascontiguousarray(tensors[name]).reshape(tensors[name].shape) for name in sorted(tensors)}
-    return write_bytes(directory, file_name(rank), safetensors.numpy.save(whole))
-
-
 def read_manifest(url: str) -> dict[str, Any]:
     """The manifest of the checkpoint at `url`. Raises CorruptionError for a changed one, DataError for another kind."""
     where = join(url, MANIFEST_NAME)
-    return unseal_as("checkpoint", filesystem(url).read_bytes(where), where, version=FORMAT_VERSION)
+    return unseal_as("checkpoint", filesystem(url).read_bytes(where), where, version=FORMAT_VERSIONS)
 
 
 def read_resumable(url: str, plan: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,23 +73,43 @@ def read_resumable(url: str, plan: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_rank_file(url: str, rank: int, manifest: Mapping[str, Any]) -> Tensors:
     """A rank's tensors of the checkpoint at `url`, checked by digest. Raises CorruptionError naming the file."""
-    name = file_name(rank)
-    where = join(url, name)
-    info = manifest["files"].get(name)
+    return parse_rank_file(url, rank, read_rank_bytes(url, rank, manifest))
+
+
+def file_info(url: str, rank: int, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """{bytes, sha256} of a rank's file. Raises CorruptionError where the manifest has no such file."""
+    info = manifest["files"].get(file_name(rank))
+    where = join(url, file_name(rank))
     if info is None:
         raise CorruptionError("a checkpoint without a rank's file", file=where, got="no entry in the manifest")
-    data = filesystem(url).read_bytes(where)
-    got = (len(data), sha256_hex(data))
-    if got != (info["bytes"], info["sha256"]):
-        raise CorruptionError(
-            "a file of a checkpoint was changed",
-            file=where,
-            got=f"{got[0]} bytes, sha256 {got[1]}",
-            allowed=f"{info['bytes']} bytes, sha256 {info['sha256']}",
-        )
+    strict.count(strict.obj(info, ("bytes", "sha256"), where=where)["bytes"], where=where)
+    return dict(info)
+
+
+def read_rank_bytes(url: str, rank: int, manifest: Mapping[str, Any]) -> bytes:
+    """A rank's file, whole. Raises CorruptionError naming it where length or digest are not the manifest's."""
+    where, info, fs = join(url, file_name(rank)), file_info(url, rank, manifest), filesystem(url)
+    size, got = fs.stat(where).size_bytes, ""
+    if size == info["bytes"]:  # what grew without end is not read
+        with fs.open_read(where) as file:
+            data = file.read()
+        size, got = len(data), sha256_hex(data)
+        if (size, got) == (info["bytes"], info["sha256"]):
+            return data
+    raise CorruptionError(
+        "a file of a checkpoint was changed",
+        file=where,
+        got=f"{size} bytes" + (f", sha256 {got}" if got else ""),
+        allowed=f"{info['bytes']} bytes, sha256 {info['sha256']}",
+    )
+
+
+def parse_rank_file(url: str, rank: int, data: bytes) -> Tensors:
+    """The tensors of a rank's file. Raises CorruptionError naming it where `data` is not safetensors."""
     try:
         return safetensors.numpy.load(data)
     except (safetensors.SafetensorError, KeyError) as error:  # KeyError: a dtype that NumPy lacks
+        where = join(url, file_name(rank))
         raise CorruptionError("a file of a checkpoint is not safetensors", file=where, got=str(error)) from error
 
 

@@ -16,10 +16,12 @@ from storage.sealed import seal, unseal
 from training.claims import CheckpointRef, Claim, check_newest
 from training.paths import RunPaths, staged_checkpoint, staged_model
 from training.retention import retire
+from training.shares import merge
 
 log = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # of checkpoints: see training.checkpoint
+MODEL_FORMAT_VERSION = 1
 
 
 def _nothing() -> None:
@@ -50,7 +52,7 @@ class CommitHandler:
         self._changed = threading.Condition()
 
     def checkpoint(self, rank: int, fields: dict[str, Any]) -> dict[str, Any]:
-        """One rank's report: {step, files, audit, state}. Returns when all ranks have reported and it is committed.
+        """One rank's report: {step, files, tensors, audit, state}. Returns when all have reported and it is committed.
 
         Raises CommunicationError naming the ranks that did not report in time, or the error of the commit.
         """
@@ -58,6 +60,8 @@ class CommitHandler:
         with self._changed:
             if self.tip is not None and self.tip.step == step:
                 return {"committed": True}  # the end of a run that was resumed at its end
+            if self._failed is not None:
+                raise self._failed  # a rank that is slow to end must not complete what the driver has given up
             reports = self._reports.setdefault(step, {})
             reports[rank] = fields
             last = len(reports) == self._claim.num_ranks
@@ -93,7 +97,7 @@ class CommitHandler:
         staged, target = staged_model(self._staging), self._paths.model(self._claim.generation)
         files = _files([fields], staged)
         manifest = {
-            "format_version": FORMAT_VERSION,
+            "format_version": MODEL_FORMAT_VERSION,
             "kind": "model",
             "generation": self._claim.generation,
             "checkpoint": str(self.tip) if self.tip else None,
@@ -135,6 +139,7 @@ class CommitHandler:
             "next_step": step,
             "num_ranks": self._claim.num_ranks,
             "files": _files(reports, staged),
+            "tensors": merge([report.get("tensors", {}) for report in reports], staged),
             "audit": audit,
             "state": reports[0].get("state", {}),
         }

@@ -27,7 +27,7 @@ from training import models, state
 from training.augmenting import labels_of, soft_labels
 from training.baseline import Baseline
 from training.batches import eval_batches
-from training.checkpoint import read_manifest, read_rank_file
+from training.checkpoint import read_manifest
 from training.config import TrainConfig
 from training.control.carry import json_safe
 from training.export import FITTED_PREFIX, MODEL_FILE, SCHEMA_FILE
@@ -36,6 +36,7 @@ from training.models import ModelOptions
 from training.output_losses import weigh_tests
 from training.parts import held_out
 from training.planning import lane_groups
+from training.read_parts import read_whole
 from training.reader import OpenSplit, SplitReader, load_encoder
 
 SHOWN_BATCH_ROWS = 8  # of the batch of zeros that builds the metrics
@@ -231,7 +232,7 @@ def _load_checkpoint(url: str, config: TrainConfig, dataset: DatasetManifest, si
     groups = lane_groups(config)
     options = ModelOptions(seed=config.seed, group_rows=config.global_batch // groups if groups else None)
     model = models.build(config.model, signature, options).model
-    state.load(model, read_rank_file(url, 0, manifest), (state.WEIGHTS,), url)
+    state.load(model, read_whole(url, manifest, (state.WEIGHTS,)), (state.WEIGHTS,), url)
     return model
 
 

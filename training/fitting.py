@@ -231,7 +231,9 @@ class Fit(AbstractContextManager["Fit"]):
         if self._reports is not None:
             self._reports.flush()  # steps before a checkpoint are not made again: their rows must not be lost
         with self._clock.checkpoint():
+            self._weights.compare(self._progress.step)
             self._saver.save(self._progress, in_epoch=in_epoch)
+            self._saver.wait(self._config.stall_limit_s)
 
     def _batch_is_ready(self, batch: Batch) -> None:
         """Called by TensorFlow's thread that reads ahead."""

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import keras
+import numpy as np
+from numpy.typing import NDArray
 
-from storage.errors import LockstepError
-from training import callback_state, state
+from storage.fs import filesystem, join
+from training import callback_state, shares, state
 from training.audit import AuditLog
-from training.checkpoint import Tensors, read_rank_file, read_resumable, write_bytes, write_rank_file
+from training.checkpoint import Tensors, file_name, read_resumable, write_bytes
 from training.comm.base import Communicator
 from training.config import TrainConfig
 from training.control.carry import json_safe
+from training.in_flight import InFlight, Tell
 from training.launch.context import RankContext
 from training.paths import RunPaths, staged_checkpoint
+from training.rank_file import HostBuffer, file_bytes, sha256_of, upload
+from training.read_parts import read_parts, whole_tensors
 
 
 @dataclass(slots=True)
@@ -36,12 +44,28 @@ class Found:
 
     url: str
     manifest: dict[str, Any]
-    tensors: Tensors
-    """Rank 0's file."""
+    parts: dict[int, Tensors]
+    """The file of each rank that wrote it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint that is committed."""
+
+    step: int
+    bytes: int
+    """Of this rank's file."""
+    copied_s: float
+    """How long the training stood still."""
+    written_s: float
+    """How long hash, upload and commit took beside it."""
 
 
 class Saver:
-    """Writes and restores checkpoints of one rank; every rank calls `save` at the same steps."""
+    """Writes and restores checkpoints of one rank; every rank calls `save` at the same steps.
+
+    What all ranks hold alike (weights, optimizer) is divided over them; the rest of a file is this rank's own.
+    """
 
     def __init__(
         self,
@@ -55,41 +79,44 @@ class Saver:
         self._context, self._config, self._model = context, config, model
         self._comm, self._callbacks, self._audit = communicator, callbacks, audit
         self._metrics: tuple[list[Tensors], str] = ([], "")
+        self._specs = state.specs_of(model, state.WEIGHTS, state.OPTIMIZER)
+        self._share = shares.divide(self._specs, communicator.num_ranks)[communicator.rank]
+        self._buffer = HostBuffer()
+        self._flight: InFlight[Saved] = InFlight()
+        self._touching: threading.Thread | None = None
         self.staging = ""
         self.last_step: int | None = None
-        """Of the last checkpoint that was committed or restored."""
+        """Of the last checkpoint that was begun or restored."""
 
     def find(self) -> Found | None:
-        """Ask the driver where to go on, and read it; None at the start of a run."""
+        """Ask the driver where to go on, and read it; None at the start of a run. A collective."""
         reply = self._context.control.request("restore", self._config.start_limit_s)
         self.staging = str(reply["staging"])
         url = reply["checkpoint"]
         if url is None:
             return None
         manifest = read_resumable(url, self._context.payload["plan"])
-        return Found(url, manifest, read_rank_file(url, 0, manifest))
+        return Found(url, manifest, read_parts(url, manifest, self._comm))
 
     def restore(self, found: Found) -> Progress:
         """Put the checkpoint into model, optimizer, seed generators and callbacks, which have begun their training.
 
         Raises ConfigError for another model, DataError for tensors that do not fit.
         """
-        world, saved = self._context.world, found.manifest["state"]
-        state.load(self._model, found.tensors, (state.WEIGHTS, state.OPTIMIZER), found.url)
-        callback_state.load(self._callbacks, saved["callbacks"], found.tensors, found.url)
-        same_ranks = found.manifest["num_ranks"] == world.num_ranks
-        if same_ranks:
-            own = found.tensors if world.is_leader else read_rank_file(found.url, world.rank, found.manifest)
-            state.load(self._model, own, (state.SEEDS,), found.url)
-            parts = [own]
+        world, saved, url = self._context.world, found.manifest["state"], found.url
+        kinds = (state.WEIGHTS, state.OPTIMIZER)
+        state.load(self._model, whole_tensors(url, found.manifest, found.parts, kinds), kinds, url)
+        callback_state.load(self._callbacks, saved["callbacks"], found.parts[0], url)
+        if found.manifest["num_ranks"] == world.num_ranks:
+            parts = [found.parts[world.rank]]
+            state.load(self._model, parts[0], (state.SEEDS,), url)
         else:
+            parts = [found.parts[rank] for rank in sorted(found.parts)] if world.is_leader else []
             state.derive_seeds(self._model, self._config.seed, int(found.manifest["step"]), world.rank)
-            ranks = range(found.manifest["num_ranks"]) if world.is_leader else ()
-            parts = [read_rank_file(found.url, rank, found.manifest) for rank in ranks]
         if saved["in_epoch"]:
             self._metrics = (
                 [{k: v for k, v in part.items() if k.startswith(state.METRICS)} for part in parts],
-                found.url,
+                url,
             )
         self.last_step = int(found.manifest["step"])
         stopped = bool(saved["stopped"]) and self._config.epochs <= int(saved["epochs"])
@@ -100,19 +127,22 @@ class Saver:
         parts, where = self._metrics
         state.load_metrics(self._model, parts, where)
 
-    def save(self, progress: Progress, *, in_epoch: bool = False) -> None:
-        """Write this rank's part and have it committed; returns when the driver has renamed the whole.
+    def make_ready(self) -> None:
+        """Have memory for the copies touched, beside the training, before the first of them is due."""
+        size = file_bytes(self._tensors([state.SEEDS, state.METRICS]))
+        self._touching = threading.Thread(target=self._buffer.reserve, args=(size,), daemon=True)
+        self._touching.start()
 
-        Raises LockstepError where the ranks' weights are not equal bit for bit.
+    def save(self, progress: Progress, *, in_epoch: bool = False) -> None:
+        """Copy this rank's part, and have it written and committed while the training goes on.
+
+        Not while one is in flight. Where the writing fails, `look` and `wait` raise its error.
         """
-        control, rank, step = self._context.control, self._context.world.rank, progress.step
+        control, step, began = self._context.control, progress.step, time.perf_counter()
         control.beat(step, "checkpoint")
-        self._check_equal(step)
-        kinds = [state.SEEDS, state.METRICS] if in_epoch else [state.SEEDS]
-        tensors = state.tensors_of(self._model, *kinds)
+        tensors = self._tensors([state.SEEDS, state.METRICS] if in_epoch else [state.SEEDS])
         document: dict[str, Any] = {}
         if self._context.world.is_leader:
-            tensors |= state.tensors_of(self._model, state.WEIGHTS, state.OPTIMIZER)
             callbacks, arrays = callback_state.save(self._callbacks)
             tensors |= arrays
             document = {
@@ -122,11 +152,59 @@ class Saver:
                 "metrics": json_safe(progress.metrics),
                 "callbacks": callbacks,
             }
-        file = write_rank_file(staged_checkpoint(self.staging, step), rank, tensors)
-        audit = self._write_audit(step)
-        control.request("checkpoint", self._config.stall_limit_s, step=step, files=[file], audit=audit, state=document)
+        if self._touching is not None:
+            self._touching.join()
+        file = self._buffer.fill(tensors)
         self.last_step = step
+        what = f"rank {self._context.world.rank}'s part of the checkpoint of step {step}"
+        self._flight.begin(what, partial(self._write, step, file, document, time.perf_counter() - began))
         control.beat(step, "train")
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a checkpoint is still being written or not committed."""
+        return self._flight.busy
+
+    def look(self) -> Saved | None:
+        """What was committed since the last look; raises the error of a writing that failed."""
+        return self._flight.look()
+
+    def wait(self, deadline_s: float) -> Saved | None:
+        """Wait for what is in flight, then as `look`. Raises StorageTimeoutError naming rank, step and what it does."""
+        return self._flight.wait(deadline_s)
+
+    def _tensors(self, own: list[str]) -> Tensors:
+        """This rank's share of what all hold alike, and its own state of these kinds, as they lie in memory."""
+        views = state.views_of(self._model, state.WEIGHTS, state.OPTIMIZER)
+        tensors = {}
+        for piece in self._share:
+            name = shares.key_of(piece, self._specs[piece.name])
+            whole = views[piece.name]
+            tensors[name] = whole if name == piece.name else whole.reshape(-1)[piece.start : piece.stop]
+        return tensors | state.views_of(self._model, *own)
+
+    def _write(
+        self, step: int, file: NDArray[np.uint8], document: dict[str, Any], copied_s: float, tell: Tell
+    ) -> Saved:
+        began, directory, rank = time.perf_counter(), staged_checkpoint(self.staging, step), self._context.world.rank
+        url, fs = join(directory, file_name(rank)), filesystem(directory)
+        tell("hashing it")
+        report = {"name": file_name(rank), "bytes": file.size, "sha256": sha256_of(file)}
+        tell(f"writing {url}")
+        fs.mkdirs(directory)
+        upload(fs, url, file)
+        audit = self._write_audit(step)
+        tell("waiting for the driver to commit what all ranks report")
+        self._context.control.request(
+            "checkpoint",
+            self._config.stall_limit_s,
+            step=step,
+            files=[report],
+            tensors=shares.report(self._share, self._specs),
+            audit=audit,
+            state=document,
+        )
+        return Saved(step, int(file.size), copied_s, time.perf_counter() - began)
 
     def _write_audit(self, step: int) -> list[dict[str, Any]]:
         if self._audit is None:
@@ -136,14 +214,3 @@ class Saver:
         directory, _, name = url.rpartition("/")
         report = write_bytes(directory, name, self._audit.take(step))
         return [{"path": paths.relative(url), "bytes": report["bytes"], "sha256": report["sha256"]}]
-
-    def _check_equal(self, step: int) -> None:
-        digests = self._comm.all_gather_bytes(state.weights_digest(self._model).encode())
-        if len(set(digests)) > 1:
-            differing = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-            raise LockstepError(
-                f"the weights of rank {differing} are not those of rank 0 at step {step}",
-                got=f"sha256 {digests[differing].decode()}",
-                allowed=f"sha256 {digests[0].decode()}, bit for bit",
-                next_step="Look for a layer or callback that changes weights by what one rank alone sees.",
-            )

@@ -15,6 +15,7 @@ from storage.canonical import canonical_bytes, sha256_hex
 from storage.errors import ConfigError
 from training.checkpoint import Tensors, TensorSpec, take
 from training.comm.base import Communicator
+from training.variable_view import view_of
 
 WEIGHTS, OPTIMIZER, METRICS, SEEDS = "weights", "optimizer", "metrics", "seeds"
 
@@ -45,6 +46,16 @@ def variables_of(model: keras.Model, kind: str) -> list[keras.Variable]:
 def tensors_of(model: keras.Model, *kinds: str) -> Tensors:
     """Name -> array of every variable of these kinds; names are kind, number and Keras path."""
     return {name: np.asarray(variable.numpy()) for kind in kinds for name, variable in _named(model, kind).items()}
+
+
+def views_of(model: keras.Model, *kinds: str) -> Tensors:
+    """As `tensors_of`, but where they lie in memory, if that is the host's: to be read at once and not kept."""
+    return {name: view_of(variable) for kind in kinds for name, variable in _named(model, kind).items()}
+
+
+def specs_of(model: keras.Model, *kinds: str) -> dict[str, TensorSpec]:
+    """Name -> shape and dtype of every variable of these kinds."""
+    return {name: _spec(variable) for kind in kinds for name, variable in _named(model, kind).items()}
 
 
 def load(model: keras.Model, tensors: Tensors, kinds: Sequence[str], where: str) -> None:

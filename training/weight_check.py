@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from storage.errors import LockstepError
 from training.comm.base import Communicator
+from training.variable_view import view_of
 
 MAX_NAMED = 10
 
@@ -51,8 +52,7 @@ def checksums(variables: Sequence[Any]) -> NDArray[np.int64]:
 
 def _bytes(variable: Any) -> NDArray[np.uint8]:
     """The variable's memory, flat; on a CPU without a copy where TensorFlow lends it."""
-    value = variable.value if hasattr(variable, "value") and not callable(variable.value) else variable
-    flat = np.ascontiguousarray(np.asarray(value)).reshape(-1).view(np.uint8)
+    flat = np.ascontiguousarray(view_of(variable)).reshape(-1).view(np.uint8)
     flat.flags.writeable = False  # google_crc32c takes no other, and no memoryview
     return flat
 

@@ -26,6 +26,7 @@ from training.driver import Hooks, train
 from training.exchange import NonFiniteError
 from training.launch.task import Handler, Limits, RankTask
 from training.paths import RunPaths
+from training.read_parts import read_whole
 from training.run_result import RunResult
 from training.runtime import set_precision
 from training.world import World
@@ -126,10 +127,13 @@ def run(config: TrainConfig, hooks: Hooks | None = None) -> RunResult:
 
 
 def final_tensors(run_url: str, rank: int = 0) -> Tensors:
-    """A rank's tensors in the chain's newest checkpoint."""
+    """What all ranks hold alike, and the rank's own, in the chain's newest checkpoint."""
     tip = find_tip(filesystem(run_url), RunPaths(run_url))
     assert tip is not None
-    return read_rank_file(tip.url, rank, tip.manifest)
+    alike = ("weights", "optimizer")
+    own = read_rank_file(tip.url, rank, tip.manifest)
+    own = {name: value for name, value in own.items() if name.split("/")[0] not in alike}
+    return read_whole(tip.url, tip.manifest, alike) | own
 
 
 def final_state(run_url: str) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from training.checkpoint import (
     read_rank_file,
     read_resumable,
     take,
-    write_rank_file,
 )
+from training.rank_file import HostBuffer, sha256_of, upload
 
 TENSORS: Tensors = {
     "weights/0001/b": np.arange(6, dtype=np.float64).reshape(2, 3),
@@ -34,9 +34,11 @@ TENSORS: Tensors = {
 
 
 def committed(directory: Path, tensors: Tensors, **changes: Any) -> str:
-    file = write_rank_file(str(directory), 0, tensors)
-    document = {"kind": "checkpoint", "format_version": 1, "files": {file["name"]: file}} | changes
-    write_file(filesystem(str(directory)), join(str(directory), "_manifest.json"), seal(document))
+    fs, name, file = filesystem(str(directory)), "rank-00000.safetensors", HostBuffer().fill(tensors)
+    upload(fs, join(str(directory), name), file)
+    files = {name: {"bytes": int(file.size), "sha256": sha256_of(file)}}
+    document = {"kind": "checkpoint", "format_version": 2, "files": files} | changes
+    write_file(fs, join(str(directory), "_manifest.json"), seal(document))
     return str(directory)
 
 
@@ -65,7 +67,7 @@ def test_every_flipped_bit_is_seen(tmp_path: Path) -> None:
         read_rank_file(url, 0, manifest)
 
 
-@pytest.mark.parametrize("changes", [{"kind": "dataset"}, {"format_version": 2}])
+@pytest.mark.parametrize("changes", [{"kind": "dataset"}, {"format_version": 3}])
 def test_another_kind_of_manifest_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     with pytest.raises(DataError, match="no checkpoint"):
         read_manifest(committed(tmp_path, TENSORS, **changes))

@@ -1,0 +1,161 @@
+"""Which rank writes which part of the state that all ranks hold alike, and how the parts are put together again.
+
+Tensors are laid end to end in the order of their names and cut into num_ranks stretches of equal bytes. A cut within a
+tensor of up to a MiB moves to its nearer end, so that small tensors stay whole; only large ones lie in two files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from storage import strict
+from storage.errors import CorruptionError
+from training.checkpoint import Tensors, TensorSpec, file_name
+
+WHOLE_BYTES = 1 << 20  # tensors up to here are never cut
+
+
+class Piece(NamedTuple):
+    """Elements `start` to `stop` of a tensor laid flat in C order."""
+
+    name: str
+    start: int
+    stop: int
+
+
+def divide(specs: Mapping[str, TensorSpec], num_ranks: int) -> list[list[Piece]]:
+    """The pieces of each rank, by names, sizes and `num_ranks` alone.
+
+    Every element is in one piece; no rank has more than 1 / num_ranks of the bytes and a MiB. A rank has at most one
+    piece of a tensor. Tensors without elements go to rank 0.
+    """
+    shares: list[list[Piece]] = [[] for _ in range(num_ranks)]
+    total = sum(_elements(spec) * _itemsize(spec) for spec in specs.values())
+    begin, rank = 0, 0
+    for name in sorted(specs):
+        elements, itemsize = _elements(specs[name]), _itemsize(specs[name])
+        end, start = begin + elements * itemsize, 0
+        if not elements:
+            shares[0].append(Piece(name, 0, 0))
+        while start < elements:
+            stop = elements
+            if rank + 1 < num_ranks:
+                stop = min(elements, max(start, _cut(total * (rank + 1) // num_ranks - begin, elements, itemsize)))
+            if stop > start:
+                shares[rank].append(Piece(name, start, stop))
+            start = stop
+            if start < elements:
+                rank += 1
+        begin = end
+    return shares
+
+
+def key_of(piece: Piece, spec: TensorSpec) -> str:
+    """The piece's name in a rank's file: the tensor's own where it is whole, else with its elements behind."""
+    whole = (piece.start, piece.stop) == (0, _elements(spec))
+    return piece.name if whole else f"{piece.name}[{piece.start}:{piece.stop}]"
+
+
+def report(pieces: Sequence[Piece], specs: Mapping[str, TensorSpec]) -> dict[str, list[Any]]:
+    """What a rank tells the driver of its share: name -> [dtype, shape, start, stop]."""
+    return {p.name: [specs[p.name].dtype, list(specs[p.name].shape), p.start, p.stop] for p in pieces}
+
+
+def merge(reports: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
+    """The manifest's `tensors` by all ranks' reports: name -> {dtype, shape, parts: [[rank, start, stop], ...]}.
+
+    Raises CorruptionError where an element is in no rank's share or in two, or ranks differ in a dtype or shape.
+    """
+    tensors: dict[str, Any] = {}
+    for rank, told in enumerate(reports):
+        for name, (dtype, shape, start, stop) in told.items():
+            entry = tensors.setdefault(name, {"dtype": dtype, "shape": shape, "parts": []})
+            if (entry["dtype"], entry["shape"]) != (dtype, shape):
+                raise CorruptionError(
+                    f"rank {rank} has another {name} than the ranks before it",
+                    file=where,
+                    got=f"{dtype} {shape}",
+                    allowed=f"{entry['dtype']} {entry['shape']}",
+                )
+            entry["parts"].append([rank, start, stop])
+    for name, entry in tensors.items():
+        entry["parts"].sort(key=lambda part: (part[1], part[0]))
+        _check_whole(name, entry["shape"], entry["parts"], where)
+    return tensors
+
+
+def assemble(manifest: Mapping[str, Any], parts: Mapping[int, Tensors], where: str, kinds: Sequence[str]) -> Tensors:
+    """The whole tensors of these kinds (first parts of names) by the ranks' files `parts`: rank -> its tensors.
+
+    Raises CorruptionError naming file and tensor where a part is missing or not what the manifest says.
+    """
+    found: Tensors = {}
+    for name, entry in strict.mapping(manifest.get("tensors"), where=f"{where}: tensors").items():
+        if name.split("/")[0] not in kinds:
+            continue
+        info = strict.obj(entry, ("dtype", "shape", "parts"), where=f"{where}: {name}")
+        dtype, shape = strict.string(info["dtype"], where=f"{where}: {name}"), _counts(info["shape"], where, name)
+        places = [_counts(part, where, name) for part in strict.items(info["parts"], where=f"{where}: {name}")]
+        _check_whole(name, shape, places, where)
+        spec = TensorSpec(tuple(shape), dtype)
+        values = [_part(parts, rank, Piece(name, start, stop), spec, where) for rank, start, stop in places]
+        whole = values[0] if len(values) == 1 else np.concatenate([value.reshape(-1) for value in values])
+        found[name] = whole.reshape(spec.shape)
+    return found
+
+
+def _part(parts: Mapping[int, Tensors], rank: int, piece: Piece, spec: TensorSpec, where: str) -> Any:
+    key, file = key_of(piece, spec), f"{where}/{file_name(rank)}"
+    value = parts.get(rank, {}).get(key)
+    if value is None:
+        raise CorruptionError("a tensor that the manifest lists is not in its file", file=file, got=f"no {key}")
+    if (value.size, value.dtype.name) != (piece.stop - piece.start, spec.dtype):
+        raise CorruptionError(
+            "a tensor is not what the manifest says",
+            file=file,
+            got=f"{key}: {value.dtype.name}, {value.size} elements",
+            allowed=f"{spec.dtype}, {piece.stop - piece.start} elements",
+        )
+    return value
+
+
+def _check_whole(name: str, shape: Sequence[int], parts: Sequence[Sequence[int]], where: str) -> None:
+    done = 0
+    for part in parts:
+        if len(part) != 3 or part[1] != done or part[2] < part[1]:
+            break
+        done = part[2]
+    else:
+        if parts and done == math.prod(shape):
+            return
+    raise CorruptionError(
+        f"the parts of {name} do not make up the whole",
+        file=where,
+        got=", ".join(str(list(part)) for part in parts) or "no part",
+        allowed=f"[rank, start, stop] of elements 0 to {math.prod(shape)}, each once",
+    )
+
+
+def _counts(value: Any, where: str, name: str) -> list[int]:
+    place = f"{where}: {name}"
+    return [strict.count(item, where=place) for item in strict.items(value, where=place)]
+
+
+def _cut(offset: int, elements: int, itemsize: int) -> int:
+    """The element before which a cut at byte `offset` of a tensor falls: any of a large one, an end of a small one."""
+    size = elements * itemsize
+    if size <= WHOLE_BYTES:
+        return elements if 2 * offset >= size else 0
+    return max(0, min(elements, offset // itemsize))
+
+
+def _elements(spec: TensorSpec) -> int:
+    return math.prod(spec.shape)
+
+
+def _itemsize(spec: TensorSpec) -> int:
+    return np.dtype(spec.dtype).itemsize
