@@ -17,12 +17,12 @@ from storage.errors import ConfigError, CorruptionError
 from storage.fs import join
 from storage.manifest import DatasetManifest
 from storage.verify import verify
-from training.driver import Launch
-from training.driver import check as check_training
 from training.driver import train as train_run
 from training.evaluate import evaluate as evaluate_run
 from training.launch.barrier import OnSpark
 from training.launch.local import run_local
+from training.launch.session import Launch
+from training.precheck import check as check_training
 from training.report import write_report
 from training.run_result import RunResult
 

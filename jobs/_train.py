@@ -8,7 +8,7 @@ from typing import Any, get_args
 from features.augment.parse import forms
 from jobs._cli import JobParser
 from training.comm.options import Algorithm, Backend
-from training.config import BatchNorm, Precision, ScalingRule, TrainConfig
+from training.config import BatchNorm, NonFinite, Precision, ScalingRule, TrainConfig
 
 
 def parser(description: str) -> JobParser:
@@ -29,6 +29,13 @@ def parser(description: str) -> JobParser:
     add("--global-batch", type=int, required=True, metavar="G", help="samples of one step over all ranks")
     add("--epochs", type=int, required=True, metavar="E", help="passes over the split, in all")
     add("--split", default="train", metavar="NAME", help="the split to train on (default train); folds: fold-1,fold-2")
+    add(
+        "--mix",
+        type=int,
+        nargs="+",
+        metavar="R",
+        help="a weight for each dataset, their shares of each batch; epochs are the first one's (default: end to end)",
+    )
     add("--lanes", type=int, metavar="L", help="streams of samples; divides G (default: its largest divisor up to 64)")
     add("--window-bytes", type=int, default=8 << 20, metavar="N", help="shuffle window of all lanes (default 8 MiB)")
     add("--cache-groups", type=int, metavar="C", help="of blocks that the same L / C lanes read each epoch, for caches")
@@ -54,6 +61,12 @@ def parser(description: str) -> JobParser:
     add("--seed", type=int, default=0, metavar="N", help="of samples' order and first weights (default 0)")
     add("--checkpoint-every", type=int, default=200, metavar="N", help="steps between checkpoints (default 200)")
     add("--keep-checkpoints", type=int, default=3, metavar="K", help="checkpoints that stay (default 3)")
+    add(
+        "--non-finite",
+        choices=get_args(NonFinite),
+        default="stop",
+        help="what a loss or gradient that is no finite number does: stop (default) or skip the step on all ranks",
+    )
     add("--compare-every", type=int, default=100, metavar="N", help="steps between looks whether ranks agree (100)")
     add("--audit", action="store_true", help="list each sample that counts, in RUN/audit")
     add("--launcher", choices=["barrier", "local"], default="barrier", help="Spark barrier stage (default) | this host")
@@ -75,6 +88,7 @@ def parser(description: str) -> JobParser:
     add("--stall-limit", dest="stall_limit_s", type=float, default=600.0, metavar="S", help="without a step (600 s)")
     add("--take-over", action="store_true", help="replace a driver that is at work on this run (docs/control.md)")
     add("--max-restarts", type=int, default=3, metavar="N", help="in a row without a checkpoint (default 3)")
+    add("--spare", action="store_true", help="a process a rank, TensorFlow imported, waits for a restart: 300 MB")
     return job
 
 

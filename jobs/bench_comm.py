@@ -21,9 +21,9 @@ from storage.settings import set_hadoop_settings
 from training.bench_comm import BenchConfig, Row, bench, check
 from training.bench_table import document, size, table
 from training.comm.options import Algorithm, Backend
-from training.driver import Launch
 from training.launch.barrier import OnSpark
 from training.launch.local import run_local
+from training.launch.session import Launch
 
 SIZES = ("4K", "64K", "1M", "16M", "64M")
 

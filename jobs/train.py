@@ -15,9 +15,10 @@ from jobs._cli import JobParser, run_job
 from jobs._session import hadoop_settings_of, spark_session
 from jobs._train import config_of
 from storage.settings import set_hadoop_settings
-from training.driver import check, train
+from training.driver import train
 from training.launch.barrier import OnSpark
 from training.launch.local import run_local
+from training.precheck import check
 
 
 def parser() -> JobParser:

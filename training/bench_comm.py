@@ -21,8 +21,8 @@ from training.launch.task import Limits, RankTask
 
 if TYPE_CHECKING:
     from training.comm.base import Communicator
-    from training.driver import Launch
     from training.launch.context import RankContext
+    from training.launch.session import Launch
 
 ENTRY = "training.bench_comm:main"
 DTYPE = np.dtype(np.float32)

@@ -15,6 +15,7 @@ Precision = Literal["float32", "float64", "mixed_float16", "mixed_bfloat16"]
 ScalingRule = Literal["none", "linear", "sqrt"]
 Launcher = Literal["barrier", "local"]
 Switch = Literal["on", "off"]
+NonFinite = Literal["stop", "skip"]
 
 
 def flag_of(field: str) -> str:
@@ -40,6 +41,9 @@ class TrainConfig:
     """Passes over the split, in all (a resumed run counts the epochs it has done)."""
     split: str = "train"
     """The split to train on; of folds, those that are not held out, with `,` between them."""
+    mix: tuple[int, ...] | None = None
+    """A weight for each dataset, of which each global batch takes exactly so large a share; None: datasets end to end.
+    An epoch is then a pass of the first dataset."""
     lanes: int | None = None
     """Streams of samples a global batch is taken from; None is the largest divisor of global_batch up to 64."""
     window_bytes: int = 8 << 20
@@ -61,6 +65,9 @@ class TrainConfig:
     """Checkpoints of the chain that stay; older ones are moved to the trash."""
     audit: bool = False
     """Whether ranks list each sample id they train on."""
+    non_finite: NonFinite = "stop"
+    """What a loss or gradient that is not finite does: `stop` the run, or `skip` the step on all ranks, up to 10 in a
+    row (docs/exactly-once.md). A scaled loss skips by itself."""
     compare_every: int = 100
     """Steps between comparisons of the ranks' weights; one is made with each checkpoint too."""
     precision: Precision = "float32"
@@ -91,6 +98,8 @@ class TrainConfig:
     """A rank that lives but makes no step for so long is a failure."""
     max_restarts: int = 3
     """Restarts in a row without a new checkpoint before the run gives up."""
+    spare: bool = False
+    """Whether each supervisor keeps a process that has imported TensorFlow for the next restart."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "datasets", tuple(self.datasets))
@@ -110,6 +119,9 @@ class TrainConfig:
         self._check("split", bool(self.split), "a split's name")
         self._check("batchnorm", self.batchnorm in get_args(BatchNorm), " or ".join(get_args(BatchNorm)))
         self._check("precision", self.precision in get_args(Precision), " or ".join(get_args(Precision)))
+        self._check("non_finite", self.non_finite in get_args(NonFinite), " or ".join(get_args(NonFinite)))
+        alone = self.non_finite == "stop" or self.micro_batches == 1
+        self._check("non_finite", alone, "stop with --micro-batches: what is added up cannot be skipped in part")
         self._check("launcher", self.launcher in get_args(Launcher), " or ".join(get_args(Launcher)))
         self._check("tls", self.tls in get_args(Switch), " or ".join(get_args(Switch)))
         self._check("backend", self.backend in get_args(Backend), " or ".join(get_args(Backend)))
@@ -125,6 +137,11 @@ class TrainConfig:
         self._check("warm_up_epochs", 0 <= self.warm_up_epochs < self.epochs, "from 0 to fewer than epochs")
         self._check("micro_batches", self.micro_batches >= 1, "an integer from 1 up")
         self._check("learning_rate", self.learning_rate is None or self.learning_rate > 0, "a number above 0")
+        if self.mix is not None:
+            object.__setattr__(self, "mix", tuple(self.mix))
+            count = len(self.datasets)
+            right = len(self.mix) == count >= 2 and all(type(ratio) is int and ratio >= 1 for ratio in self.mix)
+            self._check("mix", right, f"two datasets or more and an integer from 1 up for each of them, here {count}")
         groups, rotation = self.cache_groups, self.cache_rotation
         self._check("cache_groups", groups is None or groups >= 1, "an integer from 1 up")
         self._check("cache_rotation", rotation is None or rotation >= 1, "epochs from 1 up")
@@ -144,7 +161,7 @@ class TrainConfig:
 
     def to_json(self) -> dict[str, Any]:
         """The fields as a JSON object."""
-        return {**asdict(self), "datasets": list(self.datasets)}
+        return {**asdict(self), "datasets": list(self.datasets), "mix": None if self.mix is None else list(self.mix)}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> TrainConfig:

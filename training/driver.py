@@ -6,33 +6,31 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from storage.errors import LockstepError, TrainingFailedError
-from storage.fs import FileSystem, absolute, filesystem, split_url
-from storage.manifest import DatasetManifest
+from storage.fs import FileSystem, absolute, filesystem
 from storage.progress import Progress
 from storage.publish import write_file
 from storage.sealed import seal
-from storage.settings import hadoop_settings
-from training.chain import find_result, find_tip
+from training.chain import find_tip
 from training.claims import CheckpointRef, Claim, SupersededError, epochs_asked, read_claims
-from training.comm.options import CommOptions
 from training.commit import CommitHandler
 from training.config import TrainConfig
 from training.control.carry import is_final
 from training.control.failures import LauncherGoneError
-from training.frozen_plans import read_plans
 from training.handler import RunHandler
+from training.launch.launches import Launches
+from training.launch.session import Launch
 from training.launch.signals import ended_in_order
-from training.launch.task import Handler, Limits, RankTask
+from training.launch.task import Limits, RankTask
 from training.lease import REWRITE_EVERY_S, WATCH_S
 from training.models import may_follow_length
-from training.parts import held_out, open_parts
 from training.paths import RunPaths
-from training.plan import EpochPlan, split_of
+from training.plan import EpochPlan
 from training.planning import plan_for
-from training.reader import load_encoder
+from training.precheck import finished_result, open_dataset
+from training.rank_task import PRELOAD, limits_of, task_of
 from training.retention import drop_stagings, take_over
 from training.run_json import check_run, open_run
 from training.run_result import RunResult
@@ -44,26 +42,14 @@ ENTRY = "training.fit:main"
 COMMIT_WAIT_S = 60.0
 
 
-class Launch(Protocol):
-    """`run_local`, or `OnSpark(spark)`, whose method `ready` is asked before a run is begun."""
-
-    def __call__(
-        self,
-        task: RankTask,
-        num_ranks: int,
-        *,
-        generation: int = 1,
-        limits: Limits | None = None,
-        handler: Handler | None = None,
-    ) -> list[dict[str, Any]]: ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hooks:
     """What tests and unusual storages change."""
 
     entry: str = ENTRY
     """The ranks' entry."""
+    preload: str = PRELOAD
+    """What spare processes import, with `--spare`."""
     before_rename: Callable[[], None] = lambda: None
     """Called between the manifest and the rename of each commit."""
     lease_watch_s: float = WATCH_S
@@ -72,19 +58,6 @@ class Hooks:
     """Seconds between two looks at the lease and the claims."""
     limits: Limits = field(default_factory=Limits)
     """Deadlines other than the configured ones."""
-
-
-def check(config: TrainConfig) -> RunResult | None:
-    """What `train` would refuse or return at once, as far as local paths tell it: before anything is started.
-
-    Other file systems may need Spark's settings, so there `train` itself tells.
-    """
-    if all(map(_is_local, config.datasets)):
-        plan = plan_for(_opened(config), config)
-        plan.steps(config.epochs)
-        if _is_local(config.run) and check_run(filesystem(config.run), RunPaths(config.run), config, plan):
-            return _finished(filesystem(config.run), RunPaths(config.run), config)
-    return None
 
 
 def train(config: TrainConfig, launch: Launch, *, take_over: bool = False, hooks: Hooks | None = None) -> RunResult:
@@ -97,11 +70,11 @@ def train(config: TrainConfig, launch: Launch, *, take_over: bool = False, hooks
     """
     hooks = hooks or Hooks()
     config = replace(config, datasets=tuple(map(absolute, config.datasets)), run=absolute(config.run))
-    manifest = _opened(config)
+    manifest = open_dataset(config)
     plan = plan_for(manifest, config)
     steps = plan.steps(config.epochs)
     fs, paths = filesystem(config.run), RunPaths(config.run)
-    if check_run(fs, paths, config, plan) and (finished := _finished(fs, paths, config)):
+    if check_run(fs, paths, config, plan) and (finished := finished_result(fs, paths, config)):
         return finished
     ready = getattr(launch, "ready", None)
     if ready is not None:
@@ -109,28 +82,12 @@ def train(config: TrainConfig, launch: Launch, *, take_over: bool = False, hooks
     standing = Standing(fs, paths, hooks.lease_watch_s, hooks.lease_every_s, take_over=take_over)
     with ended_in_order(), standing:
         open_run(fs, paths, config, manifest, plan, confirm=standing.confirm)
-        with Progress("training", steps, "steps") as progress:
-            return _Driver(config, plan, manifest, fs, paths, hooks, progress, standing).run(launch)
-
-
-def _opened(config: TrainConfig) -> DatasetManifest:
-    """The manifest of what is trained on; what its ranks would refuse in it (one fold of three) is refused here."""
-    parts, manifest = open_parts(config.datasets, config.split)
-    first = parts[0]
-    split_of(manifest, config.split)
-    load_encoder(first.url, first.manifest, held_out(first.manifest, config.split, training=True))
-    return manifest
-
-
-def _finished(fs: FileSystem, paths: RunPaths, config: TrainConfig) -> RunResult | None:
-    done = find_result(fs, paths)
-    if done is None or int(done["epochs"]) < config.epochs:
-        return None
-    return RunResult(**{name: done[name] for name in RunResult.__dataclass_fields__})
-
-
-def _is_local(url: str) -> bool:
-    return split_url(url)[0] == "file"
+        limits = limits_of(config, hooks.limits)
+        with (
+            Progress("training", steps, "steps") as progress,
+            Launches(launch, config.num_ranks, limits) as launches,
+        ):
+            return _Driver(config, plan, fs, paths, hooks, progress, standing, launches).run()
 
 
 class _Driver:
@@ -138,22 +95,22 @@ class _Driver:
         self,
         config: TrainConfig,
         plan: EpochPlan,
-        manifest: DatasetManifest,
         fs: FileSystem,
         paths: RunPaths,
         hooks: Hooks,
         progress: Progress,
         standing: Standing,
+        launches: Launches,
     ) -> None:
-        self._config, self._plan, self._manifest = config, plan, manifest
-        self._fs, self._paths, self._hooks, self._progress, self._standing = fs, paths, hooks, progress, standing
+        self._config, self._plan, self._fs, self._paths = config, plan, fs, paths
+        self._hooks, self._progress, self._standing, self._launches = hooks, progress, standing, launches
 
-    def run(self, launch: Launch) -> RunResult:
-        failures = restarts = 0  # failures: in a row, without a new checkpoint between
+    def run(self) -> RunResult:
+        failures = 0  # in a row, without a new checkpoint between
         while True:
             tip = find_tip(self._fs, self._paths)
             began = tip.ref if tip else None
-            if began is not None and not restarts:
+            if began is not None and not self._launches.restarts:
                 # What was asked for after that checkpoint, without a step of its own, no step has followed.
                 claims = read_claims(self._fs, self._paths)
                 self._tell_longer(epochs_asked({g: claims[g] for g in claims if g <= began.generation}))
@@ -172,15 +129,9 @@ class _Driver:
             commits = self._commits(claim)
             try:
                 with RunHandler(self._paths, claim, tip, commits, self._progress, self._standing.overtaken) as handler:
-                    results = launch(
-                        self._task(claim),
-                        self._config.num_ranks,
-                        generation=claim.generation,
-                        limits=self._limits(),
-                        handler=handler,
-                    )
+                    results = self._launches.run(self._task(claim), claim.generation, handler)
                 self._progress.set(int(results[0]["steps"]))
-                return self._finish(claim, commits.tip, results[0], restarts)
+                return self._finish(claim, commits.tip, results[0])
             except LockstepError as error:
                 commits.close(COMMIT_WAIT_S)
                 if is_final(error) or isinstance(error, SupersededError | LauncherGoneError):
@@ -188,7 +139,6 @@ class _Driver:
                 failures = 1 if commits.tip != began else failures + 1
                 if failures > self._config.max_restarts:
                     raise self._given_up(error) from error
-                restarts += 1
                 where = commits.tip or "the start"
                 print(f"generation {claim.generation} failed, going on from {where}: {error}", file=sys.stderr)
 
@@ -205,37 +155,8 @@ class _Driver:
             )
 
     def _task(self, claim: Claim) -> RankTask:
-        config = self._config
-        options = CommOptions(
-            backend=config.backend,
-            algorithm=config.algorithm,
-            trust_network=config.trust_network,
-            plans=read_plans(self._fs, self._paths, config.num_ranks),
-        )
-        payload = {
-            "config": config.to_json(),
-            "plan": self._plan.identity(),
-            "comm": {"options": options.to_json(), "freeze": True},
-        }
-        settings = hadoop_settings()
-        return RankTask(
-            self._hooks.entry,
-            payload,
-            hadoop=settings,
-            logs=self._paths.logs(claim.generation),
-            tls=self._config.tls == "on",
-        )
-
-    def _limits(self) -> Limits:
-        base = self._hooks.limits
-        return Limits(
-            start_s=self._config.start_limit_s,
-            stall_s=self._config.stall_limit_s,
-            beat_s=base.beat_s,
-            silent_s=base.silent_s,
-            grace_s=base.grace_s,
-            lost_s=base.lost_s,
-        )
+        hooks = self._hooks
+        return task_of(self._config, self._plan, self._fs, self._paths, claim, hooks.entry, hooks.preload)
 
     def _commits(self, claim: Claim) -> CommitHandler:
         return CommitHandler(
@@ -248,7 +169,7 @@ class _Driver:
             before_rename=self._hooks.before_rename,
         )
 
-    def _finish(self, claim: Claim, tip: CheckpointRef | None, first: dict[str, Any], restarts: int) -> RunResult:
+    def _finish(self, claim: Claim, tip: CheckpointRef | None, first: dict[str, Any]) -> RunResult:
         generation, seconds = claim.generation, float(first["seconds"])
         model = self._paths.model(generation)
         result = RunResult(
@@ -260,7 +181,8 @@ class _Driver:
             samples=int(first["samples"]),
             seconds=seconds,
             samples_per_s=round(int(first["samples"]) / seconds, 3) if seconds > 0 else 0.0,
-            restarts=restarts,
+            restarts=len(self._launches.restarts),
+            restart_log=[restart.to_json() for restart in self._launches.restarts],
             checkpoint=str(tip) if tip else None,
             model=model if self._fs.exists(model) else None,
             left_over=[str(sample) for sample in first.get("left_over", [])],

@@ -15,8 +15,8 @@ from training import runtime
 from training.baseline import check_baseline
 from training.chain import find_model, find_tip
 from training.config import TrainConfig
-from training.driver import Launch
 from training.launch.context import RankContext
+from training.launch.session import Launch
 from training.launch.task import RankTask
 from training.parts import open_parts
 from training.paths import RunPaths

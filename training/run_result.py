@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 FORMAT_VERSION = 1
@@ -32,6 +32,8 @@ class RunResult:
     """URL of the final export."""
     left_over: list[str]
     """Sample ids (hex) that fill no global batch."""
+    restart_log: list[dict[str, Any]] = field(default_factory=list)
+    """Of each of these restarts {generation, level, seconds, parts} (training.launch.restarts)."""
 
     def to_json(self) -> dict[str, Any]:
         """The fields as a JSON object, the form of the result's file (unsealed)."""

@@ -24,11 +24,9 @@ def configure(world: World, *, precision: str, seed: int) -> None:
 
     To be called once in a process, before anything else of Keras.
     """
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    with _quiet():
-        import keras
-        import tensorflow as tf
+    _import()
+    import keras
+    import tensorflow as tf
 
     _take_gpus(len(listed(os.environ) or ()))
     # One thread a rank on two cores: more threads than cores only take turns, and each rank waits for the slowest.
@@ -38,6 +36,20 @@ def configure(world: World, *, precision: str, seed: int) -> None:
     # Keras' seed must fit 32 bits; the plan uses the whole one.
     keras.utils.set_random_seed(seed % 2**32)
     tf.config.experimental.enable_op_determinism()
+
+
+def preload() -> None:
+    """Import what a rank's training needs, and make none of its settings: what a spare process does while it waits."""
+    _import()
+    import training.fitting  # noqa: F401 - imported for the sake of the import
+
+
+def _import() -> None:
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    with _quiet():
+        import keras  # noqa: F401 - held back is what it prints
+        import tensorflow  # noqa: F401 - likewise
 
 
 def _take_gpus(given: int) -> None:

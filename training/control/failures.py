@@ -27,6 +27,8 @@ class Weight(IntEnum):
 class Marks:
     """When a rank came to what (monotonic seconds), from its start to its first step: what a restart's time went to."""
 
+    started_at: float | None = None
+    """Its process was there."""
     phases: list[tuple[str, float]] = field(default_factory=list)
     first_step_at: float | None = None
 

@@ -233,6 +233,7 @@ class ControlServer:
                         state.stopped_at = time.monotonic() if document["stopped"] else None
                     elif tag is Tag.STARTED:
                         state.host, state.pid = str(document["host"]), int(document["pid"])
+                        state.marks.started_at = state.marks.started_at or time.monotonic()
                         state.phase = "starting" if state.joined_at is None else state.phase
                     elif tag is Tag.EXIT:
                         state.exit_code, state.tail = int(document["code"]), [str(line) for line in document["tail"]]

@@ -46,6 +46,8 @@ class Session(ABC):
         self._roster: Roster | None = None
         self._server: ControlServer | None = None
         self._fault: BaseException | None = None
+        self.failed_at: float | None = None
+        """When the failure that ended the last run was first seen (monotonic seconds)."""
         self._lock = threading.Lock()
 
     def __enter__(self) -> Session:
@@ -103,7 +105,7 @@ class Session(ABC):
                 return server.wait()
             finally:
                 with self._lock:
-                    self._server = None
+                    self._server, self.failed_at = None, server.failed_at
 
     def fail(self, error: BaseException) -> None:
         """End the run that is under way with `error`, which it raises, and every later one. From any thread."""

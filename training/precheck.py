@@ -1,0 +1,54 @@
+"""What a call of `train` is refused for, or answered with, before anything is started or written."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+
+from storage.fs import FileSystem, filesystem, split_url
+from storage.manifest import DatasetManifest
+from training.chain import find_result
+from training.config import TrainConfig
+from training.parts import held_out, open_parts
+from training.paths import RunPaths
+from training.plan import split_of
+from training.planning import plan_for
+from training.reader import load_encoder
+from training.run_json import check_run
+from training.run_result import RunResult
+
+
+def check(config: TrainConfig) -> RunResult | None:
+    """What `train` would refuse or return at once, as far as local paths tell it: before anything is started.
+
+    Other file systems may need Spark's settings, so there `train` itself tells.
+    """
+    if all(map(_is_local, config.datasets)):
+        plan = plan_for(open_dataset(config), config)
+        plan.steps(config.epochs)
+        if _is_local(config.run) and check_run(filesystem(config.run), RunPaths(config.run), config, plan):
+            return finished_result(filesystem(config.run), RunPaths(config.run), config)
+    return None
+
+
+def open_dataset(config: TrainConfig) -> DatasetManifest:
+    """The manifest of what is trained on; what its ranks would refuse in it (one fold of three) is refused here."""
+    parts, manifest = open_parts(config.datasets, config.split)
+    first = parts[0]
+    split_of(manifest, config.split)
+    load_encoder(first.url, first.manifest, held_out(first.manifest, config.split, training=True))
+    return manifest
+
+
+def finished_result(fs: FileSystem, paths: RunPaths, config: TrainConfig) -> RunResult | None:
+    """The result that counts, where it is of as many epochs as are asked for."""
+    done = find_result(fs, paths)
+    if done is None or int(done["epochs"]) < config.epochs:
+        return None
+    # A field that came later has a default, which results of before take.
+    return RunResult(
+        **{f.name: done[f.name] for f in fields(RunResult) if f.name in done or f.default_factory is MISSING}
+    )
+
+
+def _is_local(url: str) -> bool:
+    return split_url(url)[0] == "file"

@@ -1,0 +1,47 @@
+"""What the driver asks the ranks of one generation to do, and by which deadlines it watches them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from storage.fs import FileSystem
+from storage.settings import hadoop_settings
+from training.claims import Claim
+from training.comm.options import CommOptions
+from training.config import TrainConfig
+from training.frozen_plans import read_plans
+from training.launch.task import Limits, RankTask
+from training.paths import RunPaths
+from training.plan import EpochPlan
+
+PRELOAD = "training.runtime:preload"
+
+
+def task_of(
+    config: TrainConfig, plan: EpochPlan, fs: FileSystem, paths: RunPaths, claim: Claim, entry: str, preload: str
+) -> RankTask:
+    """The task of the generation that `claim` names; the communication plans that are frozen by now go with it."""
+    options = CommOptions(
+        backend=config.backend,
+        algorithm=config.algorithm,
+        trust_network=config.trust_network,
+        plans=read_plans(fs, paths, config.num_ranks),
+    )
+    payload = {
+        "config": config.to_json(),
+        "plan": plan.identity(),
+        "comm": {"options": options.to_json(), "freeze": True},
+    }
+    return RankTask(
+        entry,
+        payload,
+        hadoop=hadoop_settings(),
+        logs=paths.logs(claim.generation),
+        tls=config.tls == "on",
+        preload=preload if config.spare else None,
+    )
+
+
+def limits_of(config: TrainConfig, base: Limits) -> Limits:
+    """`base` with the deadlines that the configuration names."""
+    return replace(base, start_s=config.start_limit_s, stall_s=config.stall_limit_s)
