@@ -1,0 +1,146 @@
+"""Many image files into one array, by threads: Pillow decodes without the GIL.
+
+The threads are a pool of the process, made at the first use: as many as `set_decode_threads` said, by default one a
+core. One thread is the caller's own, so that a rank with one core pays for no hand-over.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from features.decode import ImageError, decode
+from features.images import fit
+from storage.errors import DataError
+
+# A thread takes about so many bytes of decoded pixels at a time: some milliseconds of work, against some microseconds
+# for handing it over.
+_PART_BYTES = 1 << 20
+
+
+class BadImageError(DataError):
+    """A file of a dataset that is no image; `row` counts within the rows that were decoded together."""
+
+    def __init__(self, row: int, detail: str, place: str = "") -> None:
+        super().__init__(
+            f"an image of the dataset cannot be decoded{': ' if place else ''}{place}",
+            got=detail,
+            allowed="JPEG, PNG, GIF, TIFF or WebP",
+            next_step="Run `python -m jobs.verify URL`, then build the dataset anew without the file.",
+        )
+        self.row, self.detail = row, detail
+
+    def at(self, place: str) -> BadImageError:
+        """The same error, said where: the sample id, the shard's file and the record."""
+        return BadImageError(self.row, self.detail, place)
+
+
+class _Pool:
+    """The process's threads, at most one set at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._wanted: int | None = None
+        self._made: tuple[int, int, ThreadPoolExecutor] | None = None
+
+    @property
+    def threads(self) -> int:
+        return self._wanted or len(os.sched_getaffinity(0))
+
+    def set(self, threads: int) -> None:
+        assert threads >= 1
+        self._wanted = threads
+
+    def executor(self) -> ThreadPoolExecutor:
+        with self._lock:
+            key = os.getpid(), self.threads  # threads do not follow a fork
+            if self._made is None or self._made[:2] != key:
+                # One less than there are: the caller works, too.
+                self._made = *key, ThreadPoolExecutor(max(1, self.threads - 1), thread_name_prefix="decode")
+            return self._made[2]
+
+
+_pool = _Pool()
+
+
+def set_decode_threads(threads: int) -> None:
+    """Use so many threads of this process, the caller's among them: a rank's share of the host's cores."""
+    _pool.set(threads)
+
+
+def decode_files(
+    data: NDArray[np.uint8], offsets: NDArray[np.int64], size: tuple[int, int], channels: int, how: str = "resize"
+) -> NDArray[np.uint8]:
+    """Decode n image files and `fit` each to (height, width) in the way `how`.
+
+    File i is data[offsets[i]:offsets[i + 1]], offsets (n + 1,). Returns (n, height, width, channels) uint8, the same
+    whatever the number of threads. Beside it memory holds one decoded file a thread. Raises BadImageError for the
+    first file that is no image.
+    """
+    out = np.empty((len(offsets) - 1, *size, channels), dtype=np.uint8)
+    work = partial(_decode_part, data, offsets, size, channels, how, out)
+    rows = max(1, _PART_BYTES // max(1, out[:1].nbytes))
+    parts = [(start, min(start + rows, len(out))) for start in range(0, len(out), rows)]
+    if len(parts) < 2 or _pool.threads < 2:
+        for part in parts:
+            work(*part)
+        return out
+    _share(work, parts)
+    return out
+
+
+def _share(work: Any, parts: list[tuple[int, int]]) -> None:
+    """Do all parts, in order as far as they begin: some by the pool, some by the caller; the first error is raised."""
+    rest, lock = iter(parts), threading.Lock()
+    failed: list[BadImageError] = []
+
+    def turns() -> None:
+        while not failed:
+            with lock:
+                part = next(rest, None)
+            if part is None:
+                return
+            try:
+                work(*part)
+            except BadImageError as error:
+                failed.append(error)
+
+    executor = _pool.executor()
+    others: list[Future[None]] = [executor.submit(turns) for _ in range(min(len(parts), _pool.threads) - 1)]
+    try:
+        turns()
+    finally:
+        for other in others:
+            other.cancel()  # one that has not begun: the pool may be at work for another caller
+        for other in others:
+            if not other.cancelled():
+                other.result()  # decodes files in memory: it ends by itself
+    if failed:
+        raise min(failed, key=lambda error: error.row)
+
+
+def _decode_part(
+    data: NDArray[np.uint8],
+    offsets: NDArray[np.int64],
+    size: tuple[int, int],
+    channels: int,
+    how: str,
+    out: NDArray[np.uint8],
+    start: int,
+    stop: int,
+) -> None:
+    """Rows start..stop-1 of `out`."""
+    places = offsets[start : stop + 1].tolist()
+    for row in range(start, stop):
+        file = data[places[row - start] : places[row - start + 1]].tobytes()
+        try:
+            pixels = decode(file, channels)
+        except ImageError as error:
+            raise BadImageError(row, str(error)) from None
+        out[row] = pixels if pixels.shape[:2] == size else fit(pixels[None], *size, how)[0]

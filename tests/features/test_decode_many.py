@@ -1,0 +1,99 @@
+"""Many image files into one array: the same whatever the threads, and the first bad file is named."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from features import decode_many
+from features.decode import decode
+from features.decode_many import BadImageError, decode_files, set_decode_threads
+from features.images import fit
+
+
+@pytest.fixture(autouse=True)
+def _own_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    pool = decode_many._Pool()
+    monkeypatch.setattr(decode_many, "_pool", pool)
+    monkeypatch.setattr(decode_many, "_PART_BYTES", 2000)  # several parts of a few small files
+    yield
+    if pool._made is not None:
+        pool._made[2].shutdown()
+
+
+def files(count: int) -> list[bytes]:
+    rng = np.random.default_rng(0)
+    found = []
+    for number in range(count):
+        pixels = rng.integers(0, 256, (12 + number % 3, 10, 3), dtype=np.uint8)
+        out = io.BytesIO()
+        Image.fromarray(pixels).save(out, ("JPEG", "PNG")[number % 2])
+        found.append(out.getvalue())
+    return found
+
+
+def together(parts: list[bytes]) -> tuple[Any, Any]:
+    lead = b"before"  # a slice of a column begins anywhere
+    data = np.frombuffer(lead + b"".join(parts), dtype=np.uint8)
+    return data, len(lead) + np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int64)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("size", "channels", "how"), [((12, 10), 3, "resize"), ((8, 8), 1, "crop"), ((9, 5), 3, "pad")]
+)
+def test_files_come_out_in_order_at_any_number_of_threads(
+    threads: int, size: tuple[int, int], channels: int, how: str
+) -> None:
+    set_decode_threads(threads)
+    parts = files(23)
+    expected = np.stack([fit(decode(part, channels)[None], *size, how)[0] for part in parts])
+    assert np.array_equal(decode_files(*together(parts), size, channels, how), expected)
+
+
+def test_no_files_are_an_empty_array() -> None:
+    assert decode_files(np.zeros(0, np.uint8), np.zeros(1, np.int64), (4, 5), 3).shape == (0, 4, 5, 3)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_first_bad_file_is_the_one_that_is_told(threads: int) -> None:
+    set_decode_threads(threads)
+    parts = files(40)
+    for row in (31, 17, 22):
+        parts[row] = parts[row][:60]
+    parts[38] = b"no image"
+    with pytest.raises(BadImageError, match="cannot be decoded") as refused:
+        decode_files(*together(parts), (12, 10), 3)
+    assert refused.value.row == 17
+    placed = refused.value.at("sample id 00ff, part-00000.tfrecord, record 5")
+    assert "record 5" in placed.what and "broken_image" in placed.got
+    assert str(copy.copy(placed)) == str(placed)  # as it crosses processes
+    assert decode_files(*together(files(40)), (12, 10), 3).shape == (40, 12, 10, 3)  # the threads are still there
+
+
+def test_another_error_of_a_thread_is_raised_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_decode_threads(2)
+
+    def out_of_memory(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(decode_many, "decode", out_of_memory)
+    with pytest.raises(MemoryError):
+        decode_files(*together(files(20)), (12, 10), 3)
+
+
+def test_a_forked_process_makes_threads_of_its_own() -> None:
+    set_decode_threads(2)
+    parts = together(files(20))
+    expected = decode_files(*parts, (12, 10), 3).sum()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if decode_files(*parts, (12, 10), 3).sum() == expected else 1)
+    assert os.waitpid(child, 0)[1] == 0
