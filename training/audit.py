@@ -2,12 +2,13 @@
 
 A file is CSV with a header: step (the optimizer step, from 1: the file of checkpoint N ends with step N), epoch (from
 0) and sample id, 16 hex digits of its 64 bits read as unsigned. Rows lie in step order, within a step in lane order.
+Of a mixture a fourth column says which dataset a sample is of (from 0), and the epoch is that dataset's own.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,12 +17,14 @@ import numpy.typing as npt
 from storage.errors import CorruptionError
 from storage.fs import filesystem
 from training.batches import Batch
+from training.mixed_plan import MixedPlan, Plan
 from training.plan import EpochPlan
 from training.positions import Run
 from training.reader import SplitReader
 
 HEADER = b"step,epoch,sample_id\n"
-_ROW = np.dtype([("step", np.int64), ("epoch", np.int64), ("id", np.int64)])
+MIXED_HEADER = b"step,epoch,sample_id,dataset\n"
+_ROW = np.dtype([("step", np.int64), ("epoch", np.int64), ("id", np.int64), ("dataset", np.int64)])
 Rows = npt.NDArray[np.void]
 
 
@@ -34,10 +37,12 @@ class AuditLog:
     """Collects the batches that a rank is fed; safe to add to from another thread.
 
     Batches are read ahead of training, so those of later steps stay until a later `take`. A step that is added again
-    (an iterator begun anew) replaces what was there: it is the same batch.
+    (an iterator begun anew) replaces what was there: it is the same batch. `datasets` says of a mixture which dataset
+    each row of a batch is of: (n_r,) int64.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, datasets: npt.NDArray[np.int64] | None = None) -> None:
+        self._datasets = datasets
         self._lock = threading.Lock()
         self._batches: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
 
@@ -52,6 +57,13 @@ class AuditLog:
         with self._lock:
             done = sorted(number for number in self._batches if number <= step)
             parts = [(number, *self._batches.pop(number)) for number in done]
+        if self._datasets is not None:
+            datasets = self._datasets.tolist()
+            return MIXED_HEADER + b"".join(
+                b"%d,%d,%s,%d\n" % (number, epoch, sample_hex(sample).encode(), dataset)
+                for number, epochs, ids in parts
+                for epoch, sample, dataset in zip(epochs.tolist(), ids.tolist(), datasets, strict=True)
+            )
         return HEADER + b"".join(
             b"%d,%d,%s\n" % (number, epoch, sample_hex(sample).encode())
             for number, epochs, ids in parts
@@ -60,28 +72,33 @@ class AuditLog:
 
 
 def parse_audit(data: bytes, *, file: str) -> Rows:
-    """Rows (n,) of int64 fields step, epoch, id. Raises CorruptionError naming file and row for anything else."""
-    if not data.startswith(HEADER) or not data.endswith(b"\n"):
+    """Rows (n,) of int64 fields step, epoch, id, dataset (0 where there is one). Raises CorruptionError naming file and
+    row for anything else."""
+    header = MIXED_HEADER if data.startswith(MIXED_HEADER) else HEADER
+    if not data.startswith(header) or not data.endswith(b"\n"):
         what = "an audit without its header or cut in a line"
         raise CorruptionError(what, file=file, got=repr(data[:40]), allowed=f"{HEADER!r} and whole lines")
-    lines = data[len(HEADER) :].split(b"\n")[:-1]
+    lines, columns = data[len(header) :].split(b"\n")[:-1], header.count(b",") + 1
     rows = np.zeros(len(lines), dtype=_ROW)
     for number, line in enumerate(lines):
         cells = line.split(b",")
-        good = len(cells) == 3 and cells[0].isdigit() and cells[1].isdigit() and len(cells[2]) == 16
+        good = len(cells) == columns and all(map(bytes.isdigit, cells[:2] + cells[3:])) and len(cells[2]) == 16
         try:
             value = int(cells[2], 16) if good else -1
         except ValueError:
             value = -1
         if value < 0:
             raise CorruptionError("a row of an audit cannot be read", file=file, record=number, got=repr(line[:60]))
-        rows[number] = (int(cells[0]), int(cells[1]), value - (1 << 64) if value >> 63 else value)
+        signed = value - (1 << 64) if value >> 63 else value
+        rows[number] = (int(cells[0]), int(cells[1]), signed, int(cells[3]) if columns == 4 else 0)
     return rows
 
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """What an audit shows. Samples are (epoch, sample id in hex); all empty but `left_over` where all is well."""
+    """What an audit shows. Samples are (epoch, sample id in hex, of a mixture also its dataset); all empty but
+    `left_over` (of a mixture that of its first dataset, whose epochs the run counts) where all is well.
+    """
 
     steps: int
     samples: int
@@ -107,39 +124,87 @@ def left_over(plan: EpochPlan, reader: SplitReader, epochs: int, steps: int | No
 
 
 def check_audit(
-    plan: EpochPlan, reader: SplitReader, audits: Iterable[str | tuple[str, bytes]], *, steps: int, epochs: int
+    plan: Plan,
+    readers: SplitReader | Sequence[SplitReader],
+    audits: Iterable[str | tuple[str, bytes]],
+    *,
+    steps: int,
+    epochs: int,
 ) -> AuditReport:
-    """Hold the audits of a run against its data set.
+    """Hold the audits of a run against its data set, or of a mixture against each of its own.
 
     `audits` are the URLs (or name and content) of all ranks' audit files along the chain of checkpoints, oldest first;
     `steps` the steps of the chain's tip; `epochs` those of the whole run. The ids come from the shards themselves, in
-    file order, so that the check does not rest on the plan but for which samples are left over.
+    file order, so that the check does not rest on the plan but for which samples are left over. Of the datasets of a
+    mixture but the first, the epochs that have begun are checked.
     """
     rows = np.concatenate([np.zeros(0, dtype=_ROW), *(_load(audit) for audit in audits)])
-    everything = np.sort(_all_ids(reader))
+    readers = [readers] if isinstance(readers, SplitReader) else readers
+    if not isinstance(plan, MixedPlan):
+        return _check(plan, readers[0], rows, steps, epochs)
+    strange = rows[rows["dataset"] >= len(plan.parts)]
+    reports = []
+    for number, (part, reader) in enumerate(zip(plan.parts, readers, strict=True)):
+        passes = epochs if number == 0 else plan.epochs_begun(number, steps)
+        suffix = f" of dataset {number + 1}"
+        reports.append(_check(part, reader, rows[rows["dataset"] == number], steps, passes, suffix))
+    return AuditReport(
+        steps=steps,
+        samples=len(rows),
+        missing=tuple(sample for report in reports for sample in report.missing),
+        repeated=tuple(sample for report in reports for sample in report.repeated),
+        unknown=(*(sample for report in reports for sample in report.unknown), *_names(strange, " of no dataset")),
+        short_steps=tuple(sorted({step for report in reports for step in report.short_steps})),
+        left_over=reports[0].left_over,
+    )
+
+
+def _check(plan: EpochPlan, reader: SplitReader, rows: Rows, steps: int, epochs: int, suffix: str = "") -> AuditReport:
+    ids = _all_ids(reader)
+    everything = np.sort(ids)
     # A sample of an epoch is counted in cell (epoch, rank of its id among all).
     place = np.minimum(np.searchsorted(everything, rows["id"]), len(everything) - 1)
     known = (everything[place] == rows["id"]) & (rows["epoch"] < epochs) & (rows["step"] >= 1) & (rows["step"] <= steps)
     counts = np.zeros((epochs, len(everything)), dtype=np.int64)
     np.add.at(counts, (rows["epoch"][known], place[known]), 1)
-    left = left_over(plan, reader, epochs, steps)
     planned = np.zeros_like(counts)
-    for epoch, sample in left:
-        planned[epoch, np.searchsorted(everything, sample)] = 1
+    left: list[tuple[int, int, int]] = []
+    for epoch, positions, records in _left_records(plan, reader, epochs, steps):
+        planned[epoch, np.searchsorted(everything, ids[records])] = 1
+        left += ((epoch, *cell) for cell in zip(positions.tolist(), ids[records].tolist(), strict=True))
     a_step = np.bincount(rows["step"][known], minlength=steps + 1)[1 : steps + 1]
 
     def named(cells: npt.NDArray[np.bool_]) -> tuple[tuple[int, str], ...]:
-        return tuple((int(e), sample_hex(int(everything[s]))) for e, s in zip(*np.nonzero(cells), strict=True))
+        return tuple((int(e), sample_hex(int(everything[s])) + suffix) for e, s in zip(*np.nonzero(cells), strict=True))
 
     return AuditReport(
         steps=steps,
         samples=len(rows),
         missing=named(counts + planned < 1),
         repeated=named(counts + planned > 1),
-        unknown=tuple((int(row["epoch"]), sample_hex(int(row["id"]))) for row in rows[~known]),
+        unknown=_names(rows[~known], suffix),
         short_steps=tuple((np.flatnonzero(a_step != plan.global_batch) + 1).tolist()),
-        left_over=tuple((epoch, sample_hex(sample)) for epoch, sample in left),
+        left_over=tuple((epoch, sample_hex(sample) + suffix) for epoch, _, sample in sorted(left)),
     )
+
+
+def _names(rows: Rows, suffix: str) -> tuple[tuple[int, str], ...]:
+    return tuple((int(row["epoch"]), sample_hex(int(row["id"])) + suffix) for row in rows)
+
+
+def _left_records(
+    plan: EpochPlan, reader: SplitReader, epochs: int, steps: int
+) -> Iterator[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+    """(epoch, positions, records) of what `steps` steps leave of `epochs` epochs: two (n,) int64; records are counted
+    over all shards."""
+    starts = np.concatenate([[0], np.cumsum(reader.table.shard_records)])
+    used = steps * (plan.global_batch // plan.lanes)
+    for lane in range(plan.lanes):
+        for epoch, positions in plan.lane_positions(lane, used, plan.received(lane, epochs)):
+            first = int(positions.min())
+            runs = plan.runs(epoch, first, int(positions.max()) + 1)
+            records = [np.arange(run.count) + starts[run.shard] + run.first_record for run in runs]
+            yield epoch, positions, np.concatenate(records)[positions - first]
 
 
 def _load(audit: str | tuple[str, bytes]) -> Rows:

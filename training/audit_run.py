@@ -11,9 +11,8 @@ from training.audit import AuditReport, check_audit
 from training.chain import find_tip
 from training.claims import CheckpointRef, epochs_asked, read_claims
 from training.paths import RunPaths, audit_step_of
-from training.plan import EpochPlan
-from training.reader import OpenSplit
 from training.run_json import read_run
+from training.training_set import TrainingSet
 
 
 def audit_files(fs: FileSystem, paths: RunPaths, tip: CheckpointRef) -> list[str]:
@@ -52,11 +51,12 @@ def check_run_audit(run_url: str, dataset_url: str | None = None) -> AuditReport
     tip = find_tip(fs, paths)
     if tip is None:
         raise _unchecked(run_url, "a run without a checkpoint")
-    opened = OpenSplit.at([dataset_url] if dataset_url else config["datasets"], config["split"], training=True)
-    plan = EpochPlan.from_identity(document["plan"], opened.manifest)
+    # A run from before `mix` was there has none.
+    opened = TrainingSet.at([dataset_url] if dataset_url else config["datasets"], config["split"], config.get("mix"))
+    plan = opened.plan(document["plan"])
     epochs = epochs_asked(read_claims(fs, paths))
     files = audit_files(fs, paths, tip.ref)
-    return check_audit(plan, opened.reader, files, steps=tip.ref.step, epochs=epochs)
+    return check_audit(plan, opened.readers, files, steps=tip.ref.step, epochs=epochs)
 
 
 def _files_of(fs: FileSystem, paths: RunPaths, upto: CheckpointRef) -> list[str]:

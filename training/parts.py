@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from storage.canonical import canonical_bytes, sha256_hex
@@ -18,6 +18,33 @@ class Part:
     url: str
     manifest: DatasetManifest
     split: str
+
+
+@dataclass(frozen=True, slots=True)
+class MixedManifest(DatasetManifest):
+    """The first dataset's manifest, with the digest of the list of all; `mixed` holds each one's own."""
+
+    mixed: tuple[DatasetManifest, ...] = ()
+
+
+def open_mixture(urls: Sequence[str], split: str) -> tuple[tuple[Part, ...], MixedManifest]:
+    """The parts of datasets that are trained on side by side, by ratios, and their manifest.
+
+    They have one schema and the same fitted files, since one model and one encoder see all; format, compression and the
+    size of blocks may differ. Raises as `open_parts`.
+    """
+    opened = [open_parts([url], split) for url in urls]
+    manifests = tuple(manifest for _, manifest in opened)
+    first = manifests[0]
+    for url, manifest in zip(urls, manifests, strict=True):
+        if split not in manifest.splits:
+            raise _unfit(url, f"no split `{split}`", ", ".join(manifest.splits), "Correct --split.")
+        _check_alike(url, manifest, urls[0], first)
+    if len({manifest.digest for manifest in manifests}) < len(urls):
+        raise _unfit(", ".join(urls), "a dataset twice", "each dataset once", "Name each dataset once.")
+    values = {field.name: getattr(first, field.name) for field in fields(DatasetManifest)}
+    values["digest"] = sha256_hex(canonical_bytes([manifest.digest for manifest in manifests]))
+    return tuple(part for parts, _ in opened for part in parts), MixedManifest(**values, mixed=manifests)
 
 
 def open_parts(urls: Sequence[str], split: str) -> tuple[tuple[Part, ...], DatasetManifest]:
@@ -43,9 +70,9 @@ def open_parts(urls: Sequence[str], split: str) -> tuple[tuple[Part, ...], Datas
         way = "Correct --split." if len(urls) == 1 else "Name each dataset and each split once."
         raise _unfit(", ".join(urls), f"the same records twice, split {split}", "each dataset and each split once", way)
     for part in parts:
-        for what, get in (("schema", _schema), ("format", _format), ("set of fitted files", _fitted)):
-            if get(part.manifest) != get(first):
-                raise _unfit(part.url, f"another {what}", f"that of {urls[0]}")
+        _check_alike(part.url, part.manifest, urls[0], first)
+        if part.manifest.format != first.format:
+            raise _unfit(part.url, "another format", f"that of {urls[0]}")
     sizes = {part.manifest.splits[part.split].block_records for part in parts}
     if len(sizes) > 1:
         raise _unfit(", ".join(urls), f"blocks of {', '.join(map(str, sorted(sizes)))} records", "blocks of one size")
@@ -64,12 +91,11 @@ def held_out(manifest: DatasetManifest, split: str, *, training: bool) -> str | 
     return rest[0] if len(rest) == 1 else None
 
 
-def _schema(manifest: DatasetManifest) -> Any:
-    return manifest.schema
-
-
-def _format(manifest: DatasetManifest) -> Any:
-    return manifest.format
+def _check_alike(url: str, manifest: DatasetManifest, first_url: str, first: DatasetManifest) -> None:
+    if manifest.schema != first.schema:
+        raise _unfit(url, "another schema", f"that of {first_url}")
+    if _fitted(manifest) != _fitted(first):
+        raise _unfit(url, "another set of fitted files", f"that of {first_url}")
 
 
 def _fitted(manifest: DatasetManifest) -> Any:

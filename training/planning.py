@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from storage.errors import ConfigError
 from storage.manifest import DatasetManifest
 from training.augmenting import check_mixup
 from training.config import TrainConfig
 from training.lane_count import check_lanes, largest_divisor
+from training.mixed_plan import MixedPlan, Plan
 from training.models import scales_learning_rate
+from training.parts import MixedManifest
 from training.plan import EpochPlan
 
 LANE_GROUPS = 8  # of ghost BatchNorm: its statistics are over G / 8 samples, whatever the number of ranks
@@ -20,21 +24,25 @@ def lane_groups(config: TrainConfig) -> int | None:
     return LANE_GROUPS if config.batchnorm == "ghost" else None
 
 
-def plan_for(manifest: DatasetManifest, config: TrainConfig) -> EpochPlan:
+def plan_for(manifest: DatasetManifest, config: TrainConfig) -> Plan:
     """The plan of `config` over the dataset; raises ConfigError where lanes, groups and ranks do not fit together."""
     _check_learning_rate(config)
     groups = lane_groups(config)
-    plan = EpochPlan.for_dataset(
-        manifest,
-        config.split,
-        seed=config.seed,
-        global_batch=config.global_batch,
-        lanes=config.lanes,
-        groups=groups,
-        window_bytes=config.window_bytes,
-        cache_groups=config.cache_groups,
-        cache_rotation=config.cache_rotation,
-    )
+    numbers: dict[str, Any] = {
+        "seed": config.seed,
+        "global_batch": config.global_batch,
+        "lanes": config.lanes,
+        "groups": groups,
+        "window_bytes": config.window_bytes,
+        "cache_groups": config.cache_groups,
+        "cache_rotation": config.cache_rotation,
+    }
+    plan: Plan
+    if config.mix is None:
+        plan = EpochPlan.for_dataset(manifest, config.split, **numbers)
+    else:
+        assert isinstance(manifest, MixedManifest)
+        plan = MixedPlan.for_datasets(manifest.mixed, manifest.digest, config.split, config.mix, **numbers)
     check_lanes(plan.global_batch, plan.lanes, groups, config.num_ranks)
     _check_micro_batches(plan, config, groups)
     check_mixup(config.augment, plan.global_batch // plan.lanes)
@@ -54,7 +62,14 @@ def _check_learning_rate(config: TrainConfig) -> None:
         )
 
 
-def _check_micro_batches(plan: EpochPlan, config: TrainConfig, groups: int | None) -> None:
+def plan_from(identity: Mapping[str, Any], manifest: DatasetManifest) -> Plan:
+    """The plan that `identity` describes, over what it was made for; DataError names what differs."""
+    if isinstance(manifest, MixedManifest):
+        return MixedPlan.from_identity(identity, manifest.mixed, manifest.digest)
+    return EpochPlan.from_identity(identity, manifest)
+
+
+def _check_micro_batches(plan: Plan, config: TrainConfig, groups: int | None) -> None:
     """Raise ConfigError where a rank's rows are not equal micro-batches: a mean of unequal means would be wrong."""
     rows = [plan.rows(rank, config.num_ranks, groups) for rank in range(config.num_ranks)]
     if any(count % config.micro_batches for count in rows):

@@ -19,8 +19,8 @@ from storage.sealed import seal, unseal_as
 from training.chain import checkpoints, find_result
 from training.claims import epochs_asked, read_claims
 from training.config import TrainConfig, flag_of
+from training.mixed_plan import Plan
 from training.paths import RunPaths
-from training.plan import EpochPlan
 
 FORMAT_VERSION = 1
 PACKAGES = ("lockstep", "pyspark", "numpy", "pyarrow", "keras", "tensorflow", "safetensors", "hdfs-native")
@@ -41,10 +41,12 @@ PLAN_FIELDS = {
     "records": "datasets",
     "block_records": "datasets",
     "window_records": "window_bytes",
+    "ratios": "mix",
+    "parts": "datasets",
 }
 
 
-def check_run(fs: FileSystem, paths: RunPaths, config: TrainConfig, plan: EpochPlan) -> bool:
+def check_run(fs: FileSystem, paths: RunPaths, config: TrainConfig, plan: Plan) -> bool:
     """Whether there is a run to go on with; changes nothing.
 
     Raises ConfigError naming the first field in which the call contradicts the run, and where the directory holds
@@ -65,10 +67,10 @@ def check_run(fs: FileSystem, paths: RunPaths, config: TrainConfig, plan: EpochP
     return True
 
 
-def _check_same(fs: FileSystem, paths: RunPaths, found: dict[str, Any], config: TrainConfig, plan: EpochPlan) -> None:
+def _check_same(fs: FileSystem, paths: RunPaths, found: dict[str, Any], config: TrainConfig, plan: Plan) -> None:
     identity, stored = plan.identity(), found["plan"]
     names = sorted(identity.keys() | stored.keys())
-    for name in ("split", *names):  # first: another one has other records, of which nobody said anything
+    for name in ("split", "ratios", *names):  # first: another one has other records, of which nobody said anything
         _same(paths, PLAN_FIELDS.get(name, name), name, stored.get(name), identity.get(name))
     # The audit changes no weight, but a run with gaps in it proves nothing, and nobody would notice before the end.
     for name in (*MODEL_FIELDS, "audit"):
@@ -93,7 +95,7 @@ def open_run(
     paths: RunPaths,
     config: TrainConfig,
     manifest: DatasetManifest,
-    plan: EpochPlan,
+    plan: Plan,
     confirm: Callable[[], None] | None = None,
 ) -> None:
     """Write run.json for a new run, or over one that never got to a checkpoint; check it as `check_run` does.
@@ -144,7 +146,7 @@ def _refuse_strange_directory(fs: FileSystem, paths: RunPaths) -> None:
         )
 
 
-def _document(config: TrainConfig, manifest: DatasetManifest, plan: EpochPlan) -> dict[str, Any]:
+def _document(config: TrainConfig, manifest: DatasetManifest, plan: Plan) -> dict[str, Any]:
     return {
         "format_version": FORMAT_VERSION,
         "kind": "run",
