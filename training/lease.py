@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -68,7 +69,10 @@ class Lease:
     def __enter__(self) -> Lease:
         found = self._wait_until_free()
         self._turn = _turn_of(found) + 1
-        self._write(closed=False)
+        try:
+            self._write(closed=False, confirm=partial(self._check_same, found))
+        except NotFoundError:  # swept away by a driver that has begun since
+            raise self._at_work(self._read() or {}) from None
         self._thread.start()
         return self
 
@@ -80,7 +84,7 @@ class Lease:
         try:
             document = self._read()
             if document is None or document.get("nonce") == self._nonce:
-                self._write(closed=True)
+                self._write(closed=True, confirm=self.stand)
         except LockstepError as failure:
             log.warning("the lease is left open: %s", failure.what)  # the next driver watches it for a while
 
@@ -123,23 +127,34 @@ class Lease:
             if now is None or now.get("closed"):
                 break
             if (now.get("nonce"), now.get("counter")) != (first.get("nonce"), first.get("counter")):
-                raise ConfigError(
-                    "another driver is at work on this run",
-                    got=f"{self._url} is rewritten by process {now.get('pid')} on {now.get('host')}",
-                    allowed="one driver at a time",
-                    next_step="Wait for it to end, or stop it and start again; with --take-over this call goes on in "
-                    "its place, and that driver ends.",
-                )
+                raise self._at_work(now)
         return now
+
+    def _check_same(self, found: dict[str, Any] | None) -> None:
+        """Raise ConfigError where another driver has taken the lease since it was found free."""
+        now = self._read()
+        if now is not None and now.get("nonce") != (found or {}).get("nonce"):
+            raise self._at_work(now)
+
+    def _at_work(self, lease: dict[str, Any]) -> ConfigError:
+        return ConfigError(
+            "another driver is at work on this run",
+            got=f"{self._url} is rewritten by process {lease.get('pid')} on {lease.get('host')}",
+            allowed="one driver at a time",
+            next_step="Wait for it to end, or stop it and start again; with --take-over this call goes on in its "
+            "place, and that driver ends.",
+        )
 
     def _keep(self) -> None:
         while not self._ended.wait(self._every_s):
             try:
                 self._look()
-                self._write(closed=False)
+                self._write(closed=False, confirm=self.stand)
             except SupersededError as error:
                 self._lost = error  # nothing is written any more: two drivers must not fight over a sign
                 return
+            except NotFoundError:
+                continue  # a later taker has swept it away while this process was stopped: looked at next time
             except LockstepError as error:
                 log.warning("the lease was not rewritten: %s", error.what)
 
@@ -150,7 +165,7 @@ class Lease:
             return None  # no JSON is no living driver
         return document if isinstance(document, dict) else None
 
-    def _write(self, *, closed: bool) -> None:
+    def _write(self, *, closed: bool, confirm: Callable[[], None]) -> None:
         self._counter += 1
         document = {
             "kind": "lease",
@@ -164,7 +179,7 @@ class Lease:
             "started": _start_time(os.getpid()),
         }
         with self._io:
-            write_file(self._fs, self._url, canonical_bytes(document), exclusive=False, confirm=self.stand)
+            write_file(self._fs, self._url, canonical_bytes(document), exclusive=False, confirm=confirm)
 
 
 def _turn_of(lease: dict[str, Any] | None) -> int:
