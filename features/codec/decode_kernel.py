@@ -121,13 +121,15 @@ def decode(
     outs: Any,
     starts: Any,
     sizes: Any,
+    done: Any,
 ) -> Any:
     """Read the records at source + offsets[row], (n + 1,) int64, and check their data's checksums.
 
     Returns whether these match and all records are of the form that the encoder writes.
 
     Numbers and tensors go to their places in `outs`, (k, 3) int64. For fields of variable size, `starts` and `sizes`,
-    (v, n) int64, get the address of each row's bytes or list values, and how many they are.
+    (v, n) int64, get the address of each row's bytes or list values, and how many they are. `done` rows are there
+    already, of other buffers.
     """
     records, first, rows = len(offsets) - 1, 0, 0
     at, ends = np.empty(_BLOCK_ROWS, dtype=np.int64), np.empty(_BLOCK_ROWS, dtype=np.int64)
@@ -148,17 +150,18 @@ def decode(
             if start + size != end:
                 return False
             at[row], ends[row] = start, end
+        place = done + first
         for f in range(len(kinds)):
             kind, head, values, valid = kinds[f], heads + 11 * stride * f, outs[f, VALUES], outs[f, VALID]
             good = True
             if kind == INT:
-                good = _read_ints(head, stride, head_sizes[f], values, valid, first, at, ends, rows)
+                good = _read_ints(head, stride, head_sizes[f], values, valid, place, at, ends, rows)
             elif kind in (BOOL, FIXED) or (kind == TENSOR and outs[f, VARIABLE] < 0):
                 width, which = widths[f], 0
                 if kind == BOOL:
                     width, which = 1, 1
                 size = head_sizes[f, which]
-                good = _read_fixed(kind, head + stride * which, size, width, values, valid, first, at, ends, rows)
+                good = _read_fixed(kind, head + stride * which, size, width, values, valid, place, at, ends, rows)
             else:
                 row = outs[f, VARIABLE]
                 form = BYTES if kind == TENSOR else kind
@@ -171,7 +174,7 @@ def decode(
                     valid,
                     starts[row],
                     sizes[row],
-                    first,
+                    place,
                     at,
                     ends,
                     rows,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,20 @@ from features.codec.layout import BOOL, BOOL_LIST, BYTES, FIXED_LIST, INT, INT_L
 from features.example import decode_batch
 from features.schema import Field, Schema
 from features.wire import BytesLike
-from storage.tfrecord import parse_records, record_offsets
+from storage.tfrecord import FRAMING_BYTES, parse_records, record_offsets
 
 _MAX_OFFSET = (1 << 31) - 1
 _CELL_BYTES = 16  # where a value of variable size begins, and its size
+
+
+@dataclass(frozen=True, slots=True)
+class Frames:
+    """`rows` records of several buffers: their columns, and of tensors in place the address of each row, (n,) int64."""
+
+    batch: pa.RecordBatch
+    places: dict[str, NDArray[np.int64]]
+    rows: int
+    buffers: tuple[NDArray[np.uint8], ...]
 
 
 class RecordDecoder:
@@ -25,20 +36,27 @@ class RecordDecoder:
 
     The kernels are compiled at the first call, or found compiled; the GIL is released while they run. Bytes that are
     not exactly of the encoder's form go to features.example.decode_batch, which takes them or says what is wrong.
-    `columns` names those that are wanted (all where None): the others are looked at, but not kept.
+    `columns` names those that are wanted (all where None): the others are looked at, but not kept. Of the tensors in
+    `in_place`, which must not be nullable, `decode_frames` tells where they lie instead of copying them.
     """
 
-    def __init__(self, schema: Schema, columns: Sequence[str] | None = None) -> None:
+    def __init__(self, schema: Schema, columns: Sequence[str] | None = None, in_place: Collection[str] = ()) -> None:
         self._schema, self._layout = schema, Layout.of(schema)
+        assert all(schema[name].is_tensor and not schema[name].nullable for name in in_place)
+        self._in_place = frozenset(in_place)
         wanted = set(schema.arrow_schema().names if columns is None else columns)
         self._wanted = {field.name: number for number, field in enumerate(self._layout.fields) if field.name in wanted}
-        self._arrow = pa.schema([field for field in schema.arrow_schema() if field.name in self._wanted])
+        self._names = [name for name in schema.arrow_schema().names if name in self._wanted]
+        kept = [field for field in schema.arrow_schema() if field.name in self._wanted]
+        self._arrow = pa.schema([field for field in kept if field.name not in self._in_place])
         kinds = self._layout.kinds.tolist()
         # A tensor that is always there has a place of its own; one that may be null takes no room where it is.
         apart = [
             number
             for number, (field, kind) in enumerate(zip(self._layout.fields, kinds, strict=True))
-            if kind >= INT_LIST or kind == BYTES or (kind == TENSOR and field.nullable)
+            if kind >= INT_LIST
+            or kind == BYTES
+            or (kind == TENSOR and (field.nullable or field.name in self._in_place))
         ]
         self._variable = {number: row for row, number in enumerate(apart)}
         self._rows_at_once = rows_at_once(_CELL_BYTES * len(apart) + len(self._layout.fields))
@@ -47,6 +65,7 @@ class RecordDecoder:
         self, buffer: BytesLike | NDArray[np.uint8], *, file: str, first_record: int = 0, base_offset: int = 0
     ) -> pa.RecordBatch:
         """The records of a buffer, in the schema's order of columns. It may go afterwards: nothing points into it.
+        Columns that are in place are left out.
 
         `file`, `first_record` and `base_offset` (where the buffer lies in the file) only serve messages. Raises
         CorruptionError naming file, record and offset, DataError naming record and field for another schema's records.
@@ -59,11 +78,35 @@ class RecordDecoder:
             return found
         return decode_batch(self._schema, parse_records(data.data, **place)).select(self._arrow.names)
 
+    def decode_frames(self, buffers: Sequence[NDArray[np.uint8]]) -> Frames | None:
+        """The records of several buffers, one after another, at the cost of one call.
+
+        None where the plain readers have to look at one of them: `decode` each then, to hear what is wrong. Tensors
+        that are in place lie in the buffers, which must stay as long as they are used.
+        """
+        from storage.kernels import frames
+
+        parts = []
+        for data in buffers:
+            offsets = np.empty(len(data) // FRAMING_BYTES + 1, dtype=np.int64)
+            count = frames.scan(data.ctypes.data, len(data), offsets, False)
+            if count < 0:
+                return None
+            parts.append((data, offsets[: count + 1]))
+        if sum(len(offsets) - 1 for _, offsets in parts) > self._rows_at_once:
+            return None
+        return self._read(parts)
+
     def _fast(self, data: NDArray[np.uint8], offsets: NDArray[np.int64]) -> pa.RecordBatch | None:
         """The records between the offsets; None where the plain readers have to look at them."""
+        found = self._read([(data, offsets)])
+        return None if found is None else found.batch
+
+    def _read(self, parts: Sequence[tuple[NDArray[np.uint8], NDArray[np.int64]]]) -> Frames | None:
         from features.codec import decode_kernel as kernel
 
-        layout, rows = self._layout, len(offsets) - 1
+        layout, rows = self._layout, sum(len(offsets) - 1 for _, offsets in parts)
+        size_bytes = sum(len(data) for data, _ in parts)
         outs = np.zeros((len(layout.fields), kernel.OUT_COLUMNS), dtype=np.int64)
         values: dict[int, NDArray[Any]] = {}
         valid: dict[int, NDArray[np.uint8]] = {}
@@ -74,17 +117,26 @@ class RecordDecoder:
             outs[number, kernel.VARIABLE] = self._variable.get(number, -1)
             if field.name in self._wanted and number not in self._variable:
                 size = {INT: 8, BOOL: 1}.get(kind, int(layout.widths[number]))
-                if kind == TENSOR and rows * size > len(data):
+                if kind == TENSOR and rows * size > size_bytes:
                     return None  # shorter than declared, and what is declared may be more than there is memory
                 values[number] = np.empty(rows * size, dtype=np.uint8)
                 outs[number, kernel.VALUES] = values[number].ctypes.data
         starts, sizes = np.zeros((2, max(len(self._variable), 1), rows), dtype=np.int64)
-        if not kernel.decode(*layout.arguments, data.ctypes.data, offsets, outs, starts, sizes):
-            return None
-        columns = []
-        for name in self._arrow.names:
+        done = 0
+        for data, offsets in parts:
+            if not kernel.decode(*layout.arguments, data.ctypes.data, offsets, outs, starts, sizes, done):
+                return None
+            done += len(offsets) - 1
+        columns, places = [], {}
+        for name in self._names:
             number = self._wanted[name]
             field, bits = layout.fields[number], valid.get(number)
+            if name in self._in_place:
+                row = self._variable[number]
+                if not bool((sizes[row] == layout.widths[number]).all()):
+                    return None
+                places[name] = starts[row]
+                continue
             if number in self._variable:
                 row = self._variable[number]
                 column = self._variable_column(field, number, starts[row], sizes[row], bits)
@@ -93,7 +145,8 @@ class RecordDecoder:
             if column is None:
                 return None
             columns.append(column)
-        return pa.RecordBatch.from_arrays(columns, schema=self._arrow)
+        batch = pa.RecordBatch.from_arrays(columns, schema=self._arrow)
+        return Frames(batch, places, rows, tuple(data for data, _ in parts))
 
     def _fixed_column(
         self, field: Field, number: int, values: NDArray[np.uint8], rows: int, valid: NDArray[np.uint8] | None
