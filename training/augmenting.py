@@ -17,7 +17,7 @@ from features.signature import Signature, TensorSpec
 from storage.errors import ConfigError
 from training.batches import Batch
 from training.config import TrainConfig
-from training.plan import EpochPlan
+from training.mixed_plan import Plan
 
 
 class Augmentation:
@@ -67,7 +67,7 @@ class Augmentation:
         return replace(batch, x={**batch.x, self._name: mix_images(images, partners, shares)}, y=y, weight=weight)
 
 
-def augmentation_of(config: TrainConfig, plan: EpochPlan, signature: Signature) -> Augmentation | None:
+def augmentation_of(config: TrainConfig, plan: Plan, signature: Signature) -> Augmentation | None:
     """The augmentation of a run's batches, None without --augment; raises as Augmentation does."""
     if not config.augment:
         return None

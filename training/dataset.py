@@ -10,7 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from training.augmenting import Augmentation
-from training.batches import Batch, RankFeed
+from training.batches import Batch
+from training.training_set import Feed
 
 # Batches that lie ready as tensors while a step runs; the feed's own read-ahead is behind them. One would do for equal
 # steps, the second evens out a slow one.
@@ -30,7 +31,7 @@ class FeedPipeline:
 
     def __init__(
         self,
-        feed: RankFeed,
+        feed: Feed,
         first_step: int,
         last_step: int,
         on_batch: Callable[[Batch], None] | None = None,
@@ -110,6 +111,6 @@ class FeedPipeline:
         self._batches = None
 
 
-def as_tf_dataset(feed: RankFeed, first_step: int, last_step: int) -> tf.data.Dataset:
+def as_tf_dataset(feed: Feed, first_step: int, last_step: int) -> tf.data.Dataset:
     """The dataset of a FeedPipeline that ends its thread by itself when its batches are used up."""
     return FeedPipeline(feed, first_step, last_step).dataset

@@ -25,9 +25,9 @@ from training.launch.session import Launch
 from training.launch.signals import ended_in_order
 from training.launch.task import Limits, RankTask
 from training.lease import REWRITE_EVERY_S, WATCH_S
+from training.mixed_plan import Plan
 from training.models import may_follow_length
 from training.paths import RunPaths
-from training.plan import EpochPlan
 from training.planning import plan_for
 from training.precheck import finished_result, open_dataset
 from training.rank_task import PRELOAD, limits_of, task_of
@@ -94,7 +94,7 @@ class _Driver:
     def __init__(
         self,
         config: TrainConfig,
-        plan: EpochPlan,
+        plan: Plan,
         fs: FileSystem,
         paths: RunPaths,
         hooks: Hooks,

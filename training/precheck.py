@@ -8,7 +8,7 @@ from storage.fs import FileSystem, filesystem, split_url
 from storage.manifest import DatasetManifest
 from training.chain import find_result
 from training.config import TrainConfig
-from training.parts import held_out, open_parts
+from training.parts import held_out, open_mixture, open_parts
 from training.paths import RunPaths
 from training.plan import split_of
 from training.planning import plan_for
@@ -32,7 +32,8 @@ def check(config: TrainConfig) -> RunResult | None:
 
 def open_dataset(config: TrainConfig) -> DatasetManifest:
     """The manifest of what is trained on; what its ranks would refuse in it (one fold of three) is refused here."""
-    parts, manifest = open_parts(config.datasets, config.split)
+    open_them = open_parts if config.mix is None else open_mixture
+    parts, manifest = open_them(config.datasets, config.split)
     first = parts[0]
     split_of(manifest, config.split)
     load_encoder(first.url, first.manifest, held_out(first.manifest, config.split, training=True))

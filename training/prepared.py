@@ -14,8 +14,8 @@ from training.accumulate import steps_of
 from training.batchnorm import normalisations
 from training.config import TrainConfig
 from training.learning_rate import Scaled, scale_learning_rate
+from training.mixed_plan import Plan
 from training.models import ModelOptions, build
-from training.plan import EpochPlan
 from training.state import build_all
 
 
@@ -31,7 +31,7 @@ class Prepared:
     """What was done to the learning rate, None where nothing was."""
 
 
-def prepare(config: TrainConfig, plan: EpochPlan, signature: Signature, rows: int, groups: int | None) -> Prepared:
+def prepare(config: TrainConfig, plan: Plan, signature: Signature, rows: int, groups: int | None) -> Prepared:
     """Build the model of `config` for ranks of `rows` rows. Raises ConfigError for what cannot run on ranks."""
     steps, micro = plan.steps(config.epochs), config.micro_batches
     group_rows = plan.global_batch // groups if groups else None

@@ -11,14 +11,14 @@ from training.comm.options import CommOptions
 from training.config import TrainConfig
 from training.frozen_plans import read_plans
 from training.launch.task import Limits, RankTask
+from training.mixed_plan import Plan
 from training.paths import RunPaths
-from training.plan import EpochPlan
 
 PRELOAD = "training.runtime:preload"
 
 
 def task_of(
-    config: TrainConfig, plan: EpochPlan, fs: FileSystem, paths: RunPaths, claim: Claim, entry: str, preload: str
+    config: TrainConfig, plan: Plan, fs: FileSystem, paths: RunPaths, claim: Claim, entry: str, preload: str
 ) -> RankTask:
     """The task of the generation that `claim` names; the communication plans that are frozen by now go with it."""
     options = CommOptions(
