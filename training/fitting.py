@@ -11,9 +11,9 @@ import numpy as np
 import tensorflow as tf
 
 from storage.errors import LockstepError
-from training.audit import AuditLog, left_over, sample_hex
+from training.audit import sample_hex
 from training.augmenting import augmentation_of, labels_of
-from training.batches import Batch, RankFeed
+from training.batches import Batch
 from training.batchnorm import statistics_of
 from training.callbacks import RunCallbacks
 from training.config import TrainConfig
@@ -24,16 +24,15 @@ from training.export import export
 from training.keras_ranks import only_on_leader
 from training.launch.context import RankContext
 from training.paths import staged_model
-from training.plan import EpochPlan
 from training.planning import lane_groups
 from training.prepared import prepare, split
 from training.rank_step import RankStep
-from training.reader import OpenSplit
 from training.reports import StepReports
 from training.same_run import compare_runs, processor, versions
 from training.saving import Progress, Saver
 from training.state import as_floats, derive_seeds, model_identity, summed_metrics, weights_digest
 from training.step_clock import StepClock
+from training.training_set import TrainingSet
 from training.weight_check import WeightCheck
 
 
@@ -43,12 +42,12 @@ class Fit(AbstractContextManager["Fit"]):
     def __init__(self, context: RankContext, config: TrainConfig) -> None:
         self._context, self._config, world = context, config, context.world
         context.control.beat(0, "open the dataset")
-        self._split = OpenSplit.at(config.datasets, config.split, training=True)
-        self._plan = EpochPlan.from_identity(context.payload["plan"], self._split.manifest)
+        self._split = TrainingSet.at(config.datasets, config.split, config.mix)
+        self._plan = self._split.plan(context.payload["plan"])
         self._augmentation = augmentation_of(config, self._plan, self._split.encoder.signature)
         self._signature = labels_of(config, self._split.encoder.signature)
         groups = lane_groups(config)
-        self._feed = RankFeed(self._plan, self._split.reader, self._split.encoder, world, groups=groups)
+        self._feed = self._split.feed(self._plan, world, groups=groups)
         self._steps = self._plan.steps(config.epochs)
         context.control.beat(0, "build the model")
         prepared = prepare(config, self._plan, self._signature, self._feed.rows, groups)
@@ -82,7 +81,7 @@ class Fit(AbstractContextManager["Fit"]):
             steps=per_epoch,
             micro_batches=config.micro_batches,
         )
-        self._audit = AuditLog() if config.audit else None
+        self._audit = self._split.audit_log(self._plan, self._feed.rows) if config.audit else None
         self._reports = StepReports(context.control) if world.is_leader else None
         if self._reports is not None and prepared.learning_rate is not None:
             self._reports.learning_rate(prepared.learning_rate.to_json())
@@ -270,4 +269,4 @@ class Fit(AbstractContextManager["Fit"]):
         epochs = self._plan.epoch_of_step(step - 1) + 1
         if step != self._plan.first_step(epochs):
             return []  # stopped early, in the middle of an epoch
-        return [sample_hex(sample) for _, sample in left_over(self._plan, self._split.reader, epochs)]
+        return [sample_hex(sample) for _, sample in self._split.left_over(self._plan, epochs)]
