@@ -6,7 +6,7 @@ import json
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import pyarrow as pa
@@ -18,12 +18,15 @@ from storage.errors import ConfigError, CorruptionError, DataError, NotFoundErro
 from storage.fs import FileSystem, filesystem, join
 from storage.layout import fitted_path, index_path
 from storage.manifest import DatasetManifest, ShardInfo, read_checked
-from training.block_fetch import READ_AHEAD_BYTES, BlockFetcher, FetchCounts
+from training.block_cache import BlockCache, CacheCounts
+from training.block_fetch import BlockFetcher, FetchCounts
 from training.gzip_shard import GzipShard
 from training.parquet_shard import ParquetShard
 from training.parts import held_out, open_parts
 from training.plan import split_of
 from training.positions import BlockTable, Run
+from training.read_options import ReadOptions
+from training.shard_bytes import CachedBytes, CachedShard
 from training.shard_files import ShardFiles
 from training.tfrecord_shard import BlockStarts, TFRecordShard
 
@@ -89,7 +92,7 @@ class SplitReader:
         split: str,
         encoder: Encoder | Schema,
         *,
-        read_ahead_bytes: int = READ_AHEAD_BYTES,
+        options: ReadOptions | None = None,
     ) -> None:
         self.split = split
         self.schema = encoder if isinstance(encoder, Schema) else encoder.schema
@@ -98,10 +101,16 @@ class SplitReader:
         self._records: list[int] = []
         self._starts, self._index_bytes = BlockStarts(), 0
         self._files = ShardFiles()
+        self._options = options or ReadOptions()
+        cache = self._options.open_cache()
+        self._cached = None if cache is None else CachedBytes(self._files, cache)
         self._fetcher = BlockFetcher(
-            self._shards, self._files.read, name_of=self._files.url, budget_bytes=read_ahead_bytes
+            self._shards,
+            self._files.read if self._cached is None else self._cached.read,
+            name_of=self._files.url,
+            budget_bytes=self._options.read_ahead_bytes,
         )
-        weakref.finalize(self, _let_go, self._fetcher, self._files)
+        weakref.finalize(self, _let_go, self._fetcher, self._files, cache)
         self.keep_blocks = 2
         self.add(dataset_url, manifest, split)
 
@@ -115,6 +124,11 @@ class SplitReader:
         self._keep_blocks = blocks
         self._starts.blocks = 2 * blocks + 8
         self._fetcher.share_among(blocks)
+
+    @property
+    def cached(self) -> CacheCounts | None:
+        """What came from the node's cache since the beginning; None where there is none."""
+        return None if self._cached is None else replace(self._cached.cache.counts)
 
     @property
     def fetched(self) -> FetchCounts:
@@ -131,19 +145,28 @@ class SplitReader:
             url = join(dataset_url, shard.path)
             _check_length(fs, url, shard)
             self._files.add(fs, url, shard.bytes)
-            if manifest.format == "parquet":
-                self._shards.append(ParquetShard(fs, url, shard, info.block_records, self.schema))
-                continue
-            if manifest.compression is not None:
-                self._shards.append(GzipShard(fs, url, shard, info.block_records, self.schema))
-                continue
-            path = index_path(split, number)
-            index = read_checked(fs, dataset_url, path, manifest.files[path])
-            place = join(dataset_url, path)
-            self._index_bytes += len(index)
-            keep_index = self._index_bytes <= KEPT_INDEX_BYTES
-            own = (fs, url, shard, info.block_records, self.schema, place, index)
-            self._shards.append(TFRecordShard(*own, starts=self._starts, keep_index=keep_index))
+            opened = self._open(fs, dataset_url, manifest, split, number)
+            self._shards.append(opened)
+            if self._cached is not None:
+                self._cached.add(CachedShard(manifest.digest, shard.path, opened.edges))
+                self._cached.epoch_bytes += shard.bytes // self._options.ranks
+
+    def _open(
+        self, fs: FileSystem, dataset_url: str, manifest: DatasetManifest, split: str, number: int
+    ) -> TFRecordShard | GzipShard | ParquetShard:
+        info = manifest.splits[split]
+        shard, block_records = info.shards[number], info.block_records
+        url = join(dataset_url, shard.path)
+        if manifest.format == "parquet":
+            return ParquetShard(fs, url, shard, block_records, self.schema)
+        if manifest.compression is not None:
+            return GzipShard(fs, url, shard, block_records, self.schema)
+        path = index_path(split, number)
+        index = read_checked(fs, dataset_url, path, manifest.files[path])
+        self._index_bytes += len(index)
+        keep_index = self._index_bytes <= KEPT_INDEX_BYTES
+        own = (fs, url, shard, block_records, self.schema, join(dataset_url, path), index)
+        return TFRecordShard(*own, starts=self._starts, keep_index=keep_index)
 
     def prefetch(self, runs: Iterable[Run]) -> None:
         """A hint that these runs will be read soon, in this order, after those of earlier hints: their bytes are
@@ -165,6 +188,8 @@ class SplitReader:
         """End what is under way in the background, and close the files; reading opens them anew."""
         self._fetcher.close()
         self._files.close()
+        if self._cached is not None:
+            self._cached.cache.close()
 
     def sequence(self, runs: Iterable[Run]) -> Iterator[pa.RecordBatch]:
         """`read` of one run after another, the next ones fetched meanwhile."""
@@ -197,6 +222,22 @@ class SplitReader:
         while len(self._kept) > self.keep_blocks:
             self._kept.popitem(last=False)
         return batch.slice(skip, run.count)
+
+    def raw(self, run: Run) -> bytes | memoryview | None:
+        """The bytes of a run's records as they lie, unchecked; None in a shard of which only whole blocks are read."""
+        if not isinstance(self._shards[run.shard], TFRecordShard):
+            return None
+        return self._fetcher.take(run.shard, run.first_record, run.count)[0]
+
+    def block(self, run: Run) -> pa.RecordBatch:
+        """All records of the block that a run lies in, which must be of a shard without `raw`; nothing is kept.
+
+        Raises as `read` does.
+        """
+        shard = self._shards[run.shard]
+        assert not isinstance(shard, TFRecordShard)
+        data, start = self._fetcher.take(run.shard, run.first_record, run.count)
+        return shard.decode_block(data, start, run.first_record // self.table.block_records)
 
     def in_order(self, batch_rows: int) -> Iterator[pa.RecordBatch]:
         """All records in the order of the shards, in batches of any size up to about `batch_rows` or a block.
@@ -231,23 +272,32 @@ class OpenSplit:
     reader: SplitReader
 
     @classmethod
-    def at(cls, datasets: str | Sequence[str], split: str, *, training: bool = False) -> Self:
+    def at(
+        cls,
+        datasets: str | Sequence[str],
+        split: str,
+        *,
+        training: bool = False,
+        options: ReadOptions | None = None,
+    ) -> Self:
         """Open a split of the dataset at a URL, or what training.parts makes of several; everything that is checked at
         the start is. `training` says which of the statistics fitted for each fold are meant.
         """
         parts, manifest = open_parts([datasets] if isinstance(datasets, str) else datasets, split)
         first = parts[0]
         encoder = load_encoder(first.url, first.manifest, held_out(first.manifest, split, training=training))
-        reader = SplitReader(first.url, first.manifest, first.split, encoder)
+        reader = SplitReader(first.url, first.manifest, first.split, encoder, options=options)
         for part in parts[1:]:
             reader.add(part.url, part.manifest, part.split)
         reader.split = split  # of all parts together, as the plan calls it
         return cls(manifest, encoder, reader)
 
 
-def _let_go(fetcher: BlockFetcher, files: ShardFiles) -> None:
+def _let_go(fetcher: BlockFetcher, files: ShardFiles, cache: BlockCache | None) -> None:
     fetcher.stop()
     files.close()
+    if cache is not None:
+        cache.close()
 
 
 def _check_length(fs: FileSystem, url: str, info: ShardInfo) -> None:
