@@ -32,12 +32,13 @@ class Alone:
         return look
 
     def finish(self, loss: Array, *statistics: Array) -> np.int32:
-        """End the step; raises NonFiniteError."""
+        """End the step: 1 where it is skipped; raises NonFiniteError."""
         self._note(self._statistics, statistics)
         wrong = [name for name in (*self._gradients, *self._statistics) if name in self._wrong]
         self._wrong.clear()
         self._exchange.agree_alone(loss, wrong, self._gradients)
-        return np.int32(0)
+        agreement = self._exchange.agreement
+        return np.int32(agreement is not None and agreement.skipped)
 
     def _note(self, names: Sequence[str], values: Sequence[Array]) -> None:
         self._wrong.update(name for name, value in zip(names, values, strict=True) if not all_finite(value.reshape(-1)))

@@ -106,6 +106,11 @@ def exchange_of(optimizer: keras.optimizers.Optimizer) -> Exchange:
     return _state(optimizer).reduction.exchange
 
 
+def skipped_of(optimizer: keras.optimizers.Optimizer) -> Any:
+    """Within the step that is being traced, after `apply`: int32 (), 1 where the ranks have agreed to skip it."""
+    return tf.reshape(_state(optimizer).reduction.skipped, ())
+
+
 def own_class(optimizer: keras.optimizers.Optimizer) -> type[keras.optimizers.Optimizer]:
     """The optimizer's own class, distributed or not."""
     state: _State | None = getattr(optimizer, "_lockstep", None)
@@ -193,6 +198,8 @@ class _Distributed:
         if all(grad is None for grad in grads):
             reduce(grads)  # ranks that have some hear of it
             super().apply(grads, trainable_variables)  # type: ignore[misc]  # Keras' own words
+        elif exchange.skips_any:
+            _apply_unless_skipped(super().apply, reduce(grads), trainable_variables, state.reduction)  # type: ignore[misc]
         elif accumulate.steps_of(counts) == 1:
             super().apply(reduce(grads), trainable_variables)  # type: ignore[misc]
         elif scaling:
@@ -212,6 +219,17 @@ class _Distributed:
         """At the end of a `fit` that is the end of the run."""
         if _state(self).finalizes:
             super().finalize_variable_values(var_list)  # type: ignore[misc]
+
+
+def _apply_unless_skipped(apply: Any, sums: list[Any], variables: Any, reduction: Reduction) -> None:
+    """Keras' own update of weights, its state and its count of steps; nothing of it where the ranks skip the step."""
+
+    def update() -> tf.Tensor:
+        apply(sums, variables)
+        return tf.constant(0)
+
+    skipped = tf.reshape(reduction.skipped, ())  # a numpy_function's result has no shape
+    tf.cond(tf.equal(skipped, 1), lambda: tf.constant(0), update)
 
 
 def _holding(exchange: Exchange) -> Any:

@@ -6,7 +6,7 @@ No TensorFlow here: `training.reduction` calls `post`, `post_rows` and `finish` 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from training.agreement import CONTROL_WORDS, FLAGS, Agreement, NonFiniteError, 
 from training.buckets import Layout, Slot
 from training.comm.base import Communicator
 from training.lent_buffer import LentBuffer
+from training.non_finite import Inquiry
 from training.reducer import Reducer
 from training.same_tensors import compare
 from training.scaled_copy import all_finite, copy_scaled, scaled
@@ -52,6 +53,9 @@ class Exchange(Steps):
         self._rows: dict[int, Rows] = {}
         self._reducer = Reducer(communicator)
         self._safe = True  # this rank's part of the step makes no sum that is not finite
+        self._here: list[str] = []  # what is not finite in it
+        self.inquiry = Inquiry(communicator)
+        """Who is asked for the samples of a step that is not finite."""
 
     def use(self, layout: Layout, names: Sequence[str], tables: Sequence[Table] = ()) -> None:
         """Set the buckets and the tables that go by rows; `names` of gradients and statistics, for errors.
@@ -87,7 +91,7 @@ class Exchange(Steps):
                 self._current.append(self._free_buffer(len(self._current)))
             flat = self._current[bucket]
             for number, gradient in zip(layout.posted(bucket), gradients, strict=True):
-                self._fill(flat, layout.gradients[number], gradient)
+                self._fill(flat, layout.gradients[number], gradient, number)
             if bucket < layout.first_tail:
                 self._reducer.sum(flat.data)  # its numbers were judged when they were copied, on every rank
         except BaseException as error:
@@ -115,8 +119,8 @@ class Exchange(Steps):
                 raise self.error
             while len(self._current) < len(layout.sizes):
                 self._current.append(self._free_buffer(len(self._current)))
-            for slot, value in zip(layout.statistics, statistics, strict=True):
-                self._fill(self._current[slot.bucket], slot, value)
+            for number, (slot, value) in enumerate(zip(layout.statistics, statistics, strict=True)):
+                self._fill(self._current[slot.bucket], slot, value, len(layout.gradients) + number)
             words = self._current[layout.control.bucket].view(layout.control)
             words[:] = self._words(loss)
             words[0] *= self.scale
@@ -129,7 +133,7 @@ class Exchange(Steps):
             self.waited_s = time.perf_counter() - began
             finite = finite and words[1] == 0
             gradients = (*self._names[: len(layout.gradients)], *(table.name for table in self._tables))
-            self._agree(words.tolist(), [] if finite else self._names_of_wrong(), gradients)
+            self._agree(words.tolist(), [] if finite else self._names_of_wrong(), gradients, self._where(loss))
             sums = [self._current[slot.bucket].lend(slot) for slot in layout.gradients]
             # Copies: a variable that is assigned a statistic keeps its memory, and these are small.
             sums += [self._current[slot.bucket].view(slot).reshape(slot.shape).copy() for slot in layout.statistics]
@@ -139,7 +143,7 @@ class Exchange(Steps):
             self._fail(error)
             raise
         finally:
-            self._current, self._rows, self._safe = [], {}, True
+            self._current, self._rows, self._safe, self._here = [], {}, True, []
         return sums
 
     def agree_alone(self, loss: Array, wrong: list[str], gradients: Sequence[str]) -> None:
@@ -147,7 +151,8 @@ class Exchange(Steps):
         try:
             if self.error is not None:
                 raise self.error
-            self._agree(self._words(loss), wrong, gradients)
+            self._here = list(wrong)
+            self._agree(self._words(loss), wrong, gradients, self._where(loss))
         except BaseException as error:
             self._fail(error)
             raise
@@ -160,9 +165,21 @@ class Exchange(Steps):
         """End the thread; the communicator stays open."""
         self._reducer.close()
 
-    def _fill(self, flat: LentBuffer, slot: Slot, value: Array) -> None:
+    def _fill(self, flat: LentBuffer, slot: Slot, value: Array, number: int) -> None:
         if not copy_scaled(value.reshape(-1), self.scale, flat.view(slot), self.communicator.num_ranks):
             self._safe = False
+            if not np.isfinite(value).all():
+                self._here.append(self._names[number])
+
+    def _where(self, loss: Array) -> Callable[[bool], str]:
+        """What `_agree` asks once a step is not finite; a collective."""
+        step, names = self.step + 1, self._here if np.isfinite(loss) else ["the loss", *self._here]
+
+        def where(skipped: bool) -> str:
+            order = {name: number for number, name in enumerate(("the loss", *self._names))}
+            return self.inquiry.hold(step, sorted(names, key=lambda name: order.get(name, len(order))), skipped=skipped)
+
+        return where
 
     def _of_layout(self) -> Layout:
         assert self._layout is not None, "use() comes first"
@@ -196,7 +213,10 @@ class Exchange(Steps):
     def _reduce_rows(self, number: int, indices: Array, values: Array) -> bool:
         rows = sum_rows(self.communicator, self._tables[number], indices, values)
         self._rows[number] = rows
-        return all_finite(rows.values.reshape(-1))
+        finite = all_finite(rows.values.reshape(-1))
+        if not finite and not np.isfinite(values).all():
+            self._here.append(self._tables[number].name)
+        return finite
 
 
 def _without_model(name: str) -> str:

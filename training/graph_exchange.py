@@ -83,10 +83,10 @@ class GraphExchange(Exchange):
 
     def reduce(
         self, layout: Layout, gradients: Sequence[Any], loss: Any, statistics: Sequence[Any], after: Sequence[Any]
-    ) -> tuple[list[Any], list[Any]]:
-        """The scaled sums of `gradients` and `statistics` over all ranks, once these have agreed; begins after `after`.
+    ) -> tuple[list[Any], list[Any], Any]:
+        """The scaled sums of `gradients` and `statistics` over all ranks, and whether the ranks skip the step (int32).
 
-        Sets the agreement of the step; raises what `Exchange.finish` raises.
+        Begins after `after`. Sets the agreement of the step; raises what `Exchange.finish` raises.
         """
         sums = self._sums(layout, gradients, after)
         wrong = [tf.logical_not(tf.reduce_all(tf.math.is_finite(total))) for total in sums]
@@ -96,7 +96,7 @@ class GraphExchange(Exchange):
             agreed, *means = tf.nest.flatten(tf.numpy_function(self._finish, inputs, dtypes, name="agree"))
         put_last(agreed)  # another optimizer's sums come after it on every rank
         with tf.control_dependencies([agreed]):  # nothing is applied before all is known to be finite
-            return [tf.identity(total) for total in sums], means
+            return [tf.identity(total) for total in sums], means, agreed
 
     def _finish(self, wrong: Array, loss: Array, *statistics: Array) -> list[Array]:
         """`wrong` (gradients,) says which sums are not finite, the same on every rank. Raises NonFiniteError."""
@@ -117,11 +117,13 @@ class GraphExchange(Exchange):
                 start += value.size
             judged = [*wrong.tolist(), *(not np.isfinite(value).all() for value in sums)]
             names = [name for name, bad in zip(self._names, judged, strict=True) if bad]
-            self._agree(flat[: words.size].tolist(), names, self._names[: wrong.size])
+            # Gradients never came here: of these, ranks can tell nothing of their own.
+            self._agree(flat[: words.size].tolist(), names, self._names[: wrong.size], self._where(loss))
         except BaseException as error:
             self._fail(error)
             raise
-        return [np.zeros((), np.int32), *sums]
+        assert self.agreement is not None
+        return [np.array(self.agreement.skipped, np.int32), *sums]
 
 
 def _scaled(part: Any, factor: float) -> Any:

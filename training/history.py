@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from storage.errors import CorruptionError, NotFoundError
@@ -12,7 +12,7 @@ from training.claims import claimed
 from training.paths import RunPaths
 from training.step_clock import PARTS
 
-RATE = "learning_rate"
+RATE, NON_FINITE, CHECKPOINT = "learning_rate", "non_finite", "checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,10 @@ class History:
     times: list[dict[str, Any]]
     generations: int
     """Generations that were claimed: one more than the restarts and resumptions of the run."""
+    non_finite: list[dict[str, Any]] = field(default_factory=list)
+    """Rows {step, rank, what, skipped, lanes, samples} of ranks and generations that met what was not finite."""
+    checkpoints: list[dict[str, Any]] = field(default_factory=list)
+    """Rows {step, bytes, copied_s, written_s, cost_s, skipped, interval_s} of what was committed, in order of step."""
     learning_rate: dict[str, Any] | None = None
     """What was done to the model's learning rate (training.learning_rate.Scaled); None where nothing was."""
 
@@ -42,17 +46,20 @@ def read_history(run: str) -> History:
             allowed="a directory that jobs.train wrote",
             next_step="Check the URL.",
         )
-    kept: dict[str, dict[int, dict[str, Any]]] = {"step": {}, "epoch": {}, RATE: {}}
-    times = []
+    kept: dict[str, dict[int, dict[str, Any]]] = {"step": {}, "epoch": {}, CHECKPOINT: {}, RATE: {}}
+    times, non_finite = [], []
     generations = sorted(claimed(fs, paths))
     for generation in generations:
         for row in _rows(paths.metrics(generation)):
             if row["kind"] == "time":
                 times.append(row)
+            elif row["kind"] == NON_FINITE:
+                non_finite.append(row)
             else:
                 kept[row["kind"]][row["step"]] = row
-    steps, epochs, rates = ([rows[step] for step in sorted(rows)] for rows in kept.values())
-    return History(steps, epochs, times, len(generations), rates[-1] if rates else None)
+    steps, epochs, checkpoints, rates = ([rows[step] for step in sorted(rows)] for rows in kept.values())
+    rate = rates[-1] if rates else None
+    return History(steps, epochs, times, len(generations), non_finite, checkpoints, rate)
 
 
 def _rows(directory: str) -> list[dict[str, Any]]:
@@ -72,9 +79,9 @@ def _row(line: bytes, url: str, number: int) -> dict[str, Any]:
     try:
         row = json.loads(line)
         timed = row["kind"] == "time" and all(isinstance(row[name], int | float) for name in ("rank", *PARTS))
-        if (row["kind"] in ("step", "epoch", RATE) or timed) and isinstance(row["step"], int):
+        if (row["kind"] in ("step", "epoch", RATE, NON_FINITE, CHECKPOINT) or timed) and isinstance(row["step"], int):
             return dict(row)
-        problem = "neither a step, an epoch, a learning rate nor a rank's time"
+        problem = "neither a step, an epoch, a learning rate, a rank's time, a checkpoint nor what was not finite"
     except (ValueError, KeyError, TypeError) as error:
         problem = repr(error)
     what = f"a metrics file holds a line that is no measurement ({problem})"

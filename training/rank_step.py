@@ -17,6 +17,7 @@ from training.kept_statistics import KeptStatistics
 from training.micro_statistics import MicroStatistics
 from training.ordered import OrderedCalls
 from training.output_losses import weigh_tests, weighed_by_rows
+from training.skipped_step import SkippedStep
 from training.sync_batchnorm import SyncMoments
 
 log = logging.getLogger(__name__)
@@ -65,10 +66,13 @@ class RankStep:
             )
         self._tell(model)
         plain, kept, micro = model.train_step, KeptStatistics(model), MicroStatistics(model, self._micro_batches)
+        skipped = SkippedStep(model)
 
         def train_step(data: Any) -> Any:
-            with kept.step(), micro.step(), weighed_by_rows(model, data), self.tracing(model):
-                return plain(data)
+            logs: dict[str, Any] = {}
+            with skipped.step(logs), kept.step(), micro.step(), weighed_by_rows(model, data), self.tracing(model):
+                logs |= plain(data)
+            return logs
 
         object.__setattr__(model, "train_step", train_step)  # past Keras' tracking
         model.train_function = None

@@ -36,6 +36,9 @@ class Reduction:
     bucket_bytes: int = BUCKET_BYTES
     rows_from_bytes: int = ROWS_FROM_BYTES
     compression: Any = None
+    skipped: Any = None
+    """Of the step that is traced (or was run, in eager mode) last: int32 (), 1 where the ranks have agreed to skip it.
+    """
 
     def __call__(
         self, grads: Sequence[Gradient], variables: Sequence[Any], loss: tf.Tensor, *, rows: bool = True
@@ -78,7 +81,7 @@ class Reduction:
             judge = Alone(self.exchange, [*names, *(table.name for table in tables)], statistics)
             summed, pairs = self._alone(judge, layout, dense, sparse, [loss, *values])
         elif isinstance(self.exchange, GraphExchange):
-            summed, means = self.exchange.reduce(layout, dense, loss, values, tail())
+            summed, means, self.skipped = self.exchange.reduce(layout, dense, loss, values, tail())
             for variable, value in zip(self.statistics, means, strict=True):
                 value.set_shape(variable.shape)
                 variable.assign(value)
@@ -108,19 +111,24 @@ class Reduction:
             pair = [grad.indices, grad.values]
             chain = _then(chain, _posting(self.exchange.post_rows, number), pair, f"post_rows_{number}")
         statistics = rest[1:]
-        dtypes = [tensor.dtype for tensor in (*dense, *statistics)]
+        dtypes = [tf.int32, *(tensor.dtype for tensor in (*dense, *statistics))]
         for grad in sparse:
             dtypes += [tf.int64, grad.values.dtype]
         with tf.control_dependencies([*chain, *tail()]):
             # Flattened, since in eager mode a single result comes without its list.
-            sums = tf.nest.flatten(tf.numpy_function(self.exchange.finish, rest, dtypes, name="await"))
-        put_last(sums[0])  # another optimizer's await comes after it on every rank
+            found = tf.nest.flatten(tf.numpy_function(self._await, rest, dtypes, name="await"))
+        self.skipped, *sums = found
+        put_last(found[0])  # another optimizer's await comes after it on every rank
         for tensor, total in zip((*dense, *statistics), sums, strict=False):
             total.set_shape(tensor.shape)
         for variable, value in zip(self.statistics, sums[len(dense) :], strict=False):
             variable.assign(value)
         pairs = sums[len(dense) + len(statistics) :]
         return sums[: len(dense)], list(zip(pairs[::2], pairs[1::2], strict=True))
+
+    def _await(self, *rest: np.ndarray) -> list[np.ndarray]:
+        sums = self.exchange.finish(*rest)
+        return [_skipped(self.exchange), *sums]
 
     def _alone(
         self, judge: Alone, layout: Layout, dense: list[Any], sparse: list[Any], rest: list[Any]
@@ -136,6 +144,7 @@ class Reduction:
             chain = _then(chain, judge.look_at([len(dense) + number]), [values], f"look_at_rows_{number}")
             pairs.append((indices, values))
         chain = _then([*chain, *tail()], judge.finish, rest, "agree")
+        (self.skipped,) = chain
         with tf.control_dependencies(chain):  # nothing is applied before all is known to be finite
             return [tf.identity(grad) for grad in dense], [(tf.identity(i), tf.identity(v)) for i, v in pairs]
 
@@ -159,6 +168,11 @@ def _posting(post: Callable[..., None], number: int) -> Callable[..., np.int32]:
         return np.int32(0)
 
     return posting
+
+
+def _skipped(exchange: Exchange) -> np.ndarray:
+    assert exchange.agreement is not None
+    return np.array(exchange.agreement.skipped, np.int32)
 
 
 def _added_up(indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -6,16 +6,21 @@ import time
 from typing import Any
 
 from training.control.client import ControlClient
+from training.saved import Saved
 
 ROWS, SECONDS = 20, 1.0  # a message at most so often: it must not cost steps
 
 
 class StepReports:
-    """Rows {kind: step, step, epoch, loss, seconds} and {kind: epoch, step, epoch, metrics, seconds} of rank 0."""
+    """Rows {kind: step, step, epoch, loss, seconds} and {kind: epoch, step, epoch, metrics, seconds} of rank 0.
+
+    A step that was skipped says `skipped`, its epoch how many were since this process began.
+    """
 
     def __init__(self, control: ControlClient) -> None:
         self._control = control
         self._rows: list[dict[str, Any]] = []
+        self._skipped = 0
         self._began = self._sent = time.monotonic()
 
     def learning_rate(self, done: dict[str, Any]) -> None:
@@ -24,6 +29,7 @@ class StepReports:
 
     def step(self, step: int, epoch: int, loss: float, *, skipped: bool = False) -> None:
         """The loss over the global batch of optimizer step `step` (from 1); `skipped`: no weight has changed."""
+        self._skipped += skipped
         self._add(
             {"kind": "step", "step": step, "epoch": epoch, "loss": loss, **({"skipped": True} if skipped else {})}
         )
@@ -32,8 +38,28 @@ class StepReports:
 
     def epoch(self, step: int, epoch: int, metrics: dict[str, Any]) -> None:
         """The metrics of an epoch (from 0) over all ranks."""
-        self._add({"kind": "epoch", "step": step, "epoch": epoch, "metrics": metrics})
+        more = {"skipped": self._skipped} if self._skipped else {}
+        self._skipped = 0
+        self._add({"kind": "epoch", "step": step, "epoch": epoch, "metrics": metrics, **more})
         self.flush()
+
+    def checkpoint(self, saved: Saved, cost_s: float, skipped: int, interval_s: float | None) -> None:
+        """A checkpoint that is committed, what the training lost by it, and how many were skipped since the last one.
+
+        `interval_s` until the next one, where seconds count. `bytes` are those of rank 0's file.
+        """
+        self._add(
+            {
+                "kind": "checkpoint",
+                "step": saved.step,
+                "bytes": saved.bytes,
+                "copied_s": round(saved.copied_s, 6),
+                "written_s": round(saved.written_s, 6),
+                "cost_s": round(cost_s, 6),
+                "skipped": skipped,
+                "interval_s": None if interval_s is None else round(interval_s, 3),
+            }
+        )
 
     def flush(self) -> None:
         """Send what is there."""

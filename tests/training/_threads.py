@@ -22,6 +22,7 @@ from training.checkpoint import Tensors, read_rank_file
 from training.comm import Communicator, SoloCommunicator
 from training.comm.tcp import connect_tcp
 from training.config import TrainConfig
+from training.control.carry import json_safe
 from training.driver import Hooks, train
 from training.exchange import NonFiniteError
 from training.launch.task import Handler, Limits, RankTask
@@ -46,7 +47,7 @@ class Control:
     def request(self, kind: str, deadline_s: float, **fields: Any) -> dict[str, Any]:
         """The handler's answer."""
         assert self._handler is not None
-        return self._handler(self._rank, kind, fields)
+        return self._handler(self._rank, kind, json_safe(fields))
 
     def notify(self, kind: str, **fields: Any) -> None:
         """As `request`, without an answer."""

@@ -8,7 +8,7 @@ Rows depend on the seed alone, not on format or sharding; row i of the dataset h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -52,14 +52,20 @@ def write_table(
     shards: int = 2,
     block_records: int = 8,
     seed: int = 0,
+    nan_rows: Sequence[int] = (),
 ) -> DatasetManifest:
-    """Write the table dataset at `root` (a path or URL), by default 100 train and 30 test records."""
+    """Write the table dataset at `root` (a path or URL), by default 100 train and 30 test records.
+
+    In `nan_rows`, `a` is no number.
+    """
     records = records or {"train": 100, "test": 30}
     rng = np.random.default_rng(seed)
     total = sum(records.values())
     b = rng.standard_normal(total).astype(np.float32)
     a = (1.5 * b + rng.standard_normal(total)).astype(np.float32)
-    columns = [_ids(total), pa.array(a), pa.array(b), pa.array(a + b > 0)]
+    labels = a + b > 0
+    a[list(nan_rows)] = np.nan
+    columns = [_ids(total), pa.array(a), pa.array(b), pa.array(labels)]
     rows = pa.RecordBatch.from_arrays(columns, schema=TABLE_SCHEMA.arrow_schema())
     return write_rows(str(root), TABLE_SCHEMA, rows, records, fmt, shards, block_records, seed)
 

@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from features.sample_id import sample_id
 from storage.errors import ConfigError, CorruptionError, DataError
 from tests.training._threads import final_state, final_tensors, rows_of, run
 from tests.training._tiny import write_images, write_table
+from training.agreement import NonFiniteError
+from training.audit import sample_hex
 from training.config import TrainConfig
 from training.history import read_history
 from training.run_result import RunResult
@@ -122,6 +125,37 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_at_the_same_step(data: dict[s
         train(data["table"], tmp_path / "run", 2, f"{OWN}:diverging")
     assert "none has applied it" in str(caught.value)
     assert rows_of(str(tmp_path / "run"), "step").keys() <= set(range(1, 10))
+
+
+def test_a_step_that_is_not_finite_is_skipped_by_all_ranks_and_its_samples_are_told(tmp_path: Path) -> None:
+    """Row 123 has no number: each epoch's step with it leaves no trace in weights, Adam or metrics, at any N."""
+    write_table(tmp_path / "data", records={"train": 200, "test": 30}, nan_rows=[123])
+    bad = sample_hex(sample_id([b"123"], 0))
+    options: dict[str, Any] = {"audit": True, "precision": "float64", "epochs": 3, "checkpoint_every": 7}
+    with pytest.raises(NonFiniteError) as caught:
+        train(str(tmp_path / "data"), tmp_path / "stop", 2, "logistic", **options)
+    (row,) = read_history(str(tmp_path / "stop")).non_finite
+    assert bad in row["samples"] and len(row["samples"]) == 12 and not row["skipped"]
+    assert f"rank {row['rank']}: the loss, the gradient of" in str(caught.value)
+    assert f"of lanes {row['lanes'][0]} to {row['lanes'][1]}, samples {row['samples'][0]}" in str(caught.value)
+    assert f"step {row['step']}: " in str(caught.value) and row["what"][0] == "the loss"
+    results = []
+    for ranks in (1, 2):
+        url = str(tmp_path / str(ranks))
+        results.append(
+            train(str(tmp_path / "data"), tmp_path / str(ranks), ranks, "logistic", **options, non_finite="skip")
+        )
+        rows = read_history(url).non_finite
+        assert len(rows) == 3 and all(bad in row["samples"] and row["skipped"] for row in rows)
+        assert {row["step"] for row in rows} == {
+            step for step, row in rows_of(url, "step").items() if row.get("skipped")
+        }
+        assert [row.get("skipped") for row in read_history(url).epochs] == [1, 1, 1]
+        iterations = next(v for n, v in final_tensors(url).items() if n.endswith("/iteration"))
+        assert iterations == results[-1].steps - 3
+    assert_same_result(*results)
+    assert all(np.isfinite(value) for value in results[0].metrics.values())
+    assert_same(*(final_tensors(str(tmp_path / str(ranks))) for ranks in (1, 2)))
 
 
 def test_weights_that_part_are_found_and_the_run_goes_on_from_a_checkpoint(

@@ -43,6 +43,8 @@ FREE: dict[str, Any] = {
     "num_ranks": 3,
     "checkpoint_every": 7,
     "keep_checkpoints": 9,
+    "compare_every": 7,
+    "non_finite": "skip",  # what a run that stopped so may go on with
     "launcher": "barrier",
     "tls": "on",
     "trust_network": "lo",
