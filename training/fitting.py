@@ -23,6 +23,7 @@ from training.distribute import distribute, exchange_of, finalize
 from training.export import export
 from training.keras_ranks import only_on_leader
 from training.launch.context import RankContext
+from training.non_finite import FedBatches
 from training.paths import staged_model
 from training.planning import lane_groups
 from training.prepared import prepare, split
@@ -65,6 +66,11 @@ class Fit(AbstractContextManager["Fit"]):
             finalizes=False,  # one fit call is one epoch
         )
         self._exchange = exchange_of(self._model.optimizer)
+        # With a scaled loss the optimizer skips by itself what the scale has made too large.
+        self._exchange.skips_any = config.non_finite == "skip" and not self._exchange.skips_non_finite
+        self._fed = FedBatches(self._feed.lanes.start, self._plan.global_batch // self._plan.lanes)
+        self._exchange.inquiry.fed = self._fed
+        self._exchange.inquiry.report = lambda row: context.control.notify("metrics", rows=[row])
         self._step = RankStep(
             share,
             group_rows=prepared.group_rows,
@@ -189,6 +195,7 @@ class Fit(AbstractContextManager["Fit"]):
         self._context.control.beat(agreement.step, "train")
         if self._reports is not None:
             self._reports.step(agreement.step, epoch, agreement.loss, skipped=agreement.skipped)
+        self._fed.forget(agreement.step)
         self._weights.after(agreement.step)
         if self._model.stop_training:
             # One rank's callback: all must stop after the same step, so they are asked first.
@@ -237,6 +244,7 @@ class Fit(AbstractContextManager["Fit"]):
     def _batch_is_ready(self, batch: Batch) -> None:
         """Called by TensorFlow's thread that reads ahead."""
         self._clock.batch_is_ready(batch.step)
+        self._fed.add(batch.step, batch.sample_ids)
         if self._audit is not None:
             self._audit.add(batch)
 
