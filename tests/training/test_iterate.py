@@ -1,0 +1,162 @@
+"""The plan's batches for any program: NumPy iterators, and PyTorch's IterableDataset over the same.
+
+Where PyTorch is installed the tests run with it, else with a stand-in for the few names that are used of it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from storage.errors import ConfigError, DataError
+from tests.training import _torch_stand_in
+from tests.training._tiny import write_images
+from training.batches import Batch, RankFeed
+from training.iterate import PlannedBatches, numpy_batches
+from training.plan import EpochPlan
+from training.reader import OpenSplit
+from training.world import World
+
+OPTIONS: dict[str, Any] = {"global_batch": 20, "lanes": 5, "seed": 3, "epochs": 2}
+AUGMENT = "crop:2 flip mixup:0.4"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    write_images(tmp_path / "d")
+    return str(tmp_path / "d")
+
+
+@pytest.fixture
+def torch_data(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    if importlib.util.find_spec("torch") is None:
+        _torch_stand_in.install(monkeypatch)
+    yield importlib.import_module("training.torch_data")
+    sys.modules.pop("training.torch_data")
+
+
+def content(batch: Batch) -> tuple[Any, ...]:
+    assert batch.y is not None
+    return batch.step, batch.x["image"].tobytes(), batch.y.tobytes(), batch.sample_ids.tolist(), batch.epochs.tolist()
+
+
+def of_torch(item: dict[str, Any]) -> tuple[Any, ...]:
+    image, y = np.asarray(item["x"]["image"]), np.asarray(item["y"])
+    return item["step"], image.tobytes(), y.tobytes(), item["sample_ids"].tolist(), item["epochs"].tolist()
+
+
+def test_batches_are_those_that_a_run_trains_on(root: str) -> None:
+    opened = OpenSplit.at(root, "train")
+    plan = EpochPlan.for_dataset(opened.manifest, "train", seed=3, global_batch=20, lanes=5)
+    feed = RankFeed(plan, opened.reader, opened.encoder, World.local(0, 1))
+    assert [content(batch) for batch in numpy_batches(root, **OPTIONS)] == [content(b) for b in feed.batches(0, 10)]
+
+
+@pytest.mark.parametrize("augment", ["", AUGMENT])
+def test_ranks_share_what_one_has_and_any_start_is_a_part_of_the_whole(root: str, augment: str) -> None:
+    whole = [content(batch) for batch in numpy_batches(root, augment=augment, **OPTIONS)]
+    assert len(whole) == 10 and sorted(sample for batch in whole[:5] for sample in batch[3]) == sorted(
+        sample for batch in whole[5:] for sample in batch[3]
+    )
+    assert [content(b) for b in numpy_batches(root, augment=augment, start_step=7, **OPTIONS)] == whole[7:]
+    ranks = [numpy_batches(root, augment=augment, rank=rank, num_ranks=3, **OPTIONS) for rank in range(3)]
+    for one, *parts in zip(whole, *ranks, strict=True):
+        joined = [content(part) for part in parts]
+        assert one[1:3] == (b"".join(part[1] for part in joined), b"".join(part[2] for part in joined))
+    planned = PlannedBatches.open(root, augment=augment, **OPTIONS)
+    assert [content(b) for b in planned.batches(1, every=4)] == whole[1::4]
+
+
+def test_without_epochs_there_is_no_end_and_a_closed_iterator_leaves_no_thread(root: str) -> None:
+    options = {**OPTIONS, "epochs": None}
+    batches = numpy_batches(root, augment=AUGMENT, start_step=1000, **options)
+    assert [batch.step for batch in islice(batches, 12)] == list(range(1000, 1012))
+    batches.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "read-ahead"]
+
+
+def test_the_signature_tells_what_a_batch_holds(root: str) -> None:
+    planned = PlannedBatches.open(root, augment="mixup:0.4", **OPTIONS)
+    batch = next(planned.batches())
+    label = planned.signature.label
+    assert label is not None and batch.y is not None
+    assert batch.y.shape == (20, *label.shape) and batch.y.dtype == label.dtype
+    assert batch.x["image"].shape == (20, *planned.signature.features["image"].shape)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"rank": 2, "num_ranks": 2}, "rank"),
+        ({"num_ranks": 6}, "lanes"),
+        ({"augment": "mixup:0.2", "lanes": 20}, "2 rows or more"),
+        ({"augment": "blur"}, "crop:pixels"),
+        ({"split": "validation"}, "train"),
+        ({"start_step": -1}, "from 0 up"),
+    ],
+)
+def test_what_cannot_be_iterated_is_refused(root: str, changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        next(numpy_batches(root, **{**OPTIONS, **changes}))
+
+
+def test_torch_gets_the_same_batches_by_any_number_of_workers(root: str, torch_data: Any) -> None:
+    whole = [content(batch) for batch in numpy_batches(root, augment=AUGMENT, **OPTIONS)]
+    planned = PlannedBatches.open(root, augment=AUGMENT, **OPTIONS)
+    for workers in (0, 1, 3):
+        assert [of_torch(item) for item in torch_data.loader(planned, num_workers=workers)] == whole, workers
+    assert [item["epoch"] for item in torch_data.loader(planned)] == [0] * 5 + [1] * 5
+
+
+def test_torch_goes_on_where_a_state_was_taken_at_other_ranks_and_workers(root: str, torch_data: Any) -> None:
+    whole = [content(batch) for batch in numpy_batches(root, augment=AUGMENT, **OPTIONS)]
+    for before, after in ((0, 2), (2, 0), (2, 3)):
+        loader = torch_data.loader(PlannedBatches.open(root, augment=AUGMENT, **OPTIONS), num_workers=before)
+        assert len(list(islice(loader, 4))) == 4  # workers have made more by then
+        state = json.loads(json.dumps(loader.state_dict()))
+        ranks = [
+            torch_data.loader(
+                PlannedBatches.open(root, augment=AUGMENT, rank=rank, num_ranks=2, **OPTIONS), state, num_workers=after
+            )
+            for rank in range(2)
+        ]
+        for one, *parts in zip(whole[4:], *ranks, strict=True):
+            assert one[1] == b"".join(of_torch(part)[1] for part in parts)
+    dataset = torch_data.PlannedDataset(PlannedBatches.open(root, augment=AUGMENT, **OPTIONS))
+    assert len(list(islice(dataset, 6))) == 6
+    again = torch_data.PlannedDataset(dataset.planned)
+    again.load_state_dict(dataset.state_dict())
+    assert [of_torch(item) for item in again] == whole[6:]
+
+
+def test_a_state_that_would_lose_or_repeat_samples_is_refused(root: str, torch_data: Any) -> None:
+    planned = PlannedBatches.open(root, augment=AUGMENT, **OPTIONS)
+    loader = torch_data.loader(planned, num_workers=2)
+    assert len(list(islice(loader, 3))) == 3
+    with pytest.raises(ConfigError, match="worker processes"):
+        loader.dataset.state_dict()
+    state = loader.state_dict()
+    for changes, name in (
+        ({"seed": 4}, "seed"),
+        ({"augment": "flip"}, "augment"),
+        ({"global_batch": 10}, "global_batch"),
+    ):
+        with pytest.raises(DataError, match=name):
+            torch_data.loader(PlannedBatches.open(root, **{**OPTIONS, "augment": AUGMENT, **changes}), state)
+
+
+def test_without_torch_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "training.torch_data", raising=False)
+    with pytest.raises(ConfigError, match="needs PyTorch"):
+        importlib.import_module("training.torch_data")
