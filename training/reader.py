@@ -99,6 +99,7 @@ class SplitReader:
         self._kept: OrderedDict[tuple[int, int], pa.RecordBatch] = OrderedDict()
         self._shards: list[TFRecordShard | GzipShard | ParquetShard] = []
         self._records: list[int] = []
+        self._bytes = 0
         self._starts, self._index_bytes = BlockStarts(), 0
         self._files = ShardFiles()
         self._options = options or ReadOptions()
@@ -131,6 +132,16 @@ class SplitReader:
         return None if self._cached is None else replace(self._cached.cache.counts)
 
     @property
+    def whole_blocks(self) -> bool:
+        """Whether only whole blocks can be read, not their parts."""
+        return bool(self._shards) and not isinstance(self._shards[0], TFRecordShard)
+
+    @property
+    def record_bytes(self) -> int:
+        """The mean size of a record in the shards, at least 1."""
+        return max(1, self._bytes // max(1, sum(self._records)))
+
+    @property
     def fetched(self) -> FetchCounts:
         """What was read ahead and what was not, since the beginning."""
         return self._fetcher.counts
@@ -139,6 +150,7 @@ class SplitReader:
         """Lay the shards of another split behind those that are there: training.parts says which fit together."""
         info = split_of(manifest, split)
         self._records += [shard.records for shard in info.shards]
+        self._bytes += sum(shard.bytes for shard in info.shards)
         self.table = BlockTable(tuple(self._records), info.block_records)
         fs = filesystem(dataset_url)
         for number, shard in enumerate(info.shards):
