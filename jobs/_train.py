@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from features.augment.parse import forms
 from jobs._cli import JobParser
+from training.checkpoint_schedule import MEAN_TIME_BETWEEN_FAILURES_S
 from training.comm.options import Algorithm, Backend
 from training.config import BatchNorm, NonFinite, Precision, ScalingRule, TrainConfig
 
@@ -59,7 +60,15 @@ def parser(description: str) -> JobParser:
     add("--micro-batches", type=int, default=1, metavar="K", help="parts of a rank's batch, added up (default 1)")
     add("--precision", choices=get_args(Precision), default="float32", help="default float32")
     add("--seed", type=int, default=0, metavar="N", help="of samples' order and first weights (default 0)")
-    add("--checkpoint-every", type=int, default=200, metavar="N", help="steps between checkpoints (default 200)")
+    add("--checkpoint-every", default=200, metavar="N|Ns|auto", help="steps (200), seconds (60s) or auto (default 200)")
+    add(
+        "--mean-time-between-failures",
+        dest="mean_time_between_failures_s",
+        type=float,
+        default=MEAN_TIME_BETWEEN_FAILURES_S,
+        metavar="S",
+        help="of all ranks together, for --checkpoint-every auto (default 14400)",
+    )
     add("--keep-checkpoints", type=int, default=3, metavar="K", help="checkpoints that stay (default 3)")
     add(
         "--non-finite",

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from features.augment.parse import canonical
 from storage.errors import ConfigError
+from training.checkpoint_schedule import ALLOWED, MEAN_TIME_BETWEEN_FAILURES_S, CheckpointEvery
 from training.comm.options import Algorithm, Backend, CommOptions
 
 BatchNorm = Literal["ghost", "sync", "local"]
@@ -59,8 +60,11 @@ class TrainConfig:
     ranks. `local`: Keras' own, over each rank's part."""
     seed: int = 0
     """Of the order of samples and the first weights."""
-    checkpoint_every: int = 200
-    """Steps between checkpoints; one more is written at the end."""
+    checkpoint_every: int | str = 200
+    """Steps between checkpoints, or seconds (`60s`), or `auto`: as often as their cost and the time between failures
+    make best (docs/control.md). One more is written at the end."""
+    mean_time_between_failures_s: float = MEAN_TIME_BETWEEN_FAILURES_S
+    """What `auto` reckons with: of all ranks together."""
     keep_checkpoints: int = 3
     """Checkpoints of the chain that stay; older ones are moved to the trash."""
     audit: bool = False
@@ -104,11 +108,19 @@ class TrainConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "datasets", tuple(self.datasets))
         object.__setattr__(self, "augment", " ".join(canonical(self.augment.split())))
-        counts = ("num_ranks", "global_batch", "epochs", "checkpoint_every", "keep_checkpoints", "compare_every")
+        counts = ("num_ranks", "global_batch", "epochs", "keep_checkpoints", "compare_every")
         for name in (*counts, "window_bytes"):
             self._check(name, getattr(self, name) >= 1, "an integer from 1 up")
         self._check("max_restarts", self.max_restarts >= 0, "an integer from 0 up")
         self._check("seed", 0 <= self.seed < 2**63, "an integer from 0 to 2^63 - 1")
+        try:
+            every = CheckpointEvery.parse(self.checkpoint_every)
+        except ValueError:
+            self._check("checkpoint_every", False, ALLOWED)
+        else:
+            object.__setattr__(self, "checkpoint_every", every.steps or self.checkpoint_every)
+        between = self.mean_time_between_failures_s
+        self._check("mean_time_between_failures_s", 0 < between < float("inf"), "seconds above 0")
         self._check("start_limit_s", self.start_limit_s > 0, "seconds above 0")
         self._check("stall_limit_s", self.stall_limit_s > 0, "seconds above 0")
         self._check("datasets", len(self.datasets) > 0 and all(self.datasets), "one dataset URL or more")

@@ -16,6 +16,7 @@ from training.augmenting import augmentation_of, labels_of
 from training.batches import Batch
 from training.batchnorm import statistics_of
 from training.callbacks import RunCallbacks
+from training.checkpointing import Checkpoints
 from training.config import TrainConfig
 from training.control.carry import json_safe
 from training.dataset import FeedPipeline
@@ -96,12 +97,14 @@ class Fit(AbstractContextManager["Fit"]):
         self._progress = Progress(step=0, stopped=False, metrics={})
         self._stop_wanted = False
         self._weights = WeightCheck(self._comm, self._model.weights, config.compare_every)
+        self._checkpoints = Checkpoints(self._saver, self._exchange, config, self._clock, self._weights, self._reports)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:  # the exchange's thread may wait for ranks that will never come
             self._comm.abort(str(error))
+            self._checkpoints.abandon(error)
         self._exchange.close()
 
     def run(self) -> dict[str, Any]:
@@ -120,13 +123,13 @@ class Fit(AbstractContextManager["Fit"]):
             self._progress = self._saver.restore(restored)
             self._exchange.step = self._progress.step
         self._compare()
+        self._saver.make_ready()
         began_at, began = self._progress.step, time.monotonic()
         control.beat(began_at, "train")
         while self._progress.step < self._steps and not self._progress.stopped:
             self._fit_epoch(plan.epoch_of_step(self._progress.step))
         seconds = time.monotonic() - began
-        if self._saver.last_step != self._progress.step:
-            self._save()
+        self._checkpoints.finish(self._progress)
         self._clock.flush()
         finalize(model.optimizer, model.trainable_variables)
         self._callbacks.end(self._progress.metrics)
@@ -203,10 +206,10 @@ class Fit(AbstractContextManager["Fit"]):
             self._exchange.want("stop")
         if agreement.stop:
             self._model.stop_training = self._progress.stopped = True
-        due = agreement.step % self._config.checkpoint_every == 0 or agreement.checkpoint
+        self._checkpoints.step_ends()
         # At the end of an epoch callbacks come first: a run that goes on from there must not miss them.
-        if due and agreement.step < self._plan.first_step(epoch + 1) and not agreement.stop:
-            self._save(in_epoch=True)
+        if agreement.step < self._plan.first_step(epoch + 1) and not agreement.stop:
+            self._checkpoints.begin_if_due(agreement, self._progress, in_epoch=True)
 
     def epoch_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
         """Metrics over all ranks, the same on each."""
@@ -228,18 +231,8 @@ class Fit(AbstractContextManager["Fit"]):
         self._progress.stopped = self._model.stop_training = bool(stop[0])
         if self._reports is not None:
             self._reports.epoch(self._progress.step, epoch, json_safe(self._progress.metrics))
-        agreement = self._exchange.agreement
-        asked = agreement is not None and agreement.checkpoint
-        if self._progress.step % self._config.checkpoint_every == 0 or asked:
-            self._save()
-
-    def _save(self, *, in_epoch: bool = False) -> None:
-        if self._reports is not None:
-            self._reports.flush()  # steps before a checkpoint are not made again: their rows must not be lost
-        with self._clock.checkpoint():
-            self._weights.compare(self._progress.step)
-            self._saver.save(self._progress, in_epoch=in_epoch)
-            self._saver.wait(self._config.stall_limit_s)
+        if self._exchange.agreement is not None:
+            self._checkpoints.begin_if_due(self._exchange.agreement, self._progress)
 
     def _batch_is_ready(self, batch: Batch) -> None:
         """Called by TensorFlow's thread that reads ahead."""

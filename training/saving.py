@@ -24,6 +24,7 @@ from training.launch.context import RankContext
 from training.paths import RunPaths, staged_checkpoint
 from training.rank_file import HostBuffer, file_bytes, sha256_of, upload
 from training.read_parts import read_parts, whole_tensors
+from training.saved import Saved
 
 
 @dataclass(slots=True)
@@ -46,19 +47,6 @@ class Found:
     manifest: dict[str, Any]
     parts: dict[int, Tensors]
     """The file of each rank that wrote it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """A checkpoint that is committed."""
-
-    step: int
-    bytes: int
-    """Of this rank's file."""
-    copied_s: float
-    """How long the training stood still."""
-    written_s: float
-    """How long hash, upload and commit took beside it."""
 
 
 class Saver:

@@ -231,7 +231,7 @@ def _train(context: RankContext, hurdle: Any) -> dict[str, Any]:
             control.notify(
                 "metrics", rows=[{"step": done, "epoch": plan.epoch_of_step(step), "loss": float(weights[0])}]
             )
-        if done % config.checkpoint_every == 0 or done == total:
+        if done % int(config.checkpoint_every) == 0 or done == total:
             _checkpoint(context, config, str(place["staging"]), done, weights)
     if world.is_leader:
         url = join(staged_model(str(place["staging"])), "model.bin")

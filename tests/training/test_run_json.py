@@ -43,6 +43,7 @@ FREE: dict[str, Any] = {
     "num_ranks": 3,
     "checkpoint_every": 7,
     "keep_checkpoints": 9,
+    "mean_time_between_failures_s": 60.0,
     "compare_every": 7,
     "non_finite": "skip",  # what a run that stopped so may go on with
     "launcher": "barrier",
