@@ -76,18 +76,18 @@ class MixedPlan:
     def from_identity(cls, identity: Mapping[str, Any], manifests: Sequence[DatasetManifest], digest: str) -> Self:
         """The plan that `identity` describes, over the datasets it was made for; DataError names what differs."""
         parts, ratios = identity.get("parts"), identity.get("ratios")
-        if (
-            not isinstance(parts, list)
-            or not isinstance(ratios, list)
-            or not len(parts) == len(ratios) == len(manifests)
-        ):
+        if not isinstance(parts, list) or len(parts) != len(manifests):
             raise _other_data("parts")
+        if not isinstance(ratios, list) or [type(ratio) for ratio in ratios] != [int] * len(parts):
+            raise _other_data("ratios")
         made = tuple(EpochPlan.from_identity(part, found) for part, found in zip(parts, manifests, strict=True))
         plan = cls(dataset_digest=digest, ratios=tuple(ratios), parts=made)
         own = plan.identity()
         differing = [name for name in sorted(own.keys() | identity.keys()) if identity.get(name) != own.get(name)]
-        if differing:
-            raise _other_data(", ".join(differing))
+        if any(part.global_batch * sum(ratios) != plan.global_batch * r for part, r in zip(made, ratios, strict=True)):
+            differing.append("ratios")
+        if differing or len({part.lanes for part in made}) > 1:
+            raise _other_data(", ".join(differing) or "lanes")
         return plan
 
     @property
