@@ -20,6 +20,11 @@ class GzipShard:
         self._edges, self._unpacked = info.block_edges, info.unpacked_offsets
         self._decode = strict(schema)
 
+    @property
+    def edges(self) -> tuple[int, ...]:
+        """Where blocks begin in the file, and where the last one ends."""
+        return self._edges
+
     def unit(self, first_record: int, count: int) -> tuple[int, int]:
         """First record and number of those that are read for some of a block: all of it."""
         first = first_record - first_record % self._block_records

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -30,6 +31,12 @@ class ParquetShard:
         self._unsigned = frozenset(field.name for field in schema if field.dtype == "uint64")
         self._metadata = self._read_footer()
         self._check_footer()
+
+    @property
+    def edges(self) -> tuple[int, ...]:
+        """Where row groups begin, and where the last one ends; none where they do not lie in their order."""
+        edges = (*self._extents[:, 0].tolist(), *self._extents[-1:, 1].tolist())
+        return edges if all(a < b for a, b in pairwise(edges)) else ()
 
     def unit(self, first_record: int, count: int) -> tuple[int, int]:
         """First record and number of those that are read for some of a block: all of it."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -14,12 +15,12 @@ import pyarrow as pa
 from features.encode import Encoder
 from features.fitted import Fitted, held_out_file, read_fitted
 from features.schema import Schema
-from storage.errors import ConfigError, CorruptionError, DataError, NotFoundError
+from storage.errors import ConfigError, CorruptionError, DataError, NotFoundError, StorageError
 from storage.fs import FileSystem, filesystem, join
 from storage.layout import fitted_path, index_path
 from storage.manifest import DatasetManifest, ShardInfo, read_checked
 from training.block_cache import BlockCache, CacheCounts
-from training.block_fetch import BlockFetcher, FetchCounts
+from training.block_fetch import BlockFetcher, Buffer, FetchCounts
 from training.gzip_shard import GzipShard
 from training.parquet_shard import ParquetShard
 from training.parts import held_out, open_parts
@@ -29,6 +30,8 @@ from training.read_options import ReadOptions
 from training.shard_bytes import CachedBytes, CachedShard
 from training.shard_files import ShardFiles
 from training.tfrecord_shard import BlockStarts, TFRecordShard
+
+log = logging.getLogger(__name__)
 
 KEPT_INDEX_BYTES = 32 << 20  # 20 bytes a record: of 1.6 million records no index is read twice
 _RUNS_AHEAD = 8  # in `sequence`: with blocks of 1 to 4 MiB as much as four threads read at once, twice
@@ -221,35 +224,41 @@ class SplitReader:
         """
         shard = self._shards[run.shard]
         if isinstance(shard, TFRecordShard):
-            data, start = self._fetcher.take(run.shard, run.first_record, run.count)
-            return shard.decode(data, start, run.first_record, run.count)
-        block, skip = divmod(run.first_record, self.table.block_records)
+            return self._checked(run, lambda data, start: shard.decode(data, start, run.first_record, run.count))
+        number, skip = divmod(run.first_record, self.table.block_records)
         # A row group or gzip block can only be read whole, but windows and lanes cut it: the last few are kept.
-        batch = self._kept.pop((run.shard, block), None)
+        batch = self._kept.pop((run.shard, number), None)
         if batch is None:
-            data, start = self._fetcher.take(run.shard, run.first_record, run.count)
-            batch = shard.decode_block(data, start, block)
+            batch = self._checked(run, lambda data, start: shard.decode_block(data, start, number))
         if skip + run.count < len(batch):
-            self._kept[run.shard, block] = batch
+            self._kept[run.shard, number] = batch
         while len(self._kept) > self.keep_blocks:
             self._kept.popitem(last=False)
         return batch.slice(skip, run.count)
 
-    def raw(self, run: Run) -> bytes | memoryview | None:
-        """The bytes of a run's records as they lie, unchecked; None in a shard of which only whole blocks are read."""
-        if not isinstance(self._shards[run.shard], TFRecordShard):
-            return None
-        return self._fetcher.take(run.shard, run.first_record, run.count)[0]
-
-    def block(self, run: Run) -> pa.RecordBatch:
-        """All records of the block that a run lies in, which must be of a shard without `raw`; nothing is kept.
-
-        Raises as `read` does.
+    def _checked(self, run: Run, decode: Callable[[Buffer, int], pa.RecordBatch]) -> pa.RecordBatch:
+        """What `decode` makes of a run's bytes; bytes that do not match their checksums are read once more, by a file
+        opened for them and past the cache: a bit may have flipped on the way, or in one replica.
         """
-        shard = self._shards[run.shard]
-        assert not isinstance(shard, TFRecordShard)
-        data, start = self._fetcher.take(run.shard, run.first_record, run.count)
-        return shard.decode_block(data, start, run.first_record // self.table.block_records)
+        try:
+            try:
+                return decode(*self._fetcher.take(run.shard, run.first_record, run.count))
+            except CorruptionError as error:
+                start, stop = self._shards[run.shard].extent(run.first_record, run.count)
+                if self._cached is not None:
+                    self._cached.drop(run.shard, start, stop)
+                batch = decode(self._files.read(run.shard, start, stop, fresh=True), start)
+                log.warning("%s (%s): read again, the bytes are right", error.what, error.got)
+                return batch
+        except StorageError as error:
+            block = run.first_record // self.table.block_records
+            raise type(error)(
+                f"records {run.first_record} to {run.first_record + run.count} (block {block}) of"
+                f" {self._files.url(run.shard)} cannot be read: {error.what}",
+                got=error.got,
+                allowed=error.allowed,
+                next_step=error.next_step,
+            ) from error
 
     def in_order(self, batch_rows: int) -> Iterator[pa.RecordBatch]:
         """All records in the order of the shards, in batches of any size up to about `batch_rows` or a block.

@@ -82,6 +82,11 @@ class TFRecordShard:
         self._starts = BlockStarts() if starts is None else starts
         self._index = index if keep_index else None
 
+    @property
+    def edges(self) -> tuple[int, ...]:
+        """Where blocks begin, and where the last one ends."""
+        return self._info.block_edges
+
     def unit(self, first_record: int, count: int) -> tuple[int, int]:
         """First record and number of those that are read for some: just these."""
         return first_record, count

@@ -1,0 +1,244 @@
+"""A folder of cached blocks that several processes share: bounded in total, whatever any of them does or dies of."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from storage.errors import ConfigError
+
+# DIR/lockstep-blocks/           mode 0700
+#   lock                         who holds its flock counts and removes; it holds the bytes in use, or more, in digits
+#   DATASET/.live                processes that read this dataset hold a shared flock on it
+#   DATASET/ENTRY                one block; a used one has its mtime renewed
+#   DATASET/.tmp-NONCE           an entry that is being written: its writer holds its flock
+FOLDER, LOCK, LIVE, TEMPORARY = "lockstep-blocks", "lock", ".live", ".tmp-"
+LOCK_LIMIT_S = 5.0  # for the lock: it is held for a scan at most, 4 us an entry; beyond that a block is not cached
+_POLL_S = 0.01
+_LOOK_AGAIN_S = 10.0  # after a look that found nothing to remove
+_FREED_SHARE = 0.1  # of the limit, so that not every new block costs a scan
+
+
+class BusyError(Exception):
+    """The lock was not to be had: its holder stands still."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """A temporary file of its full size; its flock is held as long as `descriptor` is open."""
+
+    descriptor: int
+    path: str
+
+
+class CacheFolder:
+    """Entries below `folder` of at most `limit_bytes` together, told by their dataset and a name.
+
+    An entry may go if no living process reads its dataset; of those that this one reads (`reads`), if nobody used it
+    since `keep_since`, seconds of the clock. What was used longest ago goes first. Raises ConfigError for a folder that
+    others may write, OSError for one that cannot be used. Safe for several threads.
+    """
+
+    def __init__(self, folder: str, limit_bytes: int) -> None:
+        self.root, self.limit_bytes = os.path.join(folder, FOLDER), limit_bytes
+        self.keep_since = 0.0
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            os.mkdir(self.root, 0o700)
+        status = os.lstat(self.root)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            raise ConfigError(
+                f"the cache {self.root} may be written by others",
+                got=f"owner {status.st_uid}, mode {stat.filemode(status.st_mode)}",
+                allowed=f"a directory of user {os.geteuid()} that nobody else may write",
+                next_step="Give --cache another folder, or mend the permissions.",
+            )
+        self._threads = threading.Lock()
+        self._lock = os.open(os.path.join(self.root, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._live: dict[str, int] = {}
+        self._full_until = 0.0
+        with suppress(BusyError), self._locked():
+            self._count(sum(size for _, size, _ in self._scan()))
+
+    @property
+    def full(self) -> bool:
+        """Whether there was no room just now, and nothing that may go."""
+        return time.monotonic() < self._full_until
+
+    def reads(self, dataset: str) -> None:
+        """Say that this process reads a dataset: other processes then leave its entries alone."""
+        with self._threads:
+            if dataset in self._live:
+                return
+            place = os.path.join(self.root, dataset)
+            os.makedirs(place, 0o700, exist_ok=True)
+            descriptor = os.open(os.path.join(place, LIVE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._live[dataset] = descriptor
+            deadline = time.monotonic() + LOCK_LIMIT_S
+            while time.monotonic() < deadline:
+                try:
+                    return fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:  # a process looks, for a moment, whether anyone lives
+                    time.sleep(_POLL_S)
+
+    def path(self, dataset: str, name: str) -> str:
+        """Where an entry is, or would be."""
+        return os.path.join(self.root, dataset, name)
+
+    def reserve(self, dataset: str, size: int) -> Reserved | None:
+        """A file of `size` bytes to write an entry to; None where there is no room for it.
+
+        Raises BusyError, OSError for a disk that has no room.
+        """
+        if size > self.limit_bytes or self.full:
+            return None
+        with self._locked():
+            used = self._used()
+            if used + size > self.limit_bytes:
+                used = self._make_room(size)
+                if used + size > self.limit_bytes:
+                    self._full_until = time.monotonic() + _LOOK_AGAIN_S
+                    self._count(used)
+                    return None
+            path = os.path.join(self.root, dataset, TEMPORARY + secrets.token_hex(8))
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.posix_fallocate(descriptor, 0, size)
+                self._count(used + size)
+            except BaseException:
+                self.give_up(Reserved(descriptor, path))
+                raise
+        return Reserved(descriptor, path)
+
+    def publish(self, reserved: Reserved, dataset: str, name: str) -> None:
+        """Make what was written an entry, in one step."""
+        os.rename(reserved.path, self.path(dataset, name))
+        os.close(reserved.descriptor)
+
+    def give_up(self, reserved: Reserved) -> None:
+        """Remove what was reserved."""
+        with suppress(OSError):
+            os.unlink(reserved.path)
+        os.close(reserved.descriptor)
+
+    def epoch_began(self, previous: float) -> None:
+        """Entries that were not used since `previous` may go."""
+        self.keep_since, self._full_until = previous, 0.0
+
+    def close(self) -> None:
+        """Let go of all locks."""
+        with self._threads:
+            for descriptor in (self._lock, *self._live.values()):
+                os.close(descriptor)
+            self._live.clear()
+            self._lock = -1
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        deadline = time.monotonic() + LOCK_LIMIT_S
+        if not self._threads.acquire(timeout=LOCK_LIMIT_S):
+            raise BusyError
+        try:
+            while True:
+                try:
+                    fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise BusyError from None
+                    time.sleep(_POLL_S)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
+        finally:
+            self._threads.release()
+
+    # Below, the lock is held.
+
+    def _used(self) -> int:
+        """Never less than what lies there: who adds counts first, who removes counts afterwards, if he lives."""
+        text = os.pread(self._lock, 32, 0)
+        if text.isdigit():
+            return int(text)
+        return sum(size for _, size, _ in self._scan())
+
+    def _count(self, used: int) -> None:
+        os.pwrite(self._lock, f"{used:032d}".encode(), 0)
+
+    def _scan(self) -> list[tuple[float, int, str]]:
+        """(last use, bytes, path) of all entries and of what is being written; what the dead left half is removed."""
+        found = []
+        for dataset in os.listdir(self.root):
+            if dataset == LOCK:
+                continue
+            with suppress(FileNotFoundError, NotADirectoryError), os.scandir(os.path.join(self.root, dataset)) as items:
+                for item in items:
+                    if item.name == LIVE or (item.name.startswith(TEMPORARY) and _removed_if_left(item.path)):
+                        continue
+                    with suppress(FileNotFoundError):
+                        status = item.stat(follow_symlinks=False)
+                        found.append((status.st_mtime, status.st_size, item.path))
+        return found
+
+    def _make_room(self, size: int) -> int:
+        """Remove entries until `size` bytes fit; returns the bytes in use then."""
+        found = self._scan()
+        used = sum(length for _, length, _ in found)
+        wanted = self.limit_bytes - max(size, int(_FREED_SHARE * self.limit_bytes))
+        free: dict[str, bool] = {}
+        for last_use, length, path in sorted(found):
+            if used <= wanted:
+                break
+            place, name = os.path.split(path)
+            if name.startswith(TEMPORARY):
+                continue
+            if place not in free:
+                free[place] = os.path.basename(place) not in self._live and not _lives(place)
+            if free[place] or (os.path.basename(place) in self._live and last_use < self.keep_since):
+                with suppress(FileNotFoundError):
+                    os.unlink(path)
+                used -= length
+        return used
+
+
+def _lives(place: str) -> bool:
+    """Whether a process holds the dataset's `.live`."""
+    try:
+        descriptor = os.open(os.path.join(place, LIVE), os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def _removed_if_left(path: str) -> bool:
+    """Remove a temporary file whose writer is dead; whether it is gone."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.unlink(path)
+        return True
+    except BlockingIOError:
+        return False
+    except FileNotFoundError:
+        return True
+    finally:
+        os.close(descriptor)

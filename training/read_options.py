@@ -1,0 +1,56 @@
+"""How a process reads a split: how much ahead, through which cache, and what is checked at the start."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from dataclasses import dataclass
+
+from storage.errors import ConfigError
+from training.block_cache import BlockCache
+from training.block_fetch import READ_AHEAD_BYTES
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadOptions:
+    """Raises ConfigError for numbers that cannot be."""
+
+    read_ahead_bytes: int = READ_AHEAD_BYTES
+    """Bytes of shards that are on their way or wait to be decoded."""
+    cache: str | None = None
+    """A folder on a disk of this host, shared by all processes that name it; None is no cache."""
+    cache_bytes: int = 0
+    """The most that the folder holds, of all datasets and processes together."""
+    ranks: int = 1
+    """How many processes read the split, each its part."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("read_ahead_bytes", 1), ("cache_bytes", 1 if self.cache else 0), ("ranks", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(
+                    f"{name} cannot be right",
+                    got=str(getattr(self, name)),
+                    allowed=f"{least} or more",
+                    next_step=f"Correct --{name.replace('_', '-')}.",
+                )
+
+    def open_cache(self) -> BlockCache | None:
+        """The cache; None where none is asked for, or its disk is full, which is told. Raises ConfigError for a folder
+        that cannot be used.
+        """
+        if self.cache is None:
+            return None
+        try:
+            return BlockCache(self.cache, self.cache_bytes)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                log.warning("no cache in %s: %s; all is read from the dataset", self.cache, error.strerror)
+                return None
+            raise ConfigError(
+                f"{self.cache} cannot be a cache",
+                got=error.strerror or str(error),
+                allowed="a folder on a local disk that this user may write, with locks (flock)",
+                next_step="Give --cache another folder.",
+            ) from error
