@@ -97,6 +97,7 @@ class Loader:
         self._loader = DataLoader(dataset, batch_size=None, num_workers=num_workers, **options)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        self.dataset._next_step = self._next_step  # workers begin with a copy of it
         for batch in self._loader:
             if batch["step"] != self._next_step:
                 raise ConfigError(

@@ -116,6 +116,10 @@ def test_torch_gets_the_same_batches_by_any_number_of_workers(root: str, torch_d
     for workers in (0, 1, 3):
         assert [of_torch(item) for item in torch_data.loader(planned, num_workers=workers)] == whole, workers
     assert [item["epoch"] for item in torch_data.loader(planned)] == [0] * 5 + [1] * 5
+    for workers in (0, 2):
+        loader = torch_data.loader(planned, num_workers=workers)
+        parts = [list(islice(loader, 4)), list(loader)]  # one that is left and taken up again goes on
+        assert [of_torch(item) for part in parts for item in part] == whole
 
 
 def test_torch_goes_on_where_a_state_was_taken_at_other_ranks_and_workers(root: str, torch_data: Any) -> None:
