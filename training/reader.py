@@ -7,6 +7,7 @@ import logging
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -229,18 +230,37 @@ class SplitReader:
         # A row group or gzip block can only be read whole, but windows and lanes cut it: the last few are kept.
         batch = self._kept.pop((run.shard, number), None)
         if batch is None:
-            batch = self._checked(run, lambda data, start: shard.decode_block(data, start, number))
+            batch = self.block(run)
         if skip + run.count < len(batch):
             self._kept[run.shard, number] = batch
         while len(self._kept) > self.keep_blocks:
             self._kept.popitem(last=False)
         return batch.slice(skip, run.count)
 
+    def block(self, run: Run) -> pa.RecordBatch:
+        """All records of the block that holds a run, of a shard that is only read by whole blocks; kept nowhere. Raises
+        as `read` does.
+        """
+        shard = self._shards[run.shard]
+        assert not isinstance(shard, TFRecordShard), "records are read by themselves: `raw`"
+        number = run.first_record // self.table.block_records
+        return self._checked(run, lambda data, start: shard.decode_block(data, start, number))
+
+    def raw(self, run: Run) -> Buffer | None:
+        """The framed records of a run as they lie in the shard; None where only whole blocks are read.
+
+        Nothing of them is checked yet: where they do not decode, `read` says what is wrong, and reads them once more.
+        """
+        if not isinstance(self._shards[run.shard], TFRecordShard):
+            return None
+        with self._named(run):
+            return self._fetcher.take(run.shard, run.first_record, run.count)[0]
+
     def _checked(self, run: Run, decode: Callable[[Buffer, int], pa.RecordBatch]) -> pa.RecordBatch:
         """What `decode` makes of a run's bytes; bytes that do not match their checksums are read once more, by a file
         opened for them and past the cache: a bit may have flipped on the way, or in one replica.
         """
-        try:
+        with self._named(run):
             try:
                 return decode(*self._fetcher.take(run.shard, run.first_record, run.count))
             except CorruptionError as error:
@@ -250,6 +270,12 @@ class SplitReader:
                 batch = decode(self._files.read(run.shard, start, stop, fresh=True), start)
                 log.warning("%s (%s): read again, the bytes are right", error.what, error.got)
                 return batch
+
+    @contextmanager
+    def _named(self, run: Run) -> Iterator[None]:
+        """Name file, records and block in the error of a storage that does not give them."""
+        try:
+            yield
         except StorageError as error:
             block = run.first_record // self.table.block_records
             raise type(error)(
