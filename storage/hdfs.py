@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from storage.deadline import call_with_deadline
 from storage.errors import (
     ExistsError,
     LockstepError,
@@ -22,11 +21,14 @@ from storage.interface import Blocks, FileStat, HdfsBlock, Listing, Promises, Wr
 from storage.remote import RemoteFileSystem
 from storage.retry import with_retries
 from storage.settings import seconds
+from storage.unanswered import Unanswered
 from storage.urls import join, split_url
 
 T = TypeVar("T")
 
 _DISCARD_S = 5.0
+_PROBE_S = 2.0
+_DATA_VERBS = ("read", "write", "sync", "close")  # calls in which DataNodes have a part
 
 
 class HdfsFileSystem(RemoteFileSystem):
@@ -47,6 +49,7 @@ class HdfsFileSystem(RemoteFileSystem):
         self.give_up_s = seconds(settings, "lockstep.storage.give-up-s")
         self._lock = threading.Lock()
         self._raw: Any = None
+        self._calls = Unanswered()
 
     def raw(self, url: str, size: int, begin: int = 0) -> HdfsRaw:
         return HdfsRaw(self, url, size)
@@ -159,9 +162,11 @@ class HdfsFileSystem(RemoteFileSystem):
             return fn(made[0])
 
         try:
-            return call_with_deadline(run, deadline_s, what=f"cannot {verb} {url}", whom=self.whom)
-        except StorageTimeoutError:
+            return self._calls.call(run, deadline_s, what=f"cannot {verb} {url}", whom=self.whom)
+        except StorageTimeoutError as error:
             self._forget(made)
+            if verb in _DATA_VERBS and self._answers():
+                raise _frozen_datanode(verb, url, deadline_s, self.whom) from error
             raise
         except LockstepError:
             raise
@@ -171,6 +176,16 @@ class HdfsFileSystem(RemoteFileSystem):
             if isinstance(error, OSError) and not isinstance(error, (FileNotFoundError, FileExistsError)):
                 self._forget(made)
             raise translate(error, verb=verb, place=url, whom=self.whom) from error
+
+    def _answers(self) -> bool:
+        """Whether the NameNode answers now, if only by a refusal."""
+        try:
+            self.once(lambda raw: raw.get_file_info("/"), "find", "/", min(_PROBE_S, self.call_deadline_s))
+        except (StorageTimeoutError, RetryableStorageError):
+            return False
+        except LockstepError:
+            return True
+        return True
 
     def _client(self) -> Any:
         with self._lock:
@@ -205,6 +220,16 @@ class _Unsettled(Exception):
     def __init__(self, error: StorageError) -> None:
         super().__init__(error)
         self.error = error
+
+
+def _frozen_datanode(verb: str, url: str, deadline_s: float, whom: str) -> StorageTimeoutError:
+    # hdfs-native does not tell which DataNodes it talks to.
+    return StorageTimeoutError(
+        f"cannot {verb} {url}: no answer from a DataNode of it within {deadline_s:.3g} s",
+        got=f"an answer from {whom} alone",
+        allowed="an answer",
+        next_step="Look for a DataNode that is frozen or out of reach (`hdfs dfsadmin -report`: its last contact).",
+    )
 
 
 def _path(url: str) -> str:

@@ -1,0 +1,59 @@
+"""Calls to a server that never answers: each ends at its deadline, and they do not pile up without end."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from storage.errors import StorageTimeoutError
+from storage.unanswered import FREE, Unanswered
+
+
+def give_up(calls: Unanswered, wake: threading.Event, seconds: float = 0.005) -> None:
+    with pytest.raises(StorageTimeoutError, match="no answer from the server"):
+        calls.call(lambda: wake.wait(30), seconds, what="cannot ask", whom="the server")
+
+
+def test_calls_are_held_back_while_many_are_unanswered_and_go_on_when_they_end() -> None:
+    calls, wake = Unanswered(), threading.Event()
+    try:
+        for _ in range(FREE):
+            give_up(calls, wake)
+        assert calls.left == FREE
+        threads = threading.active_count()
+        for _ in range(5):  # the next one would be begun a second after the last
+            began = time.monotonic()
+            give_up(calls, wake, 0.02)
+            assert time.monotonic() - began >= 0.02
+        assert (calls.left, threading.active_count()) == (FREE, threads)
+        with pytest.raises(StorageTimeoutError) as caught:
+            calls.call(lambda: 1, 0.02, what="cannot ask", whom="the server")
+        assert f"no answer to {FREE} calls before it" in caught.value.got
+        assert calls.call(lambda: 2, 5.0, what="cannot ask", whom="the server") == 2  # one now and then looks again
+        woken = threading.Timer(0.1, wake.set)
+        woken.start()
+        began = time.monotonic()
+        assert calls.call(lambda: 3, 5.0, what="cannot ask", whom="the server") == 3
+        assert time.monotonic() - began < 0.9  # they ended: it was not held back to the end of its second
+    finally:
+        wake.set()
+    end = time.monotonic() + 10
+    while calls.left and time.monotonic() < end:
+        time.sleep(0.01)
+    assert calls.left == 0
+
+
+def test_results_errors_and_what_is_given_up_from_outside() -> None:
+    calls = Unanswered()
+    assert calls.call(lambda: "x", 1.0, what="cannot ask", whom="the server") == "x"
+    with pytest.raises(KeyError):
+        calls.call(lambda: {}["x"], 1.0, what="cannot ask", whom="the server")
+    with pytest.raises(StorageTimeoutError, match="its own"):  # a call that ended with such an error left nothing
+        calls.call(_fail, 1.0, what="cannot ask", whom="the server")
+    assert calls.left == 0
+
+
+def _fail() -> None:
+    raise StorageTimeoutError("its own")
