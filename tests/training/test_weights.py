@@ -11,12 +11,15 @@ import pytest
 
 from features.sample_id import sample_id
 from features.schema import Field, Schema, sample_id_field
+from storage.errors import ConfigError
 from tests.training._threads import final_tensors, run, run_threads
 from tests.training._tiny import write_rows
 from tests.training.test_fit import assert_same
+from training.audit_run import check_run_audit
 from training.config import TrainConfig
 from training.evaluate import evaluate
 from training.reader import OpenSplit
+from training.run_result import RunResult
 
 pytestmark = pytest.mark.slow
 
@@ -43,9 +46,12 @@ SCHEMA = Schema(
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write(str(tmp_path_factory.mktemp("data") / "weighted"), 3)
+
+
+def write(url: str, seed: int) -> str:
     """Half of the rows weigh 3 and have x > 0 as their label; the others weigh nothing and say the opposite."""
-    url = str(tmp_path_factory.mktemp("data") / "weighted")
-    rng = np.random.default_rng(3)
+    rng = np.random.default_rng(seed)
     count = 130
     x = rng.standard_normal(count)
     counts = rng.integers(0, 2, count) == 1
@@ -87,3 +93,28 @@ def test_weights_and_ids_are_the_same_at_any_number_of_ranks(dataset: str, tmp_p
     right = (np.asarray(model.predict(rows.x, verbose=0)).ravel() > 0.5) == rows.y
     assert right[kept].mean() > 0.8 and right[~kept].mean() < 0.4, "rows without weight taught nothing"
     assert told["baseline"]["metrics"]["loss"] > told["metrics"]["loss"]
+
+
+def test_a_mixture_of_weighted_rows_goes_on_with_other_ranks(dataset: str, tmp_path: Path) -> None:
+    """Two thirds of each batch are of the second dataset; its sample ids are the first one's, its epochs its own."""
+    options: dict[str, Any] = {"global_batch": 24, "launcher": "local", "precision": "float64", "audit": True}
+    options |= {"datasets": (dataset, write(str(tmp_path / "second"), 4)), "mix": (1, 2), "learning_rate": 0.1}
+
+    def train(name: str, num_ranks: int, epochs: int, **more: Any) -> RunResult:
+        numbers = {"run": str(tmp_path / name), "num_ranks": num_ranks, "epochs": epochs}
+        return run(TrainConfig(model="logistic", **{**options, **numbers, **more}))
+
+    straight = train("straight", 1, 3)
+    train("broken", 3, 1)
+    later = train("broken", 2, 3)
+    assert straight.steps == later.steps == 3 * 100 // 8 and len(later.left_over) == 4
+    assert_same(final_tensors(str(tmp_path / "straight")), final_tensors(str(tmp_path / "broken")))
+    assert straight.metrics["loss"] == pytest.approx(later.metrics["loss"], rel=1e-9)
+    for name in ("straight", "broken"):
+        report = check_run_audit(str(tmp_path / name))
+        assert report.ok and report.samples == 37 * 24 and len(report.left_over) == 4
+    with pytest.raises(ConfigError, match="another `ratios`") as caught:
+        train("broken", 2, 4, mix=(2, 1))
+    assert "--mix" in caught.value.next_step
+    with pytest.raises(ConfigError, match="another `ratios`"):
+        train("broken", 2, 4, mix=None)  # the same records end to end
