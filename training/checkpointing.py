@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import TYPE_CHECKING
 
 from storage.errors import LockstepError
 from training.agreement import Agreement
@@ -13,9 +14,11 @@ from training.control.carry import is_final
 from training.exchange import Exchange
 from training.reports import StepReports
 from training.saved import Saved
-from training.saving import Progress, Saver
 from training.step_clock import StepClock
 from training.weight_check import WeightCheck
+
+if TYPE_CHECKING:  # they bring Keras
+    from training.saving import Progress, Saver
 
 LAST_WAIT_S = 30.0
 log = logging.getLogger(__name__)

@@ -66,9 +66,9 @@ class RunHandler:
                 "parent": self._claim.parent.to_json() if self._claim.parent else None,
             }
         if kind == "checkpoint":
-            reply = self.commits.checkpoint(rank, fields)
-            self._metrics.try_flush()
-            return reply
+            if rank == 0:  # before its report, so before the commit: nobody makes these steps again
+                self._metrics.try_flush()
+            return self.commits.checkpoint(rank, fields)
         if kind == "model":
             return self.commits.model(rank, fields)
         if kind == "metrics":
