@@ -25,20 +25,27 @@ _PART_BYTES = 1 << 20
 
 
 class BadImageError(DataError):
-    """A file of a dataset that is no image; `row` counts within the rows that were decoded together."""
+    """A file of a dataset that is no image: `row` within the rows that were decoded together, and, where it is known,
+    the sample's id and its place (shard and record).
+    """
 
-    def __init__(self, row: int, detail: str, place: str = "") -> None:
+    def __init__(self, row: int, detail: str, sample_id: int | None = None, place: str = "") -> None:
+        where = "" if sample_id is None else f": sample id {sample_id % (1 << 64):016x}"
         super().__init__(
-            f"an image of the dataset cannot be decoded{': ' if place else ''}{place}",
+            f"an image of the dataset cannot be decoded{where}{', ' if place else ''}{place}",
             got=detail,
             allowed="JPEG, PNG, GIF, TIFF or WebP",
             next_step="Run `python -m jobs.verify URL`, then build the dataset anew without the file.",
         )
-        self.row, self.detail = row, detail
+        self.row, self.detail, self.sample_id = row, detail, sample_id
+
+    def of(self, sample_id: int) -> BadImageError:
+        """The same error, the sample named."""
+        return BadImageError(self.row, self.detail, sample_id)
 
     def at(self, place: str) -> BadImageError:
-        """The same error, said where: the sample id, the shard's file and the record."""
-        return BadImageError(self.row, self.detail, place)
+        """The same error, its place named."""
+        return BadImageError(self.row, self.detail, self.sample_id, place)
 
 
 class _Pool:

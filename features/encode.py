@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from features.baked_form import BAKED
 from features.baked_inputs import baked
+from features.decode_many import BadImageError
 from features.fitted import Fitted
 from features.making import Lists, Made, at_once
 from features.schema import Field, Schema
@@ -84,7 +85,10 @@ class Encoder:
         """Encode rows. Raises DataError for a null where none may be, for a label outside its classes and for a weight
         that is negative or no finite number.
         """
-        return self._encoded([made.whole(batch.column(column)) for column, made in self.made])
+        try:
+            return self._encoded([made.whole(batch.column(column)) for column, made in self.made])
+        except BadImageError as error:
+            raise error.of(batch.column(self.schema.id_field.name)[error.row].as_py()) from None
 
     def early(self, batch: pa.RecordBatch, skip: Container[str] = ()) -> list[NDArray[Any] | Lists | None]:
         """The first step of `encode`: for each of `made` an array or Lists, None where its column is in `skip`.
@@ -97,9 +101,13 @@ class Encoder:
 
     def late(self, rows: Sequence[NDArray[Any] | Lists]) -> Encoded:
         """The second step: what `early` gave, its rows in any order, as `encode` would give it."""
-        return self._encoded(
-            [one if made.late is None else made.late(one) for one, (_, made) in zip(rows, self.made, strict=True)]
-        )
+        try:
+            return self._encoded(
+                [one if made.late is None else made.late(one) for one, (_, made) in zip(rows, self.made, strict=True)]
+            )
+        except BadImageError as error:
+            ids: Any = rows[len(self._names) + (self._label is not None)]
+            raise error.of(int(ids[error.row])) from None
 
     def _encoded(self, arrays: list[Any]) -> Encoded:
         x = dict(zip(self._names, arrays, strict=False))

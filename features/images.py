@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from storage.errors import ConfigError, DataError
+from storage.errors import ConfigError
 
 FITS = ("resize", "crop", "pad")
 ROTATIONS = (0, 90, 180, 270)
@@ -110,22 +110,3 @@ def set_channels(pixels: NDArray[np.uint8], channels: int) -> NDArray[np.uint8]:
         block = slice(start, start + _BLOCK_PIXELS)
         out[block] = (flat[block].astype(np.uint32) @ _LUMA + 0x8000) >> 16
     return out.reshape(*pixels.shape[:-1], 1)
-
-
-def decode_image(data: bytes, size: tuple[int, int], channels: int, how: str = "resize") -> NDArray[np.uint8]:
-    """An encoded image of a dataset as pixels: decode, then `fit` to (height, width) in the way `how`.
-
-    Returns (height, width, channels) uint8. Raises DataError for bytes that are no image.
-    """
-    from features.decode import ImageError, decode
-
-    try:
-        pixels = decode(data, channels)
-    except ImageError as error:
-        raise DataError(
-            "an image of the dataset cannot be decoded",
-            got=str(error),
-            allowed="JPEG, PNG, GIF, TIFF or WebP",
-            next_step="Run `python -m jobs.verify URL`.",
-        ) from None
-    return fit(pixels[None], *size, how)[0]

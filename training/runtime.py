@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from features.decode_many import set_decode_threads
 from training.devices import listed
 from training.world import World
 
@@ -32,6 +33,7 @@ def configure(world: World, *, precision: str, seed: int) -> None:
     # One thread a rank on two cores: more threads than cores only take turns, and each rank waits for the slowest.
     tf.config.threading.set_intra_op_parallelism_threads(threads_of(world, len(os.sched_getaffinity(0))))
     tf.config.threading.set_inter_op_parallelism_threads(INTER_OP_THREADS)
+    set_decode_threads(threads_of(world, len(os.sched_getaffinity(0))))
     set_precision(precision)
     # Keras' seed must fit 32 bits; the plan uses the whole one.
     keras.utils.set_random_seed(seed % 2**32)

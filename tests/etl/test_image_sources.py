@@ -11,8 +11,9 @@ import pytest
 
 from etl import image_sets
 from etl.image_config import ImagesConfig
+from features.decode import decode
 from features.encode import Encoder
-from features.images import decode_image
+from features.images import fit
 from features.schema import Schema
 from storage.errors import ConfigError, DataError
 from storage.manifest import DatasetManifest
@@ -73,7 +74,7 @@ def test_encoded_images_and_names_that_come_twice(spark: SparkSession, tmp_path:
     (batch,) = pq.ParquetFile(tmp_path / "out" / shard).read().combine_chunks().to_batches()
     fed = Encoder(schema, {}).encode(batch)
     for pixels_fed, data in zip(fed.x["image"], batch.column("image").to_pylist(), strict=True):
-        assert pixels_fed.shape == (2, 6, 3) and (pixels_fed == decode_image(data, (2, 6), 3, "pad")).all()
+        assert pixels_fed.shape == (2, 6, 3) and (pixels_fed == fit(decode(data, 3)[None], 2, 6, "pad")[0]).all()
     # The first of a name is the same sample whether or not it comes again.
     shutil.rmtree(tmp_path / "out")
     alone = image_sets.run(spark, config(first, tmp_path / "out", **{**told, "inputs": (str(first),)}))

@@ -9,13 +9,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from PIL import Image
 
 from features import decode_many
 from features.decode import decode
 from features.decode_many import BadImageError, decode_files, set_decode_threads
+from features.encode import Encoder
 from features.images import fit
+from features.schema import Field, Schema
 
 
 @pytest.fixture(autouse=True)
@@ -72,10 +75,37 @@ def test_the_first_bad_file_is_the_one_that_is_told(threads: int) -> None:
     with pytest.raises(BadImageError, match="cannot be decoded") as refused:
         decode_files(*together(parts), (12, 10), 3)
     assert refused.value.row == 17
-    placed = refused.value.at("sample id 00ff, part-00000.tfrecord, record 5")
-    assert "record 5" in placed.what and "broken_image" in placed.got
+    placed = refused.value.of(-1).at("part-00000.tfrecord, record 5")
+    assert "sample id ffffffffffffffff, part-00000.tfrecord, record 5" in placed.what and "broken_image" in placed.got
     assert str(copy.copy(placed)) == str(placed)  # as it crosses processes
     assert decode_files(*together(files(40)), (12, 10), 3).shape == (40, 12, 10, 3)  # the threads are still there
+
+
+def test_an_encoder_names_the_sample_of_a_bad_image() -> None:
+    encoding = {"kind": "image", "height": 12, "width": 10, "channels": 3}
+    schema = Schema(
+        (
+            Field(name="sample_id", dtype="int64", kind="id"),
+            Field(name="image", dtype="bytes", encoding=encoding),
+            Field(name="label", dtype="int64", kind="label", num_classes=2),
+        )
+    )
+    parts = files(9)
+    parts[6] = parts[6][:30]
+    columns = [list(range(-1, 8)), parts, [0] * 9]
+    rows = pa.RecordBatch.from_arrays([pa.array(column) for column in columns], schema=schema.arrow_schema())
+    encoder = Encoder(schema, {})
+    assert np.array_equal(
+        encoder.encode(rows.slice(1, 5)).x["image"][2], fit(decode(parts[3], 3)[None], 12, 10, "resize")[0]
+    )
+
+    def in_two_steps(batch: pa.RecordBatch) -> Any:
+        early: Any = encoder.early(batch)
+        return encoder.late(early)
+
+    for encode in (encoder.encode, in_two_steps):
+        with pytest.raises(BadImageError, match="sample id 0000000000000005"):
+            encode(rows.slice(2))
 
 
 def test_another_error_of_a_thread_is_raised_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import tracemalloc
 from fractions import Fraction
 
@@ -10,10 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
-from features.images import FITS, _scaled, blend, decode_image, fit, resize, rotate, set_channels
-from storage.errors import ConfigError, DataError
+from features.images import FITS, _scaled, blend, fit, resize, rotate, set_channels
+from storage.errors import ConfigError
 
 
 def exact(image: np.ndarray, height: int, width: int) -> np.ndarray:
@@ -152,13 +150,3 @@ def test_blending_a_large_image_takes_little_beside_it() -> None:
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak_bytes < 10 * (1 << 21), "seven bytes a pixel of images and result, and a block"
-
-
-def test_an_encoded_image_of_a_dataset() -> None:
-    file = io.BytesIO()
-    pixels = np.random.default_rng(2).integers(0, 256, (6, 4, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(file, "PNG")
-    np.testing.assert_array_equal(decode_image(file.getvalue(), (6, 4), 3), pixels)
-    np.testing.assert_array_equal(decode_image(file.getvalue(), (3, 3), 3, "crop"), fit(pixels[None], 3, 3, "crop")[0])
-    with pytest.raises(DataError, match="cannot be decoded"):
-        decode_image(file.getvalue()[:50], (6, 4), 3)
