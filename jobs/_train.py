@@ -7,9 +7,10 @@ from typing import Any, get_args
 
 from features.augment.parse import forms
 from jobs._cli import JobParser
+from training.block_fetch import READ_AHEAD_BYTES
 from training.checkpoint_schedule import MEAN_TIME_BETWEEN_FAILURES_S
 from training.comm.options import Algorithm, Backend
-from training.config import BatchNorm, NonFinite, Precision, ScalingRule, TrainConfig
+from training.config import CACHE_BYTES, BatchNorm, NonFinite, Precision, ScalingRule, TrainConfig, Verify
 
 
 def parser(description: str) -> JobParser:
@@ -41,6 +42,21 @@ def parser(description: str) -> JobParser:
     add("--window-bytes", type=int, default=8 << 20, metavar="N", help="shuffle window of all lanes (default 8 MiB)")
     add("--cache-groups", type=int, metavar="C", help="of blocks that the same L / C lanes read each epoch, for caches")
     add("--cache-rotation", type=int, metavar="K", help="epochs after which cache groups are made anew (default never)")
+    add(
+        "--read-ahead-bytes",
+        type=int,
+        default=READ_AHEAD_BYTES,
+        metavar="N",
+        help="of shards that a rank fetches ahead (default 64 MiB)",
+    )
+    add("--cache", metavar="DIR", help="on each rank's host, for blocks that later epochs read again (default none)")
+    add("--cache-bytes", type=int, default=CACHE_BYTES, metavar="N", help="the most that DIR holds (default 16 GiB)")
+    add(
+        "--verify",
+        choices=get_args(Verify),
+        default="start",
+        help="full: every byte of the split by its digest, before the first step (default start: lengths and indexes)",
+    )
     add("--augment", nargs="+", action=Joined, default="", metavar="OP", help=f"of training images: {forms()}")
     add(
         "--batchnorm",
@@ -76,6 +92,7 @@ def parser(description: str) -> JobParser:
         default="stop",
         help="what a loss or gradient that is no finite number does: stop (default) or skip the step on all ranks",
     )
+    add("--canonical", action="store_true", help="the same weights, bit for bit, at 1, 2, 4, ... ranks; slower")
     add("--compare-every", type=int, default=100, metavar="N", help="steps between looks whether ranks agree (100)")
     add("--audit", action="store_true", help="list each sample that counts, in RUN/audit")
     add("--launcher", choices=["barrier", "local"], default="barrier", help="Spark barrier stage (default) | this host")

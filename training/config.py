@@ -8,14 +8,17 @@ from typing import Any, Literal, get_args
 
 from features.augment.parse import canonical
 from storage.errors import ConfigError
+from training.block_fetch import READ_AHEAD_BYTES
 from training.checkpoint_schedule import ALLOWED, MEAN_TIME_BETWEEN_FAILURES_S, CheckpointEvery
-from training.comm.options import Algorithm, Backend, CommOptions
+from training.comm.options import UNAUTHENTICATED, Algorithm, Backend, CommOptions
 
 BatchNorm = Literal["ghost", "sync", "local"]
 Precision = Literal["float32", "float64", "mixed_float16", "mixed_bfloat16"]
 ScalingRule = Literal["none", "linear", "sqrt"]
 Launcher = Literal["barrier", "local"]
 Switch = Literal["on", "off"]
+Verify = Literal["start", "full"]
+CACHE_BYTES = 16 << 30
 NonFinite = Literal["stop", "skip"]
 
 
@@ -53,6 +56,14 @@ class TrainConfig:
     """Blocks stay in so many groups, each read by neighbouring lanes: for a cache on as many nodes (divides lanes)."""
     cache_rotation: int | None = None
     """Every so many epochs the groups are made anew; None is never."""
+    read_ahead_bytes: int = READ_AHEAD_BYTES
+    """Bytes of shards that a rank fetches ahead of their use, at most."""
+    cache: str | None = None
+    """A folder on a disk of each rank's host: blocks that were read once are kept there, for all ranks of the host."""
+    cache_bytes: int = CACHE_BYTES
+    """The most that the cache of a host holds, of all runs that use it."""
+    verify: Verify = "start"
+    """`full`: before the first step the ranks read every byte of the split and hold it against its digest."""
     augment: str = ""
     """Random changes of the training images, such as `crop:4 flip` (docs/batches.md); the empty text is none."""
     batchnorm: BatchNorm = "ghost"
@@ -69,6 +80,9 @@ class TrainConfig:
     """Checkpoints of the chain that stay; older ones are moved to the trash."""
     audit: bool = False
     """Whether ranks list each sample id they train on."""
+    canonical: bool = False
+    """Whether each lane group (or lane) is computed by itself and gradients are added in one fixed tree: the same
+    weights, bit for bit, at any number of ranks that is a power of two and divides these (docs/exactly-once.md)."""
     non_finite: NonFinite = "stop"
     """What a loss or gradient that is not finite does: `stop` the run, or `skip` the step on all ranks, up to 10 in a
     row (docs/exactly-once.md). A scaled loss skips by itself."""
@@ -134,6 +148,11 @@ class TrainConfig:
         self._check("non_finite", self.non_finite in get_args(NonFinite), " or ".join(get_args(NonFinite)))
         alone = self.non_finite == "stop" or self.micro_batches == 1
         self._check("non_finite", alone, "stop with --micro-batches: what is added up cannot be skipped in part")
+        if self.canonical:
+            self._check("batchnorm", self.batchnorm != "sync", "with --canonical: ghost or local")
+            self._check("micro_batches", self.micro_batches == 1, "1 with --canonical, which goes unit by unit anyway")
+            self._check("algorithm", self.algorithm == "auto", "auto with --canonical, which has an order of its own")
+            self._check("backend", self.backend not in UNAUTHENTICATED, "with --canonical: auto, tcp or shm")
         self._check("launcher", self.launcher in get_args(Launcher), " or ".join(get_args(Launcher)))
         self._check("tls", self.tls in get_args(Switch), " or ".join(get_args(Switch)))
         self._check("backend", self.backend in get_args(Backend), " or ".join(get_args(Backend)))
@@ -154,6 +173,10 @@ class TrainConfig:
             count = len(self.datasets)
             right = len(self.mix) == count >= 2 and all(type(ratio) is int and ratio >= 1 for ratio in self.mix)
             self._check("mix", right, f"two datasets or more and an integer from 1 up for each of them, here {count}")
+        self._check("read_ahead_bytes", self.read_ahead_bytes >= 1, "an integer from 1 up")
+        self._check("cache_bytes", self.cache_bytes >= 1, "an integer from 1 up")
+        self._check("cache", self.cache is None or self.cache.startswith("/"), "an absolute path on every rank's host")
+        self._check("verify", self.verify in get_args(Verify), " or ".join(get_args(Verify)))
         groups, rotation = self.cache_groups, self.cache_rotation
         self._check("cache_groups", groups is None or groups >= 1, "an integer from 1 up")
         self._check("cache_rotation", rotation is None or rotation >= 1, "epochs from 1 up")

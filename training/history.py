@@ -12,7 +12,7 @@ from training.claims import claimed
 from training.paths import RunPaths
 from training.step_clock import PARTS
 
-RATE, NON_FINITE, CHECKPOINT = "learning_rate", "non_finite", "checkpoint"
+RATE, NON_FINITE, CHECKPOINT, READING = "learning_rate", "non_finite", "checkpoint", "reading"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,8 @@ class History:
     """Rows {step, rank, what, skipped, lanes, samples} of ranks and generations that met what was not finite."""
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
     """Rows {step, bytes, copied_s, written_s, cost_s, skipped, interval_s} of what was committed, in order of step."""
+    reading: list[dict[str, Any]] = field(default_factory=list)
+    """Rows of training.reading of all ranks and generations: what each read up to the end of an epoch."""
     learning_rate: dict[str, Any] | None = None
     """What was done to the model's learning rate (training.learning_rate.Scaled); None where nothing was."""
 
@@ -47,7 +49,7 @@ def read_history(run: str) -> History:
             next_step="Check the URL.",
         )
     kept: dict[str, dict[int, dict[str, Any]]] = {"step": {}, "epoch": {}, CHECKPOINT: {}, RATE: {}}
-    times, non_finite = [], []
+    times, non_finite, reading = [], [], []
     generations = sorted(claimed(fs, paths))
     for generation in generations:
         for row in _rows(paths.metrics(generation)):
@@ -55,11 +57,13 @@ def read_history(run: str) -> History:
                 times.append(row)
             elif row["kind"] == NON_FINITE:
                 non_finite.append(row)
+            elif row["kind"] == READING:
+                reading.append(row)
             else:
                 kept[row["kind"]][row["step"]] = row
     steps, epochs, checkpoints, rates = ([rows[step] for step in sorted(rows)] for rows in kept.values())
     rate = rates[-1] if rates else None
-    return History(steps, epochs, times, len(generations), non_finite, checkpoints, rate)
+    return History(steps, epochs, times, len(generations), non_finite, checkpoints, reading, rate)
 
 
 def _rows(directory: str) -> list[dict[str, Any]]:
@@ -79,9 +83,10 @@ def _row(line: bytes, url: str, number: int) -> dict[str, Any]:
     try:
         row = json.loads(line)
         timed = row["kind"] == "time" and all(isinstance(row[name], int | float) for name in ("rank", *PARTS))
-        if (row["kind"] in ("step", "epoch", RATE, NON_FINITE, CHECKPOINT) or timed) and isinstance(row["step"], int):
+        known = row["kind"] in ("step", "epoch", RATE, NON_FINITE, CHECKPOINT, READING) or timed
+        if known and isinstance(row["step"], int):
             return dict(row)
-        problem = "neither a step, an epoch, a learning rate, a rank's time, a checkpoint nor what was not finite"
+        problem = "neither a step, an epoch, a rate, a rank's time or reading, a checkpoint nor what was not finite"
     except (ValueError, KeyError, TypeError) as error:
         problem = repr(error)
     what = f"a metrics file holds a line that is no measurement ({problem})"

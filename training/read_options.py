@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from storage.errors import ConfigError
 from training.block_cache import BlockCache
 from training.block_fetch import READ_AHEAD_BYTES
+from training.config import TrainConfig
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,17 @@ class ReadOptions:
                     allowed=f"{least} or more",
                     next_step=f"Correct --{name.replace('_', '-')}.",
                 )
+
+    @classmethod
+    def of(cls, config: TrainConfig, ranks: int) -> Self:
+        """Those of a run's rank."""
+        return cls(
+            read_ahead_bytes=config.read_ahead_bytes, cache=config.cache, cache_bytes=config.cache_bytes, ranks=ranks
+        )
+
+    def shared_by(self, readers: int) -> ReadOptions:
+        """The same for each of so many readers of one process: together they read as much ahead."""
+        return replace(self, read_ahead_bytes=max(1, self.read_ahead_bytes // readers))
 
     def open_cache(self) -> BlockCache | None:
         """The cache; None where none is asked for, or its disk is full, which is told. Raises ConfigError for a folder

@@ -103,6 +103,8 @@ class SplitReader:
         self._kept: OrderedDict[tuple[int, int], pa.RecordBatch] = OrderedDict()
         self._shards: list[TFRecordShard | GzipShard | ParquetShard] = []
         self._records: list[int] = []
+        self.stored: list[tuple[FileSystem, str, ShardInfo]] = []
+        """Where each shard lies, and what its manifest says of it."""
         self._bytes = 0
         self._starts, self._index_bytes = BlockStarts(), 0
         self._files = ShardFiles()
@@ -161,6 +163,7 @@ class SplitReader:
             url = join(dataset_url, shard.path)
             _check_length(fs, url, shard)
             self._files.add(fs, url, shard.bytes)
+            self.stored.append((fs, url, shard))
             opened = self._open(fs, dataset_url, manifest, split, number)
             self._shards.append(opened)
             if self._cached is not None:

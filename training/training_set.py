@@ -14,6 +14,7 @@ from training.mixed_feed import MixedFeed
 from training.mixed_plan import MixedPlan, Plan
 from training.parts import open_mixture
 from training.planning import plan_from
+from training.read_options import ReadOptions
 from training.reader import OpenSplit, SplitReader
 from training.world import World
 
@@ -28,13 +29,16 @@ class TrainingSet:
     splits: tuple[OpenSplit, ...]
 
     @classmethod
-    def at(cls, datasets: Sequence[str], split: str, mix: Sequence[int] | None) -> Self:
+    def at(
+        cls, datasets: Sequence[str], split: str, mix: Sequence[int] | None, options: ReadOptions | None = None
+    ) -> Self:
         """Open datasets end to end or, with `mix`, side by side; everything that is checked at the start is."""
         if mix is None:
-            opened = OpenSplit.at(datasets, split, training=True)
+            opened = OpenSplit.at(datasets, split, training=True, options=options)
             return cls(opened.manifest, (opened,))
         manifest = open_mixture(datasets, split)[1]
-        return cls(manifest, tuple(OpenSplit.at(url, split, training=True) for url in datasets))
+        each = None if options is None else options.shared_by(len(datasets))
+        return cls(manifest, tuple(OpenSplit.at(url, split, training=True, options=each) for url in datasets))
 
     @property
     def encoder(self) -> Encoder:
