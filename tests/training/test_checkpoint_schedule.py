@@ -165,10 +165,12 @@ class Ranks:
         self.exchanges, self.disks = [Steps(num_ranks) for _ in range(num_ranks)], [Disk() for _ in range(num_ranks)]
         self.rows = Quiet()
         reports: list[Any] = [self.rows, *[None] * num_ranks]
-        self.ranks = [
-            Checkpoints(disk, exchange, config, Quiet(), Quiet(), reports[rank])  # type: ignore[arg-type] - doubles
-            for rank, (disk, exchange) in enumerate(zip(self.disks, self.exchanges, strict=True))
-        ]
+        quiet: Any = Quiet()
+
+        def checkpoints(rank: int, disk: Any, words: Any) -> Checkpoints:
+            return Checkpoints(disk, words, config, quiet, quiet, reports[rank])
+
+        self.ranks = [checkpoints(rank, self.disks[rank], self.exchanges[rank]) for rank in range(num_ranks)]
 
     def go(self, steps: int = 1) -> None:
         for _ in range(steps):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,17 @@ import numpy as np
 import pytest
 
 from features.sample_id import sample_id
-from storage.errors import ConfigError, CorruptionError, DataError
+from storage.errors import ConfigError, CorruptionError, DataError, LockstepError
+from storage.verify import verify
 from tests.training._threads import final_state, final_tensors, rows_of, run
 from tests.training._tiny import write_images, write_table
 from training.agreement import NonFiniteError
 from training.audit import sample_hex
+from training.audit_run import check_run_audit
 from training.config import TrainConfig
+from training.driver import Hooks
 from training.history import read_history
+from training.rank_file import upload
 from training.run_result import RunResult
 
 pytestmark = pytest.mark.slow
@@ -31,7 +36,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"table": str(folder / "table"), "images": str(folder / "images")}
 
 
-def train(dataset: str, url: Path, num_ranks: int, model: str, **more: Any) -> RunResult:
+def train(dataset: str, url: Path, num_ranks: int, model: str, *, hooks: Hooks | None = None, **more: Any) -> RunResult:
     defaults: dict[str, Any] = {
         "global_batch": 24,
         "epochs": 6,
@@ -39,7 +44,8 @@ def train(dataset: str, url: Path, num_ranks: int, model: str, **more: Any) -> R
         "launcher": "local",
         "seed": 7,
     }
-    return run(TrainConfig(datasets=(dataset,), run=str(url), num_ranks=num_ranks, model=model, **(defaults | more)))
+    config = TrainConfig(datasets=(dataset,), run=str(url), num_ranks=num_ranks, model=model, **(defaults | more))
+    return run(config, hooks)
 
 
 def assert_same(mine: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
@@ -83,31 +89,80 @@ def test_losses_of_each_step_in_float32(data: dict[str, str], tmp_path: Path) ->
     assert all(row["compute_s"] > 0 for row in times) and any(row["checkpoint_s"] > 0 for row in times)
 
 
-def test_a_restart_in_the_middle_of_an_epoch_changes_no_bit(data: dict[str, str], tmp_path: Path) -> None:
-    """200 samples, batches of 24: 8 or 9 steps an epoch; the checkpoint of step 30 lies within the fourth."""
+@pytest.fixture(scope="module")
+def undisturbed(data: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunResult]:
+    """200 samples, batches of 24: 8 or 9 steps an epoch, 50 in all."""
+    url = tmp_path_factory.mktemp("undisturbed") / "run"
+    return url, train(data["table"], url, 2, f"{OWN}:with_callbacks", checkpoint_every=15, audit=True)
+
+
+def assert_no_bit_differs(one: tuple[Path, RunResult], other: tuple[Path, RunResult]) -> None:
+    (whole_url, whole), (broken_url, broken) = one, other
+    assert (whole.steps, whole.metrics) == (broken.steps, broken.metrics)
+    for rank in (0, 1):  # weights, optimizer, dropout's seeds, EarlyStopping's best weights
+        mine, others = final_tensors(str(whole_url), rank), final_tensors(str(broken_url), rank)
+        assert sorted(mine) == sorted(others)
+        assert all(mine[name].tobytes() == others[name].tobytes() for name in mine)
+    assert final_state(str(whole_url)) == final_state(str(broken_url))
+    losses = [{s: r["loss"] for s, r in rows_of(str(url), "step").items()} for url in (whole_url, broken_url)]
+    assert losses[0] == losses[1]
+
+
+def test_a_restart_in_the_middle_of_an_epoch_changes_no_bit(
+    data: dict[str, str], undisturbed: tuple[Path, RunResult], tmp_path: Path
+) -> None:
+    """The checkpoint of step 30 lies within the fourth epoch."""
     from tests.training import _models  # imports TensorFlow
 
-    options: dict[str, Any] = {"checkpoint_every": 15, "audit": True}
-    whole = train(data["table"], tmp_path / "whole", 2, f"{OWN}:with_callbacks", **options)
     _models.FAIL_AT.update(step=37)
-    broken = train(data["table"], tmp_path / "broken", 2, f"{OWN}:with_callbacks", **options)
+    broken = train(data["table"], tmp_path, 2, f"{OWN}:with_callbacks", checkpoint_every=15, audit=True)
     assert not _models.FAIL_AT, "it did fail"
+    url, whole = undisturbed
     assert (broken.restarts, whole.restarts, broken.steps) == (1, 0, 50)
-    masks = []
-    for rank in (0, 1):  # weights, optimizer, dropout's seeds, EarlyStopping's best weights
-        mine, other = (final_tensors(str(tmp_path / name), rank) for name in ("whole", "broken"))
-        assert sorted(mine) == sorted(other)
-        assert all(mine[name].tobytes() == other[name].tobytes() for name in mine)
-        masks.append([value.tobytes() for name, value in mine.items() if name.startswith("seeds/")])
-    assert masks[0] and masks[0] != masks[1], "each rank has dropout masks of its own"
-    mine_state, other_state = (final_state(str(tmp_path / name)) for name in ("whole", "broken"))
-    assert mine_state == other_state
-    plateau = next(c["state"] for c in mine_state["callbacks"] if c["class"] == "ReduceLROnPlateau")
+    assert_no_bit_differs(undisturbed, (tmp_path, broken))
+    seeds = [[v.tobytes() for n, v in final_tensors(str(url), r).items() if n.startswith("seeds/")] for r in (0, 1)]
+    assert seeds[0] and seeds[0] != seeds[1], "each rank has dropout masks of its own"
+    plateau = next(c["state"] for c in final_state(str(url))["callbacks"] if c["class"] == "ReduceLROnPlateau")
     assert plateau["best"] is not None
-    assert whole.metrics == broken.metrics
     assert whole.metrics["learning_rate"] < 0.001, "ReduceLROnPlateau has acted, so its state counts"
-    losses = [{s: r["loss"] for s, r in rows_of(str(tmp_path / n), "step").items()} for n in ("whole", "broken")]
-    assert losses[0] == losses[1]
+
+
+def test_a_checkpoint_that_fails_at_any_moment_loses_nothing(
+    data: dict[str, str], undisturbed: tuple[Path, RunResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the copy, in the writing, between report and rename; then storage so slow that some are skipped."""
+    from training.saving import Saver  # imports TensorFlow
+
+    pending, save = ["copy", "write", "rename"], Saver.save
+
+    def fails(moment: str) -> None:
+        if pending[:1] == [moment]:
+            pending.pop(0)
+            raise LockstepError(f"broken at `{moment}`")
+
+    def failing_save(saver: Any, progress: Any, **more: Any) -> None:
+        if saver._context.world.rank == 1:
+            fails("copy")
+        save(saver, progress, **more)
+
+    def slow_upload(fs: Any, url: str, file: Any) -> None:
+        if "rank-00001" in url:
+            fails("write")
+            time.sleep(0 if pending else 0.15)
+        upload(fs, url, file)
+
+    monkeypatch.setattr(Saver, "save", failing_save)
+    monkeypatch.setattr("training.saving.upload", slow_upload)
+    hooks = Hooks(lease_watch_s=0.1, before_rename=lambda: fails("rename"))
+    options: dict[str, Any] = {"checkpoint_every": 3, "audit": True, "max_restarts": 9}
+    broken = train(data["table"], tmp_path, 2, f"{OWN}:with_callbacks", hooks=hooks, **options)
+    assert (broken.restarts, pending) == (3, [])
+    assert_no_bit_differs(undisturbed, (tmp_path, broken))
+    assert check_run_audit(str(tmp_path)).ok
+    assert verify(str(tmp_path)) == []
+    told = read_history(str(tmp_path)).checkpoints
+    assert told[-1]["step"] == broken.steps and sum(row["skipped"] for row in told) > 0
+    assert all(row["copied_s"] <= row["cost_s"] + 1e-6 and row["written_s"] > 0 for row in told)
 
 
 def test_other_ranks_go_on_with_a_run(data: dict[str, str], tmp_path: Path) -> None:
