@@ -44,10 +44,11 @@ class Denominators:
     """The losses of one rank. `scale` is n_r / G, by which the exchange multiplies its gradients.
 
     With `micro_batches` the optimizer takes the mean over so many calls before: sums make up for it, denominators of
-    masks and weights, which are not known before the last micro-batch, are refused.
+    masks and weights, which are not known before the last micro-batch, are refused. So they are without `calls`, where
+    a rank takes its rows unit by unit and `scale` is a unit's share.
     """
 
-    def __init__(self, calls: OrderedCalls, scale: float, micro_batches: int = 1) -> None:
+    def __init__(self, calls: OrderedCalls | None, scale: float, micro_batches: int = 1) -> None:
         self._calls, self._scale, self._micro_batches = calls, scale, micro_batches
 
     @contextmanager
@@ -104,12 +105,13 @@ class Denominators:
                 total = tf.reduce_sum(local) * self._micro_batches / self._scale
                 # `none` leaves a value for each entry, whose gradients Keras adds; their mean is what it reports.
                 return total if loss.reduction == "sum" else total + tf.stop_gradient(tf.reduce_mean(local) - total)
-            if self._micro_batches > 1:
+            if self._micro_batches > 1 or self._calls is None:
+                parts = "--canonical" if self._calls is None else "--micro-batches"
                 raise ConfigError(
-                    f"the loss {loss.name} cannot be split into micro-batches",
-                    got=f"a sum divided by the batch's {divides}, {self._micro_batches} micro-batches",
+                    f"the loss {loss.name} cannot be split into {'units' if self._calls is None else 'micro-batches'}",
+                    got=f"a sum divided by the batch's {divides}, and {parts}",
                     allowed="losses that are divided by rows, or by nothing",
-                    next_step="Use --micro-batches 1, or reduction `sum` with weights that are divided before.",
+                    next_step=f"Leave out {parts}, or use reduction `sum` with weights that are divided before.",
                 )
             if divides == "mask":
                 return self._corrected(local, tf.reduce_sum(tf.cast(mask, tf.float64)), loss.name)
@@ -119,12 +121,15 @@ class Denominators:
     def _corrected(self, local: Any, part: Any, name: str) -> Any:
         """local * (part / sum of parts) / scale; 0 where no rank has a part."""
 
+        calls = self._calls
+        assert calls is not None, "refused before"
+
         def correction(part: NDArray[np.float64]) -> np.float64:
             total = np.array([part])
-            self._calls.communicator.all_reduce(total)
+            calls.communicator.all_reduce(total)
             return np.float64(0 if total[0] == 0 or self._scale == 0 else part / total[0] / self._scale)
 
-        (factor,) = self._calls.call(correction, [part], [tf.float64], f"the loss {name}")
+        (factor,) = calls.call(correction, [part], [tf.float64], f"the loss {name}")
         factor.set_shape(())
         return local * tf.cast(factor, local.dtype)
 

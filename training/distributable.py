@@ -78,7 +78,7 @@ def compare_start(
         return
     with tf.init_scope():  # values, also while a step is traced
         weights = [_digest(one) for one in variables]
-        settings = _settings(optimizer)
+        settings = settings_of(optimizer)
     mine = canonical_bytes({"optimizer": settings, "weights": weights, "scale": float(scale)})
     everyone = [parse_canonical(data, file="a rank") for data in communicator.all_gather_bytes(mine)]
     scales = [other["scale"] for other in everyone]
@@ -126,7 +126,8 @@ def _digest(variable: Any) -> str:
     return hashlib.sha256(value.reshape(-1).view(np.uint8).data).hexdigest()  # no second copy: tables may be gigabytes
 
 
-def _settings(optimizer: keras.optimizers.Optimizer) -> str:
+def settings_of(optimizer: keras.optimizers.Optimizer) -> str:
+    """An optimizer's settings in canonical JSON; its class's name where they cannot be written down."""
     try:
         with warnings.catch_warnings(action="ignore"):  # that a lambda cannot be loaded: nobody saves one
             config = keras.saving.serialize_keras_object(optimizer)

@@ -19,7 +19,7 @@ def main(context: RankContext) -> dict[str, Any]:
     Raises ConfigError and DataError for what a restart would meet again, CommunicationError for a lost rank.
     """
     config = TrainConfig.from_json(context.payload["config"])
-    runtime.configure(context.world, precision=config.precision, seed=config.seed)
+    runtime.configure(context.world, precision=config.precision, seed=config.seed, canonical=config.canonical)
     if config.backend in UNAUTHENTICATED:
         context.communicator()  # TensorFlow's server must be there before its first tensor
     from training.fitting import Fit  # TensorFlow is imported now that its settings are made

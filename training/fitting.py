@@ -14,13 +14,13 @@ from storage.errors import LockstepError
 from training.audit import sample_hex
 from training.augmenting import augmentation_of, labels_of
 from training.batches import Batch
-from training.batchnorm import statistics_of
 from training.callbacks import RunCallbacks
 from training.checkpointing import Checkpoints
 from training.config import TrainConfig
 from training.control.carry import json_safe
 from training.dataset import FeedPipeline
-from training.distribute import distribute, exchange_of, finalize
+from training.distributable import settings_of
+from training.distribute import exchange_of, finalize
 from training.export import export
 from training.keras_ranks import only_on_leader
 from training.launch.context import RankContext
@@ -28,8 +28,8 @@ from training.non_finite import FedBatches
 from training.paths import staged_model
 from training.planning import lane_groups
 from training.prepared import prepare, split
-from training.rank_step import RankStep
 from training.reports import StepReports
+from training.run_step import distributed
 from training.same_run import compare_runs, processor, versions
 from training.saving import Progress, Saver
 from training.state import as_floats, derive_seeds, model_identity, summed_metrics, weights_digest
@@ -57,27 +57,13 @@ class Fit(AbstractContextManager["Fit"]):
         context.control.beat(0, "join the ranks")
         self._comm = context.communicator()
         self._comm.deadline_s = config.stall_limit_s
-        share = self._feed.rows / self._plan.global_batch
-        distribute(
-            self._model.optimizer,
-            self._comm,
-            share,
-            statistics=statistics_of(self._model),
-            auto_scale_loss=False,  # compile has decided
-            finalizes=False,  # one fit call is one epoch
-        )
+        self._step = distributed(config, self._plan, prepared, self._comm, self._feed.rows, groups)
         self._exchange = exchange_of(self._model.optimizer)
         # With a scaled loss the optimizer skips by itself what the scale has made too large.
         self._exchange.skips_any = config.non_finite == "skip" and not self._exchange.skips_non_finite
         self._fed = FedBatches(self._feed.lanes.start, self._plan.global_batch // self._plan.lanes)
         self._exchange.inquiry.fed = self._fed
         self._exchange.inquiry.report = lambda row: context.control.notify("metrics", rows=[row])
-        self._step = RankStep(
-            share,
-            group_rows=prepared.group_rows,
-            sync=config.batchnorm == "sync",
-            micro_batches=config.micro_batches,
-        )
         per_epoch = max(1, self._plan.total // self._plan.global_batch)
         callbacks = [only_on_leader(callback, world.rank) for callback in prepared.callbacks]
         self._callbacks = RunCallbacks(
@@ -254,6 +240,7 @@ class Fit(AbstractContextManager["Fit"]):
                 "dataset": self._split.manifest.digest,
                 "plan": self._plan.identity(),
                 "model": model_identity(self._model, self._signature),
+                "optimizer": settings_of(self._model.optimizer),
                 "weights": weights_digest(self._model),
                 "step": self._progress.step,
             },

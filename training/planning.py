@@ -9,6 +9,7 @@ from typing import Any
 from storage.errors import ConfigError
 from storage.manifest import DatasetManifest
 from training.augmenting import check_mixup
+from training.canonical import check_canonical
 from training.config import TrainConfig
 from training.lane_count import check_lanes, largest_divisor
 from training.mixed_plan import MixedPlan, Plan
@@ -45,6 +46,7 @@ def plan_for(manifest: DatasetManifest, config: TrainConfig) -> Plan:
         plan = MixedPlan.for_datasets(manifest.mixed, manifest.digest, config.split, config.mix, **numbers)
     check_lanes(plan.global_batch, plan.lanes, groups, config.num_ranks)
     _check_micro_batches(plan, config, groups)
+    check_canonical(config, plan.lanes, groups)
     check_mixup(config.augment, plan.global_batch // plan.lanes)
     return plan
 

@@ -31,6 +31,7 @@ LATER_FIELDS = {
     "base_batch": None,
     "warm_up_epochs": 0.0,
     "micro_batches": 1,
+    "canonical": False,
     "augment": "",
     # Others add in another order. What encrypts or may be trusted changes no sum: `tls` and `trust_network` are free.
     "algorithm": "auto",

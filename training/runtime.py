@@ -20,10 +20,11 @@ _CHATTER = ("I0000 ", "W0000 ", "WARNING: All log messages before absl::Initiali
 INTER_OP_THREADS = 2
 
 
-def configure(world: World, *, precision: str, seed: int) -> None:
+def configure(world: World, *, precision: str, seed: int, canonical: bool = False) -> None:
     """Import TensorFlow and Keras for a rank: threads by the cores of its share of the host, floatx, seed, determinism.
 
-    To be called once in a process, before anything else of Keras.
+    `canonical` ranks have one thread for arithmetic, whatever the host: kernels that share out a sum to their threads
+    add it up in another order with more of them. To be called once in a process, before anything else of Keras.
     """
     _import()
     import keras
@@ -31,7 +32,8 @@ def configure(world: World, *, precision: str, seed: int) -> None:
 
     _take_gpus(len(listed(os.environ) or ()))
     # One thread a rank on two cores: more threads than cores only take turns, and each rank waits for the slowest.
-    tf.config.threading.set_intra_op_parallelism_threads(threads_of(world, len(os.sched_getaffinity(0))))
+    threads = 1 if canonical else threads_of(world, len(os.sched_getaffinity(0)))
+    tf.config.threading.set_intra_op_parallelism_threads(threads)
     tf.config.threading.set_inter_op_parallelism_threads(INTER_OP_THREADS)
     set_decode_threads(threads_of(world, len(os.sched_getaffinity(0))))
     set_precision(precision)

@@ -55,6 +55,16 @@ def small_conv(signature: Signature, options: ModelOptions) -> keras.Model:
     return model
 
 
+def clipped_with_averages(signature: Signature, options: ModelOptions) -> keras.Model:
+    """`small_conv` with dropout, by AdamW with clipping by the norm of all gradients, decay and averaged weights."""
+    model = small_conv(signature, options)
+    outputs = keras.layers.Dropout(0.2)(model.output)
+    model = keras.Model(model.input, outputs / keras.ops.sum(outputs, axis=-1, keepdims=True))
+    optimizer = keras.optimizers.AdamW(0.01, global_clipnorm=0.05, use_ema=True, ema_overwrite_frequency=7)
+    model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"], jit_compile=False)
+    return model
+
+
 def small_conv_that_fails(signature: Signature, options: ModelOptions) -> tuple[keras.Model, list[Any]]:
     """`small_conv` with a rank that fails when told to; under mixed_float16 its loss scale overflows at first."""
     model = small_conv(signature, options)
