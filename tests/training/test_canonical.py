@@ -31,7 +31,8 @@ def _tree(first: int, stop: int) -> str:
 
 
 def _carried(first: int, count: int) -> str:
-    table, waits = carries(count), {}
+    table = carries(count)
+    waits: dict[int, str] = {}
     for unit in range(count):
         value = str(first + unit)
         for depth in reversed(range(len(table[unit]))):
