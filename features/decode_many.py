@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from features.aligned import aligned_empty
 from features.decode import ImageError, decode
 from features.images import fit
 from storage.errors import DataError
@@ -90,7 +91,7 @@ def decode_files(
     whatever the number of threads. Beside it memory holds one decoded file a thread. Raises BadImageError for the
     first file that is no image.
     """
-    out = np.empty((len(offsets) - 1, *size, channels), dtype=np.uint8)
+    out = aligned_empty((len(offsets) - 1, *size, channels))
     work = partial(_decode_part, data, offsets, size, channels, how, out)
     rows = max(1, _PART_BYTES // max(1, out[:1].nbytes))
     parts = [(start, min(start + rows, len(out))) for start in range(0, len(out), rows)]

@@ -111,6 +111,19 @@ class FeedPipeline:
         self._batches = None
 
 
+def to_device(dataset: tf.data.Dataset, device: str | None = None) -> tf.data.Dataset:
+    """The dataset with its next batch on the device already while a step runs; by default on the first GPU, where there
+    is none the dataset itself. To be the last thing that is done to a dataset. Never run on a GPU.
+    """
+    if device is None:
+        gpus = tf.config.list_logical_devices("GPU")
+        if not gpus:
+            return dataset
+        device = gpus[0].name
+    # prefetch_to_device is these two, with a buffer that its autotuner sizes.
+    return dataset.apply(tf.data.experimental.copy_to_device(device)).prefetch(1)
+
+
 def as_tf_dataset(feed: Feed, first_step: int, last_step: int) -> tf.data.Dataset:
     """The dataset of a FeedPipeline that ends its thread by itself when its batches are used up."""
     return FeedPipeline(feed, first_step, last_step).dataset

@@ -18,7 +18,7 @@ from training.callbacks import RunCallbacks
 from training.checkpointing import Checkpoints
 from training.config import TrainConfig
 from training.control.carry import json_safe
-from training.dataset import FeedPipeline
+from training.dataset import FeedPipeline, to_device
 from training.distributable import settings_of
 from training.distribute import exchange_of, finalize
 from training.export import export
@@ -139,6 +139,7 @@ class Fit(AbstractContextManager["Fit"]):
             # Keras begins a dataset of known length anew at the end of an epoch, which would read it twice.
             dataset = split(pipeline.dataset, self._config.micro_batches)
             dataset = dataset.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
+            dataset = to_device(dataset)
             try:
                 self._model.fit(
                     dataset,

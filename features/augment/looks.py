@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
+from features.aligned import aligned_empty
 from features.augment.draws import Draws
 from features.augment.moves import ONE
 from features.augment.operation import Images, Operation, need
@@ -37,7 +36,7 @@ class Colour(Operation):
         settings = (self.brightness, self.contrast, self.saturation)
         most = [round(setting * ONE) for setting in settings]
         factors = [draws.between(ONE - width, ONE + width, number) for number, width in enumerate(most)]
-        out = np.empty_like(images)
+        out = aligned_empty(images.shape)
         colour(images, *factors, out)
         return out
 
@@ -59,7 +58,8 @@ class Cutout(Operation):
         from features.augment.look_kernels import cut
 
         height, width = images.shape[1:3]
-        out = images.copy()
+        out = aligned_empty(images.shape)
+        out[:] = images
         half = self.side // 2
         cut(out, draws.below(height, 0) - half, draws.below(width, 1) - half, self.side, self.fill)
         return out

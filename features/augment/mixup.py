@@ -13,6 +13,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+from features.aligned import aligned_empty
 from features.augment.draws import Draws
 from features.augment.operation import Images, need
 
@@ -46,7 +47,7 @@ def mix_images(images: Images, partners: NDArray[np.int64], shares: NDArray[np.i
     """Images of rows and their partners, by shares in 1/256, rounded half up: (n, H, W, C) uint8."""
     from features.augment.look_kernels import mix
 
-    out = np.empty_like(images)
+    out = aligned_empty(images.shape)
     flat = len(images), images[:1].size
     mix(images.reshape(flat), partners, shares, out.reshape(flat))
     return out

@@ -12,6 +12,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from features.aligned import aligned_empty
 from features.augment.draws import Draws
 from features.augment.operation import Images, Operation, need
 
@@ -43,7 +44,7 @@ class Crop(Operation):
 
         top = draws.between(-self.pixels, self.pixels, 0)
         left = draws.between(-self.pixels, self.pixels, 1)
-        out = np.empty_like(images)
+        out = aligned_empty(images.shape)
         crop(images, top, left, get_args(Padding).index(self.padding), out)
         return out
 
@@ -63,7 +64,7 @@ class Flip(Operation):
         never = np.zeros(len(images), dtype=np.int64)
         columns = never if self.axis == "vertical" else draws.below(2, 0)
         rows = never if self.axis == "horizontal" else draws.below(2, 1)
-        out = np.empty_like(images)
+        out = aligned_empty(images.shape)
         flip(images, rows, columns, out)
         return out
 
@@ -78,7 +79,7 @@ class Rotate90(Operation):
     def apply(self, images: Images, draws: Draws) -> Images:
         from features.augment.move_kernels import turn
 
-        out = np.empty_like(images)
+        out = aligned_empty(images.shape)
         turn(images, draws.below(4, 0), out)
         return out
 
@@ -135,6 +136,6 @@ def _affine(
     """Each pixel from where the matrix ((xx, xy), (yx, yy)), (n,) each in 1/65536, leads about the middle."""
     from features.augment.move_kernels import affine
 
-    out = np.empty_like(images)
+    out = aligned_empty(images.shape)
     affine(images, xx, xy, yx, yy, out)
     return out

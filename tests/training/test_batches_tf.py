@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from features.aligned import aligned_empty
 from storage.errors import CorruptionError
 from tests.training._tiny import write_images, write_table
 from training.batches import Batch, RankFeed
-from training.dataset import FeedPipeline, as_tf_dataset
+from training.dataset import FeedPipeline, as_tf_dataset, to_device
 from training.plan import EpochPlan
 from training.reader import OpenSplit
 from training.world import World
@@ -43,6 +44,25 @@ def test_batches_are_the_feeds_with_static_shapes_each_time(tmp_path: Path) -> N
         assert len(found) == len(expected)
         for (images, labels), batch in zip(found, expected, strict=True):
             assert np.array_equal(images["image"], batch.x["image"]) and labels.tolist() == batch_labels(batch)
+
+
+def test_a_devices_batches_are_the_same(tmp_path: Path) -> None:
+    """On the CPU, which stands for a device here: the way there is the same code, no GPU is tried."""
+    write_images(tmp_path / "d")
+    plain = as_tf_dataset(feed(tmp_path / "d"), 2, 9)
+    assert to_device(plain) is plain or tf.config.list_logical_devices("GPU")
+    moved = to_device(plain, "/CPU:0")
+    assert moved.element_spec == plain.element_spec
+    for (images, labels), (other, same) in zip(plain.as_numpy_iterator(), moved.as_numpy_iterator(), strict=True):
+        assert np.array_equal(images["image"], other["image"]) and np.array_equal(labels, same)
+
+
+def test_an_aligned_array_becomes_a_tensor_without_a_copy() -> None:
+    array = aligned_empty((3, 5, 7), np.float32)
+    array[:] = 1
+    tensor = tf.function(lambda: tf.numpy_function(lambda: array, [], tf.float32))()
+    array[1] = 2
+    assert tensor.shape == (3, 5, 7) and tensor.numpy()[1, 0, 0] == 2
 
 
 def test_every_batch_is_shown_once_in_order(tmp_path: Path) -> None:
