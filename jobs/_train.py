@@ -86,7 +86,6 @@ def parser(description: str) -> JobParser:
         help="of all ranks together, for --checkpoint-every auto (default 14400)",
     )
     add("--keep-checkpoints", type=int, default=3, metavar="K", help="checkpoints that stay (default 3)")
-    add("--canonical", action="store_true", help="the same weights, bit for bit, at 1, 2, 4, ... ranks; slower")
     add(
         "--non-finite",
         choices=get_args(NonFinite),
