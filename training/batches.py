@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from features.encode import Encoded, Encoder
 from storage.errors import ConfigError
-from training.lanes import LaneStream
+from training.assembly import Assembly
 from training.plan import EpochPlan
 from training.read_ahead import ReadAhead
 from training.reader import SplitReader
@@ -74,28 +74,33 @@ class RankFeed:
         self.plan, self.encoder, self.start_step = plan, encoder, start_step
         self.lanes = plan.rank_lanes(world.rank, world.num_ranks, groups)
         self.rows = plan.rows(world.rank, world.num_ranks, groups)
-        self._each = plan.global_batch // plan.lanes
-        self._streams = [LaneStream(plan, reader, lane) for lane in self.lanes]
-        reader.keep_blocks = len(self.lanes) + 1
-        self._deadline_s = deadline_s
-        self._lock = threading.Lock()
-        self._at = "the first batch"
         chunk_bytes = read_ahead_bytes // _CHUNKS_IN_MEMORY
         chunk_rows = min(_CHUNK_ROWS, chunk_bytes // _row_bytes(encoder))
         self._chunk_steps = max(1, chunk_rows // self.rows)
+        self._assembly = Assembly(plan, reader, encoder, self.lanes, self._chunk_steps)
+        self._deadline_s = deadline_s
+        self._lock = threading.Lock()  # one assembly: batch() may be called while a thread reads ahead
 
     def batch(self, step: int) -> Batch:
         """This rank's rows of one global batch."""
-        return self._assemble(step, 1)[0]
+        with self._lock:
+            return self._next(step, step + 1)[0]
 
     def batches(self, first_step: int, last_step: int) -> Generator[Batch, None, None]:
         """Batches first_step..last_step-1, read ahead by a thread that ends with the iterator (exhausted or closed)."""
 
         def chunks() -> Iterator[list[Batch]]:
-            for step in range(first_step, last_step, self._chunk_steps):
-                yield self._assemble(step, min(self._chunk_steps, last_step - step))
+            step = first_step
+            while step < last_step:
+                with self._lock:
+                    chunk = self._next(step, last_step)
+                step += len(chunk)
+                yield chunk
+                with self._lock:
+                    if self._assembly.step == step:  # not where batch() was called meanwhile
+                        self._assembly.load_ahead(last_step)
 
-        with ReadAhead(chunks(), lambda: self._at, self._deadline_s) as ahead:
+        with ReadAhead(chunks(), lambda: self._assembly.at, self._deadline_s) as ahead:
             for chunk in ahead:
                 yield from chunk
 
@@ -103,23 +108,11 @@ class RankFeed:
         """Batches from `start_step` on, without end."""
         return self.batches(self.start_step, sys.maxsize)
 
-    def _assemble(self, step: int, steps: int) -> list[Batch]:
-        """Batches step..step+steps-1, encoded in one call."""
-        rows: list[pa.RecordBatch] = []
-        epochs: list[npt.NDArray[np.int64]] = []
-        with self._lock:  # one set of streams: batch() may be called while a thread reads ahead
-            for lane, stream in zip(self.lanes, self._streams, strict=True):
-                self._at = f"lane {lane} of split `{self.plan.split}` at step {step}"
-                stream.seek(step * self._each)
-                part = stream.take(steps * self._each)
-                rows.extend(part.batches)
-                epochs.append(part.epochs)
-        # Rows lie lane after lane; a batch takes `each` of every lane: (lanes, steps, each) -> (steps, lanes, each).
-        shape = (len(self.lanes), steps, self._each)
-        order = np.arange(math.prod(shape)).reshape(shape).transpose(1, 0, 2).ravel()
-        encoded = self.encoder.encode(pa.concat_batches(rows).take(pa.array(order)))
-        of_epoch = np.concatenate(epochs)[order]
-        return [self._cut(encoded, of_epoch, step, number) for number in range(steps)]
+    def _next(self, step: int, last_step: int) -> list[Batch]:
+        """Batches step.. as far as they are encoded in one call."""
+        self._assembly.seek(step)
+        steps, encoded, epochs = self._assembly.take(last_step)
+        return [self._cut(encoded, epochs, step, number) for number in range(steps)]
 
     def _cut(self, encoded: Encoded, epochs: npt.NDArray[np.int64], step: int, number: int) -> Batch:
         part = slice(number * self.rows, (number + 1) * self.rows)

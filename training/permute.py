@@ -14,6 +14,7 @@ up to `TABLE_SIZE` items are sorted by one keyed hash each instead; so are the r
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -86,5 +87,12 @@ class BlockPermutation:
 
 def shuffled(key: bytes, count: int) -> npt.NDArray[np.int64]:
     """A keyed order of 0..count-1: (count,) int64. Ties of the 64-bit hashes keep their order, so none is lost."""
-    start = np.frombuffer(key[:8], dtype="<u8").astype(np.uint64)
-    return np.argsort(mix(mix(start) ^ mix(np.arange(count, dtype=np.uint64))), kind="stable").astype(np.int64)
+    order: npt.NDArray[np.int64] = shuffled_each([key], count)[0]
+    return order
+
+
+def shuffled_each(keys: Sequence[bytes], count: int) -> npt.NDArray[np.int64]:
+    """The order of `shuffled` for each of n keys: (n, count) int64, at the price of a few calls for all."""
+    starts = np.frombuffer(b"".join(key[:8] for key in keys), dtype="<u8").astype(np.uint64)
+    hashes = mix(mix(starts)[:, None] ^ mix(np.arange(count, dtype=np.uint64)))
+    return np.argsort(hashes, axis=1, kind="stable").astype(np.int64, copy=False)

@@ -6,7 +6,7 @@ memory O(shards). Nothing here knows of a number of ranks but `rank_lanes` and `
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -18,7 +18,7 @@ from storage.manifest import DatasetManifest, SplitInfo
 from training.cache_groups import CacheGroups, check_cache_groups
 from training.lane_count import check_lanes, default_lanes, largest_divisor
 from training.orders import Orders
-from training.permute import derive_key, shuffled
+from training.permute import derive_key, shuffled, shuffled_each
 from training.positions import BlockTable, Run
 
 __all__ = ["EpochPlan", "Run", "default_lanes", "split_of"]
@@ -238,6 +238,10 @@ class EpochPlan:
         start, stop = self.lane_span(epoch, lane)
         count = max(0, min(self.window_records, stop - start - window * self.window_records))
         return shuffled(derive_key(self._root, "window", epoch, lane, window), count)
+
+    def window_orders(self, windows: Sequence[tuple[int, int, int]], count: int) -> npt.NDArray[np.int64]:
+        """`window_order` of several windows (epoch, lane, window), all of `count` samples: (n, count) int64."""
+        return shuffled_each([derive_key(self._root, "window", *window) for window in windows], count)
 
     def lane_positions(self, lane: int, start: int, stop: int) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
         """Samples start..stop-1 of a lane's stream, a part a window: (epoch, positions (n,) int64 in that epoch)."""

@@ -23,11 +23,11 @@ _CELL_BYTES = 16  # where a value of variable size begins, and its size
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """`rows` records of several buffers: their columns, and of tensors in place the address of each row, (n,) int64."""
+    """Records of several buffers, `counts` of each: their columns; of tensors in place each row's address, (n,)."""
 
     batch: pa.RecordBatch
     places: dict[str, NDArray[np.int64]]
-    rows: int
+    counts: tuple[int, ...]
     buffers: tuple[NDArray[np.uint8], ...]
 
 
@@ -146,7 +146,8 @@ class RecordDecoder:
                 return None
             columns.append(column)
         batch = pa.RecordBatch.from_arrays(columns, schema=self._arrow)
-        return Frames(batch, places, rows, tuple(data for data, _ in parts))
+        counts = tuple(len(offsets) - 1 for _, offsets in parts)
+        return Frames(batch, places, counts, tuple(data for data, _ in parts))
 
     def _fixed_column(
         self, field: Field, number: int, values: NDArray[np.uint8], rows: int, valid: NDArray[np.uint8] | None

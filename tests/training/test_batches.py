@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 from storage.errors import ConfigError, CorruptionError, StorageTimeoutError
@@ -112,9 +111,9 @@ def test_damage_found_by_the_thread_is_raised_in_the_consumer(tmp_path: Path) ->
 class Stuck(SplitReader):
     """A reader whose file system does not answer."""
 
-    def read(self, run: Run) -> pa.RecordBatch:
+    def raw(self, run: Run) -> bytes | memoryview | None:
         time.sleep(0.6)
-        return super().read(run)
+        return super().raw(run)
 
 
 def test_a_deadline_names_what_is_waited_for(tmp_path: Path) -> None:

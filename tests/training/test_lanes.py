@@ -1,77 +1,91 @@
-"""A lane's stream from any place on is the plan's, and enters without reading what lies before."""
+"""A lane's windows from any place on are the plan's, and entering reads no more than the strips of one window."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
 
-import pyarrow as pa
+import numpy as np
 import pytest
 
-from tests.training._tiny import write_table
-from training.lanes import LaneStream
+from training.lanes import LaneStream, LaneWindow
 from training.plan import EpochPlan
 from training.positions import Run
-from training.reader import OpenSplit, SplitReader
-
-ROWS = {"train": 61}
+from training.units import Unit
 
 
-def planned(root: Path, fmt: str) -> tuple[EpochPlan, SplitReader]:
-    manifest = write_table(root, fmt=fmt, records=ROWS, shards=3)
-    plan = EpochPlan.for_dataset(manifest, "train", seed=3, global_batch=6, lanes=3, window_bytes=1500)
-    assert 3 <= plan.window_records < 20  # several windows in a lane's span, some cut by its end
-    return plan, OpenSplit.at(str(root), "train").reader
+def planned(window_records: int = 7) -> EpochPlan:
+    return EpochPlan(
+        dataset_digest="0" * 64,
+        split="train",
+        shard_records=(20, 21, 20),
+        block_records=8,
+        seed=3,
+        global_batch=6,
+        lanes=3,
+        window_records=window_records,
+    )
 
 
-def ids(plan: EpochPlan, reader: SplitReader, lane: int, start: int, count: int) -> list[int]:
-    stream = LaneStream(plan, reader, lane)
-    stream.seek(start)
-    rows = stream.take(count)
-    assert len(rows.epochs) == count
-    return [value for batch in rows.batches for value in batch.column("sample_id").to_pylist()]
+class Place(Unit):
+    """Stands for the unit of a run: its rows are known by number."""
+
+    __slots__ = ("run",)
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
 
 
-@pytest.mark.parametrize("fmt", ["tfrecord", "parquet"])
-def test_samples_are_those_of_the_plan(tmp_path: Path, fmt: str) -> None:
-    plan, reader = planned(tmp_path / "d", fmt)
+def walk(stream: LaneStream, asked: list[Run] | None = None) -> Iterator[tuple[LaneWindow, list[tuple[int, int]]]]:
+    """Windows without end, each with the records (shard, number) that it is made of."""
+    while True:
+        window, runs = stream.window(), stream.missing()
+        if asked is not None:
+            asked += runs
+        parts = stream.take([(Place(run), 100) for run in runs])
+        records = []
+        for part in parts:
+            assert isinstance(part.unit, Place)
+            first = part.unit.run.first_record + part.row - 100
+            records += [(part.unit.run.shard, first + number) for number in range(part.count)]
+        yield window, records
+
+
+@pytest.mark.parametrize(
+    ("window", "strip", "whole"),
+    [(7, 3, False), (7, 100, False), (1, 5, False), (7, 1, True), (50, 4, False)],  # the last: windows cut by the span
+)
+def test_windows_are_those_of_the_plan(window: int, strip: int, whole: bool) -> None:
+    plan = planned(window)
     for lane in range(plan.lanes):
-        expected = [
-            reader.read_all(plan.runs(epoch, int(p), int(p) + 1)).column("sample_id")[0].as_py()
-            for epoch, positions in plan.lane_positions(lane, 0, 70)
-            for p in positions
-        ]
-        assert ids(plan, reader, lane, 0, 70) == expected
-        for start in (1, 13, 20, 21, 44):
-            assert ids(plan, reader, lane, start, 26) == expected[start : start + 26]
+        for start in (0, 1, 13, 20, 21, 44):
+            stream = LaneStream(plan, lane, strip, whole=whole)
+            stream.seek(start)
+            found: list[tuple[int, int, int]] = []
+            for at, records in walk(stream):
+                assert len(records) == at.count and at.first <= max(start, at.first)
+                order = plan.window_order(at.epoch, lane, at.number)
+                found += [(at.epoch, *records[place]) for place in order][max(0, start - at.first) :]
+                if len(found) >= 50:
+                    break
+            expected = []
+            for epoch, positions in plan.lane_positions(lane, start, start + 50):
+                for position in positions.tolist():
+                    run = plan.runs(epoch, position, position + 1)[0]
+                    expected.append((epoch, run.shard, run.first_record))
+            assert found[:50] == expected
 
 
-@pytest.mark.parametrize("pieces", [1, 2, 7])
-def test_the_size_of_the_takes_changes_nothing(tmp_path: Path, pieces: int) -> None:
-    plan, reader = planned(tmp_path / "d", "tfrecord")
-    stream = LaneStream(plan, reader, 1)
-    parts = [stream.take(pieces) for _ in range(-(-50 // pieces))]
-    found = [value for part in parts for batch in part.batches for value in batch.column("sample_id").to_pylist()]
-    assert found[:50] == ids(plan, reader, 1, 0, 50)
-
-
-class Counting(SplitReader):
-    """A reader that counts the records it is asked for."""
-
-    asked = 0
-
-    def read(self, run: Run) -> pa.RecordBatch:
-        self.asked += run.count
-        return super().read(run)
-
-
-def test_a_start_in_the_middle_reads_one_window_of_the_lane(tmp_path: Path) -> None:
-    plan, _ = planned(tmp_path / "d", "tfrecord")
-    opened = OpenSplit.at(str(tmp_path / "d"), "train")
-    reader = Counting(str(tmp_path / "d"), opened.manifest, "train", opened.encoder)
-    stream = LaneStream(plan, reader, 2)
+def test_a_start_in_the_middle_asks_for_one_window() -> None:
+    plan, asked = planned(), list[Run]()
+    stream = LaneStream(plan, 2, 3)
     stream.seek(1_000_000)
-    stream.take(1)
-    assert 0 < reader.asked <= plan.window_records
-    stream.seek(1_000_001)
-    stream.take(0)
-    assert reader.asked <= plan.window_records
+    next(walk(stream, asked))
+    assert sum(run.count for run in asked) < plan.window_records + 3  # strips of three records: two more at most
+    assert all(run.count <= 3 for run in asked)
+
+
+def test_orders_of_several_windows_are_those_of_each() -> None:
+    plan, windows = planned(), [(0, 0, 0), (0, 1, 1), (5, 2, 1)]
+    orders = plan.window_orders(windows, 7)
+    assert orders.dtype == np.int64
+    assert [order.tolist() for order in orders] == [plan.window_order(*window).tolist() for window in windows]

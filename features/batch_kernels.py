@@ -1,0 +1,120 @@
+"""Rows of many columns put straight into their places in batches: loops without the GIL over addresses of arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from storage.kernels import memory
+from storage.kernels.jit import kernels
+from storage.kernels.memory import copy, load_i64, load_u8, load_u32, load_u64, store_u8, store_u32, store_u64
+
+_kernel = kernels(__name__, memory)
+
+# How the rows of a source lie: one behind the other, or as the address of each.
+VALUES, ADDRESSES = range(2)
+ADDRESS_BYTES = 8
+PAIR_BYTES = 16  # of a list: where its values begin, and how many they are
+
+
+@_kernel
+def place(
+    orders: Any,
+    counts: Any,
+    firsts: Any,
+    lanes: Any,
+    epochs: Any,
+    each: Any,
+    rows: Any,
+    base: Any,
+    chunk_steps: Any,
+    start: Any,
+    epoch_targets: Any,
+    chunk_of: Any,
+    row_of: Any,
+) -> None:
+    """Where the rows of some windows go, window after window in the order of the files; and their epochs.
+
+    Window w has counts[w] rows, which lane number lanes[w] of this rank gives as its samples firsts[w]..; sample j of
+    it is row orders[j] of the window. A step takes `each` samples of a lane and has `rows` rows; a chunk has
+    `chunk_steps` steps, and step `base` is the first of chunk 0. chunk_of and row_of (n,) int64 get the place; -1 for
+    samples before `start`. Epochs go to the arrays at epoch_targets (chunks,).
+    """
+    at = 0
+    for window in range(len(counts)):
+        for number in range(counts[window]):
+            sample = firsts[window] + number
+            here = at + orders[at + number]
+            if sample < start:
+                chunk_of[here] = -1
+                continue
+            step, rest = sample // each - base, sample % each
+            chunk = step // chunk_steps
+            row = (step - chunk * chunk_steps) * rows + lanes[window] * each + rest
+            chunk_of[here], row_of[here] = chunk, row
+            store_u64(epoch_targets[chunk] + 8 * row, np.uint64(epochs[window]))
+        at += counts[window]
+
+
+@_kernel
+def scatter(
+    widths: Any,
+    forms: Any,
+    sources: Any,
+    units: Any,
+    firsts: Any,
+    counts: Any,
+    chunk_of: Any,
+    row_of: Any,
+    targets: Any,
+) -> None:
+    """Copy rows to their places: those of segment s are counts[s] rows of unit units[s] from row firsts[s] on.
+
+    widths (k,) int64: the bytes of a row of each column; forms[u, f]: how the rows of unit u lie at sources[u, f].
+    targets[c, f]: where the column's rows of chunk c begin.
+    """
+    for f in range(len(widths)):
+        width, at = widths[f], 0
+        for segment in range(len(units)):
+            unit = units[segment]
+            end = at + counts[segment]
+            if forms[unit, f] == ADDRESSES:
+                source = sources[unit, f] + ADDRESS_BYTES * firsts[segment]
+                for row in range(at, end):
+                    if chunk_of[row] >= 0:
+                        copy(targets[chunk_of[row], f] + width * row_of[row], load_i64(source), width)
+                    source += ADDRESS_BYTES
+                at = end
+                continue
+            source = sources[unit, f] + width * firsts[segment]
+            if width == 4:
+                for row in range(at, end):
+                    if chunk_of[row] >= 0:
+                        store_u32(targets[chunk_of[row], f] + 4 * row_of[row], load_u32(source))
+                    source += 4
+            elif width == 8:
+                for row in range(at, end):
+                    if chunk_of[row] >= 0:
+                        store_u64(targets[chunk_of[row], f] + 8 * row_of[row], load_u64(source))
+                    source += 8
+            elif width == 1:
+                for row in range(at, end):
+                    if chunk_of[row] >= 0:
+                        store_u8(targets[chunk_of[row], f] + row_of[row], load_u8(source))
+                    source += 1
+            else:
+                for row in range(at, end):
+                    if chunk_of[row] >= 0:
+                        copy(targets[chunk_of[row], f] + width * row_of[row], source, width)
+                    source += width
+            at = end
+
+
+@_kernel
+def join_lists(pairs: Any, width: Any, offsets: Any, target: Any) -> None:
+    """Copy lists end to end to the address `target`: pairs (n, 2) int64 say where each begins and how many values of
+    `width` bytes it has, offsets (n + 1,) int64 where it goes.
+    """
+    for row in range(len(pairs)):
+        copy(target + width * offsets[row], pairs[row, 0], width * pairs[row, 1])

@@ -1,0 +1,131 @@
+"""Batches that the feed puts together are the plan's, sample by sample, for every encoding and form of a column."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from features.fitted import Moments, Vocabulary
+from features.schema import Field, Schema, sample_id_field
+from tests.training._plain_feed import assert_same, plain_batches
+from tests.training._tiny import write_rows
+from training.batches import RankFeed
+from training.plan import EpochPlan
+from training.reader import OpenSplit
+from training.world import World
+
+TOKENS = ("a", "é", "", "ab", "7")
+HASH = {"kind": "hash", "buckets": 5, "seed": 7}
+WORDS = {"kind": "vocabulary", "file": "words.json", "max_size": 9, "min_count": 1, "oov_buckets": 2}
+MANY = {**WORDS, "file": "many.json"}
+FITTED: tuple[Any, ...] = (
+    Vocabulary(name="words", tokens=TOKENS, counts=(5, 4, 3, 2, 1), fitted_on=("train",)),
+    Vocabulary(name="many", tokens=TOKENS, counts=(5, 4, 3, 2, 1), fitted_on=("train",)),
+    Moments(name="scaled", count=9, mean=2.5, variance=4.0, fitted_on=("train",)),
+)
+SCHEMA = Schema(
+    (
+        sample_id_field(),
+        Field(name="words", dtype="string", nullable=True, encoding=WORDS),
+        Field(name="hashed", dtype="int64", nullable=True, encoding={**HASH, "output": "index"}),
+        Field(name="many", dtype="string", shape=(None,), encoding=MANY),
+        Field(name="bytes", dtype="bytes", shape=(None,), encoding=HASH),
+        Field(name="turns", dtype="int64", shape=(None,), encoding={"kind": "sequence", "length": 3, "of": HASH}),
+        Field(
+            name="last",
+            dtype="float32",
+            shape=(None,),
+            encoding={"kind": "sequence", "length": 2, "keep": "last", "with": "length", "pad_value": -1},
+        ),
+        Field(name="scaled", dtype="float64", nullable=True, encoding={"kind": "standardise", "file": "scaled.json"}),
+        Field(name="bucket", dtype="uint64", nullable=True, encoding={"kind": "bucketise", "boundaries": [1, 2**63]}),
+        Field(name="flag", dtype="bool"),
+        Field(name="number", dtype="int64", nullable=True, encoding={"kind": "number", "null_value": -7}),
+        Field(name="unused", dtype="string", nullable=True, encoding={"kind": "ignore"}),
+        Field(name="tensor", dtype="float64", shape=(2, 3)),
+        Field(
+            name="pixels",
+            dtype="uint8",
+            shape=(2, 2, 3),
+            encoding={"kind": "normalise", "divide_by": 255, "mean": [0.1, 0.2, 0.3], "deviation": [1.0, 2.0, 0.5]},
+        ),
+        Field(name="image", dtype="bytes", encoding={"kind": "image", "height": 3, "width": 2, "channels": 3}),
+        Field(name="label", dtype="int64", kind="label", num_classes=4),
+        Field(name="weight", dtype="float32", kind="weight"),
+    )
+)
+
+
+def rows_of(count: int) -> pa.RecordBatch:
+    """Rows of every kind of column, the same each time."""
+    rng = np.random.default_rng(count)
+
+    def maybe(values: list[Any]) -> list[Any]:
+        return [None if rng.random() < 0.2 else value for value in values]
+
+    def lists(draw: Any) -> list[Any]:
+        return [[draw() for _ in range(rng.integers(0, 5))] for _ in range(count)]
+
+    def png() -> bytes:
+        file = io.BytesIO()
+        Image.fromarray(rng.integers(0, 256, (4, 5, 3), dtype=np.uint8)).save(file, "PNG")
+        return file.getvalue()
+
+    words = [*TOKENS, "other", "more"]
+    columns: dict[str, list[Any]] = {
+        "sample_id": rng.permutation(1000 * count)[:count].tolist(),
+        "words": maybe([words[n] for n in rng.integers(0, 7, count)]),
+        "hashed": maybe(rng.integers(-(2**62), 2**62, count).tolist()),
+        "many": lists(lambda: words[rng.integers(0, 7)]),
+        "bytes": lists(lambda: rng.bytes(int(rng.integers(0, 9)))),
+        "turns": lists(lambda: int(rng.integers(-5, 5))),
+        "last": lists(lambda: float(np.float32(rng.random()))),
+        "scaled": maybe(rng.normal(size=count).tolist()),
+        "bucket": maybe([(0, 1, 2**63, 2**64 - 1)[n] for n in rng.integers(0, 4, count)]),
+        "flag": (rng.random(count) < 0.5).tolist(),
+        "number": maybe(rng.integers(-(2**20), 2**20, count).tolist()),
+        "unused": maybe(["x"] * count),
+        "tensor": [rng.normal(size=6).tobytes() for _ in range(count)],
+        "pixels": [rng.bytes(12) for _ in range(count)],
+        "image": [png() for _ in range(count)],
+        "label": rng.integers(0, 4, count).tolist(),
+        "weight": rng.random(count, dtype=np.float32).tolist(),
+    }
+    return pa.RecordBatch.from_pydict(columns, schema=SCHEMA.arrow_schema())
+
+
+@settings(max_examples=24, deadline=None)
+@given(st.data())
+def test_batches_are_the_plans(data: st.DataObject) -> None:
+    count = data.draw(st.integers(12, 70))
+    lanes = data.draw(st.sampled_from([1, 2, 3, 6, 12]))
+    each = data.draw(st.integers(1, 4))
+    fmt, shards, block = data.draw(st.tuples(st.sampled_from(["tfrecord", "parquet"]), *[st.integers(1, 9)] * 2))
+    with tempfile.TemporaryDirectory() as root:
+        write_rows(root, SCHEMA, rows_of(count), {"train": count}, fmt, shards, block, 0, FITTED)
+        opened = OpenSplit.at(root, "train")
+        window_bytes = data.draw(st.integers(1, 40)) * lanes * opened.reader.record_bytes
+        plan = EpochPlan.for_dataset(
+            opened.manifest, "train", seed=5, global_batch=lanes * each, lanes=lanes, window_bytes=window_bytes
+        )
+        first = data.draw(st.integers(0, 2 * count // plan.global_batch))
+        last = first + data.draw(st.integers(1, 1 + 3 * count // plan.global_batch))
+        ranks = data.draw(st.integers(1, lanes))
+        read_ahead = data.draw(st.sampled_from([1, 20_000, 48 << 20]))
+        cut = data.draw(st.integers(first, last))
+        for rank in range(ranks):
+            reader = OpenSplit.at(root, "train").reader
+            feed = RankFeed(plan, reader, opened.encoder, World.local(rank, ranks), read_ahead_bytes=read_ahead)
+            found = [*feed.batches(first, cut), *feed.batches(cut, last)]
+            wanted = plain_batches(plan, opened.reader, opened.encoder, feed.lanes, first, last)
+            for batch, other in zip(found, wanted, strict=True):
+                assert_same(batch, other)
+            again = data.draw(st.integers(0, len(found) - 1))
+            assert_same(feed.batch(first + again), found[again])

@@ -1,0 +1,225 @@
+"""A rank's batches put together: windows of all lanes are read in turn, and each row goes straight to its place.
+
+What a window holds is known to be at certain rows of certain batches before it is read, so its rows are copied once,
+from where they were decoded into the arrays of these batches. The steps of a rank are cut into chunks; a chunk's arrays
+hold its rows after the first step of their encoding (features/making.py). A chunk is whole once each lane was read up
+to its end.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from features.batch_kernels import PAIR_BYTES
+from features.encode import Encoded, Encoder
+from features.making import Lists, Made
+from training.lanes import LaneStream, LaneWindow, Segment
+from training.plan import EpochPlan
+from training.reader import SplitReader
+from training.slabs import Slabs
+from training.units import ROWS_AT_ONCE, Unit, UnitReader
+
+# A strip is what is read of a TFRecord block at once: this, or a lane's share of all strips where lanes are many.
+STRIP_BYTES = 512 << 10
+STRIPS_BYTES = 32 << 20
+# Lanes whose windows are loaded together: neighbours in a batch, whose rows share cache lines of its arrays.
+_LEAST_LANES = 4
+
+
+class Chunk:
+    """Some steps of a rank's batches, on their way: the rows of each of `made` after its first step.
+
+    targets (k,) int64: where the rows of each column begin; Lists as (address, count) of each.
+    """
+
+    __slots__ = ("arrays", "epochs", "kept", "targets")
+
+    def __init__(self, made: Sequence[Made], rows: int, slabs: Slabs) -> None:
+        self.arrays = [
+            slabs.array((rows, 2), np.int64) if one.lists else slabs.array((rows, *one.row.shape), one.row.dtype)
+            for one in made
+        ]
+        self.epochs = slabs.array((rows,), np.int64)
+        self.targets = np.array([array.ctypes.data for array in self.arrays], dtype=np.int64)
+        self.kept: set[Unit] = set()  # whose lists the rows point to
+
+
+class Assembly:
+    """Chunks of `chunk_steps` steps of the batches of some lanes, from any step on.
+
+    Memory: a window of each lane after the first step of its encoding, what is loaded ahead, strips (STRIPS_BYTES in
+    all, or the blocks that lanes are in where only whole ones are read), and the chunk that is taken.
+    `at` says in words what is being read. Not safe for several threads at once.
+    """
+
+    def __init__(
+        self, plan: EpochPlan, reader: SplitReader, encoder: Encoder, lanes: Sequence[int], chunk_steps: int
+    ) -> None:
+        self.at = "the first batch"
+        self._plan, self._reader, self._encoder, self._chunk_steps = plan, reader, encoder, chunk_steps
+        self._each = plan.global_batch // plan.lanes
+        self._rows = self._each * len(lanes)
+        self._first_lane = lanes[0]
+        reader.keep_blocks = len(lanes) + 1
+        self._units = UnitReader(reader, encoder, len(lanes) + 1)
+        strip_bytes = min(STRIP_BYTES, STRIPS_BYTES // len(lanes))
+        strip_records = max(1, strip_bytes // reader.record_bytes)
+        self._streams = [LaneStream(plan, lane, strip_records, whole=reader.whole_blocks) for lane in lanes]
+        self._together = max(_LEAST_LANES, min(len(lanes), ROWS_AT_ONCE // plan.window_records))
+        made = [one for _, one in encoder.made]
+        self._made = made
+        self._widths = np.array([PAIR_BYTES if one.lists else _row_bytes(one) for one in made], dtype=np.int64)
+        self._slabs = Slabs()
+        self._chunks: dict[int, Chunk] = {}
+        self._start, self._hinted = 0, False
+        self.step = -1
+        """The step that comes next."""
+
+    def seek(self, step: int) -> None:
+        """Go on with a step; what was loaded is dropped unless it is the one that comes next."""
+        if step == self.step:
+            return
+        self.step, self._start = step, step * self._each
+        self._chunks.clear()
+        self._reader.forget_hints()
+        for stream in self._streams:
+            stream.seek(self._start)
+        self._hinted = False
+
+    def take(self, last_step: int) -> tuple[int, Encoded, npt.NDArray[np.int64]]:
+        """The next steps, as far as their chunk goes and at most up to `last_step`: how many they are, their rows and
+        the epoch of each row.
+        """
+        number, skip = divmod(self.step, self._chunk_steps)
+        stop = min(last_step, (number + 1) * self._chunk_steps)
+        while self._load(stop):
+            continue
+        chunk, rows = self._chunks[number], slice(skip * self._rows, (skip + stop - self.step) * self._rows)
+        late = self._encoder.late([self._ordered(*each, rows) for each in zip(self._made, chunk.arrays, strict=True)])
+        steps, self.step = stop - self.step, stop
+        for old in [old for old in self._chunks if (old + 1) * self._chunk_steps <= stop]:
+            del self._chunks[old]
+        return steps, late, chunk.epochs[rows]
+
+    def load_ahead(self, last_step: int) -> None:
+        """Load until a window of each lane is ahead of the next step, or all up to `last_step`; so steps cost alike."""
+        goal = len(self._streams) * (self._plan.window_records + self.step * self._each)
+        while sum(stream.next for stream in self._streams) < goal and self._load(last_step):
+            continue
+
+    def _ordered(self, made: Made, array: npt.NDArray[Any], rows: slice) -> npt.NDArray[Any] | Lists:
+        if not made.lists:
+            return array[rows]
+        from features.batch_kernels import join_lists
+
+        pairs = array[rows]
+        offsets = np.concatenate([[0], np.cumsum(pairs[:, 1])]).astype(np.int64)
+        values = np.empty((int(offsets[-1]), *made.row.shape), dtype=made.row.dtype)
+        join_lists(pairs, _row_bytes(made), offsets, values.ctypes.data)
+        return Lists(values, offsets)
+
+    def _load(self, stop: int) -> bool:
+        """Load the next windows of the lanes that are furthest behind; False where all reach step `stop`."""
+        try:
+            return self._loaded_more(stop)
+        except BaseException:
+            self.step = -1  # some lanes may have gone on and others not: who comes again begins anew
+            raise
+
+    def _loaded_more(self, stop: int) -> bool:
+        behind = [stream for stream in self._streams if stream.next < stop * self._each]
+        if not behind:
+            return False
+        behind.sort(key=lambda stream: stream.next)  # stable: lanes stay in order
+        streams = behind[: self._together]
+        windows = [stream.window() for stream in streams]
+        missing = [stream.missing() for stream in streams]
+        runs = [(stream.lane, run) for stream, found in zip(streams, missing, strict=True) for run in found]
+        if not self._hinted:  # at the beginning nothing is on its way yet
+            self._reader.prefetch(run for _, run in runs)
+            self._hinted = True
+        step = max(self.step, min(window.first for window in windows) // self._each)
+
+        def about(number: int) -> None:
+            self.at = f"lane {runs[number][0]} of split `{self._plan.split}` at step {step}"
+
+        units = iter(self._units.load([run for _, run in runs], about))
+        parts = [stream.take([next(units) for _ in found]) for stream, found in zip(streams, missing, strict=True)]
+        if runs:
+            ahead = (stream.ahead() for stream, found in zip(streams, missing, strict=True) if found)
+            self._reader.prefetch(run for run in ahead if run is not None)
+        self._put(windows, [part for found in parts for part in found])
+        return True
+
+    def _put(self, windows: Sequence[LaneWindow], parts: Sequence[Segment]) -> None:
+        """Copy the rows of windows to their places."""
+        from features.batch_kernels import place, scatter
+
+        base = self.step // self._chunk_steps
+        last = max(window.first + window.count for window in windows) - 1
+        chunks = [self._chunk(number) for number in range(base, last // self._each // self._chunk_steps + 1)]
+        counts = _column(window.count for window in windows)
+        rows = int(counts.sum())
+        chunk_of, row_of = np.empty((2, rows), dtype=np.int64)
+        place(
+            self._orders(windows),
+            counts,
+            _column(window.first for window in windows),
+            _column(window.lane - self._first_lane for window in windows),
+            _column(window.epoch for window in windows),
+            self._each,
+            self._rows,
+            base * self._chunk_steps,
+            self._chunk_steps,
+            self._start,
+            _column(chunk.epochs.ctypes.data for chunk in chunks),
+            chunk_of,
+            row_of,
+        )
+        numbers = {unit: number for number, unit in enumerate(dict.fromkeys(part.unit for part in parts))}
+        scatter(
+            self._widths,
+            np.stack([unit.forms for unit in numbers]),
+            np.stack([unit.sources for unit in numbers]),
+            _column(numbers[part.unit] for part in parts),
+            _column(part.row for part in parts),
+            _column(part.count for part in parts),
+            chunk_of,
+            row_of,
+            np.stack([chunk.targets for chunk in chunks]),
+        )
+        for unit in numbers:
+            if unit.has_lists:
+                for chunk in chunks:
+                    chunk.kept.add(unit)
+
+    def _orders(self, windows: Sequence[LaneWindow]) -> npt.NDArray[np.int64]:
+        """The orders of all windows, one after another; of those that are equally long in one call."""
+        alike: dict[int, list[int]] = defaultdict(list)
+        for number, window in enumerate(windows):
+            alike[window.count].append(number)
+        found: list[Any] = [None] * len(windows)
+        for count, numbers in alike.items():
+            places = [(windows[number].epoch, windows[number].lane, windows[number].number) for number in numbers]
+            for number, order in zip(numbers, self._plan.window_orders(places, count), strict=True):
+                found[number] = order
+        return np.concatenate(found)
+
+    def _chunk(self, number: int) -> Chunk:
+        chunk = self._chunks.get(number)
+        if chunk is None:
+            chunk = self._chunks[number] = Chunk(self._made, self._chunk_steps * self._rows, self._slabs)
+        return chunk
+
+
+def _row_bytes(made: Made) -> int:
+    return int(np.prod(made.row.shape, dtype=np.int64)) * np.dtype(made.row.dtype).itemsize
+
+
+def _column(values: Any) -> npt.NDArray[np.int64]:
+    return np.fromiter(values, dtype=np.int64)

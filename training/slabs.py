@@ -1,0 +1,45 @@
+"""Memory of large arrays used again: the system gives it page by page and cleared, which costs as much as a copy."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_SMALL_BYTES = 64 << 10  # the allocator keeps smaller pieces itself
+_MOST_FREE_BYTES = 48 << 20
+
+
+class Slabs:
+    """Gives out arrays; the memory of one comes back when it and all its views are gone, whoever has held them."""
+
+    def __init__(self, most_free_bytes: int = _MOST_FREE_BYTES) -> None:
+        self._most_free_bytes, self._free_bytes = most_free_bytes, 0
+        self._free: dict[int, list[bytearray]] = defaultdict(list)
+
+    def array(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """An array of any content, as np.empty gives it."""
+        kind = np.dtype(dtype)
+        size = math.prod(shape) * kind.itemsize
+        if size < _SMALL_BYTES:
+            return np.empty(shape, dtype=kind)
+        free = self._free[size]
+        # bytes of zeros come from the system untouched; what is used again is not cleared.
+        try:
+            memory = free.pop()  # one step, so that a thread that gives back does not come between
+            self._free_bytes -= size
+        except IndexError:
+            memory = bytearray(size)
+        # NumPy makes a view's base the array that has its memory from elsewhere: this one lives as long as any view.
+        owner = np.frombuffer(memory, dtype=np.uint8)
+        weakref.finalize(owner, self._give_back, memory).atexit = False
+        return owner.view(kind).reshape(shape)
+
+    def _give_back(self, memory: bytearray) -> None:
+        if self._free_bytes + len(memory) <= self._most_free_bytes:
+            self._free_bytes += len(memory)
+            self._free[len(memory)].append(memory)
