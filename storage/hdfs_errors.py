@@ -8,6 +8,8 @@ from storage.errors import ConfigError, LockstepError, RetryableStorageError, St
 from storage.remote_errors import RETRYABLE_JAVA, below_a_file, check, not_in_service, not_there, taken
 
 _RPC = re.compile(r'^RPCError\("(?P<java>[^"]+)", "(?P<text>.*)', re.DOTALL)
+# What hdfs-native prints of a DataNode is twenty fields long; these two say which one it is.
+_DATANODE = re.compile(r'DatanodeInfoProto \{ id: DatanodeIdProto \{ ip_addr: \\*"([^"\\]+)\\*".*?xfer_port: (\d+)')
 _RETRYABLE_TEXT = ("could only be written to", "SafeModeException", "All DataNodes failed", "No new datanode found")
 
 
@@ -68,5 +70,7 @@ def _parts(error: BaseException) -> tuple[str, str]:
     message = str(error) or repr(error)
     found = _RPC.match(message)
     java, text = (found["java"].rpartition(".")[2], found["text"]) if found else ("", message)
+    if "All DataNodes failed" in text and (tried := _DATANODE.findall(text)):
+        text = f"All DataNodes failed: {', '.join(f'{host}:{port}' for host, port in tried)}"
     # Inside RPCError the text is a Rust literal, so its line ends are written out.
     return java, re.split(r"\\n|\n|\\t|\t", text)[0].strip().removesuffix('")')
