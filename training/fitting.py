@@ -28,6 +28,8 @@ from training.non_finite import FedBatches
 from training.paths import staged_model
 from training.planning import lane_groups
 from training.prepared import prepare, split
+from training.read_options import ReadOptions
+from training.reading import reading_row, verify_share
 from training.reports import StepReports
 from training.run_step import distributed
 from training.same_run import compare_runs, processor, versions
@@ -44,7 +46,9 @@ class Fit(AbstractContextManager["Fit"]):
     def __init__(self, context: RankContext, config: TrainConfig) -> None:
         self._context, self._config, world = context, config, context.world
         context.control.beat(0, "open the dataset")
-        self._split = TrainingSet.at(config.datasets, config.split, config.mix)
+        self._split = TrainingSet.at(config.datasets, config.split, config.mix, ReadOptions.of(config, world.num_ranks))
+        if config.verify == "full":
+            verify_share(self._split.readers, world.rank, world.num_ranks, lambda phase: context.control.beat(0, phase))
         self._plan = self._split.plan(context.payload["plan"])
         self._augmentation = augmentation_of(config, self._plan, self._split.encoder.signature)
         self._signature = labels_of(config, self._split.encoder.signature)
@@ -156,6 +160,9 @@ class Fit(AbstractContextManager["Fit"]):
                 if cause is error:
                     raise
                 raise cause from None
+        self._context.control.notify(
+            "metrics", rows=[reading_row(self._split.readers, self._context.world.rank, self._progress.step)]
+        )
 
     # What RunCallbacks tells
 
