@@ -40,6 +40,13 @@ def parser(description: str) -> JobParser:
     )
     add("--lanes", type=int, metavar="L", help="streams of samples; divides G (default: its largest divisor up to 64)")
     add("--window-bytes", type=int, default=8 << 20, metavar="N", help="shuffle window of all lanes (default 8 MiB)")
+    add(
+        "--interleave",
+        type=int,
+        default=1,
+        metavar="B",
+        help="places a lane reads at once, for sorted data (default 1)",
+    )
     add("--cache-groups", type=int, metavar="C", help="of blocks that the same L / C lanes read each epoch, for caches")
     add("--cache-rotation", type=int, metavar="K", help="epochs after which cache groups are made anew (default never)")
     add(

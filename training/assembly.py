@@ -65,8 +65,10 @@ class Assembly:
         self._each = plan.global_batch // plan.lanes
         self._rows = self._each * len(lanes)
         self._first_lane = lanes[0]
-        reader.keep_blocks = len(lanes) + 1
-        self._units = UnitReader(reader, encoder, len(lanes) + 1)
+        # Lanes that interleave are in so many at once, and as many again are those that the ends of their parts cut.
+        blocks = len(lanes) * (2 * plan.interleave if plan.interleave else 1) + 1
+        reader.keep_blocks = blocks
+        self._units = UnitReader(reader, encoder, blocks)
         strip_bytes = min(STRIP_BYTES, STRIPS_BYTES // len(lanes))
         strip_records = max(1, strip_bytes // reader.record_bytes)
         self._streams = [LaneStream(plan, lane, strip_records, whole=reader.whole_blocks) for lane in lanes]

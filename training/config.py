@@ -52,6 +52,8 @@ class TrainConfig:
     """Streams of samples a global batch is taken from; None is the largest divisor of global_batch up to 64."""
     window_bytes: int = 8 << 20
     """Bytes of the window in which a rank shuffles, over all lanes."""
+    interleave: int = 1
+    """Places of its part of an epoch that a lane reads at once, for data that lie sorted (docs/epoch-plan.md)."""
     cache_groups: int | None = None
     """Blocks stay in so many groups, each read by neighbouring lanes: for a cache on as many nodes (divides lanes)."""
     cache_rotation: int | None = None
@@ -178,6 +180,7 @@ class TrainConfig:
         self._check("cache", self.cache is None or self.cache.startswith("/"), "an absolute path on every rank's host")
         self._check("verify", self.verify in get_args(Verify), " or ".join(get_args(Verify)))
         groups, rotation = self.cache_groups, self.cache_rotation
+        self._check("interleave", self.interleave >= 1, "an integer from 1 up")
         self._check("cache_groups", groups is None or groups >= 1, "an integer from 1 up")
         self._check("cache_rotation", rotation is None or rotation >= 1, "epochs from 1 up")
         self._check("cache_rotation", rotation is None or groups is not None, "nothing without --cache-groups")

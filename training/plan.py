@@ -16,6 +16,7 @@ import numpy.typing as npt
 from storage.errors import ConfigError, DataError
 from storage.manifest import DatasetManifest, SplitInfo
 from training.cache_groups import CacheGroups, check_cache_groups
+from training.interleave import Interleaving
 from training.lane_count import check_lanes, default_lanes, largest_divisor
 from training.orders import Orders
 from training.permute import derive_key, shuffled, shuffled_each
@@ -25,7 +26,7 @@ __all__ = ["EpochPlan", "Run", "default_lanes", "split_of"]
 
 PLAN_VERSION = 1
 DEFAULT_WINDOW_BYTES = 8 << 20
-LATER_KEYS = ("cache_groups", "cache_rotation")
+LATER_KEYS = ("cache_groups", "cache_rotation", "interleave")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,8 @@ class EpochPlan:
     """C: blocks stay in C groups, each read by L / C neighbouring lanes (training.cache_groups); None is no groups."""
     cache_rotation: int | None = None
     """K: every K epochs the groups are made anew; None is never."""
+    interleave: int | None = None
+    """B, from 2 up: a lane reads in so many places of its span at once (training.interleave); None is one place."""
     version: int = PLAN_VERSION
     """Of the rules below; another version gives other batches."""
     total: int = field(init=False, compare=False)
@@ -80,6 +83,7 @@ class EpochPlan:
                 allowed="at least one sample a lane",
                 next_step=f"Use --lanes {largest_divisor(self.global_batch, self.total)} or more data.",
             )
+        self._check("interleave", self.interleave is None or self.interleave >= 2, "an integer from 2 up, or none")
         check_cache_groups(self.lanes, self.cache_groups, self.cache_rotation)
         table = BlockTable(self.shard_records, self.block_records)
         root = derive_key(self.dataset_digest.encode(), f"plan {self.version} {self.split}", self.seed)
@@ -103,6 +107,7 @@ class EpochPlan:
         window_bytes: int = DEFAULT_WINDOW_BYTES,
         cache_groups: int | None = None,
         cache_rotation: int | None = None,
+        interleave: int | None = None,
     ) -> Self:
         """The plan for a split. `lanes` None means `default_lanes`; `groups` are the lane groups of ghost BatchNorm.
 
@@ -125,6 +130,7 @@ class EpochPlan:
             window_records=max(1, window_bytes * info.records // (lanes * disk_bytes)),
             cache_groups=cache_groups,
             cache_rotation=cache_rotation,
+            interleave=interleave,
         )
 
     @classmethod
@@ -133,7 +139,7 @@ class EpochPlan:
         info = split_of(manifest, str(identity.get("split")))
         numbers = [identity.get(name) for name in ("seed", "global_batch", "lanes", "window_records", "version")]
         seed, global_batch, lanes, window_records, version = (n if type(n) is int else -1 for n in numbers)
-        groups, rotation = (identity.get(name) for name in LATER_KEYS)
+        later = {name: identity[name] for name in LATER_KEYS if type(identity.get(name)) is int}
         plan = cls(
             dataset_digest=manifest.digest,
             split=str(identity["split"]),
@@ -143,9 +149,8 @@ class EpochPlan:
             global_batch=global_batch,
             lanes=lanes,
             window_records=window_records,
-            cache_groups=groups if type(groups) is int else None,
-            cache_rotation=rotation if type(rotation) is int else None,
             version=version,
+            **later,
         )
         differing = [name for name, value in plan.identity().items() if identity.get(name) != value]
         if differing or len(plan.identity()) != len(identity):
@@ -230,8 +235,26 @@ class EpochPlan:
         return [self.lane_span(epoch, lane)[0] for lane in range(0, self.lanes, width)] + [self.total]
 
     def runs(self, epoch: int, start: int, stop: int) -> list[Run]:
-        """The records at positions start..stop-1 of an epoch, one run a block."""
-        return self._orders.runs(epoch, start, stop)
+        """The records at positions start..stop-1 of an epoch, one run a block, or a piece where lanes interleave."""
+        if self.interleave is None:
+            return self._orders.runs(epoch, start, stop)
+        found: list[Run] = []
+        while start < stop:
+            begin, end = self.lane_span(epoch, self._lane_of(epoch, start))
+            order = Interleaving(end - begin, self.interleave, max(1, self.window_records // self.interleave))
+            for first, last in order.pieces(start - begin, min(stop, end) - begin):
+                found += self._orders.runs(epoch, begin + first, begin + last)
+            start = end
+        return found
+
+    def _lane_of(self, epoch: int, position: int) -> int:
+        """The lane whose span holds a position: spans are even but for one sample."""
+        lane = min(self.lanes - 1, position * self.lanes // self.total)
+        while self.lane_span(epoch, lane)[0] > position:
+            lane -= 1
+        while self.lane_span(epoch, lane)[1] <= position:
+            lane += 1
+        return lane
 
     def window_order(self, epoch: int, lane: int, window: int) -> npt.NDArray[np.int64]:
         """Order of a window's samples: (n,) int64, n <= W; sample i is the order[i]-th record of the window's part."""

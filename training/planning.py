@@ -37,6 +37,7 @@ def plan_for(manifest: DatasetManifest, config: TrainConfig) -> Plan:
         "window_bytes": config.window_bytes,
         "cache_groups": config.cache_groups,
         "cache_rotation": config.cache_rotation,
+        "interleave": config.interleave if config.interleave > 1 else None,
     }
     plan: Plan
     if config.mix is None:

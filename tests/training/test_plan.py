@@ -51,8 +51,9 @@ def cases(draw: st.DrawFn) -> Case:
     )
     groups = draw(st.sampled_from([None, *(size for size in range(1, lanes + 1) if lanes % size == 0)]))
     rotation = draw(st.sampled_from([None, 1, 2])) if groups else None
-    seed = draw(st.integers(-5, 2**63))
-    return Case(replace(plan, seed=seed, cache_groups=groups, cache_rotation=rotation), draw(st.integers(1, 4)))
+    seed, interleave = draw(st.integers(-5, 2**63)), draw(st.sampled_from([None, None, 2, 3, 8]))
+    plan = replace(plan, seed=seed, cache_groups=groups, cache_rotation=rotation, interleave=interleave)
+    return Case(plan, draw(st.integers(1, 4)))
 
 
 def records_of(plan: EpochPlan, epoch: int, start: int, stop: int) -> list[Record]:
@@ -134,7 +135,8 @@ def test_a_lane_entered_anywhere_goes_on_as_if_read_from_the_start(case: Case, d
 @given(cases())
 @settings(max_examples=60, deadline=None)
 def test_an_epoch_permutes_whole_blocks_and_runs_stay_within_one(case: Case) -> None:
-    plan = replace(case.plan, cache_groups=None, cache_rotation=None)  # groups cut the blocks at their ends
+    # Groups cut the blocks at their ends, and interleaved lanes everywhere.
+    plan = replace(case.plan, cache_groups=None, cache_rotation=None, interleave=None)
     runs = plan.runs(0, 0, plan.total)
     assert len(runs) == plan.table.num_blocks
     for run in runs:
@@ -148,7 +150,9 @@ def test_an_epoch_permutes_whole_blocks_and_runs_stay_within_one(case: Case) -> 
 def test_cache_groups_keep_their_blocks_until_the_next_rotation(case: Case, data: st.DataObject) -> None:
     divisors = [size for size in range(1, case.plan.lanes + 1) if case.plan.lanes % size == 0]
     rotation = data.draw(st.sampled_from([None, 2, 3]))
-    plan = replace(case.plan, cache_groups=data.draw(st.sampled_from(divisors)), cache_rotation=rotation)
+    plan = replace(
+        case.plan, cache_groups=data.draw(st.sampled_from(divisors)), cache_rotation=rotation, interleave=None
+    )
     assert plan.cache_groups is not None
     first = data.draw(st.integers(0, 3)) * (rotation or 1)
     members, blocks = [], []
@@ -197,11 +201,25 @@ def test_the_plan_is_pinned_for_ever() -> None:
     assert batch(plan, 2) == PINNED
     assert sha256(canonical_bytes(plan.identity())).hexdigest()[:16] == PINNED_IDENTITY
     assert batch(replace(plan, cache_groups=2, cache_rotation=1), 5) == PINNED_GROUPS
+    assert batch(replace(plan, interleave=2), 2) == PINNED_INTERLEAVED
 
 
 PINNED = [(0, (0, 3)), (0, (1, 0)), (0, (0, 6)), (0, (0, 7))]
 PINNED_IDENTITY = "1bac6eed3eb8a0be"
 PINNED_GROUPS = [(1, (0, 7)), (1, (0, 0)), (1, (1, 1)), (1, (1, 3))]
+
+PINNED_INTERLEAVED = [(0, (1, 0)), (0, (0, 2)), (0, (0, 4)), (0, (0, 7))]
+
+
+def test_a_window_of_an_interleaved_lane_holds_records_of_that_many_blocks() -> None:
+    plan = make((4000,), block=100, batch=4, lanes=2, window=40)
+    for interleave, blocks in ((None, 1), (2, 2), (8, 8)):
+        mixed = replace(plan, interleave=interleave)
+        start, stop = mixed.lane_span(0, 1)
+        windows = [mixed.runs(0, first, first + 40) for first in range(start, stop - 40, 40)]
+        of_each = [len({run.first_record // 100 for run in runs}) for runs in windows]
+        assert min(of_each) >= blocks and max(of_each) <= 2 * blocks
+        assert sorted(records_of(mixed, 0, start, stop)) == sorted(records_of(plan, 0, start, stop))
 
 
 def test_groups_are_made_anew_at_a_rotation_and_blocks_within_them_permuted_each_epoch() -> None:

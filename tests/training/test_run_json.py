@@ -23,6 +23,7 @@ REFUSED: dict[str, Any] = {
     "lanes": 4,
     "seed": 1,
     "window_bytes": 2048,
+    "interleave": 2,
     "cache_groups": 2,
     "cache_rotation": 1,
     "augment": "crop:2 flip",
