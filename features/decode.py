@@ -110,9 +110,19 @@ def _plain_jpeg(data: bytes, header: Header, channels: int) -> bytes | None:
     assert header.height is not None and header.width is not None
     mode, wanted = "L" if header.components == 1 else "RGB", "L" if channels == 1 else "RGB"
     size = (header.width, header.height)
+    if mode == wanted:
+        return decode_plain(mode, size, data)
     try:
-        if mode != wanted:
-            return Image.frombytes(mode, size, data, "jpeg", mode, "").convert(wanted).tobytes()
+        return Image.frombytes(mode, size, data, "jpeg", mode, "").convert(wanted).tobytes()
+    except MemoryError:  # of this machine, not of the file
+        raise
+    except Exception as error:
+        raise ImageError(BROKEN, _told(error)) from None
+
+
+def decode_plain(mode: str, size: tuple[int, int], data: bytes) -> bytes:
+    """The pixels of a JPEG without EXIF, of sides (width, height), in its own mode L or RGB. Raises ImageError."""
+    try:
         return _direct(mode, size, data)
     except MemoryError:  # of this machine, not of the file
         raise

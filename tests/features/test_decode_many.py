@@ -11,12 +11,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from features import decode_many
-from features.decode import decode
+from features.decode import ImageError, decode
 from features.decode_many import BadImageError, decode_files, set_decode_threads
 from features.encode import Encoder
+from features.image_header import read_header
 from features.images import fit
 from features.schema import Field, Schema
 
@@ -59,6 +62,60 @@ def test_files_come_out_in_order_at_any_number_of_threads(
     parts = files(23)
     expected = np.stack([fit(decode(part, channels)[None], *size, how)[0] for part in parts])
     assert np.array_equal(decode_files(*together(parts), size, channels, how), expected)
+
+
+def jpeg(mode: str, side: int = 9, **more: Any) -> bytes:
+    out = io.BytesIO()
+    pixels = np.random.default_rng(side).integers(0, 256, (side, side, 3), dtype=np.uint8)
+    Image.fromarray(pixels).convert(mode).save(out, "JPEG", **more)
+    return out.getvalue()
+
+
+EXIF = Image.Exif()
+EXIF[0x0112] = 6
+JPEGS = [
+    jpeg("RGB"),
+    jpeg("L"),
+    jpeg("CMYK"),
+    jpeg("RGB", progressive=True),
+    jpeg("RGB", exif=EXIF),
+    jpeg("RGB", 8),
+    jpeg("RGB", comment=b"Exif \xff\xc0"),
+]
+
+
+def test_plain_files_are_known_by_their_headers() -> None:
+    assert decode_many._plain(*together([*JPEGS, b"", b"\xff\xd8\xff"]), (9, 9), 3) == [
+        True,
+        *[False] * 5,
+        True,
+        *[False] * 2,
+    ]
+    assert decode_many._plain(*together(JPEGS), (9, 9), 1) == [False, True, *[False] * 5]
+
+
+@settings(max_examples=150, deadline=None)  # the first call compiles
+@given(data=st.data())
+def test_a_changed_file_gives_the_pixels_or_the_refusal_that_it_gives_alone(data: st.DataObject) -> None:
+    file = bytearray(data.draw(st.sampled_from(JPEGS)))
+    for _ in range(data.draw(st.integers(0, 2))):
+        file[data.draw(st.integers(0, min(len(file) - 1, 700)))] = data.draw(
+            st.sampled_from([0, 1, 3, 9, 0xC0, 0xDA, 0xFF])
+        )
+    whole = bytes(file[: data.draw(st.sampled_from([len(file)] * 3 + [5, 20, 170, len(file) - 2]))])
+    channels = data.draw(st.sampled_from([1, 3]))
+    if decode_many._plain(*together([whole]), (9, 9), channels)[0]:
+        header = read_header(whole)
+        assert header is not None and (header.height, header.width, header.components) == (9, 9, channels)
+        assert not header.has_exif and not header.progressive
+    try:
+        pixels = fit(decode(whole, channels)[None], 9, 9, "resize")
+    except ImageError as error:
+        with pytest.raises(BadImageError) as refused:
+            decode_files(*together([whole]), (9, 9), channels)
+        assert refused.value.got == str(error)
+    else:
+        assert np.array_equal(decode_files(*together([whole]), (9, 9), channels), pixels)
 
 
 def test_no_files_are_an_empty_array() -> None:

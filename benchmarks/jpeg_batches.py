@@ -1,0 +1,132 @@
+"""JPEGs of a dataset into shuffled training batches, against decoding the same files alone.
+
+    python -m benchmarks.jpeg_batches DATASET [--split NAME] [--images N] [--threads N ...] [--rounds N]
+
+DATASET comes from `jobs.etl_images --store encoded`. Each round takes these in turn, the first round is dropped:
+  alone  features.decode of each file, from memory, nothing kept: in one thread, or in N that share the files
+  ours   training.iterate: shards read and checked, lanes, windows, decoded by N threads into batch arrays
+  plain  the files of `ours`, its decoding left out (features.decode_many gives arrays of zeros): what is not decoding
+`alone` over `ours` is the share of decoding that is kept: of wall time, and of processors' time, which other work on a
+machine changes less. One thread means one core: run it under `taskset -c 0`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+from unittest import mock
+
+import PIL
+
+from features import decode_many
+from features.aligned import aligned_empty
+from features.decode import decode
+from training.iterate import PlannedBatches
+from training.reader import OpenSplit
+
+BATCH = 128
+
+
+def files_of(dataset: str, split: str, count: int) -> list[bytes]:
+    """The first files of a split, as they lie."""
+    rows = OpenSplit.at(dataset, split).reader.in_order(BATCH)
+    images = (value.as_py() for batch in rows for value in batch.column("image"))
+    return list(islice(images, count))
+
+
+def alone(files: list[bytes], threads: int) -> None:
+    """Decode all files, nothing kept."""
+
+    def share(number: int) -> None:
+        for data in files[number::threads]:
+            decode(data, 3)
+
+    others = [threading.Thread(target=share, args=(number,)) for number in range(1, threads)]
+    for thread in others:
+        thread.start()
+    share(0)
+    for thread in others:
+        thread.join()
+
+
+def batches(planned: PlannedBatches) -> None:
+    """One epoch."""
+    for batch in planned.batches():
+        assert len(batch.x["image"])
+
+
+def zeros(_data: Any, offsets: Any, size: tuple[int, int], channels: int, *_: Any) -> Any:
+    """In place of decoding."""
+    out = aligned_empty((len(offsets) - 1, *size, channels))
+    out[:] = 0
+    return out
+
+
+def without_decoding(planned: PlannedBatches) -> None:
+    """One epoch of which no file is decoded."""
+    with mock.patch("features.tensor_transforms.decode_files", zeros):
+        batches(planned)
+
+
+def timed(work: Callable[[], object]) -> tuple[float, float]:
+    """Seconds of wall and of processors."""
+    wall, used = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - wall, time.process_time() - used
+
+
+def main(argv: list[str]) -> int:
+    """Print one table; exit code 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("dataset")
+    parser.add_argument("--split", default="train")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1])
+    parser.add_argument("--rounds", type=int, default=5, help="counted ones, after one that is dropped")
+    args = parser.parse_args(argv)
+    planned = PlannedBatches.open(args.dataset, args.split, global_batch=BATCH, epochs=1)
+    assert planned.steps is not None
+    count = planned.steps * BATCH
+    files = files_of(args.dataset, args.split, count)
+    print(
+        f"python {platform.python_version()}, pillow {PIL.__version__}, {len(os.sched_getaffinity(0))} cores,", end=" "
+    )
+    print(f"load {os.getloadavg()[0]:.1f} at the start")
+    print(f"{count} JPEGs of {sum(map(len, files)) / count:.0f} bytes, {args.rounds} rounds, median (lowest - highest)")
+    times: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for number in range(args.rounds + 1):
+        for threads in args.threads:
+            decode_many.set_decode_threads(threads)
+            works: dict[str, Callable[[], object]] = {
+                "alone": lambda threads=threads: alone(files, threads),  # type: ignore[misc]  # bound now
+                "ours": lambda: batches(planned),
+                "plain": lambda: without_decoding(planned),
+            }
+            for name, work in works.items():
+                took = timed(work)
+                if number:
+                    times.setdefault((name, threads), []).append(took)
+    for (name, threads), rows in times.items():
+        walls, used = zip(*rows, strict=True)
+        told = f"{name:6s} {threads} threads: {count / statistics.median(walls):8.0f} images/s"
+        told += f" ({count / max(walls):.0f} - {count / min(walls):.0f})"
+        print(f"{told}, processors {1e6 * statistics.median(used) / count:.1f} us an image")
+    for threads in args.threads:
+        pairs = list(zip(times["alone", threads], times["ours", threads], strict=True))
+        shares = [[mine[n] / whole[n] for mine, whole in pairs] for n in (0, 1)]
+        of_wall, of_used = (f"{statistics.median(s):.2f} ({min(s):.2f} - {max(s):.2f})" for s in shares)
+        print(
+            f"{threads} threads: decoding alone takes {of_wall} of the wall time of ours, {of_used} of its processors"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
