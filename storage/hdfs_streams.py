@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from storage.hdfs import HdfsFileSystem
 
 
+_FIRST_S = 15.0
+_BYTES_PER_S = 1 << 20
+
+
 class HdfsRaw(RemoteRaw):
     """A file to be read (hdfs-native's own reader breaks inside `io.BufferedReader`).
 
@@ -71,4 +75,7 @@ class HdfsWriter(RemoteWriter):
 
     def _once(self, step: Callable[[Any], Any], verb: str) -> None:
         inner = self._inner
-        self._fs.once(lambda _client: step(inner), verb, self._url, self._fs.data_deadline_s)
+        # A pipeline whose second DataNode is dead, or whose first one is frozen, hangs without an error: what has sent
+        # little need not wait for as long as what may have much to bring to the disks.
+        limit_s = min(self._fs.data_deadline_s, _FIRST_S + self._written / _BYTES_PER_S)
+        self._fs.once(lambda _client: step(inner), verb, self._url, limit_s)
