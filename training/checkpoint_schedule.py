@@ -67,7 +67,8 @@ class Schedule:
         self._free: deque[float] = deque(maxlen=64)
         self._beside: list[float] = []
         self._step_began = self._begun = now()
-        self._blocked_s = 0.0
+        self.blocked_s = 0.0
+        """How long the training stood still for the checkpoint that was begun last."""
         self.interval_s = FIRST_S if every == CheckpointEvery() else every.seconds
         """Between two checkpoints; None where steps count."""
 
@@ -88,7 +89,7 @@ class Schedule:
     def begun(self, blocked_s: float) -> None:
         """A checkpoint has been copied, for which the training stood still so long."""
         self._begun = self._step_began = self._now()
-        self._blocked_s = blocked_s
+        self.blocked_s = blocked_s
         self._beside.clear()
 
     def skipped(self) -> None:
@@ -98,8 +99,7 @@ class Schedule:
     def committed(self) -> float:
         """The one that was begun is committed; what it has cost in seconds. Sets the interval of `auto`."""
         usual = statistics.median(self._free) if self._free else math.inf  # without another step nothing was slower
-        slowed_s = sum(max(0.0, took - usual) for took in self._beside)
-        cost_s = self._blocked_s + slowed_s
+        cost_s = self.blocked_s + max(0.0, sum(took - usual for took in self._beside))
         self._costs.append(cost_s)
         if self._every == CheckpointEvery():
             cost = max(LEAST_COST_S, statistics.median(self._costs))

@@ -115,12 +115,13 @@ class Checkpoints:
             return
         cost_s = self._schedule.committed()
         if self._reports is not None:
-            self._reports.checkpoint(saved, cost_s, self._skipped, self._schedule.interval_s)
+            blocked_s = self._schedule.blocked_s
+            self._reports.checkpoint(saved, blocked_s, cost_s, self._skipped, self._schedule.interval_s)
             log.info(
-                "checkpoint of step %d: %d bytes, %.3f s copied, %.1f s written beside the steps, cost %.3f s%s",
+                "checkpoint of step %d: %d bytes, %.3f s blocked, %.1f s written beside the steps, cost %.3f s%s",
                 saved.step,
                 saved.bytes,
-                saved.copied_s,
+                blocked_s,
                 saved.written_s,
                 cost_s,
                 f"; the next in {self._schedule.interval_s:.0f} s" if self._schedule.interval_s else "",

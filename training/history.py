@@ -31,7 +31,7 @@ class History:
     non_finite: list[dict[str, Any]] = field(default_factory=list)
     """Rows {step, rank, what, skipped, lanes, samples} of ranks and generations that met what was not finite."""
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
-    """Rows {step, bytes, copied_s, written_s, cost_s, skipped, interval_s} of what was committed, in order of step."""
+    """Rows {step, bytes, blocked_s, written_s, cost_s, skipped, interval_s} of what was committed, in order of step."""
     reading: list[dict[str, Any]] = field(default_factory=list)
     """Rows of training.reading of all ranks and generations: what each read up to the end of an epoch."""
     learning_rate: dict[str, Any] | None = None

@@ -38,7 +38,7 @@ DTYPES = {
     "bool": "BOOL",
 }
 ALIGN_BYTES = 64
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 1 << 20
 
 
 class HostBuffer:

@@ -43,17 +43,18 @@ class StepReports:
         self._add({"kind": "epoch", "step": step, "epoch": epoch, "metrics": metrics, **more})
         self.flush()
 
-    def checkpoint(self, saved: Saved, cost_s: float, skipped: int, interval_s: float | None) -> None:
-        """A checkpoint that is committed, what the training lost by it, and how many were skipped since the last one.
+    def checkpoint(self, saved: Saved, blocked_s: float, cost_s: float, skipped: int, interval_s: float | None) -> None:
+        """A checkpoint that is committed, and how many were skipped since the one before.
 
-        `interval_s` until the next one, where seconds count. `bytes` are those of rank 0's file.
+        The training stood still for `blocked_s` and lost `cost_s` in all; the next is due in `interval_s` seconds, None
+        where steps count. `bytes` are those of rank 0's file.
         """
         self._add(
             {
                 "kind": "checkpoint",
                 "step": saved.step,
                 "bytes": saved.bytes,
-                "copied_s": round(saved.copied_s, 6),
+                "blocked_s": round(blocked_s, 6),
                 "written_s": round(saved.written_s, 6),
                 "cost_s": round(cost_s, 6),
                 "skipped": skipped,

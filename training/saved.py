@@ -12,7 +12,5 @@ class Saved:
     step: int
     bytes: int
     """Of this rank's file."""
-    copied_s: float
-    """How long the training stood still."""
     written_s: float
     """How long hash, upload and commit took beside it."""

@@ -126,7 +126,7 @@ class Saver:
 
         Not while one is in flight. Where the writing fails, `look` and `wait` raise its error.
         """
-        control, step, began = self._context.control, progress.step, time.perf_counter()
+        control, step = self._context.control, progress.step
         control.beat(step, "checkpoint")
         tensors = self._tensors([state.SEEDS, state.METRICS] if in_epoch else [state.SEEDS])
         document: dict[str, Any] = {}
@@ -145,7 +145,7 @@ class Saver:
         file = self._buffer.fill(tensors)
         self.last_step = step
         what = f"rank {self._context.world.rank}'s part of the checkpoint of step {step}"
-        self._flight.begin(what, partial(self._write, step, file, document, time.perf_counter() - began))
+        self._flight.begin(what, partial(self._write, step, file, document))
         control.beat(step, "train")
 
     @property
@@ -171,9 +171,7 @@ class Saver:
             tensors[name] = whole if name == piece.name else whole.reshape(-1)[piece.start : piece.stop]
         return tensors | state.views_of(self._model, *own)
 
-    def _write(
-        self, step: int, file: NDArray[np.uint8], document: dict[str, Any], copied_s: float, tell: Tell
-    ) -> Saved:
+    def _write(self, step: int, file: NDArray[np.uint8], document: dict[str, Any], tell: Tell) -> Saved:
         began, directory, rank = time.perf_counter(), staged_checkpoint(self.staging, step), self._context.world.rank
         url, fs = join(directory, file_name(rank)), filesystem(directory)
         tell("hashing it")
@@ -192,7 +190,7 @@ class Saver:
             audit=audit,
             state=document,
         )
-        return Saved(step, int(file.size), copied_s, time.perf_counter() - began)
+        return Saved(step, int(file.size), time.perf_counter() - began)
 
     def _write_audit(self, step: int) -> list[dict[str, Any]]:
         if self._audit is None:

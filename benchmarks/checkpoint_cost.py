@@ -1,0 +1,138 @@
+"""What a checkpoint costs a run: how long the step waits, what the steps beside the writing lose, bytes and MB/s.
+
+    python -m benchmarks.checkpoint_cost [--ranks 1 2] [--checkpoints 5] [--steps-between 30] [--run URL]
+
+Real runs by `training.driver.train` with ranks as processes of this host: dense layers under Adam, whose weights and
+optimizer state are 400 MB in all. The cost of a checkpoint is what stands still for it, and what the steps that
+run beside its writing take longer than the median of the others, all of one run. Its share of a run with a checkpoint a
+minute is that cost over 60 s. `--run` puts the runs below a URL, such as one of HDFS, in place of a temporary folder.
+Three minutes on an idle machine; a rank takes a core, so two are wanted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from benchmarks.shapes import machine
+from storage.fs import filesystem, join
+from tests.training._tiny import write_table
+from training.config import TrainConfig
+from training.driver import Hooks, train
+from training.history import History, read_history
+from training.launch.local import run_local
+from training.rank_file import HostBuffer, sha256_of, upload
+
+STATE_BYTES = 400_000_000
+BATCH = 32
+LAYERS = 4
+
+
+def model(signature: Any, options: Any) -> Any:
+    """Dense layers of equal width, as many parameters as make a third of the state."""
+    import keras
+
+    width = int((STATE_BYTES / 3 / 4 / LAYERS) ** 0.5)
+    inputs = {n: keras.Input(s.shape, dtype=s.dtype, name=n) for n, s in signature.features.items()}
+    x = keras.layers.Dense(width)(keras.layers.Concatenate()(list(inputs.values())))
+    for _ in range(LAYERS):
+        x = keras.layers.Dense(width, activation="relu", use_bias=False)(x)
+    made = keras.Model(inputs, keras.layers.Dense(1, activation="sigmoid")(x))
+    made.compile(keras.optimizers.Adam(1e-5), "binary_crossentropy", jit_compile=False)
+    return made
+
+
+def durations(history: History) -> dict[int, float]:
+    """Step -> seconds from the end of the step before to its own, as rank 0 saw them."""
+    rows = history.steps
+    return {row["step"]: row["seconds"] - before["seconds"] for before, row in pairwise(rows)}
+
+
+def measure(root: str, dataset: str, num_ranks: int, steps_between: int) -> None:
+    """One run; prints its checkpoints. The first and the last are left out: they end no step, or begin with tracing."""
+    config = TrainConfig(
+        datasets=(dataset,),
+        run=join(root, f"run-{num_ranks}-{time.time_ns()}"),
+        model="benchmarks.checkpoint_cost:model",
+        num_ranks=num_ranks,
+        global_batch=BATCH,
+        epochs=1,
+        checkpoint_every=steps_between,
+        launcher="local",
+        compare_every=10**9,
+    )
+    train(config, run_local, hooks=Hooks(lease_watch_s=0.1))
+    history = read_history(config.run)
+    rows = history.checkpoints[1:-1]
+    took = durations(history)
+    usual = statistics.median(took.values())
+    print(
+        f"\n{num_ranks} rank{'s' * (num_ranks > 1)}: {len(history.steps)} steps of {usual * 1e3:.0f} ms, "
+        f"{len(rows)} checkpoints, {sum(row['skipped'] for row in history.checkpoints)} skipped, "
+        f"{rows[0]['bytes'] / 1e6:.0f} MB a rank"
+    )
+    for name, unit, values in (
+        ("the step waits", "ms", [row["blocked_s"] * 1e3 for row in rows]),
+        ("written beside the steps", "s", [row["written_s"] for row in rows]),
+        ("hash, upload and commit", "MB/s a rank", [row["bytes"] / row["written_s"] / 1e6 for row in rows]),
+        ("cost in all", "ms", [row["cost_s"] * 1e3 for row in rows]),
+        ("of a run with one a minute", "%", [row["cost_s"] / 60 * 100 for row in rows]),
+    ):
+        print(f"  {name:28} {statistics.median(values):9.2f} {unit}   ({min(values):.2f} to {max(values):.2f})")
+
+
+def measure_parts(root: str) -> None:
+    """The parts of a writing alone, in this process."""
+    tensors = {str(i): np.ones(STATE_BYTES // 4 // 8, np.float32) for i in range(8)}
+    buffer, fs = HostBuffer(), filesystem(root)
+    first = clocked(lambda: buffer.fill(tensors))
+    file = buffer.fill(tensors)
+    print(f"\nalone, {file.size / 1e6:.0f} MB: into fresh memory {first * 1e3:.0f} ms")
+    urls = [join(root, f"part-{number}") for number in range(5)]
+    for name, calls in (
+        ("copy", [lambda: buffer.fill(tensors)] * 5),
+        ("sha256", [lambda: sha256_of(file)] * 3),
+        ("write, sync, read back", [lambda url=url: upload(fs, url, file) for url in urls]),
+    ):
+        seconds = [clocked(call) for call in calls]
+        speed = file.size / statistics.median(seconds) / 1e6
+        print(f"  {name:28} {statistics.median(seconds) * 1e3:9.0f} ms   {speed:.0f} MB/s")
+    for url in urls:
+        fs.delete(url)
+
+
+def clocked(call: Any) -> float:
+    """Seconds that a call takes."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--checkpoints", type=int, default=5)
+    parser.add_argument("--steps-between", type=int, default=30)
+    parser.add_argument("--run", metavar="URL")
+    args = parser.parse_args(argv)
+    print(machine("keras", "tensorflow", "safetensors"))
+    with tempfile.TemporaryDirectory() as folder:
+        root = args.run or folder
+        records = BATCH * args.steps_between * (args.checkpoints + 2)
+        write_table(f"{folder}/data", records={"train": records, "test": BATCH}, block_records=64)
+        measure_parts(root)
+        for num_ranks in args.ranks:
+            measure(root, f"{folder}/data", num_ranks, args.steps_between)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
