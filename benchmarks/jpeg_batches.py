@@ -1,18 +1,20 @@
 """JPEGs of a dataset into shuffled training batches, against decoding the same files alone.
 
-    python -m benchmarks.jpeg_batches DATASET [--split NAME] [--images N] [--threads N ...] [--rounds N]
+    python -m benchmarks.jpeg_batches DATASET [--split NAME] [--threads N ...] [--rounds N]
 
 DATASET comes from `jobs.etl_images --store encoded`. Each round takes these in turn, the first round is dropped:
   alone  features.decode of each file, from memory, nothing kept: in one thread, or in N that share the files
+  many   features.decode_many on the same files in memory, 512 at a time: the decoder that `ours` has
   ours   training.iterate: shards read and checked, lanes, windows, decoded by N threads into batch arrays
   plain  the files of `ours`, its decoding left out (features.decode_many gives arrays of zeros): what is not decoding
-`alone` over `ours` is the share of decoding that is kept: of wall time, and of processors' time, which other work on a
-machine changes less. One thread means one core: run it under `taskset -c 0`.
+`alone` and `many` over `ours` are the shares of decoding that are kept: of wall time, and of processors' time, which
+other work on the machine changes less. One thread means one core: run it under `taskset -c 0`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import platform
 import statistics
@@ -24,6 +26,7 @@ from itertools import islice
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import PIL
 
 from features import decode_many
@@ -55,6 +58,14 @@ def alone(files: list[bytes], threads: int) -> None:
     share(0)
     for thread in others:
         thread.join()
+
+
+def many(files: list[bytes], sides: tuple[int, int]) -> None:
+    """Decode all files by the batches' own decoder, nothing kept."""
+    for start in range(0, len(files), 512):
+        part = files[start : start + 512]
+        offsets = np.concatenate([[0], np.cumsum([len(data) for data in part])]).astype(np.int64)
+        decode_many.decode_files(np.frombuffer(b"".join(part), dtype=np.uint8), offsets, sides, 3)
 
 
 def batches(planned: PlannedBatches) -> None:
@@ -100,12 +111,14 @@ def main(argv: list[str]) -> int:
     )
     print(f"load {os.getloadavg()[0]:.1f} at the start")
     print(f"{count} JPEGs of {sum(map(len, files)) / count:.0f} bytes, {args.rounds} rounds, median (lowest - highest)")
+    height, width, _ = planned.signature.features["image"].shape
     times: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for number in range(args.rounds + 1):
         for threads in args.threads:
             decode_many.set_decode_threads(threads)
             works: dict[str, Callable[[], object]] = {
                 "alone": lambda threads=threads: alone(files, threads),  # type: ignore[misc]  # bound now
+                "many": lambda: many(files, (height, width)),
                 "ours": lambda: batches(planned),
                 "plain": lambda: without_decoding(planned),
             }
@@ -114,17 +127,15 @@ def main(argv: list[str]) -> int:
                 if number:
                     times.setdefault((name, threads), []).append(took)
     for (name, threads), rows in times.items():
-        walls, used = zip(*rows, strict=True)
+        walls, processors = zip(*rows, strict=True)
         told = f"{name:6s} {threads} threads: {count / statistics.median(walls):8.0f} images/s"
         told += f" ({count / max(walls):.0f} - {count / min(walls):.0f})"
-        print(f"{told}, processors {1e6 * statistics.median(used) / count:.1f} us an image")
-    for threads in args.threads:
-        pairs = list(zip(times["alone", threads], times["ours", threads], strict=True))
+        print(f"{told}, processors {1e6 * statistics.median(processors) / count:.1f} us an image")
+    for threads, way in itertools.product(args.threads, ("alone", "many")):
+        pairs = list(zip(times[way, threads], times["ours", threads], strict=True))
         shares = [[mine[n] / whole[n] for mine, whole in pairs] for n in (0, 1)]
-        of_wall, of_used = (f"{statistics.median(s):.2f} ({min(s):.2f} - {max(s):.2f})" for s in shares)
-        print(
-            f"{threads} threads: decoding alone takes {of_wall} of the wall time of ours, {of_used} of its processors"
-        )
+        wall, used = (f"{statistics.median(share):.2f} ({min(share):.2f} - {max(share):.2f})" for share in shares)
+        print(f"{threads} threads: `{way}` takes {wall} of the wall time of ours, {used} of its processors' time")
     return 0
 
 
