@@ -1,11 +1,12 @@
 """A driver with GPUs that are none: two standalone workers whose discovery script hands out one number each.
 
-`python -m tests.training._gpu_driver FOLDER` prints one line of JSON: what each rank was told to see, and the error of
-one rank too many.
+`python -m tests.training._gpu_driver FOLDER` prints one line of JSON: what each rank was told to see, the error of one
+rank too many, and how the ranks were started again after an executor was killed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -16,9 +17,10 @@ from typing import Any
 
 from pyspark.sql import SparkSession
 
-from storage.errors import ConfigError
+from storage.errors import ConfigError, TrainingFailedError
 from tests.training._ranks import HERE
-from training.launch.barrier import run_barrier
+from training.launch.barrier import OnSpark, run_barrier
+from training.launch.launches import Launches
 from training.launch.task import Limits, RankTask
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,6 +67,16 @@ def seen(spark: SparkSession, num_ranks: int, start_s: float = 60.0) -> list[dic
     return [{name: value for name, value in line.items() if name.startswith("CUDA_")} for line in lines]
 
 
+def lost_executor(spark: SparkSession) -> tuple[list[int], list[dict[str, Any]]]:
+    """An executor is killed: the levels of the restarts, and what the next generation returned."""
+    task = RankTask("_ranks:executor_killed_once")
+    with Launches(OnSpark(spark), 2, Limits(start_s=120.0, grace_s=1.0)) as launches:
+        with contextlib.suppress(TrainingFailedError):
+            launches.run(task, 1)
+        results = launches.run(task, 2)
+        return [restart.level for restart in launches.restarts], results
+
+
 def main(folder: Path) -> None:
     """The executors' own list, as a cluster's owner may set it, has both GPUs: each rank sees the one of its task."""
     with session(folder, CUDA_VISIBLE_DEVICES="5,3") as spark:
@@ -73,6 +85,7 @@ def main(folder: Path) -> None:
             told["too many"] = f"ran: {seen(spark, 3, start_s=1.0)}"
         except ConfigError as error:
             told["too many"] = str(error)
+        told["levels"], told["results"] = lost_executor(spark)
     print(json.dumps(told))
 
 

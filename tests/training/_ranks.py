@@ -18,6 +18,7 @@ import pytest
 from storage.errors import ConfigError, CorruptionError
 from storage.fs import filesystem, join
 from storage.manifest import load_dataset
+from storage.publish import write_file
 from training.config import TrainConfig
 from training.launch.context import RankContext
 from training.paths import staged_checkpoint, staged_model
@@ -62,8 +63,34 @@ def hello(context: RankContext) -> dict[str, Any]:
         "argv": sys.argv,
         "environment": sorted(f"{k}={v}" for k, v in os.environ.items()),
         "pid": os.getpid(),
+        "parent": os.getppid(),
         "session": os.getsid(0),
+        "preloaded": preloaded,
+        "nice": os.getpriority(os.PRIO_PROCESS, 0),
     }
+
+
+preloaded: list[int] = []
+
+
+def preload() -> None:
+    """What a spare process of a test does while it waits."""
+    preloaded.append(os.getpid())
+    folder = os.environ.get("PRELOAD_FOLDER")
+    if folder:
+        Path(folder, f"spare-{os.getpid()}").write_text(str(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+
+
+def steps_then_killed(context: RankContext) -> dict[str, Any]:
+    """Makes steps until the file payload["go"] is there; rank 1 of generation 1 is killed then, others `hello`."""
+    go, step = Path(context.payload["go"]), 0
+    while not go.exists():
+        step += 1
+        context.control.beat(step, "train")
+        time.sleep(0.02)
+    if context.world.generation == 1 and context.world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return hello(context)
 
 
 def solo(context: RankContext) -> dict[str, Any]:
@@ -196,6 +223,27 @@ def train_killed_once(context: RankContext) -> dict[str, Any]:
     return _train(context, perhaps)
 
 
+def train_supervisor_killed_once(context: RankContext) -> dict[str, Any]:
+    """`train`, but the supervisor of the last rank of generation 1, a Spark task's process, is killed at step 15."""
+
+    def perhaps(step: int) -> None:
+        if context.world.generation == 1 and context.world.rank == context.world.num_ranks - 1 and step == 15:
+            os.kill(os.getppid(), signal.SIGKILL)
+
+    return _train(context, perhaps)
+
+
+def executor_killed_once(context: RankContext) -> dict[str, Any]:
+    """Rank 1 of generation 1 kills the Java process that its supervisor comes from; all wait for each other."""
+    if context.world.generation == 1 and context.world.rank == 1:
+        pid = os.getppid()
+        while Path(f"/proc/{pid}/comm").read_text() != "java\n":
+            pid = int(_stat(pid)[1])
+        os.kill(pid, signal.SIGKILL)
+    context.control.rendezvous("nowhere", 1)
+    return {"generation": context.world.generation}
+
+
 def train_never(context: RankContext) -> dict[str, Any]:
     """`train`, but it breaks at its third step in every generation."""
     start = int(context.control.request("restore", 10.0)["step"])
@@ -214,6 +262,7 @@ def train_slowly(context: RankContext) -> dict[str, Any]:
 
 def _train(context: RankContext, hurdle: Any) -> dict[str, Any]:
     world, control = context.world, context.control
+    print(f"process {os.getpid()} under {os.getppid()}", flush=True)
     config = TrainConfig.from_json(context.payload["config"])
     plan = plan_for(load_dataset(config.datasets[0]), config)
     assert plan.identity() == context.payload["plan"]
@@ -257,7 +306,5 @@ def _file(rank: int) -> str:
 
 
 def _upload(url: str, data: bytes) -> dict[str, Any]:
-    with filesystem(url).create(url) as writer:
-        writer.write(data)
-        writer.sync()
+    write_file(filesystem(url), url, data)
     return {"name": url.rpartition("/")[2], "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}

@@ -30,7 +30,7 @@ def spark_home(folder: Path) -> Path:
     return folder
 
 
-def test_each_rank_sees_the_gpu_of_its_task(tmp_path: Path) -> None:
+def test_each_rank_sees_the_gpu_of_its_task_and_a_lost_executor_is_replaced(tmp_path: Path) -> None:
     """A process of its own: this one's Spark session has another master."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("SPARK_", "PYSPARK_", "CUDA_"))}
     environment |= {
@@ -47,6 +47,7 @@ def test_each_rank_sees_the_gpu_of_its_task(tmp_path: Path) -> None:
     assert {rank[devices.ORDER] for rank in told["seen"]} == {"PCI_BUS_ID"}
     assert "num_ranks=3 exceeds the 2 task slots" in told["too many"]
     assert "Each task also takes 1 of an executor's 1 GPUs." in told["too many"]
+    assert (told["levels"], told["results"]) == ([2], [{"generation": 2}] * 2)
 
 
 def test_local_ranks_share_the_hosts_gpus(

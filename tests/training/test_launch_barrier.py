@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from tests.training.test_horovod import DATA, SCRIPTS, check_loop
 from training.config import TrainConfig
 from training.control.failures import LauncherGoneError, RankFailedError
 from training.driver import Hooks, train
-from training.launch.barrier import OnSpark, run_barrier
+from training.launch.barrier import BarrierSession, KeepPostOnTask, OnSpark, run_barrier
 from training.launch.scripts import ScriptConfig, launch_script
 from training.launch.slots import check_slots, classic_context, slots_now
 from training.launch.task import Limits, RankTask
@@ -140,10 +141,28 @@ def test_cancelled_stage_takes_its_ranks_along(session: SparkSession, tmp_path: 
     assert not [pid for pid in pids if lives(pid)]
 
 
-def test_training_survives_a_killed_rank(session: SparkSession, config: TrainConfig) -> None:
-    hooks = Hooks(entry="_ranks:train_killed_once", limits=QUICK)
-    result = train(config, OnSpark(session), hooks=hooks)
+@pytest.mark.parametrize(("killed", "level"), [("train_killed_once", 1), ("train_supervisor_killed_once", 2)])
+def test_training_survives_a_killed_rank_and_a_killed_task(
+    session: SparkSession, config: TrainConfig, monkeypatch: pytest.MonkeyPatch, killed: str, level: int
+) -> None:
+    """A rank is started again by the tasks that are there; a lost task takes its stage along."""
+    stages: list[int] = []
+    real = BarrierSession._run_stage
+
+    def run_stage(self: BarrierSession, keep: KeepPostOnTask) -> None:
+        stages.append(1)
+        real(self, keep)
+
+    monkeypatch.setattr(BarrierSession, "_run_stage", run_stage)
+    result = train(config, OnSpark(session), hooks=Hooks(entry=f"_ranks:{killed}", limits=QUICK))
     assert (result.generation, result.restarts, result.checkpoint) == (2, 1, "step-0000000025.g0002")
+    assert [restart["level"] for restart in result.restart_log] == [level]
+    assert len(stages) == level
+    told = [Path(file).read_text() for file in sorted(Path(config.run, "logs").glob("g*/rank-*/part-*.log"))]
+    ranks = [tuple(map(int, pair)) for text in told for pair in re.findall(r"process (\d+) under (\d+)", text)]
+    assert not any(lives(pid) for pid, _ in ranks)
+    if level == 1:  # a killed supervisor writes no log
+        assert len(ranks) == 4 and len({supervisor for _, supervisor in ranks}) == 2
 
 
 def test_scripts_run_in_the_stage(session: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

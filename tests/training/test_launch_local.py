@@ -131,12 +131,6 @@ def test_unknown_entry_is_final() -> None:
         RankTask("no colon")
 
 
-def test_stopped_rank_is_silent_and_ends_all_the_same() -> None:
-    with pytest.raises(RankFailedError, match="no heartbeat for 2 s") as caught:
-        run_local(RankTask("_ranks:one_stopped"), 2, limits=QUICK)
-    assert caught.value.rank == 0
-
-
 def test_stalled_rank_is_told_though_it_lives() -> None:
     limits = Limits(grace_s=1.0, beat_s=0.2, stall_s=4.0)
     with pytest.raises(RankFailedError, match="no progress for 4 s") as caught:

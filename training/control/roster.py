@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from storage.errors import CommunicationError
 from training.control.door import Door
@@ -18,13 +18,13 @@ PING_EVERY_S = 2.0
 
 
 class Roster:
-    """One line to each supervisor of a session; thread-safe.
+    """One line to each supervisor of a session; thread-safe. `on_lost(rank)` is called when a line has broken.
 
     A line that breaks is not taken up again: what its supervisor has begun goes on to its end, and no more is begun.
     """
 
-    def __init__(self, secret: bytes, num_ranks: int, bind_host: str) -> None:
-        self._secret, self._num_ranks = secret, num_ranks
+    def __init__(self, secret: bytes, num_ranks: int, bind_host: str, on_lost: Callable[[int], None]) -> None:
+        self._secret, self._num_ranks, self._on_lost = secret, num_ranks, on_lost
         self._lines: dict[int, Channel] = {}
         self._came: set[int] = set()
         self._idle: set[int] = set()
@@ -36,10 +36,16 @@ class Roster:
         threading.Thread(target=self._ping, name="roster-ping", daemon=True).start()
 
     def give(self, orders: Sequence[dict[str, object]]) -> None:
-        """Hand each supervisor its order, by rank; one that has yet to come gets it when it does."""
+        """Hand each supervisor its order, by rank; one that has yet to come gets it when it does.
+
+        One that is lost by now is told by `on_lost` once more: it will never take its order.
+        """
         with self._changed:
             self._orders = dict(enumerate(orders))
+            gone = self._gone()
             ready = {rank: self._lines[rank] for rank in self._idle & self._lines.keys()}
+        for rank in gone:
+            self._on_lost(rank)
         for rank, line in ready.items():
             self._hand_out(rank, line)
 
@@ -109,6 +115,8 @@ class Roster:
                 self._idle.discard(rank)
                 self._changed.notify_all()
             line.close()
+            if not self._closed:
+                self._on_lost(rank)
 
     def _ping(self) -> None:
         while self._door.open:

@@ -68,6 +68,11 @@ class ControlServer:
         for channel in channels:
             channel.close()
 
+    def started(self, rank: int) -> bool:
+        """Whether the supervisor of `rank` has said that the rank's process is there."""
+        with self._changed:
+            return self._states[rank].marks.started_at is not None
+
     def fail(self, error: BaseException) -> None:
         """End the launch with an error of the driver's own side; `wait` raises it."""
         with self._changed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from training.control.failures import RankState
@@ -49,10 +49,9 @@ class Restart:
 
     def to_json(self) -> dict[str, Any]:
         """What the run's result keeps: {generation, level, seconds, parts}."""
-        found = asdict(self)
         parts = {word: round(seconds, 3) for word, seconds in self.parts.items()}
         seconds = None if self.seconds is None else round(self.seconds, 3)
-        return {"generation": found["generation"], "level": found["level"], "seconds": seconds, "parts": parts}
+        return {"generation": self.generation, "level": self.level, "seconds": seconds, "parts": parts}
 
     def __str__(self) -> str:
         how = "in place" if self.level == IN_PLACE else "by new supervisors"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +14,11 @@ from typing import Any, Literal
 from storage.errors import CommunicationError, ConfigError, NotFoundError
 from storage.fs import join
 from training.comm.options import Algorithm, Backend, CommOptions
-from training.control.failures import LauncherGoneError, RankFailedError
+from training.control.failures import RankFailedError
+from training.launch.launches import Launches
 from training.launch.output import OutputPrinter, Which
 from training.launch.script import Script
+from training.launch.session import Launch
 from training.launch.signals import ended_in_order
 from training.launch.task import Limits, RankTask
 
@@ -27,7 +29,6 @@ FILES = "LOCKSTEP_FILES"
 # A script may import libraries that hold Python's interpreter for tens of seconds, and no heartbeat leaves then. A
 # process that is stopped by a signal is seen by its supervisor within `Limits.stopped_s`.
 SILENT_S = 60.0
-Launch = Callable[..., list[dict[str, Any]]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,18 +137,18 @@ def launch_script(config: ScriptConfig, launch: Launch, hadoop: dict[str, str] |
     script = Script(config.script, config.arguments, path, text)
     comm = {"options": config.comm.to_json(), "freeze": False}
     payload = {"script": script.to_json(), "start_s": config.start_limit_s, "comm": comm}
-    for generation in range(1, config.max_restarts + 2):
-        logs = join(config.logs, f"g{generation:04d}") if config.logs else None
-        task = RankTask("training.launch.script:main", payload, hadoop or {}, logs, True, config.tls == "on")
-        try:
-            with ended_in_order(), OutputPrinter(config.output) as printer:
-                handler = ScriptHandler(printer)
-                launch(task, config.num_ranks, generation=generation, limits=config.limits, handler=handler)
-            return
-        except RankFailedError as error:
-            if generation > config.max_restarts or isinstance(error, LauncherGoneError):
-                raise
-            log.warning("start %d of %d follows: %s", generation + 1, config.max_restarts + 1, error)
+    with ended_in_order(), Launches(launch, config.num_ranks, config.limits) as launches:
+        for generation in range(1, config.max_restarts + 2):
+            logs = join(config.logs, f"g{generation:04d}") if config.logs else None
+            task = RankTask("training.launch.script:main", payload, hadoop or {}, logs, True, config.tls == "on")
+            try:
+                with OutputPrinter(config.output) as printer:
+                    launches.run(task, generation, ScriptHandler(printer))
+                return
+            except RankFailedError as error:
+                if generation > config.max_restarts:
+                    raise
+                log.warning("start %d of %d follows: %s", generation + 1, config.max_restarts + 1, error)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from training.comm.tls import issue
-from training.control.failures import RankState
+from training.control.failures import LauncherError, RankState
 from training.control.protocol import new_key
 from training.control.roster import Roster
 from training.control.server import ControlServer
@@ -90,7 +90,7 @@ class Session(ABC):
 
         if self._roster is None:
             self._check(task)
-            self._roster = Roster(self._secret, self.num_ranks, self._bind_host)
+            self._roster = Roster(self._secret, self.num_ranks, self._bind_host, self._lost)
             self._begin((self._host, self._roster.port), self._secret)
         key = new_key()
         certificates = issue(generation, self.num_ranks) if task.tls else [None] * self.num_ranks
@@ -113,6 +113,20 @@ class Session(ABC):
             self._fault = self._fault or error
             if self._server is not None:
                 self._server.fail(error)
+
+    def _lost(self, rank: int) -> None:
+        """A supervisor cannot be told anything any more: it ends with the rank that it has, and starts no other."""
+        with self._lock:
+            server = self._server
+        if server is not None and not server.started(rank):
+            server.fail(
+                LauncherError(
+                    f"the supervisor of rank {rank} is lost",
+                    got="the end of its connection before it has started its rank",
+                    allowed="supervisors that stay",
+                    next_step="Look at the executors' logs for why it ended.",
+                )
+            )
 
     @abstractmethod
     def _check(self, task: RankTask) -> None:

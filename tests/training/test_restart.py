@@ -1,0 +1,191 @@
+"""Restarts in place and by new supervisors, on real processes: who stays, who is new, what is left at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from storage.errors import LockstepError
+from tests.training._ranks import lives, living_ranks, rank_path
+from training.control.failures import LauncherError, RankFailedError, RankState
+from training.control.protocol import new_key
+from training.control.roster import Roster
+from training.launch.launches import Launches
+from training.launch.local import LocalSession, OnHost, run_local
+from training.launch.order import Place
+from training.launch.post import keep_post
+from training.launch.session import Session
+from training.launch.task import Limits, RankTask
+
+pytestmark = pytest.mark.slow
+
+QUICK = Limits(start_s=60.0, grace_s=1.0, silent_s=2.0, beat_s=0.2)
+
+
+@pytest.fixture(autouse=True)
+def path(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank_path(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    yield
+    assert living_ranks(os.getpid()) == []
+
+
+def answer(rank: int, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+    return {}
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert condition()
+
+
+def test_frozen_rank_is_restarted_in_place() -> None:
+    """Of the old generation nobody lives on; the supervisors are the same threads."""
+    session = LocalSession(2, QUICK)
+    with session:
+        with pytest.raises(RankFailedError, match="no heartbeat for 2 s") as caught:
+            session.run(RankTask("_ranks:one_stopped"), 1)
+        assert caught.value.rank == 0
+        assert living_ranks(os.getpid()) == []
+        assert session.usable()
+        results = session.run(RankTask("_ranks:hello"), 2, answer)
+        assert [result["world"]["generation"] for result in results] == [2, 2]
+        assert session.usable()
+        assert len(session._threads) == 2 and all(thread.is_alive() for thread in session._threads)
+
+
+@pytest.mark.parametrize("spare_dies", [False, True])
+def test_spare_becomes_the_next_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spare_dies: bool) -> None:
+    """It has imported behind the ranks' back, and then runs with their priority; a dead one is replaced."""
+    monkeypatch.setenv("PRELOAD_FOLDER", str(tmp_path))
+    go = tmp_path / "go"
+    task = RankTask("_ranks:steps_then_killed", {"go": str(go)}, preload="_ranks:preload")
+
+    def spares() -> list[Path]:
+        return [file for file in tmp_path.glob("spare-*") if file.read_text()]
+
+    def kill(states: Sequence[RankState]) -> None:
+        wait_for(lambda: len(spares()) == 2)
+        if spare_dies:
+            for file in spares():
+                os.kill(int(file.name.removeprefix("spare-")), signal.SIGKILL)
+        go.touch()
+
+    with LocalSession(2, QUICK) as session:
+        with pytest.raises(RankFailedError, match="SIGKILL"):
+            session.run(task, 1, answer, kill)
+        waiting = {int(file.name.removeprefix("spare-")): int(file.read_text()) for file in spares()}
+        assert session.usable()
+        results = session.run(task, 2, answer)
+        if spare_dies:
+            assert [result["preloaded"] for result in results] == [[], []]
+        else:
+            assert {result["pid"] for result in results} == waiting.keys()
+            assert [result["preloaded"] for result in results] == [[result["pid"]] for result in results]
+            # Lower than the ranks while it imported, the same as every process of ours once it is a rank.
+            mine = os.getpriority(os.PRIO_PROCESS, 0)
+            assert {result["nice"] for result in results} == {mine} and set(waiting.values()) == {10}
+    assert not any(lives(pid) for pid in waiting)
+
+
+def test_spare_that_is_not_needed_ends_with_its_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRELOAD_FOLDER", str(tmp_path))
+    task = RankTask("_ranks:steps_then_killed", {"go": str(tmp_path / "go")}, preload="_ranks:preload")
+
+    def end(states: Sequence[RankState]) -> None:
+        wait_for(lambda: len(list(tmp_path.glob("spare-*"))) == 1)
+        (tmp_path / "go").touch()
+
+    with LocalSession(1, QUICK) as session:
+        session.run(task, 5, answer, end)
+        (spare,) = (int(file.name.removeprefix("spare-")) for file in tmp_path.glob("spare-*"))
+        assert lives(spare)
+    assert not lives(spare)
+
+
+def test_launches_restart_in_place_and_tell_where_the_time_went(tmp_path: Path) -> None:
+    told: list[str] = []
+    task = RankTask("_ranks:steps_then_killed", {"go": str(tmp_path / "go")})
+    with Launches(run_local, 2, QUICK, tell=told.append) as launches:
+        threading.Timer(1.0, (tmp_path / "go").touch).start()
+        with pytest.raises(RankFailedError, match="SIGKILL"):
+            launches.run(task, 1, answer)
+        (tmp_path / "go").unlink()
+        threading.Timer(2.0, (tmp_path / "go").touch).start()
+        launches.run(task, 2, answer)
+    (restart,) = launches.restarts
+    assert (restart.generation, restart.level) == (2, 1)
+    assert restart.seconds is not None and sum(restart.parts.values()) == pytest.approx(restart.seconds)
+    assert all(seconds >= 0 for seconds in restart.parts.values()), restart.parts
+    assert len(told) == 1 and "generation 2 was started in place (level 1)" in told[0] and "first step" in told[0]
+    assert json.loads(json.dumps(restart.to_json()))["level"] == 1
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_lost_supervisor_is_replaced(seen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two generations, and so late that the driver has counted on it already: the run then begins once more."""
+    begun: list[Session] = []
+    real = OnHost.session
+
+    def session(self: OnHost, num_ranks: int, limits: Limits) -> Session:
+        begun.append(real(self, num_ranks, limits))
+        return begun[-1]
+
+    monkeypatch.setattr(OnHost, "session", session)
+    with Launches(run_local, 1, QUICK, tell=lambda line: None) as launches:
+        launches.run(RankTask("_ranks:solo"), 1)
+        roster = begun[0]._roster
+        assert roster is not None and begun[0].usable()
+        for line in list(roster._lines.values()):
+            line.close()
+        if seen:
+            wait_for(lambda: not begun[0].usable())
+        else:
+            monkeypatch.setattr(begun[0], "usable", lambda: True)
+            with pytest.raises(LauncherError, match="the supervisor of rank 0 is lost"):
+                launches.run(RankTask("_ranks:solo"), 2)
+            monkeypatch.undo()
+            rank_path(monkeypatch)
+        assert launches.run(RankTask("_ranks:solo"), 3)[0]["rank"] == 0
+    assert [restart.level for restart in launches.restarts] == ([2] if seen else [1, 2])
+
+
+def test_failure_from_outside_ends_what_runs_and_what_would_follow(tmp_path: Path) -> None:
+    """As the thread does that learns of another driver."""
+    with Launches(run_local, 1, QUICK) as launches:
+        threading.Timer(1.0, launches.fail, (LockstepError("another driver has the run"),)).start()
+        for generation in (1, 2):
+            with pytest.raises(LockstepError, match="another driver has the run"):
+                launches.run(RankTask("_ranks:tells_pid", {"folder": str(tmp_path)}), generation, answer)
+    assert len(list(tmp_path.iterdir())) <= 1
+
+
+def test_supervisor_without_a_driver_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the line breaks, or nothing is heard for `lost_s`: a driver that is stopped, a network that is gone."""
+    monkeypatch.setattr("training.control.roster.PING_EVERY_S", 3600.0)
+    for lost in (True, False):
+        secret = new_key()
+        roster = Roster(secret, 1, "127.0.0.1", lambda rank: None)
+        place = Place(0, ("127.0.0.1",), ("127.0.0.1", roster.port), secret, Limits(lost_s=60.0 if lost else 1.0))
+        codes: list[int] = []
+        post = threading.Thread(target=lambda place=place, codes=codes: codes.append(keep_post(place)), daemon=True)
+        post.start()
+        assert roster.whole(30.0)
+        if lost:
+            roster._lines[0].close()
+        post.join(30.0)
+        assert codes == [0]
+        roster.close()
