@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from features.schema import Schema
-from storage.errors import CorruptionError, LockstepError
+from storage.errors import CorruptionError
 from storage.fs import filesystem
 from storage.gzip_blocks import pack
 from storage.manifest import load_dataset
@@ -93,21 +93,11 @@ def test_blocks_of_another_number_of_records_are_refused(tmp_path: Path) -> None
     assert (caught.value.got.split()[0], caught.value.allowed, caught.value.record) == ("8", "7", 7)
 
 
-def test_a_flipped_byte_changes_no_batch_in_silence(tmp_path: Path) -> None:
+def test_a_cut_shard_is_refused_at_the_start(tmp_path: Path) -> None:
     write_table(tmp_path / "plain", shards=1)
     shard = repacked(tmp_path / "plain", tmp_path / "d").splits["train"].shards[0]
     path = tmp_path / "d" / shard.path
-    data = path.read_bytes()
-    reader = OpenSplit.at(str(tmp_path / "d"), "train").reader
-    wanted = list(reader.in_order(100))
-    for place in range(shard.block_offsets[0], len(data) - 10, 7):
-        path.write_bytes(data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :])
-        try:
-            found = list(reader.in_order(100))
-        except LockstepError:
-            continue
-        assert found == wanted  # a bit that deflate does not use
-    path.write_bytes(data[:-1])
+    path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CorruptionError, match="another length"):
         OpenSplit.at(str(tmp_path / "d"), "train")
     assert load_dataset(str(tmp_path / "d")).compression == "gzip"

@@ -119,14 +119,13 @@ def test_damage_is_refused_at_the_start(tmp_path: Path, fmt: str, path: str, dam
     assert str(file) in str(caught.value)
 
 
-def test_no_flipped_byte_of_a_parquet_shard_changes_what_is_read(tmp_path: Path) -> None:
-    """A changed footer is refused at the start; a changed page is refused, or leaves all values as they were."""
+def test_any_flipped_byte_of_a_parquet_footer_is_refused_at_the_start(tmp_path: Path) -> None:
+    """Before it is parsed; changed pages are in test_every_bit."""
     write_table(tmp_path / "d", fmt="parquet", records={"train": 19}, shards=1)
     shard = tmp_path / "d" / "split=train" / "part-00000.parquet"
     manifest = load_dataset(str(tmp_path / "d"))
     encoder = encoder_of(manifest)
     whole = shard.read_bytes()
-    rows = everything(SplitReader(str(tmp_path / "d"), manifest, "train", encoder))
     footer = len(whole) - len(footer_of(whole))
     for offset in range(footer, len(whole)):
         flip(shard, offset)
@@ -135,18 +134,6 @@ def test_no_flipped_byte_of_a_parquet_shard_changes_what_is_read(tmp_path: Path)
         assert caught.value.file == str(shard)
         assert caught.value.offset == footer or offset >= len(whole) - 8  # a changed length points elsewhere
         shard.write_bytes(whole)
-    refused = 0
-    for offset in range(0, footer, 13):
-        damaged = bytearray(whole)
-        damaged[offset] ^= 1 << offset % 8
-        shard.write_bytes(damaged)
-        try:
-            found = everything(SplitReader(str(tmp_path / "d"), manifest, "train", encoder))
-        except CorruptionError:
-            refused += 1
-        else:
-            assert found.equals(rows), f"byte {offset} changed what is read"
-    assert refused > footer // 40
 
 
 def test_a_block_table_that_contradicts_the_shard_is_refused(tmp_path: Path) -> None:
