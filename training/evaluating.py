@@ -227,7 +227,9 @@ def _load_export(url: str, config: TrainConfig, dataset: DatasetManifest) -> ker
 
 def _load_checkpoint(url: str, config: TrainConfig, dataset: DatasetManifest, signature: Signature) -> keras.Model:
     manifest = read_manifest(url)
-    if manifest["plan"]["dataset_digest"] != dataset.digest:
+    plan = manifest["plan"]
+    # Any dataset of a mixture has the schema and fitted files of all.
+    if dataset.digest not in (plan["dataset_digest"], *(part["dataset_digest"] for part in plan.get("parts", ()))):
         raise _other_data("digest")
     groups = lane_groups(config)
     options = ModelOptions(seed=config.seed, group_rows=config.global_batch // groups if groups else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,9 @@ def test_a_mixture_of_weighted_rows_goes_on_with_other_ranks(dataset: str, tmp_p
     for name in ("straight", "broken"):
         report = check_run_audit(str(tmp_path / name))
         assert report.ok and report.samples == 37 * 24 and len(report.left_over) == 4
+    shutil.rmtree(tmp_path / "straight" / "models")  # from its checkpoint, which names both datasets
+    told = evaluate(str(tmp_path / "straight"), options["datasets"][1], "test", run_threads, batch=30)
+    assert told["samples"] == 30 and told["model"].endswith("g0001")
     with pytest.raises(ConfigError, match="another `ratios`") as caught:
         train("broken", 2, 4, mix=(2, 1))
     assert "--mix" in caught.value.next_step
