@@ -3,8 +3,8 @@
     python -m benchmarks.read_ahead [--mb N] [--repeats N] [--lanes L]
 
 Bytes alone, no decoding: `sequential` reads each shard in pieces of 4 MiB; `by range` reads the blocks in an epoch's
-order, each by a call of its own, as without `prefetch`; `ahead` through BlockFetcher, with hints for as many blocks as the
-budget holds; `ahead, windows` the lanes' windows in turn, most of them a part of a block. Interleaved rounds; what
+order, each by a call of its own, as without `prefetch`; `ahead` through BlockFetcher, with hints for as many blocks as
+the budget holds; `ahead, windows` the lanes' windows in turn, most of them a part of a block. Interleaved rounds; what
 carries over is the ratio. Each way also takes a checksum of all bytes, as the decoder does. 1 MB is 10^6 bytes.
 """
 

@@ -1,0 +1,134 @@
+"""Whether memory stays flat: resident bytes of a process after each of 20 epochs of batches, and of ranks that train.
+
+    python -m benchmarks.memory_flat [--epochs N] [--records N] [--train]
+
+Reading: the whole feed (lanes, windows, read-ahead, encoding) over a table and over images, each form in a process of
+its own, once with a cache. `--train`: two ranks of jobs.train on the same table, sampled while they run. The growth is
+that of the last quarter's median over the one of the epochs from the third on up to the middle; flat is within 2 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+from benchmarks.feed_rate import write
+from tests.storage.repacked import repacked
+from tests.training._tiny import write_images
+from training.batches import RankFeed
+from training.plan import EpochPlan
+from training.read_options import ReadOptions
+from training.reader import OpenSplit
+from training.world import World
+
+CACHE_BYTES = 1 << 30
+
+
+def read_epochs(root: str, epochs: int, cache: str | None) -> list[int]:
+    """Resident bytes of this process after each epoch of one rank of one."""
+    options = ReadOptions(cache=cache, cache_bytes=CACHE_BYTES) if cache else None
+    opened = OpenSplit.at(root, "train", options=options)
+    plan = EpochPlan.for_dataset(opened.manifest, "train", seed=0, global_batch=256)
+    feed = RankFeed(plan, opened.reader, opened.encoder, World.local(0, 1))
+    process, found = psutil.Process(), []
+    for epoch in range(epochs):
+        for batch in feed.batches(plan.first_step(epoch), plan.first_step(epoch + 1)):
+            del batch
+        gc.collect()
+        found.append(process.memory_info().rss)
+    return found
+
+
+def growth(values: list[int]) -> float:
+    """How much more the last quarter holds than the epochs from the third up to the middle."""
+    half, quarter = len(values) // 2, max(1, len(values) // 4)
+    return statistics.median(values[-quarter:]) / statistics.median(values[min(2, half - 1) : half]) - 1
+
+
+def told(name: str, values: list[int]) -> bool:
+    """Print a line; whether it is flat."""
+    more = growth(values)
+    at = [1, len(values) // 4, len(values) // 2, 3 * len(values) // 4, len(values)]
+    shown = ", ".join(f"{number}: {values[max(0, number - 1)] / 1e6:.1f}" for number in at)
+    print(f"{name:34} MB after epoch {shown}   growth {100 * more:+.2f} %", flush=True)
+    return abs(more) <= 0.02
+
+
+def train(root: str, run: str, epochs: int) -> dict[str, list[int]]:
+    """Resident bytes of each rank of two, sampled evenly over the run, `epochs` values each."""
+    command = [
+        sys.executable, "-m", "jobs.train", "--dataset", root, "--run", run, "--model", "logistic", "--num-ranks", "2",
+        "--global-batch", "256", "--epochs", str(epochs), "--launcher", "local", "--checkpoint-every", "100000",
+    ]  # fmt: skip
+    samples: dict[str, list[int]] = {}
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as job:
+        parent = psutil.Process(job.pid)
+        while job.poll() is None:
+            for child in parent.children(recursive=True):
+                try:
+                    if "training.rank" in " ".join(child.cmdline()):
+                        samples.setdefault(f"rank, pid {child.pid}", []).append(child.memory_info().rss)
+                except psutil.Error:
+                    continue  # it has ended meanwhile
+            time.sleep(0.1)
+    if job.returncode:
+        raise SystemExit(f"jobs.train ended with {job.returncode}")
+    # The start (imports, tracing, filling windows) is as long as it is: a fifth of the samples is left out.
+    cut = {name: values[len(values) // 5 :] for name, values in samples.items()}
+    return {
+        name: [
+            max(values[len(values) * n // epochs : len(values) * (n + 1) // epochs] or values[-1:])
+            for n in range(epochs)
+        ]
+        for name, values in cut.items()
+    }
+
+
+def one(args: argparse.Namespace) -> int:
+    """The child's part."""
+    flat = told(args.name, read_epochs(args.root, args.epochs, args.cache))
+    return 0 if flat else 3
+
+
+def main(argv: list[str]) -> int:
+    """Print the table; exit code 0 where all is flat, else 1."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--records", type=int, default=20_000)
+    parser.add_argument("--train", action="store_true", help="training ranks instead of reading alone")
+    for name in ("root", "name", "cache"):
+        parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.root:
+        return one(args)
+    print(f"python {platform.python_version()}, {os.cpu_count()} cores, {args.epochs} epochs of {args.records} records")
+    flat = True
+    with tempfile.TemporaryDirectory() as folder:
+        for fmt in ("tfrecord", "parquet"):
+            write(f"{folder}/{fmt}", args.records, fmt)
+        if args.train:
+            for name, values in train(f"{folder}/tfrecord", f"{folder}/run", args.epochs).items():
+                flat &= told(name, values)
+            return 0 if flat else 1
+        repacked(Path(folder, "tfrecord"), Path(folder, "gzip"))
+        write_images(f"{folder}/images", fmt="tfrecord", records={"train": args.records}, block_records=2048)
+        for name in ("tfrecord", "parquet", "gzip", "images", "images, cache"):
+            command = [sys.executable, "-m", "benchmarks.memory_flat", "--epochs", str(args.epochs), "--name", name]
+            command += ["--root", f"{folder}/{name.partition(',')[0]}"]
+            command += ["--cache", f"{folder}/cache"] if "cache" in name else []
+            flat &= subprocess.run(command).returncode == 0
+    return 0 if flat else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
