@@ -14,6 +14,7 @@ from storage.layout import MANIFEST_NAME, safe_relative
 from storage.publish import file_digest
 from storage.sealed import unseal, unseal_as
 from training.claims import CheckpointRef, Claim, read_claims
+from training.launch.restarts import checked as restart_log
 from training.paths import RunPaths, checkpoint_of, generation_of
 
 log = logging.getLogger(__name__)
@@ -155,7 +156,8 @@ def _checked(result: dict[str, Any], generation: int, where: str) -> dict[str, A
     strict.mapping(result.get("metrics"), where=f"{where}: metrics")
     for sample in strict.items(result.get("left_over"), where=f"{where}: left_over"):
         strict.string(sample, where=f"{where}: left_over")
-    return {"checkpoint": None, "model": None, **result}
+    restarts = restart_log(result.get("restart_log", []), where=f"{where}: restart_log")
+    return {"checkpoint": None, "model": None, **result, "restart_log": restarts}
 
 
 def find_model(fs: FileSystem, paths: RunPaths) -> str:

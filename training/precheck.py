@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields
-
 from storage.fs import FileSystem, filesystem, split_url
 from storage.manifest import DatasetManifest
 from training.chain import find_result
@@ -45,10 +43,7 @@ def finished_result(fs: FileSystem, paths: RunPaths, config: TrainConfig) -> Run
     done = find_result(fs, paths)
     if done is None or int(done["epochs"]) < config.epochs:
         return None
-    # A field that came later has a default, which results of before take.
-    return RunResult(
-        **{f.name: done[f.name] for f in fields(RunResult) if f.name in done or f.default_factory is MISSING}
-    )
+    return RunResult(**{name: done[name] for name in RunResult.__dataclass_fields__})
 
 
 def _is_local(url: str) -> bool:

@@ -16,6 +16,7 @@ from storage.publish import write_file
 from training.chain import find_result
 from training.claims import Claim, read_claims
 from training.history import History, read_history
+from training.launch.restarts import told
 from training.paths import RunPaths
 from training.run_json import read_run
 from training.step_clock import PARTS
@@ -161,6 +162,7 @@ def render(
                 ("epochs", result["epochs"]),
                 ("samples/s", f"{result['samples_per_s']:.0f}"),
                 ("starts (one, and one for each restart or resumption)", history.generations),
+                *((f"restart: generation {each['generation']}", told(each)) for each in result.get("restart_log", [])),
                 ("samples left over (they fill no last global batch)", len(result["left_over"])),
                 *((f"last epoch: {name}", _number(value)) for name, value in sorted(result["metrics"].items())),
                 ("checkpoint", result["checkpoint"]),

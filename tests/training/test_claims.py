@@ -17,6 +17,7 @@ from storage.sealed import seal
 from training.chain import find_model, find_result, find_tip, lineage
 from training.claims import CheckpointRef, Claim, SupersededError, check_newest, claim_next, read_claims
 from training.lease import Lease
+from training.keep import Keep
 from training.paths import RunPaths
 from training.retention import retire, take_over
 
@@ -189,12 +190,12 @@ def test_retention_moves_and_only_a_later_claimant_deletes(paths: RunPaths) -> N
     start(paths, None)
     for step in (5, 10, 15, 20):
         put(paths, step, 1)
-    retire(fs, paths, 1, keep=2)
+    retire(fs, paths, 1, keep=Keep(2))
     assert names(paths.checkpoints) == ["step-0000000015.g0001", "step-0000000020.g0001"]
     assert names(paths.trash(1)) == ["step-0000000005.g0001", "step-0000000010.g0001"]
     found = find_tip(fs, paths)
     start(paths, Ref(20, 1))
-    take_over(fs, paths, 2, found, keep=2)
+    take_over(fs, paths, 2, found, keep=Keep(2))
     assert names(paths.trash(1)) == []
     assert names(paths.checkpoints) == ["step-0000000015.g0001", "step-0000000020.g0001"]
 
@@ -207,7 +208,7 @@ def test_tip_that_an_old_driver_threw_away_comes_back(paths: RunPaths) -> None:
     found = find_tip(fs, paths)
     assert found is not None and found.ref == Ref(5, 1)
     start(paths, found.ref)
-    take_over(fs, paths, 2, found, keep=3)
+    take_over(fs, paths, 2, found, keep=Keep(3))
     assert names(paths.checkpoints) == ["step-0000000005.g0001"]
     assert tip(paths) == Ref(5, 1)
 
@@ -220,7 +221,7 @@ def test_trash_inside_the_chain_is_kept(paths: RunPaths) -> None:
         put(paths, step, 1, where=join(paths.trash(1), f"step-{step:010d}.g0001"))
     found = find_tip(fs, paths)
     start(paths, Ref(15, 1))
-    take_over(fs, paths, 2, found, keep=2)  # 15 and 10 are what a flipped byte may send us back to
+    take_over(fs, paths, 2, found, keep=Keep(2))  # 15 and 10 are what a flipped byte may send us back to
     assert names(paths.trash(1)) == ["step-0000000010.g0001"]
 
 
@@ -230,10 +231,10 @@ def test_orphans_go_to_the_trash_of_the_next_claimant(paths: RunPaths) -> None:
     put(paths, 5, 1)
     start(paths, Ref(5, 1))
     put(paths, 10, 1)  # late
-    retire(fs, paths, 2, keep=1)
+    retire(fs, paths, 2, keep=Keep(1))
     assert names(paths.checkpoints) == ["step-0000000005.g0001", "step-0000000010.g0001"]  # not generation 2's business
     start(paths, Ref(5, 1))
-    take_over(fs, paths, 3, find_tip(fs, paths), keep=1)
+    take_over(fs, paths, 3, find_tip(fs, paths), keep=Keep(1))
     assert names(paths.checkpoints) == ["step-0000000005.g0001"]
     assert names(paths.trash(3)) == ["step-0000000010.g0001"]
 
@@ -282,6 +283,7 @@ def test_late_result_of_an_older_generation_does_not_count(paths: RunPaths) -> N
         ({"samples_per_s": "fast"}, "samples_per_s"),
         ({"metrics": 5}, "metrics"),
         ({"left_over": None}, "left_over"),
+        ({"restart_log": [{"generation": 2}]}, r"restart_log\[0\]"),
         ({"checkpoint": 5}, "checkpoint"),
     ],
 )

@@ -16,8 +16,11 @@ from storage.errors import CommunicationError, ConfigError, LockstepError, Stora
 from training.control.carry import error_from_json, error_to_json
 from training.control.client import ControlClient, open_channel
 from training.control.failures import RankState, failure_of
-from training.control.protocol import HEADER, HELLO, MAGIC, MAX_BODY_BYTES, STARTING, Role, Tag, present
+from training.control.line import Line
+from training.control.protocol import HEADER, HELLO, MAGIC, MAX_BODY_BYTES, SESSION, STARTING, Role, Tag, present
 from training.control.rendezvous import Rendezvous
+from training.control.roster import Roster
+from training.control.sealed_orders import open_order, seal_order
 from training.control.server import ControlServer
 from training.launch.task import Limits
 from training.world import World
@@ -193,6 +196,48 @@ def test_second_connection_of_a_rank_is_refused(server: ControlServer) -> None:
     second = client(server)
     assert second.lost.wait(5)
     assert first.request("anything", 5.0) == {"kind": "anything"}
+
+
+def test_a_roster_lets_in_the_session_s_supervisors_alone_and_each_once() -> None:
+    lost: list[int] = []
+    roster = Roster(KEY, 2, "127.0.0.1", lost.append)
+    address = ("127.0.0.1", roster.port)
+    orders: list[dict[str, object]] = [{"key": "a"}, {"key": "b"}]
+
+    def line(rank: int) -> Line:
+        return Line(address, KEY, rank, deadline_s=5.0, lost_s=5.0, on_spare=lambda: None)
+
+    for key, generation in ((bytes(32), SESSION), (KEY, 7)):  # a generation's key; a hello to a generation's server
+        with pytest.raises(CommunicationError, match="cannot be reached"):
+            open_channel(address, key, generation, Role.SUPERVISOR, 0, 0.5)
+    with pytest.raises(CommunicationError):
+        open_channel(address, KEY, SESSION, Role.RANK, 0, 5.0).receive()
+    roster.give(orders)
+    first = line(0)
+    assert first.next_order() == {"key": "a"} and not roster.whole(0.0)
+    assert line(0).next_order() is None, "a second line of one supervisor"
+    second = line(1)  # it comes after the orders were given
+    assert second.next_order() == {"key": "b"}
+    first.say_idle()
+    second.say_idle()
+    assert roster.whole(5.0) and lost == []
+    first.close()
+    end = time.monotonic() + 5
+    while not lost and time.monotonic() < end:
+        time.sleep(0.01)
+    assert lost == [0] and not roster.whole(5.0)
+    roster.close()
+    assert second.next_order() is None
+
+
+def test_an_order_is_for_one_supervisor_of_one_session() -> None:
+    order = {"key": "\udcff and \x01", "tls": None, "generation": 3}
+    sealed = seal_order(KEY, 1, order)
+    assert open_order(KEY, 1, sealed) == order
+    assert "key" not in sealed and sealed != seal_order(KEY, 1, order)
+    for secret, rank in ((KEY, 0), (bytes(32), 1)):
+        with pytest.raises(ValueError, match="not for the supervisor"):
+            open_order(secret, rank, sealed)
 
 
 def test_lost_driver_is_told_to_waiting_requests() -> None:

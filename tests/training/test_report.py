@@ -73,6 +73,7 @@ def test_the_page_stands_alone_and_escapes_what_comes_from_data(run: str, tmp_pa
     result = {
         "steps": 6, "epochs": 1, "samples_per_s": 12.3, "left_over": ["00ff"], "metrics": {HOSTILE: 0.5},
         "checkpoint": "step-0000000006.g0002", "model": HOSTILE,
+        "restart_log": [{"generation": 2, "level": 1, "seconds": 8.25, "parts": {"claim": 0.01, HOSTILE: 8.2}}],
     }  # fmt: skip
     evaluation = {
         "split": HOSTILE, "samples": 25, "metrics": {"auc": 0.75},
@@ -85,6 +86,7 @@ def test_the_page_stands_alone_and_escapes_what_comes_from_data(run: str, tmp_pa
         "http://purl.org/", ""
     ).replace("http://creativecommons.org/", "")  # names of XML vocabularies; nothing is fetched
     assert page.count("<svg") == 2  # loss, and the one other metric
+    assert "restart: generation 2" in page and "in place (level 1) and made its first step 8.2 s after" in page
     assert "0.7500   (baseline rate:page: 0.5000)" in page and "12" in page
     assert page == render(run, about, result, read_history(run), load_dataset(str(tmp_path / "data")), evaluation)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from storage import strict
 from training.control.failures import RankState
 
 IN_PLACE, ANEW = 1, 2
@@ -54,11 +55,29 @@ class Restart:
         return {"generation": self.generation, "level": self.level, "seconds": seconds, "parts": parts}
 
     def __str__(self) -> str:
-        how = "in place" if self.level == IN_PLACE else "by new supervisors"
-        if self.seconds is None:
-            return f"generation {self.generation} was started {how} and came to no step"
-        words = ", ".join(f"{word} {seconds:.1f}" for word, seconds in self.parts.items() if seconds >= 0.05)
-        return (
-            f"generation {self.generation} was started {how} (level {self.level}) and made its first step "
-            f"{self.seconds:.1f} s after the failure: {words}"
-        )
+        return f"generation {self.generation} was started {told(self.to_json())}"
+
+
+def told(restart: Mapping[str, Any]) -> str:
+    """What `to_json` has made, in words; the parts of a tenth of a second and more."""
+    how = "in place (level 1)" if restart["level"] == IN_PLACE else "by new supervisors (level 2)"
+    if restart["seconds"] is None:
+        return f"{how} and came to no step"
+    words = ", ".join(f"{word} {seconds:.1f}" for word, seconds in restart["parts"].items() if seconds >= 0.05)
+    return f"{how} and made its first step {restart['seconds']:.1f} s after the failure: {words}"
+
+
+def checked(restarts: object, where: str) -> list[dict[str, Any]]:
+    """A result's list of restarts; raises DataError naming what is not of its type."""
+    found: list[dict[str, Any]] = []
+    for number, value in enumerate(strict.items(restarts, where=where)):
+        place = f"{where}[{number}]"
+        restart = strict.obj(value, ("generation", "level", "seconds", "parts"), where=place)
+        for name in ("generation", "level"):
+            strict.count(restart[name], where=f"{place}: {name}")
+        if restart["seconds"] is not None:
+            strict.number(restart["seconds"], where=f"{place}: seconds")
+        for word, seconds in strict.mapping(restart["parts"], where=f"{place}: parts").items():
+            strict.number(seconds, where=f"{place}: {word}")
+        found.append(restart)
+    return found
