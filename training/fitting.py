@@ -11,7 +11,6 @@ import numpy as np
 import tensorflow as tf
 
 from storage.errors import LockstepError
-from training.audit import sample_hex
 from training.augmenting import augmentation_of, labels_of
 from training.batches import Batch
 from training.callbacks import RunCallbacks
@@ -19,22 +18,20 @@ from training.checkpointing import Checkpoints
 from training.config import TrainConfig
 from training.control.carry import json_safe
 from training.dataset import FeedPipeline, to_device
-from training.distributable import settings_of
 from training.distribute import exchange_of, finalize
-from training.export import export
+from training.epoch_logs import of_all_ranks
 from training.keras_ranks import only_on_leader
 from training.launch.context import RankContext
 from training.non_finite import FedBatches
-from training.paths import staged_model
 from training.planning import lane_groups
 from training.prepared import prepare, split
 from training.read_options import ReadOptions
 from training.reading import reading_row, verify_share
 from training.reports import StepReports
+from training.run_ends import compare_ranks, export_model, left_over_ids
 from training.run_step import distributed
-from training.same_run import compare_runs, processor, versions
 from training.saving import Progress, Saver
-from training.state import as_floats, derive_seeds, model_identity, summed_metrics, weights_digest
+from training.state import as_floats, derive_seeds
 from training.step_clock import StepClock
 from training.training_set import TrainingSet
 from training.weight_check import WeightCheck
@@ -112,7 +109,8 @@ class Fit(AbstractContextManager["Fit"]):
         else:
             self._progress = self._saver.restore(restored)
             self._exchange.step = self._progress.step
-        self._compare()
+        control.beat(self._progress.step, "compare with the other ranks")
+        compare_ranks(self._comm, self._split, plan, model, self._signature, self._progress.step)
         self._saver.make_ready()
         began_at, began = self._progress.step, time.monotonic()
         control.beat(began_at, "train")
@@ -123,17 +121,19 @@ class Fit(AbstractContextManager["Fit"]):
         self._clock.flush()
         finalize(model.optimizer, model.trainable_variables)
         self._callbacks.end(self._progress.metrics)
+        step, left_over = self._progress.step, []
         if self._reports is not None:
             self._reports.flush()
-            self._export()
-        step = self._progress.step
+            control.beat(step, "export")
+            export_model(self._context, self._config, self._split, model, self._signature, self._saver.staging)
+            left_over = left_over_ids(self._split, plan, step)
         return {
             "steps": step,
             "epochs": plan.epoch_of_step(step - 1) + 1,
             "metrics": json_safe(self._progress.metrics),
             "samples": (step - began_at) * plan.global_batch,
             "seconds": seconds,
-            "left_over": self._left_over(step) if self._context.world.is_leader else [],
+            "left_over": left_over,
         }
 
     def _fit_epoch(self, epoch: int) -> None:
@@ -207,15 +207,7 @@ class Fit(AbstractContextManager["Fit"]):
 
     def epoch_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
         """Metrics over all ranks, the same on each."""
-        summed_metrics(self._model, self._comm)
-        result = as_floats(self._model.get_metrics_result())
-        if set(result) == set(logs):
-            return result
-        # A train_step of the user's that returns other values: their mean, weighted by the ranks' rows.
-        names = sorted(logs)
-        values = np.array([float(logs[name]) for name in names]) * self._exchange.scale
-        self._comm.all_reduce(values)
-        return dict(zip(names, values.tolist(), strict=True))
+        return of_all_ranks(self._model, self._comm, self._exchange.scale, logs)
 
     def epoch_ends(self, epoch: int, logs: dict[str, Any]) -> None:
         """Agree on stopping, report, and write the checkpoint that is due."""
@@ -234,35 +226,3 @@ class Fit(AbstractContextManager["Fit"]):
         self._fed.add(batch.step, batch.sample_ids)
         if self._audit is not None:
             self._audit.add(batch)
-
-    # Before and after
-
-    def _compare(self) -> None:
-        """Raise ConfigError, on every rank alike, unless all ranks run the same on the same."""
-        self._context.control.beat(self._progress.step, "compare with the other ranks")
-        compare_runs(
-            self._comm,
-            {
-                **versions(),
-                "processor": processor(),
-                "dataset": self._split.manifest.digest,
-                "plan": self._plan.identity(),
-                "model": model_identity(self._model, self._signature),
-                "optimizer": settings_of(self._model.optimizer),
-                "weights": weights_digest(self._model),
-                "step": self._progress.step,
-            },
-        )
-
-    def _export(self) -> None:
-        control = self._context.control
-        control.beat(self._progress.step, "export")
-        directory = staged_model(self._saver.staging)
-        files = export(self._model, directory, self._config.datasets[0], self._split.manifest, self._signature)
-        control.request("model", self._config.stall_limit_s, files=files)
-
-    def _left_over(self, step: int) -> list[str]:
-        epochs = self._plan.epoch_of_step(step - 1) + 1
-        if step != self._plan.first_step(epochs):
-            return []  # stopped early, in the middle of an epoch
-        return [sample_hex(sample) for _, sample in self._split.left_over(self._plan, epochs)]
