@@ -92,7 +92,9 @@ def parser(description: str) -> JobParser:
         metavar="S",
         help="of all ranks together, for --checkpoint-every auto (default 14400)",
     )
-    add("--keep-checkpoints", type=int, default=3, metavar="K", help="checkpoints that stay (default 3)")
+    add("--keep-checkpoints", type=int, default=3, metavar="K", help="newest checkpoints that stay (default 3)")
+    add("--keep-every", type=int, metavar="M", help="one checkpoint for so many steps stays too")
+    add("--keep-best", metavar="METRIC:max", help="the best of the epochs' ends stays too (:min or :max)")
     add(
         "--non-finite",
         choices=get_args(NonFinite),

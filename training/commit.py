@@ -14,8 +14,9 @@ from storage.layout import MANIFEST_NAME, safe_relative
 from storage.publish import publish_directory, write_file
 from storage.sealed import seal, unseal
 from training.claims import CheckpointRef, Claim, check_newest
+from training.keep import Keep, check_metric
 from training.paths import RunPaths, staged_checkpoint, staged_model
-from training.retention import retire
+from training.retention import MetricValues, retire
 from training.shares import merge
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class CommitHandler:
         claim: Claim,
         plan: dict[str, Any],
         *,
-        keep: int,
+        keep: Keep,
         deadline_s: float,
         before_rename: Callable[[], None] = _nothing,
     ) -> None:
@@ -46,6 +47,7 @@ class CommitHandler:
         self._fs, self._paths, self._claim, self._plan = fs, paths, claim, plan
         self._staging = paths.staging(claim.generation, claim.nonce)
         self._keep, self._deadline_s, self._before_rename = keep, deadline_s, before_rename
+        self._values = MetricValues(keep)
         self._reports: dict[int, dict[int, dict[str, Any]]] = {}
         self._failed: LockstepError | None = None
         self._busy = False
@@ -147,7 +149,10 @@ class CommitHandler:
         with self._changed:
             self.tip = CheckpointRef(step, generation)
             self._changed.notify_all()
-        retire(self._fs, self._paths, generation, self._keep)
+        state = manifest["state"]
+        if not state.get("in_epoch", True):
+            check_metric(self._keep.best, state["metrics"])
+        retire(self._fs, self._paths, generation, self._keep, self._values)
 
     def _publish(self, staged: str, target: str, manifest: dict[str, Any]) -> None:
         check_newest(self._fs, self._paths, self._claim.generation)

@@ -11,6 +11,7 @@ from storage.errors import ConfigError
 from training.block_fetch import READ_AHEAD_BYTES
 from training.checkpoint_schedule import ALLOWED, MEAN_TIME_BETWEEN_FAILURES_S, CheckpointEvery
 from training.comm.options import UNAUTHENTICATED, Algorithm, Backend, CommOptions
+from training.keep import BEST, BEST_ALLOWED, Keep
 
 BatchNorm = Literal["ghost", "sync", "local"]
 Precision = Literal["float32", "float64", "mixed_float16", "mixed_bfloat16"]
@@ -79,7 +80,11 @@ class TrainConfig:
     mean_time_between_failures_s: float = MEAN_TIME_BETWEEN_FAILURES_S
     """What `auto` reckons with: of all ranks together."""
     keep_checkpoints: int = 3
-    """Checkpoints of the chain that stay; older ones are moved to the trash."""
+    """The newest checkpoints of the chain, which stay; others are moved to the trash but for the next two."""
+    keep_every: int | None = None
+    """One checkpoint for so many steps stays too: the first at or after each multiple."""
+    keep_best: str | None = None
+    """METRIC:min or METRIC:max: the best checkpoint at the end of an epoch stays too."""
     audit: bool = False
     """Whether ranks list each sample id they train on."""
     canonical: bool = False
@@ -127,6 +132,8 @@ class TrainConfig:
         counts = ("num_ranks", "global_batch", "epochs", "keep_checkpoints", "compare_every")
         for name in (*counts, "window_bytes"):
             self._check(name, getattr(self, name) >= 1, "an integer from 1 up")
+        self._check("keep_every", self.keep_every is None or self.keep_every >= 1, "steps from 1 up")
+        self._check("keep_best", self.keep_best is None or BEST.fullmatch(self.keep_best) is not None, BEST_ALLOWED)
         self._check("max_restarts", self.max_restarts >= 0, "an integer from 0 up")
         self._check("seed", 0 <= self.seed < 2**63, "an integer from 0 to 2^63 - 1")
         try:
@@ -187,6 +194,11 @@ class TrainConfig:
         if self.lanes is not None:
             right = self.lanes >= 1 and self.global_batch % self.lanes == 0
             self._check("lanes", right, f"a divisor of global_batch={self.global_batch}")
+
+    @property
+    def keep(self) -> Keep:
+        """Which checkpoints stay."""
+        return Keep(self.keep_checkpoints, self.keep_every, self.keep_best)
 
     def _check(self, name: str, right: bool, allowed: str) -> None:
         if not right:

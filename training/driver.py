@@ -121,7 +121,7 @@ class _Driver:
             # what it has published until now is then put in order.
             self._standing.sweep()
             drop_stagings(self._fs, self._paths, claim.generation)
-            take_over(self._fs, self._paths, claim.generation, tip, self._config.keep_checkpoints)
+            take_over(self._fs, self._paths, claim.generation, tip, self._config.keep)
             # The tip may have come back out of the trash.
             tip = find_tip(self._fs, self._paths) if tip and "/.trash/" in tip.url else tip
             if tip is not None:
@@ -164,7 +164,7 @@ class _Driver:
             self._paths,
             claim,
             self._plan.identity(),
-            keep=self._config.keep_checkpoints,
+            keep=self._config.keep,
             deadline_s=self._config.stall_limit_s,
             before_rename=self._hooks.before_rename,
         )

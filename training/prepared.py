@@ -13,6 +13,7 @@ from storage.errors import ConfigError
 from training.accumulate import steps_of
 from training.batchnorm import normalisations
 from training.config import TrainConfig
+from training.keep import check_metric
 from training.learning_rate import Scaled, scale_learning_rate
 from training.mixed_plan import Plan
 from training.models import ModelOptions, build
@@ -78,6 +79,8 @@ def prepare(config: TrainConfig, plan: Plan, signature: Signature, rows: int, gr
             calls_per_step=micro,
         )
     build_all(model, signature, rows // micro)
+    if type(model).train_step is keras.Model.train_step:  # another one may return other metrics: an epoch's end tells
+        check_metric(config.keep_best, model.get_metrics_result())
     return Prepared(model, callbacks, group_rows, learning_rate)
 
 

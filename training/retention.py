@@ -9,10 +9,12 @@ from __future__ import annotations
 import logging
 import secrets
 
-from storage.errors import ExistsError, NotFoundError, StorageError
+from storage.errors import DataError, ExistsError, NotFoundError, StorageError
 from storage.fs import FileSystem, basename, join
 from training.chain import Checkpoint, checkpoints, lineage
+from training.checkpoint import read_manifest
 from training.claims import CheckpointRef, check_newest, read_claims
+from training.keep import BEST, Keep, metric_of
 from training.paths import RunPaths, checkpoint_of, generation_of
 
 log = logging.getLogger(__name__)
@@ -20,18 +22,43 @@ log = logging.getLogger(__name__)
 _SWEPT = "swept-"
 
 
-def retire(fs: FileSystem, paths: RunPaths, generation: int, keep: int) -> None:
-    """Move all but the `keep` newest checkpoints of the chain into this generation's trash.
+class MetricValues:
+    """The metric that `best` of a rule names, of each checkpoint; each manifest is read once."""
 
-    Raises SupersededError where a newer generation is claimed: what may go is its business then.
+    def __init__(self, keep: Keep) -> None:
+        found = BEST.fullmatch(keep.best) if keep.best is not None else None
+        self._metric = found["metric"] if found else None
+        self._known: dict[CheckpointRef, float | None] = {}
+
+    def of(self, ref: CheckpointRef, url: str) -> float | None:
+        """The metric of the checkpoint at `url`; None of one within an epoch, and of one that cannot be read."""
+        if self._metric is None:
+            return None
+        if ref not in self._known:
+            try:
+                self._known[ref] = metric_of(read_manifest(url)["state"], self._metric)
+            except (DataError, NotFoundError) as error:
+                log.warning("checkpoint %s is not judged by %s: %s", ref, self._metric, error.what)
+                return None
+        return self._known[ref]
+
+
+def retire(fs: FileSystem, paths: RunPaths, generation: int, keep: Keep, values: MetricValues | None = None) -> None:
+    """Move the checkpoints of the chain that `keep` does not name into this generation's trash.
+
+    `values` are those that are known from an earlier call. Raises SupersededError where a newer generation is claimed:
+    what may go is its business then.
     """
     urls = _committed(fs, paths)
-    for ref in lineage(read_claims(fs, paths), urls)[keep:]:
+    chain = lineage(read_claims(fs, paths), urls)
+    judged = values or MetricValues(keep)
+    kept = keep.chosen(chain, lambda ref: judged.of(ref, urls[ref]))
+    for ref in (ref for ref in chain if ref not in kept):
         check_newest(fs, paths, generation)
         _trash(fs, paths, generation, urls[ref])
 
 
-def take_over(fs: FileSystem, paths: RunPaths, generation: int, tip: Checkpoint | None, keep: int) -> None:
+def take_over(fs: FileSystem, paths: RunPaths, generation: int, tip: Checkpoint | None, keep: Keep) -> None:
     """A new claimant's tidying: the tip comes back out of the trash, older trash outside the chain is deleted, orphans
     (late commits of older generations) are moved into the trash, and so is what an older driver that was stopped in
     its retention would still move there: it finds nothing to move when it wakes.
@@ -41,7 +68,8 @@ def take_over(fs: FileSystem, paths: RunPaths, generation: int, tip: Checkpoint 
         fs.rename_new(tip.url, paths.checkpoint(tip.ref.step, tip.ref.generation))
     everything = checkpoints(fs, paths)
     chain = lineage(read_claims(fs, paths), everything)
-    needed = set(chain[:keep])
+    judged = MetricValues(keep)
+    needed = keep.chosen(chain, lambda ref: judged.of(ref, everything[ref]))
     for name in _names(fs, paths.trashes):
         owner = generation_of(name)
         if owner is None or owner >= generation:

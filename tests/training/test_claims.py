@@ -16,8 +16,8 @@ from storage.fs import filesystem, join
 from storage.sealed import seal
 from training.chain import find_model, find_result, find_tip, lineage
 from training.claims import CheckpointRef, Claim, SupersededError, check_newest, claim_next, read_claims
-from training.lease import Lease
 from training.keep import Keep
+from training.lease import Lease
 from training.paths import RunPaths
 from training.retention import retire, take_over
 
@@ -52,7 +52,9 @@ def paths(tmp_path: Path) -> RunPaths:
     return RunPaths(str(tmp_path / "run"))
 
 
-def put(paths: RunPaths, step: int, generation: int, *, where: str | None = None) -> str:
+def put(
+    paths: RunPaths, step: int, generation: int, *, where: str | None = None, state: dict[str, Any] | None = None
+) -> str:
     url = where or paths.checkpoint(step, generation)
     Path(url).mkdir(parents=True)
     data = f"weights {step} {generation}".encode()
@@ -60,7 +62,8 @@ def put(paths: RunPaths, step: int, generation: int, *, where: str | None = None
     import hashlib
 
     files = {"rank-00000.bin": {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}}
-    manifest = {"kind": "checkpoint", "step": step, "generation": generation, "files": files}
+    manifest = {"kind": "checkpoint", "format_version": 2, "step": step, "generation": generation, "files": files}
+    manifest["state"] = state or {}
     Path(url, "_manifest.json").write_bytes(seal(manifest))
     return url
 
@@ -198,6 +201,21 @@ def test_retention_moves_and_only_a_later_claimant_deletes(paths: RunPaths) -> N
     take_over(fs, paths, 2, found, keep=Keep(2))
     assert names(paths.trash(1)) == []
     assert names(paths.checkpoints) == ["step-0000000015.g0001", "step-0000000020.g0001"]
+
+
+def test_best_checkpoint_and_one_for_many_steps_survive_a_take_over(paths: RunPaths) -> None:
+    fs = filesystem(paths.root)
+    start(paths, None)
+    for step, auc in ((5, 0.6), (10, 0.9), (15, 0.8), (20, 0.7), (25, 0.7)):
+        put(paths, step, 1, state={"in_epoch": False, "metrics": {"auc": auc}})
+    keep = Keep(1, every_steps=15, best="auc:max")
+    retire(fs, paths, 1, keep)
+    kept = [f"step-{step:010d}.g0001" for step in (10, 15, 25)]
+    assert names(paths.checkpoints) == kept
+    found = find_tip(fs, paths)
+    start(paths, Ref(25, 1))
+    take_over(fs, paths, 2, found, keep)
+    assert names(paths.checkpoints) == kept
 
 
 def test_tip_that_an_old_driver_threw_away_comes_back(paths: RunPaths) -> None:

@@ -16,6 +16,7 @@ from storage.sealed import unseal
 from training.chain import find_tip, read_checkpoint
 from training.claims import CheckpointRef, Claim, SupersededError, claim_next
 from training.commit import CommitHandler
+from training.keep import Keep
 from training.logs import PartWriter
 from training.paths import RunPaths, staged_checkpoint, staged_model
 from training.retention import drop_stagings
@@ -29,7 +30,7 @@ def paths(tmp_path: Path) -> RunPaths:
 def generation(paths: RunPaths, parent: CheckpointRef | None = None, *, ranks: int = 2) -> tuple[Claim, CommitHandler]:
     fs = filesystem(paths.root)
     claim = claim_next(fs, paths, parent, epochs=1, num_ranks=ranks)
-    return claim, CommitHandler(fs, paths, claim, {"seed": 0}, keep=3, deadline_s=5.0)
+    return claim, CommitHandler(fs, paths, claim, {"seed": 0}, keep=Keep(3), deadline_s=5.0)
 
 
 def upload(paths: RunPaths, claim: Claim, step: int, rank: int, *, folder: str | None = None) -> dict[str, Any]:
@@ -77,7 +78,7 @@ def test_commit_is_one_directory_with_a_sealed_manifest(paths: RunPaths) -> None
 
 def test_absent_rank_is_named_and_nothing_published(paths: RunPaths) -> None:
     claim, _ = generation(paths)
-    commits = CommitHandler(filesystem(paths.root), paths, claim, {}, keep=3, deadline_s=0.2)
+    commits = CommitHandler(filesystem(paths.root), paths, claim, {}, keep=Keep(3), deadline_s=0.2)
     with pytest.raises(CommunicationError, match="step 10 was not committed") as caught:
         commits.checkpoint(0, {"step": 10, "files": [upload(paths, claim, 10, 0)]})
     assert caught.value.got == "no report of rank 1"

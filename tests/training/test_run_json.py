@@ -45,7 +45,13 @@ FREE: dict[str, Any] = {
     "num_ranks": 3,
     "checkpoint_every": 7,
     "keep_checkpoints": 9,
+    "keep_every": 100,
+    "keep_best": "loss:min",
     "mean_time_between_failures_s": 60.0,
+    "read_ahead_bytes": 1 << 20,
+    "cache": "/var/cache/blocks",
+    "cache_bytes": 1 << 20,
+    "verify": "full",
     "compare_every": 7,
     "non_finite": "skip",  # what a run that stopped so may go on with
     "launcher": "barrier",
