@@ -18,8 +18,9 @@ import pytest
 from storage.errors import ConfigError, CorruptionError
 from storage.fs import filesystem, join
 from storage.manifest import load_dataset
-from storage.publish import write_file
+from storage.publish import temporary_name, write_file
 from training.config import TrainConfig
+from training.in_flight import InFlight
 from training.launch.context import RankContext
 from training.paths import staged_checkpoint, staged_model
 from training.planning import plan_for
@@ -260,7 +261,35 @@ def train_slowly(context: RankContext) -> dict[str, Any]:
     return _train(context, lambda step: time.sleep(0.05))
 
 
-def _train(context: RankContext, hurdle: Any) -> dict[str, Any]:
+def train_killed_in_flight(context: RankContext) -> dict[str, Any]:
+    """`train` with checkpoints beside its steps. Rank 1 is killed in the midst of its upload of step 10, and in the
+    second generation between its report of step 15 and the commit.
+    """
+    flight: InFlight[None] = InFlight()
+    generation, last = context.world.generation, context.world.rank == context.world.num_ranks - 1
+
+    def part(config: TrainConfig, staging: str, step: int, weights: Any) -> None:
+        if last and (generation, step) == (1, 10):
+            folder = staged_checkpoint(staging, step)
+            half = filesystem(folder).create(temporary_name(join(folder, _file(context.world.rank))))
+            half.write(weights.tobytes()[:10])
+            os.kill(os.getpid(), signal.SIGKILL)
+        if last and (generation, step) == (2, 15):
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        _checkpoint(context, config, staging, step, weights)
+
+    def beside(_context: RankContext, config: TrainConfig, staging: str, step: int, weights: Any) -> None:
+        flight.wait(30.0)  # of the one before: ranks without a communicator cannot agree to skip
+        flight.begin(f"the checkpoint of step {step}", lambda _tell: part(config, staging, step, weights))
+
+    def hurdle(_step: int) -> None:
+        flight.look()
+        time.sleep(0.01)
+
+    return _train(context, hurdle, beside, lambda: flight.wait(30.0))
+
+
+def _train(context: RankContext, hurdle: Any, checkpoint: Any = None, finish: Any = lambda: None) -> dict[str, Any]:
     world, control = context.world, context.control
     print(f"process {os.getpid()} under {os.getppid()}", flush=True)
     config = TrainConfig.from_json(context.payload["config"])
@@ -281,7 +310,8 @@ def _train(context: RankContext, hurdle: Any) -> dict[str, Any]:
                 "metrics", rows=[{"step": done, "epoch": plan.epoch_of_step(step), "loss": float(weights[0])}]
             )
         if done % int(config.checkpoint_every) == 0 or done == total:
-            _checkpoint(context, config, str(place["staging"]), done, weights)
+            (checkpoint or _checkpoint)(context, config, str(place["staging"]), done, weights)
+    finish()
     if world.is_leader:
         url = join(staged_model(str(place["staging"])), "model.bin")
         control.request("model", 30.0, files=[_upload(url, weights.tobytes())])

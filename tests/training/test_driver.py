@@ -115,6 +115,26 @@ def test_killed_rank_goes_on_from_its_checkpoint(
     assert "rank 1 of 2 on 127.0.0.1 failed" in capfd.readouterr().err
 
 
+def test_ranks_killed_while_a_checkpoint_is_in_flight(config: TrainConfig, tmp_path: Path) -> None:
+    """In the midst of an upload: as if that checkpoint had not begun. After all reports: it is committed."""
+    whole = dataclasses.replace(config, run=str(tmp_path / "whole"), num_ranks=1)
+    go(whole)
+    renames = []
+
+    def before_rename() -> None:
+        renames.append(1)
+        if len(renames) == 3:  # step 5, then in the second generation 10 and 15
+            time.sleep(1.0)
+
+    result = go(config, "train_killed_in_flight", before_rename=before_rename)
+    assert (result.generation, result.restarts, result.steps) == (3, 2, 25)
+    claims = read_claims(filesystem(config.run), RunPaths(config.run))
+    assert [str(claims[number].parent) for number in (2, 3)] == ["step-0000000005.g0001", "step-0000000015.g0002"]
+    assert np.array_equal(tip_weights(config), tip_weights(whole))
+    assert verify(config.run) == []
+    assert not list(Path(config.run, ".staging").iterdir())
+
+
 def test_gives_up_without_progress(config: TrainConfig) -> None:
     with pytest.raises(TrainingFailedError, match="it never works"):
         go(dataclasses.replace(config, max_restarts=1), "train_never")
