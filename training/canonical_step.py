@@ -8,7 +8,6 @@ sums once. The exchange must be over `TreeSums`, with scale 1: a unit's share is
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from training.kept_statistics import KeptStatistics
 from training.output_losses import weigh_tests, weighed_by_rows
 from training.skipped_step import SkippedStep
 from training.state import METRICS, SEEDS, variables_of
+from training.step_draws import drawn_from, draws_of_step, step_of
 from training.swap import swapped
 
 
@@ -143,6 +143,7 @@ class CanonicalStep:
             weighed_by_rows(model, data),
             batchnorm_as(model, group_rows=self._group_rows),
             Denominators(None, 1.0 / self._units).of(model),
+            draws_of_step(self._seed, lambda: self._step_and_unit(number)),
         ):
             logs = self._plain(data)
         self._check_step(logs, losses, applied)
@@ -156,16 +157,12 @@ class CanonicalStep:
             variable.assign(old)
         for variable in self._metrics:
             variable.assign(tf.zeros(variable.shape, variable.dtype))
-        optimizer = self._model.optimizer
-        step = tf.cast(getattr(optimizer, "inner_optimizer", optimizer)._iterations.value, tf.int64)
-        unit = tf.cast(number + self._first, tf.int64)
         for place, variable in enumerate(self._seeds):
-            digest = hashlib.sha256(f"canonical seed generator {self._seed} {place}".encode()).digest()
-            state = tf.constant(np.frombuffer(digest, np.int64)[:2])
-            for word in (step, unit):
-                state = tf.random.experimental.stateless_fold_in(state, word, alg="philox")
-            bits = tf.bitwise.bitwise_and(state, np.int64(0xFFFFFFFF))
-            variable.assign(tf.cast(bits, variable.dtype))
+            words = self._step_and_unit(number)
+            variable.assign(drawn_from(self._seed, f"seed generator {place} of a unit", words, variable.dtype))
+
+    def _step_and_unit(self, number: tf.Tensor) -> list[tf.Tensor]:
+        return [step_of(self._model.optimizer), tf.cast(number + self._first, tf.int64)]
 
     def _dense(self, grads: list[Any], variables: Any) -> list[tf.Tensor]:
         """Whole tensors in the order of the model's variables; zeros, and a note, for what has no gradient."""

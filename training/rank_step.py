@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from storage.errors import ConfigError
 from training.batchnorm import GhostBatchNormalization, batchnorm_as, normalisations
@@ -18,6 +19,7 @@ from training.micro_statistics import MicroStatistics
 from training.ordered import OrderedCalls
 from training.output_losses import weigh_tests, weighed_by_rows
 from training.skipped_step import SkippedStep
+from training.step_draws import draws_of_step, step_of
 from training.sync_batchnorm import SyncMoments
 
 log = logging.getLogger(__name__)
@@ -30,11 +32,18 @@ class RankStep:
     makes it see all ranks' rows, neither leaves it `local`. Nothing of the model stays changed: layers and losses are
     Keras' own again once a step has been traced, and so is what is saved. On one rank gradients are Keras' own, but for
     `ghost`; moving averages of a skipped step or of micro-batches, and the weights of reported losses, are not.
-    `micro_batches` is the optimizer's gradient accumulation: parts of one batch, of equal size.
+    `micro_batches` is the optimizer's gradient accumulation: parts of one batch, of equal size. With `seed`, draws of
+    keras.random without a seed are made of it, the step and the rank; else they are the process's own.
     """
 
     def __init__(
-        self, scale: float, *, group_rows: int | None = None, sync: bool = False, micro_batches: int = 1
+        self,
+        scale: float,
+        *,
+        group_rows: int | None = None,
+        sync: bool = False,
+        micro_batches: int = 1,
+        seed: int | None = None,
     ) -> None:
         if group_rows is not None and sync:
             raise ConfigError(
@@ -44,6 +53,7 @@ class RankStep:
                 next_step="Leave out group_rows or sync.",
             )
         self._scale, self._group_rows, self._sync, self._micro_batches = scale, group_rows, sync, micro_batches
+        self._seed = seed
         self._calls: OrderedCalls | None = None
 
     @property
@@ -70,7 +80,14 @@ class RankStep:
 
         def train_step(data: Any) -> Any:
             logs: dict[str, Any] = {}
-            with skipped.step(logs), kept.step(), micro.step(), weighed_by_rows(model, data), self.tracing(model):
+            with (
+                skipped.step(logs),
+                kept.step(),
+                micro.step(),
+                weighed_by_rows(model, data),
+                self.tracing(model),
+                self._draws(model, communicator.rank),
+            ):
                 logs |= plain(data)
             return logs
 
@@ -97,6 +114,12 @@ class RankStep:
                 return
             with Denominators(calls, self._scale, self._micro_batches).of(model):
                 yield
+
+    def _draws(self, model: keras.Model, rank: int) -> AbstractContextManager[None]:
+        if self._seed is None:
+            return nullcontext()
+        of_rank = tf.constant(rank, tf.int64)
+        return draws_of_step(self._seed, lambda: [step_of(model.optimizer), of_rank])
 
     def _tell(self, model: keras.Model) -> None:
         """Say what nobody could see in the numbers."""

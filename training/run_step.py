@@ -39,6 +39,7 @@ def distributed(
             group_rows=prepared.group_rows,
             sync=config.batchnorm == "sync",
             micro_batches=config.micro_batches,
+            seed=config.seed,
         )
     distribute(
         model.optimizer,

@@ -19,7 +19,7 @@ def with_callbacks(signature: Signature, options: ModelOptions) -> tuple[keras.M
     inputs = {n: keras.Input(s.shape, dtype=s.dtype, name=n) for n, s in signature.features.items()}
     x = keras.layers.Concatenate()(list(inputs.values()))
     x = keras.layers.Dense(8, activation="relu")(x)
-    x = keras.layers.Dropout(0.3, seed=5)(x)
+    x = Noise()(keras.layers.Dropout(0.3, seed=5)(x))
     model = keras.Model(inputs, keras.layers.Dense(1, activation="sigmoid")(x))
     model.compile("adam", "binary_crossentropy", metrics=[keras.metrics.AUC(name="auc")], jit_compile=False)
     callbacks = [
@@ -28,6 +28,14 @@ def with_callbacks(signature: Signature, options: ModelOptions) -> tuple[keras.M
         FailOnce(),
     ]
     return model, callbacks
+
+
+class Noise(keras.layers.Layer):
+    """Draws without a seed of its own, so from a generator that is no part of the model."""
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        """The same shape."""
+        return x + 0.01 * keras.random.normal(keras.ops.shape(x)) if training else x
 
 
 def diverging(signature: Signature, options: ModelOptions) -> keras.Model:
