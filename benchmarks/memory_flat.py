@@ -3,7 +3,7 @@
     python -m benchmarks.memory_flat [--epochs N] [--records N] [--train]
 
 Reading: the whole feed (lanes, windows, read-ahead, encoding) over a table and over images, each form in a process of
-its own, once with a cache. `--train`: two ranks of jobs.train on the same table, sampled while they run. The growth is
+its own, once with a cache. `--train`: two ranks of jobs.train on the table, at the end of each epoch. The growth is
 that of the last quarter's median over the one of the epochs from the third on up to the middle; flat is within 2 %.
 """
 
@@ -17,18 +17,17 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
-
-import psutil
 
 from benchmarks.feed_rate import write
 from tests.storage.repacked import repacked
 from tests.training._tiny import write_images
 from training.batches import RankFeed
+from training.history import read_history
 from training.plan import EpochPlan
 from training.read_options import ReadOptions
 from training.reader import OpenSplit
+from training.reading import resident_bytes
 from training.world import World
 
 CACHE_BYTES = 1 << 30
@@ -40,12 +39,12 @@ def read_epochs(root: str, epochs: int, cache: str | None) -> list[int]:
     opened = OpenSplit.at(root, "train", options=options)
     plan = EpochPlan.for_dataset(opened.manifest, "train", seed=0, global_batch=256)
     feed = RankFeed(plan, opened.reader, opened.encoder, World.local(0, 1))
-    process, found = psutil.Process(), []
+    found = []
     for epoch in range(epochs):
         for batch in feed.batches(plan.first_step(epoch), plan.first_step(epoch + 1)):
             del batch
         gc.collect()
-        found.append(process.memory_info().rss)
+        found.append(resident_bytes())
     return found
 
 
@@ -65,33 +64,16 @@ def told(name: str, values: list[int]) -> bool:
 
 
 def train(root: str, run: str, epochs: int) -> dict[str, list[int]]:
-    """Resident bytes of each rank of two, sampled evenly over the run, `epochs` values each."""
+    """Resident bytes of each rank of two at the end of each epoch, as they tell them themselves."""
     command = [
         sys.executable, "-m", "jobs.train", "--dataset", root, "--run", run, "--model", "logistic", "--num-ranks", "2",
         "--global-batch", "256", "--epochs", str(epochs), "--launcher", "local", "--checkpoint-every", "100000",
     ]  # fmt: skip
-    samples: dict[str, list[int]] = {}
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as job:
-        parent = psutil.Process(job.pid)
-        while job.poll() is None:
-            for child in parent.children(recursive=True):
-                try:
-                    if "training.rank" in " ".join(child.cmdline()):
-                        samples.setdefault(f"rank, pid {child.pid}", []).append(child.memory_info().rss)
-                except psutil.Error:
-                    continue  # it has ended meanwhile
-            time.sleep(0.1)
-    if job.returncode:
-        raise SystemExit(f"jobs.train ended with {job.returncode}")
-    # The start (imports, tracing, filling windows) is as long as it is: a fifth of the samples is left out.
-    cut = {name: values[len(values) // 5 :] for name, values in samples.items()}
-    return {
-        name: [
-            max(values[len(values) * n // epochs : len(values) * (n + 1) // epochs] or values[-1:])
-            for n in range(epochs)
-        ]
-        for name, values in cut.items()
-    }
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    values: dict[str, list[int]] = {}
+    for row in read_history(run).reading:
+        values.setdefault(f"training, rank {row['rank']}", []).append(row["resident_bytes"])
+    return values
 
 
 def one(args: argparse.Namespace) -> int:

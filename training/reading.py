@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,7 +33,8 @@ def verify_share(readers: Sequence[SplitReader], rank: int, num_ranks: int, tell
 
 def reading_row(readers: Sequence[SplitReader], rank: int, step: int) -> dict[str, Any]:
     """Row {kind: reading, rank, step, ahead, direct, dropped, fetched_bytes, waited_s} of a rank since it began, and
-    with a cache {cache_hits, cache_hit_bytes, cache_misses, cache_kept_bytes, cache_damaged}: reads of blocks.
+    with a cache {cache_hits, cache_hit_bytes, cache_misses, cache_kept_bytes, cache_damaged}: reads of blocks;
+    `resident_bytes` is the process's memory now.
     """
     fetched = [reader.fetched for reader in readers]
     names = ("ahead", "direct", "dropped", "fetched_bytes")
@@ -43,4 +45,11 @@ def reading_row(readers: Sequence[SplitReader], rank: int, step: int) -> dict[st
     if caches:
         of_cache = ("hits", "hit_bytes", "misses", "kept_bytes", "damaged")
         row |= {f"cache_{name}": sum(getattr(counts, name) for counts in caches) for name in of_cache}
+    row["resident_bytes"] = resident_bytes()
     return row
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
