@@ -21,10 +21,7 @@ PAIR_BYTES = 16  # of a list: where its values begin, and how many they are
 @_kernel
 def place(
     orders: Any,
-    counts: Any,
-    firsts: Any,
-    lanes: Any,
-    epochs: Any,
+    pieces: Any,
     each: Any,
     rows: Any,
     base: Any,
@@ -34,27 +31,33 @@ def place(
     chunk_of: Any,
     row_of: Any,
 ) -> None:
-    """Where the rows of some windows go, window after window in the order of the files; and their epochs.
+    """Where the records of some pieces of windows go, and the epoch of each there.
 
-    Window w has counts[w] rows, which lane number lanes[w] of this rank gives as its samples firsts[w]..; sample j of
-    it is row orders[j] of the window. A step takes `each` samples of a lane and has `rows` rows; a chunk has
-    `chunk_steps` steps, and step `base` is the first of chunk 0. chunk_of and row_of (n,) int64 get the place; -1 for
-    samples before `start`. Epochs go to the arrays at epoch_targets (chunks,).
+    pieces (p, 7) int64: the lane's number among this rank's, epoch, first sample, size, skip and count of
+    training.lanes.Piece, and where its window's order begins in `orders`. A step takes `each` samples of a lane and has
+    `rows` rows; a chunk has `chunk_steps` steps, and step `base` is the first of chunk 0. chunk_of and row_of (n,)
+    int64 get the place of each record, piece after piece; -1 for samples before `start`. Epochs go to the arrays at
+    epoch_targets (chunks,).
     """
     at = 0
-    for window in range(len(counts)):
-        for number in range(counts[window]):
-            sample = firsts[window] + number
-            here = at + orders[at + number]
+    for piece in range(len(pieces)):
+        lane, epoch, first = pieces[piece, 0], pieces[piece, 1], pieces[piece, 2]
+        size, skip, count = pieces[piece, 3], pieces[piece, 4], pieces[piece, 5]
+        order = pieces[piece, 6]
+        for number in range(size):
+            record = orders[order + number] - skip
+            if record < 0 or record >= count:
+                continue
+            sample = first + number
             if sample < start:
-                chunk_of[here] = -1
+                chunk_of[at + record] = -1
                 continue
             step, rest = sample // each - base, sample % each
             chunk = step // chunk_steps
-            row = (step - chunk * chunk_steps) * rows + lanes[window] * each + rest
-            chunk_of[here], row_of[here] = chunk, row
-            store_u64(epoch_targets[chunk] + 8 * row, np.uint64(epochs[window]))
-        at += counts[window]
+            row = (step - chunk * chunk_steps) * rows + lane * each + rest
+            chunk_of[at + record], row_of[at + record] = chunk, row
+            store_u64(epoch_targets[chunk] + 8 * row, np.uint64(epoch))
+        at += count
 
 
 @_kernel

@@ -18,11 +18,11 @@ import numpy.typing as npt
 from features.batch_kernels import PAIR_BYTES
 from features.encode import Encoded, Encoder
 from features.making import Lists, Made
-from training.lanes import LaneStream, LaneWindow, Segment
+from training.lanes import LaneStream, Strip
 from training.plan import EpochPlan
 from training.reader import SplitReader
 from training.slabs import Slabs
-from training.units import ROWS_AT_ONCE, Unit, UnitReader
+from training.units import BYTES_AT_ONCE, ROWS_AT_ONCE, Unit, UnitReader
 
 # A strip is what is read of a TFRecord block at once: this, or a lane's share of all strips where lanes are many.
 STRIP_BYTES = 512 << 10
@@ -70,9 +70,12 @@ class Assembly:
         reader.keep_blocks = blocks
         self._units = UnitReader(reader, encoder, blocks)
         strip_bytes = min(STRIP_BYTES, STRIPS_BYTES // len(lanes))
-        strip_records = max(1, strip_bytes // reader.record_bytes)
-        self._streams = [LaneStream(plan, lane, strip_records, whole=reader.whole_blocks) for lane in lanes]
-        self._together = max(_LEAST_LANES, min(len(lanes), ROWS_AT_ONCE // plan.window_records))
+        strip_records = max(1, min(strip_bytes // reader.record_bytes, plan.block_records))
+        self._streams = [LaneStream(plan, lane, strip_records) for lane in lanes]
+        # What is loaded ahead of a lane: as much as is loaded at once, and no more than an epoch gives it.
+        self._ahead = min(max(strip_records, plan.window_records), max(1, plan.total // plan.lanes))
+        together = min(ROWS_AT_ONCE // strip_records, BYTES_AT_ONCE // (strip_records * reader.record_bytes))
+        self._together = max(_LEAST_LANES, min(len(lanes), together))
         made = [one for _, one in encoder.made]
         self._made = made
         self._widths = np.array([PAIR_BYTES if one.lists else _row_bytes(one) for one in made], dtype=np.int64)
@@ -109,9 +112,11 @@ class Assembly:
         return steps, late, chunk.epochs[rows]
 
     def load_ahead(self, last_step: int) -> None:
-        """Load until a window of each lane is ahead of the next step, or all up to `last_step`; so steps cost alike."""
-        goal = len(self._streams) * (self._plan.window_records + self.step * self._each)
-        while sum(stream.next for stream in self._streams) < goal and self._load(last_step):
+        """Load until a strip or window of each lane is ahead of the next step, or all up to `last_step`; so steps cost
+        alike.
+        """
+        goal = len(self._streams) * (self._ahead + self.step * self._each)
+        while sum(stream.read for stream in self._streams) < goal and self._load(last_step):
             continue
 
     def _ordered(self, made: Made, array: npt.NDArray[Any], rows: slice) -> npt.NDArray[Any] | Lists:
@@ -134,46 +139,35 @@ class Assembly:
             raise
 
     def _loaded_more(self, stop: int) -> bool:
-        behind = [stream for stream in self._streams if stream.next < stop * self._each]
+        behind = [stream for stream in self._streams if stream.ready < stop * self._each]
         if not behind:
             return False
-        behind.sort(key=lambda stream: stream.next)  # stable: lanes stay in order
+        behind.sort(key=lambda stream: stream.read)  # stable: lanes stay in order
         streams = behind[: self._together]
-        windows = [stream.window() for stream in streams]
-        missing = [stream.missing() for stream in streams]
-        runs = [(stream.lane, run) for stream, found in zip(streams, missing, strict=True) for run in found]
         if not self._hinted:  # at the beginning nothing is on its way yet
-            self._reader.prefetch(run for _, run in runs)
+            self._reader.prefetch(run for stream in behind if (run := stream.peek()) is not None)
             self._hinted = True
-        step = max(self.step, min(window.first for window in windows) // self._each)
+        strips = [stream.take() for stream in streams]
 
         def about(number: int) -> None:
-            self.at = f"lane {runs[number][0]} of split `{self._plan.split}` at step {step}"
+            step = max(self.step, strips[number].pieces[0].first // self._each)
+            self.at = f"lane {strips[number].lane} of split `{self._plan.split}` at step {step}"
 
-        units = iter(self._units.load([run for _, run in runs], about))
-        parts = [stream.take([next(units) for _ in found]) for stream, found in zip(streams, missing, strict=True)]
-        if runs:
-            ahead = (stream.ahead() for stream, found in zip(streams, missing, strict=True) if found)
-            self._reader.prefetch(run for run in ahead if run is not None)
-        self._put(windows, [part for found in parts for part in found])
+        units = self._units.load([strip.run for strip in strips], about)
+        self._reader.prefetch(run for stream in streams if (run := stream.peek()) is not None)
+        self._put(strips, units)
         return True
 
-    def _put(self, windows: Sequence[LaneWindow], parts: Sequence[Segment]) -> None:
-        """Copy the rows of windows to their places."""
+    def _put(self, strips: Sequence[Strip], units: Sequence[tuple[Unit, int]]) -> None:
+        """Copy the records of strips, of which `units` has the unit and the first row, to their places."""
         from features.batch_kernels import place, scatter
 
-        base = self.step // self._chunk_steps
-        last = max(window.first + window.count for window in windows) - 1
-        chunks = [self._chunk(number) for number in range(base, last // self._each // self._chunk_steps + 1)]
-        counts = _column(window.count for window in windows)
-        rows = int(counts.sum())
-        chunk_of, row_of = np.empty((2, rows), dtype=np.int64)
+        base, chunk_samples = self.step // self._chunk_steps, self._chunk_steps * self._each
+        last = max(strip.pieces[-1].first + strip.pieces[-1].size for strip in strips) - 1
+        chunks = [self._chunk(number) for number in range(base, last // chunk_samples + 1)]
+        chunk_of, row_of = np.empty((2, sum(strip.run.count for strip in strips)), dtype=np.int64)
         place(
-            self._orders(windows),
-            counts,
-            _column(window.first for window in windows),
-            _column(window.lane - self._first_lane for window in windows),
-            _column(window.epoch for window in windows),
+            *self._pieces(strips),
             self._each,
             self._rows,
             base * self._chunk_steps,
@@ -183,14 +177,14 @@ class Assembly:
             chunk_of,
             row_of,
         )
-        numbers = {unit: number for number, unit in enumerate(dict.fromkeys(part.unit for part in parts))}
+        numbers = {unit: number for number, unit in enumerate(dict.fromkeys(unit for unit, _ in units))}
         scatter(
             self._widths,
             np.stack([unit.forms for unit in numbers]),
             np.stack([unit.sources for unit in numbers]),
-            _column(numbers[part.unit] for part in parts),
-            _column(part.row for part in parts),
-            _column(part.count for part in parts),
+            _column(numbers[unit] for unit, _ in units),
+            _column(row for _, row in units),
+            _column(strip.run.count for strip in strips),
             chunk_of,
             row_of,
             np.stack([chunk.targets for chunk in chunks]),
@@ -200,17 +194,33 @@ class Assembly:
                 for chunk in chunks:
                     chunk.kept.add(unit)
 
-    def _orders(self, windows: Sequence[LaneWindow]) -> npt.NDArray[np.int64]:
-        """The orders of all windows, one after another; of those that are equally long in one call."""
-        alike: dict[int, list[int]] = defaultdict(list)
-        for number, window in enumerate(windows):
-            alike[window.count].append(number)
-        found: list[Any] = [None] * len(windows)
-        for count, numbers in alike.items():
-            places = [(windows[number].epoch, windows[number].lane, windows[number].number) for number in numbers]
-            for number, order in zip(numbers, self._plan.window_orders(places, count), strict=True):
-                found[number] = order
-        return np.concatenate(found)
+    def _pieces(self, strips: Sequence[Strip]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The orders of all windows that strips have a part of, one after another, and the pieces as `place` takes
+        them. Those of windows that are equally long are worked out in one call.
+        """
+        alike: dict[int, dict[tuple[int, int, int], int]] = defaultdict(dict)
+        for strip in strips:
+            for piece in strip.pieces:
+                alike[piece.size].setdefault((piece.epoch, strip.lane, piece.window), len(alike[piece.size]))
+        orders, start_of, start = [], {}, 0
+        for size, windows in alike.items():
+            orders.append(self._plan.window_orders(list(windows), size).ravel())
+            start_of[size] = start
+            start += size * len(windows)
+        pieces = [
+            (
+                strip.lane - self._first_lane,
+                piece.epoch,
+                piece.first,
+                piece.size,
+                piece.skip,
+                piece.count,
+                start_of[piece.size] + piece.size * alike[piece.size][piece.epoch, strip.lane, piece.window],
+            )
+            for strip in strips
+            for piece in strip.pieces
+        ]
+        return np.concatenate(orders), np.array(pieces, dtype=np.int64)
 
     def _chunk(self, number: int) -> Chunk:
         chunk = self._chunks.get(number)

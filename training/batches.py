@@ -13,9 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from features.decode_many import BadImageError
 from features.encode import Encoded, Encoder
 from storage.errors import ConfigError
 from training.assembly import Assembly
+from training.place import of_batch_row, of_row_in_order
 from training.plan import EpochPlan
 from training.read_ahead import ReadAhead
 from training.reader import SplitReader
@@ -23,8 +25,10 @@ from training.world import World
 
 READ_AHEAD_BYTES = 48 << 20
 DEADLINE_S = 300.0  # below the driver's stall limit of 600 s, so that the rank says itself what it waits for
-# Encoding many batches at once spares per-call costs; beyond some thousand rows nothing is gained (docs/epoch-plan.md).
+# What is encoded in one call: enough rows that calls cost little, no more bytes than caches hold a few times
+# (docs/decisions/074-batches-by-kernels.md).
 _CHUNK_ROWS = 4096
+_CHUNK_BYTES = 2 << 20
 _CHUNKS_IN_MEMORY = 3  # one being made, one finished, one in use
 
 
@@ -74,10 +78,12 @@ class RankFeed:
         self.plan, self.encoder, self.start_step = plan, encoder, start_step
         self.lanes = plan.rank_lanes(world.rank, world.num_ranks, groups)
         self.rows = plan.rows(world.rank, world.num_ranks, groups)
-        chunk_bytes = read_ahead_bytes // _CHUNKS_IN_MEMORY
+        chunk_bytes = min(_CHUNK_BYTES, read_ahead_bytes // _CHUNKS_IN_MEMORY)
         chunk_rows = min(_CHUNK_ROWS, chunk_bytes // _row_bytes(encoder))
         self._chunk_steps = max(1, chunk_rows // self.rows)
         self._assembly = Assembly(plan, reader, encoder, self.lanes, self._chunk_steps)
+        self._reader = reader
+        self._told: set[int | None] = set()  # sample ids of bad images that the log has
         self._deadline_s = deadline_s
         self._lock = threading.Lock()  # one assembly: batch() may be called while a thread reads ahead
 
@@ -111,19 +117,36 @@ class RankFeed:
     def _next(self, step: int, last_step: int) -> list[Batch]:
         """Batches step.. as far as they are encoded in one call."""
         self._assembly.seek(step)
-        steps, encoded, epochs = self._assembly.take(last_step)
-        return [self._cut(encoded, epochs, step, number) for number in range(steps)]
+        try:
+            steps, encoded, epochs = self._assembly.take(last_step)
+        except BadImageError as error:
+            raise error.at(self._place(step, error)) from None
+        for bad in encoded.bad:
+            if bad.sample_id not in self._told:
+                self._told.add(bad.sample_id)
+                print(f"weight 0: {bad.at(self._place(step, bad)).what} ({bad.detail})", flush=True)
 
-    def _cut(self, encoded: Encoded, epochs: npt.NDArray[np.int64], step: int, number: int) -> Batch:
-        part = slice(number * self.rows, (number + 1) * self.rows)
-        return Batch(
-            step=step + number,
-            x={name: values[part] for name, values in encoded.x.items()},
-            y=None if encoded.y is None else encoded.y[part],
-            sample_ids=encoded.sample_id[part],
-            epochs=epochs[part],
-            weight=None if encoded.weight is None else encoded.weight[part],
+        def cut(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+            # (steps * n_r, ...) -> (steps, n_r, ...), whose parts NumPy gives out one after another at half the price
+            return array.reshape(steps, self.rows, *array.shape[1:])
+
+        names = tuple(encoded.x)
+        nothing = [None] * steps
+        rest = zip(
+            nothing if encoded.y is None else cut(encoded.y),
+            cut(encoded.sample_id),
+            cut(epochs),
+            nothing if encoded.weight is None else cut(encoded.weight),
+            strict=True,
         )
+        rows = zip(*map(cut, encoded.x.values()), strict=True)
+        return [
+            Batch(number, dict(zip(names, x, strict=True)), *others)
+            for number, x, others in zip(range(step, step + steps), rows, rest, strict=True)
+        ]
+
+    def _place(self, step: int, error: BadImageError) -> str:
+        return of_batch_row(self.plan, self._reader, self.lanes, step, error.row)
 
 
 def eval_batches(
@@ -136,16 +159,26 @@ def eval_batches(
     """
     blocks = reader.table.num_blocks
     pending: list[pa.RecordBatch] = []
-    for block in range(rank * blocks // num_ranks, (rank + 1) * blocks // num_ranks):
+    first, done = rank * blocks // num_ranks, 0
+
+    def encoded(rows: pa.RecordBatch) -> Encoded:
+        nonlocal done
+        done += len(rows)
+        try:
+            return encoder.encode(rows)
+        except BadImageError as error:
+            raise error.at(of_row_in_order(reader, first, done - len(rows) + error.row)) from None
+
+    for block in range(first, (rank + 1) * blocks // num_ranks):
         pending.append(reader.read(reader.table.run(block)))
         if sum(map(len, pending)) >= batch_size:
             rows = pa.concat_batches(pending)
             full = len(rows) // batch_size * batch_size
             for start in range(0, full, batch_size):
-                yield encoder.encode(rows.slice(start, batch_size))
+                yield encoded(rows.slice(start, batch_size))
             pending = [rows.slice(full)] if full < len(rows) else []
     if pending:
-        yield encoder.encode(pa.concat_batches(pending))
+        yield encoded(pa.concat_batches(pending))
 
 
 def _row_bytes(encoder: Encoder) -> int:
