@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -52,6 +55,20 @@ class BadImageError(DataError):
         return BadImageError(self.row, self.detail, self.sample_id, place)
 
 
+_kept: ContextVar[list[BadImageError] | None] = ContextVar("bad images", default=None)
+
+
+@contextmanager
+def keeping_bad() -> Iterator[list[BadImageError]]:
+    """In here what is no image becomes zeros; the list has these files, in any order."""
+    found: list[BadImageError] = []
+    token = _kept.set(found)
+    try:
+        yield found
+    finally:
+        _kept.reset(token)
+
+
 class _Pool:
     """The process's threads, at most one set at a time."""
 
@@ -92,10 +109,10 @@ def decode_files(
 
     File i is data[offsets[i]:offsets[i + 1]], offsets (n + 1,). Returns (n, height, width, channels) uint8, the same
     whatever the number of threads. Beside it memory holds one decoded file a thread. Raises BadImageError for the
-    first file that is no image.
+    first file that is no image, but within `keeping_bad`.
     """
     out = aligned_empty((len(offsets) - 1, *size, channels))
-    work = partial(_decode_part, data, offsets, size, channels, how, out)
+    work = partial(_decode_part, data, offsets, size, channels, how, out, _kept.get())
     rows = max(1, _PART_BYTES // max(1, out[:1].nbytes))
     parts = [(start, min(start + rows, len(out))) for start in range(0, len(out), rows)]
     if len(parts) < 2 or _pool.threads < 2:
@@ -143,10 +160,11 @@ def _decode_part(
     channels: int,
     how: str,
     out: NDArray[np.uint8],
+    bad: list[BadImageError] | None,
     start: int,
     stop: int,
 ) -> None:
-    """Rows start..stop-1 of `out`."""
+    """Rows start..stop-1 of `out`; with `bad`, files that are none are put there."""
     plain = _plain(data, offsets[start : stop + 1], size, channels)
     places = offsets[start : stop + 1].tolist()
     bytes_of_row = out[:1].nbytes
@@ -160,7 +178,11 @@ def _decode_part(
                 continue
             pixels = decode(file, channels)
         except ImageError as error:
-            raise BadImageError(row, str(error)) from None
+            if bad is None:
+                raise BadImageError(row, str(error)) from None
+            bad.append(BadImageError(row, str(error)))
+            out[row] = 0
+            continue
         out[row] = pixels if pixels.shape[:2] == size else fit(pixels[None], *size, how)[0]
 
 

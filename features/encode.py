@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,14 +14,14 @@ from numpy.typing import NDArray
 
 from features.baked_form import BAKED
 from features.baked_inputs import baked
-from features.decode_many import BadImageError
+from features.decode_many import BadImageError, keeping_bad
 from features.fitted import Fitted
 from features.making import Lists, Made, at_once
 from features.schema import Field, Schema
 from features.signature import Signature, TensorSpec
 from features.tensor_transforms import image, tensor
 from features.transforms import Plan, categorical, null_error, number, sequence, standardised, unfit
-from storage.errors import DataError
+from storage.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +32,15 @@ class Encoded:
     and beside them NAME_mask (n, length) float32 or NAME_length (n, 1) int64, tensors (n, *shape) as declared, or
     float32 where they are normalised.
     `y` (n,): float32 for bool and float labels, int64 for integers, or None. `sample_id` (n,) int64. `weight` (n,)
-    float32: how much each sample counts in training, or None where the schema has no such field.
+    float32: how much each sample counts in training, or None where the schema has no such field. `bad` are the images
+    that could not be decoded, where the encoder was asked to go on: zeros of weight 0.
     """
 
     x: dict[str, NDArray[Any]]
     y: NDArray[Any] | None
     sample_id: NDArray[np.int64]
     weight: NDArray[np.float32] | None = None
+    bad: tuple[BadImageError, ...] = ()
 
     def __len__(self) -> int:
         return len(self.sample_id)
@@ -72,6 +75,7 @@ class Encoder:
             num_classes=None if label is None else label.num_classes,
             weight=None if self._weight is None else TensorSpec(shape=(), dtype="float32"),
         )
+        self._skips = False
         self._names = tuple(fed)
         self.made: tuple[tuple[str, Made], ...] = (*fed.values(), *self._beside())
         """The column and the making of each array: the features, then label, sample id and weight."""
@@ -85,10 +89,8 @@ class Encoder:
         """Encode rows. Raises DataError for a null where none may be, for a label outside its classes and for a weight
         that is negative or no finite number.
         """
-        try:
-            return self._encoded([made.whole(batch.column(column)) for column, made in self.made])
-        except BadImageError as error:
-            raise error.of(batch.column(self.schema.id_field.name)[error.row].as_py()) from None
+        ids = batch.column(self.schema.id_field.name)
+        return self._decoded(ids, lambda: [made.whole(batch.column(column)) for column, made in self.made])
 
     def early(self, batch: pa.RecordBatch, skip: Container[str] = ()) -> list[NDArray[Any] | Lists | None]:
         """The first step of `encode`: for each of `made` an array or Lists, None where its column is in `skip`.
@@ -101,13 +103,37 @@ class Encoder:
 
     def late(self, rows: Sequence[NDArray[Any] | Lists]) -> Encoded:
         """The second step: what `early` gave, its rows in any order, as `encode` would give it."""
-        try:
-            return self._encoded(
-                [one if made.late is None else made.late(one) for one, (_, made) in zip(rows, self.made, strict=True)]
+        pairs = [(one, made) for one, (_, made) in zip(rows, self.made, strict=True)]
+        ids = rows[len(self._names) + (self._label is not None)]
+        return self._decoded(ids, lambda: [one if made.late is None else made.late(one) for one, made in pairs])
+
+    def skipping_bad_images(self) -> Encoder:
+        """The same encoder, for which an image that cannot be decoded is zeros of weight 0, and all others have one."""
+        if self._label is None or all((field.encoding or {}).get("kind") != "image" for field in self.schema.features):
+            raise ConfigError(
+                "there are no images to skip",
+                got="a dataset without images that are decoded when read, or without a label",
+                allowed="images of `jobs.etl_images --store encoded`",
+                next_step="Leave --bad-images out.",
             )
-        except BadImageError as error:
-            ids: Any = rows[len(self._names) + (self._label is not None)]
-            raise error.of(int(ids[error.row])) from None
+        other = copy(self)
+        other._skips = True
+        other.signature = replace(self.signature, weight=TensorSpec(shape=(), dtype="float32"))
+        return other
+
+    def _decoded(self, ids: Any, make: Callable[[], list[Any]]) -> Encoded:
+        """The arrays that `make` gives, its bad images named or skipped."""
+        if not self._skips:
+            try:
+                return self._encoded(make())
+            except BadImageError as error:
+                raise error.of(int(np.asarray(ids)[error.row])) from None
+        with keeping_bad() as bad:
+            encoded = self._encoded(make())
+        weight = np.ones(len(encoded), np.float32) if encoded.weight is None else encoded.weight.copy()
+        weight[[error.row for error in bad]] = 0
+        told = [error.of(int(encoded.sample_id[error.row])) for error in sorted(bad, key=lambda error: error.row)]
+        return replace(encoded, weight=weight, bad=tuple(told))
 
     def _encoded(self, arrays: list[Any]) -> Encoded:
         x = dict(zip(self._names, arrays, strict=False))

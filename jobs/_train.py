@@ -10,7 +10,7 @@ from jobs._cli import JobParser
 from training.block_fetch import READ_AHEAD_BYTES
 from training.checkpoint_schedule import MEAN_TIME_BETWEEN_FAILURES_S
 from training.comm.options import Algorithm, Backend
-from training.config import CACHE_BYTES, BatchNorm, NonFinite, Precision, ScalingRule, TrainConfig, Verify
+from training.config import CACHE_BYTES, BadImages, BatchNorm, NonFinite, Precision, ScalingRule, TrainConfig, Verify
 
 
 def parser(description: str) -> JobParser:
@@ -64,6 +64,7 @@ def parser(description: str) -> JobParser:
         default="start",
         help="full: every byte of the split by its digest, before the first step (default start: lengths and indexes)",
     )
+    add("--bad-images", choices=get_args(BadImages), default="refuse", help="skip: weight 0 (default refuse)")
     add("--augment", nargs="+", action=Joined, default="", metavar="OP", help=f"of training images: {forms()}")
     add(
         "--batchnorm",

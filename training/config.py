@@ -17,6 +17,7 @@ BatchNorm = Literal["ghost", "sync", "local"]
 Precision = Literal["float32", "float64", "mixed_float16", "mixed_bfloat16"]
 ScalingRule = Literal["none", "linear", "sqrt"]
 Launcher = Literal["barrier", "local"]
+BadImages = Literal["refuse", "skip"]
 Switch = Literal["on", "off"]
 Verify = Literal["start", "full"]
 CACHE_BYTES = 16 << 30
@@ -67,6 +68,8 @@ class TrainConfig:
     """The most that the cache of a host holds, of all runs that use it."""
     verify: Verify = "start"
     """`full`: before the first step the ranks read every byte of the split and hold it against its digest."""
+    bad_images: BadImages = "refuse"
+    """Whether an image of the training split that cannot be decoded ends the run, or keeps its place with weight 0."""
     augment: str = ""
     """Random changes of the training images, such as `crop:4 flip` (docs/batches.md); the empty text is none."""
     batchnorm: BatchNorm = "ghost"
@@ -162,6 +165,7 @@ class TrainConfig:
             self._check("micro_batches", self.micro_batches == 1, "1 with --canonical, which goes unit by unit anyway")
             self._check("algorithm", self.algorithm == "auto", "auto with --canonical, which has an order of its own")
             self._check("backend", self.backend not in UNAUTHENTICATED, "with --canonical: auto, tcp or shm")
+        self._check("bad_images", self.bad_images in get_args(BadImages), " or ".join(get_args(BadImages)))
         self._check("launcher", self.launcher in get_args(Launcher), " or ".join(get_args(Launcher)))
         self._check("tls", self.tls in get_args(Switch), " or ".join(get_args(Switch)))
         self._check("backend", self.backend in get_args(Backend), " or ".join(get_args(Backend)))

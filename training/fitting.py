@@ -44,6 +44,8 @@ class Fit(AbstractContextManager["Fit"]):
         self._context, self._config, world = context, config, context.world
         context.control.beat(0, "open the dataset")
         self._split = TrainingSet.at(config.datasets, config.split, config.mix, ReadOptions.of(config, world.num_ranks))
+        if config.bad_images == "skip":
+            self._split = self._split.skipping_bad_images()
         if config.verify == "full":
             verify_share(self._split.readers, world.rank, world.num_ranks, lambda phase: context.control.beat(0, phase))
         self._plan = self._split.plan(context.payload["plan"])

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from features.augment.parse import canonical
+from features.encode import Encoder
 from features.signature import Signature
 from storage.errors import ConfigError, DataError
 from training.augmenting import Augmentation
 from training.batches import DEADLINE_S, Batch, RankFeed
+from training.config import BadImages
 from training.plan import DEFAULT_WINDOW_BYTES, EpochPlan
 from training.read_ahead import ReadAhead
 from training.reader import OpenSplit
@@ -33,6 +35,7 @@ class PlannedBatches:
     steps: int | None
     """Global batches of all epochs; None is without end."""
     augment: str
+    bad_images: BadImages
     signature: Signature
     """What a batch holds: names, shapes and dtypes of a row."""
 
@@ -50,8 +53,10 @@ class PlannedBatches:
         lanes: int | None = None,
         window_bytes: int = DEFAULT_WINDOW_BYTES,
         augment: str | Sequence[str] = (),
+        bad_images: BadImages = "refuse",
     ) -> PlannedBatches:
-        """Plan the batches of one or more datasets' split. `augment` is what --augment takes, a text or its words.
+        """Plan the batches of one or more datasets' split. `augment` is what --augment takes, a text or its words, and
+        `bad_images` what --bad-images does.
 
         Batches are those of `jobs.train` with the same seed, global batch, lanes and window (its run.json tells them).
         Raises ConfigError for what does not fit together, NotFoundError for a dataset that is not there.
@@ -64,11 +69,11 @@ class PlannedBatches:
             opened.manifest, split, seed=seed, global_batch=global_batch, lanes=lanes, window_bytes=window_bytes
         )
         plan.rows(rank, num_ranks)  # refused here, not in the first iteration
-        signature = opened.encoder.signature
+        signature = _encoder(opened, bad_images).signature
         if words:
             signature = Augmentation(words, seed, signature, plan.global_batch // plan.lanes).signature
         steps = None if epochs is None else plan.steps(epochs)
-        return cls(urls, plan, rank, num_ranks, steps, " ".join(words), signature)
+        return cls(urls, plan, rank, num_ranks, steps, " ".join(words), bad_images, signature)
 
     def batches(self, start_step: int = 0, *, every: int = 1) -> Generator[Batch, None, None]:
         """Batches `start_step`, `start_step + every`, ... up to the last epoch's end.
@@ -86,7 +91,8 @@ class PlannedBatches:
             )
         opened = OpenSplit.at(self.datasets, self.plan.split, training=True)
         world = World.local(self.rank, self.num_ranks)
-        feed = RankFeed(self.plan, opened.reader, opened.encoder, world, start_step)
+        encoder = _encoder(opened, self.bad_images)
+        feed = RankFeed(self.plan, opened.reader, encoder, world, start_step)
         stop = sys.maxsize if self.steps is None else self.steps
         if every == 1:
             inner = feed.batches(start_step, stop)
@@ -97,14 +103,14 @@ class PlannedBatches:
                 yield from inner
             return
         words, lane_rows = self.augment.split(), self.plan.global_batch // self.plan.lanes
-        augmentation = Augmentation(words, self.plan.seed, opened.encoder.signature, lane_rows)
+        augmentation = Augmentation(words, self.plan.seed, encoder.signature, lane_rows)
         what = f"augmented batches of split `{self.plan.split}`"
         with closing(inner), ReadAhead(map(augmentation, inner), lambda: what, DEADLINE_S) as ahead:
             yield from ahead
 
     def identity(self) -> dict[str, Any]:
         """JSON that is equal exactly where all global batches are."""
-        return {**self.plan.identity(), "augment": self.augment}
+        return {**self.plan.identity(), "augment": self.augment, "bad_images": self.bad_images}
 
     def check(self, identity: object) -> None:
         """Raise DataError naming the first field in which a stored `identity` is that of other batches."""
@@ -119,14 +125,18 @@ class PlannedBatches:
                 )
 
 
+def _encoder(opened: OpenSplit, bad_images: BadImages) -> Encoder:
+    return opened.encoder if bad_images == "refuse" else opened.encoder.skipping_bad_images()
+
+
 def numpy_batches(
     datasets: str | Sequence[str], split: str = "train", *, start_step: int = 0, **options: Any
 ) -> Generator[Batch, None, None]:
     """One rank's part of each global batch as NumPy arrays, from `start_step` on.
 
     `options` are those of PlannedBatches.open: global_batch, epochs (default: without end), seed, rank, num_ranks,
-    lanes, window_bytes, augment. All ranks together get each sample of an epoch once; batch k is the same at any
-    num_ranks and after any start. A Batch holds `x` by feature name, `y`, `sample_ids`, `epochs` and `weight`, n_r rows
-    each.
+    lanes, window_bytes, augment, bad_images. All ranks together get each sample of an epoch once; batch k is the same
+    at any num_ranks and after any start. A Batch holds `x` by feature name, `y`, `sample_ids`, `epochs` and `weight`,
+    n_r rows each.
     """
     return PlannedBatches.open(datasets, split, **options).batches(start_step)

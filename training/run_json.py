@@ -33,6 +33,7 @@ LATER_FIELDS = {
     "micro_batches": 1,
     "canonical": False,
     "augment": "",
+    "bad_images": "refuse",
     # Others add in another order. What encrypts or may be trusted changes no sum: `tls` and `trust_network` are free.
     "algorithm": "auto",
     "backend": "auto",

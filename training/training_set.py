@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from features.encode import Encoder
@@ -39,6 +39,11 @@ class TrainingSet:
         manifest = open_mixture(datasets, split)[1]
         each = None if options is None else options.shared_by(len(datasets))
         return cls(manifest, tuple(OpenSplit.at(url, split, training=True, options=each) for url in datasets))
+
+    def skipping_bad_images(self) -> Self:
+        """The same set, whose images that cannot be decoded have weight 0; ConfigError where none are decoded."""
+        skips = self.encoder.skipping_bad_images()
+        return replace(self, splits=tuple(replace(split, encoder=skips) for split in self.splits))
 
     @property
     def encoder(self) -> Encoder:

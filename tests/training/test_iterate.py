@@ -6,7 +6,9 @@ Where PyTorch is installed the tests run with it, else with a stand-in for the f
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,12 +18,16 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from PIL import Image
 
+from features.decode_many import BadImageError
+from features.schema import Field, Schema
 from storage.errors import ConfigError, DataError
 from tests.training import _torch_stand_in
-from tests.training._tiny import write_images
-from training.batches import Batch, RankFeed
+from tests.training._tiny import write_images, write_rows
+from training.batches import Batch, RankFeed, eval_batches
 from training.iterate import PlannedBatches, numpy_batches
 from training.plan import EpochPlan
 from training.reader import OpenSplit
@@ -164,3 +170,63 @@ def test_without_torch_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "training.torch_data", raising=False)
     with pytest.raises(ConfigError, match="needs PyTorch"):
         importlib.import_module("training.torch_data")
+
+
+def write_files(root: Path, bad: dict[int, bytes]) -> None:
+    """50 small PNG files and their classes, some of them replaced by what is no image; two shards of blocks of 8."""
+    schema = Schema(
+        (
+            Field(name="sample_id", dtype="int64", kind="id"),
+            Field(name="image", dtype="bytes", encoding={"kind": "image", "height": 4, "width": 4, "channels": 3}),
+            Field(name="label", dtype="int64", kind="label", num_classes=2),
+        )
+    )
+    files = []
+    for number in range(50):
+        out = io.BytesIO()
+        Image.new("RGB", (4, 4), (number + 1, 0, 0)).save(out, "PNG")
+        files.append(bad.get(number, out.getvalue()))
+    columns = [pa.array(range(50)), pa.array(files), pa.array([number % 2 for number in range(50)])]
+    rows = pa.RecordBatch.from_arrays(columns, schema=schema.arrow_schema())
+    write_rows(str(root), schema, rows, {"train": 50}, "tfrecord", 2, 8, 0)
+
+
+FILES: dict[str, Any] = {"global_batch": 10, "lanes": 5, "epochs": 2}
+
+
+def test_a_bad_image_is_told_with_file_record_and_sample_id(tmp_path: Path) -> None:
+    write_files(tmp_path / "d", {33: b"no image"})
+    place = r"sample id 0000000000000021, .*part-00001\.tfrecord, record 8$"  # 25 records lie in the first shard
+    with pytest.raises(BadImageError) as refused:
+        list(numpy_batches(str(tmp_path / "d"), **FILES))
+    assert re.search(place, refused.value.what) and "unknown_format" in refused.value.got
+    opened = OpenSplit.at(str(tmp_path / "d"), "train")
+    for rank, batch_rows in ((1, 4), (1, 7)):
+        with pytest.raises(BadImageError) as refused:
+            list(eval_batches(opened.reader, opened.encoder, rank, 2, batch_rows))
+        assert re.search(place, refused.value.what)
+
+
+def test_a_bad_image_may_keep_its_place_with_weight_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_files(tmp_path / "d", {33: b"no image", 7: b""})
+    for augment in ("", "crop:1 mixup:0.4"):
+        options = {**FILES, "augment": augment, "bad_images": "skip"}
+        weights: dict[int, set[float]] = {}
+        for batch in numpy_batches(str(tmp_path / "d"), **options):
+            assert batch.weight is not None and batch.weight.dtype == np.float32
+            for sample, weight, image in zip(batch.sample_ids, batch.weight, batch.x["image"], strict=True):
+                weights.setdefault(int(sample), set()).add(float(weight))
+                assert (sample not in (7, 33)) or not image.any()
+                assert (sample in (7, 33)) or augment or (image[..., 0] == sample + 1).all()
+        assert len(weights) == 50
+        assert {sample for sample, found in weights.items() if found == {0.0}} == {7, 33}
+        assert all(found == {1.0} for sample, found in weights.items() if sample not in (7, 33))
+        told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("weight 0:")]
+        assert len(told) == 2 and all("record" in line for line in told)
+    planned = PlannedBatches.open(str(tmp_path / "d"), **FILES, bad_images="skip")
+    assert planned.signature.weight is not None
+
+
+def test_where_nothing_is_decoded_nothing_can_be_skipped(root: str) -> None:
+    with pytest.raises(ConfigError, match="no images to skip"):
+        numpy_batches(root, bad_images="skip", **OPTIONS)

@@ -27,6 +27,7 @@ REFUSED: dict[str, Any] = {
     "cache_groups": 2,
     "cache_rotation": 1,
     "augment": "crop:2 flip",
+    "bad_images": "skip",
     "batchnorm": "sync",
     "precision": "mixed_float16",
     "learning_rate": 0.5,
