@@ -35,6 +35,7 @@ from training.retention import drop_stagings, take_over
 from training.run_json import check_run, open_run
 from training.run_result import RunResult
 from training.standing import Standing
+from training.weights_source import weights_at
 
 log = logging.getLogger(__name__)
 
@@ -69,13 +70,17 @@ def train(config: TrainConfig, launch: Launch, *, take_over: bool = False, hooks
     SupersededError where another driver has taken the run over.
     """
     hooks = hooks or Hooks()
-    config = replace(config, datasets=tuple(map(absolute, config.datasets)), run=absolute(config.run))
-    manifest = open_dataset(config)
+    first_weights = None if config.init_from is None else absolute(config.init_from)
+    datasets = tuple(map(absolute, config.datasets))
+    config = replace(config, datasets=datasets, run=absolute(config.run), init_from=first_weights)
+    manifest, _ = open_dataset(config)
     plan = plan_for(manifest, config)
     steps = plan.steps(config.epochs)
     fs, paths = filesystem(config.run), RunPaths(config.run)
     if check_run(fs, paths, config, plan) and (finished := finished_result(fs, paths, config)):
         return finished
+    if first_weights is not None and not fs.exists(paths.run_json):
+        weights_at(first_weights)  # what is not there is told before anything is started
     ready = getattr(launch, "ready", None)
     if ready is not None:
         ready(config.num_ranks, config.start_limit_s)
@@ -110,7 +115,7 @@ class _Driver:
         while True:
             tip = find_tip(self._fs, self._paths)
             began = tip.ref if tip else None
-            if began is not None and not self._launches.restarts:
+            if began is not None and not failures:
                 # What was asked for after that checkpoint, without a step of its own, no step has followed.
                 claims = read_claims(self._fs, self._paths)
                 self._tell_longer(epochs_asked({g: claims[g] for g in claims if g <= began.generation}))

@@ -252,7 +252,7 @@ def test_lost_driver_is_told_to_waiting_requests() -> None:
 
 
 def test_request_has_a_deadline(server: ControlServer) -> None:
-    server._handler = lambda rank, kind, fields: {"done": threading.Event().wait(2)}
+    server._answers._handler = lambda rank, kind, fields: {"done": threading.Event().wait(2)}
     with pytest.raises(CommunicationError, match=r"did not answer the request `slow`"):
         client(server).request("slow", 0.3)
 

@@ -118,13 +118,18 @@ def test_spare_that_is_not_needed_ends_with_its_supervisor(tmp_path: Path, monke
 
 def test_launches_restart_in_place_and_tell_where_the_time_went(tmp_path: Path) -> None:
     told: list[str] = []
-    task = RankTask("_ranks:steps_then_killed", {"go": str(tmp_path / "go")})
-    with Launches(run_local, 2, QUICK, tell=told.append) as launches:
-        threading.Timer(1.0, (tmp_path / "go").touch).start()
+    go = tmp_path / "go"
+    go.touch()
+    task = RankTask("_ranks:steps_then_killed", {"go": str(go)})
+
+    def tell(line: str) -> None:
+        told.append(line)
+        go.touch()
+
+    with Launches(run_local, 2, QUICK, tell=tell) as launches:
         with pytest.raises(RankFailedError, match="SIGKILL"):
             launches.run(task, 1, answer)
-        (tmp_path / "go").unlink()
-        threading.Timer(2.0, (tmp_path / "go").touch).start()
+        go.unlink()
         launches.run(task, 2, answer)
     (restart,) = launches.restarts
     assert (restart.generation, restart.level) == (2, 1)

@@ -10,11 +10,11 @@ from types import TracebackType
 from typing import Any
 
 from storage.errors import CommunicationError
-from training.control.carry import error_from_json, error_to_json, is_final
+from training.control.answers import Answers
+from training.control.carry import error_from_json, is_final
 from training.control.door import Door
 from training.control.failures import Failure, LauncherError, RankFailedError, RankState, failure_of
 from training.control.protocol import STARTING, Channel, Role, Tag, try_send
-from training.control.rendezvous import Rendezvous
 from training.launch.task import Handler, Limits
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class ControlServer:
         bind_host: str,
         on_steps: Callable[[Sequence[RankState]], None] | None = None,
     ) -> None:
-        self._limits, self._handler = limits, handler
+        self._limits = limits
         self._on_step: Callable[[int], None] | None = getattr(handler, "on_step", None)  # for a progress bar
         self._on_steps = on_steps  # called once, when every rank has made a step
         self._on_output: Callable[[int, list[str]], None] | None = getattr(handler, "on_output", None)
@@ -45,7 +45,7 @@ class ControlServer:
         self._ranks: dict[int, Channel] = {}
         self._supervisors: dict[int, Channel] = {}
         self._changed = threading.Condition()
-        self._rendezvous = Rendezvous(num_ranks)
+        self._answers = Answers(handler, num_ranks, self._fault_of_handler)
         self._fault: BaseException | None = None  # of the driver's own side: a handler, the launcher
         self._stopping = False
         self._started = time.monotonic()
@@ -72,6 +72,11 @@ class ControlServer:
         """Whether the supervisor of `rank` has said that the rank's process is there."""
         with self._changed:
             return self._states[rank].marks.started_at is not None
+
+    def all_ended(self) -> bool:
+        """Whether every supervisor has told the end of its rank."""
+        with self._changed:
+            return all(state.ended for state in self._states)
 
     def fail(self, error: BaseException) -> None:
         """End the launch with an error of the driver's own side; `wait` raises it."""
@@ -117,7 +122,7 @@ class ControlServer:
 
         Once is enough: a host that the network has lost answers a second call no more than the first.
         """
-        self._rendezvous.abort(reason)
+        self._answers.abort(reason)
         with self._changed:
             if self._stopping:
                 return
@@ -131,6 +136,10 @@ class ControlServer:
             # A supervisor whose connection is lost is not waited for: its host is gone, and its rank with it.
             while any(not self._states[r].ended for r in self._supervisors) and time.monotonic() < end:
                 self._changed.wait(0.2)
+
+    def _fault_of_handler(self, error: BaseException) -> None:
+        if not self._stopping:
+            self.fail(error)
 
     def _failures(self, now: float) -> list[Failure]:
         found = (failure_of(state, now, self._started, self._limits) for state in self._states)
@@ -183,39 +192,10 @@ class ControlServer:
                 state.error = error_from_json(document["error"])
                 self._changed.notify_all()
         if tag is Tag.NOTICE:
-            self._handle(state.rank, str(document["kind"]), dict(document["fields"]))
+            self._answers.handle(state.rank, str(document["kind"]), dict(document["fields"]))
         elif tag is Tag.REQUEST:
             # A thread of its own: a request may wait for all ranks while this rank's heartbeats go on.
-            threading.Thread(target=self._reply, args=(state.rank, channel, document), daemon=True).start()
-
-    def _reply(self, rank: int, channel: Channel, document: dict[str, Any]) -> None:
-        kind, fields = str(document["kind"]), dict(document["fields"])
-        answer: dict[str, Any] = {"id": int(document["id"])}
-        try:
-            if kind == "rendezvous":
-                within_s = float(fields["within_s"])
-                table = self._rendezvous.meet(rank, str(fields["host"]), int(fields["port"]), within_s)
-                answer["reply"] = {"table": table}
-            else:
-                answer["reply"] = self._handle(rank, kind, fields)
-        except Exception as error:  # told to the rank; the driver's own faults also end the launch, in _handle
-            answer["error"] = error_to_json(error)
-        try_send(channel, Tag.REPLY, answer)
-
-    def _handle(self, rank: int, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
-        try:
-            if self._handler is None:
-                raise CommunicationError(
-                    f"rank {rank} asked for `{kind}`, which this launch does not serve",
-                    got=kind,
-                    allowed="rendezvous",
-                    next_step="Give the launcher a handler.",
-                )
-            return self._handler(rank, kind, fields)
-        except Exception as error:
-            if not self._stopping:
-                self.fail(error)
-            raise
+            threading.Thread(target=self._answers.reply, args=(state.rank, channel, document), daemon=True).start()
 
     def _serve_supervisor(self, rank: int, channel: Channel) -> None:
         state = self._states[rank]

@@ -19,7 +19,9 @@ from training.launch.order import Place
 from training.launch.post import keep_post
 from training.launch.session import Session
 from training.launch.slots import check_slots, classic_context, in_driver
+from training.launch.spark_blocks import NearOf, near_or_none
 from training.launch.task import Handler, Limits, RankTask
+from training.placement import Near, ranks_of_tasks
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -42,6 +44,8 @@ class KeepPostOnTask:
     limits: Limits
     devices: Sequence[tuple[str, ...]]
     """By rank, where a local master runs all of them: Spark gives its tasks no GPUs then."""
+    near: Near | None = None
+    """Of each rank, how much of what it reads lies on which host; None: task i is rank i."""
 
     def __call__(self, rows: Iterable[int]) -> Iterator[tuple[int, int]]:
         """Supervise the ranks of this task until the driver says that none follows; yields (rank, exit code)."""
@@ -49,8 +53,10 @@ class KeepPostOnTask:
 
         os.environ["LOCKSTEP_FILES"] = SparkFiles.getRootDirectory()  # a script's --files; the rank inherits it
         context = BarrierTaskContext.get()
-        hosts = tuple(info.address.rpartition(":")[0] or info.address for info in context.getTaskInfos())
-        rank = context.partitionId()
+        tasks = [info.address.rpartition(":")[0] or info.address for info in context.getTaskInfos()]
+        ranks = ranks_of_tasks(tasks, self.near)
+        hosts = tuple(tasks[ranks.index(rank)] for rank in range(len(tasks)))
+        rank = ranks[context.partitionId()]
         gpu = context.resources().get(GPU)
         devices = tuple(gpu.addresses) if gpu else self.devices[rank]
         place = Place(rank, hosts, self.control, self.secret, self.limits, devices)
@@ -67,7 +73,10 @@ def _take_hadoop_settings(task: RankTask) -> None:
 class BarrierSession(Session):
     """Supervisors as the tasks of one barrier stage."""
 
-    def __init__(self, spark: SparkSession, num_ranks: int, limits: Limits | None = None) -> None:
+    def __init__(
+        self, spark: SparkSession, num_ranks: int, limits: Limits | None = None, near: NearOf | None = None
+    ) -> None:
+        self._near_of = near
         self._context = classic_context(spark)
         self._master = self._context.master or ""
         with jvm_lives():
@@ -89,7 +98,8 @@ class BarrierSession(Session):
 
         local, num_ranks = in_driver(self._master), self.num_ranks
         shares = shares_of_host(os.environ, num_ranks) if local else [()] * num_ranks
-        keep = KeepPostOnTask(control, secret, self.limits, shares)
+        near = None if local or self._near_of is None else near_or_none(self._near_of, self._context, num_ranks)
+        keep = KeepPostOnTask(control, secret, self.limits, shares, near)
         self._stage = InheritableThread(target=self._run_stage, args=(keep,), name="barrier-stage", daemon=True)
         self._stage.start()
 
@@ -124,6 +134,8 @@ class OnSpark:
     """`run_barrier` with its session bound, for the driver: which asks `ready` before it writes anything."""
 
     spark: SparkSession
+    near: NearOf | None = None
+    """Says, for a number of ranks, how much of what each reads lies on which host."""
 
     def ready(self, num_ranks: int, wait_s: float) -> None:
         """Raise ConfigError unless the session can hold all ranks at once; see `check_slots`."""
@@ -132,7 +144,7 @@ class OnSpark:
 
     def session(self, num_ranks: int, limits: Limits) -> Session:
         """Supervisors that stay in the tasks of one barrier stage, which begins with the first run."""
-        return BarrierSession(self.spark, num_ranks, limits)
+        return BarrierSession(self.spark, num_ranks, limits, self.near)
 
     def __call__(
         self,

@@ -28,7 +28,7 @@ class Launches(AbstractContextManager["Launches"]):
 
     def __init__(self, launch: Launch, num_ranks: int, limits: Limits, *, tell: Callable[[str], None] = _print) -> None:
         self.restarts: list[Restart] = []
-        """Of this driver, in order."""
+        """Every run after the first, in order."""
         self._launch, self._num_ranks, self._limits, self._tell = launch, num_ranks, limits, tell
         self._sessions: Callable[[int, Limits], Session] | None = getattr(launch, "session", None)
         self._session: Session | None = None

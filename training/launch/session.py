@@ -48,6 +48,7 @@ class Session(ABC):
         self._fault: BaseException | None = None
         self.failed_at: float | None = None
         """When the failure that ended the last run was first seen (monotonic seconds)."""
+        self._heard_out = True  # whether every supervisor has told the end of its last rank
         self._lock = threading.Lock()
 
     def __enter__(self) -> Session:
@@ -67,7 +68,8 @@ class Session(ABC):
 
     def usable(self) -> bool:
         """Whether all supervisors are there and wait for the next generation; waits up to IDLE_S for those at work."""
-        return self._fault is None and self._roster is not None and self._roster.whole(IDLE_S)
+        wait_s = IDLE_S if self._heard_out else 0.0  # the others had their time to say so when the run was ended
+        return self._fault is None and self._roster is not None and self._roster.whole(wait_s)
 
     def run(
         self,
@@ -92,6 +94,7 @@ class Session(ABC):
             self._check(task)
             self._roster = Roster(self._secret, self.num_ranks, self._bind_host, self._lost)
             self._begin((self._host, self._roster.port), self._secret)
+        self.failed_at = None
         key = new_key()
         certificates = issue(generation, self.num_ranks) if task.tls else [None] * self.num_ranks
         with ControlServer(key, generation, self.num_ranks, self.limits, handler, self._bind_host, stepped) as server:
@@ -105,7 +108,7 @@ class Session(ABC):
                 return server.wait()
             finally:
                 with self._lock:
-                    self._server, self.failed_at = None, server.failed_at
+                    self._server, self.failed_at, self._heard_out = None, server.failed_at, server.all_ended()
 
     def fail(self, error: BaseException) -> None:
         """End the run that is under way with `error`, which it raises, and every later one. From any thread."""
