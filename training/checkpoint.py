@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import safetensors
-import safetensors.numpy
+import numpy as np
 from numpy.typing import NDArray
 
 from storage import strict
@@ -17,6 +16,7 @@ from storage.layout import MANIFEST_NAME
 from storage.publish import write_file
 from storage.sealed import unseal_as
 from training.paths import rank_name
+from training.rank_file import CHUNK_BYTES, sha256_of, tensors_in
 
 Tensors = dict[str, NDArray[Any]]
 FORMAT_VERSIONS = (
@@ -73,7 +73,7 @@ def read_resumable(url: str, plan: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_rank_file(url: str, rank: int, manifest: Mapping[str, Any]) -> Tensors:
     """A rank's tensors of the checkpoint at `url`, checked by digest. Raises CorruptionError naming the file."""
-    return parse_rank_file(url, rank, read_rank_bytes(url, rank, manifest))
+    return tensors_in(read_rank_bytes(url, rank, manifest), join(url, file_name(rank)))
 
 
 def file_info(url: str, rank: int, manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,14 +86,19 @@ def file_info(url: str, rank: int, manifest: Mapping[str, Any]) -> dict[str, Any
     return dict(info)
 
 
-def read_rank_bytes(url: str, rank: int, manifest: Mapping[str, Any]) -> bytes:
-    """A rank's file, whole. Raises CorruptionError naming it where length or digest are not the manifest's."""
+def read_rank_bytes(url: str, rank: int, manifest: Mapping[str, Any]) -> NDArray[np.uint8]:
+    """A rank's file (bytes,). Raises CorruptionError naming it where length or digest are not the manifest's."""
     where, info, fs = join(url, file_name(rank)), file_info(url, rank, manifest), filesystem(url)
     size, got = fs.stat(where).size_bytes, ""
     if size == info["bytes"]:  # what grew without end is not read
+        data, done = np.empty(size, np.uint8), 0
         with fs.open_read(where) as file:
-            data = file.read()
-        size, got = len(data), sha256_hex(data)
+            while chunk := file.read(CHUNK_BYTES):
+                data[done : done + len(chunk)] = np.frombuffer(chunk, np.uint8)[: size - done]
+                done += len(chunk)
+                if done > size:
+                    break
+        size, got = done, sha256_of(data)
         if (size, got) == (info["bytes"], info["sha256"]):
             return data
     raise CorruptionError(
@@ -102,15 +107,6 @@ def read_rank_bytes(url: str, rank: int, manifest: Mapping[str, Any]) -> bytes:
         got=f"{size} bytes" + (f", sha256 {got}" if got else ""),
         allowed=f"{info['bytes']} bytes, sha256 {info['sha256']}",
     )
-
-
-def parse_rank_file(url: str, rank: int, data: bytes) -> Tensors:
-    """The tensors of a rank's file. Raises CorruptionError naming it where `data` is not safetensors."""
-    try:
-        return safetensors.numpy.load(data)
-    except (safetensors.SafetensorError, KeyError) as error:  # KeyError: a dtype that NumPy lacks
-        where = join(url, file_name(rank))
-        raise CorruptionError("a file of a checkpoint is not safetensors", file=where, got=str(error)) from error
 
 
 def take(tensors: Tensors, expected: Mapping[str, TensorSpec], where: str) -> list[NDArray[Any]]:

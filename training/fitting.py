@@ -111,6 +111,7 @@ class Fit(AbstractContextManager["Fit"]):
         else:
             self._progress = self._saver.restore(restored)
             self._exchange.step = self._progress.step
+        del restored  # it holds the whole checkpoint
         control.beat(self._progress.step, "compare with the other ranks")
         compare_ranks(self._comm, self._split, plan, model, self._signature, self._progress.step)
         self._saver.make_ready()

@@ -10,15 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from storage.fs import join
 from training import shares
-from training.checkpoint import (
-    Tensors,
-    file_info,
-    parse_rank_file,
-    read_rank_bytes,
-    read_rank_file,
-)
+from training.checkpoint import Tensors, file_info, file_name, read_rank_bytes, read_rank_file
 from training.comm.base import Communicator
+from training.rank_file import tensors_in
 
 
 def read_parts(url: str, manifest: Mapping[str, Any], communicator: Communicator) -> dict[int, Tensors]:
@@ -33,15 +29,11 @@ def read_parts(url: str, manifest: Mapping[str, Any], communicator: Communicator
     held = {writer: read_rank_bytes(url, writer, manifest) for writer in range(mine, writers, ranks)}
     parts = {}
     for writer in range(writers):
-        root = writer % ranks
-        if root == mine:
-            data = held.pop(writer)
-            communicator.broadcast(np.frombuffer(bytearray(data), np.uint8), root)
-        else:
-            buffer = np.empty(file_info(url, writer, manifest)["bytes"], np.uint8)
-            communicator.broadcast(buffer, root)
-            data = buffer.tobytes()
-        parts[writer] = parse_rank_file(url, writer, data)
+        file = held.pop(writer, None)
+        if file is None:
+            file = np.empty(file_info(url, writer, manifest)["bytes"], np.uint8)
+        communicator.broadcast(file, writer % ranks)
+        parts[writer] = tensors_in(file, join(url, file_name(writer)))
     return parts
 
 

@@ -103,7 +103,7 @@ class Saver:
             state.derive_seeds(self._model, self._config.seed, int(found.manifest["step"]), world.rank)
         if saved["in_epoch"]:
             self._metrics = (
-                [{k: v for k, v in part.items() if k.startswith(state.METRICS)} for part in parts],
+                [{k: v.copy() for k, v in part.items() if k.startswith(state.METRICS)} for part in parts],
                 url,
             )
         self.last_step = int(found.manifest["step"])
