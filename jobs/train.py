@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 ROOT = str(Path(__file__).resolve().parent.parent)
@@ -18,6 +19,7 @@ from storage.settings import set_hadoop_settings
 from training.driver import train
 from training.launch.barrier import OnSpark
 from training.launch.local import run_local
+from training.near import near_ranks
 from training.precheck import check
 
 
@@ -36,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     elif result is None:
         with spark_session("lockstep train", args.master) as spark:
             set_hadoop_settings(hadoop_settings_of(spark))
-            result = train(config, OnSpark(spark), take_over=args.take_over)
+            result = train(config, OnSpark(spark, partial(near_ranks, config)), take_over=args.take_over)
     print(result.summary())
     return 0
 

@@ -1,0 +1,82 @@
+"""Ranks go where their lanes' bytes lie; what is in a batch does not depend on it."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from storage.interface import HdfsBlock
+from tests.training._tiny import write_table
+from training.config import TrainConfig
+from training.near import near_ranks
+from training.placement import bytes_near, ranks_of_tasks
+from training.plan import EpochPlan
+
+
+@pytest.mark.parametrize(
+    ("hosts", "near", "ranks"),
+    [
+        (["a", "b"], [{"a": 1}, {"b": 1}], [0, 1]),
+        (["a", "b"], [{"b": 1}, {"a": 1}], [1, 0]),
+        (["a", "b"], [{"b": 5, "a": 4}, {"b": 9}], [0, 1]),  # both want b: the one that gains more has it
+        (["a", "a", "b"], [{"b": 1}, {"a": 1}, {"a": 1}], [2, 1, 0]),
+        (["a", "b"], [{}, {}], [0, 1]),  # other names than HDFS's: as without
+        (["a", "b"], None, [0, 1]),
+        (["a", "b"], [{"b": 1}], [0, 1]),  # of another number of ranks
+    ],
+)
+def test_tasks_become_the_ranks_that_read_beside_them(
+    hosts: list[str], near: list[dict[str, int]] | None, ranks: list[int]
+) -> None:
+    assert ranks_of_tasks(hosts, near) == ranks
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.integers(0, 9), min_size=5, max_size=5), min_size=5, max_size=5))
+def test_no_swap_of_two_tasks_gains_anything(table: list[list[int]]) -> None:
+    hosts = list("vwxyz")
+    near = [dict(zip(hosts, row, strict=True)) for row in table]
+    ranks = ranks_of_tasks(hosts, near)
+    assert sorted(ranks) == list(range(5))
+
+    def gain(order: tuple[int, ...]) -> int:
+        return sum(table[rank][task] for task, rank in enumerate(order))
+
+    found = gain(tuple(ranks))
+    assert found >= gain(tuple(range(5)))
+    for one, other in permutations(range(5), 2):
+        swapped = list(ranks)
+        swapped[one], swapped[other] = swapped[other], swapped[one]
+        assert gain(tuple(swapped)) <= found
+
+
+def test_bytes_are_counted_by_the_lanes_of_a_rank_and_the_blocks_of_the_shards(tmp_path: Path) -> None:
+    manifest = write_table(tmp_path / "d", records={"train": 64}, shards=2)
+    shards = manifest.splits["train"].shards
+    plan = EpochPlan.for_dataset(manifest, "train", seed=0, global_batch=8, lanes=4)
+    sizes = [shard.bytes for shard in shards]
+    half = sizes[0] // 2
+    blocks = {
+        "0": [HdfsBlock(0, half, ("a", "10.0.0.1")), HdfsBlock(half, sizes[0] - half, ("b",))],
+        "1": [HdfsBlock(0, sizes[1], ("a", "b"))],
+    }
+    near = bytes_near(plan, ["0", "1"], sizes, 2, None, blocks.__getitem__)
+    assert sum(found.get("a", 0) for found in near) == pytest.approx(half + sizes[1], abs=20)
+    assert sum(found.get("b", 0) for found in near) == pytest.approx(sizes[0] - half + sizes[1], abs=20)
+    assert sum(found.get("10.0.0.1", 0) for found in near) == pytest.approx(half, abs=20)
+    for rank, found in enumerate(near):
+        own = [run for lane in plan.rank_lanes(rank, 2) for run in plan.runs(0, *plan.lane_span(0, lane))]
+        second = sum(run.count for run in own if run.shard == 1) * sizes[1] / 32
+        assert min(found["a"], found["b"]) >= second - 20
+
+
+def test_data_on_a_disk_are_near_nobody(tmp_path: Path) -> None:
+    write_table(tmp_path / "d")
+    config = TrainConfig(
+        datasets=(str(tmp_path / "d"),), run="r", model="logistic", num_ranks=2, global_batch=8, epochs=1
+    )
+    assert near_ranks(config, 2, lambda url: []) is None
