@@ -60,7 +60,8 @@ def audit_faults(run: str) -> list[str]:
         print(f"note  audit not checked: {error.what} ({error.got})", flush=True)
         return []
     told = {"missing": report.missing, "repeated": report.repeated, "unknown": report.unknown}
-    faults = [f"audit: epoch {epoch}, sample {name}: {what}" for what, ids in told.items() for epoch, name in ids]
+    faults = [f"audit: {line}" for line in report.places]
+    faults += [f"audit: epoch {epoch}, sample {name}: {what}" for what, ids in told.items() for epoch, name in ids]
     faults += [f"audit: step {step}: not a full global batch" for step in report.short_steps]
     if not faults:
         left = len(report.left_over)

@@ -107,11 +107,13 @@ class AuditReport:
     unknown: tuple[tuple[int, str], ...]
     short_steps: tuple[int, ...]
     left_over: tuple[tuple[int, str], ...]
+    places: tuple[str, ...] = ()
+    """What is wrong with which file and row (training.audit_places)."""
 
     @property
     def ok(self) -> bool:
-        """Each sample of each epoch exactly once, what is left over as planned, every global batch full."""
-        return not (self.missing or self.repeated or self.unknown or self.short_steps)
+        """Each sample of each epoch exactly once, what is left over as planned, global batches full, all in place."""
+        return not (self.missing or self.repeated or self.unknown or self.short_steps or self.places)
 
 
 def left_over(plan: EpochPlan, reader: SplitReader, epochs: int, steps: int | None = None) -> list[tuple[int, int]]:
@@ -159,8 +161,14 @@ def check_audit(
     )
 
 
+def all_ids(reader: SplitReader) -> npt.NDArray[np.int64]:
+    """The sample ids of a split in file order, (n,)."""
+    blocks: list[Run] = [reader.table.run(block) for block in range(reader.table.num_blocks)]
+    return np.concatenate([_ids(reader.read(run).column(_id_column(reader))) for run in blocks])
+
+
 def _check(plan: EpochPlan, reader: SplitReader, rows: Rows, steps: int, epochs: int, suffix: str = "") -> AuditReport:
-    ids = _all_ids(reader)
+    ids = all_ids(reader)
     everything = np.sort(ids)
     # A sample of an epoch is counted in cell (epoch, rank of its id among all).
     place = np.minimum(np.searchsorted(everything, rows["id"]), len(everything) - 1)
@@ -215,11 +223,6 @@ def _load(audit: str | tuple[str, bytes]) -> Rows:
 
 def _id_column(reader: SplitReader) -> str:
     return reader.schema.id_field.name
-
-
-def _all_ids(reader: SplitReader) -> npt.NDArray[np.int64]:
-    blocks: list[Run] = [reader.table.run(block) for block in range(reader.table.num_blocks)]
-    return np.concatenate([_ids(reader.read(run).column(_id_column(reader))) for run in blocks])
 
 
 def _ids(column: object) -> npt.NDArray[np.int64]:

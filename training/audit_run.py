@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from storage.errors import CorruptionError, DataError, NotFoundError
 from storage.fs import FileSystem, filesystem, join
 from storage.publish import is_temporary
-from training.audit import AuditReport, check_audit
+from training.audit import AuditReport, Rows, all_ids, check_audit, parse_audit
+from training.audit_places import Part, Span, misplaced
 from training.chain import find_tip
 from training.claims import CheckpointRef, epochs_asked, read_claims
 from training.paths import RunPaths, audit_step_of
+from training.planning import LANE_GROUPS
 from training.run_json import read_run
 from training.training_set import TrainingSet
 
@@ -38,6 +41,18 @@ def audit_files(fs: FileSystem, paths: RunPaths, tip: CheckpointRef) -> list[str
     return [url for urls in reversed(found) for url in urls]
 
 
+def audit_spans(fs: FileSystem, paths: RunPaths, tip: CheckpointRef) -> list[Span]:
+    """The steps that each generation did on the way to `tip`, oldest first, and its number of ranks."""
+    claims, found = read_claims(fs, paths), []
+    place: CheckpointRef | None = tip
+    while place is not None:
+        claim = claims[place.generation]
+        first = claim.parent.step + 1 if claim.parent else 1
+        found.append(Span(place.generation, claim.num_ranks, first, place.step))
+        place = claim.parent
+    return found[::-1]
+
+
 def check_run_audit(run_url: str, dataset_url: str | None = None) -> AuditReport:
     """Check the audits of a run up to its tip. `dataset_url` where the dataset has moved since the run began.
 
@@ -56,7 +71,17 @@ def check_run_audit(run_url: str, dataset_url: str | None = None) -> AuditReport
     plan = opened.plan(document["plan"])
     epochs = epochs_asked(read_claims(fs, paths))
     files = audit_files(fs, paths, tip.ref)
-    return check_audit(plan, opened.readers, files, steps=tip.ref.step, epochs=epochs)
+    contents = [(url, fs.read_bytes(url)) for url in files]
+    report = check_audit(plan, opened.readers, contents, steps=tip.ref.step, epochs=epochs)
+    parts = [_part(url, parse_audit(data, file=url)) for url, data in contents]
+    groups = LANE_GROUPS if config["batchnorm"] == "ghost" else None
+    ids = all_ids(opened.readers[0])
+    return replace(report, places=tuple(misplaced(plan, groups, ids, audit_spans(fs, paths, tip.ref), parts)))
+
+
+def _part(url: str, rows: Rows) -> Part:
+    generation, rank, _ = url.split("/")[-3:]
+    return Part(url, int(generation.removeprefix("g")), int(rank.removeprefix("rank-")), rows)
 
 
 def _files_of(fs: FileSystem, paths: RunPaths, upto: CheckpointRef) -> list[str]:
@@ -64,6 +89,9 @@ def _files_of(fs: FileSystem, paths: RunPaths, upto: CheckpointRef) -> list[str]
     urls: list[tuple[int, str]] = []
     try:
         ranks = [entry.name for entry in fs.list(directory) if entry.is_dir]
+        strange = next((name for name in ranks if not name.removeprefix("rank-").isdigit()), None)
+        if strange is not None:
+            raise CorruptionError("a folder that is no rank's", file=join(directory, strange), got=strange)
     except NotFoundError:
         return []
     for rank in ranks:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,6 +50,7 @@ class TinyRun:
             split=split,
             epochs=EPOCHS,
             audit=audit,
+            batchnorm="local",
         )
         open_run(self.fs, self.paths, config, manifest, self.plan)
 
@@ -102,6 +105,55 @@ def test_a_lost_file_is_noticed(tmp_path: Path) -> None:
     run.fs.delete(run.paths.audit(1, 1, 5))
     report = check_run_audit(run.paths.root)
     assert len(report.missing) == 50 and report.short_steps == (1, 2, 3, 4, 5)
+    assert report.places == ("generation 1, rank 1: steps 1 to 5 in none of its parts",)
+
+
+def _swapped(lines: list[bytes]) -> list[bytes]:
+    """Two samples of different steps change places: each still counts once."""
+    one, other = lines[2].split(b","), lines[-1].split(b",")
+    one[2], other[2] = other[2], one[2]
+    return [*lines[:2], b",".join(one), *lines[3:-1], b",".join(other)]
+
+
+@pytest.mark.parametrize(
+    ("forge", "told"),
+    [
+        (lambda lines: lines[:-1], "g0002/rank-00001/step-0000000010.csv, row 22: step 10 has 6 rows of 7"),
+        (lambda lines: [*lines, lines[-1]], "g0002/rank-00001/step-0000000010.csv, row 22: step 10 has 8 rows of 7"),
+        (_swapped, "g0002/rank-00001/step-0000000010.csv, row 3: step 7, sample"),
+        # Every row of one step once more, as if it were an earlier one.
+        (
+            lambda lines: [b"4" + line[1:] if line[:2] == b"7," else line for line in lines],
+            "row 1: step 4, but generation",
+        ),
+    ],
+)
+def test_a_forged_part_is_told_by_file_and_row(tmp_path: Path, forge: Callable[..., Any], told: str) -> None:
+    """Generation 2 has three ranks, of 6 or 7 rows, and does steps 7 to 10."""
+    run = TinyRun(tmp_path)
+    first = run.generation(None, 2, [3, 6])
+    run.generation(CheckpointRef(6, first), 3, [10])
+    assert check_run_audit(run.paths.root).ok
+    file = Path(run.paths.audit(2, 1, 10))
+    header, *lines = file.read_bytes().splitlines()
+    file.write_bytes(b"".join(line + b"\n" for line in (header, *forge(lines))))
+    report = check_run_audit(run.paths.root)
+    assert not report.ok and len(report.places) <= 2
+    assert told in report.places[0], report.places
+
+
+def test_a_part_that_is_copied_is_told(tmp_path: Path) -> None:
+    """Under another step, or as that of a rank that there was not."""
+    run = TinyRun(tmp_path)
+    run.generation(None, 2, [5, 10])
+    part = Path(run.paths.audit(1, 0, 5))
+    Path(run.paths.audit(1, 0, 4)).write_bytes(part.read_bytes())
+    Path(run.paths.audit(1, 2, 5)).parent.mkdir()
+    Path(run.paths.audit(1, 2, 5)).write_bytes(part.read_bytes())
+    places = check_run_audit(run.paths.root).places
+    assert len(places) == 2
+    assert "rank-00002/step-0000000005.csv: generation 1 had 2 ranks" in places[0]
+    assert "rank-00000/step-0000000005.csv, row 1: step 1 is in" in places[1]
 
 
 def test_a_moved_dataset_is_given_and_another_one_refused(tmp_path: Path) -> None:
