@@ -10,8 +10,11 @@ So B blocks are under way in a lane, and a window of W has a part of each. Offse
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+
+from training.orders import EveryOrder
+from training.positions import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +42,33 @@ class Interleaving:
             length = min(length, stop - start)
             yield first, first + length
             start += length
+
+
+class InterleavedLanes:
+    """Every epoch's order: in each lane's span that of `orders`, interleaved. `span(epoch, lane)` are its ends."""
+
+    def __init__(
+        self, orders: EveryOrder, span: Callable[[int, int], tuple[int, int]], lanes: int, parts: int, piece: int
+    ) -> None:
+        self._orders, self._span, self._lanes, self._parts, self._piece = orders, span, lanes, parts, piece
+
+    def runs(self, epoch: int, start: int, stop: int) -> list[Run]:
+        """The records at positions start..stop-1 of an epoch, one run a piece."""
+        found: list[Run] = []
+        while start < stop:
+            begin, end = self._span_of(epoch, start)
+            pieces = Interleaving(end - begin, self._parts, self._piece).pieces(start - begin, min(stop, end) - begin)
+            for first, last in pieces:
+                found += self._orders.runs(epoch, begin + first, begin + last)
+            start = end
+        return found
+
+    def _span_of(self, epoch: int, position: int) -> tuple[int, int]:
+        """The ends of the lane that holds a position: spans are even but for one sample."""
+        total = self._span(epoch, self._lanes - 1)[1]
+        lane = min(self._lanes - 1, position * self._lanes // total)
+        while self._span(epoch, lane)[0] > position:
+            lane -= 1
+        while self._span(epoch, lane)[1] <= position:
+            lane += 1
+        return self._span(epoch, lane)

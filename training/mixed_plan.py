@@ -126,7 +126,16 @@ class MixedPlan:
 
     def steps(self, epochs: int) -> int:
         """Steps of a run of so many epochs. Raises ConfigError where not one global batch fills."""
-        return self.parts[0].steps(epochs)
+        steps = self.first_step(epochs)
+        if steps == 0:
+            first, most = self.parts[0], epochs * self.parts[0].total // self.ratios[0] * sum(self.ratios)
+            raise ConfigError(
+                "the whole run has not one full global batch",
+                got=f"{epochs} epochs of {first.total} samples of the first dataset, {first.global_batch} in a batch",
+                allowed="epochs * samples of the first dataset >= its part of a global batch",
+                next_step=f"Use --global-batch {max(most, sum(self.ratios))} or less, or more epochs.",
+            )
+        return steps
 
     def epoch_of_step(self, step: int) -> int:
         """The epoch in which step `step` lies."""

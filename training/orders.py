@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from training.permute import BlockPermutation, derive_key
 from training.positions import BlockTable, EpochOrder, Run
+
+
+class EveryOrder(Protocol):
+    """Every epoch's order. Safe to ask from several threads."""
+
+    def runs(self, epoch: int, start: int, stop: int) -> list[Run]:
+        """The records at positions start..stop-1 of an epoch."""
 
 
 class Orders:

@@ -16,9 +16,9 @@ import numpy.typing as npt
 from storage.errors import ConfigError, DataError
 from storage.manifest import DatasetManifest, SplitInfo
 from training.cache_groups import CacheGroups, check_cache_groups
-from training.interleave import Interleaving
+from training.interleave import InterleavedLanes
 from training.lane_count import check_lanes, default_lanes, largest_divisor
-from training.orders import Orders
+from training.orders import EveryOrder, Orders
 from training.permute import derive_key, shuffled, shuffled_each
 from training.positions import BlockTable, Run
 
@@ -61,7 +61,7 @@ class EpochPlan:
     """T: samples in an epoch."""
     _table: BlockTable = field(init=False, repr=False, compare=False)
     _root: bytes = field(init=False, repr=False, compare=False)
-    _orders: Orders | CacheGroups = field(init=False, repr=False, compare=False)
+    _orders: EveryOrder = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "total", sum(self.shard_records))
@@ -87,9 +87,12 @@ class EpochPlan:
         check_cache_groups(self.lanes, self.cache_groups, self.cache_rotation)
         table = BlockTable(self.shard_records, self.block_records)
         root = derive_key(self.dataset_digest.encode(), f"plan {self.version} {self.split}", self.seed)
-        orders: Orders | CacheGroups = Orders(table, root)
+        orders: EveryOrder = Orders(table, root)
         if self.cache_groups is not None:
             orders = CacheGroups(table, root, self.group_starts, self.cache_rotation)
+        if self.interleave is not None:
+            piece = max(1, self.window_records // self.interleave)
+            orders = InterleavedLanes(orders, self.lane_span, self.lanes, self.interleave, piece)
         object.__setattr__(self, "_table", table)
         object.__setattr__(self, "_root", root)
         object.__setattr__(self, "_orders", orders)
@@ -236,25 +239,7 @@ class EpochPlan:
 
     def runs(self, epoch: int, start: int, stop: int) -> list[Run]:
         """The records at positions start..stop-1 of an epoch, one run a block, or a piece where lanes interleave."""
-        if self.interleave is None:
-            return self._orders.runs(epoch, start, stop)
-        found: list[Run] = []
-        while start < stop:
-            begin, end = self.lane_span(epoch, self._lane_of(epoch, start))
-            order = Interleaving(end - begin, self.interleave, max(1, self.window_records // self.interleave))
-            for first, last in order.pieces(start - begin, min(stop, end) - begin):
-                found += self._orders.runs(epoch, begin + first, begin + last)
-            start = end
-        return found
-
-    def _lane_of(self, epoch: int, position: int) -> int:
-        """The lane whose span holds a position: spans are even but for one sample."""
-        lane = min(self.lanes - 1, position * self.lanes // self.total)
-        while self.lane_span(epoch, lane)[0] > position:
-            lane -= 1
-        while self.lane_span(epoch, lane)[1] <= position:
-            lane += 1
-        return lane
+        return self._orders.runs(epoch, start, stop)
 
     def window_order(self, epoch: int, lane: int, window: int) -> npt.NDArray[np.int64]:
         """Order of a window's samples: (n,) int64, n <= W; sample i is the order[i]-th record of the window's part."""
