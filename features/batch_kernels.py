@@ -8,13 +8,24 @@ import numpy as np
 
 from storage.kernels import memory
 from storage.kernels.jit import kernels
-from storage.kernels.memory import copy, load_i64, load_u8, load_u32, load_u64, store_u8, store_u32, store_u64
+from storage.kernels.memory import (
+    copy,
+    load_i64,
+    load_u8,
+    load_u32,
+    load_u64,
+    store_f32,
+    store_u8,
+    store_u32,
+    store_u64,
+)
 
 _kernel = kernels(__name__, memory)
 
-# How the rows of a source lie: one behind the other, or as the address of each.
-VALUES, ADDRESSES = range(2)
+# How the rows of a source lie: one behind the other, as the address of each, or as int64 that become float32.
+VALUES, ADDRESSES, NARROWED = range(3)
 ADDRESS_BYTES = 8
+EXACT = 1 << 24  # up to there each whole number is a float32
 PAIR_BYTES = 16  # of a list: where its values begin, and how many they are
 
 
@@ -71,11 +82,12 @@ def scatter(
     chunk_of: Any,
     row_of: Any,
     targets: Any,
-) -> None:
+) -> Any:
     """Copy rows to their places: those of segment s are counts[s] rows of unit units[s] from row firsts[s] on.
 
     widths (k,) int64: the bytes of a row of each column; forms[u, f]: how the rows of unit u lie at sources[u, f].
-    targets[c, f]: where the column's rows of chunk c begin.
+    targets[c, f]: where the column's rows of chunk c begin. Returns the number of the first column that has a number
+    which is another one as float32, and the unit; -1 where all is well.
     """
     for f in range(len(widths)):
         width, at = widths[f], 0
@@ -88,6 +100,18 @@ def scatter(
                     if chunk_of[row] >= 0:
                         copy(targets[chunk_of[row], f] + width * row_of[row], load_i64(source), width)
                     source += ADDRESS_BYTES
+                at = end
+                continue
+            if forms[unit, f] == NARROWED:
+                source, wrong = sources[unit, f] + 8 * firsts[segment], 0
+                for row in range(at, end):
+                    value = load_i64(source)
+                    wrong += (value > EXACT) | (value < -EXACT)
+                    if chunk_of[row] >= 0:
+                        store_f32(targets[chunk_of[row], f] + 4 * row_of[row], np.float32(value))
+                    source += 8
+                if wrong:
+                    return f, unit
                 at = end
                 continue
             source = sources[unit, f] + width * firsts[segment]
@@ -112,6 +136,7 @@ def scatter(
                         copy(targets[chunk_of[row], f] + width * row_of[row], source, width)
                     source += width
             at = end
+    return -1, 0
 
 
 @_kernel

@@ -92,13 +92,14 @@ class Encoder:
         ids = batch.column(self.schema.id_field.name)
         return self._decoded(ids, lambda: [made.whole(batch.column(column)) for column, made in self.made])
 
-    def early(self, batch: pa.RecordBatch, skip: Container[str] = ()) -> list[NDArray[Any] | Lists | None]:
-        """The first step of `encode`: for each of `made` an array or Lists, None where its column is in `skip`.
+    def early(self, batch: pa.RecordBatch, skip: Container[int] = ()) -> list[NDArray[Any] | Lists | None]:
+        """The first step of `encode`: for each of `made` an array or Lists; None for those numbers that are in `skip`.
 
         Arrays lie whole, row after row; some are views of the batch's memory. Raises as `encode` does.
         """
         return [
-            None if column in skip else _laid_out(made.early(batch.column(column)), made) for column, made in self.made
+            None if number in skip else _laid_out(made.early(batch.column(column)), made)
+            for number, (column, made) in enumerate(self.made)
         ]
 
     def late(self, rows: Sequence[NDArray[Any] | Lists]) -> Encoded:
@@ -149,7 +150,7 @@ class Encoder:
             yield self._label.name, at_once(target, partial(self._labels, self._label))
         own = self.schema.id_field
         id_spec = TensorSpec(shape=(), dtype="int64")
-        yield own.name, at_once(id_spec, lambda column: _numbers(own, column, np.int64))
+        yield own.name, at_once(id_spec, lambda column: _numbers(own, column, np.int64), "int64")
         if self._weight is not None:
             weight = TensorSpec(shape=(), dtype="float32")
             yield self._weight.name, at_once(weight, partial(_weights, self._weight))

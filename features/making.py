@@ -55,8 +55,10 @@ class Made:
     """Whether `early` gives Lists."""
     late: Late | None = None
     """From rows in any order, an array or Lists, to what a model is fed."""
-    stored: bool = False
-    """Whether a row of `early` is, byte for byte, what is stored."""
+    stored: str | None = None
+    """The dtype of what is stored, where a row of `early` is that as it lies, or an int64 as the same float32."""
+    borrowed: bool = False
+    """Whether what `early` gives is the column's own memory."""
 
     def whole(self, column: pa.Array) -> NDArray[Any]:
         """Both steps: what a model is fed of a column, in an array of its own."""
@@ -64,12 +66,12 @@ class Made:
         if self.late is not None:
             return self.late(rows)
         assert isinstance(rows, np.ndarray)
-        return rows.copy() if self.stored else rows
+        return rows.copy() if self.borrowed else rows
 
 
-def at_once(spec: TensorSpec, early: Callable[[pa.Array], NDArray[Any]]) -> Made:
+def at_once(spec: TensorSpec, early: Callable[[pa.Array], NDArray[Any]], stored: str | None = None) -> Made:
     """An array that is small enough to be made whole in the first step."""
-    return Made(spec=spec, early=early, row=TensorSpec(shape=spec.shape, dtype=spec.dtype))
+    return Made(spec=spec, early=early, row=TensorSpec(shape=spec.shape, dtype=spec.dtype), stored=stored)
 
 
 def lists_of(column: pa.Array, values: NDArray[Any]) -> Lists:

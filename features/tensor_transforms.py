@@ -23,7 +23,8 @@ def tensor(field: Field) -> Plan:
     """The tensor as it was stored; with `normalise`, as float32."""
     shape = tuple(size for size in field.shape if size is not None)
     row = TensorSpec(shape=shape, dtype=field.dtype)
-    return {field.name: _scaled(field, Made(spec=row, early=_stored(field, shape), row=row, stored=True))}
+    made = Made(spec=row, early=_stored(field, shape), row=row, stored=field.dtype, borrowed=True)
+    return {field.name: _scaled(field, made)}
 
 
 def image(field: Field, encoding: Encoding) -> Plan:
@@ -66,7 +67,7 @@ def _scaled(field: Field, made: Made) -> Made:
         values += shift
         return values if work == np.float32 else narrowed(field, values, np.dtype(np.float32))
 
-    return replace(made, spec=TensorSpec(shape=shape, dtype="float32"), late=normalised, stored=made.late is None)
+    return replace(made, spec=TensorSpec(shape=shape, dtype="float32"), late=normalised)
 
 
 def _stored(field: Field, shape: tuple[int, ...]) -> Early:

@@ -142,7 +142,9 @@ def number(field: Field, encoding: Encoding | None) -> Plan:
             values[~np.asarray(column.is_valid())] = null
         return values.reshape(-1, 1)  # (n,) -> (n, 1): one input column
 
-    return {field.name: at_once(TensorSpec(shape=(1,), dtype=dtype.name), transform)}
+    # A number as it is, or a whole one that float32 holds (what `narrowed` refuses, who copies it finds).
+    plain = field.dtype in ("int64", "float32") and not field.nullable and encoding is None
+    return {field.name: at_once(TensorSpec(shape=(1,), dtype=dtype.name), transform, field.dtype if plain else None)}
 
 
 def sequence(field: Field, encoding: Encoding, fitted: Fitted | None) -> Plan:

@@ -178,7 +178,7 @@ class Assembly:
             row_of,
         )
         numbers = {unit: number for number, unit in enumerate(dict.fromkeys(unit for unit, _ in units))}
-        scatter(
+        wrong, unit_number = scatter(
             self._widths,
             np.stack([unit.forms for unit in numbers]),
             np.stack([unit.sources for unit in numbers]),
@@ -189,6 +189,8 @@ class Assembly:
             row_of,
             np.stack([chunk.targets for chunk in chunks]),
         )
+        if wrong >= 0:
+            self._units.refuse(list(numbers)[unit_number], wrong)
         for unit in numbers:
             if unit.has_lists:
                 for chunk in chunks:

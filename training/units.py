@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from features.batch_kernels import ADDRESSES, VALUES
+from features.batch_kernels import ADDRESSES, NARROWED, VALUES
 from features.codec.decoder import RecordDecoder
 from features.encode import Encoder
 from features.making import Lists
@@ -30,25 +30,28 @@ class Unit:
     of Lists, (address, count) of each. What they point to lives as long as the unit.
     """
 
-    __slots__ = ("_kept", "forms", "has_lists", "sources")
+    __slots__ = ("_kept", "forms", "has_lists", "narrowed", "sources")
 
-    def __init__(self, columns: Sequence[npt.NDArray[Any] | Lists | None], places: Sequence[I64 | None], kept: object):
-        held: list[object] = [kept]
-        self.sources, self.forms = np.zeros((2, len(columns)), dtype=np.int64)
+    def __init__(self, columns: int, kept: object) -> None:
+        self.sources, self.forms = np.zeros((2, columns), dtype=np.int64)
         self.has_lists = False
-        for number, (column, place) in enumerate(zip(columns, places, strict=True)):
-            rows = column if isinstance(column, np.ndarray) else place
-            if isinstance(column, Lists):
-                self.has_lists = True
-                rows = np.empty((len(column), 2), dtype=np.int64)
-                rows[:, 0] = column.values.ctypes.data + column.values.itemsize * column.offsets[:-1]
-                rows[:, 1] = column.counts
-                held.append(column)
-            assert rows is not None
-            held.append(rows)
-            self.sources[number] = rows.ctypes.data
-            self.forms[number] = ADDRESSES if column is None else VALUES
-        self._kept = held
+        self.narrowed: dict[int, npt.NDArray[np.int64]] = {}  # columns that become float32 when they are copied
+        self._kept: list[object] = [kept]
+
+    def put(self, number: int, rows: npt.NDArray[Any] | Lists, form: int = VALUES) -> None:
+        """Say where the rows of a column are, and hold them."""
+        self._kept.append(rows)
+        if form == NARROWED:
+            assert isinstance(rows, np.ndarray)
+            self.narrowed[number] = rows.view(np.int64)
+        if isinstance(rows, Lists):
+            self.has_lists = True
+            pairs = np.empty((len(rows), 2), dtype=np.int64)
+            pairs[:, 0] = rows.values.ctypes.data + rows.values.itemsize * rows.offsets[:-1]
+            pairs[:, 1] = rows.counts
+            self._kept.append(pairs)
+            rows = pairs
+        self.sources[number], self.forms[number] = rows.ctypes.data, form
 
 
 class UnitReader:
@@ -59,12 +62,13 @@ class UnitReader:
 
     def __init__(self, reader: SplitReader, encoder: Encoder, keep_blocks: int) -> None:
         self._reader, self._encoder, self._keep_blocks = reader, encoder, keep_blocks
-        self._in_place = {
-            column
-            for column, made in encoder.made
-            if made.stored and reader.schema[column].is_tensor and not reader.schema[column].nullable
+        # Columns of which nothing is made: rows are copied from where they lie, by the numbers of `made`.
+        self._direct = {
+            number: column
+            for number, (column, made) in enumerate(encoder.made)
+            if made.stored is not None and not reader.schema[column].nullable
         }
-        self._decoder = RecordDecoder(reader.schema, encoder.columns, self._in_place)
+        self._decoder = RecordDecoder(reader.schema, encoder.columns, frozenset(self._direct.values()))
         self._blocks: OrderedDict[tuple[int, int], tuple[Unit, int]] = OrderedDict()  # with the rows not yet read
 
     def load(self, runs: Sequence[Run], about: Callable[[int], None]) -> list[tuple[Unit, int]]:
@@ -90,17 +94,25 @@ class UnitReader:
             found |= self._decoded(waiting)
         return [found[number] for number in range(len(runs))]
 
+    def refuse(self, unit: Unit, number: int) -> NoReturn:
+        """Raise the DataError for a column of which a number would become another one."""
+        self._encoder.made[number][1].early(pa.array(unit.narrowed[number]))
+        raise AssertionError(f"two readers disagree on the numbers of `{self._encoder.made[number][0]}`")
+
     def _decoded(self, parts: Sequence[tuple[int, Run, npt.NDArray[np.uint8]]]) -> dict[int, tuple[Unit, int]]:
         """Runs of records in one unit."""
         frames = self._decoder.decode_frames([data for _, _, data in parts])
         if frames is None or frames.counts != tuple(run.count for _, run, _ in parts):
             # One by one by the reader, which says what is wrong with which record, or takes another form than ours.
-            batches = [self._reader.read(run) for _, run, _ in parts]
-            unit = self._unit(pa.concat_batches(batches))
+            unit = self._unit(pa.concat_batches([self._reader.read(run) for _, run, _ in parts]))
         else:
-            early = self._encoder.early(frames.batch, self._in_place)
-            places = [frames.places.get(column) for column, _ in self._encoder.made]
-            unit = Unit(early, places, frames)
+            unit = Unit(len(self._encoder.made), frames)
+            for number, column in self._direct.items():
+                if column in frames.places:
+                    unit.put(number, frames.places[column], ADDRESSES)
+                else:
+                    unit.put(number, frames.values[column], self._form(number))
+            self._make(unit, frames.batch, self._direct)
         return {part[0]: (unit, first) for part, first in zip(parts, _starts(parts), strict=True)}
 
     def _block(self, run: Run) -> tuple[Unit, int]:
@@ -116,7 +128,24 @@ class UnitReader:
         return unit, skip
 
     def _unit(self, batch: pa.RecordBatch) -> Unit:
-        return Unit(self._encoder.early(batch), [None] * len(self._encoder.made), batch)
+        unit = Unit(len(self._encoder.made), batch)
+        direct = {}
+        for number, column in self._direct.items():
+            values = batch.column(column)
+            if pa.types.is_int64(values.type) or pa.types.is_float32(values.type):
+                direct[number] = column
+                unit.put(number, values.to_numpy(), self._form(number))
+        self._make(unit, batch, direct)
+        return unit
+
+    def _make(self, unit: Unit, batch: pa.RecordBatch, direct: Container[int]) -> None:
+        for number, rows in enumerate(self._encoder.early(batch, direct)):
+            if rows is not None:
+                unit.put(number, rows)
+
+    def _form(self, number: int) -> int:
+        made = self._encoder.made[number][1]
+        return VALUES if made.row.dtype == made.stored else NARROWED
 
 
 def _starts(parts: Sequence[tuple[int, Run, npt.NDArray[np.uint8]]]) -> Iterator[int]:

@@ -23,10 +23,11 @@ _CELL_BYTES = 16  # where a value of variable size begins, and its size
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """Records of several buffers, `counts` of each: their columns; of tensors in place each row's address, (n,)."""
+    """Records of several buffers, `counts` of each: their columns; of those in place, addresses or values."""
 
     batch: pa.RecordBatch
     places: dict[str, NDArray[np.int64]]
+    values: dict[str, NDArray[np.uint8]]
     counts: tuple[int, ...]
     buffers: tuple[NDArray[np.uint8], ...]
 
@@ -36,13 +37,14 @@ class RecordDecoder:
 
     The kernels are compiled at the first call, or found compiled; the GIL is released while they run. Bytes that are
     not exactly of the encoder's form go to features.example.decode_batch, which takes them or says what is wrong.
-    `columns` names those that are wanted (all where None): the others are looked at, but not kept. Of the tensors in
-    `in_place`, which must not be nullable, `decode_frames` tells where they lie instead of copying them.
+    `columns` names those that are wanted (all where None): the others are looked at, but not kept. Of fields in
+    `in_place`, which must not be nullable, `decode_frames` makes no columns: of tensors it tells where they lie, of
+    int64 and floats it gives the values.
     """
 
     def __init__(self, schema: Schema, columns: Sequence[str] | None = None, in_place: Collection[str] = ()) -> None:
         self._schema, self._layout = schema, Layout.of(schema)
-        assert all(schema[name].is_tensor and not schema[name].nullable for name in in_place)
+        assert not any(schema[name].nullable or schema[name].is_list for name in in_place)
         self._in_place = frozenset(in_place)
         wanted = set(schema.arrow_schema().names if columns is None else columns)
         self._wanted = {field.name: number for number, field in enumerate(self._layout.fields) if field.name in wanted}
@@ -127,10 +129,13 @@ class RecordDecoder:
             if not kernel.decode(*layout.arguments, data.ctypes.data, offsets, outs, starts, sizes, done):
                 return None
             done += len(offsets) - 1
-        columns, places = [], {}
+        columns, places, raw = [], {}, {}
         for name in self._names:
             number = self._wanted[name]
             field, bits = layout.fields[number], valid.get(number)
+            if name in self._in_place and number not in self._variable:
+                raw[name] = values[number]
+                continue
             if name in self._in_place:
                 row = self._variable[number]
                 if not bool((sizes[row] == layout.widths[number]).all()):
@@ -147,7 +152,7 @@ class RecordDecoder:
             columns.append(column)
         batch = pa.RecordBatch.from_arrays(columns, schema=self._arrow)
         counts = tuple(len(offsets) - 1 for _, offsets in parts)
-        return Frames(batch, places, counts, tuple(data for data, _ in parts))
+        return Frames(batch, places, raw, counts, tuple(data for data, _ in parts))
 
     def _fixed_column(
         self, field: Field, number: int, values: NDArray[np.uint8], rows: int, valid: NDArray[np.uint8] | None

@@ -52,6 +52,17 @@ store_u64 = _store(64, types.uint64)
 
 
 @intrinsic
+def store_f32(typingctx: Any, address: Any, value: Any) -> Any:
+    """Write a float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(args[1], builder.inttoptr(args[0], ir.FloatType().as_pointer()), align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32), generate
+
+
+@intrinsic
 def copy(typingctx: Any, target: Any, source: Any, size: Any) -> Any:
     """Copy `size` bytes between places that do not overlap."""
 
