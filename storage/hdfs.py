@@ -164,9 +164,11 @@ class HdfsFileSystem(RemoteFileSystem):
         try:
             return self._calls.call(run, deadline_s, what=f"cannot {verb} {url}", whom=self.whom)
         except StorageTimeoutError as error:
-            self._forget(made)
+            # A client whose NameNode answers is kept: such a call may never come back, and would keep its own client's
+            # threads and connections too.
             if verb in _DATA_VERBS and self._answers():
                 raise _frozen_datanode(verb, url, deadline_s, self.whom) from error
+            self._forget(made)
             raise
         except LockstepError:
             raise

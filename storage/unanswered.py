@@ -21,13 +21,14 @@ class Unanswered:
 
     Each call that is given up keeps a thread and a client until the server answers, which retries must not pile up
     without end: a driver would run out of descriptors. So from `FREE` of them on a new call is begun only some seconds
-    after the one before, the longer the more there are; a day without an answer leaves some 400. As soon as the server
-    answers they all end, and calls go on as ever.
+    after the one before, the longer the more there are; a day without an answer leaves some 400. Once a call succeeds
+    the ones before it count no more, though some of them may never end: a write whose pipeline broke in silence.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._left = 0
+        self._left = self._since = 0  # calls given up: all that are under way, and those since the last success
+        self._age = 0  # how often a success has made the calls before it count no more
         self._begun_at = float("-inf")
 
     @property
@@ -40,6 +41,7 @@ class Unanswered:
         end = time.monotonic() + seconds
         self._admit(end, seconds, what, whom)
         ended = given_up = False
+        age = 0
 
         def run() -> T:
             nonlocal ended
@@ -50,15 +52,22 @@ class Unanswered:
                     ended = True
                     if given_up:
                         self._left -= 1
+                        self._since -= age == self._age
                         self._changed.notify_all()
 
         try:
-            return call_with_deadline(run, max(0.0, end - time.monotonic()), what=what, whom=whom)
+            result = call_with_deadline(run, max(0.0, end - time.monotonic()), what=what, whom=whom)
         except BaseException:
             with self._changed:
-                given_up = not ended
+                given_up, age = not ended, self._age
                 self._left += given_up
+                self._since += given_up
             raise
+        if self._since:
+            with self._changed:
+                self._since, self._age = 0, self._age + 1
+                self._changed.notify_all()
+        return result
 
     def _admit(self, end: float, seconds: float, what: str, whom: str) -> None:
         with self._changed:
@@ -67,7 +76,7 @@ class Unanswered:
                 if left_s <= 0:
                     raise StorageTimeoutError(
                         f"{what}: no answer from {whom} within {seconds:.3g} s",
-                        got=f"no answer to {self._left} calls before it, so it was not asked again",
+                        got=f"no answer to {self._since} calls before it, so it was not asked again",
                         allowed="an answer",
                         next_step=f"Check that {whom} is alive and not overloaded.",
                     )
@@ -75,5 +84,5 @@ class Unanswered:
             self._begun_at = time.monotonic()
 
     def _wait_s(self) -> float:
-        more = self._left - FREE + 1
+        more = self._since - FREE + 1
         return 0.0 if more <= 0 else self._begun_at + more * LATER_S - time.monotonic()
