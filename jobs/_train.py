@@ -83,6 +83,11 @@ def parser(description: str) -> JobParser:
     add("--warm-up-epochs", type=float, default=0.0, metavar="E", help="of the learning rate (default 0)")
     add("--micro-batches", type=int, default=1, metavar="K", help="parts of a rank's batch, added up (default 1)")
     add("--precision", choices=get_args(Precision), default="float32", help="default float32")
+    add(
+        "--init-from",
+        metavar="URL",
+        help="first weights: a run, a checkpoint, an exported model, a .keras, .weights.h5",
+    )
     add("--seed", type=int, default=0, metavar="N", help="of samples' order and first weights (default 0)")
     add("--checkpoint-every", default=200, metavar="N|Ns|auto", help="steps (200), seconds (60s) or auto (default 200)")
     add(

@@ -72,6 +72,8 @@ class TrainConfig:
     """Whether an image of the training split that cannot be decoded ends the run, or keeps its place with weight 0."""
     augment: str = ""
     """Random changes of the training images, such as `crop:4 flip` (docs/batches.md); the empty text is none."""
+    init_from: str | None = None
+    """Where the first weights come from (a run, a checkpoint, an exported model, a .keras); None: drawn by the seed."""
     batchnorm: BatchNorm = "ghost"
     """`ghost`: over lane groups, up to 8 ranks; `sync`: over the rows of all ranks; both the same at any number of
     ranks. `local`: Keras' own, over each rank's part."""

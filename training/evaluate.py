@@ -6,14 +6,13 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from features.schema import Schema
-from storage.errors import ConfigError, DataError, NotFoundError
+from storage.errors import ConfigError
 from storage.fs import absolute, filesystem
 from storage.manifest import load_dataset
 from storage.sealed import unseal
 from storage.settings import hadoop_settings
 from training import runtime
 from training.baseline import check_baseline
-from training.chain import find_model, find_tip
 from training.config import TrainConfig
 from training.launch.context import RankContext
 from training.launch.session import Launch
@@ -21,6 +20,7 @@ from training.launch.task import RankTask
 from training.parts import open_parts
 from training.paths import RunPaths
 from training.plan import split_of
+from training.weights_source import newest_of
 
 ENTRY = "training.evaluate:main"
 
@@ -56,7 +56,7 @@ def evaluate(
     if baseline is not None:
         check_baseline(baseline, Schema.from_json(manifest.schema))
         split_of(open_parts([dataset], config.split)[1], config.split)
-    model, checkpoint = _newest(run)
+    model, checkpoint = newest_of(run)
     payload = {
         "config": config.to_json(),
         "dataset": dataset,
@@ -92,22 +92,6 @@ def main(context: RankContext) -> dict[str, Any]:
     from training.evaluating import run  # TensorFlow is imported now that its settings are made
 
     return run(context, config)
-
-
-def _newest(run: str) -> tuple[str | None, str | None]:
-    fs, paths = filesystem(run), RunPaths(run)
-    try:
-        return find_model(fs, paths), None
-    except NotFoundError:
-        tip = find_tip(fs, paths)
-    if tip is None:
-        raise DataError(
-            f"{run} has neither a model nor a checkpoint",
-            got="an unfinished run before its first checkpoint",
-            allowed="a run that has written a checkpoint",
-            next_step="Let the run go on: `python -m jobs.train` with the same flags.",
-        )
-    return None, tip.url
 
 
 def _number(value: Any) -> str:

@@ -17,8 +17,8 @@ from features.baked import raw_schema
 from features.encode import Encoded, Encoder
 from features.schema import Schema
 from features.signature import Signature
-from storage.canonical import parse_canonical, sha256_hex
-from storage.errors import ConfigError, CorruptionError, LockstepError
+from storage.canonical import parse_canonical
+from storage.errors import ConfigError, LockstepError
 from storage.fs import filesystem, join
 from storage.layout import MANIFEST_NAME, fitted_path
 from storage.manifest import DatasetManifest, load_dataset
@@ -30,7 +30,7 @@ from training.batches import eval_batches
 from training.checkpoint import read_manifest
 from training.config import TrainConfig
 from training.control.carry import json_safe
-from training.export import FITTED_PREFIX, MODEL_FILE, SCHEMA_FILE
+from training.export import FITTED_PREFIX, SCHEMA_FILE
 from training.launch.context import RankContext
 from training.models import ModelOptions
 from training.output_losses import weigh_tests
@@ -38,6 +38,7 @@ from training.parts import held_out
 from training.planning import lane_groups
 from training.read_parts import read_whole
 from training.reader import OpenSplit, SplitReader, load_encoder
+from training.weights_source import MODEL_FILE, checked_file, checked_model
 
 SHOWN_BATCH_ROWS = 8  # of the batch of zeros that builds the metrics
 
@@ -52,7 +53,7 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
     if payload["model"] is not None:
         model = _load_export(payload["model"], config, split.manifest)
     else:
-        model = _load_checkpoint(payload["checkpoint"], config, split.manifest, signature)
+        model = load_checkpoint(payload["checkpoint"], config, split.manifest, signature)
     model.jit_compile = False
     state.build_all(model, signature, SHOWN_BATCH_ROWS)
     weigh_tests(model)
@@ -191,17 +192,10 @@ def _loss_of(model: keras.Model) -> Any:
 
 
 def _load_export(url: str, config: TrainConfig, dataset: DatasetManifest) -> keras.Model:
-    fs, where = filesystem(url), join(url, MANIFEST_NAME)
-    files = unseal(fs.read_bytes(where), where)["files"]
-
-    def checked(name: str) -> bytes:
-        data = fs.read_bytes(join(url, name))
-        if sha256_hex(data) != files.get(name, {}).get("sha256"):
-            raise CorruptionError("a file of a model was changed", file=join(url, name), got=sha256_hex(data))
-        return data
-
+    where = join(url, MANIFEST_NAME)
+    files = unseal(filesystem(url).read_bytes(where), where)["files"]
     # Baked or not, the same declared schema and fitted files give the same inputs.
-    trained = Schema.from_json(parse_canonical(checked(SCHEMA_FILE), file=join(url, SCHEMA_FILE)))
+    trained = Schema.from_json(parse_canonical(checked_file(url, SCHEMA_FILE), file=join(url, SCHEMA_FILE)))
     if raw_schema(trained) != raw_schema(Schema.from_json(dataset.schema)):
         raise _other_data("schema")
     for name in sorted(files):
@@ -213,7 +207,7 @@ def _load_export(url: str, config: TrainConfig, dataset: DatasetManifest) -> ker
         models.function_of(config.model)  # importing it registers its layers and metrics
     with tempfile.TemporaryDirectory() as folder:
         path_of_model = Path(folder, MODEL_FILE)
-        path_of_model.write_bytes(checked(MODEL_FILE))
+        path_of_model.write_bytes(checked_model(url))
         try:
             return keras.models.load_model(path_of_model)
         except (TypeError, ValueError) as error:
@@ -225,7 +219,8 @@ def _load_export(url: str, config: TrainConfig, dataset: DatasetManifest) -> ker
             ) from error
 
 
-def _load_checkpoint(url: str, config: TrainConfig, dataset: DatasetManifest, signature: Signature) -> keras.Model:
+def load_checkpoint(url: str, config: TrainConfig, dataset: DatasetManifest, signature: Signature) -> keras.Model:
+    """The model of `config` with a checkpoint's weights. Raises ConfigError for another dataset, as Encoder sees it."""
     manifest = read_manifest(url)
     plan = manifest["plan"]
     # Any dataset of a mixture has the schema and fitted files of all.

@@ -23,8 +23,9 @@ from training.checkpoint import write_bytes
 from training.distribute import own_class
 from training.learning_rate import CorrectedSGD, WarmUp
 from training.swap import swapped
+from training.weights_source import MODEL_FILE
 
-MODEL_FILE, SCHEMA_FILE, SIGNATURE_FILE, FITTED_PREFIX = "model.keras", "schema.json", "signature.json", "fitted-"
+SCHEMA_FILE, SIGNATURE_FILE, FITTED_PREFIX = "schema.json", "signature.json", "fitted-"
 RAW_SCHEMA_FILE = "raw_schema.json"
 
 
@@ -38,7 +39,7 @@ def export(
     saved as Keras' BatchNormalization, which computes the same in inference, and an optimizer whose rate warmed up as
     Keras' own at the last rate, its state anew. Other optimizers keep theirs: Keras' format cannot leave it out.
     """
-    with tempfile.TemporaryDirectory() as folder, _plain_layers(model), _plain_optimizer(model):
+    with tempfile.TemporaryDirectory() as folder, plain_layers(model), _plain_optimizer(model):
         path = Path(folder, MODEL_FILE)
         model.save(path)
         files = [write_bytes(directory, MODEL_FILE, path.read_bytes())]
@@ -57,7 +58,7 @@ def export(
 
 
 @contextmanager
-def _plain_layers(model: keras.Model) -> Iterator[None]:
+def plain_layers(model: keras.Model) -> Iterator[None]:
     """Ghost layers take their base class while the model is saved: same variables, same inference."""
     ghosts = [layer for layer in model._flatten_layers() if isinstance(layer, GhostBatchNormalization)]
     try:

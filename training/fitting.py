@@ -20,6 +20,7 @@ from training.control.carry import json_safe
 from training.dataset import FeedPipeline, to_device
 from training.distribute import exchange_of, finalize
 from training.epoch_logs import of_all_ranks
+from training.initial_weights import load_initial
 from training.keras_ranks import only_on_leader
 from training.launch.context import RankContext
 from training.non_finite import FedBatches
@@ -106,6 +107,8 @@ class Fit(AbstractContextManager["Fit"]):
         restored = self._saver.find()
         self._callbacks.begin()
         if restored is None:
+            if self._config.init_from is not None:
+                load_initial(model, self._config.init_from)
             if self._comm.num_ranks > 1:
                 derive_seeds(model, self._config.seed, 0, self._comm.rank)
         else:

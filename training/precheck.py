@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from features.encode import Encoder
 from storage.fs import FileSystem, filesystem, split_url
 from storage.manifest import DatasetManifest
 from training.chain import find_result
@@ -13,6 +14,7 @@ from training.planning import plan_for
 from training.reader import load_encoder
 from training.run_json import check_run
 from training.run_result import RunResult
+from training.weights_source import weights_at
 
 
 def check(config: TrainConfig) -> RunResult | None:
@@ -21,21 +23,24 @@ def check(config: TrainConfig) -> RunResult | None:
     Other file systems may need Spark's settings, so there `train` itself tells.
     """
     if all(map(_is_local, config.datasets)):
-        plan = plan_for(open_dataset(config), config)
+        plan = plan_for(open_dataset(config)[0], config)
         plan.steps(config.epochs)
         if _is_local(config.run) and check_run(filesystem(config.run), RunPaths(config.run), config, plan):
             return finished_result(filesystem(config.run), RunPaths(config.run), config)
+        if config.init_from is not None and _is_local(config.init_from) and _is_local(config.run):
+            weights_at(config.init_from)
     return None
 
 
-def open_dataset(config: TrainConfig) -> DatasetManifest:
-    """The manifest of what is trained on; what its ranks would refuse in it (one fold of three) is refused here."""
+def open_dataset(config: TrainConfig) -> tuple[DatasetManifest, Encoder]:
+    """Manifest and encoder of what is trained on; what its ranks would refuse in it (one fold of three) is refused
+    here.
+    """
     open_them = open_parts if config.mix is None else open_mixture
     parts, manifest = open_them(config.datasets, config.split)
     first = parts[0]
     split_of(manifest, config.split)
-    load_encoder(first.url, first.manifest, held_out(first.manifest, config.split, training=True))
-    return manifest
+    return manifest, load_encoder(first.url, first.manifest, held_out(first.manifest, config.split, training=True))
 
 
 def finished_result(fs: FileSystem, paths: RunPaths, config: TrainConfig) -> RunResult | None:

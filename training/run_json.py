@@ -34,6 +34,7 @@ LATER_FIELDS = {
     "canonical": False,
     "augment": "",
     "bad_images": "refuse",
+    "init_from": None,
     # Others add in another order. What encrypts or may be trusted changes no sum: `tls` and `trust_network` are free.
     "algorithm": "auto",
     "backend": "auto",

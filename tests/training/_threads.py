@@ -76,7 +76,7 @@ def run_threads(
     """`run_local` with threads: same signature, same results; a failed rank is a TrainingFailedError."""
     import keras
 
-    from training import evaluating
+    from training import evaluating, exporting
     from training.fitting import Fit
 
     config = TrainConfig.from_json(task.payload["config"])
@@ -97,7 +97,8 @@ def run_threads(
     def one(comm: Communicator) -> dict[str, Any]:
         try:
             if not fits:
-                return evaluating.run(contexts[comm.rank], config)
+                alone = exporting.run if task.entry == "training.export_run:main" else evaluating.run
+                return alone(contexts[comm.rank], config)
             with fits[comm.rank] as fit:
                 return fit.run()
         except BaseException as error:

@@ -8,12 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from storage.errors import ConfigError, CorruptionError, DataError
+from storage.errors import ConfigError, CorruptionError, DataError, ExistsError
+from storage.verify import verify
 from tests.training._threads import run, run_threads
 from tests.training._tiny import write_images, write_table
 from training.config import TrainConfig
 from training.evaluate import evaluate, summary
+from training.export_run import export_run
 from training.reader import OpenSplit
+from training.weights_source import weights_at
 
 pytestmark = pytest.mark.slow
 
@@ -91,3 +94,52 @@ def test_what_cannot_be_evaluated(trained: tuple[str, str], tmp_path: Path) -> N
     file.write_bytes(content)
     with pytest.raises(CorruptionError, match=r"model\.keras"):
         evaluate(str(tmp_path / "run"), dataset, "test", run_threads)
+
+
+def weights_of(url: str) -> list[Any]:
+    import keras
+
+    weights: list[Any] = keras.models.load_model(Path(url, "model.keras")).get_weights()
+    return weights
+
+
+def test_any_checkpoint_becomes_a_model_and_a_model_the_first_weights(trained: tuple[str, str], tmp_path: Path) -> None:
+    url, dataset = trained
+    done = export_run(url, str(tmp_path / "model"), run_threads)
+    of_run = weights_of(f"{url}/models/g0001")
+    for mine, theirs in zip(weights_of(done.output), of_run, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    assert verify(done.output) == []
+    options: dict[str, Any] = {"global_batch": 16, "epochs": 1, "launcher": "local", "num_ranks": 1}
+    file = f"{done.output}/model.keras"
+    assert weights_at(done.output).file == weights_at(file).file == Path(file).read_bytes()
+    sources = (file, f"{url}/checkpoints/{done.checkpoint}")
+    for number, source in enumerate(sources):
+        config = TrainConfig(
+            datasets=(dataset,), run=str(tmp_path / f"run{number}"), model="logistic", init_from=source,
+            learning_rate=1e-30, **options,
+        )  # fmt: skip
+        second = run(config)
+        assert second.model is not None
+        for mine, theirs in zip(weights_of(second.model), of_run, strict=True):
+            np.testing.assert_array_equal(mine, theirs)  # no step of such a rate changes a float32
+
+
+def test_what_cannot_be_exported_or_begun_from(trained: tuple[str, str], tmp_path: Path) -> None:
+    url, dataset = trained
+    with pytest.raises(ConfigError, match="no such checkpoint"):
+        export_run(url, str(tmp_path / "model"), run_threads, checkpoint=3)
+    with pytest.raises(ConfigError, match="--keep-best"):
+        export_run(url, str(tmp_path / "model"), run_threads, checkpoint="best")
+    with pytest.raises(ExistsError):
+        export_run(url, str(tmp_path), run_threads)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "other.keras").write_bytes(b"PK\3\4 no archive")
+    options: dict[str, Any] = {"global_batch": 16, "epochs": 1, "launcher": "local", "num_ranks": 1}
+    for source, error in ((str(tmp_path / "no.keras"), ConfigError), (dataset, ConfigError),
+                          (str(tmp_path / "other.keras"), CorruptionError)):  # fmt: skip
+        config = TrainConfig(
+            datasets=(dataset,), run=str(tmp_path / "run"), model="logistic", init_from=source, **options
+        )
+        with pytest.raises(error):
+            run(config)

@@ -28,6 +28,7 @@ REFUSED: dict[str, Any] = {
     "cache_rotation": 1,
     "augment": "crop:2 flip",
     "bad_images": "skip",
+    "init_from": "/models/first.keras",
     "batchnorm": "sync",
     "precision": "mixed_float16",
     "learning_rate": 0.5,

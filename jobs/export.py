@@ -1,0 +1,49 @@
+"""Write a checkpoint of a run as a Keras model with its schema and fitted files: `python -m jobs.export`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = str(Path(__file__).resolve().parent.parent)
+if sys.path[0] != ROOT:
+    sys.path[:1] = [ROOT]
+
+from jobs._cli import JobParser, run_job
+from training.export_run import Which, export_run
+from training.launch.local import run_local
+
+
+def parser() -> JobParser:
+    """The command line."""
+    job = JobParser("export", __doc__ or "", "export")
+    add = job.add_argument
+    add("--run", required=True, metavar="URL", help="the run, finished or not")
+    add("--output", required=True, metavar="URL", help="directory of the model; must not exist")
+    add(
+        "--checkpoint",
+        type=_which,
+        default="last",
+        metavar="last|best|STEP",
+        help="last (default), best (by the run's --keep-best) or a step",
+    )
+    return job
+
+
+def _which(text: str) -> Which:
+    if text == "last":
+        return "last"
+    return "best" if text == "best" else int(text)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the model; returns the exit code."""
+    args = parser().parse(argv)
+    done = export_run(args.run, args.output, run_local, checkpoint=args.checkpoint)
+    print(f"{done.output}: the model of checkpoint {done.checkpoint}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_job(main)
