@@ -23,6 +23,9 @@ def start_process(mark: str, ranks_per_node: int) -> RankProcess:
     environment |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", MARK: mark}
     # Without a word from the user, the ranks of one host share its cores instead of each taking all of them.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks_per_node)))
+    # TensorFlow starts threads anew each epoch, and glibc gives each a heap of its own, up to eight a core, which are
+    # never given back: memory grew by 150 MB over the first 12 epochs. With two heaps it stays within 1 %.
+    environment.setdefault("MALLOC_ARENA_MAX", "2")
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "training.rank"],
         stdin=subprocess.PIPE,
