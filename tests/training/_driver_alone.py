@@ -14,8 +14,9 @@ import signal
 import sys
 from typing import Any
 
+from storage.deadline import end_process
 from storage.errors import LockstepError
-from storage.local import LocalFileSystem
+from storage.fs import FileSystem, filesystem
 from tests.training import _ranks
 from training.config import TrainConfig
 from training.driver import Hooks, train
@@ -66,26 +67,27 @@ def drive(config: TrainConfig, *, take_over: bool = False, entry: Any = _ranks.t
     return train(config, launch, take_over=take_over, hooks=hooks)
 
 
-def stop_before(method: str, pattern: str) -> None:
+def stop_before(backend: type[FileSystem], method: str, pattern: str) -> None:
     """Stop this process before the first call of that method whose last path matches."""
-    real, stopped = getattr(LocalFileSystem, method), False
+    real, stopped = getattr(backend, method), False
 
-    def called(self: LocalFileSystem, *args: str, **options: Any) -> Any:
+    def called(self: FileSystem, *args: str, **options: Any) -> Any:
         nonlocal stopped
         if not stopped and re.search(pattern, args[-1]):
             stopped = True
             os.kill(os.getpid(), signal.SIGSTOP)
         return real(self, *args, **options)
 
-    setattr(LocalFileSystem, method, called)
+    setattr(backend, method, called)
 
 
 def main(config: str, method: str, pattern: str, pace: str) -> int:
     """Run the driver; returns its exit code."""
-    stop_before(method, pattern)
+    made = TrainConfig.from_json(json.loads(config))
+    stop_before(type(filesystem(made.run)), method, pattern)
     sys.path.insert(0, _ranks.HERE)  # where ranks find their entry
     try:
-        drive(TrainConfig.from_json(json.loads(config)), entry=getattr(_ranks, pace))
+        drive(made, entry=getattr(_ranks, pace))
     except LockstepError as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         return error.exit_code
@@ -93,4 +95,4 @@ def main(config: str, method: str, pattern: str, pace: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    end_process(main(*sys.argv[1:]))
