@@ -4,8 +4,9 @@
 
 Bytes alone, no decoding: `sequential` reads each shard in pieces of 4 MiB; `by range` reads the blocks in an epoch's
 order, each by a call of its own, as without `prefetch`; `ahead` through BlockFetcher, with hints for as many blocks as
-the budget holds; `ahead, windows` the lanes' windows in turn, most of them a part of a block. Interleaved rounds; what
-carries over is the ratio. Each way also takes a checksum of all bytes, as the decoder does. 1 MB is 10^6 bytes.
+the budget holds; `ahead, windows` the lanes' windows in turn, most of them a part of a block; `cached`: the same out of
+a node's cache, filled in the dropped round. Each way also takes a checksum of all bytes, as the decoder does.
+Interleaved rounds; what carries over is the ratio. 1 MB is 10^6 bytes.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from tests.cluster.daemons import Cluster
 from tests.training._tiny import write_rows
 from training.plan import EpochPlan
 from training.positions import Run
+from training.read_options import ReadOptions
 from training.reader import OpenSplit
 
 RECORD_BYTES, BLOCK_RECORDS, SHARD_MB = 3000, 512, 64
@@ -58,7 +60,7 @@ def windows(plan: EpochPlan) -> Iterator[Run]:
             yield from plan.runs(0, start + offset, min(stop, start + offset + plan.window_records))
 
 
-def ways(root: str, lanes: int) -> dict[str, Callable[[], int]]:
+def ways(root: str, lanes: int, cache: str) -> dict[str, Callable[[], int]]:
     """Each way to read all bytes of the split, returning how many there were."""
     opened = OpenSplit.at(root, "train")
     plan = EpochPlan.for_dataset(opened.manifest, "train", seed=0, global_batch=lanes * 4, lanes=lanes)
@@ -82,8 +84,9 @@ def ways(root: str, lanes: int) -> dict[str, Callable[[], int]]:
             total += stop - start
         return total
 
-    def ahead(runs: Iterable[Run], streams: int, depth: int) -> int:
-        reader = OpenSplit.at(root, "train").reader
+    def ahead(runs: Iterable[Run], streams: int, depth: int, cache: str | None = None) -> int:
+        options = ReadOptions(cache=cache, cache_bytes=8 << 30) if cache else None
+        reader = OpenSplit.at(root, "train", options=options).reader
         reader.keep_blocks = streams
         waiting: deque[Run] = deque()
         total = 0
@@ -110,14 +113,16 @@ def ways(root: str, lanes: int) -> dict[str, Callable[[], int]]:
         "by range, windows": lambda: by_range(windows(plan)),
         "ahead": lambda: ahead(blocks, 2, 32),
         "ahead, windows": lambda: ahead(windows(plan), lanes, 4 * lanes),
+        "ahead, cached": lambda: ahead(blocks, 2, 32, cache),
+        "cached, windows": lambda: ahead(windows(plan), lanes, 4 * lanes, cache),
     }
 
 
-def compare(name: str, root: str, lanes: int, repeats: int) -> None:
+def compare(name: str, root: str, lanes: int, repeats: int, cache: str) -> None:
     """Print MB/s of each way and its ratio to sequential reading, round by round."""
     rates: dict[str, list[float]] = {}
     for _ in range(repeats + 1):
-        for way, work in ways(root, lanes).items():
+        for way, work in ways(root, lanes, cache).items():
             began = time.perf_counter()
             total = work()
             rates.setdefault(way, []).append(total / 1e6 / (time.perf_counter() - began))
@@ -146,7 +151,7 @@ def main(argv: list[str]) -> int:
             write(f"{folder}/d", args.mb)
             roots = {"local disk": f"{folder}/d", "hdfs-native": join(cluster.hdfs_url, "d"), "WebHDFS": f"{web}/d"}
             for name, root in roots.items():
-                compare(name, root, args.lanes, args.repeats)
+                compare(name, root, args.lanes, args.repeats, f"{folder}/cache")
         finally:
             cluster.stop()
     return 0
