@@ -18,6 +18,9 @@ def train(context: RankContext) -> dict[str, Any]:
     """
     import hashlib
 
+    from training.runtime import preload
+
+    preload()  # as a spare process does: the settings below would be refused if it made a tensor
     import keras
     import tensorflow as tf
 
