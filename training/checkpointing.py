@@ -11,6 +11,7 @@ from training.agreement import Agreement
 from training.checkpoint_schedule import CheckpointEvery, Schedule
 from training.config import TrainConfig
 from training.control.carry import is_final
+from training.control.client import ControlClient
 from training.exchange import Exchange
 from training.reports import StepReports
 from training.saved import Saved
@@ -35,13 +36,14 @@ class Checkpoints:
         self,
         saver: Saver,
         exchange: Exchange,
+        control: ControlClient,
         config: TrainConfig,
         clock: StepClock,
         weights: WeightCheck,
         reports: StepReports | None,
     ) -> None:
         self._saver, self._exchange, self._clock = saver, exchange, clock
-        self._weights, self._reports = weights, reports
+        self._control, self._weights, self._reports = control, weights, reports
         self._compare_every, self._limit_s = config.compare_every, config.stall_limit_s
         every = CheckpointEvery.parse(config.checkpoint_every)
         self._schedule = Schedule(every, config.mean_time_between_failures_s)
@@ -79,12 +81,10 @@ class Checkpoints:
 
         Raises StorageTimeoutError naming rank, step and what is waited for.
         """
-        with self._clock.checkpoint():
-            self._settle(self._saver.wait(self._limit_s))
+        self._wait(progress.step)
         if self._saver.last_step != progress.step:
             self._begin(progress, in_epoch=False)
-            with self._clock.checkpoint():
-                self._settle(self._saver.wait(self._limit_s))
+            self._wait(progress.step)
 
     def abandon(self, error: BaseException) -> None:
         """The run ends by `error`. Where all ranks meet the same (a loss that is not finite), what is in flight ends
@@ -95,6 +95,11 @@ class Checkpoints:
                 self._saver.wait(LAST_WAIT_S)
             except LockstepError as late:
                 log.warning("%s", late)  # the run ends by `error` all the same
+
+    def _wait(self, step: int) -> None:
+        self._control.beat(step, "wait for the checkpoint")
+        with self._clock.checkpoint():
+            self._settle(self._saver.wait(self._limit_s))
 
     def _begin(self, progress: Progress, *, in_epoch: bool) -> None:
         if self._reports is not None:

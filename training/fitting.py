@@ -87,7 +87,9 @@ class Fit(AbstractContextManager["Fit"]):
         self._progress = Progress(step=0, stopped=False, metrics={})
         self._stop_wanted = False
         self._weights = WeightCheck(self._comm, self._model.weights, config.compare_every)
-        self._checkpoints = Checkpoints(self._saver, self._exchange, config, self._clock, self._weights, self._reports)
+        self._checkpoints = Checkpoints(
+            self._saver, self._exchange, context.control, config, self._clock, self._weights, self._reports
+        )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

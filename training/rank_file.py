@@ -47,7 +47,7 @@ CHUNK_BYTES = 1 << 20
 class HostBuffer:
     """Memory that one file after another is laid out in; it grows when it must and is never given back.
 
-    the first touch of fresh memory costs twenty times what a later copy into it does, so `reserve` does it early.
+    The first touch of fresh memory costs twenty times what a later copy into it does, so `reserve` does it early.
     """
 
     def __init__(self) -> None:

@@ -53,6 +53,8 @@ def test_every_field_has_a_flag(tmp_path: Path) -> None:
         (("--dataset", "a", ""), "--dataset"),
         (("--precision", "float16"), "--precision"),
         (("--learning-rate", "-1"), "learning_rate"),
+        (("--checkpoint-every", "0s"), "--checkpoint-every"),
+        (("--mean-time-between-failures", "0"), "--mean-time-between-failures"),
         (("--canonical",), "--canonical"),  # belongs to a later version: absent, no stub
     ],
 )

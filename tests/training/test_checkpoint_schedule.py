@@ -144,6 +144,9 @@ class Quiet:
     def flush(self) -> None:
         """Nothing."""
 
+    def beat(self, _step: int, _phase: str) -> None:
+        """Nothing."""
+
     def compare(self, _step: int) -> None:
         """Nothing."""
 
@@ -168,7 +171,7 @@ class Ranks:
         quiet: Any = Quiet()
 
         def checkpoints(rank: int, disk: Any, words: Any) -> Checkpoints:
-            return Checkpoints(disk, words, config, quiet, quiet, reports[rank])
+            return Checkpoints(disk, words, quiet, config, quiet, quiet, reports[rank])
 
         self.ranks = [checkpoints(rank, self.disks[rank], self.exchanges[rank]) for rank in range(num_ranks)]
 

@@ -76,13 +76,18 @@ def test_n_ranks_are_one_rank_in_float64(data: dict[str, str], tmp_path: Path) -
 
 
 def test_losses_of_each_step_in_float32(data: dict[str, str], tmp_path: Path) -> None:
-    for ranks in (1, 2):
-        train(data["images"], tmp_path / str(ranks), ranks, "resnet8", learning_rate=0.05, epochs=3)
+    for ranks, every in ((1, "auto"), (2, "0.2s")):
+        more: dict[str, Any] = {"learning_rate": 0.05, "epochs": 3, "checkpoint_every": every}
+        train(data["images"], tmp_path / str(ranks), ranks, "resnet8", **more)
     alone, together = (rows_of(str(tmp_path / str(ranks)), "step") for ranks in (1, 2))
     assert sorted(alone) == sorted(together) == list(range(1, 51))
     losses = [np.array([rows[step]["loss"] for step in sorted(rows)]) for rows in (alone, together)]
     assert np.max(np.abs(losses[0] - losses[1])) <= 1e-4
     assert losses[0][-1] < 0.5 * losses[0][0], "it learns"
+    *_, last = read_history(str(tmp_path / "1")).checkpoints  # the only one, unless the run takes half a minute
+    assert last["step"] == 50 and last["interval_s"] > 0
+    by_clock = read_history(str(tmp_path / "2")).checkpoints
+    assert {row["interval_s"] for row in by_clock} == {0.2} and by_clock[0]["step"] < by_clock[-1]["step"] == 50
     times = read_history(str(tmp_path / "2")).times
     assert {row["rank"] for row in times} == {0, 1}
     assert {sum(row["steps"] for row in times if row["rank"] == rank) for rank in (0, 1)} == {50}
