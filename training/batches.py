@@ -169,8 +169,9 @@ def eval_batches(
         except BadImageError as error:
             raise error.at(of_row_in_order(reader, first, done - len(rows) + error.row)) from None
 
-    for block in range(first, (rank + 1) * blocks // num_ranks):
-        pending.append(reader.read(reader.table.run(block)))
+    share = range(first, (rank + 1) * blocks // num_ranks)
+    for found in reader.sequence(map(reader.table.run, share)):  # the next blocks are fetched meanwhile
+        pending.append(found)
         if sum(map(len, pending)) >= batch_size:
             rows = pa.concat_batches(pending)
             full = len(rows) // batch_size * batch_size
