@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,6 +28,7 @@ def bytes_near(
     """
     places = [[(block.offset, block.offset + block.length, block.hosts) for block in blocks_of(url)] for url in urls]
     found: list[dict[str, int]] = []
+    plan = replace(plan, interleave=None)  # the same records of each lane, in fewer runs
     for rank in range(num_ranks):
         lanes = plan.rank_lanes(rank, num_ranks, groups)
         start, stop = plan.lane_span(0, lanes.start)[0], plan.lane_span(0, lanes.stop - 1)[1]
