@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import os
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,9 +66,9 @@ def test_files_come_out_in_order_at_any_number_of_threads(
     assert np.array_equal(decode_files(*together(parts), size, channels, how), expected)
 
 
-def jpeg(mode: str, side: int = 9, **more: Any) -> bytes:
+def jpeg(mode: str, height: int = 9, width: int = 9, **more: Any) -> bytes:
     out = io.BytesIO()
-    pixels = np.random.default_rng(side).integers(0, 256, (side, side, 3), dtype=np.uint8)
+    pixels = np.random.default_rng(height).integers(0, 256, (height, width, 3), dtype=np.uint8)
     Image.fromarray(pixels).convert(mode).save(out, "JPEG", **more)
     return out.getvalue()
 
@@ -80,18 +82,15 @@ JPEGS = [
     jpeg("RGB", progressive=True),
     jpeg("RGB", exif=EXIF),
     jpeg("RGB", 8),
+    jpeg("RGB", width=8),
     jpeg("RGB", comment=b"Exif \xff\xc0"),
 ]
 
 
 def test_plain_files_are_known_by_their_headers() -> None:
-    assert decode_many._plain(*together([*JPEGS, b"", b"\xff\xd8\xff"]), (9, 9), 3) == [
-        True,
-        *[False] * 5,
-        True,
-        *[False] * 2,
-    ]
-    assert decode_many._plain(*together(JPEGS), (9, 9), 1) == [False, True, *[False] * 5]
+    found = decode_many._plain(*together([*JPEGS, b"", b"\xff\xd8\xff"]), (9, 9), 3)
+    assert found == [True, *[False] * 6, True, *[False] * 2]
+    assert decode_many._plain(*together(JPEGS), (9, 9), 1) == [False, True, *[False] * 6]
 
 
 @settings(max_examples=150, deadline=None)  # the first call compiles
@@ -136,6 +135,21 @@ def test_the_first_bad_file_is_the_one_that_is_told(threads: int) -> None:
     assert "sample id ffffffffffffffff, part-00000.tfrecord, record 5" in placed.what and "broken_image" in placed.got
     assert str(copy.copy(placed)) == str(placed)  # as it crosses processes
     assert decode_files(*together(files(40)), (12, 10), 3).shape == (40, 12, 10, 3)  # the threads are still there
+
+
+def test_of_two_threads_failures_the_first_files_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_decode_threads(2)
+    both = threading.Barrier(2)
+
+    def bad(file: bytes, _channels: int) -> None:
+        both.wait(20)  # until the other thread has a bad file, too
+        time.sleep(0.1 * (file == b"a"))
+        raise ImageError("broken_image", file.decode())
+
+    monkeypatch.setattr(decode_many, "decode", bad)
+    with pytest.raises(BadImageError) as refused:
+        decode_files(*together([b"a", b"b"]), (30, 30), 3)  # a part each
+    assert refused.value.row == 0
 
 
 def test_an_encoder_names_the_sample_of_a_bad_image() -> None:
