@@ -55,7 +55,7 @@ def test_every_field_has_a_flag(tmp_path: Path) -> None:
         (("--learning-rate", "-1"), "learning_rate"),
         (("--checkpoint-every", "0s"), "--checkpoint-every"),
         (("--mean-time-between-failures", "0"), "--mean-time-between-failures"),
-        (("--canonical",), "--canonical"),  # belongs to a later version: absent, no stub
+        (("--min-ranks", "2"), "--min-ranks"),  # belongs to a later version: absent, no stub
     ],
 )
 def test_wrong_flags_are_named(tmp_path: Path, more: tuple[str, ...], named: str) -> None:
