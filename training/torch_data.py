@@ -6,12 +6,14 @@ PyTorch is not among Lockstep's requirements: importing this module needs it, no
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from features.decode_many import set_decode_threads
 from storage.errors import ConfigError
 from training.batches import Batch
 from training.iterate import PlannedBatches
@@ -51,6 +53,7 @@ class PlannedDataset(IterableDataset):
         info = get_worker_info()
         if info is not None:
             self._by_workers.value = 1
+            set_decode_threads(max(1, len(os.sched_getaffinity(0)) // info.num_workers))
             for batch in self.planned.batches(self._next_step + info.id, every=info.num_workers):
                 yield self._tensors(batch)
             return

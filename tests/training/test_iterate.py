@@ -22,6 +22,7 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 
+from features import decode_many
 from features.decode_many import BadImageError
 from features.schema import Field, Schema
 from storage.errors import ConfigError, DataError
@@ -45,6 +46,7 @@ def root(tmp_path: Path) -> str:
 
 @pytest.fixture
 def torch_data(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.setattr(decode_many, "_pool", decode_many._Pool())  # workers of the stand-in are of this process
     if importlib.util.find_spec("torch") is None:
         _torch_stand_in.install(monkeypatch)
     yield importlib.import_module("training.torch_data")
