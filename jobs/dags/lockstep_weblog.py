@@ -31,7 +31,7 @@ DEFAULTS = {
     "num_ranks": ("2", "training processes; a barrier stage needs that many task slots at once"),
     "global_batch": ("256", "samples of one step over all ranks"),
     "epochs": ("2", "passes over the training split"),
-    "checkpoint_every": ("200", "steps between checkpoints"),
+    "checkpoint_every": ("200", "steps between checkpoints, seconds as 60s, or auto"),
 }
 
 

@@ -106,6 +106,20 @@ def _header(header: bytes, data: bytes = b"", length: int | None = None) -> byte
     "data",
     [
         b"",
+        b"\0" * 7,
+        _header(b"[]"),
+        _header(b"{}", bytes(4)),  # bytes of no tensor
+        _header(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', bytes(8)),
+        _header(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', bytes(3)),
+        _header(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}', bytes(4)),
+        _header(b'{"a":{"dtype":"F32","shape":[true],"data_offsets":[0,4]}}', bytes(4)),
+        _header(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4],"more":1}}', bytes(4)),
+        _header(2 * b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', bytes(4)),
+        _header(
+            b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+            bytes(4),
+        ),
+        _header(b'{"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}\xff'),
         _header(b"{}", length=2**63),
         _header(b"{}", length=2**64 - 1),
         _header(b"[" * 10_000),

@@ -260,6 +260,10 @@ def test_the_clock_of_rank_0_decides_for_all(monkeypatch: pytest.MonkeyPatch) ->
     clocks[0].now += 10.5
     ranks.go(2)
     assert ranks.begun() == [7, 14]
+    for disk in ranks.disks:
+        disk.done = True
+    ranks.go(1)
+    assert ranks.rows.rows == [(7, 0), (14, 0)], "a wish that is met is not made again"
 
 
 def test_an_error_of_the_writing_ends_the_next_step() -> None:
