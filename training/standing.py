@@ -35,6 +35,7 @@ class Standing:
         self._fs, self._paths = fs, paths
         self._lease = Lease(fs, paths.lease, watch_s, every_s, take_over=take_over, look=self._check_claims)
         self._newest: int | None = None
+        self._claiming = False
 
     def __enter__(self) -> Standing:
         self._lease.__enter__()
@@ -66,15 +67,18 @@ class Standing:
         up again. Raises SupersededError where this driver is the one that was overtaken.
         """
         self._lease.stand()  # after the newest claim was looked up: whoever claims later is told by its number
+        self._claiming = True
         try:
             claim = claim_next(self._fs, self._paths, parent, epochs=epochs, num_ranks=num_ranks, after=self._newest)
+            self._newest = claim.generation
         except SupersededError:
             if not self._fs.exists(self._paths.lease):
                 raise  # nothing tells which of the two came later
             self._lease.stand()
             self._newest = newest_claimed(self._fs, self._paths)
             return None
-        self._newest = claim.generation
+        finally:
+            self._claiming = False
         return claim
 
     def sweep(self) -> None:
@@ -88,8 +92,15 @@ class Standing:
                 sweep_temporaries(self._fs, join(self._paths.all_metrics, name))
 
     def _check_claims(self) -> None:
-        if self._newest is not None:
-            check_newest(self._fs, self._paths, self._newest)
+        known = self._newest
+        if known is None or self._claiming:
+            return
+        try:
+            check_newest(self._fs, self._paths, known)
+        except SupersededError:
+            # The lease's thread may look while this driver claims: then the newer claim may be its own.
+            if not self._claiming and self._newest == known:
+                raise
 
     def _names(self, url: str) -> list[str]:
         try:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ from tests.training import _ranks
 from tests.training._driver_alone import drive
 from tests.training._tiny import write_table
 from training.chain import find_result
-from training.claims import SupersededError, claim_next, read_claims
+from training.claims import Claim, SupersededError, claim_next, read_claims
 from training.config import TrainConfig
 from training.lease import Lease
 from training.paths import RunPaths
@@ -194,6 +195,23 @@ def test_claim_of_an_overtaken_driver_is_followed_by_the_new_one_s(paths: RunPat
         assert new.claim(None, epochs=1, num_ranks=1) is None  # what to start from is to be looked up again
         claim = new.claim(None, epochs=1, num_ranks=1)
         assert claim is not None and claim.generation == 2
+
+
+def test_driver_does_not_take_its_own_claim_for_another_s(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lease's thread looks at the claims while one is made."""
+
+    def slowly(*args: Any, **options: Any) -> Claim:
+        claim = claim_next(*args, **options)
+        time.sleep(0.1)
+        return claim
+
+    monkeypatch.setattr("training.standing.claim_next", slowly)
+    with Standing(filesystem(paths.root), paths, every_s=0.005) as driver:
+        for generation in (1, 2):
+            claim = driver.claim(None, epochs=1, num_ranks=1)
+            assert claim is not None and claim.generation == generation
+        time.sleep(0.05)
+        assert driver.overtaken() is None
 
 
 def test_lease_written_by_a_woken_driver_is_written_over(paths: RunPaths) -> None:
