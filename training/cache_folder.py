@@ -135,10 +135,11 @@ class CacheFolder:
         self.keep_since, self._full_until = previous, 0.0
 
     def close(self) -> None:
-        """Let go of all locks."""
+        """Let go of all locks. A second call does nothing."""
         with self._threads:
             for descriptor in (self._lock, *self._live.values()):
-                os.close(descriptor)
+                if descriptor >= 0:
+                    os.close(descriptor)
             self._live.clear()
             self._lock = -1
 
