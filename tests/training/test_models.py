@@ -11,6 +11,7 @@ import pytest
 from features.signature import Signature, TensorSpec
 from storage.errors import ConfigError
 from tests.training._tiny import encoder_of, write_images
+from training.augmenting import soft_signature
 from training.models import ModelOptions, build, function_of
 
 pytestmark = pytest.mark.slow
@@ -48,6 +49,22 @@ def test_resnets_of_other_sizes(size: tuple[int, int, int], depth: int) -> None:
     ghosts = [x for x in model.layers if isinstance(x, GhostBatchNormalization)]
     assert len(ghosts) == depth - 1
     assert len(statistics_of(model)) == 2 * len(ghosts)
+
+
+def test_shares_of_classes_need_a_loss_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    import keras
+
+    from training import models
+
+    soft = soft_signature(images(8, 8, 1))
+    model = build("resnet8", soft, ModelOptions()).model
+    assert isinstance(model._compile_loss._user_loss, keras.losses.CategoricalCrossentropy)
+    for loss in (keras.losses.SparseCategoricalCrossentropy(), "sparse_categorical_crossentropy"):
+        model.compile(loss=loss)
+        monkeypatch.setattr(models, "function_of", lambda _name: lambda _signature, _options: model)
+        with pytest.raises(ConfigError, match="shares of classes"):
+            build("own:model", soft, ModelOptions())
+        assert build("own:model", images(8, 8, 1), ModelOptions()).model is model
 
 
 def test_logistic_begins_at_one_half() -> None:

@@ -51,7 +51,26 @@ def build(name: str, signature: Signature, options: ModelOptions) -> Built:
     function = function_of(name)
     own = ":" in name
     returned = _called(name, function, signature, options) if own else function(signature, options)
-    return check_built(name, returned)
+    built = check_built(name, returned)
+    _check_soft_labels(name, built.model, signature)
+    return built
+
+
+def _check_soft_labels(name: str, model: keras.Model, signature: Signature) -> None:
+    """Raise ConfigError where labels are shares of classes and the loss takes the number of a class."""
+    if signature.label is None or not signature.label.shape:
+        return
+    import keras
+
+    losses = keras.tree.flatten(getattr(model._compile_loss, "_user_loss", None))
+    names = [loss if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__) for loss in losses]
+    if any(name.replace("_", "").lower() == "sparsecategoricalcrossentropy" for name in names):
+        raise ConfigError(
+            f"the model {name} takes the numbers of classes, and mixup gives shares of classes",
+            got=", ".join(names),
+            allowed=f"a loss of labels (n, {signature.label.shape[0]}) float32, such as CategoricalCrossentropy",
+            next_step="Choose the loss by signature.label.shape, or leave mixup out.",
+        )
 
 
 def function_of(name: str) -> Callable[[Signature, ModelOptions], Any]:
