@@ -65,7 +65,7 @@ class _Range:
 
     def __init__(self, shard: int, start: int, stop: int) -> None:
         self.shard, self.start, self.stop = shard, start, stop
-        self.data: bytes = b""
+        self.data: Buffer = b""
         self.error: BaseException | None = None
         self.done = self.forgotten = False
         self.used = 0
@@ -171,10 +171,10 @@ class BlockFetcher:
             self._work_there.notify_all()
             self._come.notify_all()
 
-    def close(self) -> None:
+    def close(self, limit_s: float = _JOIN_S) -> None:
         """`stop`, and wait a little for the threads."""
         self.stop()
-        end = time.monotonic() + _JOIN_S
+        end = time.monotonic() + limit_s
         for worker in self._workers:
             if worker is not threading.current_thread():
                 worker.join(max(0.0, end - time.monotonic()))
@@ -355,7 +355,7 @@ class BlockFetcher:
         except BaseException as caught:  # raised in the reader of these bytes, nowhere lost
             error = caught
         with self._lock:
-            job.data, job.error, job.done = bytes(data) if isinstance(data, memoryview) else data, error, True
+            job.data, job.error, job.done = data, error, True
             self._fetched_bytes += len(job.data)
             if job.forgotten:
                 self._held_bytes -= job.stop - job.start
@@ -369,8 +369,11 @@ _open: weakref.WeakSet[BlockFetcher] = weakref.WeakSet()
 
 def _close_all() -> None:
     # A thread that comes back from native code while the interpreter is torn down ends the process by an abort.
+    end = time.monotonic() + _JOIN_S
     for fetcher in list(_open):
-        fetcher.close()
+        fetcher.stop()
+    for fetcher in list(_open):
+        fetcher.close(max(0.0, end - time.monotonic()))
 
 
 atexit.register(_close_all)

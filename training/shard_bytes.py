@@ -45,7 +45,7 @@ class CachedBytes:
         self._shards.append(shard)
         self.cache.reads(shard.dataset)
 
-    def read(self, shard: int, start: int, stop: int) -> bytes:
+    def read(self, shard: int, start: int, stop: int) -> bytes | memoryview:
         """Bytes start..stop-1. Raises what reading from the dataset raises."""
         blocks = self._blocks(shard, start, stop)
         if not blocks:
