@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from types import TracebackType
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, Protocol, runtime_checkable
 
 from storage.errors import CorruptionError, LockstepError, NotFoundError
 
@@ -102,6 +102,14 @@ class RangeFile(Protocol):
 
     def close(self) -> None:
         """Let go of what the file is read through; never raises."""
+
+
+@runtime_checkable
+class IntoMemory(Protocol):
+    """A RangeFile that reads into memory of the caller's."""
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fill `target` from `offset` on. Raises as `read_at` does."""
 
 
 class FileSystem(ABC):

@@ -144,6 +144,16 @@ class _LocalRanges:
             raise short_file(self._url, offset, length, offset + got)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
+    def read_into(self, offset: int, target: memoryview) -> None:
+        length = len(target)
+        check_range(self._url, offset, length)
+        with _translated("read", self._url):
+            got = 0
+            while got < length and (more := os.preadv(self._descriptor, [target[got:]], offset + got)):
+                got += more
+        if got != length:
+            raise short_file(self._url, offset, length, offset + got)
+
     def close(self) -> None:
         self._close()
 

@@ -18,15 +18,15 @@ import numpy.typing as npt
 from features.batch_kernels import PAIR_BYTES
 from features.encode import Encoded, Encoder
 from features.making import Lists, Made
+from storage.slabs import Slabs
 from training.lanes import LaneStream, Strip
 from training.plan import EpochPlan
 from training.reader import SplitReader
-from training.slabs import Slabs
 from training.units import BYTES_AT_ONCE, ROWS_AT_ONCE, Unit, UnitReader
 
 # A strip is what is read of a TFRecord block at once: this, or a lane's share of all strips where lanes are many.
 STRIP_BYTES = 512 << 10
-STRIPS_BYTES = 32 << 20
+STRIPS_BYTES = 16 << 20
 # Lanes whose windows are loaded together: neighbours in a batch, whose rows share cache lines of its arrays.
 _LEAST_LANES = 4
 

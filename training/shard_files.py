@@ -5,8 +5,11 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 
+import numpy as np
+
 from storage.fs import FileSystem
-from storage.interface import RangeFile
+from storage.interface import IntoMemory, RangeFile
+from storage.slabs import Slabs
 
 MOST_OPEN = 64  # of files that no thread reads just now; a file of HDFS keeps where its blocks lie, a local one is open
 
@@ -20,6 +23,7 @@ class ShardFiles:
         self._lock = threading.Lock()
         self._idle: OrderedDict[int, tuple[int, RangeFile]] = OrderedDict()  # by id, the longest unused first
         self._closed = False
+        self._slabs = Slabs()
 
     def add(self, fs: FileSystem, url: str, size_bytes: int) -> None:
         """The next shard, and how long it must be."""
@@ -29,19 +33,27 @@ class ShardFiles:
         """Where a shard lies."""
         return self._shards[shard][1]
 
-    def read(self, shard: int, start: int, stop: int, *, fresh: bool = False) -> bytes:
+    def read(self, shard: int, start: int, stop: int, *, fresh: bool = False) -> bytes | memoryview:
         """Bytes start..stop-1 of a shard; `fresh`: by a file opened for them. Raises as RangeFile.read_at does."""
         fs, url, size = self._shards[shard]
         file = None if fresh else self._take(shard)
         if file is None:
             file = fs.open_ranges(url, size)
         try:
-            data = file.read_at(start, stop - start)
+            data = self._data(file, start, stop)
         except BaseException:
             file.close()  # the next read opens it anew
             raise
         self._give_back(shard, file)
         return data
+
+    def _data(self, file: RangeFile, start: int, stop: int) -> bytes | memoryview:
+        if not isinstance(file, IntoMemory):
+            return file.read_at(start, stop - start)
+        # Memory that is used again: new memory for each range costs four times as much as what is read into it.
+        memory = self._slabs.array((stop - start,), np.uint8).data
+        file.read_into(start, memory)
+        return memory.toreadonly()
 
     def close(self) -> None:
         """Close all that is not being read; what is, is closed after it."""

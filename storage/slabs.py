@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 _SMALL_BYTES = 64 << 10  # the allocator keeps smaller pieces itself
+_GRAIN_BYTES = 64 << 10  # sizes are rounded up to it, so that memory fits the next array too
 _MOST_FREE_BYTES = 48 << 20
 
 
@@ -19,7 +20,7 @@ class Slabs:
 
     def __init__(self, most_free_bytes: int = _MOST_FREE_BYTES) -> None:
         self._most_free_bytes, self._free_bytes = most_free_bytes, 0
-        self._free: dict[int, list[bytearray]] = defaultdict(list)
+        self._free: dict[int, list[npt.NDArray[np.uint8]]] = defaultdict(list)
 
     def array(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """An array of any content, as np.empty gives it."""
@@ -27,19 +28,19 @@ class Slabs:
         size = math.prod(shape) * kind.itemsize
         if size < _SMALL_BYTES:
             return np.empty(shape, dtype=kind)
-        free = self._free[size]
-        # bytes of zeros come from the system untouched; what is used again is not cleared.
+        room = -(-size // _GRAIN_BYTES) * _GRAIN_BYTES
+        free = self._free[room]
         try:
             memory = free.pop()  # one step, so that a thread that gives back does not come between
-            self._free_bytes -= size
+            self._free_bytes -= room
         except IndexError:
-            memory = bytearray(size)
-        # NumPy makes a view's base the array that has its memory from elsewhere: this one lives as long as any view.
-        owner = np.frombuffer(memory, dtype=np.uint8)
+            memory = np.empty(room, dtype=np.uint8)
+        # NumPy makes a view's base the array that has its memory from no other: this one lives as long as any view.
+        owner = np.frombuffer(memory.data, dtype=np.uint8)
         weakref.finalize(owner, self._give_back, memory).atexit = False
-        return owner.view(kind).reshape(shape)
+        return owner[:size].view(kind).reshape(shape)
 
-    def _give_back(self, memory: bytearray) -> None:
+    def _give_back(self, memory: npt.NDArray[np.uint8]) -> None:
         if self._free_bytes + len(memory) <= self._most_free_bytes:
             self._free_bytes += len(memory)
             self._free[len(memory)].append(memory)
