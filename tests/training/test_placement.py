@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from itertools import permutations
 from pathlib import Path
+from types import SimpleNamespace
 
+import pyspark
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +14,9 @@ from hypothesis import strategies as st
 from storage.interface import HdfsBlock
 from tests.training._tiny import write_table
 from training.config import TrainConfig
+from training.launch import barrier
+from training.launch.order import Place
+from training.launch.task import Limits
 from training.near import near_ranks
 from training.placement import bytes_near, ranks_of_tasks
 from training.plan import EpochPlan
@@ -80,3 +85,28 @@ def test_data_on_a_disk_are_near_nobody(tmp_path: Path) -> None:
         datasets=(str(tmp_path / "d"),), run="r", model="logistic", num_ranks=2, global_batch=8, epochs=1
     )
     assert near_ranks(config, 2, lambda url: []) is None
+
+
+def test_each_task_keeps_post_for_the_rank_that_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosts are told by rank: that is what World.from_hosts and the ranks' links rest on."""
+    places: list[Place] = []
+
+    def keep(place: Place, _: object) -> int:
+        places.append(place)
+        return 0
+
+    monkeypatch.setattr(barrier, "keep_post", keep)
+    for task in range(3):
+        infos = [SimpleNamespace(address=address) for address in ("a:1", "b:2", "b:3")]
+        context = SimpleNamespace(
+            getTaskInfos=lambda infos=infos: infos, partitionId=lambda task=task: task, resources=dict
+        )
+        monkeypatch.setattr(pyspark.BarrierTaskContext, "get", lambda context=context: context)
+        monkeypatch.setattr(pyspark.SparkFiles, "getRootDirectory", lambda: "/files")
+        monkeypatch.setenv("LOCKSTEP_FILES", "")
+        near = [{"b": 1}, {"b": 1}, {"a": 9}]
+        post = barrier.KeepPostOnTask(("host", 1), b"secret", Limits(), [("0",), ("1",), ("2",)], near)
+        assert list(post([task])) == [(places[-1].rank, 0)]
+    assert [place.rank for place in places] == [2, 1, 0]
+    assert {place.hosts for place in places} == {("b", "b", "a")}
+    assert [place.devices for place in places] == [("2",), ("1",), ("0",)]
