@@ -13,13 +13,14 @@ import pytest
 from features.sample_id import sample_id
 from storage.errors import ConfigError, CorruptionError, DataError, LockstepError
 from storage.verify import verify
-from tests.training._threads import final_state, final_tensors, rows_of, run
+from tests.training._threads import final_state, final_tensors, rows_of, run, run_threads
 from tests.training._tiny import write_images, write_table
 from training.agreement import NonFiniteError
 from training.audit import sample_hex
 from training.audit_run import check_run_audit
 from training.config import TrainConfig
 from training.driver import Hooks
+from training.evaluate import evaluate
 from training.history import read_history
 from training.rank_file import upload
 from training.run_result import RunResult
@@ -64,8 +65,11 @@ def assert_same_result(mine: RunResult, other: RunResult) -> None:
 
 
 def test_n_ranks_are_one_rank_in_float64(data: dict[str, str], tmp_path: Path) -> None:
-    """8 lane groups on 3 ranks: 2, 3 and 3, so shares are uneven; batch statistics by ghost groups."""
-    options: dict[str, Any] = {"precision": "float64", "learning_rate": 0.05, "epochs": 3}
+    """8 lane groups on 3 ranks: 2, 3 and 3, so shares are uneven; batch statistics by ghost groups; images augmented and
+    mixed within lanes of 3 rows, so labels are shares of classes.
+    """
+    changes = {"lanes": 8, "augment": "crop:1:reflect flip rotate:5 mixup:0.2"}
+    options: dict[str, Any] = {"precision": "float64", "learning_rate": 0.05, "epochs": 3, **changes}
     alone = train(data["images"], tmp_path / "one", 1, "resnet8", **options)
     together = train(data["images"], tmp_path / "many", 3, "resnet8", **options)
     assert alone.steps == together.steps == 50
@@ -73,6 +77,8 @@ def test_n_ranks_are_one_rank_in_float64(data: dict[str, str], tmp_path: Path) -
     assert {value.dtype.name for name, value in mine.items() if name.startswith("weights")} == {"float64"}
     assert_same(mine, other)
     assert_same_result(alone, together)
+    found = evaluate(str(tmp_path / "one"), data["images"], "test", run_threads, num_ranks=2, baseline="majority")
+    assert found["samples"] == 30 and set(found["metrics"]) == set(found["baseline"]["metrics"]) == {"accuracy", "loss"}
 
 
 def test_losses_of_each_step_in_float32(data: dict[str, str], tmp_path: Path) -> None:
