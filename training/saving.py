@@ -163,7 +163,8 @@ class Saver:
 
     def _tensors(self, own: list[str]) -> Tensors:
         """This rank's share of what all hold alike, and its own state of these kinds, as they lie in memory."""
-        views = state.views_of(self._model, state.WEIGHTS, state.OPTIMIZER)
+        mine = {piece.name for piece in self._share}
+        views = state.views_of(self._model, state.WEIGHTS, state.OPTIMIZER, only=mine)
         tensors = {}
         for piece in self._share:
             name = shares.key_of(piece, self._specs[piece.name])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import keras
@@ -48,9 +48,10 @@ def tensors_of(model: keras.Model, *kinds: str) -> Tensors:
     return {name: np.asarray(variable.numpy()) for kind in kinds for name, variable in _named(model, kind).items()}
 
 
-def views_of(model: keras.Model, *kinds: str) -> Tensors:
-    """As `tensors_of`, but where they lie in memory, if that is the host's: to be read at once and not kept."""
-    return {name: view_of(variable) for kind in kinds for name, variable in _named(model, kind).items()}
+def views_of(model: keras.Model, *kinds: str, only: Container[str] | None = None) -> Tensors:
+    """As `tensors_of`, of these names alone, where they lie in memory if that is the host's: to be read at once."""
+    named = {name: variable for kind in kinds for name, variable in _named(model, kind).items()}
+    return {name: view_of(variable) for name, variable in named.items() if only is None or name in only}
 
 
 def specs_of(model: keras.Model, *kinds: str) -> dict[str, TensorSpec]:
