@@ -65,8 +65,8 @@ def assert_same_result(mine: RunResult, other: RunResult) -> None:
 
 
 def test_n_ranks_are_one_rank_in_float64(data: dict[str, str], tmp_path: Path) -> None:
-    """8 lane groups on 3 ranks: 2, 3 and 3, so shares are uneven; batch statistics by ghost groups; images augmented and
-    mixed within lanes of 3 rows, so labels are shares of classes.
+    """8 lane groups on 3 ranks: 2, 3 and 3, so shares are uneven; batch statistics by ghost groups. Images are
+    augmented, and mixed within lanes of 3 rows, so labels are shares of classes.
     """
     changes = {"lanes": 8, "augment": "crop:1:reflect flip rotate:5 mixup:0.2"}
     options: dict[str, Any] = {"precision": "float64", "learning_rate": 0.05, "epochs": 3, **changes}
