@@ -52,8 +52,8 @@ class Chunk:
 class Assembly:
     """Chunks of `chunk_steps` steps of the batches of some lanes, from any step on.
 
-    Memory: a window of each lane after the first step of its encoding, what is loaded ahead, strips (STRIPS_BYTES in
-    all, or the blocks that lanes are in where only whole ones are read), and the chunk that is taken.
+    Memory: a window and a strip of each lane after the first step of its encoding (strips are STRIPS_BYTES in all), as
+    much again loaded ahead, BYTES_AT_ONCE of records, and where only whole blocks are read that which each lane is in.
     `at` says in words what is being read. Not safe for several threads at once.
     """
 

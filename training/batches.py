@@ -52,8 +52,8 @@ class RankFeed:
     """The batches of one rank, from any step on, without reading what lies before.
 
     `groups` are the lane groups of ghost BatchNorm, which ranks own whole. Raises ConfigError for more ranks than lanes
-    or groups. Memory: a window and, for Parquet, a row group for each lane, and `read_ahead_bytes` of encoded batches
-    (at least three batches).
+    or groups. Memory: what training.assembly says, and three chunks of encoded batches: `read_ahead_bytes` in all at
+    most, 6 MiB where one batch is smaller, but at least three batches.
     """
 
     def __init__(
