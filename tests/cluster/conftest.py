@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
 
+from storage.deadline import left_behind
 from storage.fs import FileSystem, filesystem
 from tests.cluster.daemons import Cluster
 
@@ -17,6 +19,9 @@ def hadoop_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster
         yield cluster.start_hdfs()
     finally:
         cluster.stop()
+        end = time.monotonic() + 5  # calls that were left behind end with their servers, not while Python is torn down
+        while left_behind() and time.monotonic() < end:
+            time.sleep(0.1)
 
 
 @pytest.fixture

@@ -1,0 +1,172 @@
+"""A run whose checkpoints lie on a real HDFS: daemons die and freeze under it, and drivers replace each other."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from storage.errors import StorageError, StorageTimeoutError
+from storage.fs import filesystem, join, walk
+from storage.publish import is_temporary, write_file
+from storage.settings import set_hadoop_settings
+from storage.verify import verify
+from tests.cluster.daemons import Cluster
+from tests.training import _ranks
+from tests.training._driver_alone import drive
+from tests.training._tiny import write_table
+from training.chain import find_tip
+from training.config import TrainConfig
+from training.driver import Hooks, train
+from training.launch.local import run_local
+from training.paths import RunPaths
+
+ROOT = Path(__file__).resolve().parents[2]
+WAIT_S = 120.0
+# What the cluster's NameNode is told (tests/cluster/conf.py): it takes a dead DataNode for alive for 14 s.
+FAST = {"dfs.namenode.heartbeat.recheck-interval": "2000", "dfs.heartbeat.interval": "1"}
+QUICK = {"lockstep.storage.data-deadline-s": "1", "dfs.client.failover.max.attempts": "2"}
+
+
+@pytest.fixture
+def config(hadoop: Cluster) -> Iterator[TrainConfig]:
+    root = join(hadoop.hdfs_url, f"run-{uuid.uuid4().hex}")
+    write_table(join(root, "data"))
+    yield TrainConfig(
+        datasets=(join(root, "data"),), run=join(root, "run"), model="tiny", num_ranks=1, global_batch=8, epochs=2,
+        checkpoint_every=5, keep_checkpoints=2, launcher="local",
+    )  # fmt: skip
+    set_hadoop_settings({})
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end, f"not within {WAIT_S:.0f} s"
+        time.sleep(0.1)
+
+
+def test_run_goes_on_through_a_dead_namenode_and_a_dead_datanode(
+    hadoop: Cluster, config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither costs the run a restart: calls under way are settled, files under way are written anew."""
+    _ranks.rank_path(monkeypatch)
+    set_hadoop_settings(FAST)
+    slow = TrainConfig.from_json({**config.to_json(), "num_ranks": 2, "epochs": 4, "stall_limit_s": 300.0})
+    fs, paths, results, told = filesystem(config.run), RunPaths(config.run), [], []
+
+    def go() -> None:
+        try:
+            results.append(train(slow, run_local, hooks=Hooks(entry="_ranks:train_slowly")))
+        except BaseException as error:  # told by the test's own thread
+            told.append(error)
+
+    def step() -> int:
+        tip = find_tip(fs, paths)
+        return tip.ref.step if tip else 0
+
+    driver = threading.Thread(target=go)
+    driver.start()
+    until(lambda: told or step() >= 5)
+    hadoop.kill("namenode")
+    hadoop.start("namenode")  # here, not in another thread: a daemon dies with the thread that started it
+    seen = step()
+    until(lambda: told or step() > seen)
+    hadoop.kill("datanode-1")
+    driver.join(WAIT_S)
+    assert not told, told
+    (result,) = results
+    assert (result.steps, result.generation, result.restarts) == (50, 1, 0)
+    assert verify(config.run) == []
+
+
+@pytest.mark.parametrize(
+    ("method", "pattern"),
+    [  # all others on a local disk: tests/training/test_take_over.py
+        ("rename_new", r"/checkpoints/step-0000000010"),
+        ("rename_new", r"/\.trash/g0001/"),
+    ],
+)
+def test_driver_that_wakes_changes_nothing(config: TrainConfig, method: str, pattern: str) -> None:
+    command = [sys.executable, "-m", "tests.training._driver_alone", json.dumps(config.to_json()), method, pattern]
+    old = subprocess.Popen([*command, "train"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        _, status = os.waitpid(old.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status), old.communicate()[0]
+        assert drive(config, take_over=True).steps == 25
+        before = everything(config.run)
+        os.kill(old.pid, signal.SIGCONT)
+        assert "SupersededError" in old.communicate(timeout=WAIT_S)[0]
+        assert old.returncode == 1
+        assert everything(config.run) == before
+    finally:
+        old.kill()
+        old.wait()
+
+
+def everything(run: str) -> dict[str, bytes]:
+    """Each file of the run and its bytes, but for temporary files and what an old rank still uploads."""
+    fs = filesystem(run)
+    files = {f.url.removeprefix(run): f for f in walk(fs, run) if not is_temporary(f.name)}
+    return {name: fs.read_bytes(f.url) for name, f in files.items() if not name.startswith("/.staging/g0001-")}
+
+
+@pytest.mark.parametrize("at", ["write", "close"])
+def test_frozen_pipeline_ends_a_call_at_its_deadline(hadoop: Cluster, config: TrainConfig, at: str) -> None:
+    """Both DataNodes stand still, so the first one does, whichever it is; both come back, and the file is written."""
+    set_hadoop_settings({**QUICK, "lockstep.storage.give-up-s": "30"})
+    fs, url = filesystem(config.run), join(config.run, "file")
+    data = bytes(range(256)) * 60_000  # several pieces, and more than the sockets between take
+    writer = fs.create(join(config.run, "half"))
+    writer.write(data)
+    if at == "close":
+        writer.sync()
+    for name in ("datanode-1", "datanode-2"):
+        hadoop.pause(name)
+    began = time.monotonic()
+    with pytest.raises(StorageError) as caught:
+        if at == "write":
+            for _ in range(20):
+                writer.write(data)
+        else:
+            writer.close()
+    assert time.monotonic() - began < 10
+    if isinstance(caught.value, StorageTimeoutError):
+        assert "no answer from a DataNode" in caught.value.what and hadoop.hdfs_url[7:] in caught.value.got
+    writer.abort()
+    wakers = [threading.Timer(2.0, hadoop.resume, (name,)) for name in ("datanode-1", "datanode-2")]
+    for waker in wakers:
+        waker.start()
+    try:
+        write_file(fs, url, data)  # begun anew under another name until they are back
+    finally:
+        for waker in wakers:
+            waker.join()
+    assert [entry.name for entry in fs.list(config.run) if not is_temporary(entry.name)] == ["file"]
+    assert fs.read_bytes(url) == data
+
+
+def test_frozen_datanodes_end_a_read_at_its_deadline(hadoop: Cluster, config: TrainConfig) -> None:
+    set_hadoop_settings({**QUICK, "lockstep.storage.give-up-s": "2"})
+    fs, url = filesystem(config.run), join(config.run, "file")
+    data = bytes(range(256)) * 20_000
+    write_file(fs, url, data)
+    for name in ("datanode-1", "datanode-2"):
+        hadoop.pause(name)
+    began = time.monotonic()
+    with pytest.raises(StorageError) as caught:
+        filesystem(url).read_bytes(url)
+    assert time.monotonic() - began < 10
+    assert "no answer from a DataNode" in caught.value.got
+    for name in ("datanode-1", "datanode-2"):
+        hadoop.resume(name)
+    assert fs.read_bytes(url) == data
