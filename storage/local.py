@@ -152,7 +152,7 @@ class _LocalRanges:
             while got < length and (more := os.preadv(self._descriptor, [target[got:]], offset + got)):
                 got += more
         if got != length:
-            raise short_file(self._url, offset, length, offset + got)
+            raise short_file(self._url, offset, length, os.fstat(self._descriptor).st_size)
 
     def close(self) -> None:
         self._close()
