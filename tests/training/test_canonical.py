@@ -127,9 +127,10 @@ class TestRuns:
     def test_any_number_of_ranks_gives_the_same_bits(
         self, data: dict[str, str], tmp_path: Path, ranks: int, kind: str, model: str, options: dict[str, Any]
     ) -> None:
-        """Run 1 is one rank's; 2 begins with one and goes on with several."""
+        """Run 1 is one rank's; 2 begins, where there are callbacks, with one and goes on with several."""
         alone, one = self.train(data[kind], tmp_path / "1", 1, model, **options)
-        self.train(data[kind], tmp_path / "2", 1, model, **options, epochs=1)
+        if kind == "table":
+            self.train(data[kind], tmp_path / "2", 1, model, **options, epochs=1)
         several, many = self.train(data[kind], tmp_path / "2", ranks, model, **options)
         assert many == one
         assert several.metrics == alone.metrics
