@@ -284,6 +284,16 @@ def test_the_end_of_a_run_waits_and_writes_what_is_missing(last: int) -> None:
     assert ranks.disks[0].done and ranks.disks[0].taken
 
 
+@pytest.mark.parametrize(("error", "waits"), [(DataError("not finite"), True), (RuntimeError("a rank died"), False)])
+def test_a_run_that_ends_alike_on_all_ranks_keeps_what_is_in_flight(error: Exception, waits: bool) -> None:
+    ranks = Ranks(1, 5)
+    ranks.go(5)
+    ranks.ranks[0].abandon(error)
+    assert ranks.disks[0].done is waits
+    ranks.disks[0].error = OSError("the disk is full")
+    ranks.ranks[0].abandon(error)  # the first error stands
+
+
 def test_work_in_flight_gives_its_result_once() -> None:
     flight: InFlight[int] = InFlight()
     assert flight.look() is None and flight.wait(1.0) is None and not flight.busy
