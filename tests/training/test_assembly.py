@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import io
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
 from features.fitted import Moments, Vocabulary
 from features.schema import Field, Schema, sample_id_field
+from storage.errors import DataError
 from tests.training._plain_feed import assert_same, plain_batches
 from tests.training._tiny import write_rows
 from training.batches import RankFeed
@@ -135,3 +138,17 @@ def test_batches_are_the_plans(data: st.DataObject) -> None:
                 assert_same(batch, other)
             again = data.draw(st.integers(0, len(found) - 1))
             assert_same(feed.batch(first + again), found[again])
+
+
+@pytest.mark.parametrize("fmt", ["tfrecord", "parquet"])
+def test_a_whole_number_that_float32_would_change_is_refused(tmp_path: Path, fmt: str) -> None:
+    schema = Schema((sample_id_field(), Field(name="many", dtype="int64")))
+    rows = pa.RecordBatch.from_pydict(
+        {"sample_id": range(20), "many": [*range(18), 1 << 24, (1 << 24) + 1]}, schema=schema.arrow_schema()
+    )
+    write_rows(str(tmp_path), schema, rows, {"train": 20}, fmt, 1, 5, 0)
+    opened = OpenSplit.at(str(tmp_path), "train")
+    plan = EpochPlan.for_dataset(opened.manifest, "train", seed=5, global_batch=4)
+    feed = RankFeed(plan, opened.reader, opened.encoder, World.local(0, 1))
+    with pytest.raises(DataError, match="`many` would become another number as float32"):
+        list(feed.batches(0, 5))
