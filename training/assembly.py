@@ -145,7 +145,7 @@ class Assembly:
         behind.sort(key=lambda stream: stream.read)  # stable: lanes stay in order
         streams = behind[: self._together]
         if not self._hinted:  # at the beginning nothing is on its way yet
-            self._reader.prefetch(run for stream in behind if (run := stream.peek()) is not None)
+            self._hint(behind)
             self._hinted = True
         strips = [stream.take() for stream in streams]
 
@@ -154,9 +154,14 @@ class Assembly:
             self.at = f"lane {strips[number].lane} of split `{self._plan.split}` at step {step}"
 
         units = self._units.load([strip.run for strip in strips], about)
-        self._reader.prefetch(run for stream in streams if (run := stream.peek()) is not None)
+        self._hint(streams)
         self._put(strips, units)
         return True
+
+    def _hint(self, streams: Sequence[LaneStream]) -> None:
+        # What the page cache has is read in less time than it takes to hand it over between threads.
+        if not self._reader.is_local:
+            self._reader.prefetch(run for stream in streams if (run := stream.peek()) is not None)
 
     def _put(self, strips: Sequence[Strip], units: Sequence[tuple[Unit, int]]) -> None:
         """Copy the records of strips, of which `units` has the unit and the first row, to their places."""

@@ -17,6 +17,7 @@ from features.schema import Schema
 from storage.errors import CorruptionError, NotFoundError, StorageError
 from storage.fs import FileSystem, filesystem, join
 from storage.layout import index_path
+from storage.local import LocalFileSystem
 from storage.manifest import DatasetManifest, ShardInfo, read_checked
 from training.block_cache import BlockCache, CacheCounts
 from training.block_fetch import BlockFetcher, Buffer, FetchCounts
@@ -68,6 +69,7 @@ class SplitReader:
         self._bytes = 0
         self._starts, self._index_bytes = BlockStarts(), 0
         self._files = ShardFiles()
+        self._local = True
         self._options = options or ReadOptions()
         cache = self._options.open_cache()
         self._cached = None if cache is None else CachedBytes(self._files, cache)
@@ -103,6 +105,11 @@ class SplitReader:
         return bool(self._shards) and not isinstance(self._shards[0], TFRecordShard)
 
     @property
+    def is_local(self) -> bool:
+        """Whether all shards lie on this machine's disk."""
+        return self._local
+
+    @property
     def record_bytes(self) -> int:
         """The mean size of a record in the shards, at least 1."""
         return max(1, self._bytes // max(1, sum(self._records)))
@@ -123,6 +130,7 @@ class SplitReader:
             url = join(dataset_url, shard.path)
             _check_length(fs, url, shard)
             self._files.add(fs, url, shard.bytes)
+            self._local = self._local and isinstance(fs, LocalFileSystem)
             self.stored.append((fs, url, shard))
             opened = self._open(fs, dataset_url, manifest, split, number)
             self._shards.append(opened)
