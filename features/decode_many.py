@@ -42,7 +42,7 @@ class BadImageError(DataError):
             f"an image of the dataset cannot be decoded{where}{', ' if place else ''}{place}",
             got=detail,
             allowed="JPEG, PNG, GIF, TIFF or WebP",
-            next_step="Run `python -m jobs.verify URL`, then build the dataset anew without the file.",
+            next_step="Build the dataset anew without the file, or train with --bad-images skip.",
         )
         self.row, self.detail, self.sample_id = row, detail, sample_id
 
