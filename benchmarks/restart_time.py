@@ -37,7 +37,7 @@ from training.driver import train
 from training.launch.barrier import OnSpark
 from training.launch.local import OnHost
 from training.launch.restarts import ANEW, IN_PLACE, Restart
-from training.launch.session import Session
+from training.launch.session import Session, SessionLauncher
 from training.launch.task import Limits
 
 RANKS = 2
@@ -57,7 +57,7 @@ class Measured(ConfigError):
 
 
 @dataclass
-class Killer:
+class Killer(SessionLauncher):
     """A launch whose ranks are killed: `kills` times a rank, then as often its supervisor where that is a process.
 
     It keeps the times of each restart as the driver does, and ends the run after the last.
@@ -104,10 +104,6 @@ class Killer:
 
         session.run, session.usable = watched, is_usable  # type: ignore[method-assign] # to see what the driver sees
         return session
-
-    def __call__(self, *_: Any, **__: Any) -> list[dict[str, Any]]:
-        """Not called: the driver runs sessions."""
-        raise NotImplementedError
 
     def _kill(self, rank: int) -> None:
         pid = rank

@@ -17,7 +17,7 @@ from training.devices import shares_of_host
 from training.launch.encryption import check_spark_encrypts
 from training.launch.order import Place
 from training.launch.post import keep_post
-from training.launch.session import Session
+from training.launch.session import Session, SessionLauncher
 from training.launch.slots import check_slots, classic_context, in_driver
 from training.launch.spark_blocks import NearOf, near_or_none
 from training.launch.task import Handler, Limits, RankTask
@@ -130,7 +130,7 @@ class BarrierSession(Session):
 
 
 @dataclass(frozen=True, slots=True)
-class OnSpark:
+class OnSpark(SessionLauncher):
     """`run_barrier` with its session bound, for the driver: which asks `ready` before it writes anything."""
 
     spark: SparkSession
@@ -145,18 +145,6 @@ class OnSpark:
     def session(self, num_ranks: int, limits: Limits) -> Session:
         """Supervisors that stay in the tasks of one barrier stage, which begins with the first run."""
         return BarrierSession(self.spark, num_ranks, limits, self.near)
-
-    def __call__(
-        self,
-        task: RankTask,
-        num_ranks: int,
-        *,
-        generation: int = 1,
-        limits: Limits | None = None,
-        handler: Handler | None = None,
-    ) -> list[dict[str, Any]]:
-        """See `run_barrier`."""
-        return run_barrier(self.spark, task, num_ranks, generation=generation, limits=limits, handler=handler)
 
 
 def run_barrier(
@@ -173,8 +161,7 @@ def run_barrier(
     Raises ConfigError at once where the session has fewer task slots than ranks, is a Spark Connect session, or would
     send in the clear what TLS between ranks rests on.
     """
-    with BarrierSession(spark, num_ranks, limits) as session:
-        return session.run(task, generation, handler)
+    return OnSpark(spark)(task, num_ranks, generation=generation, limits=limits, handler=handler)
 
 
 def control_hosts(master: str, settings: Mapping[str, str]) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from training.control.failures import RankState
 from training.launch.restarts import ANEW, IN_PLACE, Restart
-from training.launch.session import Launch, Session
+from training.launch.session import Launch, Session, SessionLauncher
 from training.launch.task import Handler, Limits, RankTask
 
 
@@ -23,14 +23,13 @@ def _print(line: str) -> None:
 class Launches(AbstractContextManager["Launches"]):
     """Used as a context manager, at whose end the supervisors end.
 
-    `launch` without a method `session` (a launcher of a test) is called once a generation: every restart is level 2.
+    A `launch` that is no SessionLauncher (a function of a test) is called once a generation: every restart is level 2.
     """
 
     def __init__(self, launch: Launch, num_ranks: int, limits: Limits, *, tell: Callable[[str], None] = _print) -> None:
         self.restarts: list[Restart] = []
         """Every run after the first, in order."""
         self._launch, self._num_ranks, self._limits, self._tell = launch, num_ranks, limits, tell
-        self._sessions: Callable[[int, Limits], Session] | None = getattr(launch, "session", None)
         self._session: Session | None = None
         self._failed: tuple[float, float] | None = None  # when the last generation failed, and had ended
         self._fault: BaseException | None = None
@@ -85,13 +84,13 @@ class Launches(AbstractContextManager["Launches"]):
             fault, session = self._fault, self._session
         if fault is not None:
             raise fault
-        if self._sessions is None:
+        if not isinstance(self._launch, SessionLauncher):
             return None
         if session is not None and not session.usable():
             self._close(None)
             session = None
         if session is None:
-            session = self._sessions(self._num_ranks, self._limits)
+            session = self._launch.session(self._num_ranks, self._limits)
             with self._lock:
                 self._session = session
                 if self._fault is not None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-from dataclasses import dataclass
-from typing import Any
 
 from storage.errors import LockstepError
 from training import devices
 from training.control.failures import LauncherError
 from training.launch.order import Place
 from training.launch.post import keep_post
-from training.launch.session import Session
-from training.launch.task import Handler, Limits, RankTask
+from training.launch.session import Session, SessionLauncher
+from training.launch.task import Limits, RankTask
 
 LOOPBACK = "127.0.0.1"
 
@@ -50,30 +48,12 @@ class LocalSession(Session):
             raise
 
 
-@dataclass(frozen=True, slots=True)
-class OnHost:
+class OnHost(SessionLauncher):
     """`run_local`, and the sessions that the driver restarts ranks in."""
 
     def session(self, num_ranks: int, limits: Limits) -> Session:
         """Supervisors that stay."""
         return LocalSession(num_ranks, limits)
-
-    def __call__(
-        self,
-        task: RankTask,
-        num_ranks: int,
-        *,
-        generation: int = 1,
-        limits: Limits | None = None,
-        handler: Handler | None = None,
-    ) -> list[dict[str, Any]]:
-        """Run `task` on `num_ranks` child processes; returns what each rank's entry returned, in order of rank.
-
-        `handler(rank, kind, fields)` answers the ranks' requests. Raises what `ControlServer.wait` raises; no rank is
-        left alive in any case.
-        """
-        with LocalSession(num_ranks, limits) as session:
-            return session.run(task, generation, handler)
 
 
 run_local = OnHost()

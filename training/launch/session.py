@@ -20,7 +20,7 @@ IDLE_S = 10.0  # for a supervisor to say that nothing is left of its rank: the l
 
 
 class Launch(Protocol):
-    """Runs a task on ranks once: `run_local` and `OnSpark(spark)`, which also have `session` and perhaps `ready`."""
+    """Runs a task on ranks once, as `run_local` and `OnSpark(spark)` do, which are SessionLaunchers."""
 
     def __call__(
         self,
@@ -142,3 +142,28 @@ class Session(ABC):
     @abstractmethod
     def _end(self) -> None:
         """Wait for the supervisors' end, and see to it. Called once, also where they were never started."""
+
+
+class SessionLauncher(ABC):
+    """A `Launch` whose supervisors can stay: through the generations of one session."""
+
+    @abstractmethod
+    def session(self, num_ranks: int, limits: Limits) -> Session:
+        """Supervisors that stay; they begin with the first run."""
+
+    def __call__(
+        self,
+        task: RankTask,
+        num_ranks: int,
+        *,
+        generation: int = 1,
+        limits: Limits | None = None,
+        handler: Handler | None = None,
+    ) -> list[dict[str, Any]]:
+        """Run `task` on `num_ranks` new ranks, once; returns what each rank's entry returned, in order of rank.
+
+        `handler(rank, kind, fields)` answers the ranks' requests. Raises what `ControlServer.wait` raises; no rank is
+        left alive in any case.
+        """
+        with self.session(num_ranks, limits or Limits()) as session:
+            return session.run(task, generation, handler)
