@@ -23,6 +23,7 @@ from training.config import TrainConfig
 from training.in_flight import InFlight
 from training.launch.context import RankContext
 from training.paths import staged_checkpoint, staged_model
+from training.plan import EpochPlan
 from training.planning import plan_for
 
 HERE = str(Path(__file__).parent)
@@ -294,7 +295,7 @@ def _train(context: RankContext, hurdle: Any, checkpoint: Any = None, finish: An
     print(f"process {os.getpid()} under {os.getppid()}", flush=True)
     config = TrainConfig.from_json(context.payload["config"])
     plan = plan_for(load_dataset(config.datasets[0]), config)
-    assert plan.identity() == context.payload["plan"]
+    assert isinstance(plan, EpochPlan) and plan.identity() == context.payload["plan"]
     place = control.request("restore", 30.0)
     weights = np.zeros(4)
     if place["checkpoint"]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from storage.errors import ConfigError, DataError, LockstepError, TrainingFailedError
+from storage.errors import ConfigError, DataError, LockstepError
 from storage.fs import filesystem, walk
 from storage.sealed import seal, unseal
 from storage.verify import verify
@@ -24,6 +24,7 @@ from tests.training._tiny import write_table
 from training.chain import find_model, find_result, find_tip
 from training.claims import read_claims
 from training.config import TrainConfig
+from training.control.failures import RankFailedError
 from training.driver import Hooks, train
 from training.launch.local import run_local
 from training.launch.task import Limits
@@ -136,8 +137,10 @@ def test_ranks_killed_while_a_checkpoint_is_in_flight(config: TrainConfig, tmp_p
 
 
 def test_gives_up_without_progress(config: TrainConfig) -> None:
-    with pytest.raises(TrainingFailedError, match="it never works"):
+    with pytest.raises(RankFailedError, match="it never works") as caught:
         go(dataclasses.replace(config, max_restarts=1), "train_never")
+    assert "RuntimeError: it never works" in caught.value.tail and len(caught.value.tail) <= 40
+    assert living_ranks(os.getpid()) == []
     assert len(read_claims(filesystem(config.run), RunPaths(config.run))) == 2
 
 
