@@ -46,6 +46,7 @@ class Checkpoints:
         self._compare_every, self._limit_s = config.compare_every, config.stall_limit_s
         every = CheckpointEvery.parse(config.checkpoint_every)
         self._schedule = Schedule(every, config.mean_time_between_failures_s)
+        self._keeps_best = config.keep_best is not None
         self._skipped = 0
         self._was_in_flight = False
 
@@ -74,6 +75,16 @@ class Checkpoints:
         else:
             self._exchange.withdraw("checkpoint")
         self._schedule.skipped()
+
+    def epoch_ends(self, agreement: Agreement, progress: Progress) -> None:
+        """As `begin_if_due`. A run that keeps the best checkpoint has one of each epoch's end, which is where they are
+        judged: one that is in flight is waited for.
+        """
+        if not self._keeps_best:
+            self.begin_if_due(agreement, progress)
+            return
+        self._wait(progress.step)
+        self._begin(progress, in_epoch=False)
 
     def finish(self, progress: Progress) -> None:
         """At the end of the run: wait for what is in flight, and write the last step's if it is not.

@@ -226,7 +226,7 @@ class Fit(AbstractContextManager["Fit"]):
         if self._reports is not None:
             self._reports.epoch(self._progress.step, epoch, json_safe(self._progress.metrics))
         if self._exchange.agreement is not None:
-            self._checkpoints.begin_if_due(self._exchange.agreement, self._progress)
+            self._checkpoints.epoch_ends(self._exchange.agreement, self._progress)
 
     def _batch_is_ready(self, batch: Batch) -> None:
         """Called by TensorFlow's thread that reads ahead."""

@@ -27,7 +27,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     folder = tmp_path_factory.mktemp("evaluate")
     write_table(folder / "data")
     options: dict[str, Any] = {"global_batch": 16, "epochs": 2, "launcher": "local", "num_ranks": 1}
-    run(TrainConfig(datasets=(str(folder / "data"),), run=str(folder / "run"), model="logistic", **options))
+    run(
+        TrainConfig(
+            datasets=(str(folder / "data"),), run=str(folder / "run"), model="logistic", keep_best="loss:max", **options
+        )
+    )
     return str(folder / "run"), str(folder / "data")
 
 
@@ -123,14 +127,17 @@ def test_any_checkpoint_becomes_a_model_and_a_model_the_first_weights(trained: t
         assert second.model is not None
         for mine, theirs in zip(weights_of(second.model), of_run, strict=True):
             np.testing.assert_array_equal(mine, theirs)  # no step of such a rate changes a float32
+    # Each epoch's end has a checkpoint where the best is kept, whatever --checkpoint-every; the loss fell.
+    assert export_run(url, str(tmp_path / "best"), run_threads, checkpoint="best").checkpoint.step == 6
+    assert done.checkpoint.step == 12
+    with pytest.raises(ConfigError, match="--keep-best"):
+        export_run(str(tmp_path / "run0"), str(tmp_path / "none"), run_threads, checkpoint="best")
 
 
 def test_what_cannot_be_exported_or_begun_from(trained: tuple[str, str], tmp_path: Path) -> None:
     url, dataset = trained
     with pytest.raises(ConfigError, match="no such checkpoint"):
         export_run(url, str(tmp_path / "model"), run_threads, checkpoint=3)
-    with pytest.raises(ConfigError, match="--keep-best"):
-        export_run(url, str(tmp_path / "model"), run_threads, checkpoint="best")
     with pytest.raises(ExistsError):
         export_run(url, str(tmp_path), run_threads)
     assert list(tmp_path.iterdir()) == []
