@@ -20,8 +20,9 @@ from training.batchnorm import batchnorm_as, statistics_of
 from training.canonical import carries
 from training.comm.base import Communicator
 from training.denominators import Denominators
+from training.installed_step import install_step, remove_step
 from training.kept_statistics import KeptStatistics
-from training.output_losses import weigh_tests, weighed_by_rows
+from training.output_losses import weighed_by_rows
 from training.skipped_step import SkippedStep
 from training.state import METRICS, SEEDS, variables_of
 from training.step_draws import drawn_from, draws_of_step, step_of
@@ -66,15 +67,11 @@ class CanonicalStep:
                 logs |= model.get_metrics_result()
             return logs
 
-        object.__setattr__(model, "train_step", train_step)  # past Keras' tracking
-        model.train_function = None
-        weigh_tests(model)
+        install_step(model, train_step)
 
     def remove(self, model: keras.Model) -> None:
         """Give the model its own train_step and test_step back."""
-        object.__delattr__(model, "train_step")
-        object.__delattr__(model, "test_step")
-        model.train_function = model.test_function = None
+        remove_step(model)
 
     def _step(self, data: Any) -> None:
         optimizer = self._model.optimizer

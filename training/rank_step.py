@@ -14,10 +14,11 @@ from storage.errors import ConfigError
 from training.batchnorm import GhostBatchNormalization, batchnorm_as, normalisations
 from training.comm.base import Communicator
 from training.denominators import Denominators
+from training.installed_step import install_step, remove_step
 from training.kept_statistics import KeptStatistics
 from training.micro_statistics import MicroStatistics
 from training.ordered import OrderedCalls
-from training.output_losses import weigh_tests, weighed_by_rows
+from training.output_losses import weighed_by_rows
 from training.skipped_step import SkippedStep
 from training.step_draws import draws_of_step, step_of
 from training.sync_batchnorm import SyncMoments
@@ -91,15 +92,11 @@ class RankStep:
                 logs |= plain(data)
             return logs
 
-        object.__setattr__(model, "train_step", train_step)  # past Keras' tracking
-        model.train_function = None
-        weigh_tests(model)
+        install_step(model, train_step)
 
     def remove(self, model: keras.Model) -> None:
         """Give the model its own train_step and test_step back."""
-        object.__delattr__(model, "train_step")
-        object.__delattr__(model, "test_step")
-        model.train_function = model.test_function = None
+        remove_step(model)
 
     @contextmanager
     def tracing(self, model: keras.Model) -> Iterator[None]:
