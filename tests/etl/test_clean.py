@@ -8,6 +8,7 @@ import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -127,7 +128,7 @@ def test_nor_one_whose_folder_is_cleaned_while_it_writes_the_manifest(
 ) -> None:
     """The manifest would be the only file of a folder that its writing brings back."""
 
-    def write(fs: FileSystem, url: str, data: bytes, **options: bool) -> None:
+    def write(fs: FileSystem, url: str, data: bytes, **options: Any) -> None:
         if url.endswith("_manifest.json"):
             assert clean(fs, str(tmp_path / "out"), NOW_MS + 3_600_000)
         write_file(fs, url, data, **options)

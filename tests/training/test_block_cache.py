@@ -231,7 +231,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     found: list[tuple[int, int, int]] = []
     read = ShardFiles.read
 
-    def counted(self: ShardFiles, shard: int, start: int, stop: int, *, fresh: bool = False) -> bytes:
+    def counted(self: ShardFiles, shard: int, start: int, stop: int, *, fresh: bool = False) -> bytes | memoryview:
         found.append((shard, start, stop))
         return read(self, shard, start, stop, fresh=fresh)
 
