@@ -53,7 +53,7 @@ class Assembly:
     """Chunks of `chunk_steps` steps of the batches of some lanes, from any step on.
 
     Memory: a window and a strip of each lane after the first step of its encoding (strips are STRIPS_BYTES in all), as
-    much again loaded ahead, BYTES_AT_ONCE of records, and where only whole blocks are read that which each lane is in.
+    much again loaded ahead, BYTES_AT_ONCE of records, and where only whole blocks are read one or two for each lane.
     `at` says in words what is being read. Not safe for several threads at once.
     """
 
