@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from storage.errors import CommunicationError
 from tests.training._ring import run_ring
+from training.agreement import MAX_SKIPS
 from training.buckets import ALIGN_BYTES, Layout, Slot, Spec, lay_out
 from training.comm import Communicator, SoloCommunicator
 from training.exchange import CONTROL_WORDS, Agreement, Exchange, NonFiniteError
+from training.non_finite import FedBatches
 
 F4, F8 = np.dtype("float32"), np.dtype("float64")
 
@@ -146,6 +150,55 @@ def test_with_loss_scaling_a_gradient_that_is_not_finite_skips(
 
     for told in run_ring(2, work):
         assert told is True if skipped else str(told).startswith("step 1: t1 is not finite")
+
+
+def test_ten_steps_in_a_row_are_skipped_and_no_more() -> None:
+    """Both ranks' gradients are finite, their sum is not: no rank is named, and a good step begins the count anew."""
+
+    def work(comm: Communicator) -> str:
+        exchange = Exchange(comm, 1.0)
+        skipped: list[bool] = []
+        exchange.skips_any = True
+
+        def steps(value: float, count: int) -> None:
+            for _ in range(count):
+                step(exchange, [np.full(3, value, np.float32)], [], 0.0)
+                assert exchange.agreement is not None
+                skipped.append(exchange.agreement.skipped)
+
+        steps(3e38, 4)
+        steps(1.0, 1)
+        steps(3e38, MAX_SKIPS)
+        assert skipped == [True] * 4 + [False] + [True] * MAX_SKIPS
+        with pytest.raises(NonFiniteError, match="step 16: t0 is not finite, after 10 steps in a row") as caught:
+            steps(3e38, 1)
+        return str(caught.value)
+
+    first, second = run_ring(2, work)
+    assert first == second and "finite on each rank alone, but not their sum" in first
+
+
+def test_samples_are_told_of_the_rank_that_had_them() -> None:
+    """Rank 1 has lanes 4 to 7 of 5 rows each, of which the message shows 16 samples and its metrics all."""
+
+    def work(comm: Communicator) -> tuple[str, list[Any]]:
+        exchange = Exchange(comm, 0.5)
+        rows: list[Any] = []
+        exchange.inquiry.fed = FedBatches(4 * comm.rank, 5)
+        exchange.inquiry.report = rows.append
+        exchange.inquiry.fed.add(0, np.arange(20) + 100 * comm.rank)
+        exchange.inquiry.fed.add(1, np.zeros(20, np.int64))  # read ahead
+        with pytest.raises(NonFiniteError) as caught:
+            step(exchange, [np.full(3, np.nan if comm.rank else 0, np.float32)], [], 0.0)
+        return str(caught.value), rows
+
+    (first, none), (second, rows) = run_ring(2, work)
+    assert first == second and not none
+    assert f"rank 1: t0, of lanes 4 to 7, samples {100:016x} {101:016x}" in first
+    assert "and 4 more, which the rank's log lists" in first
+    (row,) = rows
+    assert row["samples"] == [f"{number:016x}" for number in range(100, 120)]
+    assert (row["kind"], row["step"], row["rank"], row["lanes"]) == ("non_finite", 1, 1, [4, 7])
 
 
 def test_a_buffer_that_is_still_read_is_never_written() -> None:
