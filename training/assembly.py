@@ -65,8 +65,9 @@ class Assembly:
         self._each = plan.global_batch // plan.lanes
         self._rows = self._each * len(lanes)
         self._first_lane = lanes[0]
-        # Lanes that interleave are in so many at once, and as many again are those that the ends of their parts cut.
-        blocks = len(lanes) * (2 * plan.interleave if plan.interleave else 1) + 1
+        # A lane is in one block or interleaves some; as many again are those that the ends of its parts cut, which wait
+        # for another lane: they must not push out those that are being read.
+        blocks = 2 * len(lanes) * (plan.interleave or 1) + 1
         reader.keep_blocks = blocks
         self._units = UnitReader(reader, encoder, blocks)
         strip_bytes = min(STRIP_BYTES, STRIPS_BYTES // len(lanes))
