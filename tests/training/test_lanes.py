@@ -1,16 +1,12 @@
-"""A lane's windows from any place on are the plan's, and entering reads no more than the strips of one window."""
+"""A lane's strips from any place on hold the plan's samples, and entering reads from the window's beginning alone."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from training.lanes import LaneStream, LaneWindow
+from training.lanes import LaneStream, Strip
 from training.plan import EpochPlan
-from training.positions import Run
-from training.units import Unit
 
 
 def planned(window_records: int = 7) -> EpochPlan:
@@ -26,62 +22,59 @@ def planned(window_records: int = 7) -> EpochPlan:
     )
 
 
-class Place(Unit):
-    """Stands for the unit of a run: its rows are known by number."""
-
-    __slots__ = ("run",)
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-
-
-def walk(stream: LaneStream, asked: list[Run] | None = None) -> Iterator[tuple[LaneWindow, list[tuple[int, int]]]]:
-    """Windows without end, each with the records (shard, number) that it is made of."""
-    while True:
-        window, runs = stream.window(), stream.missing()
-        if asked is not None:
-            asked += runs
-        parts = stream.take([(Place(run), 100) for run in runs])
-        records = []
-        for part in parts:
-            assert isinstance(part.unit, Place)
-            first = part.unit.run.first_record + part.row - 100
-            records += [(part.unit.run.shard, first + number) for number in range(part.count)]
-        yield window, records
+def walk(stream: LaneStream, strips: int) -> list[Strip]:
+    return [stream.take() for _ in range(strips)]
 
 
 @pytest.mark.parametrize(
-    ("window", "strip", "whole"),
-    [(7, 3, False), (7, 100, False), (1, 5, False), (7, 1, True), (50, 4, False)],  # the last: windows cut by the span
+    ("window", "strip"),
+    [(7, 3), (7, 100), (1, 5), (7, 1), (50, 4)],  # the last: windows cut by the span's end
 )
-def test_windows_are_those_of_the_plan(window: int, strip: int, whole: bool) -> None:
+def test_strips_hold_the_samples_of_the_plan(window: int, strip: int) -> None:
     plan = planned(window)
     for lane in range(plan.lanes):
+        expected = {}
+        for sample in range(120):
+            ((epoch, positions),) = plan.lane_positions(lane, sample, sample + 1)
+            run = plan.runs(epoch, int(positions[0]), int(positions[0]) + 1)[0]
+            expected[sample] = (epoch, run.shard, run.first_record)
         for start in (0, 1, 13, 20, 21, 44):
-            stream = LaneStream(plan, lane, strip, whole=whole)
+            stream = LaneStream(plan, lane, strip)
             stream.seek(start)
-            found: list[tuple[int, int, int]] = []
-            for at, records in walk(stream):
-                assert len(records) == at.count and at.first <= max(start, at.first)
-                order = plan.window_order(at.epoch, lane, at.number)
-                found += [(at.epoch, *records[place]) for place in order][max(0, start - at.first) :]
-                if len(found) >= 50:
-                    break
-            expected = []
-            for epoch, positions in plan.lane_positions(lane, start, start + 50):
-                for position in positions.tolist():
-                    run = plan.runs(epoch, position, position + 1)[0]
-                    expected.append((epoch, run.shard, run.first_record))
-            assert found[:50] == expected
+            found: dict[int, tuple[int, int, int]] = {}
+            while stream.ready < start + 50:
+                at = stream.take()
+                assert at.lane == lane and 0 < at.run.count <= strip
+                assert sum(piece.count for piece in at.pieces) == at.run.count
+                record = at.run.first_record
+                for piece in at.pieces:
+                    sample_of = np.argsort(plan.window_order(piece.epoch, lane, piece.window))
+                    assert len(sample_of) == piece.size
+                    for place in range(piece.skip, piece.skip + piece.count):
+                        found[piece.first + int(sample_of[place])] = (piece.epoch, at.run.shard, record)
+                        record += 1
+                # What is ready is there, and never more than what was read.
+                assert set(range(start, stream.ready)) <= found.keys() and stream.ready <= stream.read
+            assert found == {sample: expected[sample] for sample in found}
 
 
-def test_a_start_in_the_middle_asks_for_one_window() -> None:
-    plan, asked = planned(), list[Run]()
+def test_a_start_in_the_middle_reads_from_its_window_on() -> None:
+    plan = planned()
     stream = LaneStream(plan, 2, 3)
     stream.seek(1_000_000)
-    next(walk(stream, asked))
-    assert sum(run.count for run in asked) < plan.window_records + 3  # strips of three records: two more at most
-    assert all(run.count <= 3 for run in asked)
+    first = stream.peek()
+    strips = walk(stream, 4)
+    assert first == strips[0].run
+    assert 1_000_000 - plan.window_records < strips[0].pieces[0].first <= 1_000_000
+    assert stream.ready > 1_000_000  # four strips of up to three records, windows of seven
+
+
+def test_strips_end_with_a_window_or_their_block() -> None:
+    plan = planned(2)
+    for strip in walk(LaneStream(plan, 0, 5), 12):
+        last, end = strip.pieces[-1], strip.run.first_record + strip.run.count
+        of_block = end % plan.block_records == 0 or end == plan.shard_records[strip.run.shard]
+        assert last.skip + last.count == last.size or of_block
 
 
 def test_orders_of_several_windows_are_those_of_each() -> None:
