@@ -140,12 +140,11 @@ class BlockCache:
                 return False
             _write(reserved.descriptor, head, data)
             self.folder.publish(reserved, dataset, key.hex()[:40])
-        except BusyError:
-            return False  # a process holds the lock and stands still: this block is not kept
-        except OSError as error:
+        except (BusyError, OSError) as error:
             if reserved is not None:
                 self.folder.give_up(reserved)
-            self._turn_off(error)
+            if isinstance(error, OSError):  # a lock that is not to be had costs this block, a broken disk all
+                self._turn_off(error)
             return False
         self.add(kept=1, kept_bytes=len(data))
         return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 import stat
@@ -14,21 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from storage.errors import ConfigError
+from training.file_lock import is_locked, remove_unlocked, try_lock, unlock, wait_for_lock
 
 # DIR/lockstep-blocks/           mode 0700
-#   lock                         who holds its flock counts and removes; it holds the bytes in use, or more, in digits
+#   lock                         who holds its flock counts, names, removes; in it the bytes in use or more, in digits
 #   DATASET/.live                processes that read this dataset hold a shared flock on it
 #   DATASET/ENTRY                one block; a used one has its mtime renewed
 #   DATASET/.tmp-NONCE           an entry that is being written: its writer holds its flock
 FOLDER, LOCK, LIVE, TEMPORARY = "lockstep-blocks", "lock", ".live", ".tmp-"
 LOCK_LIMIT_S = 5.0  # for the lock: it is held for a scan at most, 4 us an entry; beyond that a block is not cached
-_POLL_S = 0.01
 _LOOK_AGAIN_S = 10.0  # after a look that found nothing to remove
 _FREED_SHARE = 0.1  # of the limit, so that not every new block costs a scan
 
 
 class BusyError(Exception):
-    """The lock was not to be had: its holder stands still."""
+    """The lock was not to be had: its holder stands still, or the folder was closed meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +81,9 @@ class CacheFolder:
             os.makedirs(place, 0o700, exist_ok=True)
             descriptor = os.open(os.path.join(place, LIVE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self._live[dataset] = descriptor
-            deadline = time.monotonic() + LOCK_LIMIT_S
-            while time.monotonic() < deadline:
-                try:
-                    return fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                except BlockingIOError:  # a process looks, for a moment, whether anyone lives
-                    time.sleep(_POLL_S)
+            # Only a process that looks whether anyone lives is ever in the way, for a moment; where it stands still in
+            # that, others may remove our entries, which costs reads and nothing else.
+            wait_for_lock(descriptor, LOCK_LIMIT_S, shared=True)
 
     def path(self, dataset: str, name: str) -> str:
         """Where an entry is, or would be."""
@@ -111,7 +107,7 @@ class CacheFolder:
             path = os.path.join(self.root, dataset, TEMPORARY + secrets.token_hex(8))
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                try_lock(descriptor)  # nobody else can know of it yet
                 os.posix_fallocate(descriptor, 0, size)
                 self._count(used + size)
             except BaseException:
@@ -120,8 +116,9 @@ class CacheFolder:
         return Reserved(descriptor, path)
 
     def publish(self, reserved: Reserved, dataset: str, name: str) -> None:
-        """Make what was written an entry, in one step."""
-        os.rename(reserved.path, self.path(dataset, name))
+        """Make what was written an entry, in one step. Raises BusyError, OSError; it is then still reserved."""
+        with self._locked():  # a scan that ran meanwhile could find neither name, and count too little
+            os.rename(reserved.path, self.path(dataset, name))
         os.close(reserved.descriptor)
 
     def give_up(self, reserved: Reserved) -> None:
@@ -149,18 +146,12 @@ class CacheFolder:
         if not self._threads.acquire(timeout=LOCK_LIMIT_S):
             raise BusyError
         try:
-            while True:
-                try:
-                    fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise BusyError from None
-                    time.sleep(_POLL_S)
+            if self._lock < 0 or not wait_for_lock(self._lock, deadline - time.monotonic()):
+                raise BusyError
             try:
                 yield
             finally:
-                fcntl.flock(self._lock, fcntl.LOCK_UN)
+                unlock(self._lock)
         finally:
             self._threads.release()
 
@@ -184,7 +175,7 @@ class CacheFolder:
                 continue
             with suppress(FileNotFoundError, NotADirectoryError), os.scandir(os.path.join(self.root, dataset)) as items:
                 for item in items:
-                    if item.name == LIVE or (item.name.startswith(TEMPORARY) and _removed_if_left(item.path)):
+                    if item.name == LIVE or (item.name.startswith(TEMPORARY) and remove_unlocked(item.path)):
                         continue
                     with suppress(FileNotFoundError):
                         status = item.stat(follow_symlinks=False)
@@ -204,42 +195,9 @@ class CacheFolder:
             if name.startswith(TEMPORARY):
                 continue
             if place not in free:
-                free[place] = os.path.basename(place) not in self._live and not _lives(place)
+                free[place] = os.path.basename(place) not in self._live and not is_locked(os.path.join(place, LIVE))
             if free[place] or (os.path.basename(place) in self._live and last_use < self.keep_since):
                 with suppress(FileNotFoundError):
                     os.unlink(path)
                 used -= length
         return used
-
-
-def _lives(place: str) -> bool:
-    """Whether a process holds the dataset's `.live`."""
-    try:
-        descriptor = os.open(os.path.join(place, LIVE), os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return False
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-
-
-def _removed_if_left(path: str) -> bool:
-    """Remove a temporary file whose writer is dead; whether it is gone."""
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.unlink(path)
-        return True
-    except BlockingIOError:
-        return False
-    except FileNotFoundError:
-        return True
-    finally:
-        os.close(descriptor)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +22,7 @@ from storage.errors import ConfigError, CorruptionError
 from storage.fs import filesystem
 from tests.storage.repacked import repacked
 from tests.training._tiny import write_images, write_table
-from training import cache_folder
+from training import block_cache, cache_folder
 from training.block_cache import BlockCache, BlockPlace
 from training.cache_folder import FOLDER, LIVE, LOCK, TEMPORARY
 from training.read_options import ReadOptions
@@ -195,6 +196,31 @@ def test_a_holder_of_the_lock_that_stands_still_stops_nobody(tmp_path: Path, mon
         assert cache.get(place(0, 10), 0, 10) == DATA[:10]
         opened(tmp_path, 1 << 20, "b" * 64).close()
     assert cache.put(place(10, 20), DATA[10:20])
+
+
+def test_an_entry_is_named_only_when_nobody_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scan could find neither the old name nor the new one: more would lie there than the limit."""
+    cache = opened(tmp_path)
+    assert cache.put(place(0, 10), DATA[:10])
+    monkeypatch.setattr(cache_folder, "LOCK_LIMIT_S", 0.05)
+    write = block_cache._write
+    with (tmp_path / FOLDER / LOCK).open("rb") as held:
+
+        def counted_meanwhile(*entry: Any) -> None:
+            write(*entry)
+            fcntl.flock(held, fcntl.LOCK_EX)
+
+        monkeypatch.setattr(block_cache, "_write", counted_meanwhile)
+        assert not cache.put(place(10, 20), DATA[10:20])
+        assert len(entries(tmp_path)) == 1  # what was written is not left behind either
+    monkeypatch.setattr(block_cache, "_write", write)
+    assert cache.keeps and cache.put(place(10, 20), DATA[10:20])
+
+
+def test_a_block_that_is_kept_while_the_cache_is_closed_is_left_out(tmp_path: Path) -> None:
+    cache = opened(tmp_path)
+    cache.folder.close()  # another thread's reads go on
+    assert not cache.put(place(0, 10), DATA[:10]) and not entries(tmp_path)
 
 
 @pytest.mark.parametrize("broken", ["posix_fallocate", "pwrite", "rename"])
