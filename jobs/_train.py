@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Action, Namespace
+from collections.abc import Collection
 from typing import Any, get_args
 
 from features.augment.parse import forms
@@ -13,10 +14,14 @@ from training.comm.options import Algorithm, Backend
 from training.config import CACHE_BYTES, BadImages, BatchNorm, NonFinite, Precision, ScalingRule, TrainConfig, Verify
 
 
-def parser(description: str) -> JobParser:
-    """The command line."""
-    job = JobParser("train", description, "train")
-    add = job.add_argument
+def parser(description: str, job_name: str = "train", without: Collection[str] = ()) -> JobParser:
+    """The command line of a job that trains, whose TOML table is its name; `without`: flags it has no use for."""
+    job = JobParser(job_name, description, job_name)
+
+    def add(flag: str, **options: Any) -> None:
+        if flag not in without:
+            job.add_argument(flag, **options)
+
     add(
         "--dataset",
         nargs="+",

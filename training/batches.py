@@ -87,6 +87,11 @@ class RankFeed:
         self._deadline_s = deadline_s
         self._lock = threading.Lock()  # one assembly: batch() may be called while a thread reads ahead
 
+    @property
+    def chunk_steps(self) -> int:
+        """Batches that are encoded in one call, and then there at once."""
+        return self._chunk_steps
+
     def batch(self, step: int) -> Batch:
         """This rank's rows of one global batch."""
         with self._lock:

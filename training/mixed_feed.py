@@ -55,6 +55,11 @@ class MixedFeed:
         ends = np.cumsum([part.global_batch // plan.lanes for part in plan.parts]).tolist()
         self._columns = [slice(start, stop) for start, stop in zip([0, *ends[:-1]], ends, strict=True)]
 
+    @property
+    def chunk_steps(self) -> int:
+        """Batches that are encoded in one call, of the dataset of which they are most."""
+        return max(feed.chunk_steps for feed in self._feeds)
+
     def batch(self, step: int) -> Batch:
         """This rank's rows of one global batch."""
         return self._join([feed.batch(step) for feed in self._feeds])

@@ -5,12 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
-
-from training.control.client import ControlClient
+from typing import Any, Protocol
 
 ROW_EVERY_S = 1.0  # a row at most so often: it must not cost steps
 PARTS = ("data_s", "compute_s", "exchange_s", "checkpoint_s", "other_s")
+
+
+class Told(Protocol):
+    """Who takes the rows: a ControlClient does."""
+
+    def notify(self, kind: str, **fields: Any) -> None:
+        """`kind` is metrics, `fields` {rows: [row]}."""
 
 
 class StepClock:
@@ -24,7 +29,7 @@ class StepClock:
 
     def __init__(
         self,
-        control: ControlClient,
+        control: Told,
         rank: int,
         waited: Callable[[], float],
         now: Callable[[], float] = time.perf_counter,

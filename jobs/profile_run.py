@@ -1,0 +1,76 @@
+"""Say what bounds a run and what to change: steps on synthetic, cached and cold data, measured on the ranks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+ROOT = str(Path(__file__).resolve().parent.parent)
+if sys.path[0] != ROOT:
+    sys.path[:1] = [ROOT]
+
+from jobs import _train
+from jobs._cli import JobParser, run_job
+from jobs._session import hadoop_settings_of, spark_session
+from storage.progress import Progress
+from storage.settings import set_hadoop_settings
+from training.config import TrainConfig
+from training.launch.barrier import OnSpark
+from training.launch.local import run_local
+from training.launch.session import Launch
+from training.near import near_ranks
+from training.profile_run import NO_RUN, ROUNDS, Profile, profile
+from training.profile_table import table
+
+# What belongs to a run and changes no step of it.
+NOT_OF_A_STEP = (
+    "--run", "--epochs", "--verify", "--learning-rate-scaling", "--base-batch", "--warm-up-epochs", "--init-from",
+    "--checkpoint-every", "--mean-time-between-failures", "--keep-checkpoints", "--keep-every", "--keep-best",
+    "--compare-every", "--audit", "--take-over", "--max-restarts", "--spare",
+)  # fmt: skip
+
+
+def parser() -> JobParser:
+    """The command line: jobs.train's, without what changes no step."""
+    job = _train.parser(__doc__ or "", "profile_run", without=NOT_OF_A_STEP)
+    add = job.add_argument
+    add("--steps", type=int, metavar="S", help="of each kind and round (default: 16 to 512, as batches are encoded)")
+    add("--rounds", type=int, default=ROUNDS, metavar="R", help=f"that count, after one that does not ({ROUNDS})")
+    return job
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print a table and the verdict, then the result as one line of JSON; returns the exit code."""
+    args = parser().parse(argv)
+    config = config_of(args)
+    if args.launcher == "local":
+        result = measured(config, args, run_local)
+    else:
+        with spark_session("lockstep profile", args.master) as spark:
+            set_hadoop_settings(hadoop_settings_of(spark))
+            result = measured(config, args, OnSpark(spark, partial(near_ranks, config)))
+    print(table(result))
+    print(json.dumps(result.to_json(), sort_keys=True))
+    return 0
+
+
+def config_of(args: Namespace) -> TrainConfig:
+    """The configuration of the run that is looked at: one epoch of it."""
+    known = {name: value for name, value in vars(args).items() if name not in ("steps", "rounds")}
+    return _train.config_of(Namespace(**known, run=NO_RUN, epochs=1))
+
+
+def measured(config: TrainConfig, args: Namespace, launch: Launch) -> Profile:
+    """The profile, with progress while rounds come."""
+    with Progress("measuring", args.rounds + 1, "rounds") as progress:
+        return profile(
+            config, launch, steps=args.steps, rounds=args.rounds, on_round=lambda done, _: progress.set(done)
+        )
+
+
+if __name__ == "__main__":
+    run_job(main)
