@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.shapes import cpu_seconds, interleaved, machine, told
-from training.reader import OpenSplit
+from training.open_split import OpenSplit
 
 BATCH_ROWS = 4096
 

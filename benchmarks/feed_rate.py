@@ -25,8 +25,8 @@ from features.sample_id import sample_id
 from features.schema import Field, Schema
 from tests.training._tiny import write_rows
 from training.batches import RankFeed, eval_batches
+from training.open_split import OpenSplit
 from training.plan import EpochPlan
-from training.reader import OpenSplit
 from training.world import World
 
 PAGES, TOKENS = 300, 200

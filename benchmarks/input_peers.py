@@ -41,8 +41,8 @@ from benchmarks.shapes import image_rows, image_schema, machine, spread, tab_row
 from features.schema import Schema
 from tests.training._tiny import write_rows
 from training.batches import RankFeed, eval_batches
+from training.open_split import OpenSplit
 from training.plan import EpochPlan
-from training.reader import OpenSplit
 from training.world import World
 
 BATCHES = (64, 512, 1024)

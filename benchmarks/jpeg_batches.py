@@ -33,7 +33,7 @@ from features import decode_many
 from features.aligned import aligned_empty
 from features.decode import decode
 from training.iterate import PlannedBatches
-from training.reader import OpenSplit
+from training.open_split import OpenSplit
 
 BATCH = 128
 

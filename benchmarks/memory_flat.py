@@ -24,9 +24,9 @@ from tests.storage.repacked import repacked
 from tests.training._tiny import write_images
 from training.batches import RankFeed
 from training.history import read_history
+from training.open_split import OpenSplit
 from training.plan import EpochPlan
 from training.read_options import ReadOptions
-from training.reader import OpenSplit
 from training.reading import resident_bytes
 from training.world import World
 

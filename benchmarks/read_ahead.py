@@ -31,10 +31,10 @@ from features.schema import Field, Schema, sample_id_field
 from storage.fs import filesystem, join
 from tests.cluster.daemons import Cluster
 from tests.training._tiny import write_rows
+from training.open_split import OpenSplit
 from training.plan import EpochPlan
 from training.positions import Run
 from training.read_options import ReadOptions
-from training.reader import OpenSplit
 
 RECORD_BYTES, BLOCK_RECORDS, SHARD_MB = 3000, 512, 64
 PIECE_BYTES = 4 << 20

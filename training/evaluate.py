@@ -17,9 +17,8 @@ from training.config import TrainConfig
 from training.launch.context import RankContext
 from training.launch.session import Launch
 from training.launch.task import RankTask
-from training.parts import open_parts
+from training.parts import open_parts, split_of
 from training.paths import RunPaths
-from training.plan import split_of
 from training.weights_source import newest_of
 
 ENTRY = "training.evaluate:main"

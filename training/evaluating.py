@@ -30,14 +30,16 @@ from training.batches import eval_batches
 from training.checkpoint import read_manifest
 from training.config import TrainConfig
 from training.control.carry import json_safe
+from training.dataset_encoder import load_encoder
 from training.export import FITTED_PREFIX, SCHEMA_FILE
 from training.launch.context import RankContext
 from training.models import ModelOptions
+from training.open_split import OpenSplit
 from training.output_losses import weigh_tests
 from training.parts import held_out
 from training.planning import lane_groups
 from training.read_parts import read_whole
-from training.reader import OpenSplit, SplitReader, load_encoder
+from training.reader import SplitReader
 from training.weights_source import MODEL_FILE, checked_file, checked_model
 
 SHOWN_BATCH_ROWS = 8  # of the batch of zeros that builds the metrics

@@ -15,9 +15,9 @@ from storage.errors import ConfigError, DataError
 from training.augmenting import Augmentation
 from training.batches import DEADLINE_S, Batch, RankFeed
 from training.config import BadImages
+from training.open_split import OpenSplit
 from training.plan import DEFAULT_WINDOW_BYTES, EpochPlan
 from training.read_ahead import ReadAhead
-from training.reader import OpenSplit
 from training.world import World
 
 

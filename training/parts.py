@@ -82,6 +82,18 @@ def open_parts(urls: Sequence[str], split: str) -> tuple[tuple[Part, ...], Datas
     return parts, replace(first, splits=splits, digest=digest)
 
 
+def split_of(manifest: DatasetManifest, split: str) -> SplitInfo:
+    """A split of a dataset; ConfigError names those that there are."""
+    if split not in manifest.splits:
+        raise ConfigError(
+            f"the dataset has no split `{split}`",
+            got=split,
+            allowed=", ".join(sorted(manifest.splits)),
+            next_step="Correct --split, or build the dataset with that split.",
+        )
+    return manifest.splits[split]
+
+
 def held_out(manifest: DatasetManifest, split: str, *, training: bool) -> str | None:
     """The fold that what is fitted has not seen: the one that `split` leaves out in training, else `split` itself."""
     names = split.split(",")

@@ -14,15 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from storage.errors import ConfigError, DataError
-from storage.manifest import DatasetManifest, SplitInfo
+from storage.manifest import DatasetManifest
 from training.cache_groups import CacheGroups, check_cache_groups
 from training.interleave import InterleavedLanes
 from training.lane_count import check_lanes, default_lanes, largest_divisor
 from training.orders import EveryOrder, Orders
+from training.parts import split_of
 from training.permute import derive_key, shuffled, shuffled_each
 from training.positions import BlockTable, Run
 
-__all__ = ["EpochPlan", "Run", "default_lanes", "split_of"]
+__all__ = ["EpochPlan", "Run", "default_lanes"]
 
 PLAN_VERSION = 1
 DEFAULT_WINDOW_BYTES = 8 << 20
@@ -291,15 +292,3 @@ class EpochPlan:
                 allowed=allowed,
                 next_step=f"Correct {name}.",
             )
-
-
-def split_of(manifest: DatasetManifest, split: str) -> SplitInfo:
-    """A split of a dataset; ConfigError names those that there are."""
-    if split not in manifest.splits:
-        raise ConfigError(
-            f"the dataset has no split `{split}`",
-            got=split,
-            allowed=", ".join(sorted(manifest.splits)),
-            next_step="Correct --split, or build the dataset with that split.",
-        )
-    return manifest.splits[split]

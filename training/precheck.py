@@ -7,11 +7,10 @@ from storage.fs import FileSystem, filesystem, split_url
 from storage.manifest import DatasetManifest
 from training.chain import find_result
 from training.config import TrainConfig
-from training.parts import held_out, open_mixture, open_parts
+from training.dataset_encoder import load_encoder
+from training.parts import held_out, open_mixture, open_parts, split_of
 from training.paths import RunPaths
-from training.plan import split_of
 from training.planning import plan_for
-from training.reader import load_encoder
 from training.run_json import check_run
 from training.run_result import RunResult
 from training.weights_source import weights_at

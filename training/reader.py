@@ -3,40 +3,35 @@
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import replace
 
 import pyarrow as pa
 
 from features.encode import Encoder
 from features.schema import Schema
-from storage.errors import CorruptionError, NotFoundError, StorageError
+from storage.errors import CorruptionError, StorageError
 from storage.fs import FileSystem, filesystem, join
-from storage.layout import index_path
 from storage.local import LocalFileSystem
-from storage.manifest import DatasetManifest, ShardInfo, read_checked
+from storage.manifest import DatasetManifest, ShardInfo
 from training.block_cache import BlockCache, CacheCounts
-from training.block_fetch import BlockFetcher, Buffer, FetchCounts
-from training.dataset_encoder import load_encoder
-from training.gzip_shard import GzipShard
+from training.block_fetch import BlockFetcher, FetchCounts
+from training.held_ranges import Buffer
+from training.open_shard import Shard, ShardOpener
 from training.parquet_shard import ParquetShard
-from training.parts import held_out, open_parts
-from training.plan import split_of
+from training.parts import split_of
 from training.positions import BlockTable, Run
 from training.read_options import ReadOptions
 from training.shard_bytes import CachedBytes, CachedShard
 from training.shard_files import ShardFiles
-from training.tfrecord_shard import BlockStarts, TFRecordShard
-
-__all__ = ["OpenSplit", "SplitReader", "load_encoder"]
+from training.tfrecord_shard import TFRecordShard
 
 log = logging.getLogger(__name__)
 
-KEPT_INDEX_BYTES = 32 << 20  # 20 bytes a record: of 1.6 million records no index is read twice
 _RUNS_AHEAD = 8  # in `sequence`: with blocks of 1 to 4 MiB as much as four threads read at once, twice
 
 
@@ -62,12 +57,12 @@ class SplitReader:
         self.split = split
         self.schema = encoder if isinstance(encoder, Schema) else encoder.schema
         self._kept: OrderedDict[tuple[int, int], pa.RecordBatch] = OrderedDict()
-        self._shards: list[TFRecordShard | GzipShard | ParquetShard] = []
+        self._shards: list[Shard] = []
         self._records: list[int] = []
         self.stored: list[tuple[FileSystem, str, ShardInfo]] = []
         """Where each shard lies, and what its manifest says of it."""
         self._bytes = 0
-        self._starts, self._index_bytes = BlockStarts(), 0
+        self._opener = ShardOpener(self.schema)
         self._files = ShardFiles()
         self._local = True
         self._options = options or ReadOptions()
@@ -79,7 +74,7 @@ class SplitReader:
             name_of=self._files.url,
             budget_bytes=self._options.read_ahead_bytes,
         )
-        weakref.finalize(self, _let_go, self._fetcher, self._files, cache)
+        weakref.finalize(self, _let_go, self._fetcher, self._files, cache).atexit = False
         self.keep_blocks = 2
         self.add(dataset_url, manifest, split)
 
@@ -91,7 +86,7 @@ class SplitReader:
     @keep_blocks.setter
     def keep_blocks(self, blocks: int) -> None:
         self._keep_blocks = blocks
-        self._starts.blocks = 2 * blocks + 8
+        self._opener.starts.blocks = 2 * blocks + 8
         self._fetcher.share_among(blocks)
 
     @property
@@ -128,32 +123,14 @@ class SplitReader:
         fs = filesystem(dataset_url)
         for number, shard in enumerate(info.shards):
             url = join(dataset_url, shard.path)
-            _check_length(fs, url, shard)
+            opened = self._opener.open(fs, dataset_url, manifest, split, number)
             self._files.add(fs, url, shard.bytes)
             self._local = self._local and isinstance(fs, LocalFileSystem)
             self.stored.append((fs, url, shard))
-            opened = self._open(fs, dataset_url, manifest, split, number)
             self._shards.append(opened)
             if self._cached is not None:
                 self._cached.add(CachedShard(manifest.digest, shard.path, opened.edges))
                 self._cached.epoch_bytes += shard.bytes // self._options.ranks
-
-    def _open(
-        self, fs: FileSystem, dataset_url: str, manifest: DatasetManifest, split: str, number: int
-    ) -> TFRecordShard | GzipShard | ParquetShard:
-        info = manifest.splits[split]
-        shard, block_records = info.shards[number], info.block_records
-        url = join(dataset_url, shard.path)
-        if manifest.format == "parquet":
-            return ParquetShard(fs, url, shard, block_records, self.schema)
-        if manifest.compression is not None:
-            return GzipShard(fs, url, shard, block_records, self.schema)
-        path = index_path(split, number)
-        index = read_checked(fs, dataset_url, path, manifest.files[path])
-        self._index_bytes += len(index)
-        keep_index = self._index_bytes <= KEPT_INDEX_BYTES
-        own = (fs, url, shard, block_records, self.schema, join(dataset_url, path), index)
-        return TFRecordShard(*own, starts=self._starts, keep_index=keep_index)
 
     def prefetch(self, runs: Iterable[Run]) -> None:
         """A hint that these runs will be read soon, in this order, after those of earlier hints: their bytes are
@@ -281,53 +258,14 @@ class SplitReader:
         return pa.concat_batches(batches)
 
 
-@dataclass(frozen=True, slots=True)
-class OpenSplit:
-    """A split ready to read, with what it was opened by."""
-
-    manifest: DatasetManifest
-    encoder: Encoder
-    reader: SplitReader
-
-    @classmethod
-    def at(
-        cls,
-        datasets: str | Sequence[str],
-        split: str,
-        *,
-        training: bool = False,
-        options: ReadOptions | None = None,
-    ) -> Self:
-        """Open a split of the dataset at a URL, or what training.parts makes of several; everything that is checked at
-        the start is. `training` says which of the statistics fitted for each fold are meant.
-        """
-        parts, manifest = open_parts([datasets] if isinstance(datasets, str) else datasets, split)
-        first = parts[0]
-        encoder = load_encoder(first.url, first.manifest, held_out(first.manifest, split, training=training))
-        reader = SplitReader(first.url, first.manifest, first.split, encoder, options=options)
-        for part in parts[1:]:
-            reader.add(part.url, part.manifest, part.split)
-        reader.split = split  # of all parts together, as the plan calls it
-        return cls(manifest, encoder, reader)
-
-
 def _let_go(fetcher: BlockFetcher, files: ShardFiles, cache: BlockCache | None) -> None:
-    fetcher.stop()
-    files.close()
-    if cache is not None:
-        cache.close()
+    """End what a reader leaves that nobody closed."""
 
+    def end() -> None:
+        fetcher.stop()
+        files.close()
+        if cache is not None:
+            cache.close()
 
-def _check_length(fs: FileSystem, url: str, info: ShardInfo) -> None:
-    try:
-        size = fs.stat(url).size_bytes
-    except NotFoundError:
-        raise CorruptionError("a shard is missing", file=url, got="nothing", allowed=f"{info.bytes} bytes") from None
-    if size != info.bytes:
-        raise CorruptionError(
-            "a shard has another length than its manifest says",
-            file=url,
-            offset=min(size, info.bytes),
-            got=f"{size} bytes",
-            allowed=f"{info.bytes} bytes",
-        )
+    # The collector may have come to this in a thread that holds a lock of these.
+    threading.Thread(target=end, name="reader-end").start()

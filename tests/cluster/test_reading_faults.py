@@ -15,8 +15,9 @@ from storage.fs import filesystem, join
 from storage.settings import set_hadoop_settings
 from tests.cluster.daemons import Cluster
 from tests.training._tiny import write_images
+from training.open_split import OpenSplit
 from training.read_options import ReadOptions
-from training.reader import OpenSplit, SplitReader
+from training.reader import SplitReader
 
 pytestmark = pytest.mark.cluster
 

@@ -33,7 +33,7 @@ from storage.manifest import DatasetManifest, load_dataset
 from storage.verify import verify
 from tests.etl.conftest import OPEN_BANDIT, tree
 from tests.training._tiny import write_rows
-from training.reader import OpenSplit
+from training.open_split import OpenSplit
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -20,8 +20,8 @@ from storage.errors import DataError
 from tests.training._plain_feed import assert_same, plain_batches
 from tests.training._tiny import write_rows
 from training.batches import RankFeed
+from training.open_split import OpenSplit
 from training.plan import EpochPlan
-from training.reader import OpenSplit
 from training.world import World
 
 TOKENS = ("a", "é", "", "ab", "7")

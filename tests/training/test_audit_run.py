@@ -21,9 +21,9 @@ from training.audit_run import audit_files, check_run_audit
 from training.batches import RankFeed
 from training.claims import CheckpointRef, claim_next
 from training.config import TrainConfig
+from training.open_split import OpenSplit
 from training.paths import RunPaths
 from training.plan import EpochPlan
-from training.reader import OpenSplit
 from training.run_json import open_run
 from training.world import World
 

@@ -14,8 +14,8 @@ from storage.errors import ConfigError
 from tests.training._tiny import write_images
 from training.augmenting import Augmentation, soft_labels, soft_signature
 from training.batches import Batch, RankFeed
+from training.open_split import OpenSplit
 from training.plan import EpochPlan
-from training.reader import OpenSplit
 from training.world import World
 
 EVERY = ["crop:2:reflect", "flip:both", "rotate90", "rotate:20", "scale:0.8:1.2", "colour:0.4:0.4", "cutout:3:9"]

@@ -16,8 +16,8 @@ from features.schema import Schema
 from storage.manifest import DatasetManifest
 from tests.training._tiny import write_rows
 from training.batches import RankFeed
+from training.open_split import OpenSplit
 from training.plan import EpochPlan
-from training.reader import OpenSplit
 from training.world import World
 
 ROWS = 40

@@ -14,10 +14,11 @@ import pytest
 from storage.errors import ConfigError, CorruptionError, StorageTimeoutError
 from tests.training._tiny import write_images, write_table
 from training.batches import Batch, RankFeed, eval_batches
+from training.open_split import OpenSplit
 from training.plan import EpochPlan
 from training.positions import Run
 from training.read_ahead import ReadAhead
-from training.reader import OpenSplit, SplitReader
+from training.reader import SplitReader
 from training.world import World
 
 

@@ -14,8 +14,8 @@ from storage.errors import CorruptionError
 from tests.training._tiny import write_images, write_table
 from training.batches import Batch, RankFeed
 from training.dataset import FeedPipeline, as_tf_dataset, to_device
+from training.open_split import OpenSplit
 from training.plan import EpochPlan
-from training.reader import OpenSplit
 from training.world import World
 
 

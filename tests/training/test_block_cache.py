@@ -25,8 +25,9 @@ from tests.training._tiny import write_images, write_table
 from training import block_cache, cache_folder
 from training.block_cache import BlockCache, BlockPlace
 from training.cache_folder import FOLDER, LIVE, LOCK, TEMPORARY
+from training.open_split import OpenSplit
 from training.read_options import ReadOptions
-from training.reader import OpenSplit, SplitReader
+from training.reader import SplitReader
 from training.shard_files import ShardFiles
 
 DATA = np.random.default_rng(0).integers(0, 256, 600_000, dtype=np.uint8).tobytes()

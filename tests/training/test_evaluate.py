@@ -15,7 +15,7 @@ from tests.training._tiny import write_images, write_table
 from training.config import TrainConfig
 from training.evaluate import evaluate, summary
 from training.export_run import export_run
-from training.reader import OpenSplit
+from training.open_split import OpenSplit
 from training.weights_source import weights_at
 
 pytestmark = pytest.mark.slow

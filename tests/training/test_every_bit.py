@@ -16,9 +16,10 @@ from storage.manifest import DatasetManifest, load_dataset
 from tests.storage.repacked import repacked
 from tests.training._tiny import write_table
 from training.batches import RankFeed
+from training.open_split import OpenSplit
 from training.plan import EpochPlan
 from training.read_options import ReadOptions
-from training.reader import OpenSplit, SplitReader
+from training.reader import SplitReader
 from training.reading import verify_share
 from training.world import World
 

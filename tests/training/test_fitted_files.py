@@ -14,8 +14,9 @@ from storage.manifest import DatasetManifest
 from tests.training._tiny import write_rows
 from training.batches import RankFeed
 from training.config import TrainConfig
+from training.dataset_encoder import load_encoder
+from training.open_split import OpenSplit
 from training.plan import EpochPlan
-from training.reader import OpenSplit, load_encoder
 from training.world import World
 
 SCHEMA = load_schema("""

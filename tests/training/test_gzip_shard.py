@@ -18,8 +18,8 @@ from tests.training._tiny import write_images, write_table
 from training.arrays import split_arrays
 from training.batches import RankFeed
 from training.gzip_shard import GzipShard
+from training.open_split import OpenSplit
 from training.plan import EpochPlan
-from training.reader import OpenSplit
 from training.world import World
 
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tests.training._tiny import write_table
 from training.batches import RankFeed
 from training.interleave import Interleaving
+from training.open_split import OpenSplit
 from training.plan import EpochPlan
 from training.positions import Run
-from training.reader import OpenSplit
 from training.world import World
 
 

@@ -30,8 +30,8 @@ from tests.training import _torch_stand_in
 from tests.training._tiny import write_images, write_rows
 from training.batches import Batch, RankFeed, eval_batches
 from training.iterate import PlannedBatches, numpy_batches
+from training.open_split import OpenSplit
 from training.plan import EpochPlan
-from training.reader import OpenSplit
 from training.world import World
 
 OPTIONS: dict[str, Any] = {"global_batch": 20, "lanes": 5, "seed": 3, "epochs": 2}

@@ -15,9 +15,9 @@ from storage.manifest import DatasetManifest, FileInfo
 from tests.training._tiny import write_images, write_table
 from training import parts
 from training.config import TrainConfig
+from training.open_split import OpenSplit
 from training.parts import held_out, open_parts
 from training.planning import plan_for
-from training.reader import OpenSplit
 
 
 def ids_of(opened: OpenSplit, split: str, plan_of: Any) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from decimal import Decimal
@@ -18,9 +19,10 @@ from storage.layout import DatasetPaths
 from storage.manifest import DatasetManifest, load_dataset
 from tests.storage.make_dataset import footer_of
 from tests.training._tiny import encoder_of, write_images, write_rows, write_table
+from training.open_split import OpenSplit
 from training.parquet_shard import ParquetShard
 from training.positions import Run
-from training.reader import OpenSplit, SplitReader
+from training.reader import SplitReader
 from training.tfrecord_shard import TFRecordShard
 
 Write = Callable[..., DatasetManifest]
@@ -56,6 +58,28 @@ def test_both_formats_hold_the_same_rows(tmp_path: Path) -> None:
     write_images(tmp_path / "t", fmt="tfrecord")
     write_images(tmp_path / "p", fmt="parquet")
     assert everything(opened(tmp_path / "t")).equals(everything(opened(tmp_path / "p")))
+
+
+def test_a_reader_may_be_collected_in_a_thread_that_holds_its_locks(tmp_path: Path) -> None:
+    write_table(tmp_path / "d", records={"train": 20})
+    reader = opened(tmp_path / "d")
+    reader.prefetch([reader.table.run(0)])
+    reader.read(reader.table.run(0))
+    fetcher, files = reader._fetcher, reader._files
+    held = [reader]
+    del reader
+
+    def collect() -> None:
+        with fetcher._lock, files._lock:
+            held.clear()
+
+    thread = threading.Thread(target=collect, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    for worker in fetcher._workers:
+        worker.join(20)
+        assert not worker.is_alive()
 
 
 def test_an_unknown_split_is_refused_by_naming_those_there_are(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests.training.test_fit import assert_same
 from training.audit_run import check_run_audit
 from training.config import TrainConfig
 from training.evaluate import evaluate
-from training.reader import OpenSplit
+from training.open_split import OpenSplit
 from training.run_result import RunResult
 
 pytestmark = pytest.mark.slow
