@@ -78,12 +78,14 @@ def run_threads(
 
     from training import evaluating, exporting
     from training.fitting import Fit
+    from training.profile_rank import ProfileRank
 
+    makers: dict[str, Any] = {"training.fit:main": Fit, "training.profile_run:main": ProfileRank}
     config = TrainConfig.from_json(task.payload["config"])
     set_precision(config.precision)
     comms = _join(num_ranks, generation)
     contexts: list[Any] = []
-    fits: list[Fit] = []
+    fits: list[Any] = []
     for comm in comms:
         keras.utils.clear_session()
         set_precision(config.precision)
@@ -91,8 +93,8 @@ def run_threads(
         world = World.local(comm.rank, num_ranks, generation)
         context: Any = Context(world, Control(comm.rank, handler), task.payload, comm)
         contexts.append(context)
-        if task.entry == "training.fit:main":
-            fits.append(Fit(context, config))
+        if task.entry in makers:
+            fits.append(makers[task.entry](context, config))
 
     def one(comm: Communicator) -> dict[str, Any]:
         try:

@@ -1,0 +1,51 @@
+"""jobs.profile_run: its flags are those of jobs.train that change a step, and what is refused before ranks start."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from jobs.profile_run import NOT_OF_A_STEP, config_of, main, parser
+from storage.errors import ConfigError, NotFoundError
+from tests.training._tiny import write_table
+from training.config import TrainConfig, flag_of
+
+NEEDED = ("--model", "logistic", "--num-ranks", "2", "--global-batch", "8", "--launcher", "local")
+
+
+def test_every_field_has_a_flag_or_is_of_no_step() -> None:
+    text = parser().format_help()
+    flags = {flag_of(field.name) for field in dataclasses.fields(TrainConfig)} | {"--take-over"}
+    assert {flag for flag in flags if f" {flag}" not in text and f"[{flag}" not in text} == set(NOT_OF_A_STEP)
+
+
+def test_a_flag_is_the_run_s(tmp_path: Path) -> None:
+    flags = ["--dataset", str(tmp_path), *NEEDED, "--augment", "flip", "crop:2", "--precision", "mixed_bfloat16"]
+    config = config_of(parser().parse([*flags, "--steps", "5"]))
+    assert (config.augment, config.precision, config.epochs) == ("flip:horizontal crop:2:zero", "mixed_bfloat16", 1)
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        (("--steps", "1"), "--steps"),  # nothing lies between one step and the next
+        (("--rounds", "0"), "--rounds"),
+        (("--run", "here"), "--run"),
+        (("--epochs", "3"), "--epochs"),
+        (("--checkpoint-every", "auto"), "--checkpoint-every"),
+        (("--num-ranks", "9"), "9"),  # more than lanes
+        (("--global-batch", "1000"), "1000"),  # more than the split
+        (("--split", "tests"), "tests"),
+    ],
+)
+def test_what_cannot_be_right_is_told_before_ranks_start(more: tuple[str, ...], named: str, tmp_path: Path) -> None:
+    write_table(tmp_path / "data")
+    with pytest.raises(ConfigError, match=named):
+        main(["--dataset", str(tmp_path / "data"), *NEEDED, *more])
+
+
+def test_a_missing_dataset_is_told(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError):
+        main(["--dataset", str(tmp_path / "data"), *NEEDED])

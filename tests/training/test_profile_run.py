@@ -1,0 +1,89 @@
+"""A whole profile with ranks as threads: what is made slow is what the verdict names."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training._threads import run_threads
+from tests.training._tiny import write_images
+from training import batches
+from training.config import TrainConfig
+from training.profile_data import drop_pages
+from training.profile_run import NO_RUN, Profile, profile
+from training.profile_table import table
+from training.shard_files import ShardFiles
+
+SLOW_S = 0.02
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """As many as a profile of small steps reads without coming to the same block twice."""
+    folder = tmp_path_factory.mktemp("profile")
+    write_images(folder / "data", records={"train": 1600, "test": 8}, fmt="tfrecord")
+    return str(folder / "data")
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches are encoded one by one, so that a few steps are many calls."""
+    monkeypatch.setattr(batches, "_CHUNK_ROWS", 8)
+
+
+def profiled(images: str, num_ranks: int, **more: Any) -> Profile:
+    plain: dict[str, Any] = {
+        "global_batch": 16,
+        "lanes": 8,
+        "window_bytes": 1,  # so little is loaded ahead of a lane: a block
+        "epochs": 1,
+        "model": "tests.training._models:small_conv",
+        "launcher": "local",
+    }
+    config = TrainConfig(datasets=(images,), run=NO_RUN, num_ranks=num_ranks, **(plain | more))
+    return profile(config, run_threads, steps=8, rounds=2)
+
+
+@pytest.mark.slow
+def test_a_slow_storage_is_named_and_no_file_is_left(
+    images: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = ShardFiles.read
+
+    def slow(self: ShardFiles, shard: int, start: int, stop: int, *, fresh: bool = False) -> bytes | memoryview:
+        time.sleep(SLOW_S)
+        return read(self, shard, start, stop, fresh=fresh)
+
+    monkeypatch.setattr(ShardFiles, "read", slow)
+    # Cached data come from a cache of blocks, which is not slow.
+    found = profiled(images, 2, cache=str(tmp_path / "cache"), augment="flip")
+    assert found.verdict.bound_by == "storage", table(found)
+    assert found.verdict.gain_at_most > 1.3
+    assert found.measured.waiting["cold"] > 0.3 > found.measured.waiting["synthetic"]
+    assert found.measured.cold_alone.median > 3 * found.measured.cached_alone.median
+    assert (found.rounds, found.steps, found.repeats) == (2, 8, False)
+    assert list(tmp_path.iterdir()) == []
+    assert "bound by: reading from storage; without that at most" in table(found)
+
+
+@pytest.mark.slow
+def test_a_slow_encoding_is_named(images: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = batches.RankFeed._next
+
+    def slow(self: batches.RankFeed, step: int, last_step: int) -> list[batches.Batch]:
+        time.sleep(2 * SLOW_S)
+        return make(self, step, last_step)
+
+    monkeypatch.setattr(batches.RankFeed, "_next", slow)
+    found = profiled(images, 1, micro_batches=2)
+    assert found.verdict.bound_by == "input", table(found)
+    assert found.verdict.shares["exchange"] < 0.1  # one rank waits for nobody
+
+
+def test_dropped_pages_come_back_as_they_were(tmp_path: Path) -> None:
+    (tmp_path / "shard").write_bytes(b"abc" * 10_000)
+    drop_pages(str(tmp_path / "shard"))
+    assert (tmp_path / "shard").read_bytes() == b"abc" * 10_000
