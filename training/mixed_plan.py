@@ -10,14 +10,14 @@ dataset; the others may have made more or less than one then.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from storage.errors import ConfigError, DataError
+from storage.errors import ConfigError
 from storage.manifest import DatasetManifest
 from training.lane_count import check_lanes, default_lanes, largest_divisor
 from training.plan import DEFAULT_WINDOW_BYTES, EpochPlan
@@ -73,24 +73,6 @@ class MixedPlan:
             for manifest, ratio in zip(manifests, ratios, strict=True)
         )
         return cls(dataset_digest=digest, ratios=ratios, parts=parts)
-
-    @classmethod
-    def from_identity(cls, identity: Mapping[str, Any], manifests: Sequence[DatasetManifest], digest: str) -> Self:
-        """The plan that `identity` describes, over the datasets it was made for; DataError names what differs."""
-        parts, ratios = identity.get("parts"), identity.get("ratios")
-        if not isinstance(parts, list) or len(parts) != len(manifests):
-            raise _other_data("parts")
-        if not isinstance(ratios, list) or [type(ratio) for ratio in ratios] != [int] * len(parts):
-            raise _other_data("ratios")
-        made = tuple(EpochPlan.from_identity(part, found) for part, found in zip(parts, manifests, strict=True))
-        plan = cls(dataset_digest=digest, ratios=tuple(ratios), parts=made)
-        own = plan.identity()
-        differing = [name for name in sorted(own.keys() | identity.keys()) if identity.get(name) != own.get(name)]
-        if any(part.global_batch * sum(ratios) != plan.global_batch * r for part, r in zip(made, ratios, strict=True)):
-            differing.append("ratios")
-        if differing or len({part.lanes for part in made}) > 1:
-            raise _other_data(", ".join(differing) or "lanes")
-        return plan
 
     @property
     def global_batch(self) -> int:
@@ -193,13 +175,4 @@ def check_ratios(
         + (f", {lanes} lanes" if lanes is not None else f", lanes in multiples of {units}" if units > 1 else ""),
         allowed=f"lanes that divide G / {total}: each lane's part of a batch is cut by the ratios",
         next_step=f"Use {hint}.",
-    )
-
-
-def _other_data(what: str) -> DataError:
-    return DataError(
-        "a stored plan belongs to other datasets",
-        got=f"{what} differ",
-        allowed="the datasets and ratios that the run began with",
-        next_step="Give the run's own --dataset and --mix, in its order.",
     )

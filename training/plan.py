@@ -6,7 +6,7 @@ memory O(shards). Nothing here knows of a number of ranks but `rank_lanes` and `
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -136,35 +136,6 @@ class EpochPlan:
             cache_rotation=cache_rotation,
             interleave=interleave,
         )
-
-    @classmethod
-    def from_identity(cls, identity: Mapping[str, Any], manifest: DatasetManifest) -> Self:
-        """The plan that `identity` describes, over the dataset it was made for; DataError names what differs."""
-        info = split_of(manifest, str(identity.get("split")))
-        numbers = [identity.get(name) for name in ("seed", "global_batch", "lanes", "window_records", "version")]
-        seed, global_batch, lanes, window_records, version = (n if type(n) is int else -1 for n in numbers)
-        later = {name: identity[name] for name in LATER_KEYS if type(identity.get(name)) is int}
-        plan = cls(
-            dataset_digest=manifest.digest,
-            split=str(identity["split"]),
-            shard_records=tuple(shard.records for shard in info.shards),
-            block_records=info.block_records,
-            seed=seed,
-            global_batch=global_batch,
-            lanes=lanes,
-            window_records=window_records,
-            version=version,
-            **later,
-        )
-        differing = [name for name, value in plan.identity().items() if identity.get(name) != value]
-        if differing or len(plan.identity()) != len(identity):
-            raise DataError(
-                "a stored plan belongs to another dataset",
-                got=f"{', '.join(differing) or 'unknown keys'} differ",
-                allowed=f"dataset {manifest.digest}",
-                next_step="Give the dataset that the run began with.",
-            )
-        return plan
 
     @property
     def table(self) -> BlockTable:

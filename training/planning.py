@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from storage.errors import ConfigError
@@ -63,13 +62,6 @@ def _check_learning_rate(config: TrainConfig) -> None:
             allowed="its own, or --learning-rate with a rule of scaling",
             next_step="Leave these flags out, or say --learning-rate.",
         )
-
-
-def plan_from(identity: Mapping[str, Any], manifest: DatasetManifest) -> Plan:
-    """The plan that `identity` describes, over what it was made for; DataError names what differs."""
-    if isinstance(manifest, MixedManifest):
-        return MixedPlan.from_identity(identity, manifest.mixed, manifest.digest)
-    return EpochPlan.from_identity(identity, manifest)
 
 
 def _check_micro_batches(plan: Plan, config: TrainConfig, groups: int | None) -> None:

@@ -14,9 +14,9 @@ from training.mixed_feed import MixedFeed
 from training.mixed_plan import MixedPlan, Plan
 from training.open_split import OpenSplit
 from training.parts import open_mixture
-from training.planning import plan_from
 from training.read_options import ReadOptions
 from training.reader import SplitReader
+from training.stored_plan import plan_from
 from training.world import World
 
 Feed = RankFeed | MixedFeed

@@ -19,7 +19,8 @@ from training.mixed_feed import MixedFeed
 from training.mixed_plan import MixedPlan, check_ratios, lowest
 from training.parts import open_mixture
 from training.plan import EpochPlan
-from training.planning import plan_for, plan_from
+from training.planning import plan_for
+from training.stored_plan import plan_from
 from training.training_set import TrainingSet
 from training.world import World
 
@@ -229,6 +230,13 @@ def test_what_is_stored_is_what_comes_back_or_refused(urls: list[str]) -> None:
     for name, value in (("ratios", [1, 4]), ("parts", []), ("lanes", 2), ("more", 1)):
         with pytest.raises(DataError, match="other datasets"):
             plan_from({**plan.identity(), name: value}, manifest)
+    first, own = plan.parts[0], manifest.mixed[0]
+    assert plan_from(first.identity(), own) == first
+    # A key of a later version says of the order what this one does not know.
+    for name, stored in (("more", None), ("seed", "0"), ("records", first.total + 1)):
+        with pytest.raises(DataError, match=r"another dataset") as refused:
+            plan_from({**first.identity(), name: stored}, own)
+        assert refused.value.got == f"{name} differ"
 
 
 def test_what_cannot_be_mixed(urls: list[str], tmp_path: Path) -> None:
