@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from contextlib import AbstractContextManager, closing
 from types import TracebackType
@@ -30,6 +31,7 @@ from training.training_set import Feed
 _NO_END = 1 << 40
 _CHUNKS = 2  # so many at least are measured at a time: the batches of one are there at once
 _LEAST_STEPS, _MOST_STEPS = 16, 512
+_COPIES = 3
 # Until the batches that lie ready when the first step begins are used, and the feed has gone over to one after another.
 _SETTLING_STEPS = PREFETCH_BATCHES + 2
 
@@ -72,8 +74,8 @@ class ProfileRank(AbstractContextManager["ProfileRank"]):
         if self._comm.num_ranks > 1:
             state.derive_seeds(self._model, self._config.seed, 0, self._comm.rank)
         chunk = self._largest(self._data.near.chunk_steps)
-        self._settling = min(chunk, _MOST_STEPS) + _SETTLING_STEPS  # of steps that are fed; the kept batch is there
         self._steps = int(payload["steps"] or min(max(_CHUNKS * chunk, _LEAST_STEPS), _MOST_STEPS))
+        self._settling = min(chunk, self._steps) + _SETTLING_STEPS  # of steps that are fed; the kept batch is there
         rounds = int(payload["rounds"]) + 1
         # Cold batches lie far apart in the epoch, so that no block is in two of their places.
         kind_steps, epoch_steps = self._settling + self._steps, plan.total // plan.global_batch
@@ -173,11 +175,13 @@ class ProfileRank(AbstractContextManager["ProfileRank"]):
 
     def _copy_of_state(self) -> tuple[int, float]:
         """Bytes of what a checkpoint holds, and seconds for which a step waits until this rank's part is copied."""
-        tensors, buffer = state.views_of(self._model, state.WEIGHTS, state.OPTIMIZER), HostBuffer()
-        size = buffer.fill(tensors).size
-        began = time.perf_counter()
-        buffer.fill(tensors)
-        return int(size), (time.perf_counter() - began) / self._comm.num_ranks
+        buffer, times, size = HostBuffer(), [], 0
+        for _ in range(_COPIES + 1):
+            began = time.perf_counter()
+            size = buffer.fill(state.views_of(self._model, state.WEIGHTS, state.OPTIMIZER)).size
+            times.append(time.perf_counter() - began)
+        # The first one touches new memory, which a run does beside its steps.
+        return int(size), statistics.median(times[1:]) / self._comm.num_ranks
 
     def _largest(self, number: int) -> int:
         """Of all ranks; a collective."""

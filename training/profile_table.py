@@ -17,7 +17,8 @@ _WHAT = {
 def table(profile: Profile) -> str:
     """Steps by kind of data, the input alone, shares, the verdict and what to change."""
     measured, setting, verdict = profile.measured, profile.setting, profile.verdict
-    head = f"{profile.steps} steps of {setting.global_batch} samples on {setting.num_ranks} ranks, each kind in"
+    ranks = f"{setting.num_ranks} rank{'s' if setting.num_ranks > 1 else ''}"
+    head = f"{profile.steps} steps of {setting.global_batch} samples on {ranks}, each kind in"
     lines = [
         f"{head} {profile.rounds} rounds, in turns; medians, quartiles in brackets",
         f"{'data':<11}{'':<29}{'ms a step':<31}{'samples/s':>11}{'waits for data':>17}",
