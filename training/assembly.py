@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from features.batch_kernels import PAIR_BYTES
 from features.encode import Encoded, Encoder
-from features.making import Lists, Made
 from storage.slabs import Slabs
+from training.chunk import Chunk, row_bytes
 from training.lanes import LaneStream, Strip
 from training.plan import EpochPlan
 from training.reader import SplitReader
@@ -29,24 +29,6 @@ STRIP_BYTES = 512 << 10
 STRIPS_BYTES = 16 << 20
 # Lanes whose windows are loaded together: neighbours in a batch, whose rows share cache lines of its arrays.
 _LEAST_LANES = 4
-
-
-class Chunk:
-    """Some steps of a rank's batches, on their way: the rows of each of `made` after its first step.
-
-    targets (k,) int64: where the rows of each column begin; Lists as (address, count) of each.
-    """
-
-    __slots__ = ("arrays", "epochs", "kept", "targets")
-
-    def __init__(self, made: Sequence[Made], rows: int, slabs: Slabs) -> None:
-        self.arrays = [
-            slabs.array((rows, 2), np.int64) if one.lists else slabs.array((rows, *one.row.shape), one.row.dtype)
-            for one in made
-        ]
-        self.epochs = slabs.array((rows,), np.int64)
-        self.targets = np.array([array.ctypes.data for array in self.arrays], dtype=np.int64)
-        self.kept: set[Unit] = set()  # whose lists the rows point to
 
 
 class Assembly:
@@ -79,7 +61,7 @@ class Assembly:
         self._together = max(_LEAST_LANES, min(len(lanes), together))
         made = [one for _, one in encoder.made]
         self._made = made
-        self._widths = np.array([PAIR_BYTES if one.lists else _row_bytes(one) for one in made], dtype=np.int64)
+        self._widths = np.array([PAIR_BYTES if one.lists else row_bytes(one) for one in made], dtype=np.int64)
         self._slabs = Slabs()
         self._chunks: dict[int, Chunk] = {}
         self._start, self._hinted = 0, False
@@ -106,7 +88,7 @@ class Assembly:
         while self._load(stop):
             continue
         chunk, rows = self._chunks[number], slice(skip * self._rows, (skip + stop - self.step) * self._rows)
-        late = self._encoder.late([self._ordered(*each, rows) for each in zip(self._made, chunk.arrays, strict=True)])
+        late = self._encoder.late(chunk.columns(rows))
         steps, self.step = stop - self.step, stop
         for old in [old for old in self._chunks if (old + 1) * self._chunk_steps <= stop]:
             del self._chunks[old]
@@ -119,17 +101,6 @@ class Assembly:
         goal = len(self._streams) * (self._ahead + self.step * self._each)
         while sum(stream.read for stream in self._streams) < goal and self._load(last_step):
             continue
-
-    def _ordered(self, made: Made, array: npt.NDArray[Any], rows: slice) -> npt.NDArray[Any] | Lists:
-        if not made.lists:
-            return array[rows]
-        from features.batch_kernels import join_lists
-
-        pairs = array[rows]
-        offsets = np.concatenate([[0], np.cumsum(pairs[:, 1])]).astype(np.int64)
-        values = np.empty((int(offsets[-1]), *made.row.shape), dtype=made.row.dtype)
-        join_lists(pairs, _row_bytes(made), offsets, values.ctypes.data)
-        return Lists(values, offsets)
 
     def _load(self, stop: int) -> bool:
         """Load the next windows of the lanes that are furthest behind; False where all reach step `stop`."""
@@ -235,10 +206,6 @@ class Assembly:
         if chunk is None:
             chunk = self._chunks[number] = Chunk(self._made, self._chunk_steps * self._rows, self._slabs)
         return chunk
-
-
-def _row_bytes(made: Made) -> int:
-    return int(np.prod(made.row.shape, dtype=np.int64)) * np.dtype(made.row.dtype).itemsize
 
 
 def _column(values: Any) -> npt.NDArray[np.int64]:
