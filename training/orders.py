@@ -16,7 +16,7 @@ class EveryOrder(Protocol):
 
 
 class Orders:
-    """Every epoch's order; the two last asked for are kept. Safe to ask from several threads."""
+    """Every epoch's order; the one last made and its neighbours are kept. Safe to ask from several threads."""
 
     def __init__(self, table: BlockTable, root: bytes, purpose: str = "blocks") -> None:
         self._table, self._root, self._purpose = table, root, purpose
@@ -28,9 +28,10 @@ class Orders:
         if order is None:
             key = derive_key(self._root, self._purpose, epoch)
             order = EpochOrder(self._table, BlockPermutation(key, self._table.num_blocks))
-            # Lanes are at most one sample apart, so two epochs are in use at a time; older ones only cost memory.
-            for old in sorted(self._kept)[:-2]:
-                self._kept.pop(old, None)
+            # Lanes are at most one sample apart, so two neighbours are in use at a time; others only cost memory.
+            for old in list(self._kept):
+                if abs(old - epoch) > 1:
+                    self._kept.pop(old, None)
             self._kept[epoch] = order
         return order
 

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from storage.canonical import canonical_bytes
 from storage.errors import ConfigError, DataError
 from training.lane_count import check_lanes
+from training.orders import Orders
 from training.plan import EpochPlan, default_lanes
+from training.positions import BlockTable
 
 Record = tuple[int, int]  # shard, record
 
@@ -220,6 +222,15 @@ def test_a_window_of_an_interleaved_lane_holds_records_of_that_many_blocks() -> 
         of_each = [len({run.first_record // 100 for run in runs}) for runs in windows]
         assert min(of_each) >= blocks and max(of_each) <= 2 * blocks
         assert sorted(records_of(mixed, 0, start, stop)) == sorted(records_of(plan, 0, start, stop))
+
+
+def test_orders_of_neighbouring_epochs_stay_and_others_go() -> None:
+    """An audit goes through all epochs lane by lane: what it begins again with stays beside the last ones no longer."""
+    orders = Orders(BlockTable((20, 21), 8), b"root")
+    five, six, first = (orders.order(epoch) for epoch in (5, 6, 0))
+    second = orders.order(1)
+    assert orders.order(0) is first and orders.order(1) is second
+    assert orders.order(5) is not five and orders.order(6) is not six
 
 
 def test_groups_are_made_anew_at_a_rotation_and_blocks_within_them_permuted_each_epoch() -> None:
