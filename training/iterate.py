@@ -98,15 +98,15 @@ class PlannedBatches:
             inner = feed.batches(start_step, stop)
         else:
             inner = (feed.batch(step) for step in range(start_step, stop, every))
-        if not self.augment:
-            with closing(inner):
+        with closing(opened.reader), closing(inner):
+            if not self.augment:
                 yield from inner
-            return
-        words, lane_rows = self.augment.split(), self.plan.global_batch // self.plan.lanes
-        augmentation = Augmentation(words, self.plan.seed, encoder.signature, lane_rows)
-        what = f"augmented batches of split `{self.plan.split}`"
-        with closing(inner), ReadAhead(map(augmentation, inner), lambda: what, DEADLINE_S) as ahead:
-            yield from ahead
+                return
+            words, lane_rows = self.augment.split(), self.plan.global_batch // self.plan.lanes
+            augmentation = Augmentation(words, self.plan.seed, encoder.signature, lane_rows)
+            what = f"augmented batches of split `{self.plan.split}`"
+            with ReadAhead(map(augmentation, inner), lambda: what, DEADLINE_S) as ahead:
+                yield from ahead
 
     def identity(self) -> dict[str, Any]:
         """JSON that is equal exactly where all global batches are."""

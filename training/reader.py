@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +28,7 @@ from training.read_options import ReadOptions
 from training.shard_bytes import CachedBytes, CachedShard
 from training.shard_files import ShardFiles
 from training.tfrecord_shard import TFRecordShard
+from training.thread_exit import end_beside
 
 log = logging.getLogger(__name__)
 
@@ -267,5 +267,4 @@ def _let_go(fetcher: BlockFetcher, files: ShardFiles, cache: BlockCache | None) 
         if cache is not None:
             cache.close()
 
-    # The collector may have come to this in a thread that holds a lock of these.
-    threading.Thread(target=end, name="reader-end").start()
+    end_beside(end)

@@ -32,6 +32,7 @@ from training.batches import Batch, RankFeed, eval_batches
 from training.iterate import PlannedBatches, numpy_batches
 from training.open_split import OpenSplit
 from training.plan import EpochPlan
+from training.reader import SplitReader
 from training.world import World
 
 OPTIONS: dict[str, Any] = {"global_batch": 20, "lanes": 5, "seed": 3, "epochs": 2}
@@ -68,6 +69,19 @@ def test_batches_are_those_that_a_run_trains_on(root: str) -> None:
     plan = EpochPlan.for_dataset(opened.manifest, "train", seed=3, global_batch=20, lanes=5)
     feed = RankFeed(plan, opened.reader, opened.encoder, World.local(0, 1))
     assert [content(batch) for batch in numpy_batches(root, **OPTIONS)] == [content(b) for b in feed.batches(0, 10)]
+
+
+@pytest.mark.parametrize("augment", ["", AUGMENT])
+@pytest.mark.parametrize("batches", [1, 10])
+def test_files_are_closed_where_an_iteration_ends_or_is_left(
+    root: str, augment: str, batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[SplitReader] = []
+    monkeypatch.setattr(SplitReader, "close", lambda self: closed.append(self))
+    iterator = numpy_batches(root, augment=augment, **OPTIONS)
+    assert len(list(islice(iterator, batches))) == batches and not closed
+    iterator.close()
+    assert len(closed) == 1
 
 
 @pytest.mark.parametrize("augment", ["", AUGMENT])
