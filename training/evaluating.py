@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -13,34 +11,22 @@ import numpy as np
 import pyarrow as pa
 import tensorflow as tf
 
-from features.baked import raw_schema
 from features.encode import Encoded, Encoder
-from features.schema import Schema
 from features.signature import Signature
-from storage.canonical import parse_canonical
-from storage.errors import ConfigError, LockstepError
-from storage.fs import filesystem, join
-from storage.layout import MANIFEST_NAME, fitted_path
-from storage.manifest import DatasetManifest, load_dataset
-from storage.sealed import unseal
-from training import models, state
+from storage.manifest import load_dataset
+from training import state
 from training.augmenting import labels_of, soft_labels
 from training.baseline import Baseline
 from training.batches import eval_batches
-from training.checkpoint import read_manifest
 from training.config import TrainConfig
 from training.control.carry import json_safe
 from training.dataset_encoder import load_encoder
-from training.export import FITTED_PREFIX, SCHEMA_FILE
 from training.launch.context import RankContext
-from training.models import ModelOptions
 from training.open_split import OpenSplit
 from training.output_losses import weigh_tests
 from training.parts import held_out
-from training.planning import lane_groups
-from training.read_parts import read_whole
 from training.reader import SplitReader
-from training.weights_source import MODEL_FILE, checked_file, checked_model
+from training.trained_model import load_checkpoint, load_export
 
 SHOWN_BATCH_ROWS = 8  # of the batch of zeros that builds the metrics
 
@@ -53,7 +39,7 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
     signature = labels_of(config, split.encoder.signature)
     context.control.beat(0, "load the model")
     if payload["model"] is not None:
-        model = _load_export(payload["model"], config, split.manifest)
+        model = load_export(payload["model"], config, split.manifest)
     else:
         model = load_checkpoint(payload["checkpoint"], config, split.manifest, signature)
     model.jit_compile = False
@@ -191,54 +177,3 @@ def _loss_of(model: keras.Model) -> Any:
     """The one loss function of the model, None where it has several or its own way to compute one."""
     losses = getattr(model._compile_loss, "_user_loss", None)
     return losses if isinstance(losses, keras.losses.Loss) else None
-
-
-def _load_export(url: str, config: TrainConfig, dataset: DatasetManifest) -> keras.Model:
-    where = join(url, MANIFEST_NAME)
-    files = unseal(filesystem(url).read_bytes(where), where)["files"]
-    # Baked or not, the same declared schema and fitted files give the same inputs.
-    trained = Schema.from_json(parse_canonical(checked_file(url, SCHEMA_FILE), file=join(url, SCHEMA_FILE)))
-    if raw_schema(trained) != raw_schema(Schema.from_json(dataset.schema)):
-        raise _other_data("schema")
-    for name in sorted(files):
-        if name.startswith(FITTED_PREFIX):
-            path = fitted_path(name.removeprefix(FITTED_PREFIX))
-            if path not in dataset.files or dataset.files[path].sha256 != files[name]["sha256"]:
-                raise _other_data(f"fitted file {path}")
-    if ":" in config.model:
-        models.function_of(config.model)  # importing it registers its layers and metrics
-    with tempfile.TemporaryDirectory() as folder:
-        path_of_model = Path(folder, MODEL_FILE)
-        path_of_model.write_bytes(checked_model(url))
-        try:
-            return keras.models.load_model(path_of_model)
-        except (TypeError, ValueError) as error:
-            raise LockstepError(
-                f"the model {url} cannot be loaded",
-                got=str(error).splitlines()[0],
-                allowed="layers and metrics that Keras knows, or that the model's module registers",
-                next_step="Decorate own classes with keras.saving.register_keras_serializable().",
-            ) from error
-
-
-def load_checkpoint(url: str, config: TrainConfig, dataset: DatasetManifest, signature: Signature) -> keras.Model:
-    """The model of `config` with a checkpoint's weights. Raises ConfigError for another dataset, as Encoder sees it."""
-    manifest = read_manifest(url)
-    plan = manifest["plan"]
-    # Any dataset of a mixture has the schema and fitted files of all.
-    if dataset.digest not in (plan["dataset_digest"], *(part["dataset_digest"] for part in plan.get("parts", ()))):
-        raise _other_data("digest")
-    groups = lane_groups(config)
-    options = ModelOptions(seed=config.seed, group_rows=config.global_batch // groups if groups else None)
-    model = models.build(config.model, signature, options).model
-    state.load(model, read_whole(url, manifest, (state.WEIGHTS,)), (state.WEIGHTS,), url)
-    return model
-
-
-def _other_data(what: str) -> ConfigError:
-    return ConfigError(
-        f"the model was trained on data with another {what}",
-        got="a dataset that differs",
-        allowed="the dataset of the run, or one with the same schema and fitted files",
-        next_step="Correct --dataset.",
-    )

@@ -6,10 +6,10 @@ from typing import Any
 
 from training.augmenting import labels_of
 from training.config import TrainConfig
-from training.evaluating import load_checkpoint
 from training.export import export
 from training.launch.context import RankContext
 from training.precheck import open_dataset
+from training.trained_model import load_checkpoint
 
 
 def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
