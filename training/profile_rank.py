@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
@@ -158,14 +158,12 @@ class ProfileRank(AbstractContextManager["ProfileRank"]):
         return ProfileLoop(self._context.control, rank, self._exchange, kind, first, settling, self._steps)
 
     def _alone(self, kind: str, feed: Feed, first: int) -> dict[str, float]:
-        """As many batches as steps are measured, taken one after another."""
+        """As many batches as steps are measured, handed to TensorFlow one after another."""
         self._context.control.beat(self._exchange.step, f"measure the input: {kind}")
         self._comm.barrier()
         began = (0.0, 0.0)
-        with closing(feed.batches(first, first + _NO_END)) as batches:
-            for number, batch in enumerate(batches):
-                if self._augmentation is not None:
-                    self._augmentation(batch)
+        with FeedPipeline(feed, first, first + _NO_END, None, self._augmentation) as pipeline:
+            for number, _ in enumerate(pipeline.dataset):
                 if number == self._settling:
                     began = (time.perf_counter(), time.process_time())
                 elif number == self._settling + self._steps:
