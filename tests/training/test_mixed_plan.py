@@ -223,7 +223,7 @@ def test_an_audit_of_a_mixture_counts_each_dataset_by_itself_across_other_number
 def test_what_is_stored_is_what_comes_back_or_refused(urls: list[str]) -> None:
     manifest = open_mixture(urls, "train")[1]
     plan = plan_for(manifest, config(urls))
-    assert plan_from(plan.identity(), manifest) == plan
+    assert isinstance(plan, MixedPlan) and plan_from(plan.identity(), manifest) == plan
     assert plan_from(plan_for(manifest, config(urls, cache_groups=2)).identity(), manifest) != plan
     with pytest.raises(DataError, match="stored plan belongs to"):
         plan_from(plan.identity(), open_mixture(urls[::-1], "train")[1])
