@@ -35,6 +35,7 @@ def small_net(**options: Any) -> Any:
 def trained(group_rows: int | None, fuses: bool, **options: Any) -> tuple[list[np.ndarray], int]:
     """Weights after four steps, and how often the kernel stands in the step's graph."""
     from training.comm import SoloCommunicator
+    from training.distribute import distribute
     from training.fused_batchnorm import can_fuse
     from training.fused_batchnorm import normalise as plain
     from training.rank_step import RankStep
@@ -43,7 +44,9 @@ def trained(group_rows: int | None, fuses: bool, **options: Any) -> tuple[list[n
     x = (rng.standard_normal((12, 6, 5, 3)) * 3 + 5).astype(np.float32)
     y = rng.integers(0, 3, 12)
     model, made = small_net(**options), []
-    RankStep(1.0, group_rows=group_rows).install(model, SoloCommunicator())
+    communicator = SoloCommunicator()
+    distribute(model.optimizer, communicator)
+    RankStep(1.0, group_rows=group_rows).install(model, communicator)
 
     def normalise(*args: Any) -> Any:
         made.append(args)
