@@ -82,6 +82,9 @@ def same(seconds: float, rounds: int = 5) -> tuple[float, ...]:
         (steps(same(50), same(50), (100, 100, 100, 100, 900)), "storage", 2.0),
         # Steps lose 50 to data that takes 2 alone: another program takes the time, at most 3 * 2 are its.
         (steps(same(50), same(100), same(100), alone=(2, 2)), "computing", 1 / (1 - 0.94 / 2)),
+        (steps(same(90), same(90), same(120), alone=(2, 2)), "computing", 1 / (1 - 0.95 / 2)),
+        # Synthetic steps were disturbed in all rounds, cached ones not: no storage is seen, and none is made up.
+        (steps(same(100), same(60), same(100)), "computing", 2.0),
         # Cached steps were disturbed in all rounds, cold ones not: data cannot cost more than cold steps lose.
         (steps(same(98), same(140), same(100)), "computing", 1 / (1 - 0.98 / 2)),
         # The rounds' quartiles are 0.5 of the median apart: a storage of 0.2 is not seen, one of 0.6 is.
