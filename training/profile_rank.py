@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -41,27 +41,29 @@ class ProfileRank(AbstractContextManager["ProfileRank"]):
 
     def __init__(self, context: RankContext, config: TrainConfig) -> None:
         self._context, self._config = context, config
-        context.control.beat(0, "open the dataset")
-        self._data = ProfileData(config, context.world, context.payload["plan"])
-        plan, rows, groups = self._data.plan, self._data.near.rows, lane_groups(config)
-        self._augmentation = augmentation_of(config, plan, self._data.signature)
-        context.control.beat(0, "build the model")
-        prepared = prepare(config, plan, labels_of(config, self._data.signature), rows, groups)
-        self._model = prepared.model
-        context.control.beat(0, "join the ranks")
-        self._comm = context.communicator()
-        self._comm.deadline_s = config.stall_limit_s
-        self._step = distributed(config, plan, prepared, self._comm, rows, groups)
-        self._exchange = exchange_of(self._model.optimizer)
-        self._exchange.skips_any = config.non_finite == "skip" and not self._exchange.skips_non_finite
+        with ExitStack() as stack:
+            context.control.beat(0, "open the dataset")
+            self._data = stack.enter_context(ProfileData(config, context.world, context.payload["plan"]))
+            plan, rows, groups = self._data.plan, self._data.near.rows, lane_groups(config)
+            self._augmentation = augmentation_of(config, plan, self._data.signature)
+            context.control.beat(0, "build the model")
+            prepared = prepare(config, plan, labels_of(config, self._data.signature), rows, groups)
+            self._model = prepared.model
+            context.control.beat(0, "join the ranks")
+            self._comm = context.communicator()
+            self._comm.deadline_s = config.stall_limit_s
+            self._step = distributed(config, plan, prepared, self._comm, rows, groups)
+            self._exchange = exchange_of(self._model.optimizer)
+            self._exchange.skips_any = config.non_finite == "skip" and not self._exchange.skips_non_finite
+            stack.callback(self._exchange.close)
+            self._stack = stack.pop_all()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:  # the exchange's thread may wait for ranks that will never come
             self._comm.abort(str(error))
-        self._exchange.close()
-        self._data.__exit__(kind, error, trace)
+        self._stack.close()
 
     def run(self) -> dict[str, Any]:
         """Measure. Returns {rounds: [{kind: {seconds, steps, cpu_s, ...}}], steps, settling, chunk_steps, local,

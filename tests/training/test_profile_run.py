@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from storage.errors import ConfigError
 from tests.training._threads import run_threads
 from tests.training._tiny import write_images
 from training import batches
@@ -72,6 +73,8 @@ def test_a_slow_storage_is_named_and_no_file_is_left(
     assert found.measured.waiting["cold"] > 0.3 > found.measured.waiting["synthetic"]
     assert found.measured.cold_alone.median > 3 * found.measured.cached_alone.median
     assert (found.rounds, found.steps, found.repeats) == (2, 8, True)
+    with pytest.raises(ConfigError, match="absent"):
+        profiled(images, 1, cache=str(tmp_path / "cache"), model="tests.training._models:absent")
     assert list(tmp_path.iterdir()) == []
     assert "bound by: reading from storage; without that at most" in table(found)
 
