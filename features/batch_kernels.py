@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numba import njit
 
 from storage.kernels import memory
 from storage.kernels.jit import kernels
 from storage.kernels.memory import (
     copy,
+    fence,
     load_i64,
     load_u8,
     load_u32,
@@ -18,6 +20,7 @@ from storage.kernels.memory import (
     store_u8,
     store_u32,
     store_u64,
+    stream,
 )
 
 _kernel = kernels(__name__, memory)
@@ -26,6 +29,7 @@ _kernel = kernels(__name__, memory)
 VALUES, ADDRESSES, NARROWED = range(3)
 ADDRESS_BYTES = 8
 EXACT = 1 << 24  # up to there each whole number is a float32
+STREAM_BYTES = 1024  # rows from here on go past the caches: batches of them are larger than these
 PAIR_BYTES = 16  # of a list: where its values begin, and how many they are
 
 
@@ -71,6 +75,14 @@ def place(
         at += count
 
 
+@njit(forceinline=True)
+def _put(target: Any, source: Any, width: Any) -> None:
+    if width >= STREAM_BYTES:
+        stream(target, source, width)
+    else:
+        copy(target, source, width)
+
+
 @_kernel
 def scatter(
     widths: Any,
@@ -98,7 +110,7 @@ def scatter(
                 source = sources[unit, f] + ADDRESS_BYTES * firsts[segment]
                 for row in range(at, end):
                     if chunk_of[row] >= 0:
-                        copy(targets[chunk_of[row], f] + width * row_of[row], load_i64(source), width)
+                        _put(targets[chunk_of[row], f] + width * row_of[row], load_i64(source), width)
                     source += ADDRESS_BYTES
                 at = end
                 continue
@@ -133,9 +145,10 @@ def scatter(
             else:
                 for row in range(at, end):
                     if chunk_of[row] >= 0:
-                        copy(targets[chunk_of[row], f] + width * row_of[row], source, width)
+                        _put(targets[chunk_of[row], f] + width * row_of[row], source, width)
                     source += width
             at = end
+    fence()
     return -1, 0
 
 

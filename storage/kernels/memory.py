@@ -76,6 +76,45 @@ def copy(typingctx: Any, target: Any, source: Any, size: Any) -> Any:
 
 
 @intrinsic
+def _stream16(typingctx: Any, target: Any, source: Any) -> Any:
+    """Copy 16 bytes past the caches; `target` is a multiple of 16."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.VectorType(ir.IntType(64), 2).as_pointer()
+        value = builder.load(builder.inttoptr(args[1], kind), align=1)
+        store = builder.store(value, builder.inttoptr(args[0], kind), align=16)
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def fence(typingctx: Any) -> Any:
+    """All that was written before, past the caches too, is seen by other threads before what is written after."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@njit(forceinline=True)
+def stream(target: Any, source: Any, size: Any) -> None:
+    """`copy` past the caches, for what is not read again soon: its place is not fetched into them before it is written.
+
+    The caller ends with `fence`.
+    """
+    head = min(-target % 16, size)
+    copy(target, source, head)
+    middle = (size - head) // 16 * 16
+    for place in range(head, head + middle, 16):
+        _stream16(target + place, source + place)
+    copy(target + head + middle, source + head + middle, size - head - middle)
+
+
+@intrinsic
 def leading_zeros(typingctx: Any, value: Any) -> Any:
     """How many of the 64 bits are zero before the first one; `value` must not be 0."""
 
