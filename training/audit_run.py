@@ -68,7 +68,7 @@ def check_run_audit(run_url: str, dataset_url: str | None = None) -> AuditReport
         raise _unchecked(run_url, "a run without a checkpoint")
     # A run from before `mix` was there has none.
     opened = TrainingSet.at([dataset_url] if dataset_url else config["datasets"], config["split"], config.get("mix"))
-    plan = opened.plan(document["plan"])
+    plan = opened.plan(document["plan"], f"{paths.run_json}: plan")
     epochs = epochs_asked(read_claims(fs, paths))
     files = audit_files(fs, paths, tip.ref)
     contents = [(url, fs.read_bytes(url)) for url in files]

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Generator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from features.augment.parse import canonical
-from features.encode import Encoder
 from features.signature import Signature
 from storage.errors import ConfigError, DataError
 from training.augmenting import Augmentation
-from training.batches import DEADLINE_S, Batch, RankFeed
-from training.config import BadImages
-from training.open_split import OpenSplit
-from training.plan import DEFAULT_WINDOW_BYTES, EpochPlan
+from training.batches import DEADLINE_S, Batch
+from training.block_fetch import READ_AHEAD_BYTES
+from training.config import CACHE_BYTES, BadImages, Verify
+from training.mixed_plan import MixedPlan, Plan
+from training.plan import DEFAULT_WINDOW_BYTES
+from training.planning import make_plan
 from training.read_ahead import ReadAhead
+from training.read_options import ReadOptions
+from training.reading import verify_share
+from training.training_set import TrainingSet
 from training.world import World
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +36,7 @@ class PlannedBatches:
     """
 
     datasets: tuple[str, ...]
-    plan: EpochPlan
+    plan: Plan
     rank: int
     num_ranks: int
     steps: int | None
@@ -38,6 +45,8 @@ class PlannedBatches:
     bad_images: BadImages
     signature: Signature
     """What a batch holds: names, shapes and dtypes of a row."""
+    options: ReadOptions
+    """How the files are read; decides nothing of the batches."""
 
     @classmethod
     def open(
@@ -52,28 +61,53 @@ class PlannedBatches:
         num_ranks: int = 1,
         lanes: int | None = None,
         window_bytes: int = DEFAULT_WINDOW_BYTES,
+        mix: Sequence[int] | None = None,
+        interleave: int = 1,
+        cache_groups: int | None = None,
+        cache_rotation: int | None = None,
         augment: str | Sequence[str] = (),
         bad_images: BadImages = "refuse",
+        read_ahead_bytes: int = READ_AHEAD_BYTES,
+        cache: str | None = None,
+        cache_bytes: int = CACHE_BYTES,
+        verify: Verify = "start",
     ) -> PlannedBatches:
-        """Plan the batches of one or more datasets' split. `augment` is what --augment takes, a text or its words, and
-        `bad_images` what --bad-images does.
+        """Plan the batches of a split of one or more datasets. Options are what the flags of `jobs.train` are that have
+        their names; `augment` is a text or its words. With `verify` "full" every byte of this rank's share of the
+        shards is held against its digest here.
 
-        Batches are those of `jobs.train` with the same seed, global batch, lanes and window (its run.json tells them).
-        Raises ConfigError for what does not fit together, NotFoundError for a dataset that is not there.
+        Batches are those of `jobs.train` with the same seed, global batch, lanes, window, mix, interleave and cache
+        groups (its run.json tells them). Raises ConfigError for what does not fit together, NotFoundError for a dataset
+        that is not there, CorruptionError for what a full verification finds.
         """
         urls = (datasets,) if isinstance(datasets, str) else tuple(datasets)
         words = canonical(augment.split() if isinstance(augment, str) else augment)
         World.local(rank, num_ranks)
-        opened = OpenSplit.at(urls, split, training=True)
-        plan = EpochPlan.for_dataset(
-            opened.manifest, split, seed=seed, global_batch=global_batch, lanes=lanes, window_bytes=window_bytes
-        )
-        plan.rows(rank, num_ranks)  # refused here, not in the first iteration
-        signature = _encoder(opened, bad_images).signature
-        if words:
-            signature = Augmentation(words, seed, signature, plan.global_batch // plan.lanes).signature
-        steps = None if epochs is None else plan.steps(epochs)
-        return cls(urls, plan, rank, num_ranks, steps, " ".join(words), bad_images, signature)
+        ratios = None if mix is None else _ratios(mix, len(urls))
+        _check_choices(bad_images=(bad_images, BadImages), verify=(verify, Verify))
+        options = ReadOptions(read_ahead_bytes=read_ahead_bytes, cache=cache, cache_bytes=cache_bytes, ranks=num_ranks)
+        with ExitStack() as stack:
+            opened = _open(urls, split, ratios, bad_images, None, stack)
+            plan = make_plan(
+                opened.manifest,
+                split,
+                ratios,
+                seed=seed,
+                global_batch=global_batch,
+                lanes=lanes,
+                window_bytes=window_bytes,
+                interleave=interleave,
+                cache_groups=cache_groups,
+                cache_rotation=cache_rotation,
+            )
+            plan.rows(rank, num_ranks)  # refused here, not in the first iteration
+            signature = opened.encoder.signature
+            if words:
+                signature = Augmentation(words, seed, signature, plan.global_batch // plan.lanes).signature
+            steps = None if epochs is None else plan.steps(epochs)
+            if verify == "full":
+                verify_share(opened.readers, rank, num_ranks, log.info)
+        return cls(urls, plan, rank, num_ranks, steps, " ".join(words), bad_images, signature, options)
 
     def batches(self, start_step: int = 0, *, every: int = 1) -> Generator[Batch, None, None]:
         """Batches `start_step`, `start_step + every`, ... up to the last epoch's end.
@@ -89,22 +123,24 @@ class PlannedBatches:
                 allowed="a start_step from 0 up, every 1 or more",
                 next_step="Start at the step that the state says.",
             )
-        opened = OpenSplit.at(self.datasets, self.plan.split, training=True)
-        world = World.local(self.rank, self.num_ranks)
-        encoder = _encoder(opened, self.bad_images)
-        feed = RankFeed(self.plan, opened.reader, encoder, world, start_step)
+        first = self.plan.parts[0] if isinstance(self.plan, MixedPlan) else self.plan
+        ratios = self.plan.ratios if isinstance(self.plan, MixedPlan) else None
         stop = sys.maxsize if self.steps is None else self.steps
-        if every == 1:
-            inner = feed.batches(start_step, stop)
-        else:
-            inner = (feed.batch(step) for step in range(start_step, stop, every))
-        with closing(opened.reader), closing(inner):
+        with ExitStack() as stack:
+            opened = _open(self.datasets, first.split, ratios, self.bad_images, self.options, stack)
+            plan = opened.plan(self.plan.identity())  # refused where the dataset is another one by now
+            feed = opened.feed(plan, World.local(self.rank, self.num_ranks))
+            if every == 1:
+                inner = feed.batches(start_step, stop)
+            else:
+                inner = (feed.batch(step) for step in range(start_step, stop, every))
+            stack.enter_context(closing(inner))
             if not self.augment:
                 yield from inner
                 return
-            words, lane_rows = self.augment.split(), self.plan.global_batch // self.plan.lanes
-            augmentation = Augmentation(words, self.plan.seed, encoder.signature, lane_rows)
-            what = f"augmented batches of split `{self.plan.split}`"
+            words, lane_rows = self.augment.split(), plan.global_batch // plan.lanes
+            augmentation = Augmentation(words, first.seed, opened.encoder.signature, lane_rows)
+            what = f"augmented batches of split `{first.split}`"
             with ReadAhead(map(augmentation, inner), lambda: what, DEADLINE_S) as ahead:
                 yield from ahead
 
@@ -125,8 +161,41 @@ class PlannedBatches:
                 )
 
 
-def _encoder(opened: OpenSplit, bad_images: BadImages) -> Encoder:
-    return opened.encoder if bad_images == "refuse" else opened.encoder.skipping_bad_images()
+def _open(
+    urls: Sequence[str],
+    split: str,
+    mix: Sequence[int] | None,
+    bad_images: BadImages,
+    options: ReadOptions | None,
+    stack: ExitStack,
+) -> TrainingSet:
+    """What is read, whose files `stack` closes."""
+    opened = TrainingSet.at(urls, split, mix, options)
+    for reader in opened.readers:
+        stack.enter_context(closing(reader))
+    return opened if bad_images == "refuse" else opened.skipping_bad_images()
+
+
+def _ratios(mix: Sequence[int], datasets: int) -> tuple[int, ...]:
+    if len(mix) == datasets >= 2 and all(type(ratio) is int and ratio >= 1 for ratio in mix):
+        return tuple(mix)
+    raise ConfigError(
+        "mix does not fit the datasets",
+        got=f"{list(mix)} for {datasets} dataset" + "s" * (datasets != 1),
+        allowed="two datasets or more and an integer from 1 up for each of them",
+        next_step="Correct mix, or leave it out to read the datasets end to end.",
+    )
+
+
+def _check_choices(**options: tuple[str, Any]) -> None:
+    for name, (value, choices) in options.items():
+        if value not in get_args(choices):
+            raise ConfigError(
+                f"{name} cannot be so",
+                got=repr(value),
+                allowed=" or ".join(get_args(choices)),
+                next_step=f"Correct {name}.",
+            )
 
 
 def numpy_batches(
@@ -135,7 +204,8 @@ def numpy_batches(
     """One rank's part of each global batch as NumPy arrays, from `start_step` on.
 
     `options` are those of PlannedBatches.open: global_batch, epochs (default: without end), seed, rank, num_ranks,
-    lanes, window_bytes, augment, bad_images. All ranks together get each sample of an epoch once; batch k is the same
+    lanes, window_bytes, mix, interleave, cache_groups, cache_rotation, augment, bad_images, read_ahead_bytes, cache,
+    cache_bytes, verify. All ranks together get each sample of an epoch once; batch k is the same
     at any num_ranks and after any start. A Batch holds `x` by feature name, `y`, `sample_ids`, `epochs` and `weight`,
     n_r rows each.
     """

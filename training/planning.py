@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from storage.errors import ConfigError
@@ -28,27 +29,35 @@ def plan_for(manifest: DatasetManifest, config: TrainConfig) -> Plan:
     """The plan of `config` over the dataset; raises ConfigError where lanes, groups and ranks do not fit together."""
     _check_learning_rate(config)
     groups = lane_groups(config)
-    numbers: dict[str, Any] = {
-        "seed": config.seed,
-        "global_batch": config.global_batch,
-        "lanes": config.lanes,
-        "groups": groups,
-        "window_bytes": config.window_bytes,
-        "cache_groups": config.cache_groups,
-        "cache_rotation": config.cache_rotation,
-        "interleave": config.interleave if config.interleave > 1 else None,
-    }
-    plan: Plan
-    if config.mix is None:
-        plan = EpochPlan.for_dataset(manifest, config.split, **numbers)
-    else:
-        assert isinstance(manifest, MixedManifest)
-        plan = MixedPlan.for_datasets(manifest.mixed, manifest.digest, config.split, config.mix, **numbers)
+    plan = make_plan(
+        manifest,
+        config.split,
+        config.mix,
+        seed=config.seed,
+        global_batch=config.global_batch,
+        lanes=config.lanes,
+        groups=groups,
+        window_bytes=config.window_bytes,
+        cache_groups=config.cache_groups,
+        cache_rotation=config.cache_rotation,
+        interleave=config.interleave,
+    )
     check_lanes(plan.global_batch, plan.lanes, groups, config.num_ranks)
     _check_micro_batches(plan, config, groups)
     check_canonical(config, plan.lanes, groups)
     check_mixup(config.augment, plan.global_batch // plan.lanes)
     return plan
+
+
+def make_plan(
+    manifest: DatasetManifest, split: str, mix: Sequence[int] | None, *, interleave: int = 1, **numbers: Any
+) -> Plan:
+    """The plan over what TrainingSet.at opened with the same `mix`; `numbers` are those of EpochPlan.for_dataset."""
+    numbers["interleave"] = interleave if interleave != 1 else None  # one place is no interleaving, and 0 is refused
+    if mix is None:
+        return EpochPlan.for_dataset(manifest, split, **numbers)
+    assert isinstance(manifest, MixedManifest)
+    return MixedPlan.for_datasets(manifest.mixed, manifest.digest, split, mix, **numbers)
 
 
 def _check_learning_rate(config: TrainConfig) -> None:

@@ -5,40 +5,51 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from storage.errors import DataError
+from storage import strict
+from storage.errors import ConfigError, DataError
 from storage.manifest import DatasetManifest
 from training.mixed_plan import MixedPlan, Plan
 from training.parts import MixedManifest, split_of
 from training.plan import LATER_KEYS, EpochPlan
 
+NUMBERS = {"global_batch": 1, "lanes": 1, "window_records": 1, "version": 0}  # and the least that each can be
 
-def plan_from(identity: Mapping[str, Any], manifest: DatasetManifest) -> Plan:
-    """The plan that `identity` describes, over what it was made for.
 
-    Raises DataError naming what differs, ConfigError for numbers that no plan has.
+def plan_from(identity: Mapping[str, Any], manifest: DatasetManifest, where: str = "a stored plan") -> Plan:
+    """The plan that `identity` describes, over what it was made for; `where` says in what file it stands.
+
+    Raises DataError naming what differs, or file and field of what no plan has.
     """
     if isinstance(manifest, MixedManifest):
-        return _mixed_plan(identity, manifest.mixed, manifest.digest)
-    return _epoch_plan(identity, manifest)
+        return _mixed_plan(identity, manifest.mixed, manifest.digest, where)
+    return _epoch_plan(identity, manifest, where)
 
 
-def _epoch_plan(identity: Mapping[str, Any], manifest: DatasetManifest) -> EpochPlan:
-    info = split_of(manifest, str(identity.get("split")))
-    numbers = [identity.get(name) for name in ("seed", "global_batch", "lanes", "window_records", "version")]
-    seed, global_batch, lanes, window_records, version = (n if type(n) is int else -1 for n in numbers)
-    later = {name: identity[name] for name in LATER_KEYS if type(identity.get(name)) is int}
-    plan = EpochPlan(
-        dataset_digest=manifest.digest,
-        split=str(identity["split"]),
-        shard_records=tuple(shard.records for shard in info.shards),
-        block_records=info.block_records,
-        seed=seed,
-        global_batch=global_batch,
-        lanes=lanes,
-        window_records=window_records,
-        version=version,
-        **later,
-    )
+def _epoch_plan(identity: Any, manifest: DatasetManifest, where: str) -> EpochPlan:
+    identity = strict.mapping(identity, where=where)
+    split = strict.string(identity.get("split"), where=f"{where}: split")
+    numbers = {name: strict.count(identity.get(name), where=f"{where}: {name}", least=n) for name, n in NUMBERS.items()}
+    later = {
+        name: strict.count(identity[name], where=f"{where}: {name}", least=1) for name in LATER_KEYS if name in identity
+    }
+    try:
+        info = split_of(manifest, split)
+        plan = EpochPlan(
+            dataset_digest=manifest.digest,
+            split=split,
+            shard_records=tuple(shard.records for shard in info.shards),
+            block_records=info.block_records,
+            seed=_seed(identity.get("seed"), where),
+            **numbers,
+            **later,
+        )
+    except ConfigError as error:  # right where a user asks for a plan: here nobody can correct a flag
+        raise DataError(
+            f"{where} is no plan over this dataset: {error.what}",
+            got=error.got,
+            allowed=error.allowed,
+            next_step="Give the dataset that the run began with, or restore the file.",
+        ) from error
     differing = _differing(identity, plan)
     if differing:
         raise DataError(
@@ -50,13 +61,29 @@ def _epoch_plan(identity: Mapping[str, Any], manifest: DatasetManifest) -> Epoch
     return plan
 
 
-def _mixed_plan(identity: Mapping[str, Any], manifests: Sequence[DatasetManifest], digest: str) -> MixedPlan:
+def _seed(value: Any, where: str) -> int:
+    if type(value) is not int:
+        raise DataError(
+            f"{where}: seed is not as it must be",
+            got=f"{type(value).__name__} {value!r}"[:200],
+            allowed="an integer",
+            next_step="It was changed: restore the file.",
+        )
+    return value
+
+
+def _mixed_plan(
+    identity: Mapping[str, Any], manifests: Sequence[DatasetManifest], digest: str, where: str
+) -> MixedPlan:
     parts, ratios = identity.get("parts"), identity.get("ratios")
     if not isinstance(parts, list) or len(parts) != len(manifests):
         raise _other_datasets("parts")
     if not isinstance(ratios, list) or [type(ratio) for ratio in ratios] != [int] * len(parts):
         raise _other_datasets("ratios")
-    made = tuple(_epoch_plan(part, found) for part, found in zip(parts, manifests, strict=True))
+    made = tuple(
+        _epoch_plan(part, found, f"{where}: part {number}")
+        for number, (part, found) in enumerate(zip(parts, manifests, strict=True))
+    )
     plan = MixedPlan(dataset_digest=digest, ratios=tuple(ratios), parts=made)
     differing = _differing(identity, plan)
     if any(part.global_batch * sum(ratios) != plan.global_batch * r for part, r in zip(made, ratios, strict=True)):

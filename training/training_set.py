@@ -56,9 +56,9 @@ class TrainingSet:
         """One, or one for each dataset of a mixture."""
         return tuple(split.reader for split in self.splits)
 
-    def plan(self, identity: Mapping[str, Any]) -> Plan:
-        """The plan that `identity` describes; DataError where it is another set's."""
-        return plan_from(identity, self.manifest)
+    def plan(self, identity: Mapping[str, Any], where: str = "a stored plan") -> Plan:
+        """The plan that `identity`, of the file `where`, describes; DataError where it is another set's or damaged."""
+        return plan_from(identity, self.manifest, where)
 
     def feed(self, plan: Plan, world: World, *, groups: int | None = None) -> Feed:
         """A rank's batches."""

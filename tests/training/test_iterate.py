@@ -9,6 +9,7 @@ import importlib.util
 import io
 import json
 import re
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
@@ -25,14 +26,18 @@ from PIL import Image
 from features import decode_many
 from features.decode_many import BadImageError
 from features.schema import Field, Schema
-from storage.errors import ConfigError, DataError
+from storage.errors import ConfigError, CorruptionError, DataError
+from storage.manifest import load_dataset
 from tests.training import _torch_stand_in
 from tests.training._tiny import write_images, write_rows
 from training.batches import Batch, RankFeed, eval_batches
+from training.config import TrainConfig
 from training.iterate import PlannedBatches, numpy_batches
 from training.open_split import OpenSplit
 from training.plan import EpochPlan
+from training.planning import plan_for
 from training.reader import SplitReader
+from training.training_set import TrainingSet
 from training.world import World
 
 OPTIONS: dict[str, Any] = {"global_batch": 20, "lanes": 5, "seed": 3, "epochs": 2}
@@ -79,9 +84,9 @@ def test_files_are_closed_where_an_iteration_ends_or_is_left(
     closed: list[SplitReader] = []
     monkeypatch.setattr(SplitReader, "close", lambda self: closed.append(self))
     iterator = numpy_batches(root, augment=augment, **OPTIONS)
-    assert len(list(islice(iterator, batches))) == batches and not closed
+    assert len(list(islice(iterator, batches))) == batches and len(closed) == 1  # what the plan was made from
     iterator.close()
-    assert len(closed) == 1
+    assert len(closed) == 2
 
 
 @pytest.mark.parametrize("augment", ["", AUGMENT])
@@ -97,6 +102,73 @@ def test_ranks_share_what_one_has_and_any_start_is_a_part_of_the_whole(root: str
         assert one[1:3] == (b"".join(part[1] for part in joined), b"".join(part[2] for part in joined))
     planned = PlannedBatches.open(root, augment=augment, **OPTIONS)
     assert [content(b) for b in planned.batches(1, every=4)] == whole[1::4]
+
+
+MIXED: dict[str, Any] = {**OPTIONS, "mix": (3, 1), "interleave": 2, "cache_groups": 5, "cache_rotation": 1}
+
+
+@pytest.fixture
+def pair(tmp_path: Path, root: str) -> list[str]:
+    write_images(tmp_path / "e", records={"train": 40, "test": 5}, seed=1, fmt="tfrecord")
+    return [root, str(tmp_path / "e")]
+
+
+def test_a_mixture_is_the_same_at_any_ranks_and_is_what_a_run_trains_on(pair: list[str]) -> None:
+    whole = [content(batch) for batch in numpy_batches(pair, augment=AUGMENT, **MIXED)]
+    ranks = [numpy_batches(pair, augment=AUGMENT, rank=rank, num_ranks=3, **MIXED) for rank in range(3)]
+    assert len(whole) == 13  # two passes of the first dataset's 100 samples, 15 a batch
+    for one, *parts in zip(whole, *ranks, strict=True):
+        joined = [content(part) for part in parts]
+        assert one[1:3] == (b"".join(part[1] for part in joined), b"".join(part[2] for part in joined))
+        assert one[3] == [sample for part in joined for sample in part[3]]
+    config = TrainConfig(
+        datasets=tuple(pair), run="r", model="m", num_ranks=1, batchnorm="local",
+        **MIXED,
+    )  # fmt: skip
+    opened = TrainingSet.at(pair, "train", config.mix)
+    plan = plan_for(opened.manifest, config)
+    planned = PlannedBatches.open(pair, **MIXED)
+    assert planned.plan == plan
+    feed = opened.feed(plan, World.local(0, 1))
+    assert [content(batch) for batch in planned.batches(6)] == [content(batch) for batch in feed.batches(6, 13)]
+
+
+def test_a_second_epoch_is_read_from_the_cache(root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[SplitReader] = []
+    at = TrainingSet.at.__func__  # type: ignore[attr-defined]  # a classmethod's function
+
+    def kept(cls: type[TrainingSet], *arguments: Any) -> TrainingSet:
+        found: TrainingSet = at(cls, *arguments)
+        opened.extend(found.readers)
+        return found
+
+    monkeypatch.setattr(TrainingSet, "at", classmethod(kept))
+    whole = [content(batch) for batch in numpy_batches(root, **OPTIONS)]
+    options = {**OPTIONS, "cache": str(tmp_path / "cache"), "cache_bytes": 1 << 24, "read_ahead_bytes": 1 << 16}
+    assert [content(batch) for batch in numpy_batches(root, **options)] == whole
+    counts = opened[-1].cached
+    assert counts is not None and counts.misses > 0 and counts.hits >= counts.misses
+    assert [content(batch) for batch in numpy_batches(root, **options)] == whole  # another process would hit likewise
+    counts = opened[-1].cached
+    assert counts is not None and counts.misses == 0 and counts.hits > 0
+
+
+def test_a_full_verification_reads_this_rank_s_share_before_the_first_batch(root: str) -> None:
+    shard = Path(root, load_dataset(root).splits["train"].shards[1].path)
+    data = bytearray(shard.read_bytes())
+    data[20] ^= 1  # within the first page
+    shard.write_bytes(data)
+    PlannedBatches.open(root, verify="full", rank=0, num_ranks=2, **OPTIONS)  # the other rank's share
+    with pytest.raises(CorruptionError, match="does not match its digest"):
+        PlannedBatches.open(root, verify="full", rank=1, num_ranks=2, **OPTIONS)
+
+
+def test_a_dataset_that_was_replaced_is_refused(root: str) -> None:
+    planned = PlannedBatches.open(root, **OPTIONS)
+    shutil.rmtree(root)
+    write_images(root, seed=5)
+    with pytest.raises(DataError, match="another dataset"):
+        next(planned.batches())
 
 
 def test_without_epochs_there_is_no_end_and_a_closed_iterator_leaves_no_thread(root: str) -> None:
@@ -125,6 +197,15 @@ def test_the_signature_tells_what_a_batch_holds(root: str) -> None:
         ({"augment": "blur"}, "crop:pixels"),
         ({"split": "validation"}, "train"),
         ({"start_step": -1}, "from 0 up"),
+        ({"mix": (1, 1)}, "two datasets"),
+        ({"mix": ()}, "two datasets"),
+        ({"interleave": 0}, "from 2 up"),
+        ({"cache_groups": 2}, "divide|lanes"),
+        ({"cache_rotation": 2}, "groups"),
+        ({"verify": "all"}, "start or full"),
+        ({"bad_images": "no"}, "refuse or skip"),
+        ({"cache_bytes": 0, "cache": "/nowhere"}, "1 or more"),
+        ({"read_ahead_bytes": 0}, "1 or more"),
     ],
 )
 def test_what_cannot_be_iterated_is_refused(root: str, changes: dict[str, Any], told: str) -> None:
@@ -179,6 +260,26 @@ def test_a_state_that_would_lose_or_repeat_samples_is_refused(root: str, torch_d
     ):
         with pytest.raises(DataError, match=name):
             torch_data.loader(PlannedBatches.open(root, **{**OPTIONS, "augment": AUGMENT, **changes}), state)
+
+
+def test_torch_goes_on_in_a_mixture_and_refuses_another(pair: list[str], tmp_path: Path, torch_data: Any) -> None:
+    whole = [content(batch) for batch in numpy_batches(pair, **MIXED)]
+    loader = torch_data.loader(PlannedBatches.open(pair, **MIXED))
+    assert len(list(islice(loader, 5))) == 5
+    state = json.loads(json.dumps(loader.state_dict()))
+    # How files are read decides nothing of the batches.
+    cached = PlannedBatches.open(pair, **MIXED, cache=str(tmp_path / "cache"), cache_bytes=1 << 24)
+    assert [of_torch(item) for item in torch_data.loader(cached, state, num_workers=2)] == whole[5:]
+    for changes, name in (
+        ({"mix": (1, 1)}, "global_batch|parts|ratios"),
+        ({"interleave": 1}, "parts"),
+        ({"cache_groups": None, "cache_rotation": None}, "parts"),
+        ({"cache_rotation": 2}, "parts"),
+    ):
+        with pytest.raises(DataError, match=name):
+            torch_data.loader(PlannedBatches.open(pair, **{**MIXED, **changes}), state)
+    with pytest.raises(DataError, match="another `block_records`"):
+        torch_data.loader(PlannedBatches.open(pair[:1], **{**MIXED, "mix": None}), state)
 
 
 def test_without_torch_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -233,10 +233,44 @@ def test_what_is_stored_is_what_comes_back_or_refused(urls: list[str]) -> None:
     first, own = plan.parts[0], manifest.mixed[0]
     assert plan_from(first.identity(), own) == first
     # A key of a later version says of the order what this one does not know.
-    for name, stored in (("more", None), ("seed", "0"), ("records", first.total + 1)):
+    for name, stored in (("more", None), ("records", first.total + 1)):
         with pytest.raises(DataError, match=r"another dataset") as refused:
             plan_from({**first.identity(), name: stored}, own)
         assert refused.value.got == f"{name} differ"
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "told"),
+    [
+        ("seed", "0", "the file: seed is"),
+        ("lanes", "4", "the file: lanes is"),
+        ("lanes", True, "the file: lanes is"),
+        ("lanes", None, "the file: lanes is"),
+        ("lanes", 0, "the file: lanes is"),
+        ("global_batch", 1.0, "the file: global_batch is"),
+        ("window_records", [3], "the file: window_records is"),
+        ("version", "1", "the file: version is"),
+        ("version", 99, "the file is no plan"),
+        ("split", 3, "the file: split is"),
+        ("split", "other", "the file is no plan"),  # a string, but of no such split
+        ("lanes", 3, "the file is no plan"),  # a number, but none that divides the batch
+        ("interleave", "2", "the file: interleave is"),
+        ("interleave", 1, "the file is no plan"),  # one place is never stored
+        ("cache_rotation", 2, "the file is no plan"),  # without groups
+    ],
+)
+def test_a_damaged_plan_is_told_with_file_and_field(urls: list[str], name: str, stored: object, told: str) -> None:
+    mixed = open_mixture(urls, "train")[1]
+    plan = plan_for(mixed, config(urls))
+    assert isinstance(plan, MixedPlan)
+    damaged = {**plan.parts[0].identity(), name: stored}
+    with pytest.raises(DataError, match=f"^{told}"):
+        plan_from(damaged, mixed.mixed[0], "the file")
+    parts = [damaged, *(part.identity() for part in plan.parts[1:])]
+    with pytest.raises(DataError, match=told.replace("the file", "the file: part 0")):
+        plan_from({**plan.identity(), "parts": parts}, mixed, "the file")
+    with pytest.raises(DataError, match="the file: part 0 is not"):
+        plan_from({**plan.identity(), "parts": [7, *parts[1:]]}, mixed, "the file")
 
 
 def test_what_cannot_be_mixed(urls: list[str], tmp_path: Path) -> None:
