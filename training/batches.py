@@ -28,7 +28,7 @@ DEADLINE_S = 300.0  # below the driver's stall limit of 600 s, so that the rank 
 # What is encoded in one call: enough rows that calls cost little, no more bytes than caches hold a few times
 # (docs/decisions/074-batches-by-kernels.md).
 _CHUNK_ROWS = 4096
-_CHUNK_BYTES = 2 << 20
+_CHUNK_BYTES = 8 << 20
 _CHUNKS_IN_MEMORY = 3  # one being made, one finished, one in use
 
 
@@ -53,7 +53,7 @@ class RankFeed:
 
     `groups` are the lane groups of ghost BatchNorm, which ranks own whole. Raises ConfigError for more ranks than lanes
     or groups. Memory: what training.assembly says, and three chunks of encoded batches: `read_ahead_bytes` in all at
-    most, 6 MiB where one batch is smaller, but at least three batches.
+    most, 24 MiB where one batch is smaller, but at least three batches.
     """
 
     def __init__(
