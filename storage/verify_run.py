@@ -14,9 +14,12 @@ from storage.fs import basename, filesystem, parent
 from storage.layout import MANIFEST_NAME, safe_relative
 from storage.publish import is_temporary
 from storage.sealed import unseal
+from storage.tensor_header import read_header
+from storage.tensor_parts import check_part, read_divided
 
 RUN_JSON = "run.json"
 _STEP = re.compile(r"step-([0-9]{10})\.g([0-9]{4,})")
+_RANK_FILE = re.compile(r"rank-([0-9]{5,})\.safetensors")
 _CLAIM = re.compile(r"([0-9]{6,})\.json")
 _RESULT = re.compile(r"g([0-9]{4,})\.json")
 _COMM_PLAN = re.compile(r"ranks-[0-9]{5,}-[0-9a-f]{16}\.json")
@@ -112,9 +115,33 @@ def _check_sealed_directory(check: Check, path: str, kind: str) -> dict[str, Any
                 "a manifest that contradicts its directory's name", file=where, got=found, allowed=f"those of {name[0]}"
             )
     check.on_ok(f"{below}{MANIFEST_NAME}", f"{len(files)} files")
+    before = len(check.findings)
     _check_files(check, below, files)
+    if kind == "checkpoint" and manifest.get("format_version") != 1 and len(check.findings) == before:
+        _check_tensors(check, below, manifest, files)
     check.extra_files({f"{below}{MANIFEST_NAME}", *(below + name for name in files)}, path)
     return manifest
+
+
+def _check_tensors(check: Check, below: str, manifest: dict[str, Any], files: dict[str, tuple[int, str]]) -> None:
+    """Hold the manifest's `tensors` against the headers of the ranks' files, as going on from the checkpoint does."""
+    where, headers = check.url(f"{below}{MANIFEST_NAME}"), {}
+    for name, (size, _) in files.items():
+        if found := _RANK_FILE.fullmatch(name):
+            try:
+                with check.fs.open_read(check.url(below + name)) as file:
+                    headers[int(found[1])] = read_header(file, size, check.url(below + name))
+            except CorruptionError as error:
+                check.caught(below + name, error)
+                return
+    for name, entry in strict.mapping(manifest.get("tensors"), where=f"{where}: tensors").items():
+        tensor = read_divided(name, entry, where)
+        for part in tensor.parts:
+            file_name = f"rank-{part[0]:05d}.safetensors"
+            try:
+                check_part(name, tensor, part, headers.get(part[0], {}), check.url(below + file_name))
+            except CorruptionError as error:
+                check.caught(below + file_name, error)
 
 
 def _listed(manifest: dict[str, Any], key: str, where: str) -> dict[str, tuple[int, str]]:

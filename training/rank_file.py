@@ -17,30 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from storage import strict
-from storage.errors import ConfigError, CorruptionError, DataError
+from storage.errors import ConfigError, CorruptionError
 from storage.fs import FileSystem
 from storage.interface import Writer
 from storage.publish import write_stream
+from storage.tensor_header import DTYPES, LENGTH_BYTES, head_bytes, parse_header
 
-# By NumPy's names. safetensors has more, for which NumPy has no type of its own.
-DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
-_NAMES = {stored: name for name, stored in DTYPES.items()}
 ALIGN_BYTES = 64
-MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 CHUNK_BYTES = 1 << 20
 
 
@@ -86,27 +69,12 @@ def tensors_in(file: NDArray[np.uint8], where: str) -> dict[str, NDArray[Any]]:
 
     Raises CorruptionError naming `where` for anything else: gaps, overlaps, bytes behind the end, other types.
     """
-    try:
-        head = 8 + int.from_bytes(file[:8].tobytes(), "little")
-        if not 8 < head <= min(file.size, MAX_HEADER_BYTES):
-            raise ValueError(f"a header of {head - 8} bytes in {file.size}")
-        header = json.loads(file[8:head].tobytes(), object_pairs_hook=_once, parse_constant=_no_number)
-        header = strict.mapping(header, where="the header")
-        header.pop("__metadata__", None)
-        found, end = {}, 0
-        places = {name: _place(name, entry) for name, entry in header.items()}
-        for name, (begin, dtype, shape) in sorted(places.items(), key=lambda item: (item[1][0], _bytes(*item[1][1:]))):
-            size = _bytes(dtype, shape)
-            if begin != end or begin + size > file.size - head:
-                raise ValueError(f"{name} at {begin} to {begin + size}, where {end} was next")
-            found[name] = file[head + begin : head + begin + size].view(dtype).reshape(shape)
-            end = begin + size
-        if head + end != file.size:
-            raise ValueError(f"{file.size - head - end} bytes that belong to no tensor")
-    except (ValueError, RecursionError, DataError) as error:
-        got = str(error).splitlines()[0]
-        raise CorruptionError("a file of a checkpoint is not safetensors", file=where, got=got) from error
-    return found
+    head = head_bytes(file[:LENGTH_BYTES].tobytes(), file.size, where)
+    stored = parse_header(file[LENGTH_BYTES:head].tobytes(), file.size, where)
+    return {
+        name: file[tensor.begin : tensor.begin + tensor.bytes].view(tensor.dtype).reshape(tensor.shape)
+        for name, tensor in stored.items()
+    }
 
 
 def upload(fs: FileSystem, url: str, file: NDArray[np.uint8]) -> None:
@@ -139,31 +107,6 @@ def upload(fs: FileSystem, url: str, file: NDArray[np.uint8]) -> None:
 def sha256_of(file: NDArray[np.uint8]) -> str:
     """SHA-256 in hex; other threads run meanwhile."""
     return hashlib.sha256(file.data).hexdigest()
-
-
-def _place(name: str, entry: Any) -> tuple[int, np.dtype[Any], list[int]]:
-    """Offset, dtype and shape of one entry of a header."""
-    info = strict.obj(entry, ("dtype", "shape", "data_offsets"), where=name)
-    shape = [strict.count(item, where=name) for item in strict.items(info["shape"], where=name)]
-    offsets = [strict.count(item, where=name) for item in strict.items(info["data_offsets"], where=name)]
-    dtype = np.dtype(_NAMES[strict.string(info["dtype"], where=name, choices=_NAMES)])
-    if len(offsets) != 2 or offsets[1] - offsets[0] != _bytes(dtype, shape):
-        raise ValueError(f"{name} at {offsets}, of {dtype} {shape}")
-    return offsets[0], dtype, shape
-
-
-def _bytes(dtype: np.dtype[Any], shape: list[int]) -> int:
-    return math.prod(shape) * dtype.itemsize
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(dict(pairs)) != len(pairs):
-        raise ValueError("a name twice")
-    return dict(pairs)
-
-
-def _no_number(text: str) -> Any:
-    raise ValueError(f"{text} as a number")
 
 
 def _lay_out(tensors: Mapping[str, NDArray[Any]]) -> tuple[bytes, dict[str, int], int]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from storage import strict
 from storage.errors import CorruptionError
+from storage.tensor_parts import check_whole, part_name, read_divided
 from training.checkpoint import Tensors, TensorSpec, file_name
 
 WHOLE_BYTES = 1 << 20  # tensors up to here are never cut
@@ -56,8 +57,7 @@ def divide(specs: Mapping[str, TensorSpec], num_ranks: int) -> list[list[Piece]]
 
 def key_of(piece: Piece, spec: TensorSpec) -> str:
     """The piece's name in a rank's file: the tensor's own where it is whole, else with its elements behind."""
-    whole = (piece.start, piece.stop) == (0, _elements(spec))
-    return piece.name if whole else f"{piece.name}[{piece.start}:{piece.stop}]"
+    return part_name(piece.name, piece.start, piece.stop, _elements(spec))
 
 
 def report(pieces: Sequence[Piece], specs: Mapping[str, TensorSpec]) -> dict[str, list[Any]]:
@@ -84,7 +84,7 @@ def merge(reports: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
             entry["parts"].append([rank, start, stop])
     for name, entry in tensors.items():
         entry["parts"].sort(key=lambda part: (part[1], part[0]))
-        _check_whole(name, entry["shape"], entry["parts"], where)
+        check_whole(name, entry["shape"], entry["parts"], where)
     return tensors
 
 
@@ -97,10 +97,7 @@ def assemble(manifest: Mapping[str, Any], parts: Mapping[int, Tensors], where: s
     for name, entry in strict.mapping(manifest.get("tensors"), where=f"{where}: tensors").items():
         if name.split("/")[0] not in kinds:
             continue
-        info = strict.obj(entry, ("dtype", "shape", "parts"), where=f"{where}: {name}")
-        dtype, shape = strict.string(info["dtype"], where=f"{where}: {name}"), _counts(info["shape"], where, name)
-        places = [_counts(part, where, name) for part in strict.items(info["parts"], where=f"{where}: {name}")]
-        _check_whole(name, shape, places, where)
+        dtype, shape, places = read_divided(name, entry, where)
         spec = TensorSpec(tuple(shape), dtype)
         values = [_part(parts, rank, Piece(name, start, stop), spec, where) for rank, start, stop in places]
         whole = values[0] if len(values) == 1 else np.concatenate([value.reshape(-1) for value in values])
@@ -121,28 +118,6 @@ def _part(parts: Mapping[int, Tensors], rank: int, piece: Piece, spec: TensorSpe
             allowed=f"{spec.dtype}, {piece.stop - piece.start} elements",
         )
     return value
-
-
-def _check_whole(name: str, shape: Sequence[int], parts: Sequence[Sequence[int]], where: str) -> None:
-    done = 0
-    for part in parts:
-        if len(part) != 3 or part[1] != done or part[2] < part[1]:
-            break
-        done = part[2]
-    else:
-        if parts and done == math.prod(shape):
-            return
-    raise CorruptionError(
-        f"the parts of {name} do not make up the whole",
-        file=where,
-        got=", ".join(str(list(part)) for part in parts) or "no part",
-        allowed=f"[rank, start, stop] of elements 0 to {math.prod(shape)}, each once",
-    )
-
-
-def _counts(value: Any, where: str, name: str) -> list[int]:
-    place = f"{where}: {name}"
-    return [strict.count(item, where=place) for item in strict.items(value, where=place)]
 
 
 def _cut(offset: int, elements: int, itemsize: int) -> int:
