@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from functools import cache
+from typing import cast
 
 import numpy as np
 
@@ -48,11 +50,11 @@ class ShardFiles:
         return data
 
     def _data(self, file: RangeFile, start: int, stop: int) -> bytes | memoryview:
-        if not isinstance(file, IntoMemory):
+        if not _reads_into_memory(type(file)):
             return file.read_at(start, stop - start)
         # Memory that is used again: new memory for each range costs four times as much as what is read into it.
         memory = self._slabs.array((stop - start,), np.uint8).data
-        file.read_into(start, memory)
+        cast(IntoMemory, file).read_into(start, memory)
         return memory.toreadonly()
 
     def close(self) -> None:
@@ -80,3 +82,8 @@ class ShardFiles:
                 surplus = self._idle.popitem(last=False)[1][1] if len(self._idle) > self._most_open else None
         if surplus is not None:
             surplus.close()
+
+
+@cache  # looking through a protocol's methods costs as much as a short read
+def _reads_into_memory(kind: type[RangeFile]) -> bool:
+    return issubclass(kind, IntoMemory)
