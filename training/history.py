@@ -33,7 +33,7 @@ class History:
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
     """Rows {step, bytes, blocked_s, written_s, cost_s, skipped, interval_s} of what was committed, in order of step."""
     reading: list[dict[str, Any]] = field(default_factory=list)
-    """Rows of training.reading of all ranks and generations: what each read up to the end of an epoch."""
+    """Rows of training.reading of all ranks, each with its `generation`: what was read up to the end of an epoch."""
     learning_rate: dict[str, Any] | None = None
     """What was done to the model's learning rate (training.learning_rate.Scaled); None where nothing was."""
 
@@ -58,7 +58,7 @@ def read_history(run: str) -> History:
             elif row["kind"] == NON_FINITE:
                 non_finite.append(row)
             elif row["kind"] == READING:
-                reading.append(row)
+                reading.append({**row, "generation": generation})
             else:
                 kept[row["kind"]][row["step"]] = row
     steps, epochs, checkpoints, rates = ([rows[step] for step in sorted(rows)] for rows in kept.values())

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jinja2 import Environment
-from markupsafe import Markup
 
 from storage.errors import NotFoundError
 from storage.fs import filesystem
@@ -18,24 +16,9 @@ from training.claims import Claim, read_claims
 from training.history import History, read_history
 from training.launch.restarts import told
 from training.paths import RunPaths
+from training.report_curves import epoch_curve, loss_curve
+from training.report_rows import checkpoint_rows, reading_rows, time_rows
 from training.run_json import read_run
-from training.step_clock import PARTS
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-SMOOTHED_STEPS = 20  # the curve's dark line: a single batch's loss says little
-
-MARKED_POINTS = 30  # of so few one wants to see where each lies
-LIGHT, DARK = "#b9cbe0", "#1f4e89"
-
-_TIME_WORDS = {
-    "data_s": "waiting for data",
-    "compute_s": "computing",
-    "exchange_s": "waiting for the all-reduce",
-    "checkpoint_s": "writing checkpoints",
-    "other_s": "callbacks and ends of epochs",
-}
 
 # The headings are the sections of a run's life; everything that comes from data is escaped by the template engine.
 _PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string("""\
@@ -171,12 +154,16 @@ def render(
         ),
     ]
     if history.times:
-        tables.append(("Where each rank's time went", _time_rows(history)))
+        tables.append(("Where each rank's time went", time_rows(history)))
+    if history.checkpoints:
+        tables.append(("Checkpoints", checkpoint_rows(history)))
+    if history.reading:
+        tables.append(("What each rank read", reading_rows(history)))
     if evaluation is not None:
         tables.append((f"Evaluation on {evaluation['split']}", _evaluation_rows(evaluation)))
     metrics = sorted({name for row in history.epochs for name in row["metrics"]} - {"loss"})
-    curves = [("Loss over the global batch", _loss_curve(history))] if history.steps else []
-    curves += [(f"{name} by epoch", _epoch_curve(history, name)) for name in metrics]
+    curves = [("Loss over the global batch", loss_curve(history))] if history.steps else []
+    curves += [(f"{name} by epoch", epoch_curve(history, name)) for name in metrics]
     return _PAGE.render(title="Lockstep: report of a run", where=run, tables=tables, curves=curves)
 
 
@@ -189,62 +176,5 @@ def _evaluation_rows(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _time_rows(history: History) -> list[tuple[str, str]]:
-    """Shares of each rank's time, in all generations."""
-    rows = []
-    for rank in sorted({row["rank"] for row in history.times}):
-        sums = {part: sum(row[part] for row in history.times if row["rank"] == rank) for part in PARTS}
-        total = sum(sums.values())
-        shares = [f"{_TIME_WORDS[part]} {seconds / total:.1%}" for part, seconds in sums.items() if total]
-        rows.append((f"rank {rank}", f"{', '.join(shares)} of {total:.1f} s"))
-    return rows
-
-
 def _number(value: Any) -> str:
     return f"{value:.4f}" if isinstance(value, float) else str(value)
-
-
-def _loss_curve(history: History) -> Markup:
-    rows = [row for row in history.steps if isinstance(row["loss"], (int, float))]  # not "nan", of a skipped step
-    steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
-    smooth = [_mean(losses[max(0, i - SMOOTHED_STEPS + 1) : i + 1]) for i in range(len(losses))]
-    return _curve(
-        steps, [("one step", losses, "#b9cbe0"), (f"mean of {SMOOTHED_STEPS} steps", smooth, "#1f4e89")], "step"
-    )
-
-
-def _epoch_curve(history: History, name: str) -> Markup:
-    rows = [row for row in history.epochs if isinstance(row["metrics"].get(name), (int, float))]
-    return _curve(
-        [row["epoch"] + 1 for row in rows], [(name, [row["metrics"][name] for row in rows], "#1f4e89")], "epoch"
-    )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _curve(x: Sequence[int], lines: Sequence[tuple[str, Sequence[float], str]], x_label: str) -> Markup:
-    from matplotlib.figure import Figure  # half a second that only a report needs
-    from matplotlib.ticker import MaxNLocator
-
-    figure = Figure(figsize=(8, 3))
-    axes = figure.add_subplot()
-    for name, y, colour in lines:
-        axes.plot(x, y, color=colour, label=name, marker="o" if len(x) <= MARKED_POINTS else None)
-    axes.set_xlabel(x_label)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    return _svg(figure)
-
-
-def _svg(figure: Figure) -> Markup:
-    from matplotlib import rc_context
-
-    target = io.StringIO()
-    with rc_context({"svg.hashsalt": "lockstep", "svg.fonttype": "none"}):
-        figure.savefig(target, format="svg", metadata={"Date": None}, bbox_inches="tight")
-    text = target.getvalue()
-    # Made by matplotlib from numbers and the metric names, which it escapes; the XML head has no place inside HTML.
-    return Markup(text[text.index("<svg") :])

@@ -15,7 +15,9 @@ from tests.training._tiny import write_table
 from training.claims import CheckpointRef, Claim, claim_next
 from training.history import read_history
 from training.paths import RunPaths
-from training.report import _loss_curve, about_run, render, write_report
+from training.report import about_run, render, write_report
+from training.report_curves import loss_curve
+from training.report_rows import checkpoint_rows, reading_rows
 
 HOSTILE = "<script>alert(1)</script>"
 
@@ -96,7 +98,7 @@ def test_a_skipped_step_may_have_no_number_for_a_loss(run: str) -> None:
     part = Path(RunPaths(run).metrics(2)) / "part-00000.jsonl"
     skipped = {"kind": "step", "step": 7, "epoch": 0, "loss": "nan", "skipped": True, "seconds": 1.0}
     part.write_text(part.read_text() + json.dumps(skipped) + "\n")
-    assert "<svg" in _loss_curve(read_history(run))
+    assert "<svg" in loss_curve(read_history(run))
 
 
 def test_what_was_trained_how_and_when_is_told_from_the_run_s_own_record() -> None:
@@ -118,3 +120,30 @@ def test_what_was_trained_how_and_when_is_told_from_the_run_s_own_record() -> No
         "seed": "0", "begun": "2026-01-02T03:04:05+00:00", "finished": "2026-01-02T04:00:00+00:00",
         "versions": "keras 3",
     }  # fmt: skip
+
+
+def test_checkpoints_and_reading_are_told_where_there_are_any(run: str, tmp_path: Path) -> None:
+    saved = {"kind": "checkpoint", "bytes": 9, "blocked_s": 0.25, "written_s": 2.0, "cost_s": 0.5, "interval_s": 30}
+    reading = {"kind": "reading", "rank": 0, "fetched_bytes": 4_000_000, "waited_s": 1.5}
+    for generation, rows_of in (
+        (1, [{**saved, "step": 2, "skipped": 0}, {**reading, "step": 2}, {**reading, "step": 3}]),
+        (2, [{**saved, "step": 5, "skipped": 2, "cost_s": 1.5},
+             {**reading, "step": 5, "cache_hits": 3, "cache_misses": 1, "cache_hit_bytes": 2_000_000}]),
+    ):  # fmt: skip
+        part = Path(RunPaths(run).metrics(generation)) / "part-00001.jsonl"
+        part.write_text("".join(json.dumps(row) + "\n" for row in rows_of))
+    history = read_history(run)
+    assert dict(checkpoint_rows(history)) == {
+        "committed": "2", "skipped, while one was being written": "2",
+        "steps stood still for": "0.250 s in the median, 0.250 s at most",
+        "written in the background in": "2.000 s in the median, 2.000 s at most",
+        "cost of one, with slower steps beside it": "1.000 s in the median, 1.500 s at most",
+    }  # fmt: skip
+    # Two processes, of which the first told twice what it had read since it began.
+    text = "8.0 MB fetched, 3.0 s waited for; 3 of 4 reads from the cache (75.0%), 2.0 MB"
+    assert reading_rows(history) == [("rank 0", text)]
+    write_table(tmp_path / "data")
+    result = {"steps": 6, "epochs": 1, "samples_per_s": 1.0, "left_over": [], "metrics": {}, "checkpoint": "c",
+              "model": "m"}  # fmt: skip
+    page = render(run, [], result, history, load_dataset(str(tmp_path / "data")), None)
+    assert "<h2>Checkpoints</h2>" in page and text in page
