@@ -66,6 +66,7 @@ def test_an_answer_without_an_end_is_not_read_to_its_end(
 
 def test_an_answer_that_trickles_is_left_at_the_deadline(fs: WebHdfsFileSystem, fake: FakeWebHdfs) -> None:
     """Its thread, too, ends: each byte comes in time, but all of them do not."""
+    others = left_behind()  # of tests before this one, that ask servers which never answer
     ended = threading.Event()
 
     def trickle(handler: Any) -> bool:
@@ -83,7 +84,7 @@ def test_an_answer_that_trickles_is_left_at_the_deadline(fs: WebHdfsFileSystem, 
     fake.before["LISTSTATUS"] = [trickle]
     with pytest.raises(StorageError):
         fs.calls.once(lambda client: client._list_status("/"), "list", url(""), 1.0)
-    assert ended.wait(2) and left_behind() == 0
+    assert ended.wait(2) and left_behind() <= others
 
 
 def test_a_listing_is_long_where_a_directory_is_large(
