@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Action, Namespace
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, get_args
 
 from features.augment.parse import forms
@@ -18,10 +18,17 @@ def parser(description: str, job_name: str = "train", without: Collection[str] =
     """The command line of a job that trains, whose TOML table is its name; `without`: flags it has no use for."""
     job = JobParser(job_name, description, job_name)
 
-    def add(flag: str, **options: Any) -> None:
-        if flag not in without:
-            job.add_argument(flag, **options)
+    def under(title: str) -> Callable[..., None]:
+        """Adds flags below a title of --help."""
+        group = job.add_argument_group(title)
 
+        def add(flag: str, **options: Any) -> None:
+            if flag not in without:
+                group.add_argument(flag, **options)
+
+        return add
+
+    add = under("what is trained on what")
     add(
         "--dataset",
         nargs="+",
@@ -31,8 +38,8 @@ def parser(description: str, job_name: str = "train", without: Collection[str] =
         help="datasets to train on, in this order; several must fit together, as a dataset and its appends do",
     )
     add("--run", required=True, metavar="URL", help="directory of the run, local or hdfs://; an existing run goes on")
-    add("--model", required=True, metavar="NAME", help="logistic | resnet20 | ... | module:function")
-    add("--num-ranks", type=int, required=True, metavar="N", help="training processes")
+    add("--model", required=True, metavar="NAME", help="logistic | resnet8, resnet14, resnet20, ... | module:function")
+    add("--num-ranks", type=int, required=True, metavar="N", help="how many training processes")
     add("--global-batch", type=int, required=True, metavar="G", help="samples of one step over all ranks")
     add("--epochs", type=int, required=True, metavar="E", help="passes over the split, in all")
     add("--split", default="train", metavar="NAME", help="the split to train on (default train); folds: fold-1,fold-2")
@@ -41,88 +48,149 @@ def parser(description: str, job_name: str = "train", without: Collection[str] =
         type=int,
         nargs="+",
         metavar="R",
-        help="a weight for each dataset, their shares of each batch; epochs are the first one's (default: end to end)",
+        help="each dataset's share of every batch, such as 3 1; epochs are those of the first (default: end to end)",
     )
+    add(
+        "--init-from",
+        metavar="URL",
+        help="first weights of a new run: of a run, a checkpoint, an exported model, a .keras or .weights.h5 file",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="of the samples' order and the first weights (default 0)")
+    add = under("order of samples (docs/epoch-plan.md)")
     add("--lanes", type=int, metavar="L", help="streams of samples; divides G (default: its largest divisor up to 64)")
-    add("--window-bytes", type=int, default=8 << 20, metavar="N", help="shuffle window of all lanes (default 8 MiB)")
+    add(
+        "--window-bytes",
+        type=int,
+        default=8 << 20,
+        metavar="N",
+        help="memory in which samples are shuffled (default 8 MiB)",
+    )
     add(
         "--interleave",
         type=int,
         default=1,
         metavar="B",
-        help="places a lane reads at once, for sorted data (default 1)",
+        help="in how many places a lane reads at once, for sorted data: 64 / L (default 1)",
     )
-    add("--cache-groups", type=int, metavar="C", help="of blocks that the same L / C lanes read each epoch, for caches")
-    add("--cache-rotation", type=int, metavar="K", help="epochs after which cache groups are made anew (default never)")
+    add(
+        "--cache-groups",
+        type=int,
+        metavar="C",
+        help="with --cache, the number of nodes: each reads the same blocks in every epoch (default: no groups)",
+    )
+    add("--cache-rotation", type=int, metavar="K", help="deal blocks to groups anew every K epochs (default: never)")
+    add = under("reading (docs/reading.md, docs/batches.md)")
     add(
         "--read-ahead-bytes",
         type=int,
         default=READ_AHEAD_BYTES,
         metavar="N",
-        help="of shards that a rank fetches ahead (default 64 MiB)",
+        help="how many bytes a rank fetches ahead of their use, at most (default 64 MiB)",
     )
-    add("--cache", metavar="DIR", help="on each rank's host, for blocks that later epochs read again (default none)")
+    add(
+        "--cache",
+        metavar="DIR",
+        help="a folder on each rank's host that keeps blocks for later epochs and runs (default: none)",
+    )
     add("--cache-bytes", type=int, default=CACHE_BYTES, metavar="N", help="the most that DIR holds (default 16 GiB)")
     add(
         "--verify",
         choices=get_args(Verify),
         default="start",
-        help="full: every byte of the split by its digest, before the first step (default start: lengths and indexes)",
+        help="before the first step: start, lengths and indexes (default), or full, every byte by its digest",
     )
-    add("--bad-images", choices=get_args(BadImages), default="refuse", help="skip: weight 0 (default refuse)")
-    add("--augment", nargs="+", action=Joined, default="", metavar="OP", help=f"of training images: {forms()}")
+    add(
+        "--bad-images",
+        choices=get_args(BadImages),
+        default="refuse",
+        help="an image that cannot be decoded: ends the run (default) or counts with weight 0",
+    )
+    add("--augment", nargs="+", action=Joined, default="", metavar="OP", help=f"change training images: {forms()}")
+    add = under("a step (docs/keras.md, docs/learning-rate.md)")
     add(
         "--batchnorm",
         choices=get_args(BatchNorm),
         default="ghost",
-        help="ghost (up to 8 ranks) and sync (one message a layer): the same at any N (default ghost)",
+        help="statistics over an eighth of the batch (ghost, default), all of it (sync) or a rank's part (local)",
     )
     add("--learning-rate", type=float, metavar="X", help="default: the model's own")
     add(
         "--learning-rate-scaling",
         choices=get_args(ScalingRule),
         default="none",
-        help="of the rate with G / base batch (default none: docs/learning-rate.md)",
+        help="how the learning rate grows with G / --base-batch (default none)",
     )
     add("--base-batch", type=int, metavar="B", help="the global batch that the learning rate was found for")
-    add("--warm-up-epochs", type=float, default=0.0, metavar="E", help="of the learning rate (default 0)")
-    add("--micro-batches", type=int, default=1, metavar="K", help="parts of a rank's batch, added up (default 1)")
-    add("--precision", choices=get_args(Precision), default="float32", help="default float32")
     add(
-        "--init-from",
-        metavar="URL",
-        help="first weights: a run, a checkpoint, an exported model, a .keras, .weights.h5",
+        "--warm-up-epochs",
+        type=float,
+        default=0.0,
+        metavar="E",
+        help="epochs in which the learning rate rises to its value (default 0)",
     )
-    add("--seed", type=int, default=0, metavar="N", help="of samples' order and first weights (default 0)")
-    add("--checkpoint-every", default=200, metavar="N|Ns|auto", help="steps (200), seconds (60s) or auto (default 200)")
+    add(
+        "--micro-batches",
+        type=int,
+        default=1,
+        metavar="K",
+        help="parts in which a rank computes its batch, for less memory (default 1)",
+    )
+    add("--precision", choices=get_args(Precision), default="float32", help="default float32")
+    add = under("checkpoints (docs/checkpoints.md)")
+    add(
+        "--checkpoint-every",
+        default=200,
+        metavar="N|Ns|auto",
+        help="so many steps (default 200), seconds (60s), or auto: as often as pays",
+    )
     add(
         "--mean-time-between-failures",
         dest="mean_time_between_failures_s",
         type=float,
         default=MEAN_TIME_BETWEEN_FAILURES_S,
         metavar="S",
-        help="of all ranks together, for --checkpoint-every auto (default 14400)",
+        help="seconds, of all ranks together: what auto reckons with (default 14400)",
     )
-    add("--keep-checkpoints", type=int, default=3, metavar="K", help="newest checkpoints that stay (default 3)")
-    add("--keep-every", type=int, metavar="M", help="one checkpoint for so many steps stays too")
-    add("--keep-best", metavar="METRIC:max", help="the best of the epochs' ends stays too (:min or :max)")
+    add("--keep-checkpoints", type=int, default=3, metavar="K", help="the newest K stay (default 3)")
+    add("--keep-every", type=int, metavar="M", help="the first at or after each multiple of M steps stays too")
+    add(
+        "--keep-best",
+        metavar="METRIC:max",
+        help="of those at epochs' ends the best stays too; METRIC:max or METRIC:min",
+    )
+    add = under("exactly once (docs/exactly-once.md)")
     add(
         "--non-finite",
         choices=get_args(NonFinite),
         default="stop",
-        help="what a loss or gradient that is no finite number does: stop (default) or skip the step on all ranks",
+        help="a loss or gradient that is not finite: stop the run (default) or skip the step, on all ranks",
     )
     add("--canonical", action="store_true", help="the same weights, bit for bit, at 1, 2, 4, ... ranks; slower")
-    add("--compare-every", type=int, default=100, metavar="N", help="steps between looks whether ranks agree (100)")
-    add("--audit", action="store_true", help="list each sample that counts, in RUN/audit")
-    add("--launcher", choices=["barrier", "local"], default="barrier", help="Spark barrier stage (default) | this host")
-    add("--tls", choices=["on", "off"], default="off", help="encrypt between hosts (default off; docs/security.md)")
-    add("--backend", choices=get_args(Backend), default="auto", help="of gradients (default auto); nccl: docs/gpu.md")
     add(
-        "--algorithm", choices=get_args(Algorithm), default="auto", help="of all_reduce (default auto: docs/scaling.md)"
+        "--compare-every",
+        type=int,
+        default=100,
+        metavar="N",
+        help="compare the ranks' weights every N steps (default 100)",
     )
-    add("--trust-network", metavar="IFACE", help="may carry what cannot be authenticated: gRPC, NCCL")
+    add("--audit", action="store_true", help="list each sample that counts, in RUN/audit")
+    add = under("ranks and how they talk (docs/scaling.md, docs/security.md)")
+    add("--launcher", choices=["barrier", "local"], default="barrier", help="Spark barrier stage (default) | this host")
+    add("--tls", choices=["on", "off"], default="off", help="encrypt what leaves a host (default off)")
+    add(
+        "--backend",
+        choices=get_args(Backend),
+        default="auto",
+        help="what carries gradients (default auto); nccl: docs/gpu.md",
+    )
+    add("--algorithm", choices=get_args(Algorithm), default="auto", help="how gradients are added (default: measured)")
+    add(
+        "--trust-network",
+        metavar="IFACE",
+        help="the interface that may carry what cannot be authenticated (tensorflow, nccl)",
+    )
     add("--master", metavar="URL", help="Spark master, such as local[2] (default: spark-submit's)")
+    add = under("limits and restarts (docs/control.md)")
     add(
         "--start-limit",
         dest="start_limit_s",
@@ -131,10 +199,27 @@ def parser(description: str, job_name: str = "train", without: Collection[str] =
         metavar="S",
         help="seconds for all ranks to start (300)",
     )
-    add("--stall-limit", dest="stall_limit_s", type=float, default=600.0, metavar="S", help="without a step (600 s)")
-    add("--take-over", action="store_true", help="replace a driver that is at work on this run (docs/control.md)")
-    add("--max-restarts", type=int, default=3, metavar="N", help="in a row without a checkpoint (default 3)")
-    add("--spare", action="store_true", help="a process a rank, TensorFlow imported, waits for a restart: 300 MB")
+    add(
+        "--stall-limit",
+        dest="stall_limit_s",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="seconds without a step after which ranks are ended and started again (600)",
+    )
+    add("--take-over", action="store_true", help="replace a driver that is at work on this run")
+    add(
+        "--max-restarts",
+        type=int,
+        default=3,
+        metavar="N",
+        help="failures in a row without a new checkpoint (default 3)",
+    )
+    add(
+        "--spare",
+        action="store_true",
+        help="restart faster: beside each rank a process that has imported TensorFlow waits (300 MB)",
+    )
     return job
 
 

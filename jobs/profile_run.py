@@ -38,8 +38,14 @@ def parser() -> JobParser:
     """The command line: jobs.train's, without what changes no step."""
     job = _train.parser(__doc__ or "", "profile_run", without=NOT_OF_A_STEP)
     add = job.add_argument
-    add("--steps", type=int, metavar="S", help="of each kind and round (default: 16 to 512, as batches are encoded)")
-    add("--rounds", type=int, default=ROUNDS, metavar="R", help=f"that count, after one that does not ({ROUNDS})")
+    add("--steps", type=int, metavar="S", help="steps of each kind and round (default: 16 to 512)")
+    add(
+        "--rounds",
+        type=int,
+        default=ROUNDS,
+        metavar="R",
+        help=f"rounds that count; one before them does not ({ROUNDS})",
+    )
     return job
 
 
