@@ -63,6 +63,8 @@ class _Exact:
     _locate_open = _Request("GET", allow_redirects=False).to_method("OPEN")
     _locate_checksum = _Request("GET", allow_redirects=False).to_method("GETFILECHECKSUM")
     _get_file_block_locations = _Request("GET").to_method("GETFILEBLOCKLOCATIONS")
+    # Not among the documented operations, but older than those: it alone tells of a DataNode each of its ports.
+    _get_block_locations = _Request("GET").to_method("GET_BLOCK_LOCATIONS")
 
     _sent: Sent | None = None
 

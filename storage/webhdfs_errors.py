@@ -21,7 +21,7 @@ OTHER_FORM = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
 
 _SECRET = re.compile(r"(delegation|user\.name|doas)=[^&\s'\"]+")
 _RETRYABLE_TEXT = (
-    "could only be written to", "SafeModeException", "StandbyException", "No active nodes contain",
+    "could only be written to", "SafeModeException", "StandbyException", "nodes contain this block",
     "Failed to find datanode", "All datanodes", "Could not obtain block", "Blocklist for", "Filesystem closed",
 )  # fmt: skip
 

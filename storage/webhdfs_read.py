@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from storage.errors import StorageError
 from storage.ranges import short_file
 from storage.remote_streams import RemoteRaw
 from storage.webhdfs_address import path_of
-from storage.webhdfs_client import RefusedError, checked, host_of, location
+from storage.webhdfs_client import RefusedError, checked, host_of
+from storage.webhdfs_replicas import locate
 
 if TYPE_CHECKING:
     from storage.webhdfs import WebHdfsFileSystem
+
+_AVOIDED_S = 60.0  # for so long a DataNode that failed is left out; a stream may also break for want of use
 
 
 class WebHdfsRaw(RemoteRaw):
     """A file to be read.
 
     Where a read begins at the end of the one before, the rest of the file is asked for once and read on from; other
-    reads ask for just their bytes. A stream that breaks (a dead DataNode) is opened anew at the place it came to.
+    reads ask for just their bytes. A stream that breaks (a dead DataNode) is opened anew at the place it came to, on
+    another replica where there is one.
     """
 
     def __init__(self, fs: WebHdfsFileSystem, url: str, size: int, begin: int = 0) -> None:
@@ -28,7 +34,9 @@ class WebHdfsRaw(RemoteRaw):
         # An attempt that was given up still runs: it has the stream that it took, and may not keep one any more.
         self._lock = threading.Lock()
         self._attempt = 0
-        self._kept: tuple[Any, int] | None = None  # a stream and the place it came to
+        self._kept: tuple[Any, int, str] | None = None  # a stream, the place it came to, its DataNode
+        self._reads_from = ""  # the DataNode that the newest attempt reads from; what stays here has failed
+        self._failed: dict[str, float] = {}  # and when
         self._last_end = begin  # a file is most often read from its start to its end
 
     def read_at(self, offset: int, length: int) -> bytes:
@@ -53,20 +61,40 @@ class WebHdfsRaw(RemoteRaw):
             self._attempt += 1
             attempt = self._attempt
             kept, self._kept = self._kept, None  # after a failure or a time-out the next attempt opens the file anew
+            failed = self._failed_lately()
         if kept is not None and kept[1] == offset:
-            stream = kept[0]
+            stream, _, node = kept
+            self._read_from(node, attempt)
         else:
             if kept is not None:
                 kept[0].close()
-            stream = open_at(client, self._url, offset, self._size - offset if offset == self._last_end else length)
+            size = self._size - offset if offset == self._last_end else length
+            where = locate(client, path_of(self._url), offset, size, failed)
+            node = urlsplit(where).netloc
+            self._read_from(node, attempt)
+            stream = open_at(client, where, size)
         data = _exactly(stream, length)
+        self._read_from("", attempt)
         if len(data) == length and offset + length < self._size:
-            self._keep((stream, offset + length), attempt)
+            self._keep((stream, offset + length, node), attempt)
         else:
             stream.close()
         return data
 
-    def _keep(self, new: tuple[Any, int] | None, attempt: int) -> None:
+    def _read_from(self, node: str, attempt: int) -> None:
+        with self._lock:
+            if attempt == self._attempt:
+                self._reads_from = node
+
+    def _failed_lately(self) -> list[str]:
+        """DataNodes to leave out now; the lock is held."""
+        now = time.monotonic()
+        if self._reads_from:
+            self._failed[self._reads_from] = now
+            self._reads_from = ""
+        return [node for node, failed_at in self._failed.items() if now - failed_at < _AVOIDED_S]
+
+    def _keep(self, new: tuple[Any, int, str] | None, attempt: int) -> None:
         """Keep `new` if its attempt is the newest and the file is open; what is not kept is closed."""
         with self._lock:
             if new is None or (attempt == self._attempt and not self.closed):
@@ -75,13 +103,12 @@ class WebHdfsRaw(RemoteRaw):
             new[0].close()
 
 
-def open_at(client: Any, url: str, offset: int, length: int) -> Any:
-    """The answer whose raw body is `length` bytes of the file from `offset`, or fewer where it ends before.
+def open_at(client: Any, where: str, length: int) -> Any:
+    """The answer of a DataNode whose raw body is `length` bytes of the file, or fewer where it ends before.
 
     Raises RefusedError for a body that cannot be that: a longer one, a packed one, or one of untold length, as any page
-    of a proxy may be. A DataNode always tells the length where `offset` lies in the file.
+    of a proxy may be. A DataNode always tells the length of what lies in the file.
     """
-    where = location(client._locate_open(path_of(url), offset=offset, length=length))
     answer = checked(client._request("GET", url=where, stream=True))
     told = answer.headers.get("Content-Length", "an untold number of")
     form = answer.headers.get("Content-Encoding") or answer.headers.get("Transfer-Encoding") or "identity"

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -17,6 +18,7 @@ from storage.fs import FileSystem, filesystem, join
 from storage.publish import write_file
 from storage.webhdfs import WebHdfsFileSystem
 from storage.webhdfs_address import path_of
+from storage.webhdfs_replicas import locate
 from tests.cluster.daemons import Cluster
 from tests.cluster.test_jobs import cut_log
 from tests.fs_contract import FileSystemContract, put
@@ -50,6 +52,10 @@ def test_what_the_contract_does_not_ask(hadoop: Cluster, fs: FileSystem, root: s
     assert isinstance(fs, WebHdfsFileSystem)
     blocks = fs.block_locations(put(fs, join(root, "f"), b"x" * 100))
     assert [(block.offset, block.length, block.hosts) for block in blocks] == [(0, 100, ("127.0.0.1", "127.0.0.1"))]
+    nodes = [f"127.0.0.1:{hadoop.ports[f'datanode-{number}-http']}" for number in (1, 2)]
+    for failed, other in (nodes, nodes[::-1]):  # each has a replica, and is sent to by chance where none is left out
+        there = [locate(fs.calls._data, path_of(join(root, "f")), 0, 10, [failed]) for _ in range(5)]
+        assert {urlsplit(where).netloc for where in there} == {other}
     stored = fs.stored_checksum(join(root, "f"))
     assert stored is not None and stored.algorithm == "MD5-of-0MD5-of-512CRC32C" and len(stored.value) == 28
 

@@ -14,9 +14,10 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 
 class FakeWebHdfs:
-    """`files` by path; `before[op]` and `after[op]` hold functions of the handler, each run once, around an
-    operation ("CREATE" at the NameNode, "CREATE data" at the DataNode): one that returns True has answered, or has
-    left without an answer.
+    """`files` by path, each on all `replicas`: names for data transfer and hosts for HTTP, of which a reader is
+    sent to the first that it does not leave out. `before[op]` and `after[op]` hold functions of the handler, each run
+    once, around an operation ("CREATE" at the NameNode, "CREATE data" at the DataNode): one that returns True has
+    answered, or has left without an answer.
     """
 
     def __init__(self) -> None:
@@ -25,6 +26,11 @@ class FakeWebHdfs:
         self.after: dict[str, list[Callable[[Any], bool]]] = {}
         self.asked: list[tuple[str, dict[str, str]]] = []
         self.address = ""
+        self.replicas = {"10.0.0.1:9866": "127.0.0.1"}
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
 
     def count(self, operation: str) -> int:
         return sum(name == operation for name, _ in self.asked)
@@ -122,7 +128,16 @@ class _Handler(BaseHTTPRequestHandler):
         if name in ("CREATE", "APPEND", "OPEN"):
             if name != "CREATE" and path not in files:
                 return _fault("FileNotFoundException", path)
-            return 307, b"", {"Location": f"http://{self.fake.address}{self.path}&data=1"}
+            left_out = asked.get("excludedatanodes", "").split(",")
+            host = next((host for name, host in self.fake.replicas.items() if name not in left_out), None)
+            if host is None:
+                return _fault("IOException", "No active and not excluded nodes contain this block")
+            return 307, b"", {"Location": f"http://{host}:{self.fake.port}{self.path}&data=1"}
+        if name == "GET_BLOCK_LOCATIONS":
+            nodes = [(host, *name.split(":")) for name, host in self.fake.replicas.items()]
+            keys = ("hostName", "ipAddr", "xferPort")
+            found = [{**dict(zip(keys, node, strict=True)), "infoPort": self.fake.port} for node in nodes]
+            return 200, {"LocatedBlocks": {"locatedBlocks": [{"locations": found}]}}, {}
         if name == "CREATE data":
             if path in files and asked["overwrite"] == "false":
                 return _fault("FileAlreadyExistsException", path)

@@ -28,6 +28,7 @@ from storage.webhdfs_read import WebHdfsRaw, open_at
 from storage.webhdfs_write import WebHdfsWriter, _Append
 from tests.storage.fake_webhdfs import FakeWebHdfs, gone, refusing, serving, silent
 
+DATA = bytes(range(100))
 QUICK = DEFAULTS | {
     "lockstep.storage.call-deadline-s": "0.5",
     "lockstep.storage.data-deadline-s": "1",
@@ -151,7 +152,40 @@ def test_a_read_that_breaks_goes_on_where_it_was(fs: WebHdfsFileSystem, fake: Fa
     fake.before["OPEN data"] = [half]
     with fs.open_read(url("a")) as file:
         assert file.read(1 << 20) + file.read() == data
-    assert [asked["offset"] for name, asked in fake.asked if name == "OPEN"] == ["0", str(4 << 20)]
+    assert [asked["offset"] for name, asked in fake.asked if name == "OPEN data"] == ["0", str(4 << 20)]
+
+
+@pytest.mark.parametrize("fault", [gone, silent(1.2)], ids=["broken", "frozen"])
+def test_a_read_goes_on_at_another_replica_than_that_which_failed(
+    fs: WebHdfsFileSystem, fake: FakeWebHdfs, fault: Any
+) -> None:
+    fake.files["/a"] = DATA
+    fake.replicas = {"10.0.0.1:9866": "127.0.0.1", "10.0.0.2:9866": "localhost"}
+    asked_nodes: list[str] = []
+
+    def first(handler: Any) -> bool:
+        asked_nodes.append(handler.headers["Host"])
+        return bool(fault(handler))
+
+    def next_one(handler: Any) -> bool:
+        asked_nodes.append(handler.headers["Host"])
+        return False
+
+    fake.before["OPEN data"] = [first, next_one, next_one]
+    with WebHdfsRaw(fs, url("a"), len(DATA)) as raw:
+        assert raw.read_at(0, 10) == DATA[:10]
+        assert raw.read_at(50, 10) == DATA[50:60]  # a read elsewhere, which does not try the first one again
+    assert asked_nodes == [f"127.0.0.1:{fake.port}", *[f"localhost:{fake.port}"] * 2]
+
+
+def test_the_only_replica_is_asked_again(fs: WebHdfsFileSystem, fake: FakeWebHdfs) -> None:
+    fake.files["/a"] = DATA
+    fake.before["OPEN data"] = [gone, gone]
+    assert fs.read_range(url("a"), 1, 5) == DATA[1:6]
+    left_out = [asked.get("excludedatanodes") for name, asked in fake.asked if name == "OPEN"]
+    assert left_out == [None, *["10.0.0.1:9866", None] * 2]
+    fake.before |= {"OPEN data": [gone], "GET_BLOCK_LOCATIONS": [refusing("UnsupportedOperationException")]}
+    assert fs.read_range(url("a"), 1, 5) == DATA[1:6]  # of a server that does not tell its DataNodes' ports
 
 
 def test_an_attempt_that_was_given_up_leaves_no_stream_behind(
