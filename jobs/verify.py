@@ -11,11 +11,11 @@ if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
 from jobs._cli import JobParser, run_job
-from storage.errors import ConfigError, CorruptionError, DataError
+from storage.errors import CorruptionError, DataError
 from storage.fs import filesystem
 from storage.progress import Progress
 from storage.verify import kind_of, total_bytes, verify
-from training.audit_run import check_run_audit
+from training.audit_run import NotAuditedError, check_run_audit
 
 
 def parser() -> JobParser:
@@ -48,17 +48,19 @@ def main(argv: Sequence[str]) -> int:
 
 
 def audit_faults(run: str) -> list[str]:
-    """What the audit of a whole run shows: nothing where each sample of each epoch counted exactly once.
+    """What chain and audit of a whole run show: nothing where each sample of each epoch counted exactly once.
 
     Without an audit or the run's dataset there is nothing to hold against each other, which is told and is no fault.
     """
     try:
         report = check_run_audit(run)
-    except CorruptionError as error:
-        return [error.what]
-    except (ConfigError, DataError) as error:
+    except NotAuditedError as error:
         print(f"note  audit not checked: {error.what} ({error.got})", flush=True)
         return []
+    except CorruptionError as error:
+        return [error.what]
+    except DataError as error:
+        return [f"{error.what}: {error.got}"]
     told = {"missing": report.missing, "repeated": report.repeated, "unknown": report.unknown}
     faults = [f"audit: {line}" for line in report.places]
     faults += [f"audit: epoch {epoch}, sample {name}: {what}" for what, ids in told.items() for epoch, name in ids]

@@ -23,6 +23,7 @@ _RANK_FILE = re.compile(r"rank-([0-9]{5,})\.safetensors")
 _CLAIM = re.compile(r"([0-9]{6,})\.json")
 _RESULT = re.compile(r"g([0-9]{4,})\.json")
 _COMM_PLAN = re.compile(r"ranks-[0-9]{5,}-[0-9a-f]{16}\.json")
+_GENERATION = re.compile(r"(?:^|\.)g([0-9]{4,})")
 _PART = re.compile(r"part-([0-9]{5,})\.(jsonl|log)")
 
 
@@ -86,7 +87,9 @@ def _check_claims(check: Check) -> None:
             check.bad(path, f"the generation inside is {doc.get('generation')!r}")
         elif doc is not None:
             check.on_ok(path, "sealed")
-    for number in sorted(set(range(1, max(numbers, default=0) + 1)) - set(numbers)):
+    rooms = ("checkpoints", "models", "results", "metrics", "logs", "audit", ".trash")  # whose writers had claimed
+    written = [int(g) for room in rooms for name in _names(check, room) for g in _GENERATION.findall(name)]
+    for number in sorted(set(range(1, max([0, *numbers, *written]) + 1)) - set(numbers)):
         check.bad(f"generations/{number:06d}.json", "missing")
 
 

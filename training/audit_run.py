@@ -5,17 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from storage.errors import CorruptionError, DataError, NotFoundError
+from storage.errors import ConfigError, CorruptionError, DataError, NotFoundError
 from storage.fs import FileSystem, filesystem, join
 from storage.publish import is_temporary
 from training.audit import AuditReport, Rows, all_ids, check_audit, parse_audit
 from training.audit_places import Part, Span, misplaced
-from training.chain import find_tip
+from training.chain import chain_of, find_tip
 from training.claims import CheckpointRef, epochs_asked, read_claims
 from training.paths import RunPaths, audit_step_of
 from training.planning import LANE_GROUPS
 from training.run_json import read_run
 from training.training_set import TrainingSet
+
+
+class NotAuditedError(DataError):
+    """There is nothing to hold a run against: it has no audit, no checkpoint yet, or its dataset is not there."""
 
 
 def audit_files(fs: FileSystem, paths: RunPaths, tip: CheckpointRef) -> list[str]:
@@ -56,9 +60,11 @@ def audit_spans(fs: FileSystem, paths: RunPaths, tip: CheckpointRef) -> list[Spa
 def check_run_audit(run_url: str, dataset_url: str | None = None) -> AuditReport:
     """Check the audits of a run up to its tip. `dataset_url` where the dataset has moved since the run began.
 
-    Raises DataError for a run without `--audit` or without a checkpoint, or another dataset than the run's.
+    Raises NotAuditedError for a run without `--audit` or a checkpoint and where its dataset is not there, DataError
+    where the chain is broken, CorruptionError for what cannot be read.
     """
     fs, paths = filesystem(run_url), RunPaths(run_url)
+    chain_of(fs, paths)  # first: what is lost of it is a fault without an audit too
     document = read_run(fs, paths)
     config: dict[str, Any] = document["config"]
     if not config["audit"]:
@@ -66,9 +72,15 @@ def check_run_audit(run_url: str, dataset_url: str | None = None) -> AuditReport
     tip = find_tip(fs, paths)
     if tip is None:
         raise _unchecked(run_url, "a run without a checkpoint")
-    # A run from before `mix` was there has none.
-    opened = TrainingSet.at([dataset_url] if dataset_url else config["datasets"], config["split"], config.get("mix"))
-    plan = opened.plan(document["plan"], f"{paths.run_json}: plan")
+    try:
+        # A run from before `mix` was there has none.
+        datasets = [dataset_url] if dataset_url else config["datasets"]
+        opened = TrainingSet.at(datasets, config["split"], config.get("mix"))
+        plan = opened.plan(document["plan"], f"{paths.run_json}: plan")
+    except CorruptionError:
+        raise
+    except (ConfigError, DataError) as error:
+        raise _unchecked(run_url, error.what) from error
     epochs = epochs_asked(read_claims(fs, paths))
     files = audit_files(fs, paths, tip.ref)
     contents = [(url, fs.read_bytes(url)) for url in files]
@@ -106,10 +118,10 @@ def _files_of(fs: FileSystem, paths: RunPaths, upto: CheckpointRef) -> list[str]
     return [url for _, url in sorted(urls)]
 
 
-def _unchecked(run_url: str, got: str) -> DataError:
-    return DataError(
+def _unchecked(run_url: str, got: str) -> NotAuditedError:
+    return NotAuditedError(
         f"{run_url} has no audit to check",
         got=got,
-        allowed="a run with `audit` in its config and at least one checkpoint",
-        next_step="Train with --audit.",
+        allowed="a run with `audit` in its config and at least one checkpoint, and its dataset where it was",
+        next_step="Train with --audit, and keep the dataset.",
     )

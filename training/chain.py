@@ -58,29 +58,44 @@ def checkpoints(fs: FileSystem, paths: RunPaths) -> dict[CheckpointRef, str]:
     return found | _checkpoints_in(fs, paths.checkpoints)
 
 
-def find_tip(fs: FileSystem, paths: RunPaths) -> Checkpoint | None:
-    """The newest whole checkpoint of the chain, None before the first one.
+def chain_of(fs: FileSystem, paths: RunPaths) -> tuple[list[CheckpointRef], dict[CheckpointRef, str]]:
+    """The chain, newest first, and the URLs of all checkpoints; nothing of these is read.
 
-    A torn or changed checkpoint is refused aloud and its parent used. Raises DataError when none of several is whole,
-    when all are gone, and when a claim is: to begin anew in silence would mix two trainings in one run.
+    Raises DataError where a claim is gone, and where all checkpoints of a run are that had some.
     """
     urls, claims = checkpoints(fs, paths), read_claims(fs, paths)
     _check_claims(paths, claims, urls)
     chain = lineage(claims, urls)
+    newest = max(claims, default=None)
+    if not chain and newest is not None and (claims[newest].parent or fs.exists(paths.result(newest))):
+        raise _none_whole(paths, "none, where the newest claim or result says that there were some")
+    return chain, urls
+
+
+def find_tip(fs: FileSystem, paths: RunPaths) -> Checkpoint | None:
+    """The newest whole checkpoint of the chain, None before the first one.
+
+    A torn or changed checkpoint is refused aloud and its parent used. Raises DataError when none of several is whole,
+    and what `chain_of` does: to begin anew in silence would mix two trainings in one run.
+    """
+    chain, urls = chain_of(fs, paths)
     for ref in chain:
         try:
             return Checkpoint(ref, urls[ref], read_checkpoint(fs, urls[ref], ref))
         except (DataError, NotFoundError) as error:
             log.error("checkpoint %s is refused, its parent is used: %s", ref, error)
-    newest = max(claims, default=None)
-    if chain or (newest is not None and (claims[newest].parent or fs.exists(paths.result(newest)))):
-        raise DataError(
-            f"no checkpoint of {paths.root} is whole",
-            got=", ".join(map(str, chain)) or "none, where the newest claim or result says that there were some",
-            allowed="at least one whose digests hold",
-            next_step=f"Run `python -m jobs.verify {paths.root}`; restore a checkpoint or begin a new run.",
-        )
+    if chain:
+        raise _none_whole(paths, ", ".join(map(str, chain)))
     return None
+
+
+def _none_whole(paths: RunPaths, got: str) -> DataError:
+    return DataError(
+        f"no checkpoint of {paths.root} is whole",
+        got=got,
+        allowed="at least one whose digests hold",
+        next_step=f"Run `python -m jobs.verify {paths.root}`; restore a checkpoint or begin a new run.",
+    )
 
 
 def _check_claims(paths: RunPaths, claims: Mapping[int, Claim], urls: Mapping[CheckpointRef, str]) -> None:

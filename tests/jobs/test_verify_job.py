@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from jobs import verify
 from tests.training.test_audit_run import TinyRun
+from training.claims import CheckpointRef
 
 
 def test_each_sample_once_is_told_and_a_lost_one_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,6 +32,19 @@ def test_a_run_without_audit_or_dataset_is_whole_and_told(tmp_path: Path, capsys
         assert verify.audit_faults(run.paths.root) == []
         told = capsys.readouterr().out
         assert told.startswith("note  audit not checked: ") and why in told
+
+
+@pytest.mark.parametrize("audit", [False, True])
+def test_a_run_that_has_lost_its_checkpoints_is_not_whole(tmp_path: Path, audit: bool) -> None:
+    run = TinyRun(tmp_path, audit=audit)
+    first = run.generation(None, 1, [4])
+    run.generation(CheckpointRef(4, first), 1, [10])
+    assert verify.audit_faults(run.paths.root) == []
+    for directory in Path(run.paths.checkpoints).iterdir():
+        shutil.rmtree(directory)
+    assert verify.main([run.paths.root]) == 1
+    (fault,) = verify.audit_faults(run.paths.root)
+    assert "no checkpoint of" in fault and "none, where the newest claim or result says that there were some" in fault
 
 
 def test_an_audit_that_cannot_be_read_is_a_fault(tmp_path: Path) -> None:

@@ -14,11 +14,13 @@ STEPS = ((100, 1), (200, 2))
 
 def make_run(root: str) -> None:
     """Two generations, a checkpoint each, with audits, metrics, logs, an exported model and a result."""
-    _put(root, "run.json", seal({"format_version": 1, "kind": "run", "config": {}}))
+    _put(root, "run.json", seal({"format_version": 1, "kind": "run", "plan": {}, "config": {"audit": False}}))
     _put(root, "lease.json", canonical_bytes({"counter": 3}))
     for step, generation in STEPS:
         claim = {"format_version": 1, "kind": "claim", "generation": generation, "nonce": "ab"}
-        _put(root, f"generations/{generation:06d}.json", seal(claim))
+        parent = {"step": step - 100, "generation": generation - 1} if generation > 1 else None
+        asked = {"parent": parent, "epochs": 1, "num_ranks": 2}
+        _put(root, f"generations/{generation:06d}.json", seal(claim | asked))
         audit = f"audit/g{generation:04d}/rank-00000/step-{step:010d}.csv"
         audits = {audit: _put(root, audit, b"step,epoch,sample\n1,0,00\n")}
         _commit(root, f"checkpoints/step-{step:010d}.g{generation:04d}", "checkpoint", step, generation, audits)
