@@ -1,13 +1,17 @@
 """Shuffled training batches of a rank on one core, against plain reading, tf.data with a shuffle buffer and Petastorm.
 
-    python -m benchmarks.input_peers [--tab N] [--images N] [--repeats N] [--no-peers]
+    python -m benchmarks.input_peers [--tab N] [--images N] [--epochs E] [--repeats N] [--no-peers]
 
 Two shapes of benchmarks.shapes: 40 columns (26 int64, 13 float32, a label), images of 3,072 bytes; each as TFRecord and
 as Parquet (zstd, page checksums, row groups of 2 MiB), in four shards, in memory. All works of a shape and format run
-in turn in one process; the first round is dropped; ratios are taken round by round.
+in turn in one process; the first round, of one epoch, is dropped; ratios are taken round by round.
+
+A training run reads its data many times, so every work opens the dataset anew and reads it E times; by default that is
+half a second to a second of our works. Told are all epochs together, opening included, and the first alone, which has
+most of its memory anew from the system; in it the feed also loads what it holds ahead, some of the second epoch.
 
 - `plain`: the blocks in file order through the same reader and encoder: no lanes, no windows, no batches; and the same
-  cut into batches, as an evaluation reads. Every work of ours opens the dataset anew.
+  cut into batches, as an evaluation reads.
 - `feed, G`: global batches of G rows through the whole plan, lanes and windows at their defaults, with all checksums.
 - `tf.data`: records of all files through `shuffle` with as many records as the plan's windows hold together, batches of
   512, tf.io.parse_example; the fastest of three forms counts. Nothing is encoded there: integers stay integers and
@@ -15,8 +19,10 @@ in turn in one process; the first round is dropped; ratios are taken round by ro
 - `petastorm`: make_batch_reader in a shuffled order of row groups, through make_petastorm_dataset; rebatched is
   .unbatch().batch(512). No record is shuffled, no page checksum looked at. The faster of its two pools counts.
 
-tf.data's autotuner is off but in the form that needs it, since it holds up the end of an iteration; works of TensorFlow
-count to their last batch. Wall and CPU seconds are both told: where other work shares the machine, CPU tells more.
+Peers repeat by `repeat` after their shuffle, and by num_epochs. tf.data's autotuner is off but in the form that needs
+it, since it holds up the end of an iteration; works of TensorFlow count to their last batch. Wall and CPU seconds are
+both told: where other work shares the machine, CPU tells more.
+Takes about six minutes.
 """
 
 from __future__ import annotations
@@ -29,7 +35,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,8 +56,11 @@ PEER_BATCH = 512
 BLOCK_BYTES = 2 << 20
 SHARDS = 4
 PLAIN = "plain"
-Works = dict[str, Callable[[], int]]
-Spent = dict[str, tuple[list[float], list[float]]]  # wall and CPU seconds of each round, by work
+EPOCHS = {"tab": 8, "images": 5}
+WALL, CPU, FIRST = "wall", "CPU", "CPU of the first epoch"
+Work = Callable[[int], Iterator[int]]  # from a number of epochs to the rows of each batch, as it comes
+Works = dict[str, Work]
+Spent = dict[str, dict[str, list[float]]]  # seconds a row of each round, by work and by the clocks above
 
 
 def feed_works(root: str) -> tuple[Works, int]:
@@ -59,19 +68,21 @@ def feed_works(root: str) -> tuple[Works, int]:
     opened = OpenSplit.at(root, "train")
     plans = {size: EpochPlan.for_dataset(opened.manifest, "train", seed=0, global_batch=size) for size in BATCHES}
 
-    def blocks() -> int:
+    def blocks(epochs: int) -> Iterator[int]:
         split = OpenSplit.at(root, "train")  # a reader of its own: the feed's holds blocks
-        runs = map(split.reader.table.run, range(split.reader.table.num_blocks))
-        return sum(len(split.encoder.encode(split.reader.read(run))) for run in runs)
+        for number in list(range(split.reader.table.num_blocks)) * epochs:
+            yield len(split.encoder.encode(split.reader.read(split.reader.table.run(number))))
 
-    def batched(size: int) -> int:
+    def batched(size: int, epochs: int) -> Iterator[int]:
         split = OpenSplit.at(root, "train")
-        return sum(len(batch) for batch in eval_batches(split.reader, split.encoder, 0, 1, size))
+        for _ in range(epochs):
+            yield from map(len, eval_batches(split.reader, split.encoder, 0, 1, size))
 
-    def fed(plan: EpochPlan) -> int:
+    def fed(plan: EpochPlan, epochs: int) -> Iterator[int]:
         split = OpenSplit.at(root, "train")
         feed = RankFeed(plan, split.reader, split.encoder, World.local(0, 1))
-        return sum(len(batch.sample_ids) for batch in feed.batches(0, plan.steps(1)))
+        for batch in feed.batches(0, plan.steps(epochs)):
+            yield len(batch.sample_ids)
 
     works: Works = {PLAIN: blocks, f"plain, batches of {PEER_BATCH}": partial(batched, PEER_BATCH)}
     works |= {f"feed, G {size}": partial(fed, plan) for size, plan in plans.items()}
@@ -94,18 +105,19 @@ def tf_works(root: str, schema: Schema, buffer: int) -> Works:
     plain = tf.data.Options()
     plain.autotune.enabled = False
     forms = {
-        "serial": shuffled(files, buffer, None).with_options(plain),
-        "map AUTOTUNE": shuffled(files, buffer, auto).prefetch(auto),
+        "serial": shuffled(files, buffer, None),
+        "map AUTOTUNE": shuffled(files, buffer, auto),
         "interleave": tf.data.Dataset.from_tensor_slices(files)
         .shuffle(SHARDS)
-        .interleave(lambda name: shuffled(name, buffer // SHARDS, None), num_parallel_calls=auto)
-        .prefetch(auto),
+        .interleave(lambda name: shuffled(name, buffer // SHARDS, None), num_parallel_calls=auto),
     }
 
-    def rows(dataset: Any) -> int:
-        return sum(int(batch["label"].shape[0]) for batch in dataset)
+    def rows(name: str, epochs: int) -> Iterator[int]:
+        dataset = forms[name].repeat(epochs)
+        for batch in dataset.with_options(plain) if name == "serial" else dataset.prefetch(auto):
+            yield int(batch["label"].shape[0])
 
-    return {f"tf.data, {name}": partial(rows, dataset) for name, dataset in forms.items()}
+    return {f"tf.data, {name}": partial(rows, name) for name in forms}
 
 
 def petastorm_works(root: str) -> Works:
@@ -117,13 +129,16 @@ def petastorm_works(root: str) -> Works:
     plain = tf.data.Options()
     plain.autotune.enabled = False
 
-    def rows(pool: str, rebatched: bool) -> int:
+    def rows(pool: str, rebatched: bool, epochs: int) -> Iterator[int]:
         url = f"file://{root}/split=train"
-        with make_batch_reader(url, reader_pool_type=pool, workers_count=1, shuffle_row_groups=True) as reader:
+        with make_batch_reader(
+            url, reader_pool_type=pool, workers_count=1, shuffle_row_groups=True, num_epochs=epochs
+        ) as reader:
             dataset = make_petastorm_dataset(reader)
             if rebatched:
                 dataset = dataset.unbatch().batch(PEER_BATCH)
-            return sum(int(batch.label.shape[0]) for batch in dataset.with_options(plain))
+            for batch in dataset.with_options(plain):
+                yield int(batch.label.shape[0])
 
     works: Works = {}
     for rebatched in (False, True):
@@ -132,30 +147,41 @@ def petastorm_works(root: str) -> Works:
     return works
 
 
-def compare(title: str, rows: int, works: Works, repeats: int) -> Spent:
-    """Run all works in turn; print rates and their share of plain reading; wall and CPU seconds of each."""
-    spent: Spent = {name: ([], []) for name in works}
+def compare(title: str, rows: int, epochs: int, works: Works, repeats: int) -> Spent:
+    """Run all works in turn; print rates and how they compare with plain reading; seconds a row of each."""
+    spent: Spent = {name: {clock: [] for clock in (WALL, CPU, FIRST)} for name in works}
     for number in range(repeats + 1):
         for name, work in works.items():
             gc.collect()
-            wall, cpu = time.perf_counter(), time.process_time()
-            found = work()
-            times = (time.perf_counter() - wall, time.process_time() - cpu)
-            # A run of one epoch leaves fewer than a global batch.
-            assert rows - max(BATCHES) < found <= rows, (name, found)
+            times = timed(work, rows, epochs if number else 1)
             if number:
-                for clock, value in zip(spent[name], times, strict=True):
-                    clock.append(value * rows / found)
-    print(f"\n{title}: {rows} rows, {repeats} rounds; median (min - max)")
+                for clock, value in times.items():
+                    spent[name][clock].append(value)
+    print(f"\n{title}: {epochs} epochs of {rows} rows, {repeats} rounds; median (min - max)")
     for name, clocks in spent.items():
-        by_wall, by_cpu = (rows / statistics.median(clock) for clock in clocks)
-        rate = f"{by_wall:11,.0f} rows/s by wall {by_cpu:11,.0f} by CPU"
-        shares = (times_faster(spent, name, (PLAIN,), clock) for clock in (0, 1))
-        print(f"  {name:34}{rate}   x plain: {' wall, '.join(shares)} CPU", flush=True)
+        wall, cpu, first = (1 / statistics.median(clocks[clock]) for clock in (WALL, CPU, FIRST))
+        shares = ", ".join(f"{times_faster(spent, name, (PLAIN,), clock)} {clock}" for clock in clocks)
+        print(f"  {name:28}{wall:11,.0f} rows/s by wall {cpu:11,.0f} by CPU, first epoch {first:11,.0f}")
+        print(f"  {'':28}x plain: {shares}", flush=True)
     return spent
 
 
-def times_faster(spent: Spent, ours: str, peers: Sequence[str], clock: int) -> str:
+def timed(work: Work, rows: int, epochs: int) -> dict[str, float]:
+    """Seconds a row that a work takes for some epochs of `rows`, by each clock."""
+    found, first = 0, None
+    wall, cpu = time.perf_counter(), time.process_time()
+    for count in work(epochs):
+        found += count
+        # The batch that ends the first epoch may hold some of the second, or the last one may be less than full.
+        if first is None and found > rows - max(BATCHES):
+            first = (time.process_time() - cpu) / found
+    spent = time.perf_counter() - wall, time.process_time() - cpu
+    # A run of whole global batches leaves fewer than one.
+    assert first is not None and epochs * rows - max(BATCHES) < found <= epochs * rows, found
+    return {WALL: spent[0] / found, CPU: spent[1] / found, FIRST: first}
+
+
+def times_faster(spent: Spent, ours: str, peers: Sequence[str], clock: str) -> str:
     """How many times as fast as the fastest of `peers` (by its median), round by round."""
     best = min(peers, key=lambda name: statistics.median(spent[name][clock]))
     return spread(peer / own for own, peer in zip(spent[ours][clock], spent[best][clock], strict=True))
@@ -165,8 +191,8 @@ def told(title: str, spent: Spent, prefix: str) -> None:
     """Print how many times as fast as the fastest peer whose name begins with `prefix` each feed is."""
     peers = tuple(name for name in spent if name.startswith(prefix))
     for size in BATCHES:
-        ratios = [times_faster(spent, f"feed, G {size}", peers, clock) for clock in (0, 1)]
-        print(f"  RATIO {title}, G {size}: {ratios[0]} wall, {ratios[1]} CPU", flush=True)
+        ratios = [f"{times_faster(spent, f'feed, G {size}', peers, clock)} {clock}" for clock in (WALL, CPU, FIRST)]
+        print(f"  RATIO {title}, G {size}: {', '.join(ratios)}", flush=True)
 
 
 def main(argv: list[str]) -> int:
@@ -174,6 +200,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tab", type=int, default=100_000, help="rows of 40 columns")
     parser.add_argument("--images", type=int, default=40_000, help="rows with an image of 3,072 bytes")
+    parser.add_argument("--epochs", type=int, help=f"how often each work reads all rows (default {EPOCHS})")
     parser.add_argument("--repeats", type=int, default=5, help="counted rounds, after one that is dropped")
     parser.add_argument("--no-peers", action="store_true", help="plain reading and the feed alone")
     args = parser.parse_args(argv)
@@ -189,7 +216,7 @@ def main(argv: list[str]) -> int:
     shapes = [("tab", tab_schema(False), tab_rows(args.tab, 0.0))] if args.tab else []
     shapes += [("images", image_schema(), image_rows(args.images))] if args.images else []
     for name, schema, rows in shapes:
-        count = len(rows)
+        count, epochs = len(rows), args.epochs or EPOCHS[name]
         block_records = max(1, BLOCK_BYTES * count // rows.nbytes)
         with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
             root = f"{folder}/tfrecord"
@@ -197,7 +224,8 @@ def main(argv: list[str]) -> int:
             works, buffer = feed_works(root)
             if not args.no_peers:
                 works |= tf_works(root, schema, buffer)
-            spent = compare(f"{name}, TFRecord (shuffle buffers of {buffer} records)", count, works, args.repeats)
+            title = f"{name}, TFRecord (shuffle buffers of {buffer} records)"
+            spent = compare(title, count, epochs, works, args.repeats)
             if not args.no_peers:
                 told(f"{name}, TFRecord: feed over the fastest tf.data", spent, "tf.data")
         with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
@@ -206,7 +234,8 @@ def main(argv: list[str]) -> int:
             works, buffer = feed_works(root)
             if not args.no_peers:
                 works |= petastorm_works(root)
-            spent = compare(f"{name}, Parquet (windows of {buffer} records together)", count, works, args.repeats)
+            title = f"{name}, Parquet (windows of {buffer} records together)"
+            spent = compare(title, count, epochs, works, args.repeats)
             if not args.no_peers:
                 told(f"{name}, Parquet: feed over make_petastorm_dataset", spent, "petastorm, thread")
                 told(f"{name}, Parquet: feed over it rebatched", spent, "petastorm, rebatched")
