@@ -13,6 +13,7 @@ import google_crc32c
 
 from storage.errors import ConfigError, CorruptionError, DataError, NotFoundError
 from storage.fs import FileSystem, join, walk
+from storage.publish import is_temporary
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -97,6 +98,19 @@ class Check:
         for path in found:
             if path not in wanted:
                 self.bad(path, "an extra file that no manifest lists")
+
+    def names(self, path: str) -> list[str]:
+        """The names in a directory; none where it is not there."""
+        try:
+            return [entry.name for entry in self.fs.list(self.url(path))]
+        except NotFoundError:
+            return []
+
+    def unexpected(self, path: str) -> None:
+        """Note a file that does not belong where it is, unless a writer that died has left it under such a name."""
+        name = path.rpartition("/")[2]
+        if not (is_temporary(name) or name.endswith(".part")):
+            self.bad(path, "an extra file that does not belong here")
 
     def file(self, path: str, size: int, sha256: str, *, crc32c: str | None = None) -> bool:
         """Read one listed file whole and compare length and digests; returns whether they are right."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -12,10 +11,10 @@ from storage.errors import ConfigError, CorruptionError, DataError, NotFoundErro
 from storage.findings import Check
 from storage.fs import basename, filesystem, parent
 from storage.layout import MANIFEST_NAME, safe_relative
-from storage.publish import is_temporary
 from storage.sealed import unseal
 from storage.tensor_header import read_header
 from storage.tensor_parts import check_part, read_divided
+from storage.verify_parts import check_parts, tell_gaps
 
 RUN_JSON = "run.json"
 _STEP = re.compile(r"step-([0-9]{10})\.g([0-9]{4,})")
@@ -24,7 +23,6 @@ _CLAIM = re.compile(r"([0-9]{6,})\.json")
 _RESULT = re.compile(r"g([0-9]{4,})\.json")
 _COMM_PLAN = re.compile(r"ranks-[0-9]{5,}-[0-9a-f]{16}\.json")
 _GENERATION = re.compile(r"(?:^|\.)g([0-9]{4,})")
-_PART = re.compile(r"part-([0-9]{5,})\.(jsonl|log)")
 
 
 def check_checkpoint(check: Check) -> None:
@@ -47,39 +45,39 @@ def check_run(check: Check) -> None:
     unseal(check.fs.read_bytes(check.url(RUN_JSON)), check.url(RUN_JSON))
     check.on_ok(RUN_JSON, "sealed")
     _check_claims(check)
-    for name in _names(check, "results"):
+    for name in check.names("results"):
         path = f"results/{name}"
         found = _RESULT.fullmatch(name)
         if found is None:
-            _unexpected(check, path)
+            check.unexpected(path)
         elif (doc := _sealed(check, path)) is not None:
             if doc.get("generation") != int(found[1]):
                 check.bad(path, f"the generation inside is {doc.get('generation')!r}")
             else:
                 check.on_ok(path, "sealed")
-    for name in _names(check, "comm"):
+    for name in check.names("comm"):
         path = f"comm/{name}"
         if _COMM_PLAN.fullmatch(name) is None:
-            _unexpected(check, path)
+            check.unexpected(path)
         elif _sealed(check, path) is not None:
             check.on_ok(path, "sealed")
-    for name in _names(check, "checkpoints"):
+    for name in check.names("checkpoints"):
         _check_commit(check, f"checkpoints/{name}", "checkpoint")
-    for name in _names(check, "models"):
+    for name in check.names("models"):
         _check_commit(check, f"models/{name}", "model")
     _check_trashed_audits(check)
-    for folder, rooms in (("metrics", _names(check, "metrics")), ("logs", _log_folders(check))):
+    for folder, rooms in (("metrics", check.names("metrics")), ("logs", _log_folders(check))):
         for room in rooms:
-            _check_parts(check, f"{folder}/{room}")
+            check_parts(check, f"{folder}/{room}")
 
 
 def _check_claims(check: Check) -> None:
     numbers = []
-    for name in _names(check, "generations"):
+    for name in check.names("generations"):
         path = f"generations/{name}"
         found = _CLAIM.fullmatch(name)
         if found is None:
-            _unexpected(check, path)
+            check.unexpected(path)
             continue
         numbers.append(int(found[1]))
         doc = _sealed(check, path)
@@ -88,9 +86,8 @@ def _check_claims(check: Check) -> None:
         elif doc is not None:
             check.on_ok(path, "sealed")
     rooms = ("checkpoints", "models", "results", "metrics", "logs", "audit", ".trash")  # whose writers had claimed
-    written = [int(g) for room in rooms for name in _names(check, room) for g in _GENERATION.findall(name)]
-    for number in sorted(set(range(1, max([0, *numbers, *written]) + 1)) - set(numbers)):
-        check.bad(f"generations/{number:06d}.json", "missing")
+    written = [int(g) for room in rooms for name in check.names(room) for g in _GENERATION.findall(name)]
+    tell_gaps(check, numbers, 1, max([0, *numbers, *written]), "generations/{:06d}.json".format)
 
 
 def _check_commit(check: Check, path: str, kind: str) -> None:
@@ -137,6 +134,10 @@ def _check_tensors(check: Check, below: str, manifest: dict[str, Any], files: di
             except CorruptionError as error:
                 check.caught(below + name, error)
                 return
+    ranks = strict.count(manifest.get("num_ranks"), where=f"{where}: num_ranks", least=1)
+    if len(headers) != ranks or max(headers, default=-1) != ranks - 1:
+        check.bad(f"{below}{MANIFEST_NAME}", f"files of ranks {sorted(headers)} where num_ranks is {ranks}")
+        return
     for name, entry in strict.mapping(manifest.get("tensors"), where=f"{where}: tensors").items():
         tensor = read_divided(name, entry, where)
         for part in tensor.parts:
@@ -164,8 +165,8 @@ def _check_files(check: Check, below: str, files: dict[str, tuple[int, str]]) ->
 
 def _check_trashed_audits(check: Check) -> None:
     # Retention moves old checkpoints into the trash, but their audits stay part of the record of the run.
-    for trash in _names(check, ".trash"):
-        for name in _names(check, f".trash/{trash}"):
+    for trash in check.names(".trash"):
+        for name in check.names(f".trash/{trash}"):
             where = check.url(f".trash/{trash}/{name}/{MANIFEST_NAME}")
             try:
                 files = _listed(unseal(check.fs.read_bytes(where), where), "audit", where)
@@ -174,50 +175,9 @@ def _check_trashed_audits(check: Check) -> None:
             _check_files(check, "", files)
 
 
-def _check_parts(check: Check, folder: str) -> None:
-    """Closed parts: numbered without gaps, whole lines; those of metrics hold one JSON object a line."""
-    numbers: list[int] = []
-    for name in _names(check, folder):
-        path, found = f"{folder}/{name}", _PART.fullmatch(name)
-        if found is None:
-            _unexpected(check, path)
-            continue
-        numbers.append(int(found[1]))
-        try:
-            data = check.fs.read_bytes(check.url(path))
-        except (CorruptionError, NotFoundError) as error:
-            check.caught(path, error)
-            continue
-        check.on_bytes(len(data))
-        place = _bad_line(data, json_lines=found[2] == "jsonl")
-        if place is None:
-            check.on_ok(path, f"{len(data)} bytes")
-        else:
-            check.bad(
-                path, "not a whole line" + (" of JSON" if found[2] == "jsonl" else ""), record=place[0], offset=place[1]
-            )
-    for number in sorted(set(range(max(numbers, default=-1) + 1)) - set(numbers)):
-        check.bad(f"{folder}/part-{number:05d}", "missing")
-
-
-def _bad_line(data: bytes, *, json_lines: bool) -> tuple[int, int] | None:
-    offset, lines = 0, data.split(b"\n")
-    if lines[-1]:
-        return len(lines) - 1, len(data)
-    for number, line in enumerate(lines[:-1] if json_lines else []):
-        try:
-            good = isinstance(json.loads(line), dict)
-        except ValueError:
-            good = False
-        if not good:
-            return number, offset
-        offset += len(line) + 1
-    return None
-
-
 def _log_folders(check: Check) -> Iterable[str]:
-    for generation in _names(check, "logs"):
-        for rank in _names(check, f"logs/{generation}"):
+    for generation in check.names("logs"):
+        for rank in check.names(f"logs/{generation}"):
             yield f"{generation}/{rank}"
 
 
@@ -227,17 +187,3 @@ def _sealed(check: Check, path: str) -> dict[str, Any] | None:
     except (DataError, ConfigError) as error:
         check.caught(path, error)
         return None
-
-
-def _unexpected(check: Check, path: str) -> None:
-    # What a writer that died left under a temporary or growing name is no part of the run.
-    name = basename(path)
-    if not (is_temporary(name) or name.endswith(".part")):
-        check.bad(path, "an extra file that does not belong here")
-
-
-def _names(check: Check, path: str) -> list[str]:
-    try:
-        return [entry.name for entry in check.fs.list(check.url(path))]
-    except NotFoundError:
-        return []

@@ -71,6 +71,20 @@ def test_a_newest_claim_is_missed_by_anything_of_its_generation(run: Path, left:
 
 
 @pytest.mark.parametrize(
+    ("name", "first", "up_to"),
+    [
+        ("generations/9999999999999.json", "generations/000003.json", "generations/9999999999998.json"),
+        ("metrics/g99999999999999", "generations/000003.json", "generations/99999999999999.json"),
+        ("metrics/g0001/part-99999999999.jsonl", "metrics/g0001/part-00001", "metrics/g0001/part-99999999998"),
+    ],
+)
+def test_what_is_told_of_a_gap_does_not_grow_with_it(run: Path, name: str, first: str, up_to: str) -> None:
+    (run / name).mkdir() if name.endswith("999") else (run / name).write_bytes(b"{}\n")
+    told = [finding for finding in verify(str(run)) if "missing" in finding.what]
+    assert told[0].path == first and len(told) == 21 and told[-1].what == f"missing, as all are up to {up_to}"
+
+
+@pytest.mark.parametrize(
     "name", [f"{CHECKPOINT}/rank-00002.safetensors", "models/g0002/x/y", "generations/x", "results/g1.json"]
 )
 def test_an_extra_file(run: Path, name: str) -> None:

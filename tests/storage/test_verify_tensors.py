@@ -18,7 +18,7 @@ CUT = {"dtype": "int64", "shape": [4], "parts": [[0, 0, 3], [1, 3, 4]]}
 TENSORS: dict[str, Any] = {"model/a": WHOLE, "model/b": CUT}
 
 
-def write(root: Path, tensors: object, more: bytes = b"") -> None:
+def write(root: Path, tensors: object, more: bytes = b"", num_ranks: object = 2) -> None:
     files = [
         save({"model/a": np.ones((2, 3), np.float32), "model/b[0:3]": np.arange(3), "rank/own": np.zeros(2)}),
         save({"model/b[3:4]": np.arange(1)}) + more,
@@ -29,7 +29,8 @@ def write(root: Path, tensors: object, more: bytes = b"") -> None:
         name = f"rank-{rank:05d}.safetensors"
         (root / name).write_bytes(data)
         listed[name] = {"bytes": len(data), "sha256": sha256_hex(data)}
-    manifest = {"format_version": 2, "kind": "checkpoint", "step": 5, "generation": 1, "audit": {}}
+    manifest: dict[str, Any] = {"format_version": 2, "kind": "checkpoint", "step": 5, "generation": 1, "audit": {}}
+    manifest["num_ranks"] = num_ranks
     (root / "_manifest.json").write_bytes(seal({**manifest, "files": listed, "tensors": tensors}))
 
 
@@ -57,6 +58,13 @@ def test_a_forged_manifest(tmp_path: Path, change: dict[str, Any] | None, path: 
     write(tmp_path / "c", None if change is None else {**TENSORS, **change})
     findings = verify(str(tmp_path / "c"))
     assert findings and findings[0].path == path and told in findings[0].what
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 10**30, "2", None])  # loading would leave out a file, or look for more
+def test_a_number_of_ranks_that_is_not_that_of_the_files(tmp_path: Path, num_ranks: object) -> None:
+    write(tmp_path / "c", TENSORS, num_ranks=num_ranks)
+    (finding,) = verify(str(tmp_path / "c"))
+    assert finding.path == "_manifest.json" and "num_ranks" in finding.what
 
 
 def test_a_file_that_is_no_safetensors(tmp_path: Path) -> None:
