@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,7 +35,11 @@ def parser() -> JobParser:
 def _which(text: str) -> Which:
     if text == "last":
         return "last"
-    return "best" if text == "best" else int(text)
+    if text == "best":
+        return "best"
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"{text!r} is neither last, best nor a step, such as 400")
+    return int(text)
 
 
 def main(argv: Sequence[str]) -> int:

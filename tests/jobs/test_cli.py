@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from jobs import export
 from jobs._cli import JobParser, run_job
 from jobs._session import spark_session
 from storage.errors import ConfigError
@@ -67,3 +68,9 @@ def test_an_hdfs_url_that_names_no_namenode_is_a_wrong_call(url: str, monkeypatc
     with pytest.raises(ConfigError, match="names no NameNode") as caught:
         filesystem(url).stat(url)
     assert caught.value.exit_code == 2 and caught.value.next_step
+
+
+@pytest.mark.parametrize("text", ["first", "-3", "4e2", ""])
+def test_a_checkpoint_that_is_none_is_told_with_what_may_stand_there(text: str) -> None:
+    with pytest.raises(ConfigError, match="neither last, best nor a step"):
+        export.parser().parse(["--run", "r", "--output", "o", f"--checkpoint={text}"])
