@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from storage.errors import LockstepError
+from storage.errors import ExistsError, LockstepError
 from storage.fs import filesystem, join
 from storage.publish import write_file
 
@@ -57,18 +57,27 @@ class PartWriter:
                 if self._dropped:
                     lines.insert(0, f"[{self._dropped} lines dropped while the storage was away]")
                     self._dropped = 0
-            if not lines:
-                return
-            url = join(self._directory, f"part-{self._parts:05d}.{self._suffix}")
             try:
-                data = ("\n".join(lines) + "\n").encode("utf-8", "replace")
-                write_file(filesystem(url), url, data, confirm=self._confirm)
+                while lines:
+                    lines = lines[self._write(lines) :]
+                    self._parts += 1
             except LockstepError:
                 with self._lock:
                     self._lines[:0] = lines
                     self._bytes += sum(len(line) + 1 for line in lines)
                 raise
-            self._parts += 1
+
+    def _write(self, lines: list[str]) -> int:
+        """Write the next part; returns how many of the lines are in parts then."""
+        url = join(self._directory, f"part-{self._parts:05d}.{self._suffix}")
+        fs, data = filesystem(url), ("\n".join(lines) + "\n").encode("utf-8", "replace")
+        try:
+            write_file(fs, url, data, confirm=self._confirm)
+        except ExistsError:
+            # Nobody else writes here: an earlier call's part has got its name, and failed in reading it back.
+            there = fs.read_bytes(url)
+            return there.count(b"\n") if data.startswith(there) else 0
+        return len(lines)
 
     def flush_if_due(self) -> None:
         """Write a part if one is due; a failing storage is told in the log and tried again later."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from storage.errors import CommunicationError, CorruptionError, LockstepError
+from storage.errors import CommunicationError, CorruptionError, LockstepError, StorageTimeoutError
 from storage.fs import filesystem
 from storage.local import LocalFileSystem
 from storage.sealed import unseal
@@ -203,3 +203,26 @@ def test_parts_wait_for_a_storage_that_is_away(tmp_path: Path, monkeypatch: pyte
     parts.flush()
     (part,) = (tmp_path / "file" / "parts").iterdir()
     assert part.read_text() == "[3 lines dropped while the storage was away]\nfour\n"
+
+
+@pytest.mark.parametrize("limit", [1 << 20, 8])  # 8 bytes: the line that lies there was dropped from memory since
+def test_a_part_that_got_its_name_and_could_not_be_read_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    def frozen(fs: LocalFileSystem, url: str) -> bytes:
+        raise StorageTimeoutError("no answer")
+
+    parts = PartWriter(str(tmp_path / "parts"), "log")
+    parts.add("one")
+    with monkeypatch.context() as away:
+        away.setattr(LocalFileSystem, "read_bytes", frozen)
+        parts.try_flush()
+    monkeypatch.setattr("training.logs.MAX_WAITING_BYTES", limit)
+    for word in ("two", "three"):
+        parts.add(word)
+    parts.flush()
+    parts.add("four")
+    parts.flush()
+    told = [path.read_text() for path in sorted((tmp_path / "parts").iterdir())]
+    dropped = "[2 lines dropped while the storage was away]\n" if limit == 8 else "two\n"
+    assert told == ["one\n", f"{dropped}three\n", "four\n"]
