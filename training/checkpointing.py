@@ -6,10 +6,9 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from training.agreement import Agreement
+from training.agreement import Agreement, NonFiniteError
 from training.checkpoint_schedule import CheckpointEvery, Schedule
 from training.config import TrainConfig
-from training.control.carry import is_final
 from training.control.client import ControlClient
 from training.exchange import Exchange
 from training.reports import StepReports
@@ -98,9 +97,10 @@ class Checkpoints:
 
     def abandon(self, error: BaseException) -> None:
         """The run ends by `error`. Where all ranks meet the same (a loss that is not finite), what is in flight ends
-        well and is waited for; where one rank is lost, it does not.
+        well and is waited for. Where one rank alone does (a bad image), the others end by its loss and report nothing,
+        and the driver must hear of the cause before it hears of them.
         """
-        if is_final(error):
+        if isinstance(error, NonFiniteError):
             try:
                 self._saver.wait(LAST_WAIT_S)
             except Exception as late:  # the run ends by `error` all the same

@@ -78,6 +78,7 @@ class CommitHandler:
             finally:
                 with self._changed:
                     self._busy = False
+                    self._reports.pop(step)  # a run has thousands of checkpoints, and each may have a MiB of reports
                     self._changed.notify_all()
             return {"committed": True}
         with self._changed:

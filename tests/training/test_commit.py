@@ -74,6 +74,7 @@ def test_commit_is_one_directory_with_a_sealed_manifest(paths: RunPaths) -> None
     found = find_tip(filesystem(paths.root), paths)
     assert found is not None and found.ref == CheckpointRef(20, 1)
     assert not list(Path(paths.staging(1, claim.nonce)).iterdir())
+    assert not commits._reports  # nothing of a checkpoint stays in the driver's memory
 
 
 def test_absent_rank_is_named_and_nothing_published(paths: RunPaths) -> None:
