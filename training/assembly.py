@@ -69,8 +69,11 @@ class Assembly:
         """The step that comes next."""
 
     def seek(self, step: int) -> None:
-        """Go on with a step; what was loaded is dropped unless it is the one that comes next."""
-        if step == self.step:
+        """Go on with a step: by reading on where that is no further than a lane would read for its first batch there,
+        else what was loaded is dropped.
+        """
+        if 0 <= self.step <= step and (step - self.step) * self._each <= self._ahead:
+            self.step = step
             return
         self.step, self._start = step, step * self._each
         self._chunks.clear()

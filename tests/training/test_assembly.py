@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from features.fitted import Moments, Vocabulary
 from features.schema import Field, Schema, sample_id_field
 from storage.errors import DataError
 from tests.training._plain_feed import assert_same, plain_batches
-from tests.training._tiny import write_rows
+from tests.training._tiny import write_images, write_rows
 from training.batches import RankFeed
 from training.open_split import OpenSplit
 from training.plan import EpochPlan
+from training.positions import Run
 from training.world import World
 
 TOKENS = ("a", "é", "", "ab", "7")
@@ -138,6 +140,32 @@ def test_batches_are_the_plans(data: st.DataObject) -> None:
                 assert_same(batch, other)
             again = data.draw(st.integers(0, len(found) - 1))
             assert_same(feed.batch(first + again), found[again])
+            every = data.draw(st.integers(1, 5))  # a worker's batches, other workers' passed over
+            for number in range(again % every, len(found), every):
+                assert_same(feed.batch(first + number), found[number])
+
+
+@pytest.mark.parametrize("fmt", ["tfrecord", "parquet"])
+def test_passing_over_batches_reads_each_window_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fmt: str) -> None:
+    write_images(str(tmp_path), fmt=fmt, records={"train": 1200}, shards=2, block_records=40)
+    opened = OpenSplit.at(str(tmp_path), "train")
+    plan = EpochPlan.for_dataset(opened.manifest, "train", seed=5, global_batch=8, lanes=4, window_bytes=160_000)
+    feed = RankFeed(plan, opened.reader, opened.encoder, World.local(0, 1))
+    read: list[int] = []
+
+    def counting(read_run: Callable[[Run], Any]) -> Callable[[Run], Any]:
+        def counted(run: Run) -> Any:
+            found = read_run(run)
+            read.append(run.count if found is not None else 0)
+            return found
+
+        return counted
+
+    monkeypatch.setattr(opened.reader, "raw", counting(opened.reader.raw))
+    monkeypatch.setattr(opened.reader, "block", counting(opened.reader.block))
+    for step in range(1, plan.steps(1), 3):
+        feed.batch(step)
+    assert plan.window_records > 3 * 2 and sum(read) <= 1200 + 4 * plan.window_records
 
 
 @pytest.mark.parametrize("fmt", ["tfrecord", "parquet"])
