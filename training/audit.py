@@ -7,6 +7,7 @@ Of a mixture a fourth column says which dataset a sample is of (from 0), and the
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from training.reader import SplitReader
 
 HEADER = b"step,epoch,sample_id\n"
 MIXED_HEADER = b"step,epoch,sample_id,dataset\n"
+_LINE = re.compile(rb"([0-9]{1,18}),([0-9]{1,18}),([0-9a-f]{16})")  # numbers that an int64 holds
+_MIXED_LINE = re.compile(_LINE.pattern + rb",([0-9]{1,18})")
 _ROW = np.dtype([("step", np.int64), ("epoch", np.int64), ("id", np.int64), ("dataset", np.int64)])
 Rows = npt.NDArray[np.void]
 
@@ -78,19 +81,15 @@ def parse_audit(data: bytes, *, file: str) -> Rows:
     if not data.startswith(header) or not data.endswith(b"\n"):
         what = "an audit without its header or cut in a line"
         raise CorruptionError(what, file=file, got=repr(data[:40]), allowed=f"{HEADER!r} and whole lines")
-    lines, columns = data[len(header) :].split(b"\n")[:-1], header.count(b",") + 1
+    lines, row_form = data[len(header) :].split(b"\n")[:-1], _MIXED_LINE if header is MIXED_HEADER else _LINE
     rows = np.zeros(len(lines), dtype=_ROW)
     for number, line in enumerate(lines):
-        cells = line.split(b",")
-        good = len(cells) == columns and all(map(bytes.isdigit, cells[:2] + cells[3:])) and len(cells[2]) == 16
-        try:
-            value = int(cells[2], 16) if good else -1
-        except ValueError:
-            value = -1
-        if value < 0:
+        cells = row_form.fullmatch(line)
+        if cells is None:
             raise CorruptionError("a row of an audit cannot be read", file=file, record=number, got=repr(line[:60]))
+        value = int(cells[3], 16)
         signed = value - (1 << 64) if value >> 63 else value
-        rows[number] = (int(cells[0]), int(cells[1]), signed, int(cells[3]) if columns == 4 else 0)
+        rows[number] = (int(cells[1]), int(cells[2]), signed, int(cells[4]) if header is MIXED_HEADER else 0)
     return rows
 
 

@@ -113,6 +113,8 @@ def test_rows_that_belong_to_nothing_are_unknown(run: Run, row: bytes) -> None:
         HEADER + b"1,0,0123456789abcdeg\n",  # not hex
         HEADER + b"-1,0,0123456789abcdef\n",
         HEADER + b"1,0,0123456789ABCDEF0\n",  # 17 digits
+        HEADER + b"1,0,0x00000000000001\n",  # what Python takes for hex too
+        HEADER + b"9999999999999999999,0,0123456789abcdef\n",  # more than an int64 holds
     ],
 )
 def test_damaged_audits_are_refused(data: bytes) -> None:
