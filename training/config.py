@@ -149,8 +149,8 @@ class TrainConfig:
             object.__setattr__(self, "checkpoint_every", every.steps or self.checkpoint_every)
         between = self.mean_time_between_failures_s
         self._check("mean_time_between_failures_s", 0 < between < float("inf"), "seconds above 0")
-        self._check("start_limit_s", self.start_limit_s > 0, "seconds above 0")
-        self._check("stall_limit_s", self.stall_limit_s > 0, "seconds above 0")
+        self._check("start_limit_s", 0 < self.start_limit_s < float("inf"), "seconds above 0")
+        self._check("stall_limit_s", 0 < self.stall_limit_s < float("inf"), "seconds above 0")
         self._check("datasets", len(self.datasets) > 0 and all(self.datasets), "one dataset URL or more")
         self._check("run", bool(self.run.strip("/")), "the URL of a directory of its own")
         durable = not self.run.startswith(("webhdfs:", "swebhdfs:"))
@@ -182,7 +182,8 @@ class TrainConfig:
         self._check("base_batch", base is None or base >= 1, "an integer from 1 up")
         self._check("warm_up_epochs", 0 <= self.warm_up_epochs < self.epochs, "from 0 to fewer than epochs")
         self._check("micro_batches", self.micro_batches >= 1, "an integer from 1 up")
-        self._check("learning_rate", self.learning_rate is None or self.learning_rate > 0, "a number above 0")
+        rate = self.learning_rate
+        self._check("learning_rate", rate is None or 0 < rate < float("inf"), "a finite number above 0")
         if self.mix is not None:
             object.__setattr__(self, "mix", tuple(self.mix))
             count = len(self.datasets)

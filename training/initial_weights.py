@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import tempfile
 import zipfile
+import zlib
 from pathlib import Path
 
 import keras
@@ -39,8 +40,11 @@ def load_initial(model: keras.Model, url: str) -> None:
         try:
             path.write_bytes(_weights_in(source.file))
             model.load_weights(path, objects_to_skip=[model.optimizer])
-        except (OSError, KeyError, zipfile.BadZipFile) as error:  # what is no archive, or a damaged one
-            raise CorruptionError("a model's file cannot be read", file=url, got=str(error).splitlines()[0]) from error
+        # What is no archive or a damaged one. RuntimeError: HDF5's names are broken, an archive is of a later version.
+        except (OSError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error, EOFError) as error:
+            model.set_weights(before)
+            got = (str(error) or repr(error)).splitlines()[0]
+            raise CorruptionError("a model's file cannot be read", file=url, got=got) from error
         except ValueError as error:
             model.set_weights(before)  # Keras may have loaded some of them
             raise ConfigError(

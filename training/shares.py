@@ -110,12 +110,13 @@ def _part(parts: Mapping[int, Tensors], rank: int, piece: Piece, spec: TensorSpe
     value = parts.get(rank, {}).get(key)
     if value is None:
         raise CorruptionError("a tensor that the manifest lists is not in its file", file=file, got=f"no {key}")
-    if (value.size, value.dtype.name) != (piece.stop - piece.start, spec.dtype):
+    shape = spec.shape if key == piece.name else (piece.stop - piece.start,)  # a stretch of one lies flat
+    if (value.shape, value.dtype.name) != (shape, spec.dtype):
         raise CorruptionError(
             "a tensor is not what the manifest says",
             file=file,
-            got=f"{key}: {value.dtype.name}, {value.size} elements",
-            allowed=f"{spec.dtype}, {piece.stop - piece.start} elements",
+            got=f"{key}: {value.dtype.name} {value.shape}",
+            allowed=f"{spec.dtype} {shape}",
         )
     return value
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -143,10 +144,20 @@ def test_what_cannot_be_exported_or_begun_from(trained: tuple[str, str], tmp_pat
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "other.keras").write_bytes(b"PK\3\4 no archive")
     options: dict[str, Any] = {"global_batch": 16, "epochs": 1, "launcher": "local", "num_ranks": 1}
-    for source, error in ((str(tmp_path / "no.keras"), ConfigError), (dataset, ConfigError),
-                          (str(tmp_path / "other.keras"), CorruptionError)):  # fmt: skip
+    content = bytearray(Path(url, "models", "g0001", "model.keras").read_bytes())
+    content[content.rindex(b"PK\1\2") + 6] = 0xFF  # written by another version of zip, the archive's list says
+    (tmp_path / "later.keras").write_bytes(content)
+    with zipfile.ZipFile(f"{url}/models/g0001/model.keras") as archive:
+        weights = archive.read("model.weights.h5")
+    (tmp_path / "changed.weights.h5").write_bytes(weights.replace(b"HEAP", b"heap"))  # where HDF5 has names
+    refused = dict.fromkeys(("other.keras", "later.keras", "changed.weights.h5"), CorruptionError)
+    for source, error in {"no.keras": ConfigError, dataset: ConfigError, **refused}.items():
         config = TrainConfig(
-            datasets=(dataset,), run=str(tmp_path / "run"), model="logistic", init_from=source, **options
+            datasets=(dataset,),
+            run=str(tmp_path / "run"),
+            model="logistic",
+            init_from=str(tmp_path / source),
+            **options,
         )
         with pytest.raises(error):
             run(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -100,3 +101,13 @@ def test_each_field_is_compared_or_free(tmp_path: Path, monkeypatch: pytest.Monk
         with pytest.raises(ConfigError) as caught:
             goes_on(replace(given, **{name: value}))
         assert "begun with another" in caught.value.what and flag_of(name) in caught.value.next_step, name
+
+
+@pytest.mark.parametrize(
+    ("name", "flag"), [("learning_rate", "--learning-rate"), ("start_limit_s", "--start"), ("stall_limit_s", "--stall")]
+)
+def test_a_number_without_end_is_told_by_its_flag(name: str, flag: str) -> None:
+    endless: dict[str, Any] = {name: math.inf}
+    with pytest.raises(ConfigError) as caught:
+        TrainConfig(datasets=("d",), run="r", model="m", num_ranks=1, global_batch=1, epochs=1, **endless)
+    assert flag in caught.value.next_step
