@@ -99,6 +99,14 @@ def test_generations_that_failed_in_between_count_up_to_where_the_next_began(tmp
     assert report.ok and report.steps == 10
 
 
+def test_a_run_of_which_endless_epochs_are_asked_is_checked_up_to_where_it_is(tmp_path: Path) -> None:
+    run = TinyRun(tmp_path)
+    first = run.generation(None, 2, [4])
+    claim_next(run.fs, run.paths, CheckpointRef(4, first), epochs=10**12, num_ranks=2)
+    report = check_run_audit(run.paths.root)
+    assert report.ok and report.samples == 80 and len(report.left_over) == 20  # of the epoch that is under way
+
+
 def test_a_lost_file_is_noticed(tmp_path: Path) -> None:
     run = TinyRun(tmp_path)
     run.generation(None, 2, [5, 10])
