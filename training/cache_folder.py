@@ -104,12 +104,12 @@ class CacheFolder:
                     self._full_until = time.monotonic() + _LOOK_AGAIN_S
                     self._count(used)
                     return None
+            self._count(used + size)  # before it lies there: who dies here has counted too much, not too little
             path = os.path.join(self.root, dataset, TEMPORARY + secrets.token_hex(8))
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 try_lock(descriptor)  # nobody else can know of it yet
                 os.posix_fallocate(descriptor, 0, size)
-                self._count(used + size)
             except BaseException:
                 self.give_up(Reserved(descriptor, path))
                 raise

@@ -120,11 +120,12 @@ class CachedBytes:
     def _fetch(self, shard: int, start: int, stop: int, blocks: list[int], found: dict[int, bytes | None]) -> None:
         places = [self._place(shard, block) for block in blocks]
         begin, end = places[0].start, places[-1].stop
-        if not self.cache.keeps:  # nothing is gained by the rest of the blocks
+        keeps = self.cache.keeps  # asked once: what is cut off here cannot be kept below
+        if not keeps:  # nothing is gained by the rest of the blocks
             begin, end = max(begin, start), min(end, stop)
         data = memoryview(self._files.read(shard, begin, end))
         for block, place in zip(blocks, places, strict=True):
-            if self.cache.keeps:
+            if keeps:
                 self.cache.put(place, data[place.start - begin : place.stop - begin])
             found[block] = bytes(data[max(start, place.start) - begin : min(stop, place.stop) - begin])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import logging
 import os
 import signal
@@ -26,6 +27,7 @@ from training import block_cache, cache_folder
 from training.block_cache import BlockCache, BlockPlace
 from training.cache_folder import FOLDER, LIVE, LOCK, TEMPORARY
 from training.open_split import OpenSplit
+from training.positions import Run
 from training.read_options import ReadOptions
 from training.reader import SplitReader
 from training.shard_files import ShardFiles
@@ -224,6 +226,21 @@ def test_a_block_that_is_kept_while_the_cache_is_closed_is_left_out(tmp_path: Pa
     assert not cache.put(place(0, 10), DATA[:10]) and not entries(tmp_path)
 
 
+def test_a_writer_that_dies_before_its_file_is_there_has_counted_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = opened(tmp_path)
+
+    def dies(descriptor: int, *_: int) -> None:
+        assert int((tmp_path / FOLDER / LOCK).read_text()) >= 10_000
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "posix_fallocate", dies)
+    with pytest.raises(KeyboardInterrupt):
+        cache.put(place(0, 10_000), DATA[:10_000])
+    assert entries(tmp_path) == []
+
+
 @pytest.mark.parametrize("broken", ["posix_fallocate", "pwrite", "rename"])
 def test_a_full_disk_turns_the_cache_off_with_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str
@@ -310,6 +327,20 @@ def test_a_cache_too_small_reads_the_rest_from_the_dataset(tmp_path: Path, reads
         assert rows_of(reader).equals(wanted)
         assert total_bytes(tmp_path / "cache") <= 10_000
     assert reader.cached is not None and reader.cached.hits > 0
+
+
+def test_room_that_comes_while_part_of_a_block_is_read_keeps_no_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_images(tmp_path / "d", fmt="tfrecord", records={"train": 40}, shards=1, block_records=10)
+    wanted = rows_of(OpenSplit.at(str(tmp_path / "d"), "train").reader)
+    options = ReadOptions(cache=str(tmp_path / "cache"), cache_bytes=1 << 20)
+    reader = OpenSplit.at(str(tmp_path / "d"), "train", options=options).reader
+    answers = itertools.chain([False], itertools.repeat(True))
+    monkeypatch.setattr(BlockCache, "keeps", property(lambda _: next(answers)))
+    for _ in range(2):
+        assert pa.concat_batches([reader.read(Run(0, first, 5)) for first in range(0, 40, 5)]).equals(wanted)
+    assert "removed from" not in caplog.text and reader.cached is not None and reader.cached.damaged == 0
 
 
 def test_damage_in_the_cache_is_read_again_and_damage_in_the_dataset_is_not_kept(
