@@ -35,7 +35,7 @@ from training.retention import drop_stagings, take_over
 from training.run_json import check_run, open_run
 from training.run_result import RunResult
 from training.standing import Standing
-from training.weights_source import weights_at
+from training.weights_source import located, weights_at
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +109,7 @@ class _Driver:
     ) -> None:
         self._config, self._plan, self._fs, self._paths = config, plan, fs, paths
         self._hooks, self._progress, self._standing, self._launches = hooks, progress, standing, launches
+        self._first_weights: str | None = None  # where they lie: the same for all ranks, and after a restart
 
     def run(self) -> RunResult:
         failures = 0  # in a row, without a new checkpoint between
@@ -160,8 +161,12 @@ class _Driver:
             )
 
     def _task(self, claim: Claim) -> RankTask:
-        hooks = self._hooks
-        return task_of(self._config, self._plan, self._fs, self._paths, claim, hooks.entry, hooks.preload)
+        hooks, source = self._hooks, self._config.init_from
+        if claim.parent is None and source is not None and self._first_weights is None:
+            self._first_weights = located(source)
+            print(f"first weights: {self._first_weights}", file=sys.stderr, flush=True)
+        task = task_of(self._config, self._plan, self._fs, self._paths, claim, hooks.entry, hooks.preload)
+        return replace(task, payload={**task.payload, "first_weights": self._first_weights})
 
     def _commits(self, claim: Claim) -> CommitHandler:
         return CommitHandler(

@@ -109,8 +109,8 @@ class Fit(AbstractContextManager["Fit"]):
         restored = self._saver.find()
         self._callbacks.begin()
         if restored is None:
-            if self._config.init_from is not None:
-                load_initial(model, self._config.init_from)
+            if (first_weights := self._context.payload["first_weights"]) is not None:
+                load_initial(model, first_weights)
             if self._comm.num_ranks > 1:
                 derive_seeds(model, self._config.seed, 0, self._comm.rank)
         else:

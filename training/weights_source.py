@@ -13,6 +13,7 @@ from training.chain import find_model, find_tip
 from training.paths import RunPaths
 
 MODEL_FILE = "model.keras"
+FILES = (".keras", ".weights.h5")
 KINDS = "a run, a checkpoint, an exported model, NAME.keras or NAME.weights.h5"
 
 
@@ -46,20 +47,29 @@ def newest_of(run: str) -> tuple[str | None, str | None]:
     return None, tip.url
 
 
+def located(url: str) -> str:
+    """Where the weights that `url` names lie now: of a run its model or newest checkpoint, else `url` itself.
+
+    A run that still trains has another newest checkpoint soon, and ranks that each looked it up would begin apart.
+    """
+    if url.endswith(FILES) or not filesystem(url).exists(RunPaths(url).run_json):
+        return url
+    model, checkpoint = newest_of(url)
+    return model or checkpoint or url
+
+
 def weights_at(url: str) -> WeightsSource:
     """What lies at `url`; a model's file is held against its digest where a manifest tells it.
 
     Raises ConfigError for anything that holds no weights, CorruptionError for a changed file.
     """
     fs = filesystem(url)
-    if url.endswith((".keras", ".weights.h5")):
+    if url.endswith(FILES):
         try:
             return WeightsSource(file=fs.read_bytes(url))
         except NotFoundError:
             raise _none(url, "nothing there") from None
-    if fs.exists(RunPaths(url).run_json):
-        model, checkpoint = newest_of(url)
-        return WeightsSource(checkpoint) if model is None else WeightsSource(file=checked_model(model))
+    url = located(url)
     where = join(url, MANIFEST_NAME)
     try:
         kind = unseal(fs.read_bytes(where), where).get("kind")
