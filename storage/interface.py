@@ -64,6 +64,10 @@ class Writer(ABC):
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Append all of `data`; returns its length in bytes."""
 
+    def write_uncached(self, data: memoryview) -> int:
+        """As `write`, for long files: past what this host keeps of files in memory, where the backend can."""
+        return self.write(data)
+
     @abstractmethod
     def sync(self) -> None:
         """Return once everything written so far is on the disks; where the backend does not promise `durable_sync`,
@@ -122,6 +126,12 @@ class FileSystem(ABC):
     @abstractmethod
     def open_read(self, url: str) -> BinaryIO:
         """Open a file for buffered, seekable reading; `read(n)` gives n bytes unless the file ends."""
+
+    def open_uncached(self, url: str) -> BinaryIO:
+        """Open a file to be read to its end with `readinto` alone, past what this host keeps of files in memory where
+        the backend can.
+        """
+        return self.open_read(url)
 
     @abstractmethod
     def read_range(self, url: str, offset: int, length: int) -> bytes:

@@ -10,12 +10,13 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 from storage.errors import ExistsError, NotFoundError, StorageError
 from storage.interface import Blocks, FileStat, FileSystem, HdfsBlock, Listing, Promises, RangeFile, Writer
 from storage.local_rename import rename_noreplace
 from storage.ranges import check_range, short_file
+from storage.uncached import UncachedFile, write_uncached
 from storage.urls import join, split_url
 
 
@@ -27,6 +28,10 @@ class LocalFileSystem(FileSystem):
     def open_read(self, url: str) -> BinaryIO:
         with _translated("open", url):
             return open(_path(url), "rb", opener=_open_regular)
+
+    def open_uncached(self, url: str) -> BinaryIO:
+        with _translated("open", url):
+            return cast(BinaryIO, UncachedFile(_path(url), opener=_open_regular))
 
     def read_range(self, url: str, offset: int, length: int) -> bytes:
         check_range(url, offset, length)
@@ -166,6 +171,12 @@ class _LocalWriter(Writer):
     def write(self, data: bytes | bytearray | memoryview) -> int:
         with _translated("write", self._url):
             return self._file.write(data)
+
+    def write_uncached(self, data: memoryview) -> int:
+        with _translated("write", self._url):
+            self._file.flush()
+            done = write_uncached(self._file.fileno(), data)
+            return done + self._file.write(data[done:])
 
     def sync(self) -> None:
         with _translated("sync", self._url):

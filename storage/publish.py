@@ -166,6 +166,10 @@ class _Counting(Writer):
         self.bytes += self._inner.write(data)
         return len(data)
 
+    def write_uncached(self, data: memoryview) -> int:
+        self.bytes += self._inner.write_uncached(data)
+        return len(data)
+
     def sync(self) -> None:
         self._inner.sync()
 

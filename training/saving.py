@@ -12,7 +12,7 @@ import keras
 import numpy as np
 from numpy.typing import NDArray
 
-from storage.fs import filesystem, join
+from storage.fs import filesystem, join, split_url
 from training import callback_state, shares, state
 from training.audit import AuditLog
 from training.checkpoint import Tensors, file_name, read_resumable, write_bytes
@@ -21,6 +21,7 @@ from training.config import TrainConfig
 from training.control.carry import json_safe
 from training.in_flight import InFlight, Tell
 from training.launch.context import RankContext
+from training.low_priority import at_low_priority
 from training.paths import RunPaths, staged_checkpoint
 from training.rank_file import HostBuffer, file_bytes, sha256_of, upload
 from training.read_parts import read_parts, whole_tensors
@@ -176,10 +177,14 @@ class Saver:
         began, directory, rank = time.perf_counter(), staged_checkpoint(self.staging, step), self._context.world.rank
         url, fs = join(directory, file_name(rank)), filesystem(directory)
         tell("hashing it")
-        report = {"name": file_name(rank), "bytes": file.size, "sha256": sha256_of(file)}
+        digest = at_low_priority(partial(sha256_of, file))
+        report = {"name": file_name(rank), "bytes": file.size, "sha256": digest}
         tell(f"writing {url}")
         fs.mkdirs(directory)
-        upload(fs, url, file)
+        if split_url(url)[0] == "file":
+            at_low_priority(lambda: upload(fs, url, file))
+        else:  # its calls are made by threads that read batches later on, and would inherit the priority
+            upload(fs, url, file)
         audit = self._write_audit(step)
         tell("waiting for the driver to commit what all ranks report")
         self._context.control.request(
