@@ -127,9 +127,7 @@ class _Driver:
             # what it has published until now is then put in order.
             self._standing.sweep()
             drop_stagings(self._fs, self._paths, claim.generation)
-            take_over(self._fs, self._paths, claim.generation, tip, self._config.keep)
-            # The tip may have come back out of the trash.
-            tip = find_tip(self._fs, self._paths) if tip and "/.trash/" in tip.url else tip
+            tip = take_over(self._fs, self._paths, claim.generation, tip, self._config.keep)
             if tip is not None:
                 print(f"going on from checkpoint {tip.ref}", file=sys.stderr, flush=True)
             commits = self._commits(claim)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from dataclasses import replace
 
 from storage.errors import DataError, ExistsError, NotFoundError, StorageError
 from storage.fs import FileSystem, basename, join
@@ -58,15 +59,24 @@ def retire(fs: FileSystem, paths: RunPaths, generation: int, keep: Keep, values:
         _trash(fs, paths, generation, urls[ref])
 
 
-def take_over(fs: FileSystem, paths: RunPaths, generation: int, tip: Checkpoint | None, keep: Keep) -> None:
-    """A new claimant's tidying: the tip comes back out of the trash, older trash outside the chain is deleted, orphans
-    (late commits of older generations) are moved into the trash, and so is what an older driver that was stopped in
-    its retention would still move there: it finds nothing to move when it wakes.
+def take_over(
+    fs: FileSystem, paths: RunPaths, generation: int, tip: Checkpoint | None, keep: Keep
+) -> Checkpoint | None:
+    """A new claimant's tidying; returns the tip where it then lies.
+
+    The tip comes back out of the trash, into which an older driver's retention may have moved it since it was looked
+    up; older trash outside the chain is deleted, orphans (late commits of older generations) are moved into the trash,
+    and so is what an older driver that was stopped in its retention would still move there: it finds nothing to move
+    when it wakes.
     """
-    if tip is not None and tip.url != paths.checkpoint(tip.ref.step, tip.ref.generation):
-        fs.mkdirs(paths.checkpoints)
-        fs.rename_new(tip.url, paths.checkpoint(tip.ref.step, tip.ref.generation))
     everything = checkpoints(fs, paths)
+    if tip is not None:
+        place = paths.checkpoint(tip.ref.step, tip.ref.generation)
+        if (lies := everything.get(tip.ref, place)) != place:
+            fs.mkdirs(paths.checkpoints)
+            fs.rename_new(lies, place)
+            everything[tip.ref] = place
+        tip = replace(tip, url=place)
     chain = lineage(read_claims(fs, paths), everything)
     judged = MetricValues(keep)
     needed = keep.chosen(chain, lambda ref: judged.of(ref, everything[ref]))
@@ -83,6 +93,7 @@ def take_over(fs: FileSystem, paths: RunPaths, generation: int, tip: Checkpoint 
         if ref not in chain and ref.generation < generation:
             _trash(fs, paths, generation, url)
     retire(fs, paths, generation, keep)
+    return tip
 
 
 def drop_stagings(fs: FileSystem, paths: RunPaths, before: int) -> None:

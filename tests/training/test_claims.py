@@ -218,16 +218,23 @@ def test_best_checkpoint_and_one_for_many_steps_survive_a_take_over(paths: RunPa
     assert names(paths.checkpoints) == kept
 
 
-def test_tip_that_an_old_driver_threw_away_comes_back(paths: RunPaths) -> None:
-    """A driver stopped in its retention wakes and moves what its successor's chain rests on."""
+@pytest.mark.parametrize("thrown", ["before it is looked up", "since"])
+def test_tip_that_an_old_driver_threw_away_comes_back(paths: RunPaths, thrown: str) -> None:
+    """A driver in its retention moves what its successor's chain rests on: stopped before that, or at that moment."""
     fs = filesystem(paths.root)
     start(paths, None)
-    put(paths, 5, 1, where=join(paths.trash(1), "step-0000000005.g0001"))
+    put(paths, 5, 1)
+    if thrown != "since":
+        retire(fs, paths, 1, keep=Keep(0))
     found = find_tip(fs, paths)
     assert found is not None and found.ref == Ref(5, 1)
+    if thrown == "since":
+        retire(fs, paths, 1, keep=Keep(0))
+    assert names(paths.checkpoints) == []
     start(paths, found.ref)
-    take_over(fs, paths, 2, found, keep=Keep(3))
+    left = take_over(fs, paths, 2, found, keep=Keep(3))
     assert names(paths.checkpoints) == ["step-0000000005.g0001"]
+    assert left is not None and left.url == paths.checkpoint(5, 1)
     assert tip(paths) == Ref(5, 1)
 
 
