@@ -71,12 +71,12 @@ def take_over(
     """
     everything = checkpoints(fs, paths)
     if tip is not None:
-        place = paths.checkpoint(tip.ref.step, tip.ref.generation)
-        if (lies := everything.get(tip.ref, place)) != place:
+        home = paths.checkpoint(tip.ref.step, tip.ref.generation)
+        if (lies := everything.get(tip.ref, home)) != home:
             fs.mkdirs(paths.checkpoints)
-            fs.rename_new(lies, place)
-            everything[tip.ref] = place
-        tip = replace(tip, url=place)
+            fs.rename_new(lies, home)
+            everything[tip.ref] = home
+        tip = replace(tip, url=home)
     chain = lineage(read_claims(fs, paths), everything)
     judged = MetricValues(keep)
     needed = keep.chosen(chain, lambda ref: judged.of(ref, everything[ref]))
