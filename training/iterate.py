@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 from collections.abc import Generator, Sequence
@@ -26,6 +27,8 @@ from training.training_set import TrainingSet
 from training.world import World
 
 log = logging.getLogger(__name__)
+
+_LATER_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +137,15 @@ class PlannedBatches:
                 inner = feed.batches(start_step, stop)
             else:
                 inner = (feed.batch(step) for step in range(start_step, stop, every))
-            stack.enter_context(closing(inner))
+            stack.callback(_close, inner)
             if not self.augment:
                 yield from inner
                 return
             words, lane_rows = self.augment.split(), plan.global_batch // plan.lanes
             augmentation = Augmentation(words, first.seed, opened.encoder.signature, lane_rows)
             what = f"augmented batches of split `{first.split}`"
-            with ReadAhead(map(augmentation, inner), lambda: what, DEADLINE_S) as ahead:
+            # Longer than the feed's own deadline, whose error says what is waited for.
+            with ReadAhead(map(augmentation, inner), lambda: what, DEADLINE_S + _LATER_S) as ahead:
                 yield from ahead
 
     def identity(self) -> dict[str, Any]:
@@ -159,6 +163,13 @@ class PlannedBatches:
                     allowed=repr(mine.get(name)),
                     next_step="Open the batches as they were opened when the state was saved; only ranks may differ.",
                 )
+
+
+def _close(batches: Generator[Batch, None, None]) -> None:
+    if (
+        inspect.getgeneratorstate(batches) != inspect.GEN_RUNNING
+    ):  # a thread that waits in it for a batch lets go of it when that comes, or its deadline
+        batches.close()
 
 
 def _open(

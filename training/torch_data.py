@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from features.decode_many import set_decode_threads
+from storage import strict
 from storage.errors import ConfigError
 from training.batches import Batch
 from training.iterate import PlannedBatches
@@ -79,7 +80,7 @@ class PlannedDataset(IterableDataset):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the state's next step, at any number of ranks. Raises DataError for that of other batches."""
         self.planned.check(state.get(IDENTITY))
-        self._next_step = int(state[NEXT_STEP])
+        self._next_step = strict.count(state.get(NEXT_STEP), where=f"the state: {NEXT_STEP}", least=0)
 
     def _tensors(self, batch: Batch) -> dict[str, Any]:
         parts = {"y": batch.y, "sample_ids": batch.sample_ids, "epochs": batch.epochs, "weight": batch.weight}

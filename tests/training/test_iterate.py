@@ -179,6 +179,25 @@ def test_without_epochs_there_is_no_end_and_a_closed_iterator_leaves_no_thread(r
     assert not [thread for thread in threading.enumerate() if thread.name == "read-ahead"]
 
 
+def test_an_iterator_is_closed_while_a_read_stands_still(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stands, go_on = threading.Event(), threading.Event()
+
+    def stuck(self: RankFeed, first_step: int, _: int) -> Iterator[Batch]:
+        yield self.batch(first_step)
+        stands.set()
+        go_on.wait(30)
+
+    monkeypatch.setattr("training.read_ahead._JOIN_S", 0.05)
+    monkeypatch.setattr(RankFeed, "batches", stuck)
+    batches = PlannedBatches.open(root, augment=AUGMENT, **OPTIONS).batches()
+    try:
+        next(batches)
+        assert stands.wait(30)
+        batches.close()
+    finally:
+        go_on.set()
+
+
 def test_the_signature_tells_what_a_batch_holds(root: str) -> None:
     planned = PlannedBatches.open(root, augment="mixup:0.4", **OPTIONS)
     batch = next(planned.batches())
@@ -260,6 +279,14 @@ def test_a_state_that_would_lose_or_repeat_samples_is_refused(root: str, torch_d
     ):
         with pytest.raises(DataError, match=name):
             torch_data.loader(PlannedBatches.open(root, **{**OPTIONS, "augment": AUGMENT, **changes}), state)
+
+
+def test_a_damaged_state_is_refused(root: str, torch_data: Any) -> None:
+    planned = PlannedBatches.open(root, **OPTIONS)
+    state = torch_data.loader(planned).state_dict()
+    for damaged in ({**state, "next_step": -1}, {**state, "next_step": "3"}, {"batches": state["batches"]}):
+        with pytest.raises(DataError, match="next_step"):
+            torch_data.loader(planned, damaged)
 
 
 def test_torch_goes_on_in_a_mixture_and_refuses_another(pair: list[str], tmp_path: Path, torch_data: Any) -> None:
