@@ -166,9 +166,8 @@ class PlannedBatches:
 
 
 def _close(batches: Generator[Batch, None, None]) -> None:
-    if (
-        inspect.getgeneratorstate(batches) != inspect.GEN_RUNNING
-    ):  # a thread that waits in it for a batch lets go of it when that comes, or its deadline
+    # A thread that waits in it for a batch lets go of it when that comes, or its deadline.
+    if inspect.getgeneratorstate(batches) != inspect.GEN_RUNNING:
         batches.close()
 
 
