@@ -5,6 +5,7 @@ from __future__ import annotations
 from features.encode import Encoder
 from storage.fs import FileSystem, filesystem, split_url
 from storage.manifest import DatasetManifest
+from training.augmenting import augmentation_of
 from training.chain import find_result
 from training.config import TrainConfig
 from training.dataset_encoder import load_encoder
@@ -32,14 +33,19 @@ def check(config: TrainConfig) -> RunResult | None:
 
 
 def open_dataset(config: TrainConfig) -> tuple[DatasetManifest, Encoder]:
-    """Manifest and encoder of what is trained on; what its ranks would refuse in it (one fold of three) is refused
-    here.
+    """Manifest and encoder of what is trained on; what its ranks would refuse in it is refused here: one fold of three,
+    images to skip or to augment where there are none.
     """
     open_them = open_parts if config.mix is None else open_mixture
     parts, manifest = open_them(config.datasets, config.split)
     first = parts[0]
     split_of(manifest, config.split)
-    return manifest, load_encoder(first.url, first.manifest, held_out(first.manifest, config.split, training=True))
+    encoder = load_encoder(first.url, first.manifest, held_out(first.manifest, config.split, training=True))
+    if config.bad_images == "skip":
+        encoder.skipping_bad_images()
+    if config.augment:
+        augmentation_of(config, plan_for(manifest, config), encoder.signature)
+    return manifest, encoder
 
 
 def finished_result(fs: FileSystem, paths: RunPaths, config: TrainConfig) -> RunResult | None:

@@ -74,6 +74,14 @@ def test_missing_dataset_and_lanes_that_do_not_fit(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("more", [("--bad-images", "skip"), ("--augment", "flip")])
+def test_images_of_a_table_are_refused_before_anything_starts(tmp_path: Path, more: tuple[str, ...]) -> None:
+    write_table(tmp_path / "data")
+    with pytest.raises(ConfigError, match="image"):
+        main(flags(tmp_path, *more))
+    assert not (tmp_path / "run").exists()
+
+
 def test_one_fold_of_three_is_refused_before_anything_starts(tmp_path: Path) -> None:
     write_folds(tmp_path / "data", "w.fold-0", "w.fold-1", "w.fold-2")
     with pytest.raises(ConfigError, match=r"held out(?s:.*)all folds but one"):
