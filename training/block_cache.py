@@ -94,7 +94,8 @@ class BlockCache:
         key = place.key
         path = self.folder.path(_folder_of(place.dataset), key.hex()[:40])
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            # Opening a pipe that lies there would wait for a writer without end.
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
             return None
         try:

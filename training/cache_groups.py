@@ -31,8 +31,8 @@ def check_cache_groups(lanes: int, groups: int | None, rotation: int | None) -> 
     if groups is not None and (groups < 1 or lanes % groups):
         fewer, more = largest_divisor(lanes, max(1, groups)), -(-lanes // max(1, groups)) * max(1, groups)
         raise _refuse(f"{groups} cache groups of {lanes} lanes", f"--cache-groups {fewer} or --lanes {more}")
-    if rotation is not None and rotation < 1:
-        raise _refuse(f"a rotation every {rotation} epochs", "--cache-rotation 1 or more, or none")
+    if rotation is not None and not 1 <= rotation < 1 << 63:
+        raise _refuse(f"a rotation every {rotation} epochs", "--cache-rotation 1 or more, below 2^63, or none")
 
 
 class CacheGroups:

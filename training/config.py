@@ -135,8 +135,8 @@ class TrainConfig:
         object.__setattr__(self, "datasets", tuple(self.datasets))
         object.__setattr__(self, "augment", " ".join(canonical(self.augment.split())))
         counts = ("num_ranks", "global_batch", "epochs", "keep_checkpoints", "compare_every")
-        for name in (*counts, "window_bytes"):
-            self._check(name, getattr(self, name) >= 1, "an integer from 1 up")
+        for name in (*counts, "window_bytes", "interleave"):
+            self._check(name, 1 <= getattr(self, name) < 2**63, "an integer from 1 to 2^63 - 1")
         self._check("keep_every", self.keep_every is None or self.keep_every >= 1, "steps from 1 up")
         self._check("keep_best", self.keep_best is None or BEST.fullmatch(self.keep_best) is not None, BEST_ALLOWED)
         self._check("max_restarts", self.max_restarts >= 0, "an integer from 0 up")
@@ -194,9 +194,8 @@ class TrainConfig:
         self._check("cache", self.cache is None or self.cache.startswith("/"), "an absolute path on every rank's host")
         self._check("verify", self.verify in get_args(Verify), " or ".join(get_args(Verify)))
         groups, rotation = self.cache_groups, self.cache_rotation
-        self._check("interleave", self.interleave >= 1, "an integer from 1 up")
         self._check("cache_groups", groups is None or groups >= 1, "an integer from 1 up")
-        self._check("cache_rotation", rotation is None or rotation >= 1, "epochs from 1 up")
+        self._check("cache_rotation", rotation is None or 1 <= rotation < 2**63, "epochs from 1 to 2^63 - 1")
         self._check("cache_rotation", rotation is None or groups is not None, "nothing without --cache-groups")
         if self.lanes is not None:
             right = self.lanes >= 1 and self.global_batch % self.lanes == 0

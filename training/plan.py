@@ -28,6 +28,7 @@ __all__ = ["EpochPlan", "Run", "default_lanes"]
 PLAN_VERSION = 1
 DEFAULT_WINDOW_BYTES = 8 << 20
 LATER_KEYS = ("cache_groups", "cache_rotation", "interleave")
+MOST = 1 << 63  # numbers below it are read again out of run.json and checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,7 @@ class EpochPlan:
         object.__setattr__(self, "total", sum(self.shard_records))
         self._check("version", self.version == PLAN_VERSION, f"{PLAN_VERSION}, the only plan of this version")
         for name in ("block_records", "global_batch", "lanes", "window_records"):
-            self._check(name, getattr(self, name) >= 1, "an integer from 1 up")
+            self._check(name, 1 <= getattr(self, name) < MOST, "an integer from 1 to 2^63 - 1")
         if self.total == 0:
             raise DataError(
                 f"split `{self.split}` holds no records",
@@ -84,7 +85,7 @@ class EpochPlan:
                 allowed="at least one sample a lane",
                 next_step=f"Use --lanes {largest_divisor(self.global_batch, self.total)} or more data.",
             )
-        self._check("interleave", self.interleave is None or self.interleave >= 2, "an integer from 2 up, or none")
+        self._check("interleave", self.interleave is None or 2 <= self.interleave < MOST, "2 to 2^63 - 1, or none")
         check_cache_groups(self.lanes, self.cache_groups, self.cache_rotation)
         table = BlockTable(self.shard_records, self.block_records)
         root = derive_key(self.dataset_digest.encode(), f"plan {self.version} {self.split}", self.seed)

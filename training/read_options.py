@@ -57,13 +57,14 @@ class ReadOptions:
             return None
         try:
             return BlockCache(self.cache, self.cache_bytes)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                log.warning("no cache in %s: %s; all is read from the dataset", self.cache, error.strerror)
+        except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+            told = error.strerror if isinstance(error, OSError) else None
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                log.warning("no cache in %s: %s; all is read from the dataset", self.cache, told)
                 return None
             raise ConfigError(
-                f"{self.cache} cannot be a cache",
-                got=error.strerror or str(error),
+                f"{self.cache!r} cannot be a cache",
+                got=told or str(error),
                 allowed="a folder on a local disk that this user may write, with locks (flock)",
                 next_step="Give --cache another folder.",
             ) from error

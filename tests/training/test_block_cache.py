@@ -11,7 +11,9 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,23 @@ def test_every_flipped_bit_and_every_cut_of_an_entry_is_found_and_the_entry_remo
     path.write_bytes(whole[:-1])
     assert cache.get(place(0, 50), 10, 20) is None and "do not match their digest" in caplog.text
     assert cache.put(place(0, 50), DATA[:50]) and cache.get(place(0, 50), 10, 20) == DATA[10:20]
+
+
+def test_what_is_no_file_in_place_of_an_entry_is_none_and_holds_up_nobody(tmp_path: Path) -> None:
+    for make in (os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)):
+        folder = tmp_path / getattr(make, "__name__", "device")
+        cache = opened(folder)
+        assert cache.put(place(0, 50), DATA[:50])
+        path = entries(folder)[0]
+        path.unlink()
+        make(path)
+        got: list[bytes | None] = []
+        ask = partial(cache.get, place(0, 50), 0, 50)
+        reader = threading.Thread(target=lambda ask=ask, got=got: got.append(ask()), daemon=True)
+        reader.start()
+        reader.join(30)
+        assert got == [None]
+        cache.close()
 
 
 def test_the_limit_holds_for_all_processes_and_datasets_together(tmp_path: Path) -> None:
@@ -261,6 +280,8 @@ def test_a_folder_that_cannot_be_a_cache_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="cannot be a cache"):
         ReadOptions(cache=str(tmp_path / "file"), cache_bytes=10).open_cache()
+    with pytest.raises(ConfigError, match="cannot be a cache"):
+        ReadOptions(cache="/tmp/a\0b", cache_bytes=10).open_cache()
     (tmp_path / FOLDER).mkdir(mode=0o700)
     (tmp_path / FOLDER).chmod(0o777)
     with pytest.raises(ConfigError, match="may be written by others"):

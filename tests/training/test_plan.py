@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -250,6 +251,7 @@ def test_groups_are_made_anew_at_a_rotation_and_blocks_within_them_permuted_each
         (12, 24, None, "--cache-groups 12 or --lanes 24"),  # more groups than lanes
         (12, 0, None, "--cache-groups 1"),
         (12, 4, 0, "--cache-rotation 1 or more"),
+        (12, 4, 1 << 63, "below 2^63"),  # run.json could not be read again
         (12, None, 2, "--cache-groups with --cache-rotation 2"),
     ],
 )
@@ -344,6 +346,13 @@ def test_an_empty_split_and_a_run_without_a_step_are_refused() -> None:
     with pytest.raises(ConfigError, match="not one full global batch") as caught:
         small.steps(2)
     assert "--global-batch 6" in caught.value.next_step
+
+
+@pytest.mark.parametrize("name", ["window_records", "interleave"])
+def test_a_number_that_no_stored_plan_may_have_is_refused_at_once(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} = 9223372036854775808"):
+        numbers: dict[str, Any] = {name: 1 << 63}
+        replace(make((9,)), **numbers)
 
 
 def test_another_version_is_refused() -> None:

@@ -111,3 +111,11 @@ def test_a_number_without_end_is_told_by_its_flag(name: str, flag: str) -> None:
     with pytest.raises(ConfigError) as caught:
         TrainConfig(datasets=("d",), run="r", model="m", num_ranks=1, global_batch=1, epochs=1, **endless)
     assert flag in caught.value.next_step
+
+
+@pytest.mark.parametrize("name", ["window_bytes", "interleave", "cache_rotation", "epochs"])
+def test_a_number_beyond_64_bits_is_told_by_its_flag(name: str) -> None:
+    numbers: dict[str, Any] = {"num_ranks": 1, "global_batch": 1, "epochs": 1, "cache_groups": 1, name: 1 << 63}
+    with pytest.raises(ConfigError) as caught:
+        TrainConfig(datasets=("d",), run="r", model="m", **numbers)
+    assert flag_of(name) in caught.value.next_step
