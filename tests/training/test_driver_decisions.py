@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,11 @@ import pytest
 
 from storage.errors import ConfigError, LockstepError
 from tests.training.test_audit_run import TinyRun
-from training.claims import CheckpointRef
+from training.claims import CheckpointRef, SupersededError, superseded
 from training.config import TrainConfig
 from training.driver import Hooks, train
-from training.launch.task import RankTask
+from training.launch.session import Session
+from training.launch.task import Limits, RankTask
 
 
 def launches(*generations: Callable[[RankTask], None]) -> Any:
@@ -57,3 +60,53 @@ def test_first_weights_of_a_run_that_still_trains_are_the_same_for_all_ranks_and
     assert [line for line in capfd.readouterr().err.splitlines() if "first weights" in line] == [
         f"first weights: {url}" for url in (at_4, at_6)
     ]
+
+
+class NeverThere(Session):
+    """A session whose supervisors have no place to begin."""
+
+    def __init__(self) -> None:
+        super().__init__(1, Limits(), "127.0.0.1", "127.0.0.1")
+        self.waits = threading.Event()
+
+    def _check(self, task: RankTask, ended: Callable[[], BaseException | None]) -> None:
+        self.waits.set()
+        until = time.monotonic() + 20
+        while (error := ended()) is None:
+            assert time.monotonic() < until, "nobody has said that the wait is over"
+            time.sleep(0.01)
+        raise error
+
+    def _begin(self, control: tuple[str, int], secret: bytes) -> None:
+        raise AssertionError("there is no place")
+
+    def _end(self) -> None:
+        """Nothing has begun."""
+
+
+@pytest.mark.parametrize("by", ["the lease", "fail"])
+def test_a_driver_that_waits_for_slots_hears_that_it_must_end(by: str) -> None:
+    class Overtaken:
+        error: BaseException | None = None
+
+        def __call__(self, rank: int, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+            return {}
+
+        def overtaken(self) -> BaseException | None:
+            return self.error
+
+    error, handler, session = superseded("run", "a later lease"), Overtaken(), NeverThere()
+
+    def tell() -> None:
+        assert session.waits.wait(20)
+        if by == "fail":
+            session.fail(error)
+        else:
+            handler.error = error
+
+    with session:
+        thread = threading.Thread(target=tell)
+        thread.start()
+        with pytest.raises(SupersededError, match="a later lease"):
+            session.run(RankTask("m:f"), 1, handler)
+        thread.join()

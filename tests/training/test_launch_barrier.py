@@ -14,6 +14,7 @@ from storage.errors import ConfigError
 from tests.training._ranks import HERE, lives, rank_path
 from tests.training._tiny import write_table
 from tests.training.test_horovod import DATA, SCRIPTS, check_loop
+from training.claims import SupersededError, superseded
 from training.config import TrainConfig
 from training.control.failures import LauncherGoneError, RankFailedError
 from training.driver import Hooks, train
@@ -219,5 +220,8 @@ def test_executors_on_their_way_are_waited_for(monkeypatch: pytest.MonkeyPatch) 
     check_slots(FakeContext(**{"spark.executor.instances": "3"}), 3, 10.0)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="exceeds"):  # two were asked for: three never come
         check_slots(FakeContext(**{"spark.executor.instances": "2"}), 3, 10.0)  # type: ignore[arg-type]
+    with pytest.raises(SupersededError, match="later lease"):  # another driver takes the run over
+        asked = iter([None, None, superseded("run", "a later lease")])
+        check_slots(FakeContext(), 1000, 10.0, lambda: next(asked))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="dynamic allocation"):
         check_slots(FakeContext(**{"spark.dynamicAllocation.enabled": "true"}), 1, 10.0)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ import os
 import re
 import secrets
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -85,11 +85,11 @@ class BarrierSession(Session):
         self._group = f"lockstep-{secrets.token_hex(8)}"
         self._stage: threading.Thread | None = None
 
-    def _check(self, task: RankTask) -> None:
+    def _check(self, task: RankTask, ended: Callable[[], BaseException | None]) -> None:
         if task.tls:
             check_spark_encrypts(self._master, self._settings)
         with jvm_lives():
-            check_slots(self._context, self.num_ranks, self.limits.start_s)
+            check_slots(self._context, self.num_ranks, self.limits.start_s, ended)
         if others := other_resources(self._settings):
             log.warning("ranks take GPUs from Spark's resource `gpu` alone, and compute without %s", ", ".join(others))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 
 from storage.errors import LockstepError
 from training import devices
@@ -23,7 +24,7 @@ class LocalSession(Session):
         super().__init__(num_ranks, limits or Limits(), LOOPBACK, LOOPBACK)
         self._threads: list[threading.Thread] = []
 
-    def _check(self, task: RankTask) -> None:
+    def _check(self, task: RankTask, ended: Callable[[], BaseException | None]) -> None:
         self._shares = devices.shares_of_host(os.environ, self.num_ranks)
 
     def _begin(self, control: tuple[str, int], secret: bytes) -> None:

@@ -90,8 +90,12 @@ class Session(ABC):
             if on_steps is not None:
                 on_steps(states)
 
+        def ended() -> BaseException | None:
+            overtaken = getattr(handler, "overtaken", None)
+            return self._fault or (overtaken() if overtaken is not None else None)
+
         if self._roster is None:
-            self._check(task)
+            self._check(task, ended)
             self._roster = Roster(self._secret, self.num_ranks, self._bind_host, self._lost)
             self._begin((self._host, self._roster.port), self._secret)
         self.failed_at = None
@@ -132,8 +136,11 @@ class Session(ABC):
             )
 
     @abstractmethod
-    def _check(self, task: RankTask) -> None:
-        """Raise ConfigError where the supervisors cannot be started for such a task; called before anything is."""
+    def _check(self, task: RankTask, ended: Callable[[], BaseException | None]) -> None:
+        """Raise ConfigError where the supervisors cannot be started for such a task; called before anything is.
+
+        Who waits here asks `ended` and raises the error that it gives.
+        """
 
     @abstractmethod
     def _begin(self, control: tuple[str, int], secret: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from storage.errors import ConfigError
@@ -31,11 +32,13 @@ def in_driver(master: str) -> bool:
     return master.startswith("local") and not master.startswith("local-cluster")
 
 
-def check_slots(context: SparkContext, num_ranks: int, wait_s: float) -> None:
+def check_slots(
+    context: SparkContext, num_ranks: int, wait_s: float, ended: Callable[[], BaseException | None] = lambda: None
+) -> None:
     """Raise ConfigError unless `num_ranks` tasks fit at once.
 
     On a cluster, executors that are still being started are waited for up to `wait_s`, unless what was asked for
-    cannot be enough.
+    cannot be enough, or `ended()` gives an error to end by: another driver may have taken the run over meanwhile.
     """
     settings = context.getConf()
     if settings.get("spark.dynamicAllocation.enabled", "false") == "true":
@@ -49,6 +52,8 @@ def check_slots(context: SparkContext, num_ranks: int, wait_s: float) -> None:
     local = in_driver(master)
     end = time.monotonic() + (0.0 if local else wait_s)
     while (slots := slots_now(context)) < num_ranks:
+        if (error := ended()) is not None:
+            raise error
         asked = settings.get("spark.executor.instances")
         each = int(settings.get("spark.executor.cores", "1") or 1) // int(settings.get("spark.task.cpus", "1") or 1)
         gpus, per_task = (float(settings.get(f"spark.{of}.resource.gpu.amount", "0")) for of in ("executor", "task"))
