@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, NoReturn
@@ -30,20 +31,17 @@ class Unit:
     of Lists, (address, count) of each. What they point to lives as long as the unit.
     """
 
-    __slots__ = ("_kept", "forms", "has_lists", "narrowed", "sources")
+    __slots__ = ("_kept", "forms", "has_lists", "rows", "sources")
 
-    def __init__(self, columns: int, kept: object) -> None:
+    def __init__(self, columns: int, rows: int, kept: object) -> None:
+        self.rows = rows
         self.sources, self.forms = np.zeros((2, columns), dtype=np.int64)
         self.has_lists = False
-        self.narrowed: dict[int, npt.NDArray[np.int64]] = {}  # columns that become float32 when they are copied
         self._kept: list[object] = [kept]
 
     def put(self, number: int, rows: npt.NDArray[Any] | Lists, form: int = VALUES) -> None:
         """Say where the rows of a column are, and hold them."""
         self._kept.append(rows)
-        if form == NARROWED:
-            assert isinstance(rows, np.ndarray)
-            self.narrowed[number] = rows.view(np.int64)
         if isinstance(rows, Lists):
             self.has_lists = True
             pairs = np.empty((len(rows), 2), dtype=np.int64)
@@ -68,6 +66,7 @@ class UnitReader:
             for number, (column, made) in enumerate(encoder.made)
             if made.stored is not None and not reader.schema[column].nullable
         }
+        self._forms = {number: self._form(number) for number in self._direct}
         self._decoder = RecordDecoder(reader.schema, encoder.columns, frozenset(self._direct.values()))
         self._blocks: OrderedDict[tuple[int, int], tuple[Unit, int]] = OrderedDict()  # with the rows not yet read
 
@@ -96,22 +95,23 @@ class UnitReader:
 
     def refuse(self, unit: Unit, number: int) -> NoReturn:
         """Raise the DataError for a column of which a number would become another one."""
-        self._encoder.made[number][1].early(pa.array(unit.narrowed[number]))
+        values = (ctypes.c_int64 * unit.rows).from_address(int(unit.sources[number]))
+        self._encoder.made[number][1].early(pa.array(np.ctypeslib.as_array(values)))
         raise AssertionError(f"two readers disagree on the numbers of `{self._encoder.made[number][0]}`")
 
     def _decoded(self, parts: Sequence[tuple[int, Run, npt.NDArray[np.uint8]]]) -> dict[int, tuple[Unit, int]]:
         """Runs of records in one unit."""
-        frames = self._decoder.decode_frames([data for _, _, data in parts])
-        if frames is None or frames.counts != tuple(run.count for _, run, _ in parts):
+        frames = self._decoder.decode_frames([data for _, _, data in parts], [run.count for _, run, _ in parts])
+        if frames is None:
             # One by one by the reader, which says what is wrong with which record, or takes another form than ours.
             unit = self._unit(pa.concat_batches([self._reader.read(run) for _, run, _ in parts]))
         else:
-            unit = Unit(len(self._encoder.made), frames)
+            unit = Unit(len(self._encoder.made), sum(run.count for _, run, _ in parts), frames)
             for number, column in self._direct.items():
                 if column in frames.places:
                     unit.put(number, frames.places[column], ADDRESSES)
                 else:
-                    unit.put(number, frames.values[column], self._form(number))
+                    unit.sources[number], unit.forms[number] = frames.values[column], self._forms[number]
             self._make(unit, frames.batch, self._direct)
         return {part[0]: (unit, first) for part, first in zip(parts, _starts(parts), strict=True)}
 
@@ -128,13 +128,13 @@ class UnitReader:
         return unit, skip
 
     def _unit(self, batch: pa.RecordBatch) -> Unit:
-        unit = Unit(len(self._encoder.made), batch)
+        unit = Unit(len(self._encoder.made), len(batch), batch)
         direct = {}
         for number, column in self._direct.items():
             values = batch.column(column)
             if pa.types.is_int64(values.type) or pa.types.is_float32(values.type):
                 direct[number] = column
-                unit.put(number, values.to_numpy(), self._form(number))
+                unit.put(number, values.to_numpy(), self._forms[number])
         self._make(unit, batch, direct)
         return unit
 

@@ -17,7 +17,7 @@ from features.codec.decode_lists import read_variable
 from features.codec.layout import BOOL, BYTES, FIXED, INT, TENSOR
 from features.codec.varints import read_length, read_number
 from storage.kernels import crc32c, frames, memory
-from storage.kernels.frames import data_matches
+from storage.kernels.frames import FRAMING_BYTES, data_matches, scan
 from storage.kernels.jit import kernels
 from storage.kernels.memory import copy, load_u8, load_u32, load_u64, same, store_u8, store_u32, store_u64
 
@@ -184,4 +184,39 @@ def decode(
         for row in range(rows):
             if at[row] != ends[row]:
                 return False
+    return True
+
+
+@_kernel
+def decode_parts(
+    kinds: Any,
+    tags: Any,
+    widths: Any,
+    heads: Any,
+    head_sizes: Any,
+    names: Any,
+    name_sizes: Any,
+    stride: Any,
+    parts: Any,
+    outs: Any,
+    starts: Any,
+    sizes: Any,
+) -> Any:
+    """`decode` the records of several buffers, one after another; parts (3, p) int64 has the address of each, its bytes
+    and its records. Returns False too where a buffer is not just that many whole records.
+    """
+    done, most = 0, 0
+    for part in range(parts.shape[1]):
+        most = max(most, parts[1, part])
+    offsets = np.empty(most // FRAMING_BYTES + 1, dtype=np.int64)
+    for part in range(parts.shape[1]):
+        source, records = parts[0, part], parts[2, part]
+        if scan(source, parts[1, part], offsets, False) != records:
+            return False
+        some = offsets[: records + 1]
+        if not decode(
+            kinds, tags, widths, heads, head_sizes, names, name_sizes, stride, source, some, outs, starts, sizes, done
+        ):
+            return False
+        done += records
     return True

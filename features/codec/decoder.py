@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,21 +15,24 @@ from features.codec.layout import BOOL, BOOL_LIST, BYTES, FIXED_LIST, INT, INT_L
 from features.example import decode_batch
 from features.schema import Field, Schema
 from features.wire import BytesLike
-from storage.tfrecord import FRAMING_BYTES, parse_records, record_offsets
+from storage.tfrecord import parse_records, record_offsets
 
 _MAX_OFFSET = (1 << 31) - 1
 _CELL_BYTES = 16  # where a value of variable size begins, and its size
+_LINE_BYTES = 64  # of a cache
 
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """Records of several buffers, `counts` of each: their columns; of those in place, addresses or values."""
+    """Records of several buffers: their columns; of those in place, the address of each value in `buffers`, or the
+    address where the values begin that lie one after another in `memory`.
+    """
 
     batch: pa.RecordBatch
     places: dict[str, NDArray[np.int64]]
-    values: dict[str, NDArray[np.uint8]]
-    counts: tuple[int, ...]
-    buffers: tuple[NDArray[np.uint8], ...]
+    values: dict[str, int]
+    memory: NDArray[np.uint8]
+    buffers: Sequence[NDArray[np.uint8]]
 
 
 class RecordDecoder:
@@ -51,7 +54,7 @@ class RecordDecoder:
         self._names = [name for name in schema.arrow_schema().names if name in self._wanted]
         kept = [field for field in schema.arrow_schema() if field.name in self._wanted]
         self._arrow = pa.schema([field for field in kept if field.name not in self._in_place])
-        kinds = self._layout.kinds.tolist()
+        kinds, widths = self._layout.kinds.tolist(), self._layout.widths.tolist()
         # A tensor that is always there has a place of its own; one that may be null takes no room where it is.
         apart = [
             number
@@ -62,6 +65,18 @@ class RecordDecoder:
         ]
         self._variable = {number: row for row, number in enumerate(apart)}
         self._rows_at_once = rows_at_once(_CELL_BYTES * len(apart) + len(self._layout.fields))
+        self._rows_apart = np.array([self._variable.get(number, -1) for number in range(len(kinds))], dtype=np.int64)
+        # The others that are wanted, and the bytes of a value of each.
+        self._fixed = [number for number in self._wanted.values() if number not in self._variable]
+        self._sizes = [{INT: 8, BOOL: 1}.get(kinds[number], widths[number]) for number in self._fixed]
+        self._value_bytes = np.array(self._sizes, dtype=np.int64)
+        self._tensor_bytes = max((widths[number] for number in self._fixed if kinds[number] == TENSOR), default=0)
+        self._nullable = [number for number, field in enumerate(self._layout.fields) if field.nullable]
+        # Those of which only addresses are wanted, and all others.
+        self._place_of = {number: place for place, number in enumerate(self._fixed)}
+        raw = [name for name in self._names if name in self._in_place and self._wanted[name] in self._place_of]
+        self._raw = {name: self._wanted[name] for name in raw}
+        self._made = [name for name in self._names if name not in self._raw]
 
     def decode(
         self, buffer: BytesLike | NDArray[np.uint8], *, file: str, first_record: int = 0, base_offset: int = 0
@@ -80,79 +95,80 @@ class RecordDecoder:
             return found
         return decode_batch(self._schema, parse_records(data.data, **place)).select(self._arrow.names)
 
-    def decode_frames(self, buffers: Sequence[NDArray[np.uint8]]) -> Frames | None:
-        """The records of several buffers, one after another, at the cost of one call.
+    def decode_frames(self, buffers: Sequence[NDArray[np.uint8]], counts: Sequence[int]) -> Frames | None:
+        """The records of several buffers, `counts` of each, one after another, at the cost of one call.
 
         None where the plain readers have to look at one of them: `decode` each then, to hear what is wrong. Tensors
         that are in place lie in the buffers, which must stay as long as they are used.
         """
-        from storage.kernels import frames
+        from features.codec import decode_kernel as kernel
 
-        parts = []
-        for data in buffers:
-            offsets = np.empty(len(data) // FRAMING_BYTES + 1, dtype=np.int64)
-            count = frames.scan(data.ctypes.data, len(data), offsets, False)
-            if count < 0:
-                return None
-            parts.append((data, offsets[: count + 1]))
-        if sum(len(offsets) - 1 for _, offsets in parts) > self._rows_at_once:
+        rows, sizes = sum(counts), [len(data) for data in buffers]
+        if rows > self._rows_at_once:
             return None
-        return self._read(parts)
+        parts = np.array([[data.ctypes.data for data in buffers], sizes, counts], dtype=np.int64)
+
+        def decode(*outs: NDArray[np.int64]) -> bool:
+            return bool(kernel.decode_parts(*self._layout.arguments, parts, *outs))
+
+        return self._read(rows, sum(sizes), decode, buffers)
 
     def _fast(self, data: NDArray[np.uint8], offsets: NDArray[np.int64]) -> pa.RecordBatch | None:
         """The records between the offsets; None where the plain readers have to look at them."""
-        found = self._read([(data, offsets)])
-        return None if found is None else found.batch
-
-    def _read(self, parts: Sequence[tuple[NDArray[np.uint8], NDArray[np.int64]]]) -> Frames | None:
         from features.codec import decode_kernel as kernel
 
-        layout, rows = self._layout, sum(len(offsets) - 1 for _, offsets in parts)
-        size_bytes = sum(len(data) for data, _ in parts)
+        def decode(*outs: NDArray[np.int64]) -> bool:
+            return bool(kernel.decode(*self._layout.arguments, data.ctypes.data, offsets, *outs, 0))
+
+        found = self._read(len(offsets) - 1, len(data), decode, [data])
+        return None if found is None else found.batch
+
+    def _read(
+        self, rows: int, size_bytes: int, decode: Callable[..., bool], buffers: Sequence[NDArray[np.uint8]]
+    ) -> Frames | None:
+        """Records of `size_bytes` in all that `decode` reads, which gets the outs, starts and sizes of the kernels."""
+        from features.codec import decode_kernel as kernel
+
+        if rows * self._tensor_bytes > size_bytes:
+            return None  # shorter than declared, and what is declared may be more than there is memory
+        layout = self._layout
         outs = np.zeros((len(layout.fields), kernel.OUT_COLUMNS), dtype=np.int64)
-        values: dict[int, NDArray[Any]] = {}
-        valid: dict[int, NDArray[np.uint8]] = {}
-        for number, (field, kind) in enumerate(zip(layout.fields, layout.kinds.tolist(), strict=True)):
-            if field.nullable:
-                valid[number] = np.empty(rows, dtype=np.uint8)
-                outs[number, kernel.VALID] = valid[number].ctypes.data
-            outs[number, kernel.VARIABLE] = self._variable.get(number, -1)
-            if field.name in self._wanted and number not in self._variable:
-                size = {INT: 8, BOOL: 1}.get(kind, int(layout.widths[number]))
-                if kind == TENSOR and rows * size > size_bytes:
-                    return None  # shorter than declared, and what is declared may be more than there is memory
-                values[number] = np.empty(rows * size, dtype=np.uint8)
-                outs[number, kernel.VALUES] = values[number].ctypes.data
-        starts, sizes = np.zeros((2, max(len(self._variable), 1), rows), dtype=np.int64)
-        done = 0
-        for data, offsets in parts:
-            if not kernel.decode(*layout.arguments, data.ctypes.data, offsets, outs, starts, sizes, done):
-                return None
-            done += len(offsets) - 1
-        columns, places, raw = [], {}, {}
-        for name in self._names:
+        outs[:, kernel.VARIABLE] = self._rows_apart
+        # All values lie in one piece of memory, those of a field from a multiple of _LINE_BYTES on.
+        stops = np.cumsum(-(-rows * self._value_bytes // _LINE_BYTES) * _LINE_BYTES)
+        memory = np.empty(int(stops[-1]) if len(stops) else 0, dtype=np.uint8)
+        begins = np.concatenate([[0], stops[:-1]])[: len(stops)]
+        outs[self._fixed, kernel.VALUES] = memory.ctypes.data + begins
+        valid = {number: np.empty(rows, dtype=np.uint8) for number in self._nullable}
+        for number, there in valid.items():
+            outs[number, kernel.VALID] = there.ctypes.data
+        starts, sizes = np.zeros((2, max(len(self._variable), 1), rows if self._variable else 0), dtype=np.int64)
+        if not decode(outs, starts, sizes):
+            return None
+        columns, places = [], {}
+        for name in self._made:
             number = self._wanted[name]
             field, bits = layout.fields[number], valid.get(number)
-            if name in self._in_place and number not in self._variable:
-                raw[name] = values[number]
-                continue
-            if name in self._in_place:
-                row = self._variable[number]
+            row = self._variable.get(number)
+            if row is not None and name in self._in_place:
                 if not bool((sizes[row] == layout.widths[number]).all()):
                     return None
                 places[name] = starts[row]
                 continue
-            if number in self._variable:
-                row = self._variable[number]
-                column = self._variable_column(field, number, starts[row], sizes[row], bits)
+            if row is None:
+                place = self._place_of[number]
+                begin = int(begins[place])
+                values = memory[begin : begin + rows * self._sizes[place]]
+                column = self._fixed_column(field, number, values, rows, bits)
             else:
-                column = self._fixed_column(field, number, values[number], rows, bits)
+                column = self._variable_column(field, number, starts[row], sizes[row], bits)
             if column is None:
                 return None
             columns.append(column)
         batch = pa.RecordBatch.from_arrays(columns, schema=self._arrow)
-        counts = tuple(len(offsets) - 1 for _, offsets in parts)
-        return Frames(batch, places, raw, counts, tuple(data for data, _ in parts))
+        addresses = outs[:, kernel.VALUES].tolist()
+        raw = {name: addresses[number] for name, number in self._raw.items()}
+        return Frames(batch, places, raw, memory, buffers)
 
     def _fixed_column(
         self, field: Field, number: int, values: NDArray[np.uint8], rows: int, valid: NDArray[np.uint8] | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ class Layout:
     names: NDArray[np.uint8]
     name_sizes: NDArray[np.int64]
 
-    @property
+    @cached_property
     def arguments(self) -> tuple[Any, ...]:
         """What a kernel is told of all fields, heads and names by their addresses: keep the layout while it runs."""
         heads, names = self.heads.ctypes.data, self.names.ctypes.data
