@@ -338,3 +338,16 @@ def test_rank_that_is_heard_again_before_anything_was_done_has_not_failed(monkey
     threading.Timer(3.2, lambda: setattr(server._states[0], "exit_code", 0)).start()
     assert server.wait() == [{"done": 1}]
     server._door.close()
+
+
+def test_result_of_a_rank_whose_end_nobody_tells_is_not_waited_for_without_end() -> None:
+    """Its supervisor's connection broke in the moment in which the rank ended, or the rank was stopped there."""
+    server = ControlServer(KEY, 7, 1, Limits(lost_s=0.5, grace_s=0.1), None, "127.0.0.1")
+    rank = ControlClient(open_channel(("127.0.0.1", server.port), KEY, 7, Role.RANK, 0, 5.0), "here")
+    rank.send(Tag.RESULT, {"result": {"done": 1}})
+    rank.close()
+    late = threading.Timer(10.0, lambda: server.fail(LockstepError("waited without end")))
+    late.start()
+    assert server.wait() == [{"done": 1}]
+    late.cancel()
+    server._door.close()

@@ -90,6 +90,7 @@ class ControlServer:
         Raises the error of the rank that failed first: the same ConfigError or DataError if the rank raised one,
         else RankFailedError; or the error of the driver's own side. All ranks are stopped by then.
         """
+        done_at: float | None = None  # all have given their results
         with self._changed:
             while True:
                 now = time.monotonic()
@@ -97,15 +98,17 @@ class ControlServer:
                     self._fault = self._overtaken()  # ranks that do well serve a driver that another one has replaced
                 failures = self._failures(now)
                 if self._fault is None and not failures:
-                    self.failed_at = (
-                        None  # all is well, or well again: a silent rank was heard before anything was done
-                    )
+                    # All is well, or well again: a silent rank was heard before anything was done.
+                    self.failed_at = None
                 elif self.failed_at is None:
                     self.failed_at = now
                 elif now - self.failed_at > SETTLE_S or all(s.ended and s.heard_out for s in self._states):
                     break
-                if self.failed_at is None and all(s.ended and s.result is not None for s in self._states):
-                    return [dict(s.result or {}) for s in self._states]
+                if self.failed_at is None and all(s.result is not None for s in self._states):
+                    done_at = now if done_at is None else done_at
+                    # The word of a rank's end may be lost with a connection; what is left of it is ended in `stop`.
+                    if now - done_at > self._limits.lost_s or all(s.ended for s in self._states):
+                        return [dict(s.result or {}) for s in self._states]
                 self._changed.wait(0.2)
         first = min(failures, key=lambda failure: failure.weight) if failures else None
         self.stop(first.reason if first else str(self._fault))
