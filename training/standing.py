@@ -8,6 +8,7 @@ nothing, one that came before the removal also came before the new driver looked
 
 from __future__ import annotations
 
+import logging
 from types import TracebackType
 
 from storage.errors import LockstepError, NotFoundError, StorageError
@@ -16,6 +17,8 @@ from storage.publish import sweep_temporaries
 from training.claims import CheckpointRef, Claim, SupersededError, check_newest, claim_next, newest_claimed
 from training.lease import REWRITE_EVERY_S, WATCH_S, Lease
 from training.paths import RunPaths, generation_of
+
+log = logging.getLogger(__name__)
 
 
 class Standing:
@@ -48,6 +51,8 @@ class Standing:
         try:
             if isinstance(error, LockstepError) and not isinstance(error, SupersededError | StorageError):
                 self.confirm()  # what a newer driver has swept away is missing here, which is no fault of its own
+        except StorageError as away:  # the run ends by its own error, which may well be the storage's too
+            log.warning("whether another driver has taken the run over was not told: %s", away.what)
         finally:
             self._lease.__exit__(kind, error, trace)
 

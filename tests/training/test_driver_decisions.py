@@ -10,13 +10,17 @@ from typing import Any
 
 import pytest
 
-from storage.errors import ConfigError, LockstepError
+from storage.errors import ConfigError, LockstepError, StorageError
+from storage.fs import filesystem
+from storage.local import LocalFileSystem
 from tests.training.test_audit_run import TinyRun
 from training.claims import CheckpointRef, SupersededError, superseded
 from training.config import TrainConfig
 from training.driver import Hooks, train
 from training.launch.session import Session
 from training.launch.task import Limits, RankTask
+from training.paths import RunPaths
+from training.standing import Standing
 
 
 def launches(*generations: Callable[[RankTask], None]) -> Any:
@@ -110,3 +114,16 @@ def test_a_driver_that_waits_for_slots_hears_that_it_must_end(by: str) -> None:
         with pytest.raises(SupersededError, match="a later lease"):
             session.run(RankTask("m:f"), 1, handler)
         thread.join()
+
+
+def test_a_storage_that_is_away_does_not_hide_why_the_run_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def away(fs: LocalFileSystem, url: str) -> bytes:
+        raise StorageError("no NameNode answers")
+
+    fs, paths = filesystem(str(tmp_path)), RunPaths(str(tmp_path))
+    with pytest.raises(LockstepError, match="rank 1 of 2 failed"), Standing(fs, paths):
+        monkeypatch.setattr(LocalFileSystem, "read_bytes", away)
+        raise LockstepError("rank 1 of 2 failed")
+    assert "no NameNode answers" in caplog.text
