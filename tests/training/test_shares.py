@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -146,15 +147,26 @@ def test_a_dtype_that_no_file_holds_is_named() -> None:
         file_bytes({"a": np.zeros(2, np.complex64)})
 
 
-def test_a_file_that_reads_back_otherwise_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data[:100] + bytes([data[100] ^ 1]) + data[101:],
+        lambda data: data[:-1] + bytes([data[-1] ^ 128]),
+        lambda data: data[:-1],
+        lambda data: b"",
+        lambda data: data + b"x",  # each piece is as it was written, and one more follows
+    ],
+)
+def test_a_file_that_reads_back_otherwise_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[bytes], bytes]
+) -> None:
     file = HostBuffer().fill(TENSORS)
     fs = filesystem(str(tmp_path))
+    monkeypatch.setattr("training.rank_file.PIECE_BYTES", file.size)
 
-    def flips(_fs: object, url: str, _produce: object) -> None:
-        data = bytearray(file.tobytes())
-        data[100] ^= 1
-        Path(url).write_bytes(data)
+    def changes(_fs: object, url: str, _produce: object) -> None:
+        Path(url).write_bytes(change(file.tobytes()))
 
-    monkeypatch.setattr("training.rank_file.write_stream", flips)
+    monkeypatch.setattr("training.rank_file.write_stream", changes)
     with pytest.raises(CorruptionError, match="reads back otherwise"):
         upload(fs, str(tmp_path / "file"), file)
