@@ -13,22 +13,21 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from storage.errors import ConfigError, DataError
+from storage.errors import ConfigError
 from storage.manifest import DatasetManifest
-from training.cache_groups import CacheGroups, check_cache_groups
+from training.cache_groups import CacheGroups
 from training.interleave import InterleavedLanes
-from training.lane_count import check_lanes, default_lanes, largest_divisor
+from training.lane_count import check_lanes, default_lanes
 from training.orders import EveryOrder, Orders
 from training.parts import split_of
 from training.permute import derive_key, shuffled, shuffled_each
+from training.plan_checks import PLAN_VERSION, check_plan
 from training.positions import BlockTable, Run
 
 __all__ = ["EpochPlan", "Run", "default_lanes"]
 
-PLAN_VERSION = 1
 DEFAULT_WINDOW_BYTES = 8 << 20
 LATER_KEYS = ("cache_groups", "cache_rotation", "interleave")
-MOST = 1 << 63  # numbers below it are read again out of run.json and checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,26 +66,7 @@ class EpochPlan:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "total", sum(self.shard_records))
-        self._check("version", self.version == PLAN_VERSION, f"{PLAN_VERSION}, the only plan of this version")
-        for name in ("block_records", "global_batch", "lanes", "window_records"):
-            self._check(name, 1 <= getattr(self, name) < MOST, "an integer from 1 to 2^63 - 1")
-        if self.total == 0:
-            raise DataError(
-                f"split `{self.split}` holds no records",
-                got="0 records",
-                allowed="at least one",
-                next_step="Train on another split, or build the dataset with other --split shares.",
-            )
-        check_lanes(self.global_batch, self.lanes)
-        if self.total < self.lanes:
-            raise ConfigError(
-                f"{self.lanes} lanes are more than the samples of split `{self.split}`",
-                got=f"{self.total} samples",
-                allowed="at least one sample a lane",
-                next_step=f"Use --lanes {largest_divisor(self.global_batch, self.total)} or more data.",
-            )
-        self._check("interleave", self.interleave is None or 2 <= self.interleave < MOST, "2 to 2^63 - 1, or none")
-        check_cache_groups(self.lanes, self.cache_groups, self.cache_rotation)
+        check_plan(self)
         table = BlockTable(self.shard_records, self.block_records)
         root = derive_key(self.dataset_digest.encode(), f"plan {self.version} {self.split}", self.seed)
         orders: EveryOrder = Orders(table, root)
@@ -255,12 +235,3 @@ class EpochPlan:
     def rows(self, rank: int, num_ranks: int, groups: int | None = None) -> int:
         """n_r: samples of each global batch that are this rank's."""
         return len(self.rank_lanes(rank, num_ranks, groups)) * (self.global_batch // self.lanes)
-
-    def _check(self, name: str, right: bool, allowed: str) -> None:
-        if not right:
-            raise ConfigError(
-                f"the epoch plan's {name} cannot be right",
-                got=f"{name} = {getattr(self, name)!r}",
-                allowed=allowed,
-                next_step=f"Correct {name}.",
-            )
