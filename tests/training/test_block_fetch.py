@@ -131,6 +131,20 @@ def test_hints_that_nobody_takes_give_way_to_one_that_is_read() -> None:
         assert store.loads[-1] == (1, 0, 1000)
 
 
+def test_what_is_forgotten_on_its_way_gives_its_place_back_once_it_has_come() -> None:
+    store = Store()
+    store.gate.clear()
+    with fetching(store, budget_bytes=1000, threads=1) as fetcher:
+        fetcher.hint(0, 0, 100)
+        settled(fetcher, 1, store)
+        fetcher.forget()
+        assert fetcher.held_bytes == 1000  # a thread reads it still
+        fetcher.hint(0, 200, 100)
+        store.gate.set()
+        assert bytes_of(fetcher, 200, 100) == CONTENT[2000:3000]
+        assert fetcher.held_bytes == fetcher.counts.direct == 0 and fetcher.counts.dropped == 1
+
+
 def test_a_range_larger_than_the_budget_comes_alone() -> None:
     store = Store()
     with fetching(store, budget_bytes=100) as fetcher:

@@ -87,6 +87,27 @@ def test_data_on_a_disk_are_near_nobody(tmp_path: Path) -> None:
     assert near_ranks(config, 2, lambda url: []) is None
 
 
+def test_ranks_of_data_on_hdfs_are_placed_unless_the_questions_were_too_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_table(tmp_path / "d", shards=2)
+    config = TrainConfig(
+        datasets=(str(tmp_path / "d"),), run="r", model="logistic", num_ranks=2, global_batch=8, epochs=1
+    )
+    monkeypatch.setattr("training.near.split_url", lambda url: ("hdfs", "nn", url))
+    asked: list[str] = []
+
+    def blocks_of(url: str) -> list[HdfsBlock]:
+        asked.append(url)
+        return [HdfsBlock(0, 1 << 20, ("a",))]
+
+    near = near_ranks(config, 2, blocks_of)
+    assert near is not None and all(found["a"] > 0 for found in near)
+    assert asked == [str(tmp_path / "d" / "split=train" / f"part-0000{shard}.tfrecord") for shard in range(2)]
+    monkeypatch.setattr("training.near.MOST_SHARDS", 1)
+    assert near_ranks(config, 2, blocks_of) is None and len(asked) == 2
+
+
 def test_each_task_keeps_post_for_the_rank_that_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hosts are told by rank: that is what World.from_hosts and the ranks' links rest on."""
     places: list[Place] = []
