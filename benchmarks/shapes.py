@@ -26,10 +26,11 @@ def tab_schema(nullable: bool) -> Schema:
     return Schema((sample_id_field(), *ints, *floats, Field(name="label", dtype="int64", kind="label")))
 
 
-def image_schema() -> Schema:
+def image_schema(num_classes: int | None = None) -> Schema:
     """A 32 x 32 x 3 image and an int64 label, and the sample id."""
     image = Field(name="image", dtype="uint8", shape=IMAGE_SHAPE)
-    return Schema((sample_id_field(), image, Field(name="label", dtype="int64", kind="label")))
+    label = Field(name="label", dtype="int64", kind="label", num_classes=num_classes)
+    return Schema((sample_id_field(), image, label))
 
 
 def tab_rows(rows: int, null_share: float, seed: int = 0) -> pa.RecordBatch:
@@ -53,11 +54,16 @@ def tab_rows(rows: int, null_share: float, seed: int = 0) -> pa.RecordBatch:
 def image_rows(rows: int, seed: int = 0) -> pa.RecordBatch:
     """Rows of image_schema: images of noise, which no compression makes smaller."""
     rng = np.random.default_rng(seed)
-    data = rng.integers(0, 256, rows * IMAGE_BYTES, dtype=np.uint8)
-    offsets = (np.arange(rows + 1) * IMAGE_BYTES).astype(np.int32)
-    images = pa.Array.from_buffers(pa.binary(), rows, [None, pa.py_buffer(offsets), pa.py_buffer(data)])
+    images = pixels(rng.integers(0, 256, (rows, IMAGE_BYTES), dtype=np.uint8))
     ids, labels = pa.array(rng.integers(-(2**63), 2**63 - 1, rows)), pa.array(rng.integers(0, 10, rows))
     return pa.RecordBatch.from_arrays([ids, images, labels], schema=image_schema().arrow_schema())
+
+
+def pixels(images: np.ndarray) -> pa.Array:
+    """Images (n, ...) uint8 as one binary value each."""
+    offsets = (np.arange(len(images) + 1) * images[0].size).astype(np.int32)
+    data = np.ascontiguousarray(images).reshape(-1)
+    return pa.Array.from_buffers(pa.binary(), len(images), [None, pa.py_buffer(offsets), pa.py_buffer(data)])
 
 
 def machine(*packages: str) -> str:
