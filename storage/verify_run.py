@@ -19,6 +19,7 @@ from storage.verify_parts import check_parts, tell_gaps
 RUN_JSON = "run.json"
 _STEP = re.compile(r"step-([0-9]{10})\.g([0-9]{4,})")
 _RANK_FILE = re.compile(r"rank-([0-9]{5,})\.safetensors")
+_OF_RANK = re.compile(r"rank-([0-9]{5,})\.")
 _CLAIM = re.compile(r"([0-9]{6,})\.json")
 _RESULT = re.compile(r"g([0-9]{4,})\.json")
 _COMM_PLAN = re.compile(r"ranks-[0-9]{5,}-[0-9a-f]{16}\.json")
@@ -135,8 +136,9 @@ def _check_tensors(check: Check, below: str, manifest: dict[str, Any], files: di
                 check.caught(below + name, error)
                 return
     ranks = strict.count(manifest.get("num_ranks"), where=f"{where}: num_ranks", least=1)
-    if len(headers) != ranks or max(headers, default=-1) != ranks - 1:
-        check.bad(f"{below}{MANIFEST_NAME}", f"files of ranks {sorted(headers)} where num_ranks is {ranks}")
+    wrote = {int(found[1]) for name in files if (found := _OF_RANK.match(name))}
+    if len(wrote) != ranks or max(wrote, default=-1) != ranks - 1:
+        check.bad(f"{below}{MANIFEST_NAME}", f"files of ranks {sorted(wrote)} where num_ranks is {ranks}")
         return
     for name, entry in strict.mapping(manifest.get("tensors"), where=f"{where}: tensors").items():
         tensor = read_divided(name, entry, where)
