@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -67,7 +68,7 @@ class Saver:
     ) -> None:
         self._context, self._config, self._model = context, config, model
         self._comm, self._callbacks, self._audit = communicator, callbacks, audit
-        self._metrics: tuple[list[Tensors], str] = ([], "")
+        self._metrics: Callable[[], None] = model.reset_metrics
         self._specs = state.specs_of(model, state.WEIGHTS, state.OPTIMIZER)
         self._share = shares.divide(self._specs, communicator.num_ranks)[communicator.rank]
         self._buffer = HostBuffer()
@@ -96,25 +97,23 @@ class Saver:
         kinds = (state.WEIGHTS, state.OPTIMIZER)
         state.load(self._model, whole_tensors(url, found.manifest, found.parts, kinds), kinds, url)
         callback_state.load(self._callbacks, saved["callbacks"], found.parts[0], url)
-        if found.manifest["num_ranks"] == world.num_ranks:
+        same = found.manifest["num_ranks"] == world.num_ranks
+        if same:
             parts = [found.parts[world.rank]]
             state.load(self._model, parts[0], (state.SEEDS,), url)
         else:
-            parts = [found.parts[rank] for rank in sorted(found.parts)] if world.is_leader else []
+            parts = [found.parts[rank] for rank in sorted(found.parts)]
             state.derive_seeds(self._model, self._config.seed, int(found.manifest["step"]), world.rank)
         if saved["in_epoch"]:
-            self._metrics = (
-                [{k: v.copy() for k, v in part.items() if k.startswith(state.METRICS)} for part in parts],
-                url,
-            )
+            own = [{k: v.copy() for k, v in part.items() if k.startswith(state.METRICS)} for part in parts]
+            self._metrics = partial(state.load_metrics, self._model, own, url, takes_sums=same or world.is_leader)
         self.last_step = int(found.manifest["step"])
         stopped = bool(saved["stopped"]) and self._config.epochs <= int(saved["epochs"])
         return Progress(self.last_step, stopped, dict(saved["metrics"]))
 
     def restore_metrics(self) -> None:
         """Put the metrics of the epoch that goes on into the model, which Keras has just reset."""
-        parts, where = self._metrics
-        state.load_metrics(self._model, parts, where)
+        self._metrics()
 
     def make_ready(self) -> None:
         """Have memory for the copies touched, beside the training, before the first of them is due."""

@@ -67,15 +67,24 @@ def load(model: keras.Model, tensors: Tensors, kinds: Sequence[str], where: str)
         variable.assign(value)
 
 
-def load_metrics(model: keras.Model, parts: Sequence[Tensors], where: str) -> None:
-    """Set metric states to the sum of several ranks' (none: zero), for a run that goes on with other ranks."""
+def load_metrics(model: keras.Model, parts: Sequence[Tensors], where: str, *, takes_sums: bool) -> None:
+    """Set metric states to what the ranks of `parts` had together, for a run that goes on with other ranks.
+
+    A sum goes to the one rank that `takes_sums`, others begin it anew; what another `aggregation` says is the mean or
+    rank 0's goes to all. Of one part everything is taken as it is by the rank that wrote it.
+    """
     expected = {name: _spec(variable) for name, variable in _named(model, METRICS).items()}
-    if not parts:
+    columns = list(zip(*(take(part, expected, where) for part in parts), strict=True))
+    if not takes_sums:
         model.reset_metrics()
-        return
-    columns = zip(*(take(part, expected, where) for part in parts), strict=True)
     for variable, values in zip(variables_of(model, METRICS), columns, strict=True):
-        variable.assign(np.sum(np.stack(values), axis=0, dtype=_wide(values[0].dtype)).astype(values[0].dtype))
+        dtype, wide = values[0].dtype, _wide(values[0].dtype)
+        if variable.aggregation == "only_first_replica":
+            variable.assign(values[0])
+        elif variable.aggregation == "mean":
+            variable.assign(np.mean(np.stack(values), axis=0, dtype=np.float64).astype(dtype))
+        elif takes_sums:
+            variable.assign(np.sum(np.stack(values), axis=0, dtype=wide).astype(dtype))
 
 
 def derive_seeds(model: keras.Model, seed: int, step: int, rank: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,45 @@ def test_states_that_are_no_sums() -> None:
         return [float(v.numpy()) for v in variables]
 
     assert run_ring(3, one) == [[7.0, 2.0, 6.0]] * 3
+
+
+def test_states_of_metrics_that_go_on_with_another_number_of_ranks() -> None:
+    """Two ranks wrote; then there are three: their sum is that of the two, whatever is not a sum is on each."""
+    import keras
+
+    from training.state import METRICS as KIND
+    from training.state import load_metrics, tensors_of, variables_of
+
+    class Own(keras.metrics.Metric):
+        def __init__(self) -> None:
+            super().__init__(name="own")
+            for kind in ("sum", "mean", "only_first_replica"):
+                self.add_variable((), keras.initializers.Constant(0.0), aggregation=kind, name=kind)
+
+        def update_state(self, *_: Any, **__: Any) -> None:
+            """Set by hand."""
+
+        def result(self) -> Any:
+            return self.variables[0]
+
+    def found(parts: Sequence[tuple[float, ...]], *, takes_sums: bool) -> list[float]:
+        own = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        own.compile(loss=None, metrics=[Own()])
+        own.build((None, 1))
+        own._symbolic_build(data_batch=(np.zeros((1, 1)), np.zeros((1, 1))))
+        states = [v for v in variables_of(own, KIND) if "own" in v.path]
+        written = []
+        for part in parts:
+            for variable, value in zip(states, part, strict=True):
+                variable.assign(value)
+            written.append({name: value.copy() for name, value in tensors_of(own, KIND).items()})
+        load_metrics(own, written, "where", takes_sums=takes_sums)
+        return [float(v.numpy()) for v in states]
+
+    two = [(3.0, 2.0, 7.0), (4.0, 4.0, np.nan)]
+    assert found(two, takes_sums=True) == [7.0, 3.0, 7.0]
+    assert found(two, takes_sums=False) == [0.0, 3.0, 7.0]
+    assert found([(4.0, 4.0, 9.0)], takes_sums=True) == [4.0, 4.0, 9.0]  # the same number of ranks: its own
 
 
 def model() -> Any:
