@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from storage.errors import CorruptionError
+from storage.errors import CorruptionError, StorageError
+from storage.local import LocalFileSystem
 from tests.storage.repacked import repacked
 from tests.training._tiny import write_table
 from training.read_options import ReadOptions
 from training.reading import reading_row, verify_share
+from training.shard_files import ShardFiles
 from training.training_set import TrainingSet
 
 
@@ -33,6 +35,56 @@ def test_every_byte_of_every_shard_is_read_by_one_rank(tmp_path: Path, fmt: str)
                 verify_share(readers, number % 2, 2, told.append)
             assert caught.value.file == url
             Path(url).write_bytes(whole)
+
+
+class CountedFile:
+    """Bytes of a shard, once; where `fails`, none."""
+
+    def __init__(self, fs: CountedFiles) -> None:
+        self._fs, self.closed = fs, False
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        assert not self.closed
+        if self._fs.fails:
+            raise StorageError("gone")
+        return bytes(length)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class CountedFiles(LocalFileSystem):
+    """Keeps each file that it opened."""
+
+    def __init__(self) -> None:
+        self.opened: list[CountedFile] = []
+        self.fails = False
+
+    def open_ranges(self, url: str, size_bytes: int) -> CountedFile:
+        self.opened.append(CountedFile(self))
+        return self.opened[-1]
+
+    @property
+    def open_ones(self) -> list[int]:
+        return [number for number, file in enumerate(self.opened) if not file.closed]
+
+
+def test_files_stay_open_up_to_a_number_and_one_that_failed_is_closed() -> None:
+    fs, files = CountedFiles(), ShardFiles(most_open=2)
+    for number in range(3):
+        files.add(fs, f"/{number}", 100)
+    for shard in (0, 1, 1, 2):
+        assert files.read(shard, 5, 10) == bytes(5)
+    assert fs.open_ones == [1, 2]  # that of shard 0 was not used longest
+    assert files.read(1, 0, 3, fresh=True) == bytes(3) and fs.open_ones == [2, 3]  # past the one that was open
+    fs.fails = True
+    with pytest.raises(StorageError, match="gone"):
+        files.read(2, 0, 3)
+    assert fs.open_ones == [3]
+    files.close()
+    assert fs.open_ones == []
+    fs.fails = False
+    assert files.read(0, 0, 3) == bytes(3) and fs.open_ones == []  # read after the end: opened for it alone
 
 
 def test_a_row_adds_up_what_all_readers_did(tmp_path: Path) -> None:
