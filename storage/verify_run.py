@@ -73,6 +73,9 @@ def check_run(check: Check) -> None:
 
 
 def _check_claims(check: Check) -> None:
+    # Whoever has written there had claimed before; looked at first, since a run that is under way claims meanwhile.
+    rooms = ("checkpoints", "models", "results", "metrics", "logs", "audit", ".trash")
+    written = [int(g) for room in rooms for name in check.names(room) for g in _GENERATION.findall(name)]
     numbers = []
     for name in check.names("generations"):
         path = f"generations/{name}"
@@ -86,8 +89,6 @@ def _check_claims(check: Check) -> None:
             check.bad(path, f"the generation inside is {doc.get('generation')!r}")
         elif doc is not None:
             check.on_ok(path, "sealed")
-    rooms = ("checkpoints", "models", "results", "metrics", "logs", "audit", ".trash")  # whose writers had claimed
-    written = [int(g) for room in rooms for name in check.names(room) for g in _GENERATION.findall(name)]
     tell_gaps(check, numbers, 1, max([0, *numbers, *written]), "generations/{:06d}.json".format)
 
 
