@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pyspark
 import pytest
@@ -14,11 +17,12 @@ from hypothesis import strategies as st
 from storage.interface import HdfsBlock
 from tests.training._tiny import write_table
 from training.config import TrainConfig
-from training.launch import barrier
+from training.launch import barrier, spark_blocks
 from training.launch.order import Place
+from training.launch.spark_blocks import blocks_by_spark, near_or_none
 from training.launch.task import Limits
 from training.near import near_ranks
-from training.placement import bytes_near, ranks_of_tasks
+from training.placement import Near, bytes_near, ranks_of_tasks
 from training.plan import EpochPlan
 
 
@@ -106,6 +110,47 @@ def test_ranks_of_data_on_hdfs_are_placed_unless_the_questions_were_too_many(
     assert asked == [str(tmp_path / "d" / "split=train" / f"part-0000{shard}.tfrecord") for shard in range(2)]
     monkeypatch.setattr("training.near.MOST_SHARDS", 1)
     assert near_ranks(config, 2, blocks_of) is None and len(asked) == 2
+
+
+class JavaBlock:
+    """A block location, as Hadoop's Java class tells it."""
+
+    getOffset, getLength = staticmethod(lambda: 5), staticmethod(lambda: 7)
+    getHosts = staticmethod(lambda: ["node-1", "node-2"])
+    getNames = staticmethod(lambda: ["10.0.0.1:9866", "10.0.0.2:9866"])
+
+
+def spark_over(blocks: list[JavaBlock]) -> Any:
+    """What blocks_by_spark asks of a SparkContext."""
+    status = SimpleNamespace(getLen=lambda: 12)
+    fs = SimpleNamespace(getFileStatus=lambda _: status, getFileBlockLocations=lambda path, start, length: blocks)
+    hadoop = SimpleNamespace(fs=SimpleNamespace(Path=lambda url: SimpleNamespace(getFileSystem=lambda conf: fs)))
+    java = SimpleNamespace(org=SimpleNamespace(apache=SimpleNamespace(hadoop=hadoop)))
+    return SimpleNamespace(_jvm=java, _jsc=SimpleNamespace(hadoopConfiguration=lambda: None))
+
+
+def test_blocks_are_told_by_names_and_addresses_of_their_hosts() -> None:
+    (block,) = blocks_by_spark(spark_over([JavaBlock()]), "hdfs://nn/f")
+    assert block == HdfsBlock(5, 7, ("node-1", "node-2", "10.0.0.1", "10.0.0.2"))
+
+
+@pytest.mark.parametrize("fault", ["refuses", "says nothing", "hangs"])
+def test_where_nobody_tells_of_blocks_ranks_start_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    monkeypatch.setattr(spark_blocks, "_LIMIT_S", 0.1 if fault == "hangs" else 20.0)
+    go_on = threading.Event()
+
+    def near(num_ranks: int, blocks_of: Callable[[str], Any]) -> Near:
+        if fault == "hangs":
+            go_on.wait(20)
+        raise OSError(*["refused"] * (fault == "refuses"))
+
+    assert near_or_none(near, spark_over([]), 2) is None
+    go_on.set()
+    assert "ranks are not placed near their blocks" in caplog.text
+    monkeypatch.setattr(spark_blocks, "_LIMIT_S", 20.0)
+    assert near_or_none(lambda num_ranks, _: [{"a": num_ranks}], spark_over([]), 2) == [{"a": 2}]
 
 
 def test_each_task_keeps_post_for_the_rank_that_is_near(monkeypatch: pytest.MonkeyPatch) -> None:

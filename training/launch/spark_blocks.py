@@ -45,5 +45,5 @@ def near_or_none(near: NearOf, context: SparkContext, num_ranks: int) -> Near | 
     try:
         return call_with_deadline(ask, _LIMIT_S, what="cannot tell where blocks lie", whom="the NameNode")
     except (LockstepError, Py4JError, OSError) as error:
-        log.warning("ranks are not placed near their blocks: %s", str(error).splitlines()[0])
+        log.warning("ranks are not placed near their blocks: %s", (str(error) or repr(error)).splitlines()[0])
         return None
