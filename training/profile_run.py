@@ -15,6 +15,7 @@ from storage.settings import hadoop_settings
 from training import runtime
 from training.comm.options import UNAUTHENTICATED, CommOptions
 from training.config import TrainConfig
+from training.launch.signals import ended_in_order
 from training.launch.task import Limits, RankTask
 from training.planning import plan_for
 from training.precheck import open_dataset
@@ -109,7 +110,8 @@ def profile(
     if ready is not None:
         ready(config.num_ranks, config.start_limit_s)
     task = RankTask(ENTRY, payload, hadoop=hadoop_settings(), tls=config.tls == "on")
-    ranks = launch(task, config.num_ranks, limits=limits_of(config, Limits()), handler=handle)
+    with ended_in_order():
+        ranks = launch(task, config.num_ranks, limits=limits_of(config, Limits()), handler=handle)
     return _profile(config, encoder, ranks)
 
 
@@ -121,7 +123,7 @@ def main(context: RankContext) -> dict[str, Any]:
         context.communicator()  # TensorFlow's server must be there before its first tensor
     from training.profile_rank import ProfileRank  # TensorFlow is imported now that its settings are made
 
-    with ProfileRank(context, config) as rank:
+    with ended_in_order(), ProfileRank(context, config) as rank:  # else SIGTERM would leave its folder behind
         return rank.run()
 
 

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
+import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from jobs.profile_run import NOT_OF_A_STEP, config_of, main, parser
 from storage.errors import ConfigError, NotFoundError
 from tests.training._tiny import write_table
+from training import profile_run
 from training.config import TrainConfig, flag_of
 
 NEEDED = ("--model", "logistic", "--num-ranks", "2", "--global-batch", "8", "--launcher", "local")
@@ -49,3 +56,35 @@ def test_what_cannot_be_right_is_told_before_ranks_start(more: tuple[str, ...], 
 def test_a_missing_dataset_is_told(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError):
         main(["--dataset", str(tmp_path / "data"), *NEEDED])
+
+
+def end_me(*_: Any, **__: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGTERM)
+    signal.sigtimedwait([signal.SIGUSR1], 10)  # the handler runs before this returns
+
+
+def test_sigterm_ends_driver_and_ranks_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a rank's folder, as large as a cache may be, would lie there for good."""
+
+    class Stub(AbstractContextManager["Stub"]):
+        left = False
+
+        def __init__(self, *_: object) -> None:
+            """As ProfileRank."""
+
+        run = end_me
+
+        def __exit__(self, *_: object) -> None:
+            Stub.left = True
+
+    write_table(tmp_path / "data")
+    flags = ["--dataset", str(tmp_path / "data"), *NEEDED]
+    config = config_of(parser().parse(flags))
+    with pytest.raises(SystemExit):
+        profile_run.profile(config, end_me)
+    monkeypatch.setattr("training.runtime.configure", lambda *_, **__: None)
+    monkeypatch.setitem(sys.modules, "training.profile_rank", SimpleNamespace(ProfileRank=Stub))  # the real one's Keras
+    context: Any = SimpleNamespace(payload={"config": config.to_json()}, world=None)
+    with pytest.raises(SystemExit):
+        profile_run.main(context)
+    assert Stub.left
