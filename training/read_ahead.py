@@ -56,7 +56,8 @@ class ReadAhead(Generic[T]):
         """End the thread; a read that is under way ends by its own deadline, the thread never outlives the process."""
         self._done = True
         self._stop.set()
-        self._thread.join(_JOIN_S)
+        if self._thread is not threading.current_thread():  # the collector may close a forgotten iterator there
+            self._thread.join(_JOIN_S)
 
     def __enter__(self) -> Self:
         return self

@@ -128,6 +128,23 @@ def test_a_deadline_names_what_is_waited_for(tmp_path: Path) -> None:
     assert "lane 11 of split `train` at step 4" in caught.value.got
 
 
+def test_read_ahead_may_be_closed_in_its_own_thread() -> None:
+    """Where the collector comes to a forgotten iterator just there."""
+    closed, there = threading.Event(), threading.Event()
+    own: list[ReadAhead[int]] = []
+
+    def items() -> Iterator[int]:
+        assert there.wait(10)
+        own[0].close()
+        closed.set()
+        yield 0
+
+    own.append(ReadAhead(items(), lambda: "nothing", 5.0))
+    there.set()
+    assert closed.wait(10) and list(own[0]) == []
+    own[0].close()
+
+
 def test_read_ahead_is_bounded() -> None:
     made = 0
 
