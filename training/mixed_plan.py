@@ -109,7 +109,7 @@ class MixedPlan:
     def steps(self, epochs: int) -> int:
         """Steps of a run of so many epochs. Raises ConfigError where not one global batch fills."""
         steps = self.first_step(epochs)
-        if steps == 0:
+        if steps < 1:
             first, most = self.parts[0], epochs * self.parts[0].total // self.ratios[0] * sum(self.ratios)
             raise ConfigError(
                 "the whole run has not one full global batch",

@@ -56,6 +56,8 @@ def open_parts(urls: Sequence[str], split: str) -> tuple[tuple[Part, ...], Datas
     an append was checked against what it continues, and two appends of one parent may hold the same records. Raises
     NotFoundError for a missing dataset, ConfigError for parts that do not fit together and for a dataset given twice.
     """
+    if not urls:
+        raise _unfit("nothing", "no dataset", "one or more", "Name a dataset.")
     manifests = [load_dataset(url) for url in urls]
     names = split.split(",")
     first = manifests[0]

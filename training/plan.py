@@ -151,7 +151,7 @@ class EpochPlan:
     def steps(self, epochs: int) -> int:
         """Steps of a run of so many epochs. Raises ConfigError where not one global batch fills."""
         steps = self.first_step(epochs)
-        if steps == 0:
+        if steps < 1:
             raise ConfigError(
                 "the whole run has not one full global batch",
                 got=f"{epochs} epochs of {self.total} samples, global batch {self.global_batch}",

@@ -35,7 +35,8 @@ def check_plan(plan: EpochPlan) -> None:
             allowed="at least one sample a lane",
             next_step=f"Use --lanes {largest_divisor(plan.global_batch, plan.total)} or more data.",
         )
-    _check(plan, "interleave", plan.interleave is None or 2 <= plan.interleave < MOST, "2 to 2^63 - 1, or none")
+    right = plan.interleave is None or 2 <= plan.interleave < MOST
+    _check(plan, "interleave", right, "an integer from 2 up, below 2^63, or none")
     check_cache_groups(plan.lanes, plan.cache_groups, plan.cache_rotation)
 
 

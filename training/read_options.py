@@ -29,6 +29,10 @@ class ReadOptions:
     """How many processes read the split, each its part."""
 
     def __post_init__(self) -> None:
+        if self.cache == "":
+            raise ConfigError(
+                "cache cannot be right", got="an empty path", allowed="a folder", next_step="Correct --cache."
+            )
         for name, least in (("read_ahead_bytes", 1), ("cache_bytes", 1 if self.cache else 0), ("ranks", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(

@@ -215,6 +215,11 @@ def test_the_signature_tells_what_a_batch_holds(root: str) -> None:
         ({"augment": "mixup:0.2", "lanes": 20}, "2 rows or more"),
         ({"augment": "blur"}, "crop:pixels"),
         ({"split": "validation"}, "train"),
+        ({"datasets": ()}, "no dataset"),
+        ({"lanes": 0}, "from 1"),
+        ({"global_batch": 0, "lanes": None}, "from 1"),
+        ({"epochs": -1}, "not one full global batch"),
+        ({"cache": ""}, "an empty path"),
         ({"start_step": -1}, "from 0 up"),
         ({"mix": (1, 1)}, "two datasets"),
         ({"mix": ()}, "two datasets"),
@@ -229,7 +234,7 @@ def test_the_signature_tells_what_a_batch_holds(root: str) -> None:
 )
 def test_what_cannot_be_iterated_is_refused(root: str, changes: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        next(numpy_batches(root, **{**OPTIONS, **changes}))
+        next(numpy_batches(**{"datasets": root, **OPTIONS, **changes}))
 
 
 def test_torch_gets_the_same_batches_by_any_number_of_workers(root: str, torch_data: Any) -> None:
