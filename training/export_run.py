@@ -18,6 +18,7 @@ from training.claims import CheckpointRef, read_claims
 from training.config import TrainConfig
 from training.launch.context import RankContext
 from training.launch.session import Launch
+from training.launch.signals import ended_in_order
 from training.launch.task import RankTask
 from training.paths import RunPaths
 from training.retention import MetricValues
@@ -39,10 +40,18 @@ def export_run(run: str, output: str, launch: Launch, *, checkpoint: Which = "la
     """Write the weights of a checkpoint of the run's chain as a model, under a name that must be free.
 
     `checkpoint` is `last`, `best` (by the run's --keep-best) or a step. The checkpoint is read and checked whole
-    first. Raises ConfigError for one that is not there, CorruptionError for a changed one, ExistsError for an output.
+    first. Raises ConfigError for one that is not there and for an output within the run, CorruptionError for a changed
+    one, ExistsError for an output that is there.
     """
     run, output = absolute(run), absolute(output)
     fs, paths, out = filesystem(run), RunPaths(run), filesystem(output)
+    if f"{output}/".startswith(f"{paths.root}/"):
+        raise ConfigError(
+            "a model is not exported into a run",
+            got=output,
+            allowed=f"a directory outside of {paths.root}, whose own names later generations take",
+            next_step="Choose another --output.",
+        )
     config = TrainConfig.from_json(unseal(fs.read_bytes(paths.run_json), paths.run_json)["config"])
     if out.exists(output):
         raise occupied(output)
@@ -51,19 +60,20 @@ def export_run(run: str, output: str, launch: Launch, *, checkpoint: Which = "la
     manifest = read_checkpoint(fs, urls[ref], ref)
     staging = join(parent(output), f"_staging-export-{secrets.token_hex(4)}")
     try:
-        payload = {"config": config.to_json(), "checkpoint": urls[ref], "directory": staging}
-        task = RankTask(ENTRY, payload, hadoop=hadoop_settings(), tls=config.tls == "on")
-        files = launch(task, 1)[0]["files"]
-        document = {
-            "format_version": FORMAT_VERSION,
-            "kind": "model",
-            "generation": ref.generation,
-            "checkpoint": str(ref),
-            "plan": manifest["plan"],
-            "files": {file["name"]: {"bytes": file["bytes"], "sha256": file["sha256"]} for file in files},
-        }
-        write_file(out, join(staging, MANIFEST_NAME), seal(document))
-        publish_directory(out, staging, output)
+        with ended_in_order():  # by SIGTERM too nothing half done is left
+            payload = {"config": config.to_json(), "checkpoint": urls[ref], "directory": staging}
+            task = RankTask(ENTRY, payload, hadoop=hadoop_settings(), tls=config.tls == "on")
+            files = launch(task, 1)[0]["files"]
+            document = {
+                "format_version": FORMAT_VERSION,
+                "kind": "model",
+                "generation": ref.generation,
+                "checkpoint": str(ref),
+                "plan": manifest["plan"],
+                "files": {file["name"]: {"bytes": file["bytes"], "sha256": file["sha256"]} for file in files},
+            }
+            write_file(out, join(staging, MANIFEST_NAME), seal(document))
+            publish_directory(out, staging, output)
     finally:
         if out.exists(staging):
             out.delete(staging, recursive=True)

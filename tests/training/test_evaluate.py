@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from tests.training._tiny import write_images, write_table
 from training.config import TrainConfig
 from training.evaluate import evaluate, summary
 from training.export_run import export_run
+from training.launch.task import RankTask
 from training.open_split import OpenSplit
 from training.weights_source import weights_at
 
@@ -141,6 +144,16 @@ def test_what_cannot_be_exported_or_begun_from(trained: tuple[str, str], tmp_pat
         export_run(url, str(tmp_path / "model"), run_threads, checkpoint=3)
     with pytest.raises(ExistsError):
         export_run(url, str(tmp_path), run_threads)
+    with pytest.raises(ConfigError, match="into a run"):
+        export_run(url, f"{url}/models/g0002", run_threads)  # a later generation's name
+
+    def ended(task: RankTask, num_ranks: int, **options: Any) -> list[dict[str, Any]]:
+        Path(task.payload["directory"]).mkdir()
+        os.kill(os.getpid(), signal.SIGTERM)
+        return [{}]
+
+    with pytest.raises(SystemExit):
+        export_run(url, str(tmp_path / "model"), ended)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "other.keras").write_bytes(b"PK\3\4 no archive")
     options: dict[str, Any] = {"global_batch": 16, "epochs": 1, "launcher": "local", "num_ranks": 1}
