@@ -20,6 +20,7 @@ from training.baseline import Baseline
 from training.batches import eval_batches
 from training.config import TrainConfig
 from training.control.carry import json_safe
+from training.control.protocol import OPENING
 from training.dataset_encoder import load_encoder
 from training.launch.context import RankContext
 from training.open_split import OpenSplit
@@ -34,7 +35,7 @@ SHOWN_BATCH_ROWS = 8  # of the batch of zeros that builds the metrics
 def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
     """Load, evaluate without any collective until this rank is done, then sum the metrics' state."""
     payload, world = context.payload, context.world
-    context.control.beat(0, "open the dataset")
+    context.control.beat(0, OPENING)
     split = open_split(payload["dataset"], payload["split"], config)
     signature = labels_of(config, split.encoder.signature)
     context.control.beat(0, "load the model")

@@ -17,6 +17,7 @@ from training.callbacks import RunCallbacks
 from training.checkpointing import Checkpoints
 from training.config import TrainConfig
 from training.control.carry import json_safe
+from training.control.protocol import OPENING
 from training.dataset import FeedPipeline, to_device
 from training.distribute import exchange_of, finalize
 from training.epoch_logs import of_all_ranks
@@ -43,7 +44,7 @@ class Fit(AbstractContextManager["Fit"]):
 
     def __init__(self, context: RankContext, config: TrainConfig) -> None:
         self._context, self._config, world = context, config, context.world
-        context.control.beat(0, "open the dataset")
+        context.control.beat(0, OPENING)
         self._split = TrainingSet.at(config.datasets, config.split, config.mix, ReadOptions.of(config, world.num_ranks))
         if config.bad_images == "skip":
             self._split = self._split.skipping_bad_images()

@@ -15,6 +15,7 @@ import tensorflow as tf
 from training import state
 from training.augmenting import augmentation_of, labels_of
 from training.config import TrainConfig
+from training.control.protocol import OPENING
 from training.dataset import PREFETCH_BATCHES, FeedPipeline, to_device
 from training.distribute import exchange_of
 from training.launch.context import RankContext
@@ -42,7 +43,7 @@ class ProfileRank(AbstractContextManager["ProfileRank"]):
     def __init__(self, context: RankContext, config: TrainConfig) -> None:
         self._context, self._config = context, config
         with ExitStack() as stack:
-            context.control.beat(0, "open the dataset")
+            context.control.beat(0, OPENING)
             self._data = stack.enter_context(ProfileData(config, context.world, context.payload["plan"]))
             plan, rows, groups = self._data.plan, self._data.near.rows, lane_groups(config)
             self._augmentation = augmentation_of(config, plan, self._data.signature)

@@ -17,7 +17,18 @@ from training.control.carry import error_from_json, error_to_json
 from training.control.client import ControlClient, open_channel
 from training.control.failures import RankState, failure_of
 from training.control.line import Line
-from training.control.protocol import HEADER, HELLO, MAGIC, MAX_BODY_BYTES, SESSION, STARTING, Role, Tag, present
+from training.control.protocol import (
+    HEADER,
+    HELLO,
+    MAGIC,
+    MAX_BODY_BYTES,
+    OPENING,
+    SESSION,
+    STARTING,
+    Role,
+    Tag,
+    present,
+)
 from training.control.rendezvous import Rendezvous
 from training.control.roster import Roster
 from training.control.sealed_orders import open_order, seal_order
@@ -313,6 +324,8 @@ def test_world_from_hosts() -> None:
         ("train", 16.0, "no heartbeat for 10 s"),
         (STARTING, 16.0, None),  # it imports TensorFlow
         (STARTING, 299.0, None),
+        (OPENING, 299.0, None),  # it loads kernels
+        (OPENING, 301.0, "no heartbeat for 10 s"),
         (STARTING, 301.0, "no heartbeat for 10 s"),
     ],
 )

@@ -8,7 +8,7 @@ from enum import IntEnum
 
 from storage.errors import CommunicationError, LockstepError, TrainingFailedError
 from training.control.carry import is_final
-from training.control.protocol import HOROVOD, SCRIPT, STARTING
+from training.control.protocol import HOROVOD, OPENING, SCRIPT, STARTING
 from training.launch.task import Limits
 
 
@@ -135,8 +135,9 @@ def failure_of(state: RankState, now: float, started: float, limits: Limits) -> 
         return None
     if state.lost_at is not None:
         return Failure(state, "its control connection broke", Weight.LOST)
-    # `import tensorflow` holds the interpreter for tens of seconds on a busy machine: until then the start has a limit.
-    starting = state.phase == STARTING and now - started <= limits.start_s
+    # Importing TensorFlow and loading kernels hold the interpreter for tens of seconds on a busy machine: the limit
+    # is then that of the start.
+    starting = state.phase in (STARTING, OPENING) and now - started <= limits.start_s
     if now - state.beat_at > limits.silent_s and not starting:
         return Failure(state, f"no heartbeat for {limits.silent_s:.0f} s", Weight.SILENT)
     # A script's own output is progress; one that never calls other ranks keeps nobody waiting.

@@ -45,6 +45,7 @@ def new_key() -> bytes:
 
 
 STARTING = "start"  # a rank's phase until it says what it does
+OPENING = "open the dataset"  # after that; it loads compiled kernels
 SCRIPT = "script"  # a user's script that has called no other rank: it makes no steps, and may be silent for hours
 HOROVOD = "horovod"  # a user's script that calls other ranks: each call is a step
 

@@ -66,7 +66,7 @@ class Limits:
     beat_s: float = 1.0
     """Between two heartbeats of a rank."""
     silent_s: float = 10.0
-    """A rank without a heartbeat for so long is lost; one that still imports is given `start_s`."""
+    """A rank without a heartbeat for so long is lost; one that imports or opens the dataset is given `start_s`."""
     stopped_s: float = 5.0
     """A rank whose process is stopped by a signal (SIGSTOP) for so long is frozen, whatever it was doing."""
     grace_s: float = 10.0
