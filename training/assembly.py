@@ -152,7 +152,7 @@ class Assembly:
             self._rows,
             base * self._chunk_steps,
             self._chunk_steps,
-            self._start,
+            max(self._start, base * chunk_samples),  # of what a seek passed over, no chunk is there
             _column(chunk.epochs.ctypes.data for chunk in chunks),
             chunk_of,
             row_of,
