@@ -23,14 +23,21 @@ from training.orders import Orders
 from training.permute import derive_key
 from training.positions import BlockTable, GroupOrder, Run
 
+_MOST_LANES = 4096  # that are looked at for an advice
 
-def check_cache_groups(lanes: int, groups: int | None, rotation: int | None) -> None:
+
+def check_cache_groups(global_batch: int, lanes: int, groups: int | None, rotation: int | None) -> None:
     """Raise ConfigError where C does not divide L, or K is without C or not from 1 up."""
     if groups is None and rotation is not None:
         raise _refuse("a rotation without groups", f"--cache-groups with --cache-rotation {rotation}")
     if groups is not None and (groups < 1 or lanes % groups):
-        fewer, more = largest_divisor(lanes, max(1, groups)), -(-lanes // max(1, groups)) * max(1, groups)
-        raise _refuse(f"{groups} cache groups of {lanes} lanes", f"--cache-groups {fewer} or --lanes {more}")
+        units = max(1, groups)
+        first = -(-lanes // units) * units
+        near = range(first, min(global_batch, _MOST_LANES) + 1, units)
+        more = next((f"{number}" for number in near if global_batch % number == 0), None)
+        more = more or f"{first} with a --global-batch that is a multiple of {first}"
+        hint = f"--cache-groups {largest_divisor(lanes, units)} or --lanes {more}"
+        raise _refuse(f"{groups} cache groups of {lanes} lanes", hint)
     if rotation is not None and not 1 <= rotation < 1 << 63:
         raise _refuse(f"a rotation every {rotation} epochs", "--cache-rotation 1 or more, below 2^63, or none")
 

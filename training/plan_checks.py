@@ -37,7 +37,7 @@ def check_plan(plan: EpochPlan) -> None:
         )
     right = plan.interleave is None or 2 <= plan.interleave < MOST
     _check(plan, "interleave", right, "an integer from 2 up, below 2^63, or none")
-    check_cache_groups(plan.lanes, plan.cache_groups, plan.cache_rotation)
+    check_cache_groups(plan.global_batch, plan.lanes, plan.cache_groups, plan.cache_rotation)
 
 
 def _check(plan: EpochPlan, name: str, right: bool, allowed: str) -> None:

@@ -245,19 +245,21 @@ def test_groups_are_made_anew_at_a_rotation_and_blocks_within_them_permuted_each
 
 
 @pytest.mark.parametrize(
-    ("lanes", "groups", "rotation", "hint"),
+    ("batch_size", "groups", "rotation", "hint"),
     [
-        (12, 5, None, "--cache-groups 4 or --lanes 15"),
-        (12, 24, None, "--cache-groups 12 or --lanes 24"),  # more groups than lanes
+        (60, 5, None, "--cache-groups 4 or --lanes 15."),
+        (12, 5, None, "--cache-groups 4 or --lanes 15 with a --global-batch that is a multiple of 15."),
+        (48, 9, None, "--cache-groups 6 or --lanes 18 with"),  # no multiple of 9 divides 48
+        (48, 24, None, "--cache-groups 12 or --lanes 24."),  # more groups than lanes
         (12, 0, None, "--cache-groups 1"),
         (12, 4, 0, "--cache-rotation 1 or more"),
         (12, 4, 1 << 63, "below 2^63"),  # run.json could not be read again
         (12, None, 2, "--cache-groups with --cache-rotation 2"),
     ],
 )
-def test_cache_groups_that_cannot_be(lanes: int, groups: int | None, rotation: int | None, hint: str) -> None:
+def test_cache_groups_that_cannot_be(batch_size: int, groups: int | None, rotation: int | None, hint: str) -> None:
     with pytest.raises(ConfigError, match="cache groups and lanes") as caught:
-        replace(make((40,), batch=lanes, lanes=lanes), cache_groups=groups, cache_rotation=rotation)
+        replace(make((40,), batch=batch_size, lanes=12), cache_groups=groups, cache_rotation=rotation)
     assert hint in caught.value.next_step
 
 
