@@ -14,13 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from storage.errors import ConfigError, CorruptionError, ExistsError, NotFoundError, TrainingFailedError
+from storage.errors import ConfigError, CorruptionError, DataError, ExistsError, NotFoundError, TrainingFailedError
 from storage.fs import FileSystem
 from storage.publish import write_file
 from storage.sealed import seal, unseal_as
 from training.paths import RunPaths, checkpoint_name, claim_of
 
 FORMAT_VERSION = 1
+MAX_GENERATION = (1 << 32) - 1  # what the frames between driver and ranks can say
 
 
 class SupersededError(TrainingFailedError):
@@ -112,9 +113,17 @@ def claim_next(
     """Claim the generation after `after`, which is what this driver knows as the newest (None: look it up now).
 
     Raises SupersededError when a driver that was begun later has taken it, ConfigError when another one took it in the
-    same moment. A driver that took the next free number instead would take the run back from its successor.
+    same moment, DataError beyond the last number. A driver that took the next free number instead would take the run
+    back from its successor.
     """
     generation = (newest_claimed(fs, paths) if after is None else after) + 1
+    if generation > MAX_GENERATION:
+        raise DataError(
+            f"{paths.root} has no number left for another generation",
+            got=paths.claim(generation - 1),
+            allowed=f"generations up to {MAX_GENERATION}",
+            next_step="Take out the claims that no driver of this run has made, or begin a new run.",
+        )
     claim = Claim(generation, secrets.token_hex(8), parent, epochs, num_ranks)
     try:
         write_file(fs, paths.claim(generation), seal(claim.to_json()))

@@ -15,7 +15,7 @@ from storage.errors import ConfigError, CorruptionError, DataError, NotFoundErro
 from storage.fs import filesystem, join
 from storage.sealed import seal
 from training.chain import find_model, find_result, find_tip, lineage
-from training.claims import CheckpointRef, Claim, SupersededError, check_newest, claim_next, read_claims
+from training.claims import MAX_GENERATION, CheckpointRef, Claim, SupersededError, check_newest, claim_next, read_claims
 from training.keep import Keep
 from training.lease import Lease
 from training.paths import RunPaths
@@ -85,6 +85,14 @@ def test_claims_count_up_and_name_their_parent(paths: RunPaths) -> None:
     check_newest(fs, paths, 2)
     with pytest.raises(SupersededError, match="a claim of generation 2, where this driver has 1"):
         check_newest(fs, paths, 1)
+
+
+def test_a_number_that_no_frame_can_say_is_not_claimed(paths: RunPaths) -> None:
+    Path(paths.claims).mkdir(parents=True)
+    Path(paths.claim(MAX_GENERATION)).touch()  # nobody counts so far: it was put there
+    with pytest.raises(DataError, match="4294967295"):
+        start(paths, None)
+    assert len(list(Path(paths.claims).iterdir())) == 1
 
 
 def test_only_one_of_many_drivers_gets_a_generation(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
