@@ -87,12 +87,18 @@ class BlockPermutation:
 
 def shuffled(key: bytes, count: int) -> npt.NDArray[np.int64]:
     """A keyed order of 0..count-1: (count,) int64. Ties of the 64-bit hashes keep their order, so none is lost."""
-    order: npt.NDArray[np.int64] = shuffled_each([key], count)[0]
-    return order
+    hashes = mix(mix(_starts([key])) ^ mix(np.arange(count, dtype=np.uint64)))
+    return np.argsort(hashes, kind="stable").astype(np.int64, copy=False)
 
 
 def shuffled_each(keys: Sequence[bytes], count: int) -> npt.NDArray[np.int64]:
-    """The order of `shuffled` for each of n keys: (n, count) int64, at the price of a few calls for all."""
-    starts = np.frombuffer(b"".join(key[:8] for key in keys), dtype="<u8").astype(np.uint64)
-    hashes = mix(mix(starts)[:, None] ^ mix(np.arange(count, dtype=np.uint64)))
-    return np.argsort(hashes, axis=1, kind="stable").astype(np.int64, copy=False)
+    """The order of `shuffled` for each of n keys: (n, count) int64, by a kernel."""
+    from training.order_kernel import orders  # Numba, without which plans are made
+
+    found = np.empty((len(keys), count), dtype=np.int64)
+    orders(_starts(keys), found)
+    return found
+
+
+def _starts(keys: Sequence[bytes]) -> U64:
+    return np.frombuffer(b"".join(key[:8] for key in keys), dtype="<u8").astype(np.uint64)

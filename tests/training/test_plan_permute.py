@@ -7,10 +7,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from training.permute import BlockPermutation, derive_key, shuffled
+from training.order_kernel import sort
+from training.permute import BlockPermutation, derive_key, shuffled, shuffled_each
 
 
 @given(size=st.integers(0, 3000), key=st.binary(min_size=32, max_size=32))
@@ -82,3 +83,19 @@ def test_a_window_order_is_a_permutation(count: int, key: bytes) -> None:
 def test_keys_differ_by_purpose_and_numbers() -> None:
     parts = [(b"r", "a", 1, 23), (b"r", "a", 12, 3), (b"r", "b", 1, 23), (b"s", "a", 1, 23)]
     assert len({derive_key(root, purpose, *numbers) for root, purpose, *numbers in parts}) == 4
+
+
+@settings(deadline=None)  # the first call may have to compile
+@given(st.lists(st.integers(0, 5), max_size=40), st.integers(0, 58))
+def test_equal_hashes_keep_their_order(small: list[int], shift: int) -> None:
+    # Shifted, the first bits of all are alike: nothing but insertion sorts them.
+    hashes = np.array(small, dtype=np.uint64) << np.uint64(58 - shift)
+    order = np.empty(len(hashes), dtype=np.int64)
+    sort(hashes, order)
+    assert order.tolist() == np.argsort(hashes, kind="stable").tolist()
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 3000), st.lists(st.binary(min_size=32, max_size=32), min_size=1, max_size=3))
+def test_the_kernel_orders_as_numpy_does(count: int, keys: list[bytes]) -> None:
+    assert [order.tolist() for order in shuffled_each(keys, count)] == [shuffled(key, count).tolist() for key in keys]
