@@ -24,8 +24,10 @@ from training.plan import EpochPlan
 from training.reader import SplitReader
 from training.units import BYTES_AT_ONCE, ROWS_AT_ONCE, Unit, UnitReader
 
-# A strip is what is read of a TFRecord block at once: this, or a lane's share of all strips where lanes are many.
+# A strip is what is read of a TFRecord block at once: this, or a lane's share of half of what the reader holds ahead,
+# or as many records as are its share of STRIPS_BYTES in the arrays of chunks.
 STRIP_BYTES = 512 << 10
+STRIPS_READ_BYTES = 32 << 20
 STRIPS_BYTES = 16 << 20
 # Lanes whose windows are loaded together: neighbours in a batch, whose rows share cache lines of its arrays.
 _LEAST_LANES = 4
@@ -52,16 +54,19 @@ class Assembly:
         blocks = 2 * len(lanes) * (plan.interleave or 1) + 1
         reader.keep_blocks = blocks
         self._units = UnitReader(reader, encoder, blocks)
-        strip_bytes = min(STRIP_BYTES, STRIPS_BYTES // len(lanes))
-        strip_records = max(1, min(strip_bytes // reader.record_bytes, plan.block_records))
+        made = [one for _, one in encoder.made]
+        self._made = made
+        self._widths = np.array([PAIR_BYTES if one.lists else row_bytes(one) for one in made], dtype=np.int64)
+        # A list's values wait where they were decoded.
+        waiting_bytes = reader.record_bytes if any(one.lists for one in made) else int(self._widths.sum())
+        share = STRIPS_BYTES // len(lanes) // waiting_bytes
+        strip_bytes = min(STRIP_BYTES, STRIPS_READ_BYTES // len(lanes))
+        strip_records = max(1, min(strip_bytes // reader.record_bytes, share, plan.block_records))
         self._streams = [LaneStream(plan, lane, strip_records) for lane in lanes]
         # What is loaded ahead of a lane: as much as is loaded at once, and no more than an epoch gives it.
         self._ahead = min(max(strip_records, plan.window_records), max(1, plan.total // plan.lanes))
         together = min(ROWS_AT_ONCE // strip_records, BYTES_AT_ONCE // (strip_records * reader.record_bytes))
         self._together = max(_LEAST_LANES, min(len(lanes), together))
-        made = [one for _, one in encoder.made]
-        self._made = made
-        self._widths = np.array([PAIR_BYTES if one.lists else row_bytes(one) for one in made], dtype=np.int64)
         self._slabs = Slabs()
         self._chunks: dict[int, Chunk] = {}
         self._start, self._hinted = 0, False
@@ -88,7 +93,7 @@ class Assembly:
         """
         number, skip = divmod(self.step, self._chunk_steps)
         stop = min(last_step, (number + 1) * self._chunk_steps)
-        while self._load(stop):
+        while self._load(stop, last_step):
             continue
         chunk, rows = self._chunks[number], slice(skip * self._rows, (skip + stop - self.step) * self._rows)
         late = self._encoder.late(chunk.columns(rows))
@@ -102,25 +107,25 @@ class Assembly:
         alike.
         """
         goal = len(self._streams) * (self._ahead + self.step * self._each)
-        while sum(stream.read for stream in self._streams) < goal and self._load(last_step):
+        while sum(stream.read for stream in self._streams) < goal and self._load(last_step, last_step):
             continue
 
-    def _load(self, stop: int) -> bool:
+    def _load(self, stop: int, last_step: int) -> bool:
         """Load the next windows of the lanes that are furthest behind; False where all reach step `stop`."""
         try:
-            return self._loaded_more(stop)
+            return self._loaded_more(stop, last_step)
         except BaseException:
             self.step = -1  # some lanes may have gone on and others not: who comes again begins anew
             raise
 
-    def _loaded_more(self, stop: int) -> bool:
+    def _loaded_more(self, stop: int, last_step: int) -> bool:
         behind = [stream for stream in self._streams if stream.ready < stop * self._each]
         if not behind:
             return False
         behind.sort(key=lambda stream: stream.read)  # stable: lanes stay in order
         streams = behind[: self._together]
         if not self._hinted:  # at the beginning nothing is on its way yet
-            self._hint(behind)
+            self._hint(behind, last_step)
             self._hinted = True
         strips = [stream.take() for stream in streams]
 
@@ -129,14 +134,15 @@ class Assembly:
             self.at = f"lane {strips[number].lane} of split `{self._plan.split}` at step {step}"
 
         units = self._units.load([strip.run for strip in strips], about)
-        self._hint(streams)
+        self._hint(streams, last_step)
         self._put(strips, units)
         return True
 
-    def _hint(self, streams: Sequence[LaneStream]) -> None:
+    def _hint(self, streams: Sequence[LaneStream], last_step: int) -> None:
         # What the page cache has is read in less time than it takes to hand it over between threads.
         if not self._reader.is_local:
-            self._reader.prefetch(run for stream in streams if (run := stream.peek()) is not None)
+            runs = [stream.peek(last_step * self._each) for stream in streams]
+            self._reader.prefetch(run for run in runs if run is not None)
 
     def _put(self, strips: Sequence[Strip], units: Sequence[tuple[Unit, int]]) -> None:
         """Copy the records of strips, of which `units` has the unit and the first row, to their places."""
@@ -145,6 +151,8 @@ class Assembly:
         base, chunk_samples = self.step // self._chunk_steps, self._chunk_steps * self._each
         last = max(strip.pieces[-1].first + strip.pieces[-1].size for strip in strips) - 1
         chunks = [self._chunk(number) for number in range(base, last // chunk_samples + 1)]
+        if not chunks:  # a seek passed over all of them
+            return
         chunk_of, row_of = np.empty((2, sum(strip.run.count for strip in strips)), dtype=np.int64)
         place(
             *self._pieces(strips),

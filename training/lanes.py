@@ -73,14 +73,14 @@ class LaneStream:
             return self._first + self._size
         return self._first + self._at - self._at % self._plan.window_records
 
-    def peek(self) -> Run | None:
-        """Where the records after the next strip lie in its block, or the next block's; None at the end of an epoch."""
-        return self._run() if self._at < self._size else None
+    def peek(self, until: int) -> Run | None:
+        """Where the records of the next strip lie; None at the end of an epoch after which no sample before `until` is
+        left to read.
+        """
+        return None if self._at >= self._size and self.ready >= until else self._run()
 
     def take(self) -> Strip:
         """The next strip."""
-        while self._at >= self._size:  # a lane may have nothing of an epoch
-            self._enter(self._epoch + 1, self._first + self._size)
         run = self._run()
         self._runs.popleft()
         strip = Strip(self.lane, run, tuple(self._pieces(self._at, self._at + run.count)))
@@ -97,7 +97,9 @@ class LaneStream:
             start += count
 
     def _run(self) -> Run:
-        """The records of the next strip."""
+        """The records of the next strip; at the end of an epoch we go on to the next one."""
+        while self._at >= self._size:  # a lane may have nothing of an epoch
+            self._enter(self._epoch + 1, self._first + self._size)
         if not self._runs:
             until = min(self._size, self._known + _BLOCKS_AHEAD * self._plan.block_records)
             place = self._known

@@ -62,7 +62,7 @@ def test_a_start_in_the_middle_reads_from_its_window_on() -> None:
     plan = planned()
     stream = LaneStream(plan, 2, 3)
     stream.seek(1_000_000)
-    first = stream.peek()
+    first = stream.peek(0)
     strips = walk(stream, 4)
     assert first == strips[0].run
     assert 1_000_000 - plan.window_records < strips[0].pieces[0].first <= 1_000_000
@@ -82,3 +82,18 @@ def test_orders_of_several_windows_are_those_of_each() -> None:
     orders = plan.window_orders(windows, 7)
     assert orders.dtype == np.int64
     assert [order.tolist() for order in orders] == [plan.window_order(*window).tolist() for window in windows]
+
+
+def test_what_comes_next_is_told_beyond_the_end_of_an_epoch_that_is_not_the_last() -> None:
+    plan, ends = planned(), 0
+    stream = LaneStream(plan, 1, 3)
+    for _ in range(40):
+        epoch = stream.take().pieces[-1].epoch
+        read, ready = stream.read, stream.ready
+        if plan.lane_at(1, read)[0] > epoch:
+            assert stream.peek(ready) is None
+            ends += 1
+        told = stream.peek(ready + 1)
+        assert (stream.read, stream.ready) == (read, ready)  # to look changes nothing
+        assert told == stream.take().run
+    assert ends > 2
