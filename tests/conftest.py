@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.spark.archive import use_settings
+
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
@@ -24,7 +26,7 @@ APART = ("tests/docs/test_readme.py",)  # each test by itself; all other files s
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-os.environ["SPARK_CONF_DIR"] = str(TESTS / "spark")
+use_settings(os.environ)
 
 # A folder of data whose licence keeps it out of the repository; .ci/run sets it where there is one.
 SHARED_DATA = "LOCKSTEP_SHARED_DATA"
