@@ -15,7 +15,7 @@ import pytest
 from storage.errors import CommunicationError, ConfigError, LockstepError, StorageError
 from training.control.carry import error_from_json, error_to_json
 from training.control.client import ControlClient, open_channel
-from training.control.failures import RankState, failure_of
+from training.control.failures import Failure, RankFailedError, RankState, Weight, failure_of
 from training.control.line import Line
 from training.control.protocol import (
     HEADER,
@@ -364,3 +364,9 @@ def test_result_of_a_rank_whose_end_nobody_tells_is_not_waited_for_without_end()
     assert server.wait() == [{"done": 1}]
     late.cancel()
     server._door.close()
+
+
+@pytest.mark.parametrize(("tail", "told"), [([], "overloaded or gone"), (["a line"], "log lines below")])
+def test_a_rank_that_has_told_nothing_is_not_to_be_read_of(tail: list[str], told: str) -> None:
+    error = RankFailedError(Failure(RankState(0, tail=tail), "no heartbeat for 10 s", Weight.SILENT), 1)
+    assert told in error.next_step

@@ -104,7 +104,7 @@ class RankFailedError(TrainingFailedError):
             f"rank {state.rank} of {num_ranks} on {state.host} failed at step {state.step}, phase {state.phase}",
             got=failure.reason,
             allowed="every rank running until its entry returns",
-            next_step="Read its last log lines below"
+            next_step=("Read its last log lines below" if state.tail else "See whether its host is overloaded or gone")
             + ("." if state.phase in (SCRIPT, HOROVOD) else "; a run resumes from its last checkpoint."),
         )
         self.rank, self.host, self.step, self.phase = state.rank, state.host, state.step, state.phase
