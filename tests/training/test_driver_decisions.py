@@ -16,8 +16,10 @@ from storage.local import LocalFileSystem
 from tests.training.test_audit_run import TinyRun
 from training.claims import CheckpointRef, SupersededError, superseded
 from training.config import TrainConfig
+from training.control.failures import LauncherError
 from training.driver import Hooks, train
-from training.launch.session import Session
+from training.launch.launches import Launches
+from training.launch.session import Session, SessionLauncher
 from training.launch.task import Limits, RankTask
 from training.paths import RunPaths
 from training.standing import Standing
@@ -114,6 +116,30 @@ def test_a_driver_that_waits_for_slots_hears_that_it_must_end(by: str) -> None:
         with pytest.raises(SupersededError, match="a later lease"):
             session.run(RankTask("m:f"), 1, handler)
         thread.join()
+
+
+class NoRoom(NeverThere):
+    """A session that finds no slots."""
+
+    def _check(self, task: RankTask, ended: Callable[[], BaseException | None]) -> None:
+        raise ConfigError("num_ranks=2 exceeds the 1 task slots", got="1 slot", next_step="Lower --num-ranks.")
+
+
+class Full(SessionLauncher):
+    """Launches in such sessions."""
+
+    def session(self, num_ranks: int, limits: Limits) -> Session:
+        return NoRoom()
+
+
+def test_no_room_is_a_wrong_call_at_the_start_and_a_failed_run_later() -> None:
+    """Who repeats what failed (exit 1), as a schedule does, goes on with the run; a wrong call (2) nobody repeats."""
+    with Launches(Full(), 1, Limits()) as made:
+        with pytest.raises(ConfigError, match="exceeds the 1 task slots"):
+            made.run(RankTask("m:f"), 1)
+        with pytest.raises(LauncherError, match="cannot be started again: num_ranks=2 exceeds") as caught:
+            made.run(RankTask("m:f"), 2)
+    assert caught.value.exit_code == 1 and "call again" in caught.value.next_step
 
 
 def test_a_storage_that_is_away_does_not_hide_why_the_run_ended(

@@ -10,10 +10,21 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
-from training.control.failures import RankState
+from storage.errors import ConfigError
+from training.control.failures import LauncherError, RankState
 from training.launch.restarts import ANEW, IN_PLACE, Restart
 from training.launch.session import Launch, Session, SessionLauncher
 from training.launch.task import Handler, Limits, RankTask
+
+
+def _not_again(error: ConfigError) -> LauncherError:
+    """What refused new supervisors took the first ones: the call is right, so that whoever repeats it may go on."""
+    return LauncherError(
+        f"supervisors cannot be started again: {error.what}",
+        got=error.got,
+        allowed=error.allowed,
+        next_step="Find out why executors were lost, and call again when they are back: the run goes on.",
+    )
 
 
 def _print(line: str) -> None:
@@ -71,8 +82,10 @@ class Launches(AbstractContextManager["Launches"]):
             if session is not None:
                 return session.run(task, generation, handler, stepped)
             return self._launch(task, self._num_ranks, generation=generation, limits=self._limits, handler=handler)
-        except Exception:
+        except Exception as error:
             failed_at = session.failed_at if session is not None else None
+            if restart is not None and isinstance(error, ConfigError) and session is not None and not session.began:
+                raise _not_again(error) from error
             raise
         finally:
             now = time.monotonic()
