@@ -188,6 +188,7 @@ class _Distributed:
             state.compares = False
         exchange, scaling = state.reduction.exchange, isinstance(me, keras.optimizers.LossScaleOptimizer)
         counts = me.inner_optimizer if scaling else me
+        apply = super().apply  # type: ignore[misc]  # Keras' own, of the class that this one is mixed into
 
         def reduce(local: list[Any]) -> list[Any]:
             return state.reduction(local, variables, loss, rows=me.loss_scale_factor is None)
@@ -197,16 +198,16 @@ class _Distributed:
 
         if all(grad is None for grad in grads):
             reduce(grads)  # ranks that have some hear of it
-            super().apply(grads, trainable_variables)  # type: ignore[misc]  # Keras' own words
+            apply(grads, trainable_variables)  # which says so in Keras' own words
         elif exchange.skips_any:
-            _apply_unless_skipped(super().apply, reduce(grads), trainable_variables, state.reduction)  # type: ignore[misc]
+            _apply_unless_skipped(apply, reduce(grads), trainable_variables, state.reduction)
         elif accumulate.steps_of(counts) == 1:
-            super().apply(reduce(grads), trainable_variables)  # type: ignore[misc]
+            apply(reduce(grads), trainable_variables)
         elif scaling:
             loss_scale.apply_in_cycles(me, grads, variables, reduce, hold)
         else:
             sums = accumulate.reduced_at_last(me, grads, variables, reduce, hold)
-            super().apply(sums, trainable_variables)  # type: ignore[misc]
+            apply(sums, trainable_variables)
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """One variable's update, when all that comes before it is done."""

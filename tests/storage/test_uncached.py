@@ -39,7 +39,7 @@ def check(url: str, data: memoryview, before: bytes = b"") -> None:
         writer.write(b"end")
         writer.sync()
     with fs.open_uncached(url) as file:
-        while count := file.readinto(piece.data):  # type: ignore[attr-defined]
+        while count := file.readinto(piece.data):  # type: ignore[attr-defined]  # each has it
             found += piece[:count].tobytes()
     assert found == before + data.tobytes() + b"end" == Path(url).read_bytes()
 

@@ -217,11 +217,11 @@ class FakeContext:
 
 def test_executors_on_their_way_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("training.launch.slots.LOOK_EVERY_S", 0.01)
-    check_slots(FakeContext(**{"spark.executor.instances": "3"}), 3, 10.0)  # type: ignore[arg-type]
+    check_slots(FakeContext(**{"spark.executor.instances": "3"}), 3, 10.0)  # type: ignore[arg-type]  # a stand-in
     with pytest.raises(ConfigError, match="exceeds"):  # two were asked for: three never come
-        check_slots(FakeContext(**{"spark.executor.instances": "2"}), 3, 10.0)  # type: ignore[arg-type]
+        check_slots(FakeContext(**{"spark.executor.instances": "2"}), 3, 10.0)  # type: ignore[arg-type]  # a stand-in
     with pytest.raises(SupersededError, match="later lease"):  # another driver takes the run over
         asked = iter([None, None, superseded("run", "a later lease")])
-        check_slots(FakeContext(), 1000, 10.0, lambda: next(asked))  # type: ignore[arg-type]
+        check_slots(FakeContext(), 1000, 10.0, lambda: next(asked))  # type: ignore[arg-type]  # same
     with pytest.raises(ConfigError, match="dynamic allocation"):
-        check_slots(FakeContext(**{"spark.dynamicAllocation.enabled": "true"}), 1, 10.0)  # type: ignore[arg-type]
+        check_slots(FakeContext(**{"spark.dynamicAllocation.enabled": "true"}), 1, 10.0)  # type: ignore[arg-type]  # same
