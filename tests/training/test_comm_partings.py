@@ -123,10 +123,11 @@ def test_a_frozen_rank_is_named_by_all_at_the_deadline(algorithm: str, num_ranks
 def test_the_right_rank_is_named_where_several_calls_are_under_way(algorithm: str) -> None:
     ends = {"dead": (die, "lost rank 2 during"), "frozen": (lambda comm: None, "for rank 2")}
     for (how, (end, words)), here in product(ends.items(), (0, 2)):
-        over = threading.Barrier(4)
+        met, over = threading.Barrier(4), threading.Barrier(4)
 
-        def work(comm: Communicator, here: int = here, end: Any = end, over: threading.Barrier = over) -> str:
+        def work(comm: Communicator, here: int = here, end: Any = end, met: Any = met, over: Any = over) -> str:
             tcp(comm).choose = lambda nbytes: algorithm
+            met.wait(30)  # all have joined: who still does is told of the rank that heard first
             buffers = [np.zeros(size, np.float32) for size in (10, 600_000, 10, 10, 600_000, 10)]
             left = buffers[:here] if comm.rank == 2 else buffers
             found = told(lambda: comm.all_reduce_each(lambda: left.pop(0) if left else None, lambda: None))[0]

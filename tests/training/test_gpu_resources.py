@@ -47,7 +47,9 @@ def test_each_rank_sees_the_gpu_of_its_task_and_a_lost_executor_is_replaced(tmp_
     assert {rank[devices.ORDER] for rank in told["seen"]} == {"PCI_BUS_ID"}
     assert "num_ranks=3 exceeds the 2 task slots" in told["too many"]
     assert "Each task also takes 1 of an executor's 1 GPUs." in told["too many"]
-    assert (told["levels"], told["results"]) == ([2], [{"generation": 2}] * 2)
+    # Where the lost one was counted on once more, the generation between ended at once.
+    assert told["levels"] in ([2], [1, 2])
+    assert told["results"] == [{"generation": 1 + len(told["levels"])}] * 2
 
 
 def test_local_ranks_share_the_hosts_gpus(
