@@ -236,12 +236,13 @@ def train_supervisor_killed_once(context: RankContext) -> dict[str, Any]:
 
 
 def executor_killed_once(context: RankContext) -> dict[str, Any]:
-    """Rank 1 of generation 1 kills the Java process that its supervisor comes from; all wait for each other."""
+    """Rank 1 of generation 1 kills the Java process that its supervisor comes from, and waits to go with it."""
     if context.world.generation == 1 and context.world.rank == 1:
         pid = os.getppid()
         while Path(f"/proc/{pid}/comm").read_text() != "java\n":
             pid = int(_stat(pid)[1])
         os.kill(pid, signal.SIGKILL)
+        time.sleep(120.0)  # a rank that went on could be done before anybody heard of it
     context.control.rendezvous("nowhere", 1)
     return {"generation": context.world.generation}
 
