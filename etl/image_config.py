@@ -17,6 +17,7 @@ SOURCES = ("idx", "cifar10", "cifar100", "folder", "tar", "parquet")
 ENCODED = ("folder", "tar", "parquet")
 STORES = ("pixels", "encoded")
 MAX_SIDE = 4096
+MAX_PIXELS = Limits().max_pixels
 MAX_CLASSES = 1 << 16
 _DEFAULT_CLASSES = {"idx": 10, **NUM_CLASSES}
 _BYTE_CLASSES = {"idx": 256, **NUM_CLASSES}
@@ -44,7 +45,7 @@ class ImagesConfig(OutputConfig):
     """Parquet: the column of encoded images; a struct's field as column.field."""
     label_column: str = "label"
     """Parquet: the column of labels, numbers or text."""
-    max_pixels: int = Limits().max_pixels
+    max_pixels: int = MAX_PIXELS
     """Larger images go to quarantine before they are decoded."""
 
     def __post_init__(self) -> None:
@@ -74,6 +75,14 @@ class ImagesConfig(OutputConfig):
         elif files:
             check_flag(False, "--image-size", f"none with --source {self.source}", "HxW: files may have any size")
         check_flag(not self.bake, "--bake", "images", "--store pixels without it: pixels are what a model is fed")
+        idle = (
+            ("--fit", self.fit != "resize" and self.image_size is None, "--image-size"),
+            ("--max-pixels", self.max_pixels != MAX_PIXELS and not files, f"--source {' or '.join(ENCODED)}"),
+            ("--image-column", self.image_column != "image" and self.source != "parquet", "--source parquet"),
+            ("--label-column", self.label_column != "label" and self.source != "parquet", "--source parquet"),
+        )
+        for flag, does_nothing, needed in idle:
+            check_flag(not does_nothing, flag, f"{flag} without {needed}", f"with {needed}, else it does nothing")
         column = self.split_spec.column
         check_flag(
             column in (None, "label"), "--split", self.split, "a split without a column, or stratified:label:A/B"

@@ -34,6 +34,8 @@ class TableConfig(WriteConfig):
         super(TableConfig, self).__post_init__()
         told = [flag for flag, value in self._sources().items() if value]
         check_flag(len(told) == 1, "the input", " and ".join(told) or "none", "one of --table, --query, --input")
+        files = bool(self.inputs) or self.input_format == "parquet"
+        check_flag(files, "--input-format", f"{self.input_format} without --input", "with --input, whose format it is")
         ids = self.id_columns
         check_flag(len(ids) > 0 and all(ids), "--id-columns", ",".join(ids) or "none", "one column or more")
         check_flag(len(set(ids)) == len(ids), "--id-columns", ",".join(ids), "each column once")

@@ -76,6 +76,22 @@ class JobParser(argparse.ArgumentParser):
         return flags
 
 
+def refuse_idle(flag: str, idle: bool, without: str) -> None:
+    """Raise ConfigError where `flag` was given though it does nothing without another one, which `without` says."""
+    if idle:
+        raise ConfigError(
+            f"{flag} does nothing here",
+            got=f"{flag} without {without}",
+            allowed=f"{flag} with {without}",
+            next_step=f"Leave {flag} out, or give {without}.",
+        )
+
+
+def check_master(args: argparse.Namespace) -> None:
+    """Raise ConfigError for a Spark master where the ranks are processes of this host."""
+    refuse_idle("--master", args.master is not None and args.launcher == "local", "--launcher barrier")
+
+
 def read_toml(path: str) -> dict[str, object]:
     """Read one configuration file. Raises NotFoundError or ConfigError naming the file and the place."""
     try:

@@ -90,6 +90,14 @@ class Pipeline:
                 allowed="[pipeline], one of [etl_logs] and [etl_images], [train], [evaluate]",
                 next_step="Take conf/demo_weblog.toml as an example.",
             )
+        masters = [name for name in TABLES if "master" in _table(document, name)]
+        if masters:
+            raise ConfigError(
+                f"{path}: `master` does nothing in the steps of a pipeline, which share one session",
+                got=f"master in {' and '.join(f'[{name}]' for name in masters)}",
+                allowed="the master of the call",
+                next_step="Take it out of the file and call jobs.pipeline --master URL.",
+            )
         own = _own(path)
         dataset, run_url = join(folder, own.name, "dataset"), join(folder, own.name, "run")
         steps: tuple[Callable[[SparkSession], DatasetManifest], Callable[[], object]]
@@ -134,7 +142,8 @@ class Pipeline:
         check_training(config)
         launch = OnSpark(spark)
         take_over = self.train_args.take_over
-        result = self._step("train", lambda: train_run(config, launch, take_over=take_over))
+        trains = launch if config.launcher == "barrier" else run_local
+        result = self._step("train", lambda: train_run(config, trains, take_over=take_over))
         evaluation = self._step("evaluate", lambda: self._evaluate(launch))
         if self.metric not in evaluation["metrics"]:
             raise ConfigError(
@@ -184,6 +193,12 @@ class Pipeline:
         if self.at_least == "baseline":
             return float(evaluation["baseline"]["metrics"][self.metric]), evaluation["baseline"]["name"]
         return float(self.at_least), "configured"
+
+
+def _table(document: dict[str, object], name: str) -> dict[str, object]:
+    """A file's table; empty where there is none (that another thing stands there is told by who reads it)."""
+    found = document.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def _own(path: str) -> Namespace:

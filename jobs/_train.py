@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from argparse import Action, Namespace
+from argparse import SUPPRESS, Action, Namespace
 from collections.abc import Callable, Collection
 from typing import Any, get_args
 
 from features.augment.parse import forms
-from jobs._cli import JobParser
+from jobs._cli import JobParser, check_master, refuse_idle
 from training.block_fetch import READ_AHEAD_BYTES
-from training.checkpoint_schedule import MEAN_TIME_BETWEEN_FAILURES_S
+from training.checkpoint_schedule import AUTO
 from training.comm.options import Algorithm, Backend
-from training.config import CACHE_BYTES, BadImages, BatchNorm, NonFinite, Precision, ScalingRule, TrainConfig, Verify
+from training.config import BadImages, BatchNorm, NonFinite, Precision, ScalingRule, TrainConfig, Verify
 
 
 def parser(description: str, job_name: str = "train", without: Collection[str] = ()) -> JobParser:
@@ -92,7 +92,7 @@ def parser(description: str, job_name: str = "train", without: Collection[str] =
         metavar="DIR",
         help="a folder on each rank's host that keeps blocks for later epochs and runs (default: none)",
     )
-    add("--cache-bytes", type=int, default=CACHE_BYTES, metavar="N", help="the most that DIR holds (default 16 GiB)")
+    add("--cache-bytes", type=int, default=SUPPRESS, metavar="N", help="the most that DIR holds (default 16 GiB)")
     add(
         "--verify",
         choices=get_args(Verify),
@@ -147,7 +147,7 @@ def parser(description: str, job_name: str = "train", without: Collection[str] =
         "--mean-time-between-failures",
         dest="mean_time_between_failures_s",
         type=float,
-        default=MEAN_TIME_BETWEEN_FAILURES_S,
+        default=SUPPRESS,
         metavar="S",
         help="seconds, of all ranks together: what auto reckons with (default 14400)",
     )
@@ -231,5 +231,14 @@ class Joined(Action):
 
 
 def config_of(args: Namespace) -> TrainConfig:
-    """The configuration that the flags say; `take_over` is of this call alone, no property of the run."""
+    """The configuration that the flags say; `take_over` is of this call alone, no property of the run.
+
+    Raises ConfigError for what cannot be right, and for a flag that does nothing without another one.
+    """
+    # Asked of flags and not of TrainConfig: a stored run, which always names all fields, must stay readable.
+    refuse_idle("--cache-bytes", hasattr(args, "cache_bytes") and args.cache is None, "--cache DIR")
+    told = hasattr(args, "mean_time_between_failures_s") and args.checkpoint_every != AUTO
+    refuse_idle("--mean-time-between-failures", told, "--checkpoint-every auto")
+    refuse_idle("--spare", getattr(args, "spare", False) and args.max_restarts == 0, "--max-restarts 1 or more")
+    check_master(args)
     return TrainConfig(**{k: v for k, v in vars(args).items() if k not in ("config", "debug", "master", "take_over")})

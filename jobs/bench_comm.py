@@ -12,7 +12,7 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
-from jobs._cli import JobParser, run_job
+from jobs._cli import JobParser, check_master, run_job
 from jobs._session import hadoop_settings_of, spark_session
 from storage.fs import absolute, filesystem
 from storage.progress import Progress
@@ -56,6 +56,7 @@ def parser() -> JobParser:
 def main(argv: Sequence[str]) -> int:
     """Measure and print the table; returns the exit code, 1 where a sum was wrong."""
     args = parser().parse(argv)
+    check_master(args)
     config = config_of(args)
     target = absolute(args.json) if args.json else None
     if target is not None and filesystem(target).exists(target):

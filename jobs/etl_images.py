@@ -13,15 +13,13 @@ if sys.path[0] != ROOT:
 
 from etl import image_sets
 from etl.config import parse_size
-from etl.image_config import SOURCES, STORES, ImagesConfig
-from features.decode import Limits
+from etl.image_config import MAX_PIXELS, SOURCES, STORES, ImagesConfig
 from features.images import FITS, ROTATIONS
 from jobs._cli import JobParser, run_job
 from jobs._etl import add_output_flags, output_values, summary
 from jobs._session import hadoop_settings_of, spark_session
 from storage.settings import set_hadoop_settings
 
-MAX_PIXELS = Limits().max_pixels
 OWN = (
     "source", "fit", "rotate", "channels", "store", "num_classes", "image_column", "label_column", "max_pixels",
 )  # fmt: skip

@@ -12,7 +12,7 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
-from jobs._cli import JobParser, run_job
+from jobs._cli import JobParser, check_master, run_job
 from jobs._session import hadoop_settings_of, spark_session
 from storage.settings import set_hadoop_settings
 from training.evaluate import evaluate, summary
@@ -46,6 +46,7 @@ def parser() -> JobParser:
 def main(argv: Sequence[str]) -> int:
     """Print a table, then the result as one line of JSON; returns the exit code."""
     args = parser().parse(argv)
+    check_master(args)
     call = partial(
         evaluate,
         args.run,

@@ -11,7 +11,7 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
-from jobs._cli import JobParser, run_job
+from jobs._cli import JobParser, check_master, run_job
 from jobs._session import hadoop_settings_of, spark_session
 from jobs._split_script import split_script
 from training.comm.options import Algorithm, Backend
@@ -55,6 +55,7 @@ def main(argv: Sequence[str]) -> int:
     job = parser()
     flags, script, arguments = split_script(job, argv)
     args = job.parse(flags)
+    check_master(args)
     values = {k: v for k, v in vars(args).items() if k not in ("config", "debug", "master")}
     config = ScriptConfig(script=script, arguments=arguments, **values)
     if config.launcher == "local":

@@ -15,6 +15,7 @@ from etl.image_config import ImagesConfig
 from etl.shares import parse_share
 from etl.spark_errors import from_text, to_wire
 from etl.splits import SplitSpec
+from etl.table_config import TableConfig
 from storage.errors import ConfigError, CorruptionError, DataError, LockstepError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,6 +84,13 @@ def test_rejected_input_goes_beside_the_output(output: str, quarantine: str, goo
 def test_bad_image_options(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         ImagesConfig(**{"inputs": ("a",), "output": "b", **wrong})
+
+
+def test_a_format_of_files_without_files() -> None:
+    told: dict[str, Any] = {"output": "b", "id_columns": ("id",), "input_format": "orc"}
+    assert TableConfig(**told, inputs=("a",)).input_format == "orc"
+    with pytest.raises(ConfigError, match=r"--input-format cannot be right(?s:.*)with --input"):
+        TableConfig(**told, table="a")
 
 
 def test_shares_sizes_and_splits() -> None:

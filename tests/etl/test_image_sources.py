@@ -118,6 +118,10 @@ def test_what_cannot_be_a_dataset(spark: SparkSession, tmp_path: Path) -> None:
         ({"source": "cifar10", "num_classes": 11}, "--num-classes"),
         ({"max_pixels": 0}, "--max-pixels"),
         ({"split": "group:name:80/20"}, "--split"),
+        ({"source": "idx", "image_size": None, "fit": "crop"}, "--fit"),  # to which size?
+        ({"source": "idx", "max_pixels": 100}, "--max-pixels"),  # its pixels are not packed
+        ({"image_column": "picture"}, "--image-column"),  # a folder has none
+        ({"label_column": "kind"}, "--label-column"),
     ],
 )
 def test_calls_that_cannot_be_right(wrong: dict[str, Any], what: str) -> None:

@@ -29,6 +29,7 @@ def test_sizes(text: str, nbytes: int) -> None:
         (("--num-ranks", "2", "--algorithm", "star"), "star"),
         (("--num-ranks", "2", "--backend", "shm", "--algorithm", "ring"), "no algorithm `ring`"),
         (("--num-ranks", "2", "--backend", "tcp", "nccl"), "cannot tell a rank from a stranger"),
+        (("--num-ranks", "2", "--master", "yarn"), "--master without --launcher barrier"),  # local is the default
     ],
 )
 def test_what_cannot_be_right_is_told_before_ranks_start(flags: tuple[str, ...], named: str) -> None:

@@ -61,6 +61,8 @@ def test_steps_share_dataset_and_run_in_one_folder(conf: Path) -> None:
         ("[pipeline]", "pipeline = 3\n[other]", "`pipeline`"),
         ("access.log", "absent.log", "absent.log"),
         ("name =", "name", "is not TOML"),
+        ("epochs = 1", "epochs = 1\nmaster = 'local[2]'", "does nothing in the steps of a pipeline"),
+        ("epochs = 1", "epochs = 1\ncache_bytes = 1000", "--cache-bytes without --cache DIR"),
     ],
 )
 def test_wrong_configurations_are_refused_before_spark_starts(conf: Path, old: str, new: str, named: str) -> None:

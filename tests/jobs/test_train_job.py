@@ -37,6 +37,12 @@ def test_defaults_are_the_configuration_s(tmp_path: Path) -> None:
     assert TrainConfig.from_json(config.to_json()) == config
 
 
+def test_flags_that_need_another_one_are_taken_with_it(tmp_path: Path) -> None:
+    more = ("--cache", "/disk", "--cache-bytes", "5", "--checkpoint-every", "auto", "--mean-time-between-failures", "9")
+    config = config_of(parser().parse(flags(tmp_path, *more, "--spare")))
+    assert (config.cache_bytes, config.mean_time_between_failures_s, config.spare) == (5, 9.0, True)
+
+
 def test_every_field_has_a_flag(tmp_path: Path) -> None:
     text = parser().format_help()
     for field in dataclasses.fields(TrainConfig):
@@ -55,6 +61,11 @@ def test_every_field_has_a_flag(tmp_path: Path) -> None:
         (("--learning-rate", "-1"), "learning_rate"),
         (("--checkpoint-every", "0s"), "--checkpoint-every"),
         (("--mean-time-between-failures", "0"), "--mean-time-between-failures"),
+        # What does nothing without another flag, even where it says what is the default anyway.
+        (("--mean-time-between-failures", "14400"), "without --checkpoint-every auto"),
+        (("--cache-bytes", "17179869184"), "--cache-bytes without --cache DIR"),
+        (("--spare", "--max-restarts", "0"), "--spare without --max-restarts 1 or more"),
+        (("--master", "local[2]", "--launcher", "local"), "--master without --launcher barrier"),
         (("--min-ranks", "2"), "--min-ranks"),  # belongs to a later version: absent, no stub
     ],
 )
