@@ -12,6 +12,7 @@ from storage.errors import ConfigError
 from tests.training._threads import run_threads
 from tests.training._tiny import write_images
 from training import batches
+from training.block_fetch import BlockFetcher
 from training.config import TrainConfig
 from training.planning import plan_for
 from training.precheck import open_dataset
@@ -116,6 +117,21 @@ def test_near_data_are_read_once_and_far_data_each_time(
         assert (len(first) > 0, reads_of(data.near)) == (True, set())
         assert reads_of(data.far()) == reads_of(data.far()) == first
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_budget_of_reading_ahead_is_the_flag_s(images: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    budgets = []
+
+    class Noted(BlockFetcher):
+        def __init__(self, *args: Any, budget_bytes: int, **more: Any) -> None:
+            budgets.append(budget_bytes)
+            super().__init__(*args, budget_bytes=budget_bytes, **more)
+
+    monkeypatch.setattr("training.reader.BlockFetcher", Noted)
+    config = config_of(images, 1, read_ahead_bytes=300_000)
+    with ProfileData(config, World.local(0, 1, 1), plan_for(open_dataset(config)[0], config).identity()) as data:
+        data.far()
+    assert budgets == [300_000] * 2
 
 
 def test_dropped_pages_come_back_as_they_were(tmp_path: Path) -> None:
