@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tests.training._ring import KEY, Table
+from tests.training._ring import KEY, PATIENCE_S, Table
 from training.comm import CommOptions, Joined, join
 from training.world import World
 
@@ -25,7 +25,7 @@ def run_hosts(
     work: Callable[[Joined], Any],
     options: CommOptions | None = None,
     *,
-    deadline_s: float = 20.0,
+    deadline_s: float = PATIENCE_S,
 ) -> list[Any]:
     """Results of `work` on each rank, rank r on host `identities[r]`; the first exception of a rank is raised."""
     num_ranks = len(identities)
@@ -33,11 +33,11 @@ def run_hosts(
 
     def one(rank: int) -> Any:
         world = World.local(rank, num_ranks)
-        joined = join(world, Control(rank, table), KEY, 20.0, deadline_s, options, identity=identities[rank])
+        joined = join(world, Control(rank, table), KEY, PATIENCE_S, deadline_s, options, identity=identities[rank])
         try:
             return work(joined)
         finally:
             joined.communicator.close()
 
     with ThreadPoolExecutor(num_ranks) as pool:
-        return [future.result(60) for future in [pool.submit(one, rank) for rank in range(num_ranks)]]
+        return [future.result(2 * PATIENCE_S) for future in [pool.submit(one, rank) for rank in range(num_ranks)]]

@@ -61,7 +61,7 @@ def hello(context: RankContext) -> dict[str, Any]:
     return {
         "world": context.world.to_json(),
         "table": table,
-        "reply": context.control.request("ask", 10.0, number=context.world.rank),
+        "reply": context.control.request("ask", 60.0, number=context.world.rank),
         "argv": sys.argv,
         "environment": sorted(f"{k}={v}" for k, v in os.environ.items()),
         "pid": os.getpid(),
@@ -249,7 +249,7 @@ def executor_killed_once(context: RankContext) -> dict[str, Any]:
 
 def train_never(context: RankContext) -> dict[str, Any]:
     """`train`, but it breaks at its third step in every generation."""
-    start = int(context.control.request("restore", 10.0)["step"])
+    start = int(context.control.request("restore", 60.0)["step"])
 
     def always(step: int) -> None:
         if step == start + 3:
@@ -281,14 +281,14 @@ def train_killed_in_flight(context: RankContext) -> dict[str, Any]:
         _checkpoint(context, config, staging, step, weights)
 
     def beside(_context: RankContext, config: TrainConfig, staging: str, step: int, weights: Any) -> None:
-        flight.wait(30.0)  # of the one before: ranks without a communicator cannot agree to skip
+        flight.wait(120.0)  # of the one before: ranks without a communicator cannot agree to skip
         flight.begin(f"the checkpoint of step {step}", lambda _tell: part(config, staging, step, weights))
 
     def hurdle(_step: int) -> None:
         flight.look()
         time.sleep(0.01)
 
-    return _train(context, hurdle, beside, lambda: flight.wait(30.0))
+    return _train(context, hurdle, beside, lambda: flight.wait(120.0))
 
 
 def _train(context: RankContext, hurdle: Any, checkpoint: Any = None, finish: Any = lambda: None) -> dict[str, Any]:
@@ -297,7 +297,7 @@ def _train(context: RankContext, hurdle: Any, checkpoint: Any = None, finish: An
     config = TrainConfig.from_json(context.payload["config"])
     plan = plan_for(load_dataset(config.datasets[0]), config)
     assert isinstance(plan, EpochPlan) and plan.identity() == context.payload["plan"]
-    place = control.request("restore", 30.0)
+    place = control.request("restore", 60.0)
     weights = np.zeros(4)
     if place["checkpoint"]:
         weights = np.frombuffer(filesystem(config.run).read_bytes(join(place["checkpoint"], _file(0))), np.float64)
@@ -316,7 +316,7 @@ def _train(context: RankContext, hurdle: Any, checkpoint: Any = None, finish: An
     finish()
     if world.is_leader:
         url = join(staged_model(str(place["staging"])), "model.bin")
-        control.request("model", 30.0, files=[_upload(url, weights.tobytes())])
+        control.request("model", 120.0, files=[_upload(url, weights.tobytes())])
     return {
         "steps": total,
         "metrics": {"loss": float(weights[0])},
@@ -329,7 +329,7 @@ def _train(context: RankContext, hurdle: Any, checkpoint: Any = None, finish: An
 def _checkpoint(context: RankContext, config: TrainConfig, staging: str, step: int, weights: Any) -> None:
     file = _upload(join(staged_checkpoint(staging, step), _file(context.world.rank)), weights.tobytes())
     state: dict[str, Any] = {"callbacks": {}} if context.world.is_leader else {}
-    reply = context.control.request("checkpoint", 60.0, step=step, files=[file], audit=[], state=state)
+    reply = context.control.request("checkpoint", 120.0, step=step, files=[file], audit=[], state=state)
     assert reply == {"committed": True}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tests.training._ring import KEY
+from tests.training._ring import KEY, PATIENCE_S
 from training.comm.shm import ShmCommunicator, connect_shm
 
 ARENA_BYTES = 32 << 20
@@ -23,27 +23,27 @@ class Bytes:
     def of(self, rank: int) -> Callable[[bytes], list[bytes]]:
         def exchange(data: bytes) -> list[bytes]:
             self._data[rank] = data
-            self._barrier.wait(30)
+            self._barrier.wait(PATIENCE_S)
             found = list(self._data)
-            self._barrier.wait(30)
+            self._barrier.wait(PATIENCE_S)
             return found
 
         return exchange
 
 
 def run_shared(
-    num_ranks: int, work: Callable[[ShmCommunicator], Any], *, deadline_s: float = 30.0, **options: Any
+    num_ranks: int, work: Callable[[ShmCommunicator], Any], *, deadline_s: float = PATIENCE_S, **options: Any
 ) -> list[Any]:
     """Results of `work` on each rank; the first exception of a rank is raised."""
     table = Bytes(num_ranks)
     options = {"arena_bytes": ARENA_BYTES, **options}
 
     def one(rank: int) -> Any:
-        comm = connect_shm(rank, num_ranks, 1, KEY, table.of(rank), 20.0, deadline_s, **options)
+        comm = connect_shm(rank, num_ranks, 1, KEY, table.of(rank), PATIENCE_S, deadline_s, **options)
         try:
             return work(comm)
         finally:
             comm.close()
 
     with ThreadPoolExecutor(num_ranks) as pool:
-        return [future.result(60) for future in [pool.submit(one, rank) for rank in range(num_ranks)]]
+        return [future.result(2 * PATIENCE_S) for future in [pool.submit(one, rank) for rank in range(num_ranks)]]

