@@ -12,6 +12,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from features.encodings import output_of
+from features.refused_row import span
 from features.schema import Field
 from features.tensor_transforms import tensor
 from features.transforms import Columns, Plan, as_columns, as_sequence, null_error, number
@@ -38,7 +39,7 @@ def _columns(field: Field, ids: int) -> Columns:
         if len(found) and not (found.min() >= 0 and found.max() < ids):
             raise DataError(
                 f"field `{field.name}` holds an id that there is not",
-                got=f"{found.min()} to {found.max()}",
+                got=span(found.min(), found.max()),
                 allowed=f"0 to {ids - 1}",
                 next_step="Run `python -m jobs.verify URL`.",
             )

@@ -17,6 +17,7 @@ from features.baked_inputs import baked
 from features.decode_many import BadImageError, keeping_bad
 from features.fitted import Fitted
 from features.making import Lists, Made, at_once
+from features.refused_row import span
 from features.schema import Field, Schema
 from features.signature import Signature, TensorSpec
 from features.tensor_transforms import image, tensor
@@ -166,9 +167,9 @@ class Encoder:
         ):
             raise DataError(
                 f"label `{field.name}` lies outside its classes",
-                got=f"{labels.min()} to {labels.max()}",
+                got=span(labels.min(), labels.max()),
                 allowed=f"0 to {field.num_classes - 1}",
-                next_step="Build the dataset anew with the right --num-classes.",
+                next_step="Correct the label, or build the dataset anew with the right --num-classes.",
             )
         return labels
 

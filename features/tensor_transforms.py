@@ -13,6 +13,7 @@ from features.column_checks import tensor_bytes
 from features.decode_many import decode_files
 from features.encodings import Encoding
 from features.making import Early, Lists, Made
+from features.refused_row import span
 from features.schema import Field
 from features.signature import TensorSpec
 from features.transforms import Plan, narrowed, null_error
@@ -81,7 +82,7 @@ def _stored(field: Field, shape: tuple[int, ...]) -> Early:
         if len(column) and not bool((np.diff(offsets) == wanted).all()):
             raise DataError(
                 f"a tensor of field `{field.name}` has the wrong length",
-                got=f"{int(np.diff(offsets).min())} to {int(np.diff(offsets).max())} bytes",
+                got=f"{span(np.diff(offsets).min(), np.diff(offsets).max())} bytes",
                 allowed=f"{wanted} bytes",
                 next_step="Run `python -m jobs.verify URL`.",
             )

@@ -15,9 +15,10 @@ import pyarrow as pa
 
 from features.decode_many import BadImageError
 from features.encode import Encoded, Encoder
-from storage.errors import ConfigError
+from features.refused_row import refused_row
+from storage.errors import ConfigError, DataError
 from training.assembly import Assembly
-from training.place import of_batch_row, of_row_in_order
+from training.place import of_batch_row, of_row_in_order, placed
 from training.plan import EpochPlan
 from training.read_ahead import ReadAhead
 from training.reader import SplitReader
@@ -173,6 +174,9 @@ def eval_batches(
             return encoder.encode(rows)
         except BadImageError as error:
             raise error.at(of_row_in_order(reader, first, done - len(rows) + error.row)) from None
+        except DataError:
+            row, wrong = refused_row(lambda start, stop: encoder.encode(rows.slice(start, stop - start)), len(rows))
+            raise placed(wrong, of_row_in_order(reader, first, done - len(rows) + row)) from None
 
     share = range(first, (rank + 1) * blocks // num_ranks)
     for found in reader.sequence(map(reader.table.run, share)):  # the next blocks are fetched meanwhile

@@ -1,9 +1,25 @@
-"""Where a row of a batch comes from: file and record, for the message about what is wrong with it."""
+"""Where a row of a batch comes from: file, record and block, for the message about what is wrong with it."""
 
 from __future__ import annotations
 
+from storage.errors import CorruptionError, DataError
 from training.plan import EpochPlan
 from training.reader import SplitReader
+
+
+def of_record(reader: SplitReader, shard: int, record: int) -> str:
+    """File, record and block (of Parquet: row group and row in it) of a record of a shard."""
+    url = reader.stored[shard][1]
+    block, row = divmod(record, reader.table.block_records)
+    within = f"row group {block}, row {row}" if url.endswith(".parquet") else f"block {block}"
+    return f"{url}, record {record} ({within})"
+
+
+def placed(error: DataError, place: str) -> DataError:
+    """The same error, its place named; one of damaged bytes names its own."""
+    if isinstance(error, CorruptionError):
+        return error
+    return DataError(f"{error.what}: {place}", got=error.got, allowed=error.allowed, next_step=error.next_step)
 
 
 def of_batch_row(plan: EpochPlan, reader: SplitReader, lanes: range, step: int, row: int) -> str:
@@ -14,7 +30,7 @@ def of_batch_row(plan: EpochPlan, reader: SplitReader, lanes: range, step: int, 
     n = (step + steps) * each + number
     ((epoch, positions),) = plan.lane_positions(lanes[lane], n, n + 1)
     (run,) = plan.runs(epoch, int(positions[0]), int(positions[0]) + 1)
-    return f"{reader.stored[run.shard][1]}, record {run.first_record}"
+    return of_record(reader, run.shard, run.first_record)
 
 
 def of_row_in_order(reader: SplitReader, first_block: int, row: int) -> str:
@@ -24,4 +40,4 @@ def of_row_in_order(reader: SplitReader, first_block: int, row: int) -> str:
         row -= reader.table.run(block).count
         block += 1
     run = reader.table.run(block)
-    return f"{reader.stored[run.shard][1]}, record {run.first_record + row}"
+    return of_record(reader, run.shard, run.first_record + row)

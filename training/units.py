@@ -15,6 +15,9 @@ from features.batch_kernels import ADDRESSES, NARROWED, VALUES
 from features.codec.decoder import RecordDecoder
 from features.encode import Encoder
 from features.making import Lists
+from features.refused_row import refused_row
+from storage.errors import DataError
+from training.place import of_record, placed
 from training.positions import Run
 from training.reader import SplitReader
 
@@ -28,13 +31,13 @@ class Unit:
     """Some rows of a split, each column of the encoder's `made` after the first of its two steps.
 
     sources, forms (k,) int64: where the rows of each column lie and how, as features.batch_kernels.scatter takes them;
-    of Lists, (address, count) of each. What they point to lives as long as the unit.
+    of Lists, (address, count) of each. What they point to lives as long as the unit. `runs` are its records, in order.
     """
 
-    __slots__ = ("_kept", "forms", "has_lists", "rows", "sources")
+    __slots__ = ("_kept", "forms", "has_lists", "rows", "runs", "sources")
 
-    def __init__(self, columns: int, rows: int, kept: object) -> None:
-        self.rows = rows
+    def __init__(self, columns: int, runs: Sequence[Run], kept: object) -> None:
+        self.rows, self.runs = sum(run.count for run in runs), runs
         self.sources, self.forms = np.zeros((2, columns), dtype=np.int64)
         self.has_lists = False
         self._kept: list[object] = [kept]
@@ -73,7 +76,7 @@ class UnitReader:
     def load(self, runs: Sequence[Run], about: Callable[[int], None]) -> list[tuple[Unit, int]]:
         """The unit of each run, and which of its rows is the run's first; `about(i)` is called before run i is read.
 
-        Raises as SplitReader.read and Encoder.encode do.
+        Raises as SplitReader.read and Encoder.encode do, the latter's errors with file, record and block.
         """
         found: dict[int, tuple[Unit, int]] = {}
         waiting: list[tuple[int, Run, npt.NDArray[np.uint8]]] = []
@@ -95,18 +98,20 @@ class UnitReader:
 
     def refuse(self, unit: Unit, number: int) -> NoReturn:
         """Raise the DataError for a column of which a number would become another one."""
-        values = (ctypes.c_int64 * unit.rows).from_address(int(unit.sources[number]))
-        self._encoder.made[number][1].early(pa.array(np.ctypeslib.as_array(values)))
-        raise AssertionError(f"two readers disagree on the numbers of `{self._encoder.made[number][0]}`")
+        values = np.ctypeslib.as_array((ctypes.c_int64 * unit.rows).from_address(int(unit.sources[number])))
+        early = self._encoder.made[number][1].early
+        row, error = refused_row(lambda start, stop: early(pa.array(values[start:stop])), unit.rows)
+        raise self._placed(unit, row, error)
 
     def _decoded(self, parts: Sequence[tuple[int, Run, npt.NDArray[np.uint8]]]) -> dict[int, tuple[Unit, int]]:
         """Runs of records in one unit."""
         frames = self._decoder.decode_frames([data for _, _, data in parts], [run.count for _, run, _ in parts])
         if frames is None:
             # One by one by the reader, which says what is wrong with which record, or takes another form than ours.
-            unit = self._unit(pa.concat_batches([self._reader.read(run) for _, run, _ in parts]))
+            runs = [run for _, run, _ in parts]
+            unit = self._unit(pa.concat_batches([self._reader.read(run) for run in runs]), runs)
         else:
-            unit = Unit(len(self._encoder.made), sum(run.count for _, run, _ in parts), frames)
+            unit = Unit(len(self._encoder.made), [run for _, run, _ in parts], frames)
             for number, column in self._direct.items():
                 if column in frames.places:
                     unit.put(number, frames.places[column], ADDRESSES)
@@ -120,15 +125,16 @@ class UnitReader:
         unit, left = self._blocks.pop((run.shard, block), (None, 0))
         if unit is None:
             batch = self._reader.block(run)
-            unit, left = self._unit(batch), len(batch)
+            left = len(batch)
+            unit = self._unit(batch, [Run(run.shard, run.first_record - skip, left)])
         if left > run.count:  # lanes cut it, and some of it is another lane's
             self._blocks[run.shard, block] = unit, left - run.count
         while len(self._blocks) > self._keep_blocks:
             self._blocks.popitem(last=False)
         return unit, skip
 
-    def _unit(self, batch: pa.RecordBatch) -> Unit:
-        unit = Unit(len(self._encoder.made), len(batch), batch)
+    def _unit(self, batch: pa.RecordBatch, runs: Sequence[Run]) -> Unit:
+        unit = Unit(len(self._encoder.made), runs, batch)
         direct = {}
         for number, column in self._direct.items():
             values = batch.column(column)
@@ -139,9 +145,23 @@ class UnitReader:
         return unit
 
     def _make(self, unit: Unit, batch: pa.RecordBatch, direct: Container[int]) -> None:
-        for number, rows in enumerate(self._encoder.early(batch, direct)):
+        early = self._encoder.early
+        try:
+            made = early(batch, direct)
+        except DataError:
+            row, error = refused_row(lambda start, stop: early(batch.slice(start, stop - start), direct), unit.rows)
+            raise self._placed(unit, row, error) from None
+        for number, rows in enumerate(made):
             if rows is not None:
                 unit.put(number, rows)
+
+    def _placed(self, unit: Unit, row: int, error: DataError) -> DataError:
+        """The error for a row of a unit, with the record that it is."""
+        for run in unit.runs:
+            if row < run.count:
+                return placed(error, of_record(self._reader, run.shard, run.first_record + row))
+            row -= run.count
+        raise AssertionError(f"row {row} behind the last run")
 
     def _form(self, number: int) -> int:
         made = self._encoder.made[number][1]

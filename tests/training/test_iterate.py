@@ -345,7 +345,7 @@ FILES: dict[str, Any] = {"global_batch": 10, "lanes": 5, "epochs": 2}
 
 def test_a_bad_image_is_told_with_file_record_and_sample_id(tmp_path: Path) -> None:
     write_files(tmp_path / "d", {33: b"no image"})
-    place = r"sample id 0000000000000021, .*part-00001\.tfrecord, record 8$"  # 25 records lie in the first shard
+    place = r"sample id 0000000000000021, .*part-00001\.tfrecord, record 8 \(block 1\)$"  # 25 lie in the first
     with pytest.raises(BadImageError) as refused:
         list(numpy_batches(str(tmp_path / "d"), **FILES))
     assert re.search(place, refused.value.what) and "unknown_format" in refused.value.got
