@@ -53,9 +53,9 @@ def connect_shm(
 
     `peers_exchange` gives each of these ranks the bytes of all, in rank order (`all_gather_bytes` of a communicator
     over just them); it is called twice on every rank unless it raises. `key` is the generation's secret, `deadline_s`
-    the longest that joining may take, `labels` the ranks' numbers in messages (their ranks in the whole run),
-    `arena_bytes` what `allocate` may hand out to a rank, by default its share of the machine's memory (no memory is
-    taken before it is allocated).
+    the longest that joining may take once all have met in the first exchange, `labels` the ranks' numbers in messages
+    (their ranks in the whole run), `arena_bytes` what `allocate` may hand out to a rank, by default its share of the
+    machine's memory (no memory is taken before it is allocated).
     Raises SharedMemoryUnavailableError on every rank alike, with the reason, where memory cannot be shared.
     `training.comm.topology.host_identity` tells beforehand which ranks are of one host.
     """

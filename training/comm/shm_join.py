@@ -50,13 +50,13 @@ def join(
     deadline_s: float,
 ) -> tuple[Segment, Links]:
     """Share a segment; see `training.comm.shm.connect_shm`. Calls `exchange` twice on every rank, whatever happens."""
-    until = time.monotonic() + min(deadline_s, JOIN_S)
     found: tuple[Segment, Links] | None = None
     problem = ""
     carriers: Links = []
     with socket.socket(socket.AF_UNIX) as listener:
         table = [json.loads(data) for data in exchange(_introduction(rank, num_ranks, arena_bytes, listener))]
         _check_table(table)
+        until = time.monotonic() + min(deadline_s, JOIN_S)  # from when all are there
         layout = Layout(num_ranks, table[0]["arena"])
         try:
             if rank == 0:
