@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.spark.archive import use_settings
@@ -27,6 +28,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
 use_settings(os.environ)
+
+# The same examples in each run, and no example, nor the making of them, against a clock (by default 200 ms an example):
+# a test fails for its code alone, on a loaded machine too. `--hypothesis-profile default` looks for new examples.
+settings.load_profile("ci")
 
 # A folder of data whose licence keeps it out of the repository; .ci/run sets it where there is one.
 SHARED_DATA = "LOCKSTEP_SHARED_DATA"

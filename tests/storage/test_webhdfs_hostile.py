@@ -16,10 +16,11 @@ from storage.upload_plan import find_files
 from storage.webhdfs import WebHdfsFileSystem
 from tests.storage.fake_webhdfs import FakeWebHdfs, serving
 
-QUICK = DEFAULTS | {
-    "lockstep.storage.call-deadline-s": "1",
-    "lockstep.storage.data-deadline-s": "2",
-    "lockstep.storage.give-up-s": "3",
+# Attempts that a loaded machine does not end before their answers, which are to be seen; few of them.
+PATIENT = DEFAULTS | {
+    "lockstep.storage.call-deadline-s": "60",
+    "lockstep.storage.data-deadline-s": "60",
+    "lockstep.storage.give-up-s": "60",
 }
 DATA = bytes(range(256)) * 40
 PAGE = b"<html>Log in</html>" * 1000  # longer than the file
@@ -33,7 +34,7 @@ def fake() -> Iterator[FakeWebHdfs]:
 
 @pytest.fixture
 def fs(fake: FakeWebHdfs) -> WebHdfsFileSystem:
-    return WebHdfsFileSystem(fake.address, QUICK, user="me", token="s3cr3t")
+    return WebHdfsFileSystem(fake.address, PATIENT, user="me", token="s3cr3t")
 
 
 def url(name: str) -> str:
@@ -110,7 +111,9 @@ def test_the_place_of_data_is_the_last_one(fs: WebHdfsFileSystem, fake: FakeWebH
     "where",
     ["file:///etc/passwd", "ftp://h/x", "nonsense", "http://", "http://[::1", "http://127.0.0.1:9/x", "//h/x", "\x01"],
 )
-def test_places_that_are_none(fs: WebHdfsFileSystem, fake: FakeWebHdfs, where: str) -> None:
+def test_places_that_are_none(fake: FakeWebHdfs, where: str) -> None:
+    settings = PATIENT | {"lockstep.storage.give-up-s": "3"}  # one that refuses connections may begin to serve
+    fs = WebHdfsFileSystem(fake.address, settings, user="me", token="s3cr3t")
     fake.files["/a"] = DATA
     fake.before["OPEN"] = [answering(307, Location=where)] * 20
     with pytest.raises(LockstepError) as caught:
@@ -185,7 +188,7 @@ def test_an_upload_whose_bytes_change_on_the_way_has_no_name(
     (tmp_path / "file").write_bytes(DATA)
     output = f"webhdfs://{fake.address}/d"
     for name in ("GIVE_UP_S", "WRITE_GIVE_UP_S"):
-        monkeypatch.setenv(f"LOCKSTEP_STORAGE_{name}", "2")
+        monkeypatch.setenv(f"LOCKSTEP_STORAGE_{name}", "60")
 
     def change(handler: Any) -> bool:
         for name in fake.files:
