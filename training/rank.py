@@ -23,7 +23,7 @@ from storage.errors import ConfigError, LockstepError, TrainingFailedError
 from training import devices
 from training.comm.interfaces import route_address
 from training.comm.tls import Credentials
-from training.control.carry import error_to_json, is_final, json_safe
+from training.control.carry import error_to_json, is_final
 from training.control.client import ControlClient, open_channel
 from training.control.protocol import Role, Tag
 from training.launch.context import RankContext
@@ -57,7 +57,7 @@ def main() -> int:
     try:
         devices.expose(order["devices"], os.environ, order["host"])
         result = _call(task, RankContext(world, control, task.payload, key, host, order["stall_s"], tls))
-        control.send(Tag.RESULT, {"result": json_safe(result)})
+        control.give_result(result)
     except (Exception, SystemExit) as error:  # every failure is told to the driver and becomes the exit code
         if not getattr(error, "quiet", False):
             traceback.print_exc()

@@ -122,7 +122,7 @@ def test_replayed_hello_is_refused(server: ControlServer) -> None:
 
     tap = Tap(dial(server))
     channel = present(tap, KEY, 7, Role.RANK, 0, "the driver")  # type: ignore[arg-type]
-    channel.send(Tag.RESULT, {"step": 0, "phase": "", "result": {}})
+    channel.send(Tag.RESULT, {"step": 0, "phase": "", "part": "{}", "more": False})
     channel.close()
     with dial(server) as sock:
         sock.sendall(tap.sent)
@@ -347,7 +347,7 @@ def test_rank_that_is_heard_again_before_anything_was_done_has_not_failed(monkey
     server = ControlServer(KEY, 7, 1, Limits(silent_s=0.5, grace_s=0.1), None, "127.0.0.1")
     rank = ControlClient(open_channel(("127.0.0.1", server.port), KEY, 7, Role.RANK, 0, 5.0), "here", beat_s=1.5)
     rank.beat(0, "train")  # told by the beat after 1.5 s; silence counts from there, and is over after 3 s
-    threading.Timer(3.2, lambda: rank.send(Tag.RESULT, {"result": {"done": 1}})).start()
+    threading.Timer(3.2, lambda: rank.give_result({"done": 1})).start()
     threading.Timer(3.2, lambda: setattr(server._states[0], "exit_code", 0)).start()
     assert server.wait() == [{"done": 1}]
     server._door.close()
@@ -357,7 +357,7 @@ def test_result_of_a_rank_whose_end_nobody_tells_is_not_waited_for_without_end()
     """Its supervisor's connection broke in the moment in which the rank ended, or the rank was stopped there."""
     server = ControlServer(KEY, 7, 1, Limits(lost_s=0.5, grace_s=0.1), None, "127.0.0.1")
     rank = ControlClient(open_channel(("127.0.0.1", server.port), KEY, 7, Role.RANK, 0, 5.0), "here")
-    rank.send(Tag.RESULT, {"result": {"done": 1}})
+    rank.give_result({"done": 1})
     rank.close()
     late = threading.Timer(10.0, lambda: server.fail(LockstepError("waited without end")))
     late.start()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import storage.errors
@@ -11,6 +12,7 @@ from storage.errors import ConfigError, DataError, LockstepError
 
 _PLAIN = (str, int, float, bool, type(None))
 MAX_PART_CHARS = 20_000  # of one part of an error: all of it must fit into a frame
+RESULT_PART_CHARS = 512 << 10  # all ASCII, in a frame two bytes each at the most
 
 
 def error_to_json(error: BaseException) -> dict[str, Any]:
@@ -45,6 +47,16 @@ def json_safe(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [json_safe(item) for item in value]
     return value
+
+
+def result_parts(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """What a rank's entry returned, as documents for one frame each: the samples that a run leaves over may be as many
+    as a global batch has.
+    """
+    text = json.dumps(json_safe(result), allow_nan=False)
+    for start in range(0, len(text), RESULT_PART_CHARS):
+        stop = start + RESULT_PART_CHARS
+        yield {"part": text[start:stop], "more": stop < len(text)}
 
 
 def is_final(error: BaseException) -> bool:

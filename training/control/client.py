@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from storage.errors import CommunicationError, LockstepError
-from training.control.carry import error_from_json, json_safe
+from training.control.carry import error_from_json, json_safe, result_parts
 from training.control.protocol import STARTING, Channel, ConnectionLostError, Role, Tag, present
 
 DRIVER = "the driver's control server"
@@ -119,6 +119,11 @@ class ControlClient:
     def notify(self, kind: str, **fields: Any) -> None:
         """Tell the driver something that needs no answer; a loss that is not finite arrives as the string "nan"."""
         self.send(Tag.NOTICE, {"kind": kind, "fields": json_safe(fields)})
+
+    def give_result(self, result: dict[str, Any]) -> None:
+        """Hand over what the rank's entry returned, of any size; the last word of a rank."""
+        for part in result_parts(result):
+            self.send(Tag.RESULT, part)
 
     def send(self, tag: Tag, document: dict[str, Any]) -> None:
         """Send a frame; each one tells where the rank is."""

@@ -51,6 +51,8 @@ class RankState:
     error: LockstepError | None = None
     exit_code: int | None = None
     result: dict[str, object] | None = None
+    result_parts: list[str] = field(default_factory=list)
+    """Of a result that has not come whole."""
     tail: list[str] = field(default_factory=list)
     marks: Marks = field(default_factory=Marks)
 

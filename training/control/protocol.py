@@ -31,7 +31,7 @@ NONCE_BYTES = 32
 MAC_BYTES = 32
 HELLO = struct.Struct(">8sIBI32s32s")  # magic, generation, role, rank, nonce, proof
 HEADER = struct.Struct(">IBQ")  # body length, tag, sequence
-MAX_BODY_BYTES = 4 << 20  # the largest true body is a checkpoint's list of files, some KiB
+MAX_BODY_BYTES = 4 << 20  # the largest true body is a part of a result
 HELLO_DEADLINE_S = 10.0
 
 
@@ -67,7 +67,7 @@ class Tag(IntEnum):
     NOTICE = 2  # rank -> driver: no reply
     REQUEST = 3  # rank -> driver: id, kind, fields
     REPLY = 4  # driver -> rank: id, reply or error
-    RESULT = 5  # rank -> driver: what its entry returned
+    RESULT = 5  # rank -> driver: a part of the text of what its entry returned, and whether more follow
     ERROR = 6  # rank -> driver: the error that its entry raised
     STARTED = 7  # supervisor -> driver: host, pid
     EXIT = 8  # supervisor -> driver: exit code, last log lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -13,7 +14,7 @@ from storage.errors import CommunicationError
 from training.control.answers import Answers
 from training.control.carry import error_from_json, is_final
 from training.control.door import Door
-from training.control.failures import Failure, LauncherError, RankFailedError, RankState, failure_of
+from training.control.failures import Failure, LauncherError, RankFailedError, RankState, Weight, failure_of
 from training.control.protocol import STARTING, Channel, Role, Tag, try_send
 from training.launch.task import Handler, Limits
 
@@ -21,6 +22,7 @@ log = logging.getLogger(__name__)
 
 PING_EVERY_S = 2.0
 SETTLE_S = 1.0  # a dead rank's neighbours report first now and then: wait for the cause to be heard
+TELL_S = 10.0  # for a supervisor that is there to tell how its rank ended: it waits for the rank's last lines
 
 
 class ControlServer:
@@ -102,7 +104,9 @@ class ControlServer:
                     self.failed_at = None
                 elif self.failed_at is None:
                     self.failed_at = now
-                elif now - self.failed_at > SETTLE_S or all(s.ended and s.heard_out for s in self._states):
+                elif now - self.failed_at > self._settle_s(failures) or all(
+                    s.ended and s.heard_out for s in self._states
+                ):
                     break
                 if self.failed_at is None and all(s.result is not None for s in self._states):
                     done_at = now if done_at is None else done_at
@@ -148,6 +152,12 @@ class ControlServer:
         found = (failure_of(state, now, self._started, self._limits) for state in self._states)
         return [failure for failure in found if failure is not None]
 
+    def _settle_s(self, failures: Sequence[Failure]) -> float:
+        """For how long after the first failure another one may still be heard that explains it."""
+        first = min(failures, key=lambda failure: failure.weight) if failures else None
+        untold = first is not None and first.weight is Weight.LOST and first.state.rank in self._supervisors
+        return TELL_S if untold and self._fault is None else SETTLE_S
+
     def _serve(self, role: Role, rank: int, channel: Channel) -> None:
         if role is Role.RANK:
             self._serve_rank(rank, channel)
@@ -189,8 +199,11 @@ class ControlServer:
             if moved and state.rank == 0 and self._on_step is not None:
                 self._on_step(step)
             if tag is Tag.RESULT:
-                state.result = dict(document["result"])
-                self._changed.notify_all()
+                state.result_parts.append(str(document["part"]))
+                if not document["more"]:
+                    state.result = dict(json.loads("".join(state.result_parts)))
+                    state.result_parts.clear()
+                    self._changed.notify_all()
             elif tag is Tag.ERROR:
                 state.error = error_from_json(document["error"])
                 self._changed.notify_all()
