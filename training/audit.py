@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -117,11 +118,18 @@ class AuditReport:
 
 def left_over(plan: EpochPlan, reader: SplitReader, epochs: int, steps: int | None = None) -> list[tuple[int, int]]:
     """(epoch, sample id) of the samples that `epochs` epochs leave after `steps` steps, by default all of them."""
-    found: list[tuple[int, int]] = []
-    for epoch, position in plan.leftover(epochs, steps):
-        rows = reader.read_all(plan.runs(epoch, position, position + 1))
-        found.append((epoch, int(_ids(rows.column(_id_column(reader)))[0])))
-    return found
+    left = plan.leftover(epochs, steps)
+    places = [(epoch, run) for epoch, position in left for run in plan.runs(epoch, position, position + 1)]
+    records: dict[tuple[int, int], list[int]] = defaultdict(list)  # by block, read once: there may be nearly G of them
+    for _, run in places:
+        records[run.shard, run.first_record // plan.block_records].append(run.first_record)
+    ids: dict[tuple[int, int], int] = {}
+    for (shard, _), wanted in records.items():
+        first = min(wanted)
+        rows = reader.read(Run(shard, first, max(wanted) - first + 1))
+        found = _ids(rows.column(_id_column(reader)))
+        ids |= {(shard, record): int(found[record - first]) for record in wanted}
+    return [(epoch, ids[run.shard, run.first_record]) for epoch, run in places]
 
 
 def check_audit(
