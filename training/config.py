@@ -162,7 +162,9 @@ class TrainConfig:
         self._check("non_finite", self.non_finite in get_args(NonFinite), " or ".join(get_args(NonFinite)))
         alone = self.non_finite == "stop" or self.micro_batches == 1
         self._check("non_finite", alone, "stop with --micro-batches: what is added up cannot be skipped in part")
-        if self.canonical:
+        if self.canonical:  # which of these divide its lane groups or lanes, training.canonical tells
+            power_of_two = self.num_ranks.bit_count() == 1
+            self._check("num_ranks", power_of_two, "with --canonical 1, 2, 4, ...: ranks add up whole subtrees")
             self._check("batchnorm", self.batchnorm != "sync", "with --canonical: ghost or local")
             self._check("micro_batches", self.micro_batches == 1, "1 with --canonical, which goes unit by unit anyway")
             self._check("algorithm", self.algorithm == "auto", "auto with --canonical, which has an order of its own")

@@ -66,6 +66,8 @@ def test_every_field_has_a_flag(tmp_path: Path) -> None:
         (("--cache-bytes", "17179869184"), "--cache-bytes without --cache DIR"),
         (("--spare", "--max-restarts", "0"), "--spare without --max-restarts 1 or more"),
         (("--master", "local[2]", "--launcher", "local"), "--master without --launcher barrier"),
+        # Before Spark is asked for the dataset; the same for a run that goes on with fewer ranks.
+        (("--canonical", "--num-ranks", "3", "--dataset", "hdfs://nowhere:1/d"), "with --canonical 1, 2, 4, ..."),
         (("--min-ranks", "2"), "--min-ranks"),  # belongs to a later version: absent, no stub
     ],
 )
@@ -82,6 +84,9 @@ def test_missing_dataset_and_lanes_that_do_not_fit(tmp_path: Path) -> None:
     write_table(tmp_path / "data")
     with pytest.raises(ConfigError, match="9 ranks are more"):
         main(flags(tmp_path, "--num-ranks", "9"))
+    six = ("--global-batch", "12", "--lanes", "6", "--batchnorm", "local")
+    with pytest.raises(ConfigError, match=r"4 ranks cannot add up 6 lanes(?s:.*)divide 6: 1, 2\n"):
+        main(flags(tmp_path, "--canonical", "--num-ranks", "4", *six))
     assert not (tmp_path / "run").exists()
 
 
