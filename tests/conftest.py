@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,18 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             f"{SHARED_DATA}={folder} is no folder; correct it, or unset it to leave those tests out"
         )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Python looks for garbage while five thousand tests and TensorFlow come in, a third of the work, and finds none;
+    what is there then stays to the end, and no later search goes through it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
