@@ -41,7 +41,7 @@ CAPACITY = {
 def free_ports() -> dict[str, int]:
     """One free port a role. A port may be taken again before its daemon binds it: the caller then starts anew."""
     found: dict[str, int] = {}
-    for port in random.sample(PORTS, 400):
+    for port in random.SystemRandom().sample(PORTS, 400):  # of no seed that two workers could share
         if len(found) == len(ROLES):
             break
         with socket.socket() as probe:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from storage.errors import LockstepError
-from tests.cluster.conf import HOST, free_ports, write_conf
+from tests.cluster.conf import HOST, ROLES, free_ports, write_conf
 from tests.cluster.jars import hadoop_jars, java_home
 from tests.cluster.process import Process, last_lines, spawn
 
@@ -111,25 +111,16 @@ class Cluster:
 
     def start_hdfs(self) -> Cluster:
         """An empty HDFS with both DataNodes. Raises ClusterError with the last log lines of what did not start."""
-        for attempt in range(1, ATTEMPTS + 1):
-            self.ports = free_ports()
-            write_conf(Path(self.conf_dir), self.folder, self.ports)
-            self._format()
-            try:
-                self._start_all(HDFS)
-                return self
-            except ClusterError as error:
-                clash = any("BindException" in last_lines(self.log(name), 200) for name in HDFS)
-                self.stop()
-                if attempt == ATTEMPTS or not clash:
-                    raise error
-                for name in HDFS:
-                    self.log(name).unlink(missing_ok=True)
-        raise AssertionError("unreachable: the last attempt returns or raises")
+        self._start_on_free_ports(HDFS)
+        return self
 
     def start_yarn(self) -> Cluster:
         """ResourceManager and NodeManager beside HDFS; nothing happens where they run."""
-        self._start_all([name for name in YARN if not self.running(name)])
+        missing = [name for name in YARN if not self.running(name)]
+        if len(missing) == len(YARN):
+            self._start_on_free_ports(YARN)  # of now: what was free when HDFS started may be another cluster's
+        else:
+            self._start_all(missing)
         return self
 
     def stop(self) -> None:
@@ -175,6 +166,27 @@ class Cluster:
         self._wait([name for name in self.processes if name not in dead])
 
     # how
+
+    def _start_on_free_ports(self, names: Sequence[str]) -> None:
+        """Start daemons none of which runs, anew on other ports where another process was faster."""
+        for attempt in range(1, ATTEMPTS + 1):
+            found = free_ports()
+            self.ports = found if not self.ports else self.ports | {r: found[r] for r in ROLES if _of(r, names)}
+            write_conf(Path(self.conf_dir), self.folder, self.ports)
+            if "namenode" in names:
+                self._format()
+            try:
+                self._start_all(names)
+                return
+            except ClusterError as error:
+                clash = any("BindException" in last_lines(self.log(name), 200) for name in names)
+                for name in names:
+                    if name in self.processes:
+                        self.processes.pop(name).end()
+                if attempt == ATTEMPTS or not clash:
+                    raise error
+                for name in names:
+                    self.log(name).unlink(missing_ok=True)
 
     def _format(self) -> None:
         for name in ("namenode", "datanode-1", "datanode-2"):
@@ -236,7 +248,7 @@ class Cluster:
 
     def _get(self, role: str, path: str) -> dict[str, object]:
         url = f"http://{HOST}:{self.ports[role]}{path}"
-        with urllib.request.urlopen(url, timeout=5) as answer:
+        with urllib.request.urlopen(url, timeout=30) as answer:
             return json.load(answer)
 
     def _bean(self, role: str, query: str) -> dict[str, object]:
@@ -245,6 +257,11 @@ class Cluster:
         if not beans:
             raise KeyError(query)
         return beans[0]
+
+
+def _of(role: str, names: Sequence[str]) -> bool:
+    """Whether one of these daemons has the port of this role: `nodemanager-http` is the NodeManager's."""
+    return any(role == name or role.startswith(f"{name}-") for name in names)
 
 
 def _namenode_serves(cluster: Cluster) -> bool:

@@ -55,7 +55,7 @@ class Process:
             return False
         return True
 
-    def pause(self, within_s: float = 10.0) -> bool:
+    def pause(self, within_s: float = 60.0) -> bool:
         """SIGSTOP, and wait until the kernel has stopped it; False where it has ended or does not stop in time."""
         deadline = time.monotonic() + within_s
         while self.signal(signal.SIGSTOP) and time.monotonic() < deadline:
@@ -69,8 +69,8 @@ class Process:
         if grace_s and self.signal(signal.SIGTERM):
             self.signal(signal.SIGCONT)  # a stopped process would not see the SIGTERM
             self._gone_within(grace_s)
-        if self.signal(signal.SIGKILL) and not self._gone_within(10.0):
-            raise TimeoutError(f"{self.name} (pid {self.pid}) is still there 10 s after SIGKILL")
+        if self.signal(signal.SIGKILL) and not self._gone_within(60.0):
+            raise TimeoutError(f"{self.name} (pid {self.pid}) is still there 60 s after SIGKILL")
 
     def _gone_within(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds

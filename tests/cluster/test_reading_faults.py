@@ -12,7 +12,7 @@ import pytest
 
 from storage.errors import StorageError
 from storage.fs import filesystem, join
-from storage.settings import set_hadoop_settings
+from storage.hdfs import HdfsFileSystem
 from tests.cluster.daemons import Cluster
 from tests.training._tiny import write_images
 from training.open_split import OpenSplit
@@ -27,7 +27,6 @@ def dataset(hadoop: Cluster) -> Iterator[str]:
     url = join(hadoop.hdfs_url, f"reading-{uuid.uuid4().hex}")
     write_images(url, fmt="tfrecord", records={"train": 3000}, shards=4, block_records=64)
     yield url
-    set_hadoop_settings({})
     filesystem(url).delete(url, recursive=True)
 
 
@@ -45,7 +44,9 @@ def damage(hadoop: Cluster, name: str, content: bytes) -> int:
     return found
 
 
-def test_a_dead_datanode_and_damaged_replicas_are_read_around(hadoop: Cluster, dataset: str, tmp_path: Path) -> None:
+def test_a_dead_datanode_and_damaged_replicas_are_read_around(
+    hadoop: Cluster, dataset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wanted = pa.concat_batches(list(blocks_of(OpenSplit.at(dataset, "train").reader)))
     assert len(wanted) == 3000
     options = ReadOptions(read_ahead_bytes=60_000, cache=str(tmp_path), cache_bytes=200_000)  # most is not kept
@@ -65,9 +66,12 @@ def test_a_dead_datanode_and_damaged_replicas_are_read_around(hadoop: Cluster, d
         assert pa.concat_batches(list(blocks_of(OpenSplit.at(dataset, "train").reader))).equals(wanted)
 
     assert damage(hadoop, "datanode-2", content) == 1
-    set_hadoop_settings({"lockstep.storage.give-up-s": "1"})
+    reader = OpenSplit.at(dataset, "train").reader
+    fs = filesystem(url)
+    assert isinstance(fs, HdfsFileSystem)
+    monkeypatch.setattr(fs, "give_up_s", 1.0)
     with pytest.raises(StorageError) as caught:
-        list(blocks_of(OpenSplit.at(dataset, "train").reader))
+        list(blocks_of(reader))
     what = re.escape(f"(block 0) of {url} cannot be read")
     assert re.search(rf"records 0 to 64 {what}", caught.value.what)
     for name in ("datanode-1", "datanode-2"):

@@ -32,20 +32,20 @@ def root(hadoop: Cluster) -> Iterator[str]:
 
 def test_a_frozen_namenode(hadoop: Cluster, root: str) -> None:
     """Calls end at their deadline; one that was under way when it woke is settled, and happened once."""
+    with filesystem(root).create(join(root, "a")) as writer:
+        writer.write(b"mine")
     set_hadoop_settings({"lockstep.storage.call-deadline-s": "1", "lockstep.storage.give-up-s": "3"})
     fs = filesystem(root)
-    with fs.create(join(root, "a")) as writer:
-        writer.write(b"mine")
     hadoop.pause("namenode")
     start = time.monotonic()
     with pytest.raises(StorageError) as caught:
         fs.stat(root)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30  # the rest is for a loaded machine
     assert hadoop.hdfs_url.removeprefix("hdfs://") in caught.value.what
     assert caught.value.got and caught.value.allowed and caught.value.next_step
     hadoop.resume("namenode")
 
-    set_hadoop_settings({"lockstep.storage.call-deadline-s": "1", "lockstep.storage.give-up-s": "30"})
+    set_hadoop_settings({"lockstep.storage.call-deadline-s": "1", "lockstep.storage.give-up-s": "120"})
     fs = filesystem(root)
     fs.stat(root)
     hadoop.pause("namenode")
@@ -81,19 +81,19 @@ def test_a_datanode_dies(hadoop: Cluster, root: str) -> None:
 
 
 def test_a_namenode_dies_and_comes_back(hadoop: Cluster, root: str) -> None:
+    write_file(filesystem(root), join(root, "f"), b"data")
     set_hadoop_settings({"lockstep.storage.give-up-s": "2", "lockstep.storage.call-deadline-s": "2"})
     fs = filesystem(root)
-    write_file(fs, join(root, "f"), b"data")
     hadoop.kill("namenode")
     with pytest.raises(StorageError, match=hadoop.hdfs_url.removeprefix("hdfs://")):
         fs.read_bytes(join(root, "f"))
-    set_hadoop_settings({})
+    set_hadoop_settings({"lockstep.storage.give-up-s": "400"})  # longer than a loaded machine starts a NameNode
     fs = filesystem(root)
     with ThreadPoolExecutor(1) as pool:
         written = pool.submit(write_file, fs, join(root, "g"), b"data")  # waits for it, and through its safe mode
         # Here, not in the pool: a daemon dies with the thread that started it.
         hadoop.start("namenode")
-        written.result(90)
+        written.result(400)
     assert fs.read_bytes(join(root, "g")) == b"data"
     assert fs.read_bytes(join(root, "f")) == b"data"
 

@@ -77,4 +77,4 @@ if child == 0:
     os._exit(0 if filesystem(url).read_bytes(url) == b"data" else 1)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=300, check=False).returncode == 0

@@ -22,7 +22,7 @@ from tests.cluster.daemons import Cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 BIG_BYTES = 48 << 20
-WAIT_S = 120.0
+WAIT_S = 400.0
 
 
 @pytest.fixture
@@ -48,8 +48,25 @@ def target(request: pytest.FixtureRequest, hadoop: Cluster) -> Iterator[str]:
     filesystem(url).discard(url)
 
 
-def job(source: Path, target: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "jobs.upload", "--input", str(source), "--output", target, "--parallel", "1"]
+STANDS_STILL = """
+import sys, time
+from storage import upload
+
+def count(self, size, plain=upload._Upload._count):
+    plain(self, size)
+    if size == upload.COPY_BYTES:
+        time.sleep(3600)
+
+upload._Upload._count = count
+from jobs.upload import main
+main(sys.argv[1:])
+"""
+
+
+def job(source: Path, target: str, *, to_its_end: bool = True) -> subprocess.Popen[str]:
+    """The job, or one that stands still behind the big file's first piece: it cannot be done before it is killed."""
+    command = [sys.executable, *(["-m", "jobs.upload"] if to_its_end else ["-c", STANDS_STILL])]
+    command += ["--input", str(source), "--output", target, "--parallel", "1"]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -58,9 +75,9 @@ def names(fs: FileSystem, url: str) -> list[str]:
 
 
 def wait_for_big(fs: FileSystem, target: str) -> None:
-    """Until the big file is on its way."""
+    """Until the big file is on its way, or there."""
     deadline = time.monotonic() + WAIT_S
-    while not any(name.startswith(".big.") for name in names(fs, target)):
+    while not any(name.startswith(".big.") or name == "big" for name in names(fs, target)):
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -76,7 +93,7 @@ def check(fs: FileSystem, source: Path, target: str) -> None:
 
 def test_killed_in_the_middle_and_run_again(source: Path, target: str) -> None:
     fs = filesystem(target)
-    first = job(source, target)
+    first = job(source, target, to_its_end=False)
     wait_for_big(fs, target)
     first.send_signal(signal.SIGKILL)
     first.communicate(timeout=WAIT_S)
