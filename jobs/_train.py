@@ -207,6 +207,13 @@ def parser(description: str, job_name: str = "train", without: Collection[str] =
         metavar="S",
         help="seconds without a step after which ranks are ended and started again (600)",
     )
+    add(
+        "--heartbeat-limit",
+        dest="heartbeat_limit_s",
+        type=float,
+        metavar="S",
+        help="seconds of silence after which a rank is lost (10); more where hosts pause or swap",
+    )
     add("--take-over", action="store_true", help="replace a driver that is at work on this run")
     add(
         "--max-restarts",

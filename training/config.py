@@ -126,6 +126,8 @@ class TrainConfig:
     """A rank absent for so long after the start is a failure."""
     stall_limit_s: float = 600.0
     """A rank that lives but makes no step for so long is a failure."""
+    heartbeat_limit_s: float | None = None
+    """A rank that is not heard for so long, once it has opened the dataset, is lost; None is 10."""
     max_restarts: int = 3
     """Restarts in a row without a new checkpoint before the run gives up."""
     spare: bool = False
@@ -151,6 +153,8 @@ class TrainConfig:
         self._check("mean_time_between_failures_s", 0 < between < float("inf"), "seconds above 0")
         self._check("start_limit_s", 0 < self.start_limit_s < float("inf"), "seconds above 0")
         self._check("stall_limit_s", 0 < self.stall_limit_s < float("inf"), "seconds above 0")
+        silent = self.heartbeat_limit_s
+        self._check("heartbeat_limit_s", silent is None or 2 <= silent < float("inf"), "seconds from 2 up: two beats")
         self._check("datasets", len(self.datasets) > 0 and all(self.datasets), "one dataset URL or more")
         self._check("run", bool(self.run.strip("/")), "the URL of a directory of its own")
         durable = not self.run.startswith(("webhdfs:", "swebhdfs:"))

@@ -44,4 +44,10 @@ def task_of(
 
 def limits_of(config: TrainConfig, base: Limits) -> Limits:
     """`base` with the deadlines that the configuration names."""
-    return replace(base, start_s=config.start_limit_s, stall_s=config.stall_limit_s)
+    silent = config.heartbeat_limit_s
+    return replace(
+        base,
+        start_s=config.start_limit_s,
+        stall_s=config.stall_limit_s,
+        silent_s=base.silent_s if silent is None else silent,
+    )

@@ -61,6 +61,7 @@ def test_every_field_has_a_flag(tmp_path: Path) -> None:
         (("--learning-rate", "-1"), "learning_rate"),
         (("--checkpoint-every", "0s"), "--checkpoint-every"),
         (("--mean-time-between-failures", "0"), "--mean-time-between-failures"),
+        (("--heartbeat-limit", "1"), "seconds from 2 up"),  # a heart beats once a second
         # What does nothing without another flag, even where it says what is the default anyway.
         (("--mean-time-between-failures", "14400"), "without --checkpoint-every auto"),
         (("--cache-bytes", "17179869184"), "--cache-bytes without --cache DIR"),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -325,6 +326,10 @@ def test_a_footer_that_is_not_the_one_listed(copy: Callable[[str], Path]) -> Non
     assert finding.path == f"{SHARD}.parquet" and f"allowed {'0' * 64}" in finding.what
 
 
+def _no_digest_differs(data: bytes, doc: dict[str, Any]) -> None:
+    doc["splits"]["train"]["shards"][0].update(sha256=sha256_hex(data), crc32c=crc32c_hex(data))
+
+
 def test_a_forged_footer_over_which_arrow_ends_the_process(copy: Callable[[str], Path]) -> None:
     # The histograms of a column's size statistics: a list whose length is not that of the column's levels.
     dataset = copy("parquet")
@@ -346,3 +351,6 @@ def test_a_forged_footer_over_which_arrow_ends_the_process(copy: Callable[[str],
         _rewrite(dataset, _footer_sha256(0, sha256_hex(footer_of(changed_file))))
         finding = only(verify(str(dataset)))
         assert finding.path == "split=train/part-00000.parquet" and "footer cannot be read" in finding.what
+        _rewrite(dataset, partial(_no_digest_differs, changed_file))
+        finding = only(verify(str(dataset)))
+        assert finding.path == "split=train/part-00000.parquet" and "columns contradict" in finding.what

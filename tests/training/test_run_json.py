@@ -63,6 +63,7 @@ FREE: dict[str, Any] = {
     "trust_network": "lo",
     "start_limit_s": 1.0,
     "stall_limit_s": 1.0,
+    "heartbeat_limit_s": 60.0,
     "max_restarts": 9,
 }
 
@@ -104,7 +105,13 @@ def test_each_field_is_compared_or_free(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("name", "flag"), [("learning_rate", "--learning-rate"), ("start_limit_s", "--start"), ("stall_limit_s", "--stall")]
+    ("name", "flag"),
+    [
+        ("learning_rate", "--learning-rate"),
+        ("start_limit_s", "--start"),
+        ("stall_limit_s", "--stall"),
+        ("heartbeat_limit_s", "--heartbeat-limit"),
+    ],
 )
 def test_a_number_without_end_is_told_by_its_flag(name: str, flag: str) -> None:
     endless: dict[str, Any] = {name: math.inf}

@@ -11,6 +11,14 @@ from training.control.carry import is_final
 from training.control.protocol import HOROVOD, OPENING, SCRIPT, STARTING
 from training.launch.task import Limits
 
+# How native code ends a process. Arrow aborts over some Parquet footers that were forged together with their digests.
+_CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+_LOOK_AT_DATA = (
+    " Native code ended it, as it may over forged bytes: `python -m jobs.verify DATASET` tells whether a shard is at"
+    " fault, and which."
+)
+_WAIT_LONGER = " Where hosts pause or swap for so long, jobs.train --heartbeat-limit gives them more."
+
 
 class Weight(IntEnum):
     """How likely a failure is the cause of the others around it; the smallest one is told."""
@@ -87,6 +95,8 @@ class Failure:
     state: RankState
     reason: str
     weight: Weight
+    advice: str = ""
+    """What to do about it in training, where that can be told."""
 
 
 class LauncherError(TrainingFailedError):
@@ -102,12 +112,13 @@ class RankFailedError(TrainingFailedError):
 
     def __init__(self, failure: Failure, num_ranks: int) -> None:
         state = failure.state
+        of_script = state.phase in (SCRIPT, HOROVOD)
         super().__init__(
             f"rank {state.rank} of {num_ranks} on {state.host} failed at step {state.step}, phase {state.phase}",
             got=failure.reason,
             allowed="every rank running until its entry returns",
             next_step=("Read its last log lines below" if state.tail else "See whether its host is overloaded or gone")
-            + ("." if state.phase in (SCRIPT, HOROVOD) else "; a run resumes from its last checkpoint."),
+            + ("." if of_script else f"; a run resumes from its last checkpoint.{failure.advice}"),
         )
         self.rank, self.host, self.step, self.phase = state.rank, state.host, state.step, state.phase
         self.tail = list(state.tail)
@@ -125,7 +136,8 @@ def failure_of(state: RankState, now: float, started: float, limits: Limits) -> 
         consequence = isinstance(state.error, CommunicationError)
         return Failure(state, str(state.error), Weight.CONSEQUENCE if consequence else Weight.RAISED)
     if state.exit_code is not None and (state.exit_code != 0 or state.result is None):
-        return Failure(state, exit_words(state.exit_code), Weight.ENDED)
+        advice = _LOOK_AT_DATA if -state.exit_code in _CRASHES else ""
+        return Failure(state, exit_words(state.exit_code), Weight.ENDED, advice)
     if state.result is not None:
         return None
     # Before it has joined too: its supervisor looks at it, and the start limit may be far.
@@ -141,7 +153,7 @@ def failure_of(state: RankState, now: float, started: float, limits: Limits) -> 
     # is then that of the start.
     starting = state.phase in (STARTING, OPENING) and now - started <= limits.start_s
     if now - state.beat_at > limits.silent_s and not starting:
-        return Failure(state, f"no heartbeat for {limits.silent_s:.0f} s", Weight.SILENT)
+        return Failure(state, f"no heartbeat for {limits.silent_s:.0f} s", Weight.SILENT, _WAIT_LONGER)
     # A script's own output is progress; one that never calls other ranks keeps nobody waiting.
     if state.phase != SCRIPT and now - max(state.moved_at, state.spoke_at) > limits.stall_s:
         return Failure(state, f"alive, but no progress for {limits.stall_s:.0f} s", Weight.SILENT)
