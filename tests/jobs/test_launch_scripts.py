@@ -90,11 +90,11 @@ def test_a_script_that_fails_is_told_with_its_lines(tmp_path: Path, how: str, re
 
 
 def test_threads_of_a_failed_script_have_the_grace_and_no_more() -> None:
-    payload = {"script": Script(PLAIN, ("interrupts",), PLAIN, None).to_json(), "start_s": 60.0}
+    payload = {"script": Script(PLAIN, ("interrupts",), PLAIN, None).to_json(), "start_s": 300.0}
     began = time.monotonic()
     with pytest.raises(RankFailedError) as caught:
         run_local(RankTask("training.launch.script:main", payload), 2, limits=Limits(grace_s=1.0))
-    assert time.monotonic() - began < 60.0  # its thread would go on for two minutes
+    assert time.monotonic() - began < 300.0  # its thread would go on for ten minutes
     assert caught.value.got == "plain.py ended by KeyboardInterrupt()" and "KeyboardInterrupt" in caught.value.tail
 
 
@@ -109,15 +109,14 @@ def test_a_script_that_leaves_processes_and_closes_its_output(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("how", "within_s", "reason"),
-    [("killed", 8.0, "was killed by SIGKILL"), ("stopped", 20.0, "has been stopped by a signal for 5 s")],
+    ("how", "reason"), [("killed", "was killed by SIGKILL"), ("stopped", "has been stopped by a signal for 5 s")]
 )
-def test_a_dead_and_a_frozen_rank_are_named_soon(tmp_path: Path, how: str, within_s: float, reason: str) -> None:
+def test_a_dead_and_a_frozen_rank_are_named_soon(tmp_path: Path, how: str, reason: str) -> None:
     process, ranks = waiting(how, tmp_path)
     began = time.monotonic()
     _, error = process.communicate(timeout=300)
-    # A second, and ten, are what users are promised; the rest is for a loaded machine.
-    assert time.monotonic() - began < within_s
+    # A second, and ten, are what users are promised; the rest is for a loaded machine. Rank 0 would go on for longer.
+    assert time.monotonic() - began < 60.0
     assert process.returncode == 1
     assert "error: rank 1 of 2" in error and reason in error and error.rstrip().endswith("| 100 %")
     assert not [pid for pid in ranks if lives(pid)]

@@ -38,7 +38,9 @@ def test_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("LOCKSTEP_LOG", str(log))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     notebook = nbformat.read(path, as_version=4)
-    NotebookClient(notebook, timeout=CELL_LIMIT_S, resources={"metadata": {"path": str(path.parent)}}).execute()
+    # A loaded machine may take longer than nbclient's few seconds to start a kernel or to show what a cell has printed.
+    limits = {"timeout": CELL_LIMIT_S, "startup_timeout": CELL_LIMIT_S, "iopub_timeout": CELL_LIMIT_S}
+    NotebookClient(notebook, **limits, resources={"metadata": {"path": str(path.parent)}}).execute()
     text = "\n".join(
         output.get("text", "") + output.get("data", {}).get("text/plain", "")
         for cell in notebook.cells
