@@ -250,7 +250,7 @@ class FileSystemContract:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(400)
         won = [outcome for outcome in outcomes if outcome != "refused"]
         assert len(outcomes) == 8 and len(won) == 1
         assert fs.read_bytes(join(root, "winner")).decode() == won[0][-1]
@@ -288,7 +288,7 @@ class FileSystemContract:
                 fs.replace(fresh, url)
         finally:
             stop.set()
-            thread.join(60)
+            thread.join(400)
         assert not errors
         assert seen <= {b"a" * 1000, b"b" * 1000, b"c" * 1000}
 

@@ -48,7 +48,11 @@ def loaded_by(module: str) -> list[str]:
         "print(json.dumps([name for name in ('tensorflow', 'keras', 'pyspark') if name in sys.modules]))"
     )
     done = subprocess.run(
-        [sys.executable, "-W", "error::SyntaxWarning", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=99
+        [sys.executable, "-W", "error::SyntaxWarning", "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=400,
     )
     assert done.returncode == 0, done.stderr
     return list(json.loads(done.stdout.splitlines()[-1]))

@@ -142,7 +142,7 @@ def test_of_two_threads_failures_the_first_files_is_told(monkeypatch: pytest.Mon
     both = threading.Barrier(2)
 
     def bad(file: bytes, _channels: int) -> None:
-        both.wait(20)  # until the other thread has a bad file, too
+        both.wait(300)  # until the other thread has a bad file, too
         time.sleep(0.1 * (file == b"a"))
         raise ImageError("broken_image", file.decode())
 
