@@ -21,7 +21,9 @@ def values(rank: int, size: int) -> np.ndarray:
 
 
 def exchange(context: RankContext) -> dict[str, Any]:
-    """Reduces values and tells their digest, between which addresses it talks, and how long large buffers take."""
+    """Reduces values and tells their digest, between which addresses it talks, how long large buffers take and how many
+    bytes leave this host for all of them.
+    """
     comm, rank = context.communicator(), context.world.rank
     buf = values(rank, context.payload["size"])
     comm.all_reduce(buf)
@@ -29,6 +31,8 @@ def exchange(context: RankContext) -> dict[str, Any]:
     gathered = comm.all_gather(marks)
     seconds = []
     large = comm.allocate(context.payload.get("large_bytes", 0), np.dtype(np.uint8)).view(np.float32)
+    comm.barrier()
+    sent = psutil.net_io_counters(pernic=True)["eth0"].bytes_sent
     for _ in range(context.payload.get("rounds", 0)):
         large[:] = rank + 1
         comm.barrier()
@@ -36,6 +40,8 @@ def exchange(context: RankContext) -> dict[str, Any]:
         comm.all_reduce(large)
         seconds.append(time.perf_counter() - began)
         assert np.all(large == sum(range(comm.num_ranks + 1)))
+    comm.barrier()  # what this host has still to send is with the others
+    sent = psutil.net_io_counters(pernic=True)["eth0"].bytes_sent - sent
     talks = [link for link in psutil.Process().net_connections("inet") if link.raddr]
     listens = [link for link in psutil.Process().net_connections("inet") if link.status == psutil.CONN_LISTEN]
     comm.barrier()
@@ -44,6 +50,7 @@ def exchange(context: RankContext) -> dict[str, Any]:
         "digest": hashlib.sha256(buf.tobytes()).hexdigest(),
         "marks": bool(np.all(gathered == marks)),
         "seconds": seconds,
+        "sent_bytes": sent,
         "ends": sorted({end for link in talks for end in (link.laddr.ip, link.raddr.ip)}),
         "listens": sorted({link.laddr.ip for link in listens}),
     }
