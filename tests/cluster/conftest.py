@@ -36,7 +36,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 def end(cluster: Cluster) -> None:
     cluster.stop()
-    until = time.monotonic() + 5  # calls that were left behind end with their servers, not while Python is torn down
+    until = time.monotonic() + 60  # calls that were left behind end with their servers, not while Python is torn down
     while left_behind() and time.monotonic() < until:
         time.sleep(0.1)
 
