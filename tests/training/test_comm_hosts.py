@@ -13,6 +13,7 @@ import pytest
 from storage.errors import CommunicationError, ConfigError
 from tests.comm_contract import CommunicatorContract, RunRanks
 from tests.training._hosts import run_hosts
+from tests.training._ring import PATIENCE_S
 from training.comm import CommOptions, Communicator, Joined, TcpCommunicator, cost, hierarchical
 from training.comm.hierarchical import HierarchicalCommunicator
 from training.comm.shm import ShmCommunicator
@@ -154,11 +155,13 @@ def test_groups_within_and_across_hosts() -> None:
 
 def test_a_rank_that_leaves_ends_the_wait_of_all() -> None:
     """A follower on one host dies: its leader, the other leader and that one's follower all hear of it."""
+    met = threading.Barrier(4)
 
     def work(joined: Joined) -> str:
         comm = joined.communicator
         assert isinstance(comm, HierarchicalCommunicator)
         comm.barrier()
+        met.wait(PATIENCE_S)
         if comm.rank == 1:
             comm.close()
             return "left"
@@ -166,7 +169,7 @@ def test_a_rank_that_leaves_ends_the_wait_of_all() -> None:
             comm.all_reduce(np.zeros(100_000, np.float32))
         return caught.value.what
 
-    found = run_hosts("aabb", work, TWO_LEVELS, deadline_s=15.0)
+    found = run_hosts("aabb", work, TWO_LEVELS)
     assert found[1] == "left"
     assert all("rank 1" in text for rank, text in enumerate(found) if rank != 1), found
 
@@ -199,13 +202,14 @@ def test_gathers_of_different_sizes_are_an_error_and_no_wrong_rows(sizes: tuple[
 @pytest.mark.parametrize(("dead", "calls_before"), [(4, 1), (4, 0), (1, 0)])  # 0: the leaders have not yet met
 def test_a_rank_that_dies_on_another_host_is_named_and_not_its_leader(dead: int, calls_before: int) -> None:
     """The leader of its host aborts and ends, as a rank's process does: before that it must have told the others."""
-    over = threading.Barrier(5)
+    met, over = threading.Barrier(5), threading.Barrier(5)
 
     def work(joined: Joined) -> str:
         comm = joined.communicator
         assert isinstance(comm, HierarchicalCommunicator)
         for _ in range(calls_before):
             comm.barrier()
+        met.wait(PATIENCE_S)  # who is still in that barrier would hear of the end there
         found = f"rank {dead}"
         if comm.rank == dead:
             assert isinstance(comm._inner, ShmCommunicator)
@@ -214,7 +218,7 @@ def test_a_rank_that_dies_on_another_host_is_named_and_not_its_leader(dead: int,
             with pytest.raises(CommunicationError) as caught:
                 comm.all_reduce(np.zeros(1000, np.float32))
             found = caught.value.what
-        over.wait(10)  # nobody closes before all have heard
+        over.wait(PATIENCE_S)  # nobody closes before all have heard
         return found
 
     found = run_hosts("aabbb", work, TWO_LEVELS)
@@ -241,7 +245,7 @@ def test_both_levels_work_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
                 nonlocal calls
                 calls += 1
                 for _ in range(2 if calls == 1 else calls < 4):
-                    assert summed.acquire(timeout=20)
+                    assert summed.acquire(timeout=PATIENCE_S)
                 plain_outer(*args)
 
             monkeypatch.setattr(inner, "all_reduce", sum_within)
@@ -257,7 +261,7 @@ def test_both_levels_work_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     "what", ["an interrupt between the levels", "an interrupt in a later piece", "a message of another size"]
 )
 def test_whatever_breaks_a_call_ends_all_levels(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    over = threading.Barrier(4)
+    met, over = threading.Barrier(4), threading.Barrier(4)
 
     if "piece" in what:
         monkeypatch.setattr(cost, "PIECE_BYTES", 24)  # three
@@ -269,6 +273,7 @@ def test_whatever_breaks_a_call_ends_all_levels(what: str, monkeypatch: pytest.M
         comm = joined.communicator
         assert isinstance(comm, HierarchicalCommunicator)
         comm.barrier()
+        met.wait(PATIENCE_S)
         with pytest.raises((CommunicationError, KeyboardInterrupt)) as caught:
             if what.startswith("a message"):
                 if comm.rank == 3:
@@ -280,7 +285,7 @@ def test_whatever_breaks_a_call_ends_all_levels(what: str, monkeypatch: pytest.M
                 later = iter([comm._outer.all_reduce]) if "piece" in what else iter(())
                 monkeypatch.setattr(comm._outer, "all_reduce", lambda *args: next(later, interrupted)(*args))
             comm.all_reduce(np.ones(9))
-        over.wait(10)  # nobody closes before all have heard
+        over.wait(PATIENCE_S)  # nobody closes before all have heard
         return str(caught.value)
 
     found = run_hosts("aabb", work, TWO_LEVELS)
@@ -291,11 +296,12 @@ def test_whatever_breaks_a_call_ends_all_levels(what: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("frozen", [4, 0])  # of the host that comes later; a leader
 def test_a_frozen_rank_is_named_and_nobody_who_waits_for_it(frozen: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hierarchical, "LATER_S", 2.0)
-    over = threading.Barrier(5)
+    met, over = threading.Barrier(5), threading.Barrier(5)
 
     def work(joined: Joined) -> str:
         comm = joined.communicator
         comm.barrier()
+        met.wait(PATIENCE_S)
         found = f"for rank {frozen}"
         if comm.rank != frozen:
             comm.deadline_s = 0.5
@@ -303,7 +309,7 @@ def test_a_frozen_rank_is_named_and_nobody_who_waits_for_it(frozen: int, monkeyp
             with pytest.raises(CommunicationError) as caught:
                 comm.all_reduce(np.zeros(1000, np.float32))
             found = caught.value.what
-        over.wait(20)
+        over.wait(PATIENCE_S)
         return found
 
     found = run_hosts("aabbb", work, TWO_LEVELS)

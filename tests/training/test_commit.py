@@ -30,7 +30,7 @@ def paths(tmp_path: Path) -> RunPaths:
 def generation(paths: RunPaths, parent: CheckpointRef | None = None, *, ranks: int = 2) -> tuple[Claim, CommitHandler]:
     fs = filesystem(paths.root)
     claim = claim_next(fs, paths, parent, epochs=1, num_ranks=ranks)
-    return claim, CommitHandler(fs, paths, claim, {"seed": 0}, keep=Keep(3), deadline_s=5.0)
+    return claim, CommitHandler(fs, paths, claim, {"seed": 0}, keep=Keep(3), deadline_s=120.0)
 
 
 def upload(paths: RunPaths, claim: Claim, step: int, rank: int, *, folder: str | None = None) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def commit(paths: RunPaths, claim: Claim, commits: CommitHandler, step: int) -> 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(120)
     return answers
 
 
@@ -143,7 +143,7 @@ def test_late_rename_is_an_orphan(paths: RunPaths, swept: bool, monkeypatch: pyt
         assert commit(paths, new, commits, step) == [{"committed": True}] * 2
     before = find_tip(fs, paths)
     release.set()
-    thread.join(20)
+    thread.join(120)
 
     assert all(isinstance(answer, SupersededError) for answer in answers) and len(answers) == 2
     if swept:

@@ -173,10 +173,11 @@ def test_a_dataset_that_was_replaced_is_refused(root: str) -> None:
 
 def test_without_epochs_there_is_no_end_and_a_closed_iterator_leaves_no_thread(root: str) -> None:
     options = {**OPTIONS, "epochs": None}
+    others = set(threading.enumerate())
     batches = numpy_batches(root, augment=AUGMENT, start_step=1000, **options)
     assert [batch.step for batch in islice(batches, 12)] == list(range(1000, 1012))
     batches.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "read-ahead"]
+    assert not [thread for thread in set(threading.enumerate()) - others if thread.name == "read-ahead"]
 
 
 def test_an_iterator_is_closed_while_a_read_stands_still(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,14 +186,14 @@ def test_an_iterator_is_closed_while_a_read_stands_still(root: str, monkeypatch:
     def stuck(self: RankFeed, first_step: int, _: int) -> Iterator[Batch]:
         yield self.batch(first_step)
         stands.set()
-        go_on.wait(30)
+        go_on.wait(120)
 
     monkeypatch.setattr("training.read_ahead._JOIN_S", 0.05)
     monkeypatch.setattr(RankFeed, "batches", stuck)
     batches = PlannedBatches.open(root, augment=AUGMENT, **OPTIONS).batches()
     try:
         next(batches)
-        assert stands.wait(30)
+        assert stands.wait(120)
         batches.close()
     finally:
         go_on.set()

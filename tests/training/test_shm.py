@@ -186,7 +186,7 @@ def test_counters_may_wrap_round() -> None:
         calls.ctx[rounds.STEP] = near
         flag = calls.segment.layout.control + comm.rank * PAGE_BYTES + FLAG
         calls.segment._map[flag : flag + 4] = struct.pack("<i", near)
-        together.wait(30)
+        together.wait(120)
         for number in range(20):
             for size in (3, 30_000):
                 buf = np.full(size, number, np.int64)
