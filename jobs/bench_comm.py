@@ -36,14 +36,8 @@ def parser() -> JobParser:
     add("--sizes", type=size, nargs="+", default=list(map(size, SIZES)), metavar="S", help=f"({' '.join(SIZES)})")
     backends, algorithms = get_args(Backend), get_args(Algorithm)
     add("--backend", nargs="+", dest="backends", choices=backends, default=["auto"], help="(auto) one or more")
-    add(
-        "--algorithm",
-        nargs="+",
-        dest="algorithms",
-        choices=algorithms,
-        default=[],
-        help="one or more (default: auto, and all that the backend found has)",
-    )
+    told = "one or more (default: auto, and all that the backend found has)"
+    add("--algorithm", nargs="+", dest="algorithms", choices=algorithms, default=[], help=told)
     add("--trust-network", metavar="IFACE", help="may carry what cannot be authenticated: backends tensorflow, nccl")
     add("--tls", choices=["on", "off"], default="off", help="encrypt between hosts (default off; docs/security.md)")
     add("--rounds", type=int, default=5, metavar="R", help="in turns (default 5); the median is shown")
