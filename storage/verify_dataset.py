@@ -144,7 +144,7 @@ def _look_inside(check: Check, shard: ShardInfo, footer: bytes, *, localise: boo
                 return
             for group, first in enumerate(starts if localise else []):
                 _read_group(check, reader, group, first, shard.path)
-    except (pa.ArrowException, OSError, CorruptionError) as error:
+    except (pa.ArrowException, OSError, ValueError, CorruptionError) as error:  # ValueError: a name that is no UTF-8
         check.bad(shard.path, f"the Parquet footer cannot be read: {str(error).splitlines()[0]}")
 
 

@@ -354,3 +354,15 @@ def test_a_forged_footer_over_which_arrow_ends_the_process(copy: Callable[[str],
         _rewrite(dataset, partial(_no_digest_differs, changed_file))
         finding = only(verify(str(dataset)))
         assert finding.path == "split=train/part-00000.parquet" and "columns contradict" in finding.what
+
+
+def test_a_forged_name_of_a_column_that_is_no_text(copy: Callable[[str], Path]) -> None:
+    dataset = copy("parquet")
+    path = dataset / "split=train" / "part-00000.parquet"
+    data = path.read_bytes()
+    forged = data[: -len(footer_of(data))] + footer_of(data).replace(b"sample_id", b"\xf3ample_id")
+    path.write_bytes(forged)
+    _rewrite(dataset, _footer_sha256(0, sha256_hex(footer_of(forged))))
+    _rewrite(dataset, partial(_no_digest_differs, forged))
+    finding = only(verify(str(dataset)))
+    assert finding.path == "split=train/part-00000.parquet" and "footer cannot be read: 'utf-8'" in finding.what
