@@ -210,7 +210,9 @@ def test_padding_has_an_end_and_is_not_held(tmp_path: Path) -> None:
     tracemalloc.stop()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(flips=st.lists(st.tuples(st.integers(0, 20_000), st.integers(0, 255)), max_size=6), cut=st.floats(0, 1))
 def test_damaged_archives_end_in_members_or_an_error(tmp_path: Path, flips: list[tuple[int, int]], cut: float) -> None:
     data = bytearray(archive(SOME))

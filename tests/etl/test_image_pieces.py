@@ -370,7 +370,9 @@ def test_parquet_with_a_column_of_images(tmp_path: Path) -> None:
         parquet_plan(path)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(
     source=st.sampled_from(["cifar", "tar"]),
     flips=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), max_size=5),

@@ -56,7 +56,9 @@ def expected(data: bytes, limit: int) -> Found:
     st.integers(1, 40),
     st.integers(1, 20),
 )
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 def test_any_cut_gives_each_line_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pieces: list[bytes], split_bytes: int, chunk_bytes: int
 ) -> None:
@@ -90,7 +92,9 @@ def records(data: bytes, limit: int) -> Found:
     st.lists(st.sampled_from([b"a", b'"', b"\n", b"\r\n", b'""', b'"b\nc"', b"d" * 9]), min_size=1, max_size=40),
     st.integers(1, 20),
 )
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 def test_records_with_newlines_in_quotes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pieces: list[bytes], chunk_bytes: int
 ) -> None:
