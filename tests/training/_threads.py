@@ -16,7 +16,7 @@ os.environ["TF_NUM_INTRAOP_THREADS"] = "1"
 
 from storage.errors import ConfigError, DataError, TrainingFailedError
 from storage.fs import filesystem
-from tests.training._ring import KEY, Table
+from tests.training._ring import KEY, PATIENCE_S, Table
 from training.chain import find_tip
 from training.checkpoint import Tensors, read_rank_file
 from training.comm import Communicator, SoloCommunicator
@@ -163,7 +163,7 @@ def _join(num_ranks: int, generation: int) -> list[Communicator]:
     table = Table(num_ranks)
 
     def join(rank: int) -> Communicator:
-        return connect_tcp(rank, num_ranks, generation, table.of(rank), KEY, 20, "127.0.0.1", 60)
+        return connect_tcp(rank, num_ranks, generation, table.of(rank), KEY, PATIENCE_S, "127.0.0.1", 5 * PATIENCE_S)
 
     with ThreadPoolExecutor(num_ranks) as pool:
         return list(pool.map(join, range(num_ranks)))

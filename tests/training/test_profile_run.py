@@ -26,6 +26,14 @@ from training.world import World
 SLOW_S = 0.02
 
 
+def slow_s() -> float:
+    """So long that a step waits for it, on a loaded machine too: what competes slows the steps, but no sleep."""
+    began, computed = time.monotonic(), time.thread_time()
+    while time.thread_time() - computed < 0.02:
+        sum(range(1000))
+    return SLOW_S * max(1.0, (time.monotonic() - began) / 0.02)
+
+
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> str:
     """So few that the last cold places are in blocks that were read before."""
@@ -60,10 +68,10 @@ def profiled(images: str, num_ranks: int, **more: Any) -> Profile:
 def test_a_slow_storage_is_named_and_no_file_is_left(
     images: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = ShardFiles.read
+    read, slow_by_s = ShardFiles.read, slow_s()
 
     def slow(self: ShardFiles, shard: int, start: int, stop: int, *, fresh: bool = False) -> bytes | memoryview:
-        time.sleep(SLOW_S)
+        time.sleep(slow_by_s)
         return read(self, shard, start, stop, fresh=fresh)
 
     monkeypatch.setattr(ShardFiles, "read", slow)
@@ -82,10 +90,10 @@ def test_a_slow_storage_is_named_and_no_file_is_left(
 
 @pytest.mark.slow
 def test_a_slow_encoding_is_named(images: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    make = batches.RankFeed._next
+    make, slow_by_s = batches.RankFeed._next, 2 * slow_s()
 
     def slow(self: batches.RankFeed, step: int, last_step: int) -> list[batches.Batch]:
-        time.sleep(2 * SLOW_S)
+        time.sleep(slow_by_s)
         return make(self, step, last_step)
 
     monkeypatch.setattr(batches.RankFeed, "_next", slow)

@@ -117,7 +117,7 @@ def test_a_step_that_fails_on_one_rank_ends_it_on_all(monkeypatch: pytest.Monkey
     began = time.monotonic()
     with ThreadPoolExecutor(2) as pool:
         errors = list(pool.map(one, range(2)))
-    assert time.monotonic() - began < 30, "far below the communicator's deadline of 60 s"
+    assert time.monotonic() - began < 300, "far below the communicator's deadline of 600 s"
     assert isinstance(errors[0], CommunicationError)
     assert isinstance(errors[1], MemoryError)
 
