@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from storage.fs import filesystem, join
 from storage.manifest import load_dataset
 from storage.publish import temporary_name, write_file
 from training.config import TrainConfig
+from training.control.failures import RankState, failure_of
 from training.in_flight import InFlight
 from training.launch.context import RankContext
 from training.paths import staged_checkpoint, staged_model
@@ -34,6 +36,13 @@ def rank_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(HERE)
 
 
+def judge_when(monkeypatch: pytest.MonkeyPatch, ready: Callable[[RankState], object]) -> None:
+    """Let the driver find no rank failed before `ready` of one: a loaded machine may need longer to come so far."""
+    monkeypatch.setattr(
+        "training.control.server.failure_of", lambda state, *rest: failure_of(state, *rest) if ready(state) else None
+    )
+
+
 def lives(pid: int) -> bool:
     """Whether a process runs; a zombie has ended, only its parent has not looked yet."""
     return _stat(pid)[:1] not in ([], ["Z"], ["X"])
@@ -43,14 +52,19 @@ def living_ranks(parent: int) -> list[int]:
     """The rank processes that `parent` started."""
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     mine = [pid for pid in pids if _stat(pid)[1:2] == [str(parent)] and lives(pid)]
-    return [pid for pid in mine if b"training.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in mine if b"training.rank" in _told(pid, "cmdline")]
 
 
 def _stat(pid: int) -> list[str]:
+    return _told(pid, "stat").decode(errors="replace").rpartition(")")[2].split()
+
+
+def _told(pid: int, name: str) -> bytes:
+    """What the kernel tells of a process; empty once it has ended, which it may at any moment."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/{name}").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
-        return []
+        return b""
 
 
 def hello(context: RankContext) -> dict[str, Any]:
@@ -263,12 +277,22 @@ def train_slowly(context: RankContext) -> dict[str, Any]:
     return _train(context, lambda step: time.sleep(0.05))
 
 
+def train_at_a_crawl(context: RankContext) -> dict[str, Any]:
+    """`train` with 50 ms a step, and 5 s once it has a checkpoint: whoever is to end it has minutes."""
+    return _train(context, lambda step: time.sleep(0.05 if step <= 6 else 5.0))
+
+
 def train_killed_in_flight(context: RankContext) -> dict[str, Any]:
     """`train` with checkpoints beside its steps. Rank 1 is killed in the midst of its upload of step 10, and in the
-    second generation between its report of step 15 and the commit.
+    second generation once the file `reported` beside the run says that the commit of step 15 has begun.
     """
     flight: InFlight[None] = InFlight()
     generation, last = context.world.generation, context.world.rank == context.world.num_ranks - 1
+
+    def killed_by(sign: Path) -> None:
+        while not sign.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def part(config: TrainConfig, staging: str, step: int, weights: Any) -> None:
         if last and (generation, step) == (1, 10):
@@ -277,7 +301,7 @@ def train_killed_in_flight(context: RankContext) -> dict[str, Any]:
             half.write(weights.tobytes()[:10])
             os.kill(os.getpid(), signal.SIGKILL)
         if last and (generation, step) == (2, 15):
-            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            threading.Thread(target=killed_by, args=(Path(config.run).with_name("reported"),), daemon=True).start()
         _checkpoint(context, config, staging, step, weights)
 
     def beside(_context: RankContext, config: TrainConfig, staging: str, step: int, weights: Any) -> None:

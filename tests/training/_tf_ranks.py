@@ -92,7 +92,7 @@ def _rank(end: Connection, rank: int, num_ranks: int) -> None:
 
     tf.config.experimental.enable_op_determinism()
     options = CommOptions(backend="tensorflow", trust_network="lo")
-    whole = connect(World.local(rank, num_ranks), Control(end), KEY, JOIN_S, 60.0, options)
+    whole = connect(World.local(rank, num_ranks), Control(end), KEY, JOIN_S, 240.0, options)
     comms = {num_ranks: whole}
     while True:
         try:
