@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from storage.errors import ConfigError
-from tests.training._ranks import HERE, lives, rank_path
+from tests.training._ranks import HERE, judge_when, lives, rank_path
 from tests.training._tiny import write_table
 from tests.training.test_horovod import DATA, SCRIPTS, check_loop
 from training.claims import SupersededError, superseded
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-QUICK = Limits(grace_s=1.0, silent_s=5.0)
+QUICK = Limits(grace_s=1.0, silent_s=60.0)
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_more_ranks_than_slots_are_refused_at_once(session: SparkSession) -> Non
     with pytest.raises(ConfigError, match="num_ranks=3 exceeds the 2 task slots") as caught:
         run_barrier(session, RankTask("_ranks:solo"), 3)
     assert (caught.value.exit_code, "local[3]" in caught.value.next_step) == (2, True)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 60, "executors on their way would be waited for five times as long"
 
 
 def test_dead_jvm_is_told_and_not_tried_again(
@@ -128,8 +128,11 @@ def test_run_that_cannot_start_leaves_nothing(session: SparkSession, config: Tra
     assert not Path(config.run).exists()
 
 
-def test_cancelled_stage_takes_its_ranks_along(session: SparkSession, tmp_path: Path) -> None:
+def test_cancelled_stage_takes_its_ranks_along(
+    session: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The driver loses patience: the ranks' processes end though they would wait for two minutes."""
+    judge_when(monkeypatch, lambda state: len([file for file in tmp_path.iterdir() if file.read_text()]) == 2)
 
     def handler(rank: int, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
         return {}

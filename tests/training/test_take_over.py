@@ -30,7 +30,7 @@ from training.paths import RunPaths, generation_name
 from training.standing import Standing
 
 ROOT = Path(__file__).resolve().parents[2]
-WAIT_S = 60.0
+WAIT_S = 240.0
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def test_driver_that_wakes_changes_nothing(config: TrainConfig, start: Start, me
 def test_ranks_of_a_stopped_driver_end_by_themselves(config: TrainConfig, start: Start) -> None:
     """With real ranks: two, whose driver is stopped from outside while they train."""
     config = dataclasses.replace(config, num_ranks=2, epochs=8)
-    old = start(pace="train_slowly", config=config)
+    old = start(pace="train_at_a_crawl", config=config)
     until(lambda: Path(config.run, "checkpoints").exists() and bool(list(Path(config.run, "checkpoints").iterdir())))
     pids = _ranks.living_ranks(old.pid)
     assert len(pids) == 2
@@ -146,7 +146,7 @@ def test_ranks_of_a_stopped_driver_end_by_themselves(config: TrainConfig, start:
 @pytest.mark.slow
 def test_living_driver_is_replaced_only_by_take_over(config: TrainConfig, start: Start) -> None:
     """It ends its launch within seconds, although its rank does well and no commit is due."""
-    config = dataclasses.replace(config, epochs=40, checkpoint_every=100_000)
+    config = dataclasses.replace(config, epochs=400, checkpoint_every=100_000)
     old = start(pace="train_slowly", config=config)
     until(Path(config.run, "generations", "000001.json").exists)
     with pytest.raises(ConfigError, match="another driver is at work") as caught:
@@ -157,14 +157,14 @@ def test_living_driver_is_replaced_only_by_take_over(config: TrainConfig, start:
         began = time.monotonic()
         assert "SupersededError" in old.communicate(timeout=WAIT_S)[0]
         assert old.returncode == 1
-        assert time.monotonic() - began < 20  # of the 25 s that its steps alone take
+        assert time.monotonic() - began < 120  # of the 250 s that its steps alone take
     assert list(read_claims(filesystem(config.run), RunPaths(config.run))) == [1]
 
 
 def until(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + WAIT_S
     while not condition():
-        assert time.monotonic() < end, "not within a minute"
+        assert time.monotonic() < end, "not within four minutes"
         time.sleep(0.05)
 
 
