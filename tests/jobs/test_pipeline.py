@@ -89,6 +89,21 @@ def test_a_metric_that_the_model_has_not(conf: Path, monkeypatch: pytest.MonkeyP
     assert "accuracy" in caught.value.allowed
 
 
+@pytest.mark.parametrize(("launcher", "name"), [("local", "OnHost"), ("barrier", "OnSpark")])
+def test_the_training_s_launcher_is_the_file_s(
+    conf: Path, monkeypatch: pytest.MonkeyPatch, launcher: str, name: str
+) -> None:
+    conf.write_text(LOG.replace("epochs = 1", f"epochs = 1\nlauncher = '{launcher}'"))
+    launches = []
+    monkeypatch.setattr("jobs._pipeline.check_training", lambda config: None)
+    monkeypatch.setattr("jobs._pipeline.train_run", lambda config, launch, take_over: launches.append(type(launch)))
+    nothing = {"metrics": {"accuracy": 0.5}}
+    monkeypatch.setattr(Pipeline, "_step", lambda self, name, step: step() if name == "train" else nothing)
+    with pytest.raises(ConfigError, match="no metric `auc`"):
+        Pipeline.load(str(conf), "out").run(cast(Any, None))
+    assert [kind.__name__ for kind in launches] == [name]
+
+
 def test_missing_files_are_named() -> None:
     with pytest.raises(NotFoundError, match=r"absent\.toml"):
         pipeline.main(["--config", "absent.toml"])
