@@ -263,7 +263,7 @@ def executor_killed_once(context: RankContext) -> dict[str, Any]:
 
 def train_never(context: RankContext) -> dict[str, Any]:
     """`train`, but it breaks at its third step in every generation."""
-    start = int(context.control.request("restore", 60.0)["step"])
+    start = int(context.control.request("restore", 600.0)["step"])
 
     def always(step: int) -> None:
         if step == start + 3:
@@ -321,7 +321,7 @@ def _train(context: RankContext, hurdle: Any, checkpoint: Any = None, finish: An
     config = TrainConfig.from_json(context.payload["config"])
     plan = plan_for(load_dataset(config.datasets[0]), config)
     assert isinstance(plan, EpochPlan) and plan.identity() == context.payload["plan"]
-    place = control.request("restore", 60.0)
+    place = control.request("restore", 600.0)
     weights = np.zeros(4)
     if place["checkpoint"]:
         weights = np.frombuffer(filesystem(config.run).read_bytes(join(place["checkpoint"], _file(0))), np.float64)
@@ -340,7 +340,7 @@ def _train(context: RankContext, hurdle: Any, checkpoint: Any = None, finish: An
     finish()
     if world.is_leader:
         url = join(staged_model(str(place["staging"])), "model.bin")
-        control.request("model", 120.0, files=[_upload(url, weights.tobytes())])
+        control.request("model", 600.0, files=[_upload(url, weights.tobytes())])
     return {
         "steps": total,
         "metrics": {"loss": float(weights[0])},
@@ -353,7 +353,7 @@ def _train(context: RankContext, hurdle: Any, checkpoint: Any = None, finish: An
 def _checkpoint(context: RankContext, config: TrainConfig, staging: str, step: int, weights: Any) -> None:
     file = _upload(join(staged_checkpoint(staging, step), _file(context.world.rank)), weights.tobytes())
     state: dict[str, Any] = {"callbacks": {}} if context.world.is_leader else {}
-    reply = context.control.request("checkpoint", 120.0, step=step, files=[file], audit=[], state=state)
+    reply = context.control.request("checkpoint", 600.0, step=step, files=[file], audit=[], state=state)
     assert reply == {"committed": True}
 
 
