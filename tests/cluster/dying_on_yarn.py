@@ -26,7 +26,7 @@ from jobs._session import hadoop_settings_of, spark_session
 from storage.settings import set_hadoop_settings
 
 LOG, OUTPUT, FOLDER = sys.argv[1:]
-WAIT_S = 300.0
+WAIT_S = 900.0
 
 
 def first(what: str) -> bool:

@@ -26,7 +26,7 @@ from training.paths import RunPaths
 ROOT = Path(__file__).resolve().parents[2]
 LOG = ROOT / "data" / "weblogs" / "nasa_access_log_1995-07-09.log.gz"
 IDX = ROOT / "data" / "fashion-mnist"
-WAIT_S = 600.0
+WAIT_S = 900.0
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_cifar_batches_from_upload_to_evaluation_on_yarn(on_hdfs: Cluster, tmp_p
             "--num-executors", "2", "--executor-memory", "512m",
             str(ROOT / "jobs" / "pipeline.py"), "--config", str(conf), "--out", f"{on_hdfs.hdfs_url}/demo",
         ],
-        cwd=tmp_path, capture_output=True, text=True, timeout=900,
+        cwd=tmp_path, capture_output=True, text=True, timeout=1500,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     (folder,) = filesystem(on_hdfs.hdfs_url).list(f"{on_hdfs.hdfs_url}/demo")

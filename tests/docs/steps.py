@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"(<!-- run by \.ci/run -->\n)?```(sh|text)\n(.*?)```", re.DOTALL)
-STEP_LIMIT_S = 900  # only against a hang: on a loaded machine a step takes minutes
+STEP_LIMIT_S = 1800  # only against a hang: on a loaded machine a step takes minutes
 ACTIVATE = "source .venv/bin/activate\n"
 
 

@@ -13,7 +13,7 @@ from nbclient import NotebookClient
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 LINES = 4_000  # of the log: enough visitors for both splits
-CELL_LIMIT_S = 600
+CELL_LIMIT_S = 1500
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
