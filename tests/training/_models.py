@@ -100,13 +100,18 @@ def momentum_that_fails(signature: Signature, options: ModelOptions) -> tuple[ke
     return momentum(signature, options), [FailOnce()]
 
 
+def told_to_fail(model: keras.Model) -> bool:
+    """True at the step in FAIL_AT, and for one rank alone where two threads ask in the same moment."""
+    step = FAIL_AT.get("step")
+    return step == int(model.optimizer.iterations.numpy()) and FAIL_AT.pop("step", None) is not None
+
+
 class FailOnce(keras.callbacks.Callback):
     """Raises at the step in FAIL_AT, on whichever rank comes first."""
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Called after each step."""
-        if FAIL_AT and int(self.model.optimizer.iterations.numpy()) == FAIL_AT.get("step"):
-            FAIL_AT.clear()
+        if told_to_fail(self.model):
             raise RuntimeError("told to fail")
 
 
@@ -120,8 +125,7 @@ class FlipOnce(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Called after each step."""
-        if FAIL_AT and int(self.model.optimizer.iterations.numpy()) == FAIL_AT.get("step"):
-            FAIL_AT.clear()
+        if told_to_fail(self.model):
             weight = self.model.weights[0]
             weight.assign(np.nextafter(np.asarray(weight), np.float32(np.inf)))
 

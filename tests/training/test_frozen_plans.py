@@ -35,13 +35,13 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
         global_batch=8,
         epochs=1,
         launcher="local",
-        stall_limit_s=30.0,
+        stall_limit_s=300.0,
     )
 
 
 @pytest.mark.slow
 def test_a_restart_follows_the_frozen_plan(config: TrainConfig, capfd: pytest.CaptureFixture[str]) -> None:
-    hooks = Hooks(entry="_plan_ranks:sums_killed_once", limits=Limits(grace_s=1.0, silent_s=5.0))
+    hooks = Hooks(entry="_plan_ranks:sums_killed_once", limits=Limits(grace_s=1.0, silent_s=60.0))
     result = train(config, run_local, hooks=hooks)
     assert (result.generation, result.restarts) == (2, 1)
     plans = list(Path(config.run, "comm").iterdir())
@@ -54,8 +54,9 @@ def test_a_restart_follows_the_frozen_plan(config: TrainConfig, capfd: pytest.Ca
     ]
     assert [row["step"] for row in rows] == [1, 2]
     assert rows[0]["sums"] == rows[1]["sums"]
-    logs = {path.parts[-3]: path.read_text() for path in Path(config.run, "logs").glob("g*/rank-00000/part-*")}
-    assert "calibrated now" in logs["g0001"] and "as frozen before" in logs["g0002"]
+    for generation, told in (("g0001", "calibrated now"), ("g0002", "as frozen before")):
+        parts = Path(config.run, "logs", generation, "rank-00000").iterdir()
+        assert any(told in part.read_text() for part in parts), generation
     assert "how ranks add up is frozen in" in capfd.readouterr().err
     # A flipped bit in the plan is told, by the run's verification and by the next start.
     plans[0].write_bytes(plans[0].read_bytes().replace(b'"asked":"auto"', b'"asked":"autp"'))
