@@ -30,7 +30,7 @@ def run_hosts(
     The control server listens on the switch, each supervisor and its rank are on their host. Returns and raises what
     `run_local` does.
     """
-    limits, key = limits or Limits(), new_key()
+    limits, key = limits or Limits(silent_s=60.0), new_key()  # a loaded machine may keep a rank silent for 10 s
     places = [rank * len(hosts.addresses) // num_ranks for rank in range(num_ranks)]
     names = [f"host-{place}" for place in places]  # as Spark may call them: no address, and no name that resolves
     certificates = issue(generation, num_ranks) if task.tls else [None] * num_ranks
