@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import resource
+import signal
 import struct
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 MAGIC = b"PAR1"
 _TAIL = struct.Struct("<I4s")  # the last 8 bytes of a file: length of the Thrift bytes before them, magic
 _FIRST_GUESS_BYTES = 1 << 16
+_FORK_DEADLINE_S = 60  # for milliseconds of work
 
 
 def read_footer(read_range: Callable[[int, int], bytes], size: int, file: str) -> bytes:
@@ -60,13 +62,15 @@ def columns_can_be_told(metadata: pq.FileMetaData) -> bool:
     """Whether `row_group(i).column(j)` works for all columns of a footer whose digest may be forged with it.
 
     Arrow's C++ throws there and pyarrow does not catch it: the process aborts. So a fork of this process asks first.
-    It starts no thread and takes no lock of ours, and it leaves by `_exit`.
+    It starts no thread and takes no lock of ours, and it leaves by `_exit`, or by a signal after _FORK_DEADLINE_S.
     """
     child = os.fork()
     if child == 0:
         code = 1
         with suppress(BaseException):  # whatever happens, this copy of the process must not go on
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(_FORK_DEADLINE_S)
             faulthandler.disable()  # an abort here is an answer, not a failure to report
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # C++ tells its last words there
             for number in range(metadata.num_row_groups):
