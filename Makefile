@@ -14,8 +14,8 @@ help: ## this list
 demo: venv ## web log and images: ETL, training on two ranks, evaluation, report (under 4 minutes)
 	@$(WITH_JAVA) $(PYTHON_VENV) -m jobs.pipeline --config conf/demo_weblog.toml conf/demo_images.toml
 
-test: venv airflow-venv jars lint ## all checks and all tests, on a real HDFS and YARN too (about 21 minutes)
-	@$(WITH_JAVA) $(PYTHON_VENV) -m tests.spark.archive
+test: venv airflow-venv jars ## all checks and all tests, on a real HDFS and YARN too (about 21 minutes)
+	@$(MAKE) --no-print-directory -j 2 lint spark-archive
 	@$(WITH_JAVA) $(PYTHON_VENV) -m pytest -n 3 --max-worker-restart 0 --dist loadscope --no-loadscope-reorder
 
 check: venv lint ## the fast loop: checks and the tests that start no process (under 3 minutes)
@@ -27,6 +27,11 @@ check: venv lint ## the fast loop: checks and the tests that start no process (u
 
 fuzz: venv .fuzz/packages/.stamp ## fuzz each reader of foreign bytes for two minutes by atheris, under limits of time and memory
 	@PYTHONPATH=.fuzz/packages $(PYTHON_VENV) -m tests.fuzz
+
+# Beside lint: each keeps one core busy for half a minute where nothing is there from before.
+.PHONY: spark-archive
+spark-archive: venv
+	@$(WITH_JAVA) $(PYTHON_VENV) -m tests.spark.archive
 
 .PHONY: lint
 lint: venv ## ruff, mypy, import-linter
