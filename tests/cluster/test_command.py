@@ -40,7 +40,7 @@ def command(action: str, folder: Path) -> tuple[int, str]:
 
 
 @pytest.mark.timeout(1800)
-def test_make_clusters_command_starts_tells_and_ends_just_its_five(tmp_path: Path) -> None:
+def test_the_command_starts_tells_and_ends_just_its_five_on_stand_ins(tmp_path: Path) -> None:
     assert command("status", tmp_path)[0] == 1
     code, told = command("up", tmp_path)
     state = json.loads((tmp_path / "cluster.json").read_text())
