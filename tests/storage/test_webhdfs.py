@@ -280,11 +280,11 @@ def test_a_writer_that_nobody_ends_gives_its_connection_back(fs: WebHdfsFileSyst
 
     def soon_tired(method: str, where: str, body: Any, *rest: Any) -> None:
         first = next(body)  # this one is waited for, the second one not
-        fs.calls.send, fs.data_deadline_s = plain, 0.3  # type: ignore[method-assign]
+        fs.calls.send, fs.data_deadline_s = plain, 0.3  # type: ignore[method-assign] # undone
         plain(method, where, itertools.chain([first], body), *rest)
 
     writer = fs.create(url("a"))
-    fs.calls.send = soon_tired  # type: ignore[method-assign,assignment]
+    fs.calls.send = soon_tired  # type: ignore[method-assign,assignment] # of this object alone
     writer.write(b"1" * WebHdfsWriter.piece_bytes)
     wait_for_senders()
     fs.data_deadline_s = 60.0
@@ -305,7 +305,7 @@ def test_an_end_that_comes_too_late_gives_the_request_up(fs: WebHdfsFileSystem, 
             raise AssertionError("a piece was sent after the end")
 
     fake.files["/a"] = b""
-    fs.calls.send = slowly  # type: ignore[method-assign,assignment]
+    fs.calls.send = slowly  # type: ignore[method-assign,assignment] # of this object alone
     request = _Append(fs, url("a"))
     for piece in (b"1", b"2"):
         request.put(piece, 1.0)
