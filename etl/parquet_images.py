@@ -134,7 +134,7 @@ def _footer(source: Source) -> pq.FileMetaData:
         raise _damaged(source.url, ValueError(f"its end is {error.got}")) from None
     except (pa.ArrowException, OSError) as error:
         raise _damaged(source.url, error) from None
-    if not columns_can_be_told(metadata):
+    if not columns_can_be_told(footer):
         raise _damaged(source.url, ValueError("a footer over which Arrow would end the process"))
     return metadata
 

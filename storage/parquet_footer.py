@@ -9,15 +9,12 @@ import signal
 import struct
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from functools import lru_cache
 
 from storage.canonical import sha256_hex
 from storage.errors import CorruptionError
 from storage.fs import FileSystem
 from storage.manifest_shards import ShardInfo
-
-if TYPE_CHECKING:
-    import pyarrow.parquet as pq
 
 MAGIC = b"PAR1"
 _TAIL = struct.Struct("<I4s")  # the last 8 bytes of a file: length of the Thrift bytes before them, magic
@@ -58,12 +55,19 @@ def damaged_footer(file: str, got: str, allowed: str, *, offset: int | None = No
     return CorruptionError(what, file=file, offset=offset, got=got, allowed=allowed)
 
 
-def columns_can_be_told(metadata: pq.FileMetaData) -> bool:
+@lru_cache(maxsize=64)
+def columns_can_be_told(footer: bytes) -> bool:
     """Whether `row_group(i).column(j)` works for all columns of a footer whose digest may be forged with it.
 
     Arrow's C++ throws there and pyarrow does not catch it: the process aborts. So a fork of this process asks first.
     It starts no thread and takes no lock of ours, and it leaves by `_exit`, or by a signal after _FORK_DEADLINE_S.
+    The answer is kept: a fork takes tens of milliseconds where this process holds gigabytes. Raises what
+    `pq.read_metadata` does.
     """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    metadata = pq.read_metadata(pa.BufferReader(MAGIC + footer))
     child = os.fork()
     if child == 0:
         code = 1

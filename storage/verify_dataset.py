@@ -139,7 +139,7 @@ def _look_inside(check: Check, shard: ShardInfo, footer: bytes, *, localise: boo
                 check.bad(shard.path, f"{metadata.num_rows} rows instead of {shard.records}")
             elif starts != list(shard.block_offsets):
                 check.bad(shard.path, "row groups begin at other rows than the manifest says")
-            if not columns_can_be_told(metadata):
+            if not columns_can_be_told(footer):
                 check.bad(shard.path, "the Parquet footer cannot be read: its columns contradict its schema")
                 return
             for group, first in enumerate(starts if localise else []):

@@ -22,7 +22,11 @@ def hadoop_session(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
     try:
         yield cluster.start_hdfs()
     finally:
-        end(cluster)
+        cluster.stop()
+        # Calls that were left behind end with their servers, not while Python is torn down; of some clients never.
+        until = time.monotonic() + 5
+        while left_behind() and time.monotonic() < until:
+            time.sleep(0.1)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -30,15 +34,8 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """The daemons end with the last test of this folder, not of the session: idle they take 4 % of a processor."""
     result = yield
     if SHARED in item.session.stash and (nextitem is None or HERE not in nextitem.path.parents):
-        end(item.session.stash[SHARED])
+        item.session.stash[SHARED].stop()
     return result
-
-
-def end(cluster: Cluster) -> None:
-    cluster.stop()
-    until = time.monotonic() + 60  # calls that were left behind end with their servers, not while Python is torn down
-    while left_behind() and time.monotonic() < until:
-        time.sleep(0.1)
 
 
 @pytest.fixture
