@@ -126,7 +126,8 @@ class Stuck(SplitReader):
         return super().raw(run)
 
 
-def test_a_deadline_names_what_is_waited_for(tmp_path: Path) -> None:
+def test_a_deadline_names_what_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("training.read_ahead._JOIN_S", 0.1)  # the stuck thread's end is not waited for
     write_table(tmp_path / "d")
     opened = OpenSplit.at(str(tmp_path / "d"), "train")
     plan = EpochPlan.for_dataset(opened.manifest, "train", seed=3, global_batch=24, lanes=12)
