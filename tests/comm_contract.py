@@ -364,7 +364,7 @@ class CommunicatorContract:
                 (TypeError, lambda: comm.all_reduce(np.zeros(2, np.int64), "mean")),  # no integer holds a mean
                 (TypeError, lambda: comm.reduce_scatter(np.zeros(2, np.uint8), "mean")),
                 # an operation that is none is what is tried
-                (ValueError, lambda: comm.all_reduce(ok, "product")),  # type: ignore[arg-type]
+                (ValueError, lambda: comm.all_reduce(ok, "product")),  # type: ignore[arg-type] # refused
                 (TypeError, lambda: comm.all_gather(np.zeros(2, bool))),
                 (ValueError, lambda: comm.broadcast(ok, num_ranks)),
                 (ValueError, lambda: comm.broadcast(ok, -1)),

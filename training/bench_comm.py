@@ -67,7 +67,7 @@ class BenchConfig:
         """How ranks join for one case."""
         return CommOptions(
             backend=backend,  # type: ignore[arg-type] # what it checks
-            algorithm=algorithm,  # type: ignore[arg-type]
+            algorithm=algorithm,  # type: ignore[arg-type] # likewise
             trust_network=self.trust_network,
         )
 

@@ -158,13 +158,13 @@ class _Distributed:
     @classmethod
     def from_config(cls, config: dict[str, Any], **more: Any) -> Any:
         """A plain optimizer of the same settings, as from any saved one."""
-        return cls.__mro__[2].from_config(config, **more)  # type: ignore[attr-defined]
+        return cls.__mro__[2].from_config(config, **more)  # type: ignore[attr-defined] # Keras' class comes behind this mixin
 
     @tf.autograph.experimental.do_not_convert
     def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
         """Keras hands in the step's local mean loss here; it travels with the last bucket."""
         _state(self).loss = loss
-        return super().scale_loss(loss)  # type: ignore[misc]
+        return super().scale_loss(loss)  # type: ignore[misc] # Keras' class comes behind this mixin
 
     # Plain Python while a user's tf.function is traced: nothing of it depends on tensors' values.
     @tf.autograph.experimental.do_not_convert
@@ -214,12 +214,12 @@ class _Distributed:
         if fused_update.can_fuse(_state(self).plain, self, gradient, variable):
             fused_update.update(self, gradient, variable, learning_rate)
         else:
-            super().update_step(gradient, variable, learning_rate)  # type: ignore[misc]
+            super().update_step(gradient, variable, learning_rate)  # type: ignore[misc] # Keras' class comes behind this mixin
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """At the end of a `fit` that is the end of the run."""
         if _state(self).finalizes:
-            super().finalize_variable_values(var_list)  # type: ignore[misc]
+            super().finalize_variable_values(var_list)  # type: ignore[misc] # Keras' class comes behind this mixin
 
 
 def _apply_unless_skipped(apply: Any, sums: list[Any], variables: Any, reduction: Reduction) -> None:

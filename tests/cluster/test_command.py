@@ -1,7 +1,4 @@
-"""The command line of `make cluster`, on processes that stand in for the daemons.
-
-The README's test has the command start, use and end real ones; spark-submit on YARN is in test_jobs.py.
-"""
+"""The command line of `make cluster`; spark-submit on YARN is in test_jobs.py and the README's test."""
 
 from __future__ import annotations
 
@@ -17,30 +14,17 @@ from tests.cluster.process import Process
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Five real daemons take half a minute of processor time to start. What is told of them, kept, found again and ended is
-# the same for any five processes.
-ON_STAND_INS = """
-from jobs._cli import run_job
-from tests.cluster import daemons
-from tests.cluster.__main__ import main
-
-daemons.Cluster._format = lambda self: (self.folder / "logs").mkdir(parents=True, exist_ok=True)
-daemons.Cluster._java = lambda self, name: ["sleep", "600"]
-daemons.READY = {name: lambda cluster, name=name: cluster.running(name) for name in daemons.READY}
-run_job(main)
-"""
-
 
 def command(action: str, folder: Path) -> tuple[int, str]:
     done = subprocess.run(
-        [sys.executable, "-c", ON_STAND_INS, action, "--dir", str(folder)],
+        [sys.executable, "-m", "tests.cluster", action, "--dir", str(folder)],
         cwd=ROOT, capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     return done.returncode, done.stdout + done.stderr
 
 
 @pytest.mark.timeout(1800)
-def test_the_command_starts_tells_and_ends_just_its_five_on_stand_ins(tmp_path: Path) -> None:
+def test_make_clusters_command_starts_tells_and_ends_just_its_five(tmp_path: Path) -> None:
     assert command("status", tmp_path)[0] == 1
     code, told = command("up", tmp_path)
     state = json.loads((tmp_path / "cluster.json").read_text())

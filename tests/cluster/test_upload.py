@@ -116,7 +116,7 @@ def test_a_datanode_dies_under_a_read_and_an_upload(hadoop: Cluster, source: Pat
     with fs.open_read(before) as file, ThreadPoolExecutor(1) as pool:
         read = file.read(1 << 20)
         # only the open answer tells which DataNode serves it
-        serving = file.raw._kept[0].url  # type: ignore[attr-defined]
+        serving = file.raw._kept[0].url  # type: ignore[attr-defined] # what the reader keeps for itself
         sent = pool.submit(upload, find_files([str(source)], target), target)
         wait_for_big(fs, target)
         (dying,) = (name for name in ("datanode-1", "datanode-2") if f":{hadoop.ports[name + '-http']}/" in serving)

@@ -79,7 +79,7 @@ GOOD = {
 
 def make_tar(path: Path, files: dict[str, bytes], mode: str = "w") -> Path:
     # the types want a literal mode
-    with tarfile.open(path, mode) as tar:  # type: ignore[call-overload]
+    with tarfile.open(path, mode) as tar:  # type: ignore[call-overload] # any mode
         for name, data in files.items():
             info = tarfile.TarInfo(name)
             info.size = len(data)

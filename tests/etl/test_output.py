@@ -50,7 +50,7 @@ LABEL = Field(name="n", dtype="int64", kind="label", num_classes=10)
 )
 def test_columns_that_are_asked_for(told: dict[str, str], refused: str | None) -> None:
     # the rows give texts to fields of several types; each is a text here
-    config, schema = WriteConfig(output="out", **told), Schema((sample_id_field(), LABEL))  # type: ignore[arg-type]
+    config, schema = WriteConfig(output="out", **told), Schema((sample_id_field(), LABEL))  # type: ignore[arg-type] # of any types
     if refused is None:
         check_columns(config, schema, KINDS)
         return

@@ -25,6 +25,7 @@ from tests.training._tiny import write_rows
 
 enable()
 
+# enable() comes before anything of Petastorm is imported
 from petastorm import make_batch_reader, make_reader  # noqa: E402
 
 SCHEMA = Schema(

@@ -16,6 +16,7 @@ from etl.petastorm_compat import enable
 
 enable()
 
+# enable() comes before anything of Petastorm is imported
 import petastorm.codecs  # noqa: E402
 
 # Its common module declares a schema with images when it is imported; no test here writes or reads one.

@@ -161,10 +161,10 @@ def histogram_of(values: list[int]) -> object:
 def test_a_border_in_time_is_the_nearest_that_parts_no_equal_times(values: list[int], data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, len(values) - 1))
     histogram = histogram_of(values)
-    value, less, equal = at_rank(cut, min(values), max(values), histogram)  # type: ignore[arg-type]
+    value, less, equal = at_rank(cut, min(values), max(values), histogram)  # type: ignore[arg-type] # numbers of any kind
     ordered = sorted(values)
     assert (value, less, equal) == (ordered[cut], bisect.bisect_left(ordered, value), values.count(value))
-    end = last_before(cut, min(values), max(values), histogram)  # type: ignore[arg-type]
+    end = last_before(cut, min(values), max(values), histogram)  # type: ignore[arg-type] # numbers of any kind
     before = bisect.bisect_right(ordered, end)
     allowed = {0, *accumulate(count for _, count in sorted(Counter(values).items()))}
     if ordered[0] > -(2**63):

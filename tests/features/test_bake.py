@@ -46,7 +46,7 @@ fields = [
     {name = "kept", dtype = "int64", shape = [2]},
     {name = "only", dtype = "string", nullable = true, encoding = {kind = "ignore"}},
 ]
-""")  # noqa: E501
+""")  # noqa: E501 - a line a field
 FITTED: dict[str, Fitted] = {
     "w": WORDS,
     "w0": WORDS,

@@ -125,7 +125,7 @@ def test_an_error_of_the_storage_is_no_damaged_gzip() -> None:
             raise OSError("no route to host")
 
     with pytest.raises(OSError, match="no route to host"):
-        list(pieces(Broken(), "u"))  # type: ignore[arg-type]
+        list(pieces(Broken(), "u"))  # type: ignore[arg-type] # broken
 
 
 def test_a_sample_reaches_over_the_files(tmp_path: Path) -> None:

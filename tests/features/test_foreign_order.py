@@ -89,7 +89,7 @@ def test_compiled_and_plain_reading_agree_in_values_and_errors(records: list[byt
     data = b"".join(map(frame, records))
     plain = Lenient(fields)
     plain._ours = False
-    plain._order = SimpleNamespace(rows_at_once=100, rewritten=lambda data, offsets: None)  # type: ignore[assignment]
+    plain._order = SimpleNamespace(rows_at_once=100, rewritten=lambda data, offsets: None)  # type: ignore[assignment] # a stand-in
     found = outcome(Lenient(fields), data)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("features.read_ranges.decode_foreign_frames", by_python)

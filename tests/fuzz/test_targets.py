@@ -45,7 +45,7 @@ def test_a_target_notices_readers_that_disagree(monkeypatch: pytest.MonkeyPatch)
     from tests.fuzz import record_targets
 
     def last_lost(body: bytes, **place: str) -> list[memoryview]:
-        return parse_records(body, **place)[:-1]  # type: ignore[arg-type]
+        return parse_records(body, **place)[:-1]  # type: ignore[arg-type] # places of any kind
 
     monkeypatch.setattr(record_targets, "parse_records", last_lost)
     with pytest.raises(AssertionError):

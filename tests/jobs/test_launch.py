@@ -204,14 +204,14 @@ class Terminal:
 @pytest.mark.parametrize(("which", "wanted"), [("all", ["[rank 0] a", "[rank 1] \\xe4"]), ("leader", ["[rank 0] a"])])
 def test_each_line_has_its_rank(which: str, wanted: list[str]) -> None:
     terminal = Terminal()
-    with OutputPrinter(which, terminal) as printer:  # type: ignore[arg-type]
+    with OutputPrinter(which, terminal) as printer:  # type: ignore[arg-type] # a stand-in
         printer.take(0, ["a"])
         printer.take(1, ["\xe4"])
     assert terminal.text.splitlines() == wanted
 
 
 def test_a_reader_that_is_gone_is_told_once_and_ends_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    with OutputPrinter("all", Terminal(gone=True)) as printer:  # type: ignore[arg-type]
+    with OutputPrinter("all", Terminal(gone=True)) as printer:  # type: ignore[arg-type] # a stand-in
         for _ in range(3):
             printer.take(0, ["a"])
             time.sleep(0.02)

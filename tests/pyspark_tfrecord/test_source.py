@@ -55,7 +55,7 @@ def read(path: Path, schema: StructType | None = None, **options: object) -> tup
     schema = source(path, **options).schema() if schema is None else schema
     reader = source(path, **options).reader(schema)
     parts = list(reader.partitions())
-    there: Any = pickle.loads(pickle.dumps(reader))  # noqa: S301
+    there: Any = pickle.loads(pickle.dumps(reader))  # noqa: S301 - our own
     batches = [batch for part in parts for batch in there.read(part)]
     assert all(batch.schema == to_arrow_schema(schema, timezone="UTC") for batch in batches)
     return [row for batch in batches for row in batch.to_pylist()], len(parts)
@@ -74,7 +74,7 @@ def save(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         for number, part in enumerate(parts):
             task.partitionId = lambda number=number: number
             try:
-                messages.append(pickle.loads(pickle.dumps(writer)).write(iter(part.to_batches())))  # noqa: S301
+                messages.append(pickle.loads(pickle.dumps(writer)).write(iter(part.to_batches())))  # noqa: S301 - our own
             except LockstepError:
                 writer.abort(messages)
                 raise

@@ -359,7 +359,7 @@ def test_a_token_is_sent_and_never_told(fake: FakeWebHdfs, monkeypatch: pytest.M
     for error in (caught.value, echoed.value, refused.value):
         while error is not None:  # nor in what it was raised from, which --debug prints
             assert "s3cr3t" not in str(error)
-            error = error.__cause__  # type: ignore[assignment]
+            error = error.__cause__  # type: ignore[assignment] # to the last
 
 
 def test_proxies_and_passwords_of_the_environment_are_left_alone(

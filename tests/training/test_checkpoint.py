@@ -192,7 +192,7 @@ def test_callbacks_come_back_as_they_were() -> None:
     seal({"state": documents})  # is canonical JSON
     fresh = Seen(monitor_op="own")
     callback_state.load([fresh], documents, tensors, "here")
-    assert fresh.monitor_op == "own"  # type: ignore[attr-defined]
+    assert fresh.monitor_op == "own"  # type: ignore[attr-defined] # of its own
     for name, value in state.items():
         np.testing.assert_equal(getattr(fresh, name), value)
         assert type(getattr(fresh, name)) is type(value)

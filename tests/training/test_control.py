@@ -123,7 +123,7 @@ def test_replayed_hello_is_refused(server: ControlServer) -> None:
             return getattr(self.sock, name)
 
     tap = Tap(dial(server))
-    channel = present(tap, KEY, 7, Role.RANK, 0, "the driver")  # type: ignore[arg-type]
+    channel = present(tap, KEY, 7, Role.RANK, 0, "the driver")  # type: ignore[arg-type] # a stand-in
     channel.send(Tag.RESULT, {"step": 0, "phase": "", "part": "{}", "more": False})
     channel.close()
     with dial(server) as sock:
@@ -142,7 +142,7 @@ def test_replayed_frame_is_refused(server: ControlServer) -> None:
             sent.append(data)
             original(data)
 
-    channel._sock = Recording()  # type: ignore[assignment]
+    channel._sock = Recording()  # type: ignore[assignment] # a stand-in
     channel.send(Tag.BEAT, {"step": 1, "phase": "train"})
     original(sent[0])
     assert ended(sock)

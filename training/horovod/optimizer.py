@@ -114,5 +114,5 @@ def _without_xla() -> None:
     def unless_distributed(model: Any) -> bool:
         return not hasattr(getattr(model, "optimizer", None), "_lockstep") and bool(supports(model))
 
-    unless_distributed.knows_ranks = True  # type: ignore[attr-defined]
+    unless_distributed.knows_ranks = True  # type: ignore[attr-defined] # of a function
     trainer.model_supports_jit = unless_distributed

@@ -169,7 +169,7 @@ def test_types_are_inferred() -> None:
 def test_tensorflow_agrees_on_what_is_an_example(noise: bytes) -> None:
     """Bytes that TensorFlow parses are read as the same values; those that it refuses may only be refused."""
     import tensorflow as tf
-    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped] # it has none
 
     record = example(item(1, noise))
     try:
