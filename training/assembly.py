@@ -51,9 +51,8 @@ class Assembly:
         self._first_lane = lanes[0]
         # A lane is in one block or interleaves some; as many again are those that the ends of its parts cut, which wait
         # for another lane: they must not push out those that are being read.
-        blocks = 2 * len(lanes) * (plan.interleave or 1) + 1
-        reader.keep_blocks = blocks
-        self._units = UnitReader(reader, encoder, blocks)
+        reader.keep_blocks = 2 * len(lanes) * (plan.interleave or 1) + 1
+        self._units = UnitReader(reader, encoder)
         made = [one for _, one in encoder.made]
         self._made = made
         self._widths = np.array([PAIR_BYTES if one.lists else row_bytes(one) for one in made], dtype=np.int64)

@@ -160,6 +160,7 @@ class BlockFetcher:
             self._ahead += 1
         else:
             self._ranges.remove(found)
+        self._hints.discard(key)  # said again since: whoever reads these records now keeps what others need of them
         self._work_there.notify()  # there may be room in the budget now
         # All attempts at a storage that fails were made. Bytes that are wrong may be a neighbour's: we look at ours.
         if isinstance(found.error, StorageError) or not isinstance(found.error, LockstepError | None):
@@ -240,7 +241,8 @@ class BlockFetcher:
         with self._lock:
             for told, place in placed:
                 told.extent = place
-                if place is None:
+                # A block that two lanes share is hinted at twice; the second time it is there or on its way.
+                if place is None or self._ranges.covering(told.shard, *place) is not None:
                     self._hints.drop(told)
             self._work_there.notify()
             self._come.notify_all()

@@ -66,9 +66,13 @@ class ReadHints:
     def drop(self, hint: Hint) -> None:
         """Take a hint out; nothing where that was done."""
         if self._queue.get(hint.key) is hint:
-            del self._queue[hint.key]
-            if self._urgent == hint.key:
-                self._urgent = None
+            self.discard(hint.key)
+
+    def discard(self, key: Key) -> None:
+        """Take out the hint of a key; nothing where there is none."""
+        self._queue.pop(key, None)
+        if self._urgent == key:
+            self._urgent = None
 
     def clear(self) -> None:
         """Take all out."""

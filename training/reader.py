@@ -7,7 +7,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
@@ -35,6 +35,19 @@ log = logging.getLogger(__name__)
 _RUNS_AHEAD = 8  # in `sequence`: with blocks of 1 to 4 MiB as much as four threads read at once, twice
 
 
+@dataclass(slots=True, eq=False)
+class Block:
+    """A block that can only be read whole, decoded."""
+
+    rows: pa.RecordBatch
+    unread: int
+    """How many of its rows no run that was read had."""
+    hinted: int = 0
+    """Rows that hints named since it is kept, less those that were read: it must still be there for them."""
+    unit: object = None
+    """What training.units made of its rows; kept with them, since the block is read strip by strip."""
+
+
 class SplitReader:
     """Reads runs of records of one split; `read` is not safe for several threads at once, hints may come from any.
 
@@ -56,7 +69,7 @@ class SplitReader:
     ) -> None:
         self.split = split
         self.schema = encoder if isinstance(encoder, Schema) else encoder.schema
-        self._kept: OrderedDict[tuple[int, int], pa.RecordBatch] = OrderedDict()
+        self._blocks: OrderedDict[tuple[int, int], Block] = OrderedDict()  # the longest unused first
         self._shards: list[Shard] = []
         self._records: list[int] = []
         self.stored: list[tuple[FileSystem, str, ShardInfo]] = []
@@ -138,15 +151,19 @@ class SplitReader:
         once. What goes wrong is told by the `read` of the run.
         """
         for run in runs:
-            shard = self._shards[run.shard]
-            if (run.shard, run.first_record // self.table.block_records) not in self._kept:
-                self._fetcher.hint(run.shard, *shard.unit(run.first_record, run.count))
+            block = self._blocks.get((run.shard, run.first_record // self.table.block_records))
+            if block is None:
+                self._fetcher.hint(run.shard, run.first_record, run.count)
+            else:
+                block.hinted += run.count
 
     def forget_hints(self) -> None:
         """Drop what `prefetch` was told and has fetched: reading goes on at another place. Nobody has to call this:
         bytes that nobody takes also make room for those that a `read` waits for.
         """
         self._fetcher.forget()
+        for block in self._blocks.values():
+            block.hinted = 0
 
     def close(self) -> None:
         """End what is under way in the background, and close the files; reading opens them anew."""
@@ -174,16 +191,26 @@ class SplitReader:
         shard = self._shards[run.shard]
         if isinstance(shard, TFRecordShard):
             return self._checked(run, lambda data, start: shard.decode(data, start, run.first_record, run.count))
-        number, skip = divmod(run.first_record, self.table.block_records)
-        # A row group or gzip block can only be read whole, but windows and lanes cut it: the last few are kept.
-        batch = self._kept.pop((run.shard, number), None)
-        if batch is None:
-            batch = self.block(run)
-        if skip + run.count < len(batch):
-            self._kept[run.shard, number] = batch
-        while len(self._kept) > self.keep_blocks:
-            self._kept.popitem(last=False)
-        return batch.slice(skip, run.count)
+        skip = run.first_record % self.table.block_records
+        return self.kept_block(run).rows.slice(skip, run.count)
+
+    def kept_block(self, run: Run) -> Block:
+        """The block that holds a run, as `block` reads it where it is not kept.
+
+        It is kept until runs had all its rows, as one of the last `keep_blocks`: strips, windows and lanes cut blocks,
+        and no block may be fetched and decoded for each of its parts.
+        """
+        key = run.shard, run.first_record // self.table.block_records
+        block = self._blocks.pop(key, None)
+        if block is None:
+            rows = self.block(run)
+            block = Block(rows, len(rows))
+        block.unread, block.hinted = block.unread - run.count, max(0, block.hinted - run.count)
+        if block.unread > 0 or block.hinted:
+            self._blocks[key] = block
+        while len(self._blocks) > self.keep_blocks:
+            self._blocks.popitem(last=False)
+        return block
 
     def block(self, run: Run) -> pa.RecordBatch:
         """All records of the block that holds a run, of a shard that is only read by whole blocks; kept nowhere. Raises

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -56,13 +55,13 @@ class Unit:
 
 
 class UnitReader:
-    """Reads runs as units. Memory beside them: the last `keep_blocks` blocks that are only read whole and were cut.
+    """Reads runs as units; that of a block which is only read whole stays with the block in the reader.
 
     Not safe for several threads at once.
     """
 
-    def __init__(self, reader: SplitReader, encoder: Encoder, keep_blocks: int) -> None:
-        self._reader, self._encoder, self._keep_blocks = reader, encoder, keep_blocks
+    def __init__(self, reader: SplitReader, encoder: Encoder) -> None:
+        self._reader, self._encoder = reader, encoder
         # Columns of which nothing is made: rows are copied from where they lie, by the numbers of `made`.
         self._direct = {
             number: column
@@ -71,7 +70,6 @@ class UnitReader:
         }
         self._forms = {number: self._form(number) for number in self._direct}
         self._decoder = RecordDecoder(reader.schema, encoder.columns, frozenset(self._direct.values()))
-        self._blocks: OrderedDict[tuple[int, int], tuple[Unit, int]] = OrderedDict()  # with the rows not yet read
 
     def load(self, runs: Sequence[Run], about: Callable[[int], None]) -> list[tuple[Unit, int]]:
         """The unit of each run, and which of its rows is the run's first; `about(i)` is called before run i is read.
@@ -121,17 +119,11 @@ class UnitReader:
         return {part[0]: (unit, first) for part, first in zip(parts, _starts(parts), strict=True)}
 
     def _block(self, run: Run) -> tuple[Unit, int]:
-        block, skip = divmod(run.first_record, self._reader.table.block_records)
-        unit, left = self._blocks.pop((run.shard, block), (None, 0))
-        if unit is None:
-            batch = self._reader.block(run)
-            left = len(batch)
-            unit = self._unit(batch, [Run(run.shard, run.first_record - skip, left)])
-        if left > run.count:  # lanes cut it, and some of it is another lane's
-            self._blocks[run.shard, block] = unit, left - run.count
-        while len(self._blocks) > self._keep_blocks:
-            self._blocks.popitem(last=False)
-        return unit, skip
+        block = self._reader.kept_block(run)
+        skip = run.first_record % self._reader.table.block_records
+        if not isinstance(block.unit, Unit):
+            block.unit = self._unit(block.rows, [Run(run.shard, run.first_record - skip, len(block.rows))])
+        return block.unit, skip
 
     def _unit(self, batch: pa.RecordBatch, runs: Sequence[Run]) -> Unit:
         unit = Unit(len(self._encoder.made), runs, batch)

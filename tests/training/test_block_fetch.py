@@ -99,6 +99,25 @@ def test_a_read_that_nobody_hinted_at_is_read_alone_and_a_part_of_a_hint_comes_f
         assert store.loads == [(0, 30, 50), (0, 100, 200), (0, 180, 220)]
 
 
+def test_bytes_that_are_there_or_on_their_way_are_not_loaded_again_for_a_second_hint() -> None:
+    store = Store()
+    store.gate.clear()
+    with fetching(store, budget_bytes=4000, threads=1) as fetcher:
+        fetcher.hint(0, 10, 10)
+        settled(fetcher, 1, store)
+        fetcher.hint(0, 10, 10)  # on their way
+        fetcher.hint(0, 40, 10)
+        store.gate.set()
+        settled(fetcher, 2, store)
+        fetcher.hint(0, 40, 10)  # there
+        assert bytes_of(fetcher, 10, 10) == CONTENT[100:200]
+        assert bytes_of(fetcher, 40, 10) == CONTENT[400:500]
+        fetcher.hint(0, 60, 10)
+        assert bytes_of(fetcher, 60, 10) == CONTENT[600:700]  # the only thread has gone through all hints
+        assert store.loads == [(0, 100, 200), (0, 400, 500), (0, 600, 700)]
+        assert fetcher.held_bytes == fetcher.counts.dropped == 0
+
+
 @pytest.mark.parametrize("streams", [1, 50])
 def test_the_budget_holds_and_all_hints_come_in_their_order(streams: int) -> None:
     store = Store()
