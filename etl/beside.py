@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from etl.clean import clean, clean_quarantine
-from etl.config import WriteConfig
+from etl.clean import clean, clean_quarantine, remove_refused
+from etl.config import NOT_KEPT, WriteConfig
+from etl.lines import RAW_BYTES
 from etl.output import refuse_existing
 from etl.place import move
-from etl.quarantine import write_quarantine
+from etl.quarantine import PART_BYTES, write_quarantine
 from etl.staging import Staging
 from storage.canonical import sha256_hex
-from storage.fs import join
+from storage.fs import absolute, basename, filesystem, join, parent
 from storage.layout import DatasetPaths, fitted_path
 from storage.manifest import FileInfo, SourceInfo
 from storage.publish import write_file
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
+
+log = logging.getLogger(__name__)
+
+REFUSED_RECORDS = 1000  # enough to see what is wrong; with 64 KiB of each they are one file
+assert REFUSED_RECORDS * RAW_BYTES <= PART_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,3 +82,39 @@ def place_quarantine(staging: Staging, folder: str, origin: Origin, urls: tuple[
         move(staging.fs, attempt, join(folder, name))
         files[f"_quarantine/{name}"] = info
     return files
+
+
+def keep_refused(config: WriteConfig, bad_rows: DataFrame, urls: Sequence[str]) -> str | None:
+    """Keep the first REFUSED_RECORDS of `bad_rows`, for which a job is refused, as a quarantine beside its output, or
+    beside the place that --quarantine names; returns the URL.
+
+    The folder is published whole by one rename, only its owner may read it (mode 0700), and it replaces the one that an
+    earlier job kept for the same output; `forget_refused` removes it. None where rejected input is not kept, or where
+    this fails, which is logged: the job then ends with the error of its input all the same.
+    """
+    if config.quarantine == NOT_KEPT:
+        return None
+    url = _refused(config)
+    named = [name for name in ("source", "place", "position") if name in bad_rows.columns]
+    rows = bad_rows.orderBy(*named).limit(REFUSED_RECORDS)
+    try:
+        with Staging(url, mode=0o700, part_of=config.output) as staging:
+            origin = Origin(quarantine=rows, quarantined=REFUSED_RECORDS, quarantined_raw_bytes=PART_BYTES)
+            place_quarantine(staging, staging.root, origin, tuple(urls))
+            remove_refused(staging.fs, url, config.output)
+            staging.publish(None)
+    except Exception as error:  # of storage or of Spark; the error that says what is wrong with the input comes next
+        log.warning("the rejected records were not kept in %s: %s", url, error)
+        return None
+    return url
+
+
+def forget_refused(config: WriteConfig) -> None:
+    """Remove what an earlier job kept of the input that this one, whose dataset is published, has read."""
+    url = _refused(config)
+    remove_refused(filesystem(url), url, config.output)
+
+
+def _refused(config: WriteConfig) -> str:
+    place = absolute(config.output if config.quarantine in (None, NOT_KEPT) else str(config.quarantine))
+    return join(parent(place), f"_quarantine-{basename(place)}")

@@ -82,6 +82,19 @@ def clean_quarantine(fs: FileSystem, url: str, output: str, now_ms: int, dead_af
         log.warning("clean: removed %s, the rejected input of a dataset that was never published", url)
 
 
+def remove_refused(fs: FileSystem, url: str, output: str) -> None:
+    """Remove what an earlier job, refused for too much bad input, kept for `output` at `url`. What is there of anybody
+    else stays, and so does what the storage does not let us read or remove, which is logged.
+    """
+    try:
+        found = _part_of(fs, url, output)
+    except StorageError as error:  # such as another user's folder, mode 0700
+        log.warning("%s was not removed: %s", url, error.what)
+        return
+    if found is not None:
+        _removed(fs, url, DatasetPaths(absolute(url)).staging(found[0]) + _DEAD)
+
+
 def _removed(fs: FileSystem, url: str, dead: str) -> bool:
     """Rename a folder to `dead`, delete it, and return whether this job did: another may have been faster, and the
     storage may refuse it, which is logged.
@@ -98,18 +111,22 @@ def _removed(fs: FileSystem, url: str, dead: str) -> bool:
 
 
 def _unfinished(fs: FileSystem, url: str, output: str) -> tuple[str, int] | None:
-    """The job that its sign names and when it was signed (ms); None for anything else, and where the dataset is.
+    """The job that its sign names and when it was signed (ms); None for anything else, and where the dataset is."""
+    found, dataset = _part_of(fs, url, output), absolute(output)
+    return None if found is None or filesystem(dataset).exists(dataset) else found
+
+
+def _part_of(fs: FileSystem, url: str, output: str) -> tuple[str, int] | None:
+    """The job that signed a folder for the dataset `output`, and when (ms); None for anything else.
 
     Whoever can write there can name any dataset in a sign: one that is not `output` is not asked for, wherever it lies.
     """
     sign = join(url, SIGN_NAME)
     try:
         found = unseal_as(KIND, fs.read_bytes(sign), sign)
-        job, dataset = str(found.get("job")), absolute(output)
+        job = str(found.get("job"))
         ours = found.get("output") == absolute(url) and _FOLDER.fullmatch(f"_staging-{job}")
-        if not ours or found.get("part_of") != dataset or filesystem(dataset).exists(dataset):
-            return None
-        return job, fs.stat(sign).mtime_ms
+        return (job, fs.stat(sign).mtime_ms) if ours and found.get("part_of") == absolute(output) else None
     except (NotFoundError, DataError):
         return None
 

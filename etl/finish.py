@@ -9,7 +9,7 @@ from typing import Any
 
 from etl import VERSION
 from etl.append import CLASS_COUNTS, Parent
-from etl.beside import Origin, place_quarantine, quarantine_apart, write_fitted
+from etl.beside import Origin, forget_refused, place_quarantine, quarantine_apart, write_fitted
 from etl.clean import clean as clean_beside
 from etl.config import NOT_KEPT, WriteConfig
 from etl.leakage import Leakage
@@ -68,6 +68,8 @@ def published(job: Job, build: Callable[[Staging, ExitStack], Done]) -> DatasetM
             apart = stack.enter_context(quarantine_apart(config))
         manifest = _finished(staging, job, apart, build(staging, stack))
         publish_beside(staging, manifest.to_bytes(), apart)
+    if job.origin.quarantine is not None:
+        forget_refused(config)
     return manifest
 
 

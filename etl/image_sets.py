@@ -105,7 +105,7 @@ def run(spark: SparkSession, config: ImagesConfig, plan: ImagePlan | None = None
                 .withColumnRenamed(c.POSITION, "position")
             )
             urls = [source.url for source in plan.sources]
-            check_bad(quarantine, urls, tally.bad, tally.read, config.max_bad_share, config.max_bad)
+            check_bad(config, quarantine, urls, tally.bad, tally.read)
             names = class_names(config, plan, tally)
             classes = plan.num_classes or len(names)
             origin = Origin(
@@ -156,7 +156,7 @@ def _late(config: ImagesConfig, fields: Schema) -> Late:
     def check(origin: Origin) -> None:
         assert origin.quarantine is not None and origin.read is not None
         urls = [source.url for source in origin.sources]
-        check_bad(origin.quarantine, urls, origin.quarantined, origin.read, config.max_bad_share, config.max_bad)
+        check_bad(config, origin.quarantine, urls, origin.quarantined, origin.read)
 
     return Late(images, check)
 

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.json as pj
 from numpy.typing import NDArray
 
-from etl.reasons import Reasons, bad_value
+from etl.reasons import Reasons, bad_value, not_of
 
 Kinds = Mapping[str, pa.DataType]
 
@@ -35,6 +35,13 @@ _DOUBTFUL = r"\}[ \t\r]*[^ \t\r,\]}]|[:,\[][ \t\r]*-?(?:NaN|Inf)"
 _DIGITS = re.compile(r"-?[0-9]+")
 
 
+class Refusal(NamedTuple):
+    """Why a line is refused."""
+
+    reason: str
+    detail: str | None = None
+
+
 def read_objects(lines: pa.Array, kinds: Kinds, reasons: Reasons) -> dict[str, pa.Array]:
     """The fields `kinds` of lines (n,) of UTF-8 strings, null where one is absent, null or its line refused.
 
@@ -45,12 +52,14 @@ def read_objects(lines: pa.Array, kinds: Kinds, reasons: Reasons) -> dict[str, p
     _refuse_others(lines, kinds, reasons)
     schema = pa.schema([(name, _read_as(kind)) for name, kind in kinds.items()])
     good = np.flatnonzero(reasons.good)
-    verdicts: list[str | None] = [None] * len(good)
+    verdicts: list[Refusal | None] = [None] * len(good)
     parts = _read(lines.take(pa.array(good)), kinds, schema, verdicts)
-    for reason in {verdict for verdict in verdicts if verdict is not None}:
+    refused = {int(good[place]): verdict for place, verdict in enumerate(verdicts) if verdict is not None}
+    details = {row: refusal.detail for row, refusal in refused.items() if refusal.detail is not None}
+    for reason in {refusal.reason for refusal in refused.values()}:
         where = np.zeros(len(lines), dtype=bool)
-        where[good[[verdict == reason for verdict in verdicts]]] = True
-        reasons.add(where, reason)
+        where[[row for row, refusal in refused.items() if refusal.reason == reason]] = True
+        reasons.add(where, reason, details)
     still = np.flatnonzero(reasons.good)
     places = np.full(len(lines), -1, dtype=np.int64)
     places[still] = np.arange(len(still))
@@ -60,7 +69,7 @@ def read_objects(lines: pa.Array, kinds: Kinds, reasons: Reasons) -> dict[str, p
     for name, kind in kinds.items():
         chunks = table.column(name)
         values = (chunks.chunk(0) if chunks.num_chunks else pa.nulls(0, chunks.type)).take(back)
-        found[name] = _checked(name, kind, values, reasons)
+        found[name] = _checked(name, kind, values, lines, reasons)
     return found
 
 
@@ -68,14 +77,14 @@ def _refuse_others(lines: pa.Array, kinds: Kinds, reasons: Reasons) -> None:
     reasons.add(~np.asarray(pc.match_substring_regex(lines, _OBJECT), dtype=bool), NOT_JSON)
     odd = np.asarray(pc.match_substring_regex(lines, _DOUBTFUL), dtype=bool)
     for place in np.flatnonzero(odd & reasons.good).tolist():
-        reason = why_not(lines[place].as_py(), kinds, too_deep=NOT_JSON)
-        if reason is not None:
+        refusal = why_not(lines[place].as_py(), kinds, too_deep=Refusal(NOT_JSON))
+        if refusal is not None:
             where = np.zeros(len(lines), dtype=bool)
             where[place] = True
-            reasons.add(where, reason)
+            reasons.add(where, refusal.reason, {} if refusal.detail is None else {place: refusal.detail})
 
 
-def _read(lines: pa.Array, kinds: Kinds, schema: pa.Schema, verdicts: list[str | None]) -> list[pa.Table]:
+def _read(lines: pa.Array, kinds: Kinds, schema: pa.Schema, verdicts: list[Refusal | None]) -> list[pa.Table]:
     """The tables of all lines but those that `verdicts` then refuses, in order."""
     parts: list[pa.Table] = []
     pending = [(0, len(lines), False)] if len(lines) else []
@@ -91,7 +100,7 @@ def _read(lines: pa.Array, kinds: Kinds, schema: pa.Schema, verdicts: list[str |
             verdicts[start : start + count] = [why_not(line, kinds) for line in part.to_pylist()]
             pending.append((start, count, True))
         elif count == 1:
-            verdicts[start] = why_not(part[0].as_py(), kinds, sure=False) or NOT_JSON
+            verdicts[start] = why_not(part[0].as_py(), kinds, sure=False) or Refusal(NOT_JSON)
         else:
             half = count // 2
             pending += [(start + half, count - half, judged), (start, half, judged)]
@@ -116,31 +125,42 @@ def _table(lines: pa.Array, schema: pa.Schema) -> pa.Table | None:
     return table if len(table) == len(lines) else None
 
 
-def why_not(line: str, kinds: Kinds, *, sure: bool = True, too_deep: str | None = None) -> str | None:
+def why_not(line: str, kinds: Kinds, *, sure: bool = True, too_deep: Refusal | None = None) -> Refusal | None:
     """Why a line is refused, by Python's reader; None where nothing speaks against it.
 
     With `sure` only what Arrow's reader refuses for certain counts; `too_deep` is the answer for an object that is
     nested deeper than Python reads.
     """
     try:
-        document = json.loads(
-            line, object_pairs_hook=_Pairs, parse_int=_Number, parse_float=_Number, parse_constant=_refuse
-        )
+        document = _parsed(line)
     except ValueError:
-        return NOT_JSON
+        return Refusal(NOT_JSON)
     except RecursionError:
         return too_deep
     if not isinstance(document, _Pairs):
-        return NOT_JSON
+        return Refusal(NOT_JSON)
     seen = set()
     for name, value in document.pairs:
         if name in seen:
-            return f"{DUPLICATE}:{name}"
+            return Refusal(f"{DUPLICATE}:{name}")
         if name in kinds:
             seen.add(name)
             if value is not None and not _fits(value, kinds[name], sure):
-                return bad_value(name)
+                return Refusal(bad_value(name), not_of(kinds[name], _written(value)))
     return None
+
+
+def _parsed(line: str) -> Any:
+    return json.loads(line, object_pairs_hook=_Pairs, parse_int=_Number, parse_float=_Number, parse_constant=_refuse)
+
+
+def _written(value: Any) -> str:
+    """A value much as the line has it."""
+    if isinstance(value, _Pairs):
+        return "{...}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_written, value))}]"
+    return str(value) if isinstance(value, _Number) else json.dumps(value)
 
 
 def _refuse(constant: str) -> None:
@@ -206,7 +226,7 @@ def _read_as(kind: pa.DataType) -> pa.DataType:
     return pa.string() if pa.types.is_binary(kind) else kind
 
 
-def _checked(name: str, kind: pa.DataType, values: pa.Array, reasons: Reasons) -> pa.Array:
+def _checked(name: str, kind: pa.DataType, values: pa.Array, lines: pa.Array, reasons: Reasons) -> pa.Array:
     """The values in the type that was asked for; refuses rows with a null in a list, or with an infinite number: JSON
     has none, so it is what became of one too large for the type.
     """
@@ -218,8 +238,17 @@ def _checked(name: str, kind: pa.DataType, values: pa.Array, reasons: Reasons) -
     if bad.any():
         rows = np.zeros(len(values), dtype=bool)
         rows[_rows_of(values)[bad] if listed else bad] = True
-        reasons.add(rows, bad_value(name))
+        details = {row: _detail(lines[row].as_py(), name, kind) for row in np.flatnonzero(rows).tolist()}
+        reasons.add(rows, bad_value(name), details)
     return values.cast(kind)
+
+
+def _detail(line: str, name: str, kind: pa.DataType) -> str:
+    try:
+        value = dict(_parsed(line).pairs)[name]
+    except (ValueError, RecursionError):  # what Arrow reads and Python does not
+        return not_of(kind, "a value")
+    return not_of(kind, _written(value))
 
 
 def _rows_of(lists: pa.Array) -> NDArray[np.int64]:

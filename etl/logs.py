@@ -60,7 +60,7 @@ def run(spark: SparkSession, config: LogsConfig, plan: Plan | None = None) -> Da
         try:
             totals = _totals(rows)
             bad_rows = rows.where(f"_kind = {BAD}").selectExpr(*_BAD_ROWS)
-            check_bad(bad_rows, urls, totals.bad, totals.read, config.max_bad_share, config.max_bad)
+            check_bad(config, bad_rows, urls, totals.bad, totals.read)
             origin = Origin(
                 sources=digest_sources(spark, plan.sources),
                 read=totals.read,

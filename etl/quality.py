@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence, Set
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+from etl.beside import REFUSED_RECORDS, keep_refused
 from etl.clf import NOT_COMMON_LOG
 from etl.combined import NOT_COMBINED_LOG
+from etl.config import OutputConfig
 from storage.errors import DataError
 from storage.fs import join
 
@@ -15,22 +17,28 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 
-def check_bad(bad_rows: DataFrame, urls: Sequence[str], bad: int, read: int, allowed: Fraction, told: str) -> None:
-    """Raise DataError where more than the share `allowed` of the records is bad, naming the first three places.
+def check_bad(config: OutputConfig, bad_rows: DataFrame, urls: Sequence[str], bad: int, read: int) -> None:
+    """Raise DataError where more of the records than --max-bad is bad, naming the first three places, and where the
+    first of these records are kept.
 
-    `bad_rows` has source (an index into `urls`), position and reason, and where a source is a folder `place`, the path
-    of the file below it.
+    `bad_rows` has source (an index into `urls`), position, reason, raw, length and sha256, and where a source is a
+    folder `place`, the path of the file below it.
     """
-    if bad == 0 or Fraction(bad, read) <= allowed:
+    if bad == 0 or Fraction(bad, read) <= config.max_bad_share:
         return
     named = [name for name in ("source", "place", "position") if name in bad_rows.columns]
     first = bad_rows.orderBy(*named).select(*named, "reason").limit(3).collect()
     places = "; ".join(_place(urls, row.asDict()) for row in first)
+    step = way_out({row["reason"] for row in first}, all_bad=bad == read)
+    kept = keep_refused(config, bad_rows, urls)
+    if kept is not None:
+        which = "They are" if bad <= REFUSED_RECORDS else f"The first {REFUSED_RECORDS} of them are"
+        step = f"{step} {which} in {kept} until this output is written again."
     raise DataError(
         f"{bad} of {read} records are bad, more than --max-bad allows",
         got=f"{100 * bad / read:.2f} %, first {places}",
-        allowed=told,
-        next_step=way_out({row["reason"] for row in first}, all_bad=bad == read),
+        allowed=config.max_bad,
+        next_step=step,
     )
 
 

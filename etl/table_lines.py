@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from etl import delimited, jsonl
-from etl.reasons import NOT_UTF8, Reasons, bad_value, missing_value
+from etl.reasons import NOT_UTF8, Reasons, bad_value, missing_value, not_of
 from etl.text import as_text, as_values
 
 TABLE_FORMATS = ("tsv", "csv", "json")
@@ -125,7 +126,12 @@ def _column(
         if not column.nullable:
             reasons.add(none, missing_value(column.name))
     values, broken = as_values(text, column.kind)
-    reasons.add(broken, bad_value(column.name))
+    if broken.any():
+        wrong = {
+            row: not_of(column.kind, json.dumps(text[row].as_py(), ensure_ascii=False))
+            for row in np.flatnonzero(broken).tolist()
+        }
+        reasons.add(broken, bad_value(column.name), wrong)
     return values
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,6 +120,8 @@ def test_resized_tfrecords_by_hash(spark: SparkSession, images: Path, tmp_path: 
 def test_wrong_input_publishes_nothing(spark: SparkSession, images: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="1 of 250 records are bad"):
         image_sets.run(spark, config(images, tmp_path / "out", max_bad="0.1%"))
+    assert len(pq.read_table(tmp_path / "_quarantine-out")) == 1
+    shutil.rmtree(tmp_path / "_quarantine-out")
     folder = tmp_path / "in"
     folder.mkdir()
     write_images(folder, "train", 20, packed=True)

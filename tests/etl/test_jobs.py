@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from jobs import etl_images, etl_logs
@@ -25,7 +26,9 @@ def test_a_log_of_noise_ends_with_one_clear_error(tmp_path: Path) -> None:
     assert "noise at byte 0: not_common_log" in error[1] and "--log-format" in error[3]
     for trace in ("Traceback", "\tat ", "Exception in task"):
         assert trace not in done.stderr + done.stdout
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name not in ("spark-warehouse",)) == ["noise"]
+    there = sorted(path.name for path in tmp_path.iterdir() if path.name != "spark-warehouse")
+    assert there == ["_quarantine-out", "noise"] and "_quarantine-out" in error[3]
+    assert len(pq.read_table(tmp_path / "_quarantine-out")) == 50
 
 
 def test_what_is_told_before_spark_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,7 +115,8 @@ def test_a_click_log(spark: SparkSession, tmp_path: Path) -> None:
     assert sum(rows["click"]) == 18 and set(rows["position"]) == {1, 2, 3}
     assert "timestamp" not in rows, "an id is no feature"
     found = pq.read_table(tmp_path / "out" / "_quarantine" / "part-00000.parquet").to_pylist()
-    assert [row["reason"] for row in found] == [bad[number] for number in sorted(bad)]
+    details = {5: ': "maybe" is no bool', 41: ': "noon" is no time in ISO 8601'}
+    assert [row["reason"] for row in found] == [bad[number] + details.get(number, "") for number in sorted(bad)]
     data = (tmp_path / "clicks.csv").read_bytes()
     for row in found:
         assert data[row["position"] :].startswith(row["raw"] + b"\r\n")

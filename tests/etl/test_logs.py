@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -283,24 +284,28 @@ def test_wrong_input_publishes_nothing(spark: SparkSession, small_log: Path, tmp
     (folder / "cut.gz").write_bytes(packed[: len(packed) // 2])
     (folder / "one.log").write_bytes(nasa_lines(1))
     (tmp_path / "there").mkdir()
-    output = tmp_path / "out"
+    output, kept = tmp_path / "out", tmp_path / "_quarantine-out"
     cases: list[tuple[LogsConfig, type[Exception], str]] = [
         (config(folder / "noise", output), DataError, "are bad, more than --max-bad allows"),
         (config(folder / "empty", output), DataError, "is empty"),
         (config(folder / "cut.gz", output), DataError, "damaged gzip"),
         (config(folder / "none", output), NotFoundError, "does not exist"),
         (config(folder / "one.log", output), DataError, "no record was left to write"),
-        (config(small_log, output, max_bad="0.09%"), DataError, "4 of 4000 records are bad"),
         (config(small_log, output, label="1 DIV (time - time) > 0"), Exception, "DIVIDE_BY_ZERO"),
         (config(small_log, tmp_path / "there"), ExistsError, "exists already"),
         (config(small_log, output, split="group:host:80/20"), ConfigError, "names the column `host`"),
+        (config(small_log, output, max_bad="0.09%"), DataError, "4 of 4000 records are bad"),
     ]
     for told, kind, text in cases:
         with pytest.raises(kind) as caught:
             logs.run(spark, told)
         assert text in str(caught.value), str(caught.value)
         assert str(caught.value).count("\n") == 3, str(caught.value)
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "there"]
+        there = [kept.name] * ("are bad" in text) + ["in", "there"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == there, text
+        if kept.exists() and told is not cases[-1][0]:
+            shutil.rmtree(kept)
+    assert len(pq.read_table(kept)) == 4
 
 
 def test_settings_of_the_session_are_put_back(spark: SparkSession, nasa: tuple[Path, DatasetManifest]) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
+import shutil
+import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from etl import image_sets
-from etl.config import WriteConfig
+from etl.beside import forget_refused
+from etl.config import LogsConfig, WriteConfig
 from etl.image_config import ImagesConfig
 from etl.output import check_columns, check_schema
 from etl.quality import check_bad
@@ -100,10 +104,39 @@ def test_images_are_not_read_for_a_call_that_cannot_be_right(
 
 
 @pytest.mark.slow
-def test_bad_input_in_a_folder_is_named_by_its_file(spark: SparkSession) -> None:
+def test_bad_input_in_a_folder_is_named_by_its_file_and_kept_beside_the_output(
+    spark: SparkSession, tmp_path: Path
+) -> None:
     rows = [(0, "cat/2.jpg", 0, "broken"), (0, "cat/1.jpg", 0, "broken"), (1, None, 7, "cut")]
-    bad = spark.createDataFrame(rows, "source int, place string, position bigint, reason string")
-    with pytest.raises(DataError, match="3 of 4 records are bad") as caught:
-        check_bad(bad, ["/in", "/in.tar"], 3, 4, Fraction(0), "1%")
+    table = spark.createDataFrame(rows, "source int, place string, position bigint, reason string")
+    bad = table.selectExpr("*", "X'00ff' AS raw", "2L AS length", "'0' AS sha256")
+    config = LogsConfig(inputs=("/in", "/in.tar"), output=str(tmp_path / "out"))
+    kept = tmp_path / "_quarantine-out"
+
+    def refused(config: LogsConfig) -> DataError:
+        with pytest.raises(DataError, match="3 of 4 records are bad") as caught:
+            check_bad(config, bad, ["/in", "/in.tar"], 3, 4)
+        return caught.value
+
+    error = refused(config)
     told = ("/in/cat/1.jpg at byte 0: broken", "/in/cat/2.jpg at byte 0: broken", "/in.tar at byte 7: cut")
-    assert caught.value.got.endswith("first " + "; ".join(told))
+    assert error.got.endswith("first " + "; ".join(told))
+    assert f"They are in {kept} until this output is written again" in error.next_step
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o700
+    assert [row["source"] for row in pq.read_table(kept).to_pylist()] == ["/in/cat/1.jpg", "/in/cat/2.jpg", "/in.tar"]
+    first = (kept / "_job.json").read_bytes()
+    assert refused(config).next_step == error.next_step
+    assert (kept / "_job.json").read_bytes() != first, "the next refusal is kept in its place"
+    forget_refused(config)
+    assert not list(tmp_path.iterdir())
+
+    # What is there of somebody else stays; where nothing is to be kept, nothing is.
+    kept.mkdir()
+    (kept / "_job.json").write_text('{"kind": "etl-staging"}')
+    forget_refused(config)
+    for now in (config, replace(config, quarantine="none")):
+        assert str(kept) not in refused(now).next_step
+    assert [path.name for path in tmp_path.rglob("*")] == [kept.name, "_job.json"]
+    shutil.rmtree(kept)
+    apart = replace(config, quarantine=str(tmp_path / "apart" / "bad"))
+    assert f"{tmp_path / 'apart' / '_quarantine-bad'} until" in refused(apart).next_step

@@ -172,4 +172,4 @@ def test_the_bytes_are_those_of_the_general_way(
         return
     with pytest.raises(DataError, match="3 of 106 records are bad"):  # as told of those that headers tell
         image_sets.run(spark, config(path, tmp_path / "refused", **{**more, "max_bad": "2%"}))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["general", "planned", "set.tar"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["_quarantine-refused", "general", "planned", "set.tar"]

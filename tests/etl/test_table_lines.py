@@ -164,6 +164,35 @@ def test_types(kind: pa.DataType, text: str, value: Any) -> None:
         assert (reasons.tolist()[place] or plain[place].as_py()) == value
 
 
+def test_the_quarantine_shows_a_bad_value_and_the_type_wanted() -> None:
+    columns = (Column("a", pa.float32(), nullable=True), Column("c", TAGS, nullable=True))
+    nines = f'"{"9" * 59}...'
+    of_json = {
+        b'{"a":"1","c":[]}': 'bad_value:a: "1" is no float32',
+        b'{"a":1e39,"c":[]}': "bad_value:a: 1e39 is no float32",
+        b'{"a":{"b":1}}': "bad_value:a: {...} is no float32",
+        b'{"c":["u",null,1.50]}': 'bad_value:c: ["u", null, 1.50] is no list of string',
+        b'{"c":["u",null]}': 'bad_value:c: ["u", null] is no list of string',
+        b'{"c":[]} []': "not_json_object",
+    }
+    table: list[tuple[str, tuple[Column, ...], dict[bytes, str]]] = [
+        ("csv", (Column("a", pa.int64()),), {b"o\ne,x,y": 'bad_value:a: "o\\ne" is no int64', b"x": "too_few_fields"}),
+        (
+            "csv",
+            (Column("c", pa.timestamp("us")),),
+            {b"1,x," + b"9" * 99: f"bad_value:c: {nines} is no time in ISO 8601"},
+        ),
+        ("json", columns, of_json),
+    ]
+    for log_format, kinds, cases in table:
+        good = {"csv": b"7,x,2019-11-24", "json": b'{"a":7,"c":["x"]}'}[log_format]
+        lines = [line for bad in cases for line in (good, bad)]
+        reasons, drops = Reasons(len(lines)), Reasons(len(lines))
+        read_table(pa.array(lines, pa.binary()), Form(log_format), NAMES, kinds, reasons, drops)
+        assert reasons.names(~reasons.good).to_pylist() == list(cases.values())
+        assert set(reasons.counts()) == {reason.partition(": ")[0] for reason in cases.values()}
+
+
 def one_by_one(text: str, width: int) -> list[str] | None:
     """The definition of a CSV line, a character at a time."""
     fields, plain, at = [], [], 0

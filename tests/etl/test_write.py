@@ -176,6 +176,9 @@ def test_rejected_input_lies_where_it_is_asked_for(spark: SparkSession, tmp_path
         shutil.copytree(left.root, tmp_path / "kept")
     (tmp_path / "kept").rename(left.root)
     os.utime(Path(left.root) / SIGN_NAME, (0, 0))
+    for output, name in (("none", "none"), ("out", "apart")):  # as if jobs for these outputs had been refused before
+        with Staging(str(tmp_path / f"_quarantine-{name}"), part_of=str(tmp_path / output)) as refused:
+            refused.publish(None)
     parquet = {"fmt": "parquet", "row_group_bytes": 100, "clean": True}
     write(df, tmp_path / "none", 21, origin=origin, quarantine="none", **parquet)
     write(df, tmp_path / "out", 21, origin=origin, quarantine=str(tmp_path / "apart"))
