@@ -23,6 +23,7 @@ docs/features.md has every key. The manifest holds the same schema with nothing 
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from typing import Any
@@ -30,7 +31,7 @@ from typing import Any
 from features.baked_form import BAKED
 from features.encodings import Encoding
 from features.schema import EXAMPLE, Field, Schema, sample_id_field
-from storage.errors import ConfigError, NotFoundError
+from storage.errors import ConfigError, NotFoundError, nearest
 from storage.fs import filesystem
 
 # With seed 42 the hash is that of Spark SQL's xxhash64: features/hashing.py.
@@ -41,6 +42,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "vocabulary": {"max_size": 10_000, "min_count": 1, "oov_buckets": 1},
     "hash": {"seed": DEFAULT_SEED},
 }
+_TABLE = re.compile(r"\s*\[\[\s*\"?fields\"?\s*\]\]")
+_ARRAY = re.compile(r'"fields"\s*:\s*\[')
+_BETWEEN = re.compile(r"[ \t\r\n,]*")
 _KEYS = ("name", "names", "dtype", "shape", "list", "kind", "nullable", "encoding", "num_classes")
 
 
@@ -48,11 +52,11 @@ def load_schema(text_or_path: str) -> Schema:
     """Read a declared schema: the text itself (it holds a newline or begins with `{`), or the URL of a .toml or .json.
 
     The field of the sample id comes first if none is declared. Raises ConfigError for text that is no TOML or JSON
-    and for a schema that cannot be, NotFoundError for a missing file.
+    and for a schema that cannot be, naming file, entry and line; NotFoundError for a missing file.
     """
     text = text_or_path.lstrip()
     if "\n" in text or text.startswith("{"):
-        return _parsed(text, "the schema's text", as_json=text.startswith("{"))
+        return _parsed(text_or_path, "the schema's text", as_json=text.startswith("{"))
     fs = filesystem(text_or_path)
     try:
         size = fs.stat(text_or_path).size_bytes
@@ -75,11 +79,14 @@ def load_schema(text_or_path: str) -> Schema:
 
 def declared_field(document: Mapping[str, Any]) -> tuple[Field, ...]:
     """One entry of `fields`: a field, or one for each of `names`. Raises ConfigError for keys or types not known."""
-    unknown = sorted(map(str, set(document) - set(_KEYS)))
     names = document.get("names", [document.get("name")])
-    good = not unknown and ("name" in document) != ("names" in document)
-    if not good or not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-        raise _bad("a field", f"keys {sorted(map(str, document))}, unknown {unknown}", f"name or names; {_KEYS[2:]}")
+    for key in map(str, document):
+        if key not in _KEYS:
+            raise _bad("a field", f"{key}, an unknown key{nearest(key, _KEYS)}", ", ".join(_KEYS))
+    good = ("name" in document) != ("names" in document) and isinstance(names, list) and len(names) > 0
+    if not good or not all(isinstance(name, str) for name in names):
+        got = {key: document[key] for key in ("name", "names") if key in document}
+        raise _bad("a field", f"{got or 'neither name nor names'}"[:200], "name = TEXT, or names = [TEXT, ...]")
     shape = document.get("shape", [])
     if "list" in document and (not isinstance(document["list"], bool) or "shape" in document):
         raise _bad(f"field `{names[0]}`", "list beside shape, or not true or false", "list = true, or shape = [...]")
@@ -125,10 +132,59 @@ def _parsed(text: str, where: str, *, as_json: bool) -> Schema:
         got = sorted(document) if isinstance(document, dict) else type(document).__name__
         raise _bad(where, f"{got}", "`fields`: a list of objects; and perhaps `record`")
     assert isinstance(document, dict) and isinstance(entries, list)
-    fields = tuple(field for entry in entries for field in declared_field(entry))
+    fields: list[Field] = []
+    for number, entry in enumerate(entries):
+        try:
+            fields += declared_field(entry)
+        except ConfigError as error:
+            raise _named(error, _place(text, where, entries, number, error.got, as_json=as_json)) from None
     if not any(field.kind == "id" for field in fields):
-        fields = (sample_id_field(), *fields)
-    return Schema(fields, document.get("record", EXAMPLE))
+        fields.insert(0, sample_id_field())
+    try:
+        return Schema(tuple(fields), document.get("record", EXAMPLE))
+    except ConfigError as error:
+        raise _named(error, where) from None
+
+
+def _named(error: ConfigError, place: str) -> ConfigError:
+    return ConfigError(f"{place}: {error.what}", got=error.got, allowed=error.allowed, next_step=error.next_step)
+
+
+def _place(text: str, where: str, entries: list[Any], number: int, got: str, *, as_json: bool) -> str:
+    """The file, the line and the entry that an error is about: the line of the key that `got` begins with, if it does,
+    else the entry's first one. The readers of TOML and JSON tell no lines, so none is named where we are not sure.
+    """
+    found = (_json_lines if as_json else _toml_lines)(text, entries)
+    if len(found) != len(entries):
+        return f"{where}, fields[{number}]"
+    first, lines = found[number], text.split("\n")
+    last = found[number + 1] if number + 1 < len(found) else len(lines) + 1
+    key = re.compile(rf'[\s{{]*"?{re.escape(re.split("[ ,=:]", got)[0])}"?\s*[=:]')
+    line = next((place for place in range(first, max(first + 1, last)) if key.match(lines[place - 1])), first)
+    return f"{where}, line {line}, fields[{number}]"
+
+
+def _toml_lines(text: str, entries: list[Any]) -> list[int]:
+    """The lines in which the entries begin; others than there are entries, where they are not written as tables."""
+    return [number for number, line in enumerate(text.split("\n"), 1) if _TABLE.match(line)]
+
+
+def _json_lines(text: str, entries: list[Any]) -> list[int]:
+    array, line, lines = _ARRAY.search(text), 1, list[int]()
+    before = at = 0
+    for entry in entries:
+        between = _BETWEEN.match(text, array.end() if array is not None and not lines else at)
+        assert between is not None, "it matches nothing too"
+        try:
+            value, at = json.JSONDecoder().raw_decode(text, between.end())
+        except ValueError:
+            return []
+        if value != entry:  # another list of this name
+            return []
+        line += text.count("\n", before, between.end())
+        before = between.end()
+        lines.append(line)
+    return lines
 
 
 def _check_extent(document: object, where: str) -> None:

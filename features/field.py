@@ -166,4 +166,4 @@ def check_keys(document: object, wanted: Mapping[str, Any], what: str) -> None:
     for key, kind in wanted.items():
         value = document[key]
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise not_so(what, f"{key} = {value!r}", f"{key} of type {kind}")
+            raise not_so(what, f"{key} = {value!r}", f"{key} of type {getattr(kind, '__name__', kind)}")

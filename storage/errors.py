@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class LockstepError(Exception):
     """Base of every error that a user may see; `exit_code` is what a job ends with."""
@@ -19,6 +22,12 @@ class LockstepError(Exception):
     def __str__(self) -> str:
         parts = [("got", self.got), ("allowed", self.allowed), ("next", self.next_step)]
         return "\n".join([self.what, *(f"  {name}: {text}" for name, text in parts if text)])
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What to write in place of a name that nobody knows: " (perhaps `x`)", or nothing where none is like it."""
+    found = get_close_matches(name, list(known), 1)
+    return f" (perhaps `{found[0]}`)" if found else ""
 
 
 def _rebuild(

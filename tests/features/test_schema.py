@@ -210,6 +210,39 @@ def test_a_wrong_declaration_is_refused(text: str) -> None:
     assert caught.value.exit_code == 2 and caught.value.next_step
 
 
+def with_entry(*lines: str) -> str:
+    """TOML, and an entry for `x` that begins in its line 24."""
+    return "\n".join([TOML, "[[fields]]", 'name = "x"', *lines])
+
+
+PLAIN = [{"name": "a", "dtype": "int64"}, {"names": ["b", "c"], "dtype": "string"}]
+WRONG_X = json.dumps({"fields": [*PLAIN, {"name": "x", "dtype": "int6"}]}, indent=1)
+HASH_X = ('dtype = "string"', 'encoding = {kind = "hash"}')
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "what", "got"),
+    [
+        ("s.toml", with_entry('dtype = "int32"'), ", line 26, fields[4]: field `x` cannot", "dtype 'int32'"),
+        ("s.toml", with_entry('dtpe = "bool"'), ", line 26, fields[4]: ", "dtpe, an unknown key (perhaps `dtype`)"),
+        ("s.toml", with_entry(*HASH_X), ", line 27, fields[4]: field `x` cannot", "encoding hash with no key buckets"),
+        ("s.toml", with_entry("# no dtype"), ", line 24, fields[4]: ", "dtype = None"),
+        ("s.toml", TOML.replace("name", "nam"), ", line 3, fields[0]: ", "nam, an unknown key (perhaps `name`)"),
+        ("s.toml", 'fields = [\n{name = "x"}]', ", fields[0]: ", "dtype = None"),  # no line can be told
+        ("s.toml", TOML.replace("price", "u0"), ": the schema cannot", "'u0', 'u1', 'item tags', 'u0'"),
+        ("s.toml", with_entry('dtype = "bool', ""), " does not declare", "at line 26"),
+        ("s.json", WRONG_X, ", line 16, fields[2]: field `x` cannot", "dtype 'int6'"),
+        ("s.json", json.dumps({"fields": [{"name": "x"}, *PLAIN]}), ", line 1, fields[0]: ", "dtype = None"),
+    ],
+)
+def test_an_error_names_file_line_and_entry(tmp_path: Path, name: str, text: str, what: str, got: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_schema(str(path))
+    assert caught.value.what.startswith(f"{path}{what}") and got in caught.value.got
+
+
 WORDS = st.sampled_from(
     [
         *(
