@@ -17,7 +17,6 @@ from features.baked import is_baked, raw_schema
 from features.codec.foreign import decode_foreign_frames
 from features.foreign_files import open_unpacked, pieces
 from features.schema import SAMPLE_ID, Schema, sample_id_field
-from storage.canonical import canonical_bytes
 from storage.errors import ConfigError, CorruptionError, DataError
 from storage.fs import FileSystem, absolute, filesystem, join
 from storage.manifest import DatasetManifest, ShardInfo, load_dataset, read_checked
@@ -75,12 +74,13 @@ def open_parent(url: str, config: WriteConfig, schema: Schema | None) -> Parent:
     chain = [(url, load_dataset(url))]
     first = chain[0][1]
     stored, above = first.created_by["config"], Schema.from_json(first.schema)
+    same, raw = f"the schema of {url}", raw_schema(above)
     told = {
         # Before the schema, which differs too where one of the two has weights.
         "weights": (stored.get("weights", config.weights), config.weights),
         "sample": _samples(_sample_of(url, stored.get("sample", config.sample)), config.sample),
         "form of features": (_form(baked=any(map(is_baked, above))), _form(baked=config.bake)),
-        "schema": (_text(raw_schema(above)), _text(raw_schema(above) if schema is None else schema)),
+        "schema": (same, (schema or raw).differences(raw) or same),
         "format": (first.format, config.fmt),
         "split": (_split_text(stored.get("split")), config.split_spec.text),
         "seed": (first.created_by["seed"], config.seed),
@@ -259,7 +259,3 @@ def _split_text(stored: object) -> str:
         return SplitSpec.parse(str(stored)).text
     except ConfigError:  # of a dataset that ETL has not made
         return "none that is told"
-
-
-def _text(schema: Schema) -> str:
-    return canonical_bytes(schema.to_json()).decode()

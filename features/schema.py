@@ -10,6 +10,7 @@ from typing import Any, cast
 import pyarrow as pa
 
 from features.field import ARROW_TYPES, SAMPLE_ID, Field, check_keys, not_so, sample_id_field
+from storage.errors import differences
 
 __all__ = [
     "ARROW_TYPES",
@@ -117,6 +118,20 @@ class Schema:
             for name, dtype in columns.items()
         ]
         return cls((sample_id_field(), *fields))
+
+    def differences(self, wanted: Schema) -> str:
+        """In what this schema is not `wanted`, field by field, at most 500 characters; "" where they are equal."""
+        mine, other = ({field.name: field.to_json() for field in schema} for schema in (self, wanted))
+        told = [f"no field `{name}`" for name in other if name not in mine]
+        told += [f"field `{name}` (not there)" for name in mine if name not in other]
+        for name in mine:
+            if name in other and (found := differences(mine[name], other[name])):
+                told.append(f"field `{name}`: {', '.join(found)}")
+        if not told and list(mine) != list(other):
+            told.append(f"fields in the order {', '.join(mine)} (not {', '.join(other)})")
+        if self.record != wanted.record:
+            told.append(f"record {self.record} (not {wanted.record})")
+        return "; ".join(told)[:500]
 
     def to_json(self) -> dict[str, Any]:
         """The schema as the manifest holds it."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from typing import Any
 
 
 class LockstepError(Exception):
@@ -28,6 +29,22 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """What to write in place of a name that nobody knows: " (perhaps `x`)", or nothing where none is like it."""
     found = get_close_matches(name, list(known), 1)
     return f" (perhaps `{found[0]}`)" if found else ""
+
+
+def differences(found: Mapping[str, Any], wanted: Mapping[str, Any], within: str = "") -> list[str]:
+    """In what one JSON object is not another, key by key, such as "seed = 1 (not 2)", "no mix", "a = 3 (not there)"."""
+    told = []
+    for key in [*wanted, *(key for key in found if key not in wanted)]:
+        mine, other = found.get(key), wanted.get(key)
+        if key not in found:
+            told.append(f"no {within}{key}")
+        elif key not in wanted:
+            told.append(f"{within}{key} = {mine!r} (not there)")
+        elif isinstance(mine, Mapping) and isinstance(other, Mapping):
+            told += differences(mine, other, f"{within}{key}.")
+        elif mine != other:
+            told.append(f"{within}{key} = {mine!r} (not {other!r})")
+    return told
 
 
 def _rebuild(

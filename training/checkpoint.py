@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from storage import strict
 from storage.canonical import sha256_hex
-from storage.errors import CorruptionError, DataError
+from storage.errors import CorruptionError, DataError, differences
 from storage.fs import filesystem, join
 from storage.layout import MANIFEST_NAME
 from storage.publish import write_file
@@ -58,8 +58,8 @@ def read_resumable(url: str, plan: Mapping[str, Any]) -> dict[str, Any]:
     if manifest.get("plan") != plan:
         raise DataError(
             f"the checkpoint {url} belongs to another plan",
-            got=f"{manifest.get('plan')}",
-            allowed=f"{plan}",
+            got=", ".join(differences(strict.mapping(manifest.get("plan"), where=f"{url}: plan"), plan))[:500],
+            allowed="the plan of its run",
             next_step="Take out what was copied there from another run, or begin a new run.",
         )
     strict.mapping(manifest.get("files"), where=f"{url}: files")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
+from features.schema import Schema
 from storage.canonical import canonical_bytes, sha256_hex
-from storage.errors import ConfigError
+from storage.errors import ConfigError, LockstepError, differences
 from storage.manifest import DatasetManifest, SplitInfo, load_dataset
 
 
@@ -74,7 +74,7 @@ def open_parts(urls: Sequence[str], split: str) -> tuple[tuple[Part, ...], Datas
     for part in parts:
         _check_alike(part.url, part.manifest, urls[0], first)
         if part.manifest.format != first.format:
-            raise _unfit(part.url, "another format", f"that of {urls[0]}")
+            raise _unfit(part.url, f"another format: {part.manifest.format}", f"{first.format}, as of {urls[0]}")
     sizes = {part.manifest.splits[part.split].block_records for part in parts}
     if len(sizes) > 1:
         raise _unfit(", ".join(urls), f"blocks of {', '.join(map(str, sorted(sizes)))} records", "blocks of one size")
@@ -105,15 +105,66 @@ def held_out(manifest: DatasetManifest, split: str, *, training: bool) -> str | 
     return rest[0] if len(rest) == 1 else None
 
 
+def what_differs(found: Sequence[DatasetManifest], urls: Sequence[str], digest: str) -> str:
+    """In what datasets are not those that were at `urls` when `digest` was theirs: their schemas, fitted files and
+    splits. Of those, only the digest is known where they are there no more, or no more what they were.
+    """
+    try:
+        was = [load_dataset(url) for url in urls]
+    except LockstepError as error:  # the caller raises what is wrong; this only adds to it
+        return f"another digest; in what is not known, as {error.what}"
+    if digest not in (was[0].digest, sha256_hex(canonical_bytes([manifest.digest for manifest in was]))):
+        return f"another digest; in what is not known, as {', '.join(urls)} has been replaced since"
+    if len(found) not in (1, len(was)):
+        return f"{len(found)} datasets (not {len(was)})"
+    told = [
+        f"{url}: {manifest_differences(manifest, wanted)}"
+        for url, manifest, wanted in zip(urls, found, was, strict=False)
+        if manifest.digest != wanted.digest
+    ]
+    return "; ".join(told) or f"datasets in another order, or not all {len(was)}"
+
+
+def manifest_differences(found: DatasetManifest, wanted: DatasetManifest) -> str:
+    """In what a dataset is not `wanted`, as far as its digest says: schema, fitted files, splits and their shards."""
+    told = [
+        Schema.from_json(found.schema).differences(Schema.from_json(wanted.schema)),
+        _fitted_differences(found, wanted),
+    ]
+    for name in [*wanted.splits, *(name for name in found.splits if name not in wanted.splits)]:
+        if name not in found.splits or name not in wanted.splits:
+            told.append(f"no split {name}" if name not in found.splits else f"split {name} (not there)")
+            continue
+        mine, other = found.splits[name], wanted.splits[name]
+        if sizes := differences(_sizes(mine), _sizes(other)):
+            told.append(f"split {name}: {', '.join(sizes)}")
+        elif mine != other:
+            told.append(f"split {name}: as many records, of other content")
+    return "; ".join(filter(None, told))[:500]
+
+
+def _sizes(split: SplitInfo) -> dict[str, int]:
+    return {"records": split.records, "block_records": split.block_records, "shards": len(split.shards)}
+
+
 def _check_alike(url: str, manifest: DatasetManifest, first_url: str, first: DatasetManifest) -> None:
     if manifest.schema != first.schema:
-        raise _unfit(url, "another schema", f"that of {first_url}")
-    if _fitted(manifest) != _fitted(first):
-        raise _unfit(url, "another set of fitted files", f"that of {first_url}")
+        told = Schema.from_json(manifest.schema).differences(Schema.from_json(first.schema))
+        raise _unfit(url, f"another schema: {told}", f"that of {first_url}")
+    if told := _fitted_differences(manifest, first):
+        raise _unfit(url, f"another set of fitted files: {told}", f"that of {first_url}")
 
 
-def _fitted(manifest: DatasetManifest) -> Any:
-    return {path: info for path, info in manifest.files.items() if path.startswith("_fitted/")}
+def _fitted_differences(found: DatasetManifest, wanted: DatasetManifest) -> str:
+    mine, other = (
+        {path: info for path, info in manifest.files.items() if path.startswith("_fitted/")}
+        for manifest in (found, wanted)
+    )
+    told = [f"no {path}" for path in other if path not in mine]
+    told += [f"{path} (not there)" for path in mine if path not in other]
+    return "; ".join(
+        [*told, *(f"{path} of other content" for path in mine if mine[path] != other.get(path, mine[path]))]
+    )
 
 
 def _unfit(where: str, got: str, allowed: str, way: str = "") -> ConfigError:

@@ -13,13 +13,14 @@ from typing import Any
 from storage import strict
 from storage.errors import ConfigError, NotFoundError
 from storage.fs import FileSystem, parent
-from storage.manifest import DatasetManifest
+from storage.manifest import DatasetManifest, load_dataset
 from storage.publish import write_file
 from storage.sealed import seal, unseal_as
 from training.chain import checkpoints, find_result
 from training.claims import epochs_asked, read_claims
 from training.config import TrainConfig, flag_of
 from training.mixed_plan import Plan
+from training.parts import what_differs
 from training.paths import RunPaths
 
 FORMAT_VERSION = 1
@@ -73,7 +74,14 @@ def check_run(fs: FileSystem, paths: RunPaths, config: TrainConfig, plan: Plan) 
 def _check_same(fs: FileSystem, paths: RunPaths, found: dict[str, Any], config: TrainConfig, plan: Plan) -> None:
     identity, stored = plan.identity(), found["plan"]
     names = sorted(identity.keys() | stored.keys())
-    for name in ("split", "ratios", *names):  # first: another one has other records, of which nobody said anything
+    for name in ("split", "ratios"):  # first: another one has other records, of which nobody said anything
+        _same(paths, PLAN_FIELDS.get(name, name), name, stored.get(name), identity.get(name))
+    if stored.get("dataset_digest") != identity["dataset_digest"]:
+        urls = found["config"].get("datasets") or config.datasets
+        told = what_differs([load_dataset(url) for url in config.datasets], urls, str(stored.get("dataset_digest")))
+        got = f"dataset_digest = {identity['dataset_digest']!r}: {told}"
+        _differ(paths, "dataset_digest", got, f"dataset_digest = {stored.get('dataset_digest')!r}", "datasets")
+    for name in names:
         _same(paths, PLAN_FIELDS.get(name, name), name, stored.get(name), identity.get(name))
     # The audit changes no weight, but a run with gaps in it proves nothing, and nobody would notice before the end.
     for name in (*MODEL_FIELDS, "audit"):

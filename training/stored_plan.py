@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from storage import strict
-from storage.errors import ConfigError, DataError
+from storage.errors import ConfigError, DataError, differences
 from storage.manifest import DatasetManifest
 from training.mixed_plan import MixedPlan, Plan
 from training.parts import MixedManifest, split_of
@@ -54,7 +54,7 @@ def _epoch_plan(identity: Any, manifest: DatasetManifest, where: str) -> EpochPl
     if differing:
         raise DataError(
             "a stored plan belongs to another dataset",
-            got=f"{', '.join(differing)} differ",
+            got=", ".join(differing)[:500],
             allowed=f"dataset {manifest.digest}",
             next_step="Give the dataset that the run began with.",
         )
@@ -77,9 +77,9 @@ def _mixed_plan(
 ) -> MixedPlan:
     parts, ratios = identity.get("parts"), identity.get("ratios")
     if not isinstance(parts, list) or len(parts) != len(manifests):
-        raise _other_datasets("parts")
+        raise _other_datasets(f"{len(parts) if isinstance(parts, list) else 'no'} parts (not {len(manifests)})")
     if not isinstance(ratios, list) or [type(ratio) for ratio in ratios] != [int] * len(parts):
-        raise _other_datasets("ratios")
+        raise _other_datasets(f"ratios = {ratios!r} (not {len(parts)} whole numbers)")
     made = tuple(
         _epoch_plan(part, found, f"{where}: part {number}")
         for number, (part, found) in enumerate(zip(parts, manifests, strict=True))
@@ -87,23 +87,23 @@ def _mixed_plan(
     plan = MixedPlan(dataset_digest=digest, ratios=tuple(ratios), parts=made)
     differing = _differing(identity, plan)
     if any(part.global_batch * sum(ratios) != plan.global_batch * r for part, r in zip(made, ratios, strict=True)):
-        differing.append("ratios")
+        differing.append(f"ratios = {list(ratios)!r} (not those of the parts)")
     if differing or len({part.lanes for part in made}) > 1:
-        raise _other_datasets(", ".join(differing) or "lanes")
+        raise _other_datasets(
+            ", ".join(differing) or f"lanes = {[part.lanes for part in made]} (not the same in all parts)"
+        )
     return plan
 
 
 def _differing(identity: Mapping[str, Any], plan: Plan) -> list[str]:
-    """Names of what stands in one of the two identities only, or otherwise: a key that we do not know is no detail."""
-    own = plan.identity()
-    names = sorted(own.keys() | identity.keys())
-    return [name for name in names if (name in identity, identity.get(name)) != (name in own, own.get(name))]
+    """In what a stored identity is not the plan's: a key that we do not know is no detail."""
+    return differences(identity, plan.identity())
 
 
 def _other_datasets(what: str) -> DataError:
     return DataError(
         "a stored plan belongs to other datasets",
-        got=f"{what} differ",
+        got=what[:500],
         allowed="the datasets and ratios that the run began with",
         next_step="Give the run's own --dataset and --mix, in its order.",
     )

@@ -21,6 +21,7 @@ from training.checkpoint import read_manifest
 from training.config import TrainConfig
 from training.export import FITTED_PREFIX, SCHEMA_FILE
 from training.models import ModelOptions
+from training.parts import what_differs
 from training.planning import lane_groups
 from training.read_parts import read_whole
 from training.weights_source import MODEL_FILE, checked_file, checked_model
@@ -34,13 +35,15 @@ def load_export(url: str, config: TrainConfig, dataset: DatasetManifest) -> kera
     files = unseal(filesystem(url).read_bytes(where), where)["files"]
     # Baked or not, the same declared schema and fitted files give the same inputs.
     trained = Schema.from_json(parse_canonical(checked_file(url, SCHEMA_FILE), file=join(url, SCHEMA_FILE)))
-    if raw_schema(trained) != raw_schema(Schema.from_json(dataset.schema)):
-        raise _other_data("schema")
+    if told := raw_schema(Schema.from_json(dataset.schema)).differences(raw_schema(trained)):
+        raise _other_data("schema", told)
     for name in sorted(files):
         if name.startswith(FITTED_PREFIX):
             path = fitted_path(name.removeprefix(FITTED_PREFIX))
-            if path not in dataset.files or dataset.files[path].sha256 != files[name]["sha256"]:
-                raise _other_data(f"fitted file {path}")
+            if path not in dataset.files:
+                raise _other_data("set of fitted files", f"no {path}")
+            if dataset.files[path].sha256 != files[name]["sha256"]:
+                raise _other_data("set of fitted files", f"{path} of other content")
     if ":" in config.model:
         models.function_of(config.model)  # importing it registers its layers and metrics
     with tempfile.TemporaryDirectory() as folder:
@@ -63,7 +66,7 @@ def load_checkpoint(url: str, config: TrainConfig, dataset: DatasetManifest, sig
     plan = manifest["plan"]
     # Any dataset of a mixture has the schema and fitted files of all.
     if dataset.digest not in (plan["dataset_digest"], *(part["dataset_digest"] for part in plan.get("parts", ()))):
-        raise _other_data("digest")
+        raise _other_data("digest", what_differs([dataset], config.datasets, plan["dataset_digest"]))
     groups = lane_groups(config)
     options = ModelOptions(seed=config.seed, group_rows=config.global_batch // groups if groups else None)
     model = models.build(config.model, signature, options).model
@@ -71,10 +74,10 @@ def load_checkpoint(url: str, config: TrainConfig, dataset: DatasetManifest, sig
     return model
 
 
-def _other_data(what: str) -> ConfigError:
+def _other_data(what: str, got: str) -> ConfigError:
     return ConfigError(
         f"the model was trained on data with another {what}",
-        got="a dataset that differs",
+        got=got,
         allowed="the dataset of the run, or one with the same schema and fitted files",
         next_step="Correct --dataset.",
     )

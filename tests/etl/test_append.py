@@ -101,6 +101,11 @@ def test_a_chain_of_appends_is_followed_by_digest(tmp_path: Path) -> None:
     parent = open_parent(str(tmp_path / "b"), config, schema)
     assert [url for url, _ in parent.chain] == [str(tmp_path / "b"), str(tmp_path / "a")]
     assert parent.block_records == {"train": 8, "test": 8} and parent.fitted() == {}
+    other = replace(schema, fields=(*schema.fields[:-1], replace(schema.fields[-1], name="bought", dtype="int64")))
+    with pytest.raises(ConfigError, match="its schema is another one") as caught:
+        open_parent(str(tmp_path / "b"), config, other)
+    assert caught.value.got == "no field `label`; field `bought` (not there)"
+    assert caught.value.allowed == f"the schema of {tmp_path / 'b'}"
     published(tmp_path, "lost", tiny, {**link, "digest": "0" * 64})
     with pytest.raises(DataError, match="is not the dataset that"):
         open_parent(str(tmp_path / "lost"), config, schema)

@@ -94,8 +94,9 @@ def test_a_run_goes_on_from_a_checkpoint_of_its_own_alone(
     if named is None:
         assert read_resumable(url, {"seed": 1})["step"] == 5
         return
-    with pytest.raises(DataError, match=named):
+    with pytest.raises(DataError, match=named) as caught:
         read_resumable(url, {"seed": 1})
+    assert named != "another plan" or caught.value.got == "seed = 2 (not 1)"
 
 
 def _header(header: bytes, data: bytes = b"", length: int | None = None) -> bytes:

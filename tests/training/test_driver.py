@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from storage.fs import filesystem, walk
 from storage.sealed import seal, unseal
 from storage.verify import verify
 from tests.training._ranks import HERE, lives, living_ranks, rank_path
-from tests.training._tiny import write_table
+from tests.training._tiny import write_images, write_table
 from training.chain import find_model, find_result, find_tip
 from training.claims import read_claims
 from training.config import TrainConfig
@@ -209,11 +210,33 @@ def test_corrected_call_is_not_refused_for_the_wrong_one_before_it(config: Train
         go(dataclasses.replace(config, model="typo", epochs=3))
 
 
-def test_resume_with_another_dataset_is_refused(config: TrainConfig, tmp_path: Path) -> None:
+def test_resume_with_another_dataset_is_refused_by_what_differs(config: TrainConfig, tmp_path: Path) -> None:
     go(config)
     write_table(tmp_path / "other", seed=1)
-    with pytest.raises(ConfigError, match="another `dataset_digest`"):
-        go(dataclasses.replace(config, datasets=(str(tmp_path / "other"),)))
+    write_table(tmp_path / "more", records={"train": 110, "late": 3})
+    write_images(tmp_path / "images", fmt="tfrecord")
+
+    def refused(*names: str) -> str:
+        with pytest.raises(ConfigError, match="another `dataset_digest`") as caught:
+            go(dataclasses.replace(config, datasets=tuple(str(tmp_path / name) for name in names)))
+        return caught.value.got
+
+    data = f"{tmp_path / 'data'}: "
+    for name, told in (
+        ("other", "split test: as many records, of other content; split train: as many records, of other content"),
+        ("more", "no split test; split train: records = 110 (not 100); split late (not there)"),
+        (
+            "images",
+            "no field `a`; no field `b`; field `image` (not there); field `label`: dtype = 'int64' (not 'bool')",
+        ),
+    ):
+        assert f"{data}{told}" in refused(name)
+    assert "datasets in another order, or not all" not in refused("more")
+    shutil.rmtree(tmp_path / "data")
+    write_table(tmp_path / "data", seed=2)  # in the place of the run's own
+    assert f"in what is not known, as {tmp_path / 'data'} has been replaced since" in refused("other")
+    shutil.rmtree(tmp_path / "data")
+    assert f"in what is not known, as no dataset at {tmp_path / 'data'}" in refused("other")
 
 
 @pytest.mark.parametrize("changes", [{"plan": None}, {"config": []}, {"kind": "model"}, {"format_version": 99}])

@@ -79,6 +79,10 @@ def test_an_unfinished_run_is_evaluated_by_its_checkpoint(trained: tuple[str, st
     part = evaluate(str(tmp_path / "run"), dataset, "test", run_threads)
     assert "step-0000000012" in part["model"]
     assert part["metrics"] == whole["metrics"]
+    write_table(tmp_path / "other", seed=9)
+    with pytest.raises(ConfigError, match="another digest") as caught:
+        evaluate(str(tmp_path / "run"), str(tmp_path / "other"), "test", run_threads)
+    assert "split test: as many records, of other content" in caught.value.got
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     with pytest.raises(DataError, match="neither a model nor a checkpoint"):
         evaluate(str(tmp_path / "run"), dataset, "test", run_threads)
@@ -93,8 +97,9 @@ def test_what_cannot_be_evaluated(trained: tuple[str, str], tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="baseline"):
         evaluate(url, dataset, "test", run_threads, baseline="rate:a")
     write_images(tmp_path / "images")
-    with pytest.raises(ConfigError, match="another schema"):
+    with pytest.raises(ConfigError, match="another schema") as caught:
         evaluate(url, str(tmp_path / "images"), "test", run_threads)
+    assert "no field `a`; no field `b`; field `image` (not there)" in caught.value.got
     shutil.copytree(url, tmp_path / "run")
     file = tmp_path / "run" / "models" / "g0001" / "model.keras"
     content = bytearray(file.read_bytes())

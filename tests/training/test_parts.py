@@ -75,8 +75,8 @@ def test_what_does_not_fit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("a", "the same records twice"),
         ("copy", "the same records twice"),  # known by its digest, not by its URL
         ("blocks", "blocks of 4, 8 records"),
-        ("parquet", "another format"),
-        ("images", "another schema"),
+        ("parquet", "another format: parquet"),
+        ("images", "another schema: no field `a`; no field `b`; field `image` (not there); field `label`: dtype"),
     ):
         with pytest.raises(ConfigError, match="cannot be trained on as one") as caught:
             open_parts([str(tmp_path / "a"), str(tmp_path / name)], "train")
@@ -89,4 +89,4 @@ def test_what_does_not_fit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(parts, "load_dataset", {"one": first, "two": other}.__getitem__)
     with pytest.raises(ConfigError, match="cannot be trained on as one") as caught:
         open_parts(["one", "two"], "train")
-    assert caught.value.got == "another set of fitted files"
+    assert caught.value.got == "another set of fitted files: _fitted/x.json (not there)"
