@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from storage.deadline import end_process
-from storage.errors import ConfigError, LockstepError, NotFoundError
+from storage.errors import ConfigError, LockstepError, NotFoundError, nearest
 
 INTERRUPTED = 130  # what a shell reports for a process ended by Ctrl-C
 
@@ -20,7 +20,8 @@ class JobParser(argparse.ArgumentParser):
     """An argument parser whose values may also come from TOML files, table `table`; flags win over files.
 
     A file is read as if its entries stood first on the command line, so both go through the same checks.
-    Keys are the flags' long names with `_` or `-`; a list gives several values, `true` a bare flag.
+    Keys are the flags' long names with `_` or `-`; a list gives several values where a flag takes several, in words or
+    with `,` between them (`names`, `joined`); `true` a bare flag. Tables of other jobs may stand in the file too.
     """
 
     def __init__(self, job: str, description: str, table: str) -> None:
@@ -48,32 +49,66 @@ class JobParser(argparse.ArgumentParser):
         return self.parse_args([*from_files, *argv])
 
     def _flags_of(self, path: str) -> list[str]:
-        table = read_toml(path).get(self.table, {})
-        if not isinstance(table, dict):
-            raise ConfigError(
-                f"{path}: `{self.table}` is not a table",
-                got=repr(table),
-                allowed=f"a table [{self.table}]",
-                next_step="Mend the file.",
-            )
-        known = {option for action in self._actions for option in action.option_strings if option.startswith("--")}
+        document = read_toml(path)
+        tables = {*(module.stem for module in Path(__file__).parent.glob("[a-z]*.py")), self.table}
+        for name, found in document.items():
+            if name not in tables or not isinstance(found, dict):
+                raise ConfigError(
+                    f"{path}: `{name}` is not the table of a job",
+                    got=f"[{name}]{nearest(name, tables)}" if isinstance(found, dict) else f"{name} = {found!r}"[:200],
+                    allowed=f"keys below [{self.table}], and tables of other jobs",
+                    next_step="Correct the table's name, or put the key below the table that it belongs to.",
+                )
+        known = {option: action for action in self._actions for option in action.option_strings if option[:2] == "--"}
+        for option in ("--config", "--help", "--debug"):
+            del known[option]
         flags: list[str] = []
+        table = document.get(self.table, {})
+        assert isinstance(table, dict), "looked at above"
         for key, value in table.items():
             flag = "--" + key.replace("_", "-")
-            if flag not in known or flag in ("--config", "--help", "--debug"):
+            if flag not in known:
+                keys = [option[2:].replace("-", "_") for option in known]
                 raise ConfigError(
                     f"{path}: unknown key `{key}` in [{self.table}]",
-                    got=f"{key} = {value!r}",
-                    allowed=", ".join(sorted(option[2:].replace("-", "_") for option in known)),
+                    got=f"{key} = {value!r}"[:200] + nearest(key.replace("-", "_"), keys),
+                    allowed=", ".join(sorted(keys)),
                     next_step="Correct the key or take it out.",
                 )
-            if value is True:
-                flags.append(flag)
-            elif isinstance(value, list):
-                flags.extend([flag, *map(str, value)])
-            elif value is not False:
-                flags.append(f"{flag}={value}")
+            flags += _words(flag, known[flag], value, f"{path}: `{key}` in [{self.table}]")
         return flags
+
+
+def _words(flag: str, action: argparse.Action, value: object, where: str) -> list[str]:
+    """A key's value as the words of a command line."""
+    values = value if isinstance(value, list) else [value]
+    several, listed = action.nargs in ("+", "*"), action.type in (names, joined)
+    allowed = "a list of values, or one" if several or listed else "true or false" if action.nargs == 0 else "one value"
+    good = not any(isinstance(one, list | dict) or (isinstance(one, bool) and action.nargs != 0) for one in values)
+    if listed and isinstance(value, list) and any("," in str(one) for one in value):
+        good, allowed = False, "values without `,`, which stands between them on the command line"
+    if not good or not values or (len(values) > 1 and not several and not listed):
+        raise ConfigError(
+            f"{where} cannot be right",
+            got=f"{value!r}"[:200],
+            allowed=allowed,
+            next_step="Correct the value.",
+        )
+    if value is True or value is False:
+        return [flag] if value else []
+    if several and isinstance(value, list):
+        return [flag, *map(str, values)]
+    return [f"{flag}={','.join(map(str, values))}"]
+
+
+def names(text: str) -> tuple[str, ...]:
+    """The type of a flag that takes names with `,` between them; in a file they may be a list."""
+    return tuple(text.split(",")) if text else ()
+
+
+def joined(text: str) -> str:
+    """The type of a flag whose text may name several things with `,` between them; in a file they may be a list."""
+    return text
 
 
 def refuse_idle(flag: str, idle: bool, without: str) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from etl import image_sets, logs
 from jobs import _train, etl_images, etl_logs, evaluate, train
 from jobs._cli import JobParser, read_toml
-from storage.errors import ConfigError, CorruptionError
+from storage.errors import ConfigError, CorruptionError, nearest
 from storage.fs import join
 from storage.manifest import DatasetManifest
 from storage.verify import verify
@@ -86,7 +86,8 @@ class Pipeline:
         if unknown or len(etls) != 1:
             raise ConfigError(
                 f"{path} is no pipeline",
-                got=f"tables {', '.join(sorted(document)) or 'none'}",
+                got=f"tables {', '.join(sorted(document)) or 'none'}"
+                + "".join(nearest(name, TABLES) for name in unknown),
                 allowed="[pipeline], one of [etl_logs] and [etl_images], [train], [evaluate]",
                 next_step="Take conf/demo_weblog.toml as an example.",
             )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from typing import Any, get_args
 
 from features.augment.parse import forms
-from jobs._cli import JobParser, check_master, refuse_idle
+from jobs._cli import JobParser, check_master, joined, refuse_idle
 from training.block_fetch import READ_AHEAD_BYTES
 from training.checkpoint_schedule import AUTO
 from training.comm.options import Algorithm, Backend
@@ -42,7 +42,13 @@ def parser(description: str, job_name: str = "train", without: Collection[str] =
     add("--num-ranks", type=int, required=True, metavar="N", help="how many training processes")
     add("--global-batch", type=int, required=True, metavar="G", help="samples of one step over all ranks")
     add("--epochs", type=int, required=True, metavar="E", help="passes over the split, in all")
-    add("--split", default="train", metavar="NAME", help="the split to train on (default train); folds: fold-1,fold-2")
+    add(
+        "--split",
+        type=joined,
+        default="train",
+        metavar="NAME",
+        help="the split to train on (default train); folds: fold-1,fold-2",
+    )
     add(
         "--mix",
         type=int,

@@ -17,7 +17,7 @@ if sys.path[0] != ROOT:
 
 from etl import logs
 from etl.config import LOG_FORMATS, LogsConfig
-from jobs._cli import JobParser, run_job
+from jobs._cli import JobParser, names, run_job
 from jobs._etl import add_output_flags, output_values, summary
 from jobs._session import hadoop_settings_of, spark_session
 from storage.settings import set_hadoop_settings
@@ -34,11 +34,11 @@ def parser() -> JobParser:
     add_output_flags(job, split="80/20 | group:COLUMN:80/20")
     job.add_argument("--schema", metavar="FILE", help="a declared schema (.toml, .json; docs/features.md)")
     places = "with --schema: columns that name a record (default: its file and byte position)"
-    job.add_argument("--id-columns", type=_names, default=(), metavar="A,B", help=places)
+    job.add_argument("--id-columns", type=names, default=(), metavar="A,B", help=places)
     header = "tsv, csv: the fields of a line in order, where files have no header"
-    job.add_argument("--columns", type=_names, default=(), metavar="A,B", help=header)
+    job.add_argument("--columns", type=names, default=(), metavar="A,B", help=header)
     times = "with --schema: columns in ISO 8601, read as int64 microseconds since 1970 UTC"
-    job.add_argument("--time-columns", type=_names, default=(), metavar="A,B", help=times)
+    job.add_argument("--time-columns", type=names, default=(), metavar="A,B", help=times)
     nulls = "tsv, csv: texts that mean null besides an empty field, such as NA"
     job.add_argument("--null-text", nargs="+", default=[], metavar="TEXT", help=nulls)
     newlines = "csv: newlines inside quotes are part of a record; each file is then read by one task"
@@ -71,10 +71,6 @@ def main(argv: Sequence[str]) -> int:
         manifest = logs.run(spark, config, plan)
     print(summary(manifest, args.output))
     return 0
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
 
 
 if __name__ == "__main__":

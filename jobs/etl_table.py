@@ -14,7 +14,7 @@ if sys.path[0] != ROOT:
 from etl import tables
 from etl.splits import ALLOWED
 from etl.table_config import TableConfig
-from jobs._cli import JobParser, run_job
+from jobs._cli import JobParser, names, run_job
 from jobs._etl import add_write_flags, summary, write_values
 from jobs._session import hadoop_settings_of, spark_session
 from storage.settings import set_hadoop_settings
@@ -28,9 +28,9 @@ def parser() -> JobParser:
     add("--query", metavar="SQL", help="a query over such tables")
     add("--input", nargs="+", default=[], metavar="URL", help="files that Spark reads, instead of a table")
     add("--input-format", default="parquet", metavar="F", help="of --input: any that Spark knows (default parquet)")
-    add("--id-columns", required=True, metavar="A,B", help="columns that tell rows apart; unique together")
+    add("--id-columns", type=names, required=True, metavar="A,B", help="columns that tell rows apart; unique together")
     add("--label", metavar="COLUMN", help="the column to predict")
-    add("--exclude", default="", metavar="A,B", help="columns that are not stored (they may still be ids)")
+    add("--exclude", type=names, default=(), metavar="A,B", help="columns that are not stored (they may still be ids)")
     add("--schema", metavar="FILE", help="a declared schema, TOML or JSON (default: the columns' own types)")
     add_write_flags(job, split=ALLOWED)
     return job
@@ -43,9 +43,9 @@ def config_of(args: Namespace) -> TableConfig:
         query=args.query,
         inputs=tuple(args.input),
         input_format=args.input_format,
-        id_columns=tuple(args.id_columns.split(",")),
+        id_columns=args.id_columns,
         label=args.label,
-        exclude=tuple(name for name in args.exclude.split(",") if name),
+        exclude=args.exclude,
         schema=args.schema,
         **write_values(args),
     )

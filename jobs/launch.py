@@ -11,7 +11,7 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
-from jobs._cli import JobParser, check_master, run_job
+from jobs._cli import JobParser, check_master, names, run_job
 from jobs._session import hadoop_settings_of, spark_session
 from jobs._split_script import split_script
 from training.comm.options import Algorithm, Backend
@@ -28,7 +28,7 @@ def parser() -> JobParser:
     add("--num-ranks", type=int, required=True, metavar="N", help="processes that run the script")
     add("--launcher", choices=["barrier", "local"], default="barrier", help="Spark barrier stage (default) | this host")
     add("--master", metavar="URL", help="Spark master, such as local[2] (default: spark-submit's)")
-    add("--files", type=_list, default=(), metavar="A,B", help="files and modules for the ranks, in $LOCKSTEP_FILES")
+    add("--files", type=names, default=(), metavar="A,B", help="files and modules for the ranks, in $LOCKSTEP_FILES")
     add("--output", choices=["all", "leader", "none"], default="all", help="whose lines to print (default all)")
     add("--logs", metavar="URL", help="folder for the whole output of each rank")
     add("--start-limit", dest="start_limit_s", type=float, default=300.0, metavar="S", help="for all to start (300)")
@@ -57,6 +57,7 @@ def main(argv: Sequence[str]) -> int:
     args = job.parse(flags)
     check_master(args)
     values = {k: v for k, v in vars(args).items() if k not in ("config", "debug", "master")}
+    values["files"] = tuple(filter(None, args.files))
     config = ScriptConfig(script=script, arguments=arguments, **values)
     if config.launcher == "local":
         with local_files(config.files):
@@ -67,10 +68,6 @@ def main(argv: Sequence[str]) -> int:
             spark.sparkContext.addFile(path)
         launch_script(config, OnSpark(spark), hadoop_settings_of(spark))
     return 0
-
-
-def _list(text: str) -> tuple[str, ...]:
-    return tuple(part for part in text.split(",") if part)
 
 
 if __name__ == "__main__":

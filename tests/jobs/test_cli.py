@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jobs import export
-from jobs._cli import JobParser, run_job
+from jobs._cli import JobParser, joined, names, run_job
 from jobs._session import spark_session
 from storage.errors import ConfigError
 from storage.fs import filesystem
 
 
-def parsed(argv: Sequence[str]) -> int:
+def parsed(argv: Sequence[str]) -> Any:
     job = JobParser("some", "A job.", "some")
     job.add_argument("--number", type=int)
-    return int(job.parse(argv).number)
+    job.add_argument("--names", type=names, default=())
+    job.add_argument("--text", type=joined)
+    job.add_argument("--many", nargs="+")
+    job.add_argument("--bare", action="store_true")
+    return job.parse(argv)
 
 
 @pytest.mark.parametrize(
@@ -33,6 +38,14 @@ def parsed(argv: Sequence[str]) -> int:
         ("[some]\ncolour = 1", ["--config", "a.toml"]),
         ("[some]\nnumber = [1, 2]", ["--config", "a.toml"]),
         ("[some]\nnumber = {a = 1}", ["--config", "a.toml"]),
+        ("[some]\nnumber = []", ["--config", "a.toml"]),
+        ("[some]\nnumber = true", ["--config", "a.toml"]),
+        ("number = 1", ["--config", "a.toml"]),  # of no table: it was passed over
+        ("[sume]\nnumber = 1", ["--config", "a.toml"]),
+        ("[some]\nnames = [['a']]", ["--config", "a.toml"]),
+        ("[some]\nnames = ['a,b', 'c']", ["--config", "a.toml"]),
+        ("[some]\nbare = 'yes'", ["--config", "a.toml"]),
+        ("[some]\nmany = [{a = 1}]", ["--config", "a.toml"]),
     ],
 )
 def test_a_wrong_file_is_one_error_of_four_parts(
@@ -52,6 +65,44 @@ def test_a_wrong_file_is_one_error_of_four_parts(
     assert ended.value.code == 2
     told = capsys.readouterr().err.splitlines()
     assert [line.split(":")[0].strip() for line in told] == ["error", "got", "allowed", "next"]
+
+
+def test_a_list_is_taken_wherever_a_flag_takes_several_values(tmp_path: Path) -> None:
+    """And the tables of other jobs are left to them."""
+    path = tmp_path / "a.toml"
+    path.write_text("""
+[some]
+names = ["a", "b c"]
+text = ["fold-0", "fold-1"]
+many = ["x", 2]
+number = [3]
+bare = true
+[train]
+epochs = 1
+""")
+    found = parsed(["--config", str(path)])
+    assert (found.names, found.text, found.many) == (("a", "b c"), "fold-0,fold-1", ["x", "2"])
+    assert (found.number, found.bare) == (3, True)
+    path.write_text("[some]\nnames = 'a,b'\ntext = 'x'\nmany = 'y'\nbare = false\n")
+    found = parsed(["--config", str(path), "--many", "z", "w"])
+    assert (found.names, found.text, found.many, found.bare) == (("a", "b"), "x", ["z", "w"], False)
+
+
+@pytest.mark.parametrize(
+    ("content", "got"),
+    [
+        ("[some]\nnmae = 'a'", "nmae = 'a' (perhaps `names`)"),
+        ("[some]\nmani = 'a'", "mani = 'a' (perhaps `many`)"),
+        ("[som]\nmany = 'a'", "[som] (perhaps `some`)"),
+        ("[etl_log]\ninput = 'a'", "[etl_log] (perhaps `etl_logs`)"),
+        ("[some]\nzzz = 1", "zzz = 1"),
+    ],
+)
+def test_an_unknown_key_is_told_with_the_nearest_one(tmp_path: Path, content: str, got: str) -> None:
+    (tmp_path / "a.toml").write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        parsed(["--config", str(tmp_path / "a.toml")])
+    assert caught.value.got == got and caught.value.exit_code == 2
 
 
 @pytest.mark.parametrize("master", ["", "nonsense", "local[0]", "local[x]", "local[", "spark://"])

@@ -44,12 +44,22 @@ def test_steps_share_dataset_and_run_in_one_folder(conf: Path) -> None:
     loaded.check()
 
 
+def test_lists_are_what_flags_with_commas_are(conf: Path) -> None:
+    tables = 'log_format = "csv"\nschema = "s.toml"\ncolumns = ["a", "b"]\nid_columns = ["a"]\ninput'
+    conf.write_text(LOG.replace("input", tables).replace("epochs = 1", 'epochs = 1\nsplit = ["fold-0", "fold-1"]'))
+    Path("s.toml").write_text("[[fields]]\nname = 'b'\ndtype = 'bool'\nkind = 'label'\n")
+    loaded = Pipeline.load(str(conf), "out")
+    assert loaded.train_args.split == "fold-0,fold-1"
+    Path("access.log").write_text("1,true\n2,false\n")
+    loaded.check()
+
+
 @pytest.mark.parametrize(
     ("old", "new", "named"),
     [
-        ("[evaluate]", "[evaluation]", "is no pipeline"),
+        ("[evaluate]", "[evaluation]", "tables etl_logs, evaluation, pipeline, train (perhaps `evaluate`)"),
         ("[etl_logs]", "[etl_images]\nsource = 'idx'\n[etl_logs]", "is no pipeline"),  # two sources of one dataset
-        ("num_ranks = 2", "num_ranks = 2\nranks = 2", "unknown key `ranks`"),
+        ("num_ranks = 2", "num_ranks = 2\nranks = 2", "(perhaps `num_ranks`)"),
         ("epochs = 1", "epochs = 'many'", "the command line cannot be right"),
         ("epochs = 1", "epochs = 0", "`epochs` cannot be right"),
         ('metric = "auc"', "", "the command line cannot be right"),
