@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import os
+import select
 import sys
 import tomllib
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from storage.deadline import end_process
 from storage.errors import ConfigError, LockstepError, NotFoundError, nearest
 
 INTERRUPTED = 130  # what a shell reports for a process ended by Ctrl-C
+PIPE_CLOSED = 141  # and for one that wrote to a pipe that nobody reads any more
 
 
 class JobParser(argparse.ArgumentParser):
@@ -148,19 +151,40 @@ def read_toml(path: str) -> dict[str, object]:
 
 
 def run_job(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> NoReturn:
-    """Run `main` and end the process with its exit code; an error of ours is told in four parts, without a trace."""
+    """Run `main` and end the process with its exit code; an error of ours is told in four parts, without a trace.
+
+    Where the reader of our output has gone (`| head`), a job that prints on ends quietly with PIPE_CLOSED; one that was
+    done with its work before, with its own code.
+    """
     args = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = main(args)
+        code = _code_of(main, args)
+    except BrokenPipeError:
+        code = PIPE_CLOSED
+    finally:  # also where --help ends the process
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except BrokenPipeError:  # what is left would be told once more while the interpreter ends
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    end_process(code)
+
+
+def _code_of(main: Callable[[Sequence[str]], int], args: list[str]) -> int:
+    """The exit code of `main`, whose errors are told. Raises BrokenPipeError where nobody reads what is printed."""
+    try:
+        return main(args)
     except LockstepError as error:
         if "--debug" in args:
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
-        code = error.exit_code
+        return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        code = INTERRUPTED
+        return INTERRUPTED
     except Exception as error:  # the last net: an unforeseen failure still ends with a sentence and exit code 1
+        if isinstance(error, BrokenPipeError) and any(map(_has_no_reader, (sys.stdout, sys.stderr))):
+            raise  # not of a socket
         if "--debug" in args:
             traceback.print_exc()
         first = (str(error).strip() or repr(error)).splitlines()[0]
@@ -169,6 +193,14 @@ def run_job(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = N
             "  next: Run again with --debug for the stack trace, and report it with that trace if the fault is ours.",
             file=sys.stderr,
         )
-        code = 1
-    sys.stdout.flush()
-    end_process(code)
+        return 1
+
+
+def _has_no_reader(stream: TextIO) -> bool:
+    """Whether a stream is a pipe whose other end is closed."""
+    poll = select.poll()
+    try:
+        poll.register(stream, 0)  # such a pipe is told without being asked for
+    except (OSError, ValueError):  # no file: a test's, or a notebook's
+        return False
+    return bool(poll.poll(0))

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+from jobs._cli import run_job
+from tests.training._tiny import write_table
 
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = sorted(path.stem for path in (ROOT / "jobs").glob("[a-z]*.py"))
@@ -54,3 +60,55 @@ def test_help_and_a_bad_flag_by_module_and_by_file(job: str, tmp_path: Path) -> 
         error = told[told.index("error: ") :].splitlines()
         assert [line.split(":")[0].strip() for line in error[1:4]] == ["got", "allowed", "next"]
         assert "Traceback" not in told
+
+
+@pytest.mark.slow
+def test_a_reader_that_goes_ends_a_job_quietly(tmp_path: Path) -> None:
+    """As `| head` does: 141, as a shell reports of others, where the job was not done; its own code where it was."""
+    write_table(tmp_path / "d")
+    file, small = (
+        str(ROOT / "jobs" / "{}.py"),
+        "from jobs._cli import run_job; run_job(lambda argv: print('done') or 3)",
+    )
+    began = []
+    for words, errors in (
+        ([file.format("describe"), "d"], subprocess.PIPE),
+        ([file.format("verify"), "d"], subprocess.PIPE),
+        ([file.format("verify"), "d"], subprocess.STDOUT),
+        ([file.format("verify"), "--help"], subprocess.PIPE),
+        (["-c", small], subprocess.PIPE),
+    ):
+        process = subprocess.Popen(
+            [sys.executable, *words],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""},
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+        assert process.stdout is not None
+        process.stdout.close()
+        began.append((process, words))
+    codes = []
+    for process, words in began:
+        with process:
+            told = "" if process.stderr is None else process.stderr.read()
+            codes.append(process.wait(120))
+        assert "Broken" not in told and "Traceback" not in told and "error" not in told, (words, told)
+    assert codes == [0, 141, 141, 0, 3]
+
+
+def test_a_broken_pipe_that_is_not_ours_is_an_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("storage.deadline.left_behind", lambda: 0)
+
+    def main(argv: Sequence[str]) -> int:
+        one, other = socket.socketpair()
+        other.close()
+        one.sendall(b"x")
+        return 0
+
+    with pytest.raises(SystemExit) as ended:
+        run_job(main, [])
+    assert ended.value.code == 1 and "unexpected BrokenPipeError" in capsys.readouterr().err
