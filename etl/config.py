@@ -13,7 +13,7 @@ from etl.sampling import Sampling
 from etl.shares import parse_share
 from etl.splits import SplitSpec
 from storage.layout import COMPRESSIONS, FORMATS
-from storage.urls import absolute, split_url
+from storage.urls import absolute, several, split_url
 
 DEFAULT_SHARD_BYTES = 128 << 20
 DEFAULT_SPLIT_BYTES = 64 << 20
@@ -128,6 +128,7 @@ class OutputConfig(WriteConfig):
 
     def __post_init__(self) -> None:
         super(OutputConfig, self).__post_init__()
+        object.__setattr__(self, "inputs", several(self.inputs))
         check_flag(len(self.inputs) > 0, "--input", "nothing", "one URL or more")
         check_flag(self.split_bytes >= 1, "split_bytes", str(self.split_bytes), "1 or more")
         parse_share(self.max_bad)
@@ -166,6 +167,8 @@ class LogsConfig(OutputConfig):
 
     def __post_init__(self) -> None:
         super(LogsConfig, self).__post_init__()
+        for name in ("id_columns", "columns", "time_columns", "null_texts"):
+            object.__setattr__(self, name, several(getattr(self, name)))
         check_flag(self.log_format in LOG_FORMATS, "--log-format", self.log_format, ", ".join(LOG_FORMATS))
         table, delimited = self.log_format in LOG_FORMATS[2:], self.log_format in ("tsv", "csv")
         only = (

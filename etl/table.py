@@ -13,6 +13,7 @@ from etl.splits import SplitSpec
 from features.column_checks import MAX_UINT64
 from features.schema import SAMPLE_ID, Field, Schema, sample_id_field
 from storage.errors import ConfigError, DataError
+from storage.urls import several
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
@@ -49,7 +50,7 @@ MAX_NAMED = 2
 
 
 def infer_schema(
-    df: DataFrame, label: str | None = None, exclude: Sequence[str] = (), id_columns: Sequence[str] = ()
+    df: DataFrame, label: str | None = None, exclude: str | Sequence[str] = (), id_columns: str | Sequence[str] = ()
 ) -> Schema:
     """A schema of all columns of `df` but the writer's own and those that `exclude` names, by DTYPES; lists of those
     types are lists. A column that may be null is a nullable field; a list and the label must not be. `id_columns` are
@@ -57,7 +58,7 @@ def infer_schema(
 
     Raises ConfigError for a type without a rule, naming what to do, and for a name that no field can have.
     """
-    have = dict(df.dtypes)
+    have, exclude, id_columns = dict(df.dtypes), several(exclude), several(id_columns)
     for name in (*exclude, *(() if label is None else (label,))):
         if name not in have:
             raise _cannot(name, "no such column", f"one of {', '.join(have)}", "Correct the name.")

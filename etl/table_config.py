@@ -7,6 +7,7 @@ from typing import Any
 
 from etl.config import WriteConfig
 from etl.flags import check_flag
+from storage.urls import several
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +33,8 @@ class TableConfig(WriteConfig):
 
     def __post_init__(self) -> None:
         super(TableConfig, self).__post_init__()
+        for name in ("inputs", "id_columns", "exclude"):
+            object.__setattr__(self, name, several(getattr(self, name)))
         told = [flag for flag, value in self._sources().items() if value]
         check_flag(len(told) == 1, "the input", " and ".join(told) or "none", "one of --table, --query, --input")
         files = bool(self.inputs) or self.input_format == "parquet"

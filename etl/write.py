@@ -38,6 +38,7 @@ from storage.fs import absolute
 from storage.layout import DatasetPaths, split_name
 from storage.manifest import DatasetManifest
 from storage.settings import hadoop_settings
+from storage.urls import several
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -52,7 +53,7 @@ def write_dataset(
     df: DataFrame,
     url: str,
     *,
-    id_columns: Sequence[str],
+    id_columns: str | Sequence[str],
     schema: Schema | None = None,
     label: str | None = None,
     fmt: str = "tfrecord",
@@ -84,7 +85,7 @@ def write_dataset(
     arguments and columns that do not fit, DataError where a split would be empty, a group or time lies on two
     sides of the split, or two records have one id (SameIdError).
     """
-    text = split if isinstance(split, str) else split.text
+    text, id_columns = split if isinstance(split, str) else split.text, several(id_columns)
     config = WriteConfig(
         output=absolute(url), fmt=fmt, compression=compression, split=text, shard_bytes=shard_bytes,
         row_group_bytes=row_group_bytes, seed=seed,
@@ -100,7 +101,7 @@ def write_dataset(
     rows, schema = prepared(df, schema, id_columns, spec, label, picked)
     check_columns(config, schema, dict(rows.dtypes))
     full, above = check_schema(config, schema)
-    job = Job(config, full, tuple(id_columns), spec, origin or Origin(), above, late)
+    job = Job(config, full, id_columns, spec, origin or Origin(), above, late)
     spark = df.sparkSession
     try:
         with translated(spark, "writing the dataset"), bounded(spark):

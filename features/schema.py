@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from features.field import ARROW_TYPES, SAMPLE_ID, Field, check_keys, not_so, sample_id_field
 from storage.errors import differences
+from storage.urls import several
 
 __all__ = [
     "ARROW_TYPES",
@@ -101,12 +102,13 @@ class Schema:
         return pa.schema([pa.field(field.name, field.arrow_type, nullable=field.nullable) for field in self.fields])
 
     @classmethod
-    def plain(cls, columns: Mapping[str, str], *, label: str | None = None, lists: Sequence[str] = ()) -> Schema:
+    def plain(cls, columns: Mapping[str, str], *, label: str | None = None, lists: str | Sequence[str] = ()) -> Schema:
         """Columns by name and dtype, stored as they are and without an encoding; `lists` names those that hold lists.
 
         All but the label may be null, lists excepted. The sample id comes first. A model can be fed with the numbers
         among them only; the others need an encoding. Raises ConfigError as Field and Schema do.
         """
+        lists = several(lists)
         fields = [
             Field(
                 name=name,

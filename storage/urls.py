@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 
 from storage.errors import ConfigError
 
@@ -46,6 +47,11 @@ def absolute(url: str) -> str:
     """`url` with a relative local path made absolute: executors and ranks have another working folder than the call."""
     scheme, _, path = split_url(url)
     return os.path.abspath(path) if scheme == "file" and not path.startswith("/") else url
+
+
+def several(names: str | os.PathLike[str] | Iterable[str]) -> tuple[str, ...]:
+    """URLs or names as a tuple: one that is given alone is a list of one, never one of its characters."""
+    return (os.fspath(names),) if isinstance(names, str | os.PathLike) else tuple(names)
 
 
 def join(url: str, *parts: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from features.augment.parse import canonical
 from storage.errors import ConfigError
+from storage.urls import several
 from training.block_fetch import READ_AHEAD_BYTES
 from training.checkpoint_schedule import ALLOWED, MEAN_TIME_BETWEEN_FAILURES_S, CheckpointEvery
 from training.comm.options import UNAUTHENTICATED, Algorithm, Backend, CommOptions
@@ -134,7 +135,7 @@ class TrainConfig:
     """Whether each supervisor keeps a process that has imported TensorFlow for the next restart."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "datasets", tuple(self.datasets))
+        object.__setattr__(self, "datasets", several(self.datasets))
         object.__setattr__(self, "augment", " ".join(canonical(self.augment.split())))
         counts = ("num_ranks", "global_batch", "epochs", "keep_checkpoints", "compare_every")
         for name in (*counts, "window_bytes", "interleave"):

@@ -13,6 +13,7 @@ from typing import Any, get_args
 from features.augment.parse import canonical
 from features.signature import Signature
 from storage.errors import ConfigError, DataError
+from storage.urls import several
 from training.augmenting import Augmentation
 from training.batches import DEADLINE_S, Batch
 from training.block_fetch import READ_AHEAD_BYTES
@@ -83,7 +84,7 @@ class PlannedBatches:
         groups (its run.json tells them). Raises ConfigError for what does not fit together, NotFoundError for a dataset
         that is not there, CorruptionError for what a full verification finds.
         """
-        urls = (datasets,) if isinstance(datasets, str) else tuple(datasets)
+        urls = several(datasets)
         words = canonical(augment.split() if isinstance(augment, str) else augment)
         World.local(rank, num_ranks)
         ratios = None if mix is None else _ratios(mix, len(urls))

@@ -34,7 +34,7 @@ class OpenSplit:
         """Open a split of the dataset at a URL, or what training.parts makes of several; everything that is checked at
         the start is. `training` says which of the statistics fitted for each fold are meant.
         """
-        parts, manifest = open_parts([datasets] if isinstance(datasets, str) else datasets, split)
+        parts, manifest = open_parts(datasets, split)
         first = parts[0]
         encoder = load_encoder(first.url, first.manifest, held_out(first.manifest, split, training=training))
         reader = SplitReader(first.url, first.manifest, first.split, encoder, options=options)

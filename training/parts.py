@@ -9,6 +9,7 @@ from features.schema import Schema
 from storage.canonical import canonical_bytes, sha256_hex
 from storage.errors import ConfigError, LockstepError, differences
 from storage.manifest import DatasetManifest, SplitInfo, load_dataset
+from storage.urls import several
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +28,13 @@ class MixedManifest(DatasetManifest):
     mixed: tuple[DatasetManifest, ...] = ()
 
 
-def open_mixture(urls: Sequence[str], split: str) -> tuple[tuple[Part, ...], MixedManifest]:
+def open_mixture(urls: str | Sequence[str], split: str) -> tuple[tuple[Part, ...], MixedManifest]:
     """The parts of datasets that are trained on side by side, by ratios, and their manifest.
 
     They have one schema and the same fitted files, since one model and one encoder see all; format, compression and the
     size of blocks may differ. Raises as `open_parts`.
     """
+    urls = several(urls)
     opened = [open_parts([url], split) for url in urls]
     manifests = tuple(manifest for _, manifest in opened)
     first = manifests[0]
@@ -47,7 +49,7 @@ def open_mixture(urls: Sequence[str], split: str) -> tuple[tuple[Part, ...], Mix
     return tuple(part for parts, _ in opened for part in parts), MixedManifest(**values, mixed=manifests)
 
 
-def open_parts(urls: Sequence[str], split: str) -> tuple[tuple[Part, ...], DatasetManifest]:
+def open_parts(urls: str | Sequence[str], split: str) -> tuple[tuple[Part, ...], DatasetManifest]:
     """The parts that `urls` and `split` (names with `,` between them, such as fold-1,fold-2) say, and one manifest.
 
     The manifest is the first dataset's; of several parts its split `split` holds all their shards, and of several
@@ -56,6 +58,7 @@ def open_parts(urls: Sequence[str], split: str) -> tuple[tuple[Part, ...], Datas
     an append was checked against what it continues, and two appends of one parent may hold the same records. Raises
     NotFoundError for a missing dataset, ConfigError for parts that do not fit together and for a dataset given twice.
     """
+    urls = several(urls)
     if not urls:
         raise _unfit("nothing", "no dataset", "one or more", "Name a dataset.")
     manifests = [load_dataset(url) for url in urls]

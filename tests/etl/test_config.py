@@ -55,6 +55,17 @@ def test_bad_log_options(wrong: dict[str, Any]) -> None:
     assert caught.value.exit_code == 2 and caught.value.got and caught.value.allowed and caught.value.next_step
 
 
+def test_one_text_is_a_list_of_one() -> None:
+    """And not one of its characters: of `logs` those would be four inputs."""
+    told: dict[str, Any] = {"log_format": "csv", "schema": "s.toml", "id_columns": "visit", "columns": "seen"}
+    log = LogsConfig(inputs="logs", output="out", **told, time_columns="when", null_texts="NA")  # type: ignore[arg-type]  # as people call it
+    assert (log.inputs, log.id_columns, log.columns) == (("logs",), ("visit",), ("seen",))
+    assert (log.time_columns, log.null_texts) == (("when",), ("NA",))
+    table = TableConfig(inputs=Path("a", "b"), output="out", id_columns="user", exclude="name")  # type: ignore[arg-type]  # as people call it
+    assert (table.inputs, table.id_columns, table.exclude) == (("a/b",), ("user",), ("name",))
+    assert LogsConfig(inputs=["a", "b"], output="out").inputs == ("a", "b")  # type: ignore[arg-type]  # as people call it
+
+
 @pytest.mark.parametrize(
     ("output", "quarantine", "good"),
     [

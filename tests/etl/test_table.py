@@ -63,7 +63,7 @@ def test_types_have_rules(spark: SparkSession) -> None:
         "id string not null, b boolean, t tinyint, s smallint, i int, l bigint, f float, d double, u string, y binary,"
         " many array<int>, y2 array<string>, _source int, _position bigint"
     )
-    schema = infer_schema(spark.createDataFrame([], ddl), label="b", exclude=["y2"], id_columns=["id", "l"])
+    schema = infer_schema(spark.createDataFrame([], ddl), label="b", exclude="y2", id_columns=["id", "l"])
     fed = [field.name for field in schema if field.kind == "feature" and field.encoding is None]
     assert fed == ["t", "s", "i", "f", "d", "u", "y", "many"], "ids are stored, and no model is fed with them"
     told = {field.name: (field.dtype, field.shape, field.nullable) for field in schema}
@@ -246,7 +246,7 @@ def test_any_data_frame_and_what_cannot_be_one(spark: SparkSession, frame: DataF
     url = str(tmp_path / "x")
     nulls = spark.sql("SELECT id, 1L AS x FROM VALUES (NULL), (NULL), (2L) AS t(id)")
     with pytest.raises(DataError, match="id column `id` is null"):  # and not that two rows have the id null
-        etl.write_dataset(nulls, url, id_columns=["id"], split="1/1")
+        etl.write_dataset(nulls, url, id_columns="id", split="1/1")
     for query, kind in (
         ("SELECT * FROM nowhere", NotFoundError),
         ("DROP TABLE rows", ConfigError),  # only a query can stand where it is put

@@ -134,7 +134,7 @@ def test_signature_json_form_and_back() -> None:
 
 
 def test_a_plain_schema_keeps_columns_as_they_are() -> None:
-    schema = Schema.plain({"a": "int64", "tags": "string", "y": "bool"}, label="y", lists=["tags"])
+    schema = Schema.plain({"a": "int64", "tags": "string", "y": "bool"}, label="y", lists="tags")
     assert [field.name for field in schema] == ["sample_id", "a", "tags", "y"]
     assert schema["a"].nullable and not schema["y"].nullable and schema["tags"].is_list and schema.label is not None
 

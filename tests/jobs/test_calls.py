@@ -106,7 +106,8 @@ def test_a_broken_pipe_that_is_not_ours_is_an_error(
     def main(argv: Sequence[str]) -> int:
         one, other = socket.socketpair()
         other.close()
-        one.sendall(b"x")
+        with one:
+            one.sendall(b"x")
         return 0
 
     with pytest.raises(SystemExit) as ended:

@@ -60,7 +60,8 @@ def test_what_cannot_be_is_told_before_anything_starts(tmp_path: Path) -> None:
     good.write_text("# -*- coding: latin-1 -*-\nprint('\xe4')\n", encoding="latin-1")
     large = tmp_path / "large.py"
     large.write_text("#" * (MAX_SCRIPT_BYTES + 1))
-    config = ScriptConfig(script=str(good), num_ranks=2)
+    config = ScriptConfig(script=str(good), num_ranks=2, files=str(good), arguments="--all")  # type: ignore[arg-type]  # as people call it
+    assert (config.files, config.arguments) == ((str(good),), ("--all",))
     assert config.limits.stall_s == 600
     for changed, words in (
         ({"script": str(script)}, "no Python script"),

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from storage.errors import CommunicationError, ConfigError, NotFoundError
 from storage.fs import join
+from storage.urls import several
 from training.comm.options import Algorithm, Backend, CommOptions
 from training.control.failures import RankFailedError
 from training.launch.launches import Launches
@@ -63,6 +64,8 @@ class ScriptConfig:
     """How often all ranks are started anew after one has failed."""
 
     def __post_init__(self) -> None:
+        for name in ("arguments", "files"):
+            object.__setattr__(self, name, several(getattr(self, name)))
         _at_least("--num-ranks", self.num_ranks, 1)
         _at_least("--max-restarts", self.max_restarts, 0)
         for flag, value in (("--start-limit", self.start_limit_s), ("--stall-limit", self.stall_limit_s)):
