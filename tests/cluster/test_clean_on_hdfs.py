@@ -9,7 +9,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from etl.clean import clean, leftovers
+from etl.clean import clean, leftovers, remove_refused
 from etl.staging import Staging
 from storage.fs import filesystem, join
 
@@ -41,5 +41,12 @@ def test_a_killed_job_is_cleaned_behind_once_its_sign_is_old(hadoop: Any) -> Non
         assert {item.url for item in found} == {left, staging.root}
     with Staging(output) as staging:
         staging.publish(b"{}")
+    assert [entry.name for entry in fs.list(folder)] == ["out"]
+    refused = join(folder, "_quarantine-out")  # of a job for `out` that was refused
+    with Staging(refused, mode=0o700, part_of=output) as staging:
+        staging.publish(None)
+    remove_refused(fs, refused, join(folder, "other"))
+    assert fs.exists(refused)
+    remove_refused(fs, refused, output)
     assert [entry.name for entry in fs.list(folder)] == ["out"]
     fs.delete(folder, recursive=True)
