@@ -32,8 +32,8 @@ def check_bad(config: OutputConfig, bad_rows: DataFrame, urls: Sequence[str], ba
     step = way_out({row["reason"] for row in first}, all_bad=bad == read)
     kept = keep_refused(config, bad_rows, urls)
     if kept is not None:
-        which = "They are" if bad <= REFUSED_RECORDS else f"The first {REFUSED_RECORDS} of them are"
-        step = f"{step} {which} in {kept} until this output is written again."
+        which = "the bad records" if bad <= REFUSED_RECORDS else f"the first {REFUSED_RECORDS} bad records"
+        step = f"{step} {kept} holds {which} until this output is written again."
     raise DataError(
         f"{bad} of {read} records are bad, more than --max-bad allows",
         got=f"{100 * bad / read:.2f} %, first {places}",

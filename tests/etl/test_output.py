@@ -121,7 +121,7 @@ def test_bad_input_in_a_folder_is_named_by_its_file_and_kept_beside_the_output(
     error = refused(config)
     told = ("/in/cat/1.jpg at byte 0: broken", "/in/cat/2.jpg at byte 0: broken", "/in.tar at byte 7: cut")
     assert error.got.endswith("first " + "; ".join(told))
-    assert f"They are in {kept} until this output is written again" in error.next_step
+    assert f"{kept} holds the bad records until this output is written again" in error.next_step
     assert stat.S_IMODE(kept.stat().st_mode) == 0o700
     assert [row["source"] for row in pq.read_table(kept).to_pylist()] == ["/in/cat/1.jpg", "/in/cat/2.jpg", "/in.tar"]
     first = (kept / "_job.json").read_bytes()
@@ -139,4 +139,4 @@ def test_bad_input_in_a_folder_is_named_by_its_file_and_kept_beside_the_output(
     assert [path.name for path in tmp_path.rglob("*")] == [kept.name, "_job.json"]
     shutil.rmtree(kept)
     apart = replace(config, quarantine=str(tmp_path / "apart" / "bad"))
-    assert f"{tmp_path / 'apart' / '_quarantine-bad'} until" in refused(apart).next_step
+    assert f"{tmp_path / 'apart' / '_quarantine-bad'} holds" in refused(apart).next_step
