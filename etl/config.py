@@ -21,13 +21,16 @@ WEIGHTS = ("none", "balanced")
 NOT_KEPT = "none"
 """The --quarantine of rejected input that is not kept."""
 LOG_FORMATS = ("common", "combined", "tsv", "csv", "json")
-SESSION_S = 1800
 _SIDE = re.compile(r"[0-9]{1,9}")
+LABEL_WINDOW_S = 1800
+"""Seconds after a request in which the default label looks for another one."""
 DEFAULT_LABEL = (
-    "CASE WHEN count(*) OVER"
-    f" (PARTITION BY visitor ORDER BY time RANGE BETWEEN 1 FOLLOWING AND {SESSION_S} FOLLOWING) > 0"
-    f" THEN true WHEN time + {SESSION_S} > log_end THEN NULL ELSE false END"
+    f"CASE WHEN time + {LABEL_WINDOW_S} > log_end THEN NULL ELSE count(*) OVER"
+    f" (PARTITION BY visitor ORDER BY time RANGE BETWEEN 1 FOLLOWING AND {LABEL_WINDOW_S} FOLLOWING) > 0 END"
 )
+"""NULL, whatever is seen, for each request whose window the log does not cover: that a visit continues is seen at once,
+that it ended only after the whole window, so labels of the last window would nearly all be true.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

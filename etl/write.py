@@ -161,7 +161,7 @@ def _built(staging: Staging, rows: DataFrame, full: DataFrame | None, job: Job, 
     dropped = {**origin.dropped, **late_drops}
     written = sum(count for count, _ in sizes.values())
     counted = written + origin.quarantined + sum(dropped.values())
-    names = _names(job.split, sizes, counted if origin.read is None else origin.read, origin.quarantined)
+    names = _names(job.split, sizes, counted if origin.read is None else origin.read, origin.quarantined, dropped)
     kept = rows.where(f.col(c.DROPPED).isNull())
     # Of late images the features are known only when they are written.
     leakage = check_leakage(kept, job.split, schema, names) if full is None else None
@@ -195,14 +195,17 @@ def _built(staging: Staging, rows: DataFrame, full: DataFrame | None, job: Job, 
     return done
 
 
-def _names(split: SplitSpec, sizes: Mapping[str, object], read: int, quarantined: int) -> tuple[str, ...]:
+def _names(
+    split: SplitSpec, sizes: Mapping[str, object], read: int, quarantined: int, dropped: Mapping[str, int]
+) -> tuple[str, ...]:
     """The names of all splits in their order. Raises DataError for one without records or one that is no name."""
     names = split.names or tuple(sizes)
     missing = [name for name in names if name not in sizes]
     if missing or not names:
+        left_out = ", ".join([f"{quarantined} quarantined", *(f"{n} {why}" for why, n in sorted(dropped.items()))])
         raise DataError(
             "no record was left to write" if not sizes else f"split {missing[0]} would be empty",
-            got=f"{read} records read, {quarantined} quarantined; records in {', '.join(sizes) or 'no split'}",
+            got=f"{read} records read, {left_out}; records in {', '.join(sizes) or 'no split'}",
             allowed=f"records in each of {', '.join(names) or 'the splits that are given'}",
             next_step="Look at the input and the label; give more input or another --split.",
         )

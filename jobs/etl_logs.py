@@ -28,7 +28,7 @@ def parser() -> JobParser:
     job = JobParser("etl_logs", __doc__ or "", "etl_logs")
     formats = f"{' | '.join(LOG_FORMATS)} (default common: the Common Log Format; json: an object a line)"
     job.add_argument("--log-format", default="common", metavar="FORMAT", help=formats)
-    web = "visitor, page, query, time, log_end (default: another page within 30 minutes)"
+    web = "visitor, page, query, time, log_end (default: another page within 30 min; NULL in the last 30 of the log)"
     told = f"a SQL expression; NULL leaves a record out. Web logs: a boolean over {web}."
     job.add_argument("--label", metavar="EXPR", help=f"{told} With --schema: over columns (default: the label's own)")
     add_output_flags(job, split="80/20 | group:COLUMN:80/20")
