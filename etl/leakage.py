@@ -15,7 +15,7 @@ from features.schema import SAMPLE_ID, Schema
 from storage.errors import DataError
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame
+    from pyspark.sql import Column, DataFrame, Row
 
 log = logging.getLogger(__name__)
 
@@ -23,11 +23,30 @@ ID, CONTENT, GROUP, TIME = "sample_id", "content", "group", "time"
 
 
 @dataclass(frozen=True, slots=True)
+class Values:
+    """The values of one check: how many records have one that occurs in more than one split, how many values occur in n
+    records each, and one of those that most records have.
+    """
+
+    shared: int
+    counts: Mapping[int, int]
+    largest: int
+
+    @property
+    def records(self) -> int:
+        """Records in all."""
+        return sum(n * values for n, values in self.counts.items())
+
+
+@dataclass(frozen=True, slots=True)
 class Leakage:
-    """What was looked for and how many records were found on two sides, by check; see docs/decisions/061."""
+    """What was looked for and how many records were found on two sides, by check; see docs/decisions/061. `groups` are
+    those of a split by groups.
+    """
 
     kind: str
     found: dict[str, int]
+    groups: Values | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The manifest's `leakage`."""
@@ -83,16 +102,17 @@ def check_leakage(rows: DataFrame, split: SplitSpec, schema: Schema, names: Sequ
     """
     checks = checks_of(split, schema)
     columns = {check: SAMPLE_ID if check == ID else c.LEAK for check in checks if check != TIME}
-    found = _on_two_sides(rows, columns, names)
+    values = _on_two_sides(rows, columns, names)
+    found = {check: of.shared for check, of in values.items()}
     for check, count in found.items():
         if count and check != CONTENT:
             raise _broken(rows, columns[check], check, count, split)
     if TIME in checks:
         found[TIME] = _overlap(rows, split, names)
-    return told(split, found)
+    return told(split, found, values.get(GROUP))
 
 
-def told(split: SplitSpec, found: dict[str, int]) -> Leakage:
+def told(split: SplitSpec, found: dict[str, int], groups: Values | None = None) -> Leakage:
     """What was found, by check; equal content is logged."""
     if found.get(CONTENT):
         log.warning(
@@ -100,11 +120,11 @@ def told(split: SplitSpec, found: dict[str, int]) -> Leakage:
             " --split group:COLUMN:... keeps what belongs together on one side",
             found[CONTENT],
         )
-    return Leakage(split.kind, found)
+    return Leakage(split.kind, found, groups)
 
 
-def _on_two_sides(rows: DataFrame, columns: Mapping[str, str], names: Sequence[str]) -> dict[str, int]:
-    """For each check, the records whose value of its column occurs in more than one split; all in one pass."""
+def _on_two_sides(rows: DataFrame, columns: Mapping[str, str], names: Sequence[str]) -> dict[str, Values]:
+    """For each check, the values of its column; all in one pass."""
     from pyspark.sql import functions as f
 
     if not columns:
@@ -119,9 +139,19 @@ def _on_two_sides(rows: DataFrame, columns: Mapping[str, str], names: Sequence[s
     sides = values.groupBy("of", "value").agg(
         f.min("side").alias("low"), f.max("side").alias("high"), f.count(f.lit(1)).alias("n")
     )
-    counts = sides.where("low <> high").groupBy("of").agg(f.sum("n").alias("n")).collect()
-    by_number = {row["of"]: int(row["n"]) for row in counts}
-    return {check: by_number.get(number, 0) for number, check in enumerate(columns)}
+    # Of N records there are fewer than sqrt(2 N) different counts.
+    shared = f.count_if(f.col("low") < f.col("high")).alias("shared")
+    counted = sides.groupBy("of", "n").agg(f.count(f.lit(1)).alias("values"), shared, f.max("value").alias("one"))
+    by_number: dict[int, dict[int, Row]] = {number: {} for number in range(len(columns))}
+    for row in counted.collect():
+        by_number[row["of"]][row["n"]] = row
+    return {check: _values(by_number[number]) for number, check in enumerate(columns)}
+
+
+def _values(by_count: Mapping[int, Row]) -> Values:
+    shared = sum(n * row["shared"] for n, row in by_count.items())
+    largest = by_count[max(by_count)]["one"] if by_count else 0
+    return Values(shared, {n: by_count[n]["values"] for n in sorted(by_count)}, largest)
 
 
 def _overlap(rows: DataFrame, split: SplitSpec, names: Sequence[str]) -> int:

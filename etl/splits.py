@@ -138,6 +138,13 @@ def times_of(name: str, column: pa.Array) -> pa.Int64Array:
     raise DataError(**_unfit(name, str(kind), _TIMES))
 
 
+def span_of(kind: str, span: int) -> int:
+    """A span of seconds as times_of counts in a column of `kind` (Spark's notation), days rounded up; of a column of
+    whole numbers the span itself, in the column's unit.
+    """
+    return {"date": -(-span // 86_400), "timestamp": span * 1_000_000}.get(kind, span)
+
+
 def _no_nulls(name: str, column: pa.Array) -> pa.Array:
     if column.null_count:
         raise DataError(

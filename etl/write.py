@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from etl import columns as c
@@ -17,7 +19,7 @@ from etl.finish import Done, Job, compression_of, published, urls_of
 from etl.fit import fit_all
 from etl.image_rows import PACKED, PLACE
 from etl.late_images import AssignLate
-from etl.leakage import check_leakage, leak_key
+from etl.leakage import Values, check_leakage, leak_key
 from etl.output import check_columns, check_output, check_schema
 from etl.place import plan_shards, sizes_of, write_shards
 from etl.sampling import Sampling, balanced
@@ -25,7 +27,8 @@ from etl.session import bounded
 from etl.settle import settle
 from etl.shards import WriteShards
 from etl.spark_errors import SameIdError, translated
-from etl.splits import SplitSpec
+from etl.split_warnings import far_from_shares, percent
+from etl.splits import SplitSpec, span_of
 from etl.staging import Staging
 from etl.table import named_repeats, prepared
 from etl.tasks import mapped
@@ -43,6 +46,8 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 __all__ = ["Origin", "write_dataset"]
+
+log = logging.getLogger(__name__)
 
 MAX_SPLITS = 100
 COUNTED = ("stratified", "time")  # splits that follow from how many records there are
@@ -68,6 +73,7 @@ def write_dataset(
     clean: bool = False,
     petastorm: bool = False,
     bake: bool = False,
+    label_window: int | None = None,
     origin: Origin | None = None,
     late: Late | None = None,
 ) -> DatasetManifest:
@@ -89,7 +95,7 @@ def write_dataset(
         output=absolute(url), fmt=fmt, compression=compression, split=text, shard_bytes=shard_bytes,
         row_group_bytes=row_group_bytes, seed=seed,
         sample=sample, weights=weights, quarantine=quarantine, append_to=append_to, clean=clean,
-        petastorm=petastorm, bake=bake,
+        petastorm=petastorm, bake=bake, label_window=label_window,
     )  # fmt: skip
     spec = config.split_spec
     if late is not None:
@@ -100,11 +106,12 @@ def write_dataset(
     rows, schema = prepared(df, schema, id_columns, spec, label, picked)
     check_columns(config, schema, dict(rows.dtypes))
     full, above = check_schema(config, schema)
+    window = None if label_window is None else span_of(dict(df.dtypes).get(str(spec.column), ""), label_window)
     job = Job(config, full, tuple(id_columns), spec, origin or Origin(), above, late)
     spark = df.sparkSession
     try:
         with translated(spark, "writing the dataset"), bounded(spark):
-            return _written(rows, job, schema)
+            return _written(rows, job, schema, window)
     except SameIdError as error:
         if c.POSITION in df.columns:
             raise
@@ -124,7 +131,7 @@ def _check_late(config: WriteConfig, split: SplitSpec) -> None:
         )
 
 
-def _written(df: DataFrame, job: Job, unweighed: Schema) -> DatasetManifest:
+def _written(df: DataFrame, job: Job, unweighed: Schema, window: int | None) -> DatasetManifest:
     config, split, schema = job.config, job.split, job.schema
     late = job.late
     df = df.withColumn(c.LEAK, leak_key(df, split, schema, late=late is not None and late.images.content))
@@ -134,7 +141,7 @@ def _written(df: DataFrame, job: Job, unweighed: Schema) -> DatasetManifest:
     assign = Assign(schema, job.id_columns, split, config.seed, fmt, sample)
     if config.weights == "balanced":
         # An append has its parent's weights, as it has its fitted files: a class weighs the same in all of a chain.
-        counts = class_counts(df, unweighed, assign) if job.parent is None else job.parent.class_counts
+        counts = class_counts(df, unweighed, assign, window) if job.parent is None else job.parent.class_counts
         job = replace(job, class_counts=counts)
         assert schema.label is not None
         assign = replace(assign, weights=balanced(schema.label.name, counts))
@@ -148,12 +155,14 @@ def _written(df: DataFrame, job: Job, unweighed: Schema) -> DatasetManifest:
         rows = mapped(df.drop(late.images.field.name, PACKED, PLACE), thin, thin.ddl()).persist()
         full = mapped(df, whole, whole.ddl())
     try:
-        return published(job, lambda staging, stack: _built(staging, settle(rows, split), full, job, stack))
+        return published(job, lambda staging, stack: _built(staging, df, settle(rows, split, window), full, job, stack))
     finally:
         rows.unpersist()
 
 
-def _built(staging: Staging, rows: DataFrame, full: DataFrame | None, job: Job, stack: ExitStack) -> Done:
+def _built(
+    staging: Staging, df: DataFrame, rows: DataFrame, full: DataFrame | None, job: Job, stack: ExitStack
+) -> Done:
     from pyspark.sql import functions as f
 
     config, schema, origin, paths = job.config, job.schema, job.origin, DatasetPaths(staging.root)
@@ -188,11 +197,31 @@ def _built(staging: Staging, rows: DataFrame, full: DataFrame | None, job: Job, 
         origin = late.origin
         leakage = check_leakage(late.rows, job.split, schema, names)
     assert leakage is not None
+    _warn_of_groups(df, job.split, {name: split.records for name, split in splits.items()}, leakage.groups)
     done = Done(
         schema=schema, splits=splits, files=files, origin=origin, dropped=dropped, leakage=leakage, fitted=fitted
     )
     assert written == done.written, "rows were lost on their way to the shards"
     return done
+
+
+def _warn_of_groups(df: DataFrame, split: SplitSpec, records: Mapping[str, int], groups: Values | None) -> None:
+    """Log that whole groups gave other shares than were asked for; the largest group is named by a pass over `df`."""
+    from pyspark.sql import functions as f
+
+    line = far_from_shares(split, records)
+    if line is None or groups is None or split.column is None:
+        return
+    of_group = df.where(f.col(c.LEAK) == groups.largest)
+    name = of_group.agg(f.min(c.quoted(split.column)).alias("name")).collect()[0]["name"]
+    log.warning(
+        "split: %s; of %d groups the largest, `%s` = %s, has %s: leave it out, or split by a column of smaller groups",
+        line,
+        sum(groups.counts.values()),
+        split.column,
+        repr(name)[:100],
+        percent(Fraction(max(groups.counts), groups.records)),
+    )
 
 
 def _names(
@@ -207,7 +236,7 @@ def _names(
             "no record was left to write" if not sizes else f"split {missing[0]} would be empty",
             got=f"{read} records read, {left_out}; records in {', '.join(sizes) or 'no split'}",
             allowed=f"records in each of {', '.join(names) or 'the splits that are given'}",
-            next_step="Look at the input and the label; give more input or another --split.",
+            next_step="Look at the input, the label and its window; give more input or another --split.",
         )
     if len(names) > MAX_SPLITS:
         raise DataError(

@@ -11,7 +11,7 @@ from storage.manifest import DatasetManifest
 
 _WRITTEN = (
     "output", "fmt", "compression", "split", "shard_bytes", "row_group_bytes", "seed", "sample", "weights",
-    "quarantine", "append_to", "clean", "petastorm", "bake",
+    "quarantine", "append_to", "clean", "petastorm", "bake", "label_window",
 )  # fmt: skip
 
 
@@ -44,6 +44,13 @@ def add_write_flags(job: JobParser, split: str) -> Any:
     add("--bake", action="store_true", help=baked)
     add("--master", metavar="URL", help="Spark master (default: spark-submit's, else local[*])")
     return add
+
+
+def add_label_window(job: JobParser, default: str) -> None:
+    """The flag of the jobs whose records have a time; `default` says what it is where it is not given."""
+    told = "with --split time:...: leave out records whose label looks up to so many seconds ahead and so into the next"
+    told += " split (of a column of whole numbers: its own unit)"
+    job.add_argument("--label-window", type=int, metavar="SECONDS", help=f"{told} (default {default})")
 
 
 def write_values(args: Namespace) -> dict[str, Any]:

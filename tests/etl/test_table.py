@@ -103,12 +103,12 @@ def test_types_have_rules(spark: SparkSession) -> None:
         prepared(df, narrow, ["id"], SplitSpec.parse("1/1"))
 
 
-def split_rows(df: DataFrame, text: str) -> tuple[DataFrame, SplitSpec, Schema]:
+def split_rows(df: DataFrame, text: str, window: int | None = None) -> tuple[DataFrame, SplitSpec, Schema]:
     spec = SplitSpec.parse(text)
     rows, schema = prepared(df, None, ["id"], spec)
     assign = Assign(schema, ("id",), spec, 0, "parquet")
     placed = rows.withColumn(c.LEAK, leak_key(rows, spec, schema)).mapInArrow(assign, assign.ddl())
-    return settle(placed.persist(), spec), spec, schema
+    return settle(placed.persist(), spec, window), spec, schema
 
 
 def test_classes_and_times_are_cut_exactly_however_rows_lie(frame: DataFrame) -> None:
@@ -131,6 +131,22 @@ def test_classes_and_times_are_cut_exactly_however_rows_lie(frame: DataFrame) ->
     assert check_leakage(found, spec, schema, spec.names).to_json() == {
         "kind": "time", "checked": ["sample_id", "time"], "found": {"sample_id": 0, "time": 0},
     }  # fmt: skip
+
+
+def test_labels_that_look_into_the_next_split_are_left_out(frame: DataFrame) -> None:
+    """20 rows at each of 0, 3, 6 ... 87; the splits begin at 54 and 72."""
+    found, *_ = split_rows(frame.withColumn("at", frame["at"] * 3), "time:at:6/2/2", 3)
+    sides: dict[str, Counter[str]] = {}
+    for row in found.select("at", c.SPLIT, c.DROPPED).collect():
+        sides.setdefault(row[c.SPLIT] or row[c.DROPPED], Counter())[row["at"]] += 1
+    assert sides == {
+        "train": dict.fromkeys(range(0, 50, 3), 20),
+        "validation": dict.fromkeys(range(54, 67, 3), 20),
+        "test": dict.fromkeys(range(72, 90, 3), 20),
+        "censored_at_border": dict.fromkeys((51, 69), 20),  # 51 + 3 is the first time of the next split
+    }
+    found, *_ = split_rows(frame.withColumn("at", frame["at"] * 3), "time:at:6/2/2", 2)
+    assert found.where(f"{c.DROPPED} IS NOT NULL").count() == 0
 
 
 def test_leakage_is_found(frame: DataFrame) -> None:
