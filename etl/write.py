@@ -19,7 +19,7 @@ from etl.finish import Done, Job, compression_of, published, urls_of
 from etl.fit import fit_all
 from etl.image_rows import PACKED, PLACE
 from etl.late_images import AssignLate
-from etl.leakage import Values, check_leakage, leak_key
+from etl.leakage import GROUP, Values, check_leakage, leak_key
 from etl.output import check_columns, check_output, check_schema
 from etl.place import plan_shards, sizes_of, write_shards
 from etl.sampling import Sampling, balanced
@@ -173,7 +173,8 @@ def _built(
     names = _names(job.split, sizes, counted if origin.read is None else origin.read, origin.quarantined, dropped)
     kept = rows.where(f.col(c.DROPPED).isNull())
     # Of late images the features are known only when they are written.
-    leakage = check_leakage(kept, job.split, schema, names) if full is None else None
+    records = {name: sizes[name][0] for name in names}
+    leakage = check_leakage(kept, job.split, schema, records) if full is None else None
     if job.parent is not None:
         check_new_ids(kept, job.parent)
         fitted = job.parent.fitted()
@@ -195,9 +196,10 @@ def _built(
         splits, files = late.splits, late.files
         written -= late.origin.quarantined - origin.quarantined
         origin = late.origin
-        leakage = check_leakage(late.rows, job.split, schema, names)
+        records = {name: splits[name].records for name in names}
+        leakage = check_leakage(late.rows, job.split, schema, records)
     assert leakage is not None
-    _warn_of_groups(df, job.split, {name: split.records for name, split in splits.items()}, leakage.groups)
+    _warn_of_groups(df, job.split, records, leakage.values.get(GROUP))
     done = Done(
         schema=schema, splits=splits, files=files, origin=origin, dropped=dropped, leakage=leakage, fitted=fitted
     )

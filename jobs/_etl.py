@@ -6,6 +6,7 @@ from argparse import Namespace
 from typing import Any
 
 from etl.config import DEFAULT_SHARD_BYTES, WEIGHTS
+from etl.leakage import content_line
 from jobs._cli import JobParser
 from storage.manifest import DatasetManifest
 
@@ -70,10 +71,10 @@ def summary(manifest: DatasetManifest, output: str) -> str:
     splits = ", ".join(
         f"{name} {split.records} in {len(split.shards)} shards" for name, split in manifest.splits.items()
     )
-    shared = 0 if manifest.leakage is None else manifest.leakage["found"].get("content", 0)
+    leaks = None if manifest.leakage is None else content_line(manifest.leakage)
     return (
         f"{output}: {counts.read} read, {counts.written} written ({splits}),"
         f" {counts.quarantined} quarantined, dropped {dropped}\n"
-        + (f"leakage: {shared} records have the same features as one of another split\n" if shared else "")
+        + ("" if leaks is None else f"{leaks}\n")
         + f"digest {manifest.digest}"
     )
