@@ -52,7 +52,7 @@ class WriteConfig:
     seed: int = 0
     """Seed of the split and of the order of records."""
     sample: str | None = None
-    """See Sampling: the share of records of common classes to keep; None keeps all."""
+    """See Sampling: the share of records of common classes to keep for training; None keeps all."""
     weights: str = "none"
     """`balanced` adds a field `weight` with which all classes of the label weigh alike in training (1 for a class that
     training has not); `none` adds none."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from etl import columns as c
+from etl.sampling import SAMPLED_OUT
 from etl.splits import SplitSpec
 from storage.errors import DataError
 
@@ -32,7 +33,8 @@ Histogram = Callable[[tuple[int, int] | None, int], Mapping[int, int]]
 
 
 def settle(rows: DataFrame, split: SplitSpec, window: int | None = None) -> DataFrame:
-    """Rows of etl.assign with the name of each row's split in SPLIT; nothing changes where it stands there already.
+    """Rows of etl.assign with the name of each row's split in SPLIT; nothing changes where it is there already. Whole
+    rows that come as SAMPLED_OUT are counted for the splits, and dropped only in those that are trained on.
 
     In a split by time, rows whose label looks `window` ahead (in the column's unit) and so into the next split are
     dropped as CENSORED_AT_BORDER. Raises DataError for more than MAX_CLASSES classes.
@@ -100,7 +102,7 @@ def _by_time(rows: DataFrame, split: SplitSpec, window: int | None) -> DataFrame
     from pyspark.sql import functions as f
 
     time = f.col(c.SPLIT).cast("bigint")
-    times = rows.where(f.col(c.DROPPED).isNull()).select(time.alias("t"))
+    times = rows.where(f.col(c.SPLIT).isNotNull()).select(time.alias("t"))
     span = times.agg(f.min("t").alias("low"), f.max("t").alias("high"), f.count("t").alias("n")).collect()[0]
     if not span["n"]:
         return rows
@@ -116,12 +118,12 @@ def _by_time(rows: DataFrame, split: SplitSpec, window: int | None) -> DataFrame
         for end, first in reversed(list(zip(ends, nexts, strict=True))):
             since = span["high"] + 1 if first is None else first - window
             seen = f.when(time <= end, time >= f.lit(max(since, _LEAST))).otherwise(seen)
-        lost = f.when(f.col(c.DROPPED).isNull() & seen, CENSORED_AT_BORDER).otherwise(f.col(c.DROPPED))
+        lost = f.when(f.col(c.SPLIT).isNotNull() & seen, CENSORED_AT_BORDER).otherwise(f.col(c.DROPPED))
         rows = rows.withColumn(c.DROPPED, lost)
     named = f.lit(split.names[-1])
     for name, end in reversed(list(zip(split.names, ends, strict=False))):
         named = f.when(time <= end, name).otherwise(named)
-    return _renamed(rows, named)
+    return _renamed(rows, named, split)
 
 
 def _inner(total: int, weights: Sequence[int]) -> list[int]:
@@ -131,7 +133,7 @@ def _inner(total: int, weights: Sequence[int]) -> list[int]:
 def _stratified(rows: DataFrame, split: SplitSpec) -> DataFrame:
     from pyspark.sql import functions as f
 
-    kept = rows.where(f.col(c.DROPPED).isNull())
+    kept = rows.where(f.col(c.SPLIT).isNotNull())
     totals = {row[c.SPLIT]: row["count"] for row in kept.groupBy(c.SPLIT).count().limit(MAX_CLASSES + 1).collect()}
     if len(totals) > MAX_CLASSES:
         raise DataError(
@@ -181,12 +183,14 @@ def _cut_by_class(rows: DataFrame, split: SplitSpec, firsts: Mapping[str, Sequen
     named = f.lit(split.names[0])
     for name, first in zip(split.names[1:], names, strict=True):
         named = f.when(f.col(c.KEY) >= f.col(first), name).otherwise(named)
-    return _renamed(joined, named).select(*map(c.quoted, rows.columns))
+    return _renamed(joined, named, split).select(*map(c.quoted, rows.columns))
 
 
-def _renamed(rows: DataFrame, named: Column) -> DataFrame:
+def _renamed(rows: DataFrame, named: Column, split: SplitSpec) -> DataFrame:
     from pyspark.sql import functions as f
 
+    back = (f.col(c.DROPPED) == SAMPLED_OUT) & f.col(c.SPLIT).isNotNull() & ~named.isin(*split.trained)
+    rows = rows.withColumn(c.DROPPED, f.when(back, None).otherwise(f.col(c.DROPPED)))
     return rows.withColumn(c.SPLIT, f.when(f.col(c.DROPPED).isNull(), named))
 
 

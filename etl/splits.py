@@ -18,6 +18,7 @@ from storage.errors import ConfigError, DataError
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 KINDS = ("random", "group", "kfold", "stratified", "time", "given")
+COUNTED = ("stratified", "time")  # kinds that follow from how many records there are
 TIME_COLUMN = "time"
 MAX_FOLDS = 100
 MAX_SHOWN = 200
@@ -48,6 +49,16 @@ class SplitSpec:
     def given(self) -> bool:
         """Whether each record names its split."""
         return self.kind == "given"
+
+    @property
+    def counted(self) -> bool:
+        """Whether splits are settled only when all records have been counted (etl.settle)."""
+        return self.kind in COUNTED
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """The splits that training takes: `train`, or all folds."""
+        return self.names if self.kind == "kfold" else (TRAIN,)
 
     @property
     def text(self) -> str:

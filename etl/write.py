@@ -28,12 +28,13 @@ from etl.settle import settle
 from etl.shards import WriteShards
 from etl.spark_errors import SameIdError, translated
 from etl.split_warnings import far_from_shares, percent
-from etl.splits import SplitSpec, span_of
+from etl.splits import COUNTED, SplitSpec, span_of
 from etl.staging import Staging
 from etl.table import named_repeats, prepared
 from etl.tasks import mapped
 from etl.weighing import class_counts
 from etl.write_late import Late, write_late
+from features.sampled import Sampled
 from features.schema import Schema
 from storage.canonical import canonical_bytes
 from storage.errors import ConfigError, DataError
@@ -50,7 +51,6 @@ __all__ = ["Origin", "write_dataset"]
 log = logging.getLogger(__name__)
 
 MAX_SPLITS = 100
-COUNTED = ("stratified", "time")  # splits that follow from how many records there are
 
 
 def write_dataset(
@@ -107,7 +107,11 @@ def write_dataset(
     check_columns(config, schema, dict(rows.dtypes))
     full, above = check_schema(config, schema)
     window = None if label_window is None else span_of(dict(df.dtypes).get(str(spec.column), ""), label_window)
-    job = Job(config, full, tuple(id_columns), spec, origin or Origin(), above, late)
+    sampled = None
+    if sample is not None:
+        sampling = Sampling.parse(sample)
+        sampled = sampling.sampled(dict(rows.dtypes)[sampling.column], spec)
+    job = Job(config, full, tuple(id_columns), spec, origin or Origin(), above, late, sampled)
     spark = df.sparkSession
     try:
         with translated(spark, "writing the dataset"), bounded(spark):
@@ -122,7 +126,7 @@ def write_dataset(
 
 def _check_late(config: WriteConfig, split: SplitSpec) -> None:
     """Raise ConfigError where more than the sizes of splits follows from how many records there are."""
-    if config.weights != "none" or config.bake or split.kind in COUNTED:
+    if config.weights != "none" or config.bake or split.counted:
         raise ConfigError(
             "images cannot be made late for this dataset",
             got=f"weights {config.weights}, bake {config.bake}, split {split.text}",
@@ -173,6 +177,8 @@ def _built(
     names = _names(job.split, sizes, counted if origin.read is None else origin.read, origin.quarantined, dropped)
     kept = rows.where(f.col(c.DROPPED).isNull())
     # Of late images the features are known only when they are written.
+    if job.sampled is not None:
+        _check_sampled(job.sampled, names)
     records = {name: sizes[name][0] for name in names}
     leakage = check_leakage(kept, job.split, schema, records) if full is None else None
     if job.parent is not None:
@@ -205,6 +211,22 @@ def _built(
     )
     assert written == done.written, "rows were lost on their way to the shards"
     return done
+
+
+def _check_sampled(sampled: Sampled, names: Sequence[str]) -> None:
+    """Raise DataError where no split is sampled; log that folds are."""
+    if not set(sampled.splits) & set(names):
+        raise DataError(
+            "--sample leaves out records for training, and no split is there to train on",
+            got=f"splits {', '.join(names)}"[:500],
+            allowed=f"a split {sampled.splits[0]}",
+            next_step="Name that split train in the input, or leave --sample out.",
+        )
+    if set(sampled.splits) == set(names):
+        log.warning(
+            "sample: all folds are sampled, so a model is tested on a fold without those records too: correct its"
+            " predictions (features.sampled), or use --weights balanced in place of --sample"
+        )
 
 
 def _warn_of_groups(df: DataFrame, split: SplitSpec, records: Mapping[str, int], groups: Values | None) -> None:

@@ -35,7 +35,7 @@ def add_write_flags(job: JobParser, split: str) -> Any:
     add("--shard-bytes", type=int, default=DEFAULT_SHARD_BYTES, metavar="N", help="bytes of a shard (default 128 MiB)")
     add("--row-group-bytes", type=int, metavar="N", help="bytes of a Parquet row group (default 2 MiB; less for 64)")
     add("--seed", type=int, default=0, metavar="N", help="seed of split and order (default 0)")
-    sampled = "keep this share of a class, such as click=0:10%%; several with `,`"
+    sampled = "keep this share of a class for training (`train`, all folds), such as click=0:10%%; several with `,`"
     add("--sample", metavar="COLUMN=VALUE:SHARE", help=sampled)
     add("--weights", default="none", metavar="W", help=f"{' | '.join(WEIGHTS)}: a field `weight` by class of the label")
     add("--append-to", metavar="URL", help="the dataset that the new one continues")

@@ -16,6 +16,7 @@ from etl import columns as c
 from etl import tables
 from etl.assign import Assign
 from etl.leakage import by_chance, check_leakage, leak_key
+from etl.sampling import Sampling
 from etl.settle import settle
 from etl.spark_errors import to_wire, translated
 from etl.splits import SplitSpec
@@ -106,10 +107,12 @@ def test_types_have_rules(spark: SparkSession) -> None:
         prepared(df, narrow, ["id"], SplitSpec.parse("1/1"))
 
 
-def split_rows(df: DataFrame, text: str, window: int | None = None) -> tuple[DataFrame, SplitSpec, Schema]:
+def split_rows(
+    df: DataFrame, text: str, window: int | None = None, sample: str | None = None
+) -> tuple[DataFrame, SplitSpec, Schema]:
     spec = SplitSpec.parse(text)
     rows, schema = prepared(df, None, ["id"], spec)
-    assign = Assign(schema, ("id",), spec, 0, "parquet")
+    assign = Assign(schema, ("id",), spec, 0, "parquet", None if sample is None else Sampling.parse(sample))
     placed = rows.withColumn(c.LEAK, leak_key(rows, spec, schema)).mapInArrow(assign, assign.ddl())
     return settle(placed.persist(), spec, window), spec, schema
 
@@ -159,6 +162,22 @@ def test_labels_that_look_into_the_next_split_are_left_out(frame: DataFrame) -> 
     }
     found, *_ = split_rows(frame.withColumn("at", frame["at"] * 3), "time:at:6/2/2", 2)
     assert found.where(f"{c.DROPPED} IS NOT NULL").count() == 0
+
+
+@pytest.mark.parametrize("text", ["time:at:81/19", "stratified:kind:7/2/1"])
+def test_sampling_moves_no_border_and_thins_training_alone(frame: DataFrame, text: str) -> None:
+    whole, thinned = (split_rows(frame, text, sample=sample)[0] for sample in (None, "click=false:10%"))
+    columns = ("id", "click", c.SPLIT, c.DROPPED)
+    before = {row["id"]: row for row in whole.select(*columns).collect()}
+    after = {row["id"]: row for row in thinned.select(*columns).collect()}
+    assert set(after) == set(before)
+    lost = {id for id, row in after.items() if row[c.DROPPED] == "sampled_out"}
+    assert {before[id][c.SPLIT] for id in lost} == {"train"} and not any(before[id]["click"] for id in lost)
+    assert len(lost) > 300
+    assert {id: row for id, row in after.items() if id not in lost} == {
+        id: row for id, row in before.items() if id not in lost
+    }
+    assert all(after[id][c.SPLIT] is None for id in lost)
 
 
 def test_leakage_is_found(frame: DataFrame) -> None:
@@ -232,7 +251,10 @@ def test_a_table_of_the_catalog(spark: SparkSession, frame: DataFrame, tmp_path:
     # Without the id, rows n and n + 300 are equal; both are often kept, in different folds.
     assert manifest.leakage is not None and manifest.leakage["found"]["content"] > 20
     assert manifest.leakage["by_chance"]["content"] > 20 and manifest.leakage["distinct"]["content"] < len(every)
-    assert manifest.created_by["config"]["table"] == "clicks" and not verify(str(tmp_path / "out"))
+    config = manifest.created_by["config"]
+    folds = ["fold-0", "fold-1", "fold-2"]
+    assert config["sampled"] == {"column": "click", "shares": {"false": "1/2"}, "splits": folds}
+    assert config["table"] == "clicks" and not verify(str(tmp_path / "out"))
 
 
 def test_appends(spark: SparkSession, frame: DataFrame, tmp_path: Path) -> None:
@@ -290,6 +312,9 @@ def test_any_data_frame_and_what_cannot_be_one(spark: SparkSession, frame: DataF
     nulls = spark.sql("SELECT id, 1L AS x FROM VALUES (NULL), (NULL), (2L) AS t(id)")
     with pytest.raises(DataError, match="id column `id` is null"):  # and not that two rows have the id null
         etl.write_dataset(nulls, url, id_columns=["id"], split="1/1")
+    parts = frame.selectExpr("*", "IF(id < 300, 'early', 'late') AS _split")
+    with pytest.raises(DataError, match="no split is there to train on"):
+        etl.write_dataset(parts, url, id_columns=["id"], split="given", sample="click=0:10%")
     for query, kind in (
         ("SELECT * FROM nowhere", NotFoundError),
         ("DROP TABLE rows", ConfigError),  # only a query can stand where it is put
