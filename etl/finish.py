@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from etl.clean import clean as clean_beside
 from etl.config import NOT_KEPT, WriteConfig
 from etl.leakage import Leakage
 from etl.petastorm_metadata import write_petastorm_metadata
+from etl.split_warnings import label_lines
 from etl.splits import SplitSpec
 from etl.staging import Staging, publish_beside
 from etl.write_late import Late
@@ -21,6 +23,8 @@ from features.sampled import Sampled
 from features.schema import Schema
 from storage.layout import DatasetPaths
 from storage.manifest import Counts, DatasetManifest, FileInfo, SplitInfo
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,9 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Done:
-    """What was written: shards and indexes at their places, and what the manifest says of them."""
+    """What was written: shards and indexes at their places, and what the manifest says of them; `classes` are those of
+    etl.place.Sizes.
+    """
 
     schema: Schema
     splits: dict[str, SplitInfo]
@@ -49,6 +55,7 @@ class Done:
     dropped: Mapping[str, int]
     leakage: Leakage
     fitted: Mapping[str, bytes]
+    classes: Mapping[str, Mapping[str, int]]
 
     @property
     def written(self) -> int:
@@ -84,6 +91,9 @@ def _finished(staging: Staging, job: Job, apart: Staging | None, done: Done) -> 
         place_quarantine(apart, apart.root, origin, urls_of(origin))
     elif origin.quarantine is not None and config.quarantine != NOT_KEPT:
         files |= place_quarantine(staging, DatasetPaths(staging.root).quarantine, origin, urls_of(origin))
+    if job.schema.label is not None:
+        for line in label_lines(job.schema.label.name, done.classes, sampled=job.sampled is not None):
+            log.warning("%s", line)
     assert read == counted, f"{read} records read, but {counted} accounted for"
     return DatasetManifest.build(
         format=config.fmt,
