@@ -32,6 +32,11 @@ _FIXED_BYTES = {"int64": 8, "float32": 4, "float64": 8, "uint64": 16, "bool": 1}
 _LENGTH_BYTES = 4
 
 
+def nested_list(kind: str) -> bool:
+    """Whether a type in Spark's notation is a list of lists."""
+    return kind.startswith("array<array<")
+
+
 def ddl_type(field: Field) -> str:
     """The field's type in Spark's notation."""
     if field.is_tensor:

@@ -84,7 +84,8 @@ def test_types_have_rules(spark: SparkSession) -> None:
     }  # fmt: skip
     for kind, way in (
         ("decimal(10,2)", "CAST(z AS STRING)"), ("timestamp", "unix_micros(z)"), ("date", "unix_date(z)"),
-        ("struct<a:int>", "z.part"), ("map<string,int>", "map_values"), ("array<array<int>>", "those types"),
+        ("struct<a:int>", "z.part"), ("map<string,int>", "map_values"), ("array<array<int>>", "flatten(z)"),
+        ("array<struct<a:int>>", "transform(z"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match="column `z` cannot be used") as caught:
             infer_schema(spark.createDataFrame([], f"id bigint, z {kind}"))
@@ -103,6 +104,11 @@ def test_types_have_rules(spark: SparkSession) -> None:
             prepared(df, None, ids, SplitSpec.parse(spec))
         assert (caught.value.got, caught.value.allowed) == ("no such column", "one of id, s")
         assert flag in caught.value.next_step
+    lists = spark.createDataFrame([], "id bigint, s array<array<bigint>>")
+    declared = Schema((sample_id_field(), Field(name="s", dtype="int64", shape=(None,))))
+    with pytest.raises(ConfigError, match="column `s` cannot be used") as caught:
+        prepared(lists, declared, ["id"], SplitSpec.parse("1/1"))
+    assert "flatten(s)" in caught.value.next_step and "CAST" not in caught.value.next_step
     narrow = Schema((sample_id_field(), Field(name="id", dtype="float32", nullable=True)))
     with pytest.raises(ConfigError, match="column `id` cannot be used"):
         prepared(df, narrow, ["id"], SplitSpec.parse("1/1"))
