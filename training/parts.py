@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from features.schema import Schema
 from storage.canonical import canonical_bytes, sha256_hex
@@ -46,6 +47,7 @@ def open_mixture(urls: str | Sequence[str], split: str) -> tuple[tuple[Part, ...
         raise _unfit(", ".join(urls), "a dataset twice", "each dataset once", "Name each dataset once.")
     values = {field.name: getattr(first, field.name) for field in fields(DatasetManifest)}
     values["digest"] = sha256_hex(canonical_bytes([manifest.digest for manifest in manifests]))
+    values["created_by"] = _created_by(manifests)
     return tuple(part for parts, _ in opened for part in parts), MixedManifest(**values, mixed=manifests)
 
 
@@ -84,7 +86,7 @@ def open_parts(urls: str | Sequence[str], split: str) -> tuple[tuple[Part, ...],
     shards = tuple(shard for part in parts for shard in part.manifest.splits[part.split].shards)
     digest = first.digest if len(urls) == 1 else sha256_hex(canonical_bytes([found.digest for found in manifests]))
     splits = {**first.splits, split: SplitInfo(sizes.pop(), shards)}
-    return parts, replace(first, splits=splits, digest=digest)
+    return parts, replace(first, splits=splits, digest=digest, created_by=_created_by(manifests))
 
 
 def split_of(manifest: DatasetManifest, split: str) -> SplitInfo:
@@ -168,6 +170,14 @@ def _fitted_differences(found: DatasetManifest, wanted: DatasetManifest) -> str:
     return "; ".join(
         [*told, *(f"{path} of other content" for path in mine if mine[path] != other.get(path, mine[path]))]
     )
+
+
+def _created_by(manifests: Sequence[DatasetManifest]) -> dict[str, Any]:
+    """The first one's, without what was sampled where others were sampled otherwise: then no share holds for all."""
+    first = dict(manifests[0].created_by)
+    if any(other.created_by["config"].get("sampled") != first["config"].get("sampled") for other in manifests):
+        first["config"] = {key: value for key, value in first["config"].items() if key != "sampled"}
+    return first
 
 
 def _unfit(where: str, got: str, allowed: str, way: str = "") -> ConfigError:
