@@ -300,6 +300,7 @@ def test_wrong_input_publishes_nothing(spark: SparkSession, small_log: Path, tmp
         (config(small_log, output, label="1 DIV (time - time) > 0"), Exception, "DIVIDE_BY_ZERO"),
         (config(small_log, tmp_path / "there"), ExistsError, "exists already"),
         (config(small_log, output, split="group:host:80/20"), ConfigError, "names the column `host`"),
+        (config(small_log, output, max_bad="0.09%"), DataError, "4 of 4000 records are bad"),
     ]
     for told, kind, text in cases:
         with pytest.raises(kind) as caught:
