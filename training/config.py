@@ -130,6 +130,8 @@ class TrainConfig:
     """A rank that is not heard for so long, once it has opened the dataset, is lost; None is 10."""
     max_restarts: int = 3
     """Restarts in a row without a new checkpoint before the run gives up."""
+    max_restarts_per_hour: int = 20
+    """Restarts within an hour, whatever checkpoints they bring: what fails every three minutes only creeps."""
     spare: bool = False
     """Whether each supervisor keeps a process that has imported TensorFlow for the next restart."""
 
@@ -142,6 +144,7 @@ class TrainConfig:
         self._check("keep_every", self.keep_every is None or self.keep_every >= 1, "steps from 1 up")
         self._check("keep_best", self.keep_best is None or BEST.fullmatch(self.keep_best) is not None, BEST_ALLOWED)
         self._check("max_restarts", self.max_restarts >= 0, "an integer from 0 up")
+        self._check("max_restarts_per_hour", self.max_restarts_per_hour >= 0, "an integer from 0 up")
         self._check("seed", 0 <= self.seed < 2**63, "an integer from 0 to 2^63 - 1")
         try:
             every = CheckpointEvery.parse(self.checkpoint_every)

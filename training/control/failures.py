@@ -107,6 +107,10 @@ class LauncherGoneError(LauncherError):
     """Nothing is left that could hold ranks: to launch again in this process is of no use."""
 
 
+class MemoryKillError(LauncherError):
+    """An executor was killed, and its ranks with it, for the memory that it held."""
+
+
 class RankFailedError(TrainingFailedError):
     """A rank ended without its result; the text names rank, host, step, phase and ends with its last log lines."""
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from storage.errors import ConfigError
+from training.launch.executors import ranks_of_executor
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -55,7 +56,7 @@ def check_slots(
         if (error := ended()) is not None:
             raise error
         asked = settings.get("spark.executor.instances")
-        each = int(settings.get("spark.executor.cores", "1") or 1) // int(settings.get("spark.task.cpus", "1") or 1)
+        each = ranks_of_executor(settings)
         gpus, per_task = (float(settings.get(f"spark.{of}.resource.gpu.amount", "0")) for of in ("executor", "task"))
         each = min(each, int(gpus / per_task)) if per_task else each
         hopeless = asked is not None and int(asked) * each < num_ranks
