@@ -20,7 +20,7 @@ from training.claims import CheckpointRef, Claim, SupersededError, epochs_asked,
 from training.commit import CommitHandler
 from training.config import TrainConfig
 from training.control.carry import is_final
-from training.control.failures import LauncherGoneError, MemoryKillError
+from training.control.failures import LauncherGoneError, MemoryKillError, RankFailedError
 from training.handler import RunHandler
 from training.launch.executors import ExecutorMemory
 from training.launch.launches import Launches
@@ -148,6 +148,8 @@ class _Driver:
             except LockstepError as error:
                 commits.close(COMMIT_WAIT_S)
                 if is_final(error) or isinstance(error, SupersededError | LauncherGoneError):
+                    raise
+                if isinstance(error, RankFailedError) and error.alike:
                     raise
                 if isinstance(error, MemoryKillError):
                     if killed_before:

@@ -272,6 +272,13 @@ def train_never(context: RankContext) -> dict[str, Any]:
     return _train(context, always)
 
 
+def train_breaks_at_once(context: RankContext) -> dict[str, Any]:
+    """Raises before the first step, as a user's model does; rank 1 later than rank 0, which waits for it."""
+    context.control.beat(0, "build the model")
+    time.sleep(0.5 * context.world.rank)
+    raise RuntimeError("a layer does not fit")
+
+
 def train_slowly(context: RankContext) -> dict[str, Any]:
     """`train` with 50 ms a step."""
     return _train(context, lambda step: time.sleep(0.05))

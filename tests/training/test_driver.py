@@ -153,6 +153,13 @@ def test_gives_up_without_progress(config: TrainConfig) -> None:
     assert len(read_claims(filesystem(config.run), RunPaths(config.run))) == 2
 
 
+def test_what_every_rank_raises_before_its_first_step_is_not_started_again(config: TrainConfig) -> None:
+    with pytest.raises(RankFailedError, match="a layer does not fit") as caught:
+        go(config, "train_breaks_at_once")
+    assert "every rank raised this before its first step" in caught.value.next_step
+    assert len(read_claims(filesystem(config.run), RunPaths(config.run))) == 1
+
+
 def test_final_errors_are_not_retried(config: TrainConfig) -> None:
     with pytest.raises(ConfigError, match="no such model"):
         go(config, "one_refuses")

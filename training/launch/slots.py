@@ -17,11 +17,11 @@ LOOK_EVERY_S = 1.0
 
 
 def classic_context(spark: SparkSession) -> SparkContext:
-    """The session's SparkContext; raises ConfigError for Spark Connect, which has no barrier mode."""
+    """The session's SparkContext; raises ConfigError for Spark Connect, whose client has none."""
     if type(spark).__module__.startswith("pyspark.sql.connect"):
         raise ConfigError(
-            "Spark Connect has no barrier mode",
-            got="a Spark Connect session",
+            "ranks cannot be started over Spark Connect",
+            got="a Spark Connect session: no SparkContext, and no way from executors to this process' control server",
             allowed="a classic session (local, YARN, Kubernetes, standalone)",
             next_step="Start the job by spark-submit or with --master, without a remote URL; or use --launcher local.",
         )
