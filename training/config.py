@@ -85,7 +85,7 @@ class TrainConfig:
     mean_time_between_failures_s: float = MEAN_TIME_BETWEEN_FAILURES_S
     """What `auto` reckons with: of all ranks together."""
     keep_checkpoints: int = 3
-    """The newest checkpoints of the chain, which stay; others are moved to the trash but for the next two."""
+    """The newest checkpoints of the chain, which stay; others go at the next checkpoint but for the next two rules."""
     keep_every: int | None = None
     """One checkpoint for so many steps stays too: the first at or after each multiple."""
     keep_best: str | None = None

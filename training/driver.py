@@ -15,7 +15,7 @@ from storage.fs import FileSystem, absolute, filesystem
 from storage.progress import Progress
 from storage.publish import write_file
 from storage.sealed import seal
-from training.chain import find_tip
+from training.chain import checkpoints, find_tip
 from training.claims import CheckpointRef, Claim, SupersededError, epochs_asked, read_claims
 from training.commit import CommitHandler
 from training.config import TrainConfig
@@ -34,7 +34,7 @@ from training.paths import RunPaths
 from training.planning import plan_for
 from training.precheck import finished_result, open_dataset
 from training.rank_task import PRELOAD, limits_of, task_of
-from training.retention import drop_stagings, take_over
+from training.retention import drop_stagings, empty_trash, take_over
 from training.run_json import check_run, open_run
 from training.run_result import RunResult
 from training.standing import Standing
@@ -121,8 +121,9 @@ class _Driver:
         failures = 0  # in a row, without a new checkpoint between
         recent: deque[float] = deque()  # when generations failed within the last hour
         killed_before = False
+        void: int | None = None  # a claim of this driver whose parent is gone
         while True:
-            tip = find_tip(self._fs, self._paths)
+            tip = find_tip(self._fs, self._paths, void)
             began = tip.ref if tip else None
             if began is not None and not failures:
                 # What was asked for after that checkpoint, without a step of its own, no step has followed.
@@ -131,6 +132,11 @@ class _Driver:
             claim = self._standing.claim(began, epochs=self._config.epochs, num_ranks=self._config.num_ranks)
             if claim is None:
                 continue  # an overtaken driver claimed in the meantime: its last commit may be a newer tip
+            if began is not None and began not in checkpoints(self._fs, self._paths):
+                # An older driver went on between the look-up and the claim, until its retention deleted that one.
+                void = claim.generation
+                continue
+            void = None
             # What an older driver that was stopped has prepared is taken away before it can wake and publish it, and
             # what it has published until now is then put in order.
             self._standing.sweep()
@@ -195,6 +201,7 @@ class _Driver:
             keep=self._config.keep,
             deadline_s=self._config.stall_limit_s,
             before_rename=self._hooks.before_rename,
+            confirm=self._standing.confirm,
         )
 
     def _finish(self, claim: Claim, tip: CheckpointRef | None, first: dict[str, Any]) -> RunResult:
@@ -217,6 +224,7 @@ class _Driver:
         )
         write_file(self._fs, self._paths.result(generation), seal(result.to_json()), confirm=self._standing.confirm)
         drop_stagings(self._fs, self._paths, generation + 1)
+        empty_trash(self._fs, self._paths, generation, self._standing.confirm)
         return result
 
     def _too_small(self, error: MemoryKillError, tip: CheckpointRef | None) -> ConfigError:
