@@ -151,6 +151,10 @@ class _Driver:
                     results = self._launches.run(self._task(claim), claim.generation, handler)
                 self._progress.set(int(results[0]["steps"]))
                 return self._finish(claim, commits.tip, results[0])
+            except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM, a closed terminal
+                commits.close(COMMIT_WAIT_S)
+                self._tell_saved(commits.tip)
+                raise
             except LockstepError as error:
                 commits.close(COMMIT_WAIT_S)
                 if is_final(error) or isinstance(error, SupersededError | LauncherGoneError):
@@ -183,6 +187,12 @@ class _Driver:
                 file=sys.stderr,
                 flush=True,
             )
+
+    def _tell_saved(self, tip: CheckpointRef | None) -> None:
+        steps = self._plan.steps(self._config.epochs)
+        saved = f"the newest checkpoint is {tip}, step {tip.step} of {steps}" if tip else "there is no checkpoint yet"
+        then = "resumes from there" if tip else "starts from the beginning"
+        print(f"{self._paths.root}: {saved}; the same command {then}", file=sys.stderr, flush=True)
 
     def _task(self, claim: Claim) -> RankTask:
         hooks, source = self._hooks, self._config.init_from

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,8 +102,11 @@ def test_web_log_on_hdfs_through_a_killed_rank(on_hdfs: Cluster, tmp_path: Path)
     assert len(victims) == 2, [process.cmdline() for process in victims]
     sizes = shared_bytes(victims[1])  # of all ranks together, and of a group of them; some MiB are in use
     assert len(sizes) == 2 and max(sizes) < 200 << 20, sizes
+    scratch = [Path(tempfile.gettempdir(), f"lockstep-rank-{one.environ()['LOCKSTEP_PROCESS']}") for one in victims]
+    assert all(list(folder.glob("__autograph_generated_file*.py")) for folder in scratch)
     os.kill(victims[1].pid, signal.SIGKILL)
     told = ended(training)
+    assert not any(folder.exists() for folder in scratch)
 
     result = find_result(fs, paths)
     assert result is not None, told

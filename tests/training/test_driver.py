@@ -333,27 +333,37 @@ def _state(config: TrainConfig) -> object:
     return tip.ref, tip_weights(config).tolist(), kept, trash, find_result(fs, paths), find_model(fs, paths)
 
 
-def test_two_drivers_do_not_work_on_one_run(config: TrainConfig) -> None:
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
+def test_two_drivers_do_not_work_on_one_run_and_an_interrupted_one_says_what_it_saved(
+    config: TrainConfig, tmp_path: Path, by: signal.Signals
+) -> None:
     code = (
         "import json, sys; sys.path.insert(0, sys.argv[2])\n"
+        "from jobs._cli import run_job\n"
         "from training.config import TrainConfig\n"
         "from training.driver import Hooks, train\n"
         "from training.launch.local import run_local\n"
         "hooks = Hooks(entry='_ranks:train_at_a_crawl')\n"
-        "train(TrainConfig.from_json(json.loads(sys.argv[1])), run_local, hooks=hooks)\n"
+        "run_job(lambda _: bool(train(TrainConfig.from_json(json.loads(sys.argv[1])), run_local, hooks=hooks)))\n"
     )
     slow = dataclasses.replace(config, epochs=4)
-    first = subprocess.Popen([sys.executable, "-c", code, json.dumps(slow.to_json()), HERE], stderr=subprocess.DEVNULL)
+    with (tmp_path / "told").open("wb") as told:
+        first = subprocess.Popen([sys.executable, "-c", code, json.dumps(slow.to_json()), HERE], stderr=told)
     try:
         lease = Path(config.run, "lease.json")
         until(lambda: lease.exists() and len(living_ranks(first.pid)) == 2)
-        with pytest.raises(ConfigError, match="another driver is at work"):
-            go(slow)
+        if by is signal.SIGTERM:
+            with pytest.raises(ConfigError, match="another driver is at work"):
+                go(slow)
+        until(lambda: find_tip(filesystem(config.run), RunPaths(config.run)))
         # The end of the first driver: its ranks go with it, and its lease is closed.
         pids = living_ranks(first.pid)
         assert len(pids) == 2
-        first.send_signal(signal.SIGTERM)
-        assert first.wait(240) == 143
+        first.send_signal(by)
+        assert first.wait(240) == 128 + by
+        lines = (tmp_path / "told").read_text().splitlines()
+        saved = "the newest checkpoint is step-0000000005.g0001, step 5 of 50; the same command resumes from there"
+        assert f"{config.run}: {saved}" in lines, lines
         assert not [pid for pid in pids if lives(pid)]
         assert json.loads(lease.read_text())["closed"] is True
     finally:
