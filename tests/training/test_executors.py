@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from storage.errors import ConfigError
+from storage.fs import filesystem
+from storage.progress import Progress
+from training.claims import claim_next
+from training.commit import CommitHandler
+from training.handler import RunHandler
+from training.keep import Keep
 from training.launch.executors import RANK_MIB, ExecutorMemory, container_of, killed_for_memory
+from training.paths import RunPaths
 
 
 @pytest.mark.parametrize(
@@ -83,3 +92,18 @@ def test_too_little_is_refused_and_a_little_is_warned_of_with_a_flag_that_is_eno
 )
 def test_a_kill_for_memory_is_told_from_other_losses(reason: str, memory: bool) -> None:
     assert killed_for_memory(reason) is memory
+
+
+def test_the_driver_judges_the_size_that_rank_0_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fs, paths = filesystem(str(tmp_path)), RunPaths(str(tmp_path))
+    claim = claim_next(fs, paths, None, epochs=1, num_ranks=1)
+    commits = CommitHandler(fs, paths, claim, {}, keep=Keep(1), deadline_s=1.0)
+    with Progress("training", 1, "steps") as progress:
+        enforced = RunHandler(paths, claim, None, commits, progress, memory=ExecutorMemory(2304, 1024, 1280, 1))
+        assert enforced(0, "memory", {"rank_mib": RANK_MIB}) == {}
+        assert "warning" not in capsys.readouterr().err
+        assert enforced(0, "memory", {"rank_mib": RANK_MIB + 100}) == {}
+        assert "warning: an executor's container of 2304 MiB has little room" in capsys.readouterr().err
+        with pytest.raises(ConfigError, match="cannot fit"):
+            enforced(0, "memory", {"rank_mib": 4000})
+        assert RunHandler(paths, claim, None, commits, progress)(0, "memory", {"rank_mib": 4000}) == {}
