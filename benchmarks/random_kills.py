@@ -103,6 +103,7 @@ def command(data: str, run: str, ranks: int, *, canonical: bool, take_over: bool
         "--seed": 7,
         "--launcher": "local",
         "--max-restarts": 20,
+        "--max-restarts-per-hour": 1000,
     }
     more = [*(["--canonical"] if canonical else []), *(["--take-over"] if take_over else [])]
     return [sys.executable, "-m", "jobs.train", *(str(x) for pair in flags.items() for x in pair), "--audit", *more]

@@ -190,6 +190,7 @@ def main() -> None:
                         epochs=EPOCHS,
                         checkpoint_every=5,
                         max_restarts=100,
+                        max_restarts_per_hour=1000,
                         launcher=name,
                         spare=spare,
                     )

@@ -22,6 +22,7 @@ from training.evaluate import evaluate as evaluate_run
 from training.launch.barrier import OnSpark
 from training.launch.local import run_local
 from training.launch.session import Launch
+from training.models import check_name
 from training.precheck import check as check_training
 from training.report import write_report
 from training.run_result import RunResult
@@ -131,7 +132,8 @@ class Pipeline:
 
     def check(self) -> None:
         """What can be checked before Spark starts. Raises ConfigError."""
-        _train.config_of(self.train_args)
+        config = _train.config_of(self.train_args)
+        check_name(config.model, here=config.launcher == "local")
         self.check_etl()
 
     def run(self, spark: SparkSession) -> Outcome:

@@ -128,7 +128,7 @@ def hadoop_settings_of(spark: SparkSession) -> dict[str, str]:
         raise LockstepError(
             "this session has no JVM",
             got="Spark Connect",
-            allowed="a classic session: Spark Connect has no barrier mode",
+            allowed="a classic session: over Spark Connect there is no SparkContext",
             next_step="Start the job with spark-submit or --master.",
         )
     entries = context.hadoopConfiguration().iterator()

@@ -229,6 +229,13 @@ def parser(description: str, job_name: str = "train", without: Collection[str] =
         help="failures in a row without a new checkpoint (default 3)",
     )
     add(
+        "--max-restarts-per-hour",
+        type=int,
+        default=20,
+        metavar="N",
+        help="failures within an hour, new checkpoints or not (default 20)",
+    )
+    add(
         "--spare",
         action="store_true",
         help="restart faster: beside each rank a process that has imported TensorFlow waits (300 MB)",

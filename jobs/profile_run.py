@@ -30,7 +30,7 @@ from training.profile_table import table
 NOT_OF_A_STEP = (
     "--run", "--epochs", "--verify", "--learning-rate-scaling", "--base-batch", "--warm-up-epochs", "--init-from",
     "--checkpoint-every", "--mean-time-between-failures", "--keep-checkpoints", "--keep-every", "--keep-best",
-    "--compare-every", "--audit", "--take-over", "--max-restarts", "--spare",
+    "--compare-every", "--audit", "--take-over", "--max-restarts", "--max-restarts-per-hour", "--spare",
 )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.guard import start_guard
 from tests.spark.archive import use_settings
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByGroup:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # of xdist's workers, whose controller has one
+        start_guard()
     folder = os.environ.get(SHARED_DATA)
     if folder and not Path(folder).is_dir():
         raise pytest.UsageError(

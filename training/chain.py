@@ -58,13 +58,17 @@ def checkpoints(fs: FileSystem, paths: RunPaths) -> dict[CheckpointRef, str]:
     return found | _checkpoints_in(fs, paths.checkpoints)
 
 
-def chain_of(fs: FileSystem, paths: RunPaths) -> tuple[list[CheckpointRef], dict[CheckpointRef, str]]:
+def chain_of(
+    fs: FileSystem, paths: RunPaths, before: int | None = None
+) -> tuple[list[CheckpointRef], dict[CheckpointRef, str]]:
     """The chain, newest first, and the URLs of all checkpoints; nothing of these is read.
 
-    Raises DataError where a claim is gone, and where all checkpoints of a run are that had some.
+    `before`: as if this generation and later ones had not been claimed. Raises DataError where a claim is gone, and
+    where all checkpoints of a run are that had some.
     """
     urls, claims = checkpoints(fs, paths), read_claims(fs, paths)
     _check_claims(paths, claims, urls)
+    claims = {generation: claim for generation, claim in claims.items() if before is None or generation < before}
     chain = lineage(claims, urls)
     newest = max(claims, default=None)
     if not chain and newest is not None and (claims[newest].parent or fs.exists(paths.result(newest))):
@@ -72,13 +76,13 @@ def chain_of(fs: FileSystem, paths: RunPaths) -> tuple[list[CheckpointRef], dict
     return chain, urls
 
 
-def find_tip(fs: FileSystem, paths: RunPaths) -> Checkpoint | None:
-    """The newest whole checkpoint of the chain, None before the first one.
+def find_tip(fs: FileSystem, paths: RunPaths, before: int | None = None) -> Checkpoint | None:
+    """The newest whole checkpoint of the chain, None before the first one; `before` as in `chain_of`.
 
     A torn or changed checkpoint is refused aloud and its parent used. Raises DataError when none of several is whole,
     and what `chain_of` does: to begin anew in silence would mix two trainings in one run.
     """
-    chain, urls = chain_of(fs, paths)
+    chain, urls = chain_of(fs, paths, before)
     for ref in chain:
         try:
             return Checkpoint(ref, urls[ref], read_checkpoint(fs, urls[ref], ref))

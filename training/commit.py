@@ -16,7 +16,7 @@ from storage.sealed import seal, unseal
 from training.claims import CheckpointRef, Claim, check_newest
 from training.keep import Keep, check_metric
 from training.paths import RunPaths, staged_checkpoint, staged_model
-from training.retention import MetricValues, retire
+from training.retention import MetricValues, empty_trash, retire
 from training.shares import merge
 
 log = logging.getLogger(__name__)
@@ -42,12 +42,15 @@ class CommitHandler:
         keep: Keep,
         deadline_s: float,
         before_rename: Callable[[], None] = _nothing,
+        confirm: Callable[[], None] | None = None,
     ) -> None:
+        """`confirm` raises SupersededError where this driver must delete nothing more; None: by the claims alone."""
         self.tip = claim.parent
         self._fs, self._paths, self._claim, self._plan = fs, paths, claim, plan
         self._staging = paths.staging(claim.generation, claim.nonce)
         self._keep, self._deadline_s, self._before_rename = keep, deadline_s, before_rename
         self._values = MetricValues(keep)
+        self._confirm = confirm or (lambda: check_newest(fs, paths, claim.generation))
         self._reports: dict[int, dict[int, dict[str, Any]]] = {}
         self._failed: LockstepError | None = None
         self._busy = False
@@ -153,6 +156,8 @@ class CommitHandler:
         state = manifest["state"]
         if not state.get("in_epoch", True):
             check_metric(self._keep.best, state["metrics"])
+        # What the commits before this one have moved there: whoever reads a checkpoint has an interval to end.
+        empty_trash(self._fs, self._paths, generation, self._confirm)
         retire(self._fs, self._paths, generation, self._keep, self._values)
 
     def _publish(self, staged: str, target: str, manifest: dict[str, Any]) -> None:

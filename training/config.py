@@ -86,7 +86,7 @@ class TrainConfig:
     mean_time_between_failures_s: float = MEAN_TIME_BETWEEN_FAILURES_S
     """What `auto` reckons with: of all ranks together."""
     keep_checkpoints: int = 3
-    """The newest checkpoints of the chain, which stay; others are moved to the trash but for the next two."""
+    """The newest checkpoints of the chain, which stay; others go at the next checkpoint but for the next two rules."""
     keep_every: int | None = None
     """One checkpoint for so many steps stays too: the first at or after each multiple."""
     keep_best: str | None = None
@@ -131,6 +131,8 @@ class TrainConfig:
     """A rank that is not heard for so long, once it has opened the dataset, is lost; None is 10."""
     max_restarts: int = 3
     """Restarts in a row without a new checkpoint before the run gives up."""
+    max_restarts_per_hour: int = 20
+    """Restarts within an hour, whatever checkpoints they bring: what fails every three minutes only creeps."""
     spare: bool = False
     """Whether each supervisor keeps a process that has imported TensorFlow for the next restart."""
 
@@ -143,6 +145,7 @@ class TrainConfig:
         self._check("keep_every", self.keep_every is None or self.keep_every >= 1, "steps from 1 up")
         self._check("keep_best", self.keep_best is None or BEST.fullmatch(self.keep_best) is not None, BEST_ALLOWED)
         self._check("max_restarts", self.max_restarts >= 0, "an integer from 0 up")
+        self._check("max_restarts_per_hour", self.max_restarts_per_hour >= 0, "an integer from 0 up")
         self._check("seed", 0 <= self.seed < 2**63, "an integer from 0 to 2^63 - 1")
         try:
             every = CheckpointEvery.parse(self.checkpoint_every)

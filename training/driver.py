@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from storage.errors import LockstepError, TrainingFailedError
+from storage.errors import ConfigError, LockstepError, TrainingFailedError
 from storage.fs import FileSystem, absolute, filesystem
 from storage.progress import Progress
 from storage.publish import write_file
 from storage.sealed import seal
-from training.chain import find_tip
+from training.chain import checkpoints, find_tip
 from training.claims import CheckpointRef, Claim, SupersededError, epochs_asked, read_claims
 from training.commit import CommitHandler
 from training.config import TrainConfig
 from training.control.carry import is_final
-from training.control.failures import LauncherGoneError
+from training.control.failures import LauncherGoneError, MemoryKillError, RankFailedError
 from training.handler import RunHandler
+from training.launch.executors import ExecutorMemory
 from training.launch.launches import Launches
 from training.launch.session import Launch
 from training.launch.signals import ended_in_order
@@ -31,7 +34,7 @@ from training.paths import RunPaths
 from training.planning import plan_for
 from training.precheck import finished_result, open_dataset
 from training.rank_task import PRELOAD, limits_of, task_of
-from training.retention import drop_stagings, take_over
+from training.retention import drop_stagings, empty_trash, take_over
 from training.run_json import check_run, open_run
 from training.run_result import RunResult
 from training.standing import Standing
@@ -41,6 +44,7 @@ log = logging.getLogger(__name__)
 
 ENTRY = "training.fit:main"
 COMMIT_WAIT_S = 60.0
+HOUR_S = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,8 +69,9 @@ def train(config: TrainConfig, launch: Launch, *, take_over: bool = False, hooks
     """Train to the end of `config.epochs`, through restarts; a run that is complete already returns its result.
 
     `take_over`: a driver that is at work on the run is not waited for; it is replaced, and ends when it notices.
-    Raises ConfigError where the call cannot be right or contradicts the run, DataError for a dataset or run whose
-    bytes are wrong, TrainingFailedError when ranks failed `max_restarts` times without a new checkpoint,
+    Raises ConfigError where the call cannot be right or contradicts the run, and where executors were killed twice for
+    their memory; DataError for a dataset or run whose bytes are wrong; TrainingFailedError when ranks failed more than
+    `max_restarts` times without a new checkpoint or more than `max_restarts_per_hour` times in an hour;
     SupersededError where another driver has taken the run over.
     """
     hooks = hooks or Hooks()
@@ -82,8 +87,7 @@ def train(config: TrainConfig, launch: Launch, *, take_over: bool = False, hooks
     if first_weights is not None and not fs.exists(paths.run_json):
         weights_at(first_weights)  # what is not there is told before anything is started
     ready = getattr(launch, "ready", None)
-    if ready is not None:
-        ready(config.num_ranks, config.start_limit_s)
+    memory = ready(config.num_ranks, config.start_limit_s) if ready is not None else None
     standing = Standing(fs, paths, hooks.lease_watch_s, hooks.lease_every_s, take_over=take_over)
     with ended_in_order(), standing:
         open_run(fs, paths, config, manifest, plan, confirm=standing.confirm)
@@ -92,7 +96,7 @@ def train(config: TrainConfig, launch: Launch, *, take_over: bool = False, hooks
             Progress("training", steps, "steps") as progress,
             Launches(launch, config.num_ranks, limits) as launches,
         ):
-            return _Driver(config, plan, fs, paths, hooks, progress, standing, launches).run()
+            return _Driver(config, plan, fs, paths, hooks, progress, standing, launches, memory).run()
 
 
 class _Driver:
@@ -106,15 +110,20 @@ class _Driver:
         progress: Progress,
         standing: Standing,
         launches: Launches,
+        memory: ExecutorMemory | None,
     ) -> None:
         self._config, self._plan, self._fs, self._paths = config, plan, fs, paths
         self._hooks, self._progress, self._standing, self._launches = hooks, progress, standing, launches
+        self._memory = memory
         self._first_weights: str | None = None  # where they lie: the same for all ranks, and after a restart
 
     def run(self) -> RunResult:
         failures = 0  # in a row, without a new checkpoint between
+        recent: deque[float] = deque()  # when generations failed within the last hour
+        killed_before = False
+        void: int | None = None  # a claim of this driver whose parent is gone
         while True:
-            tip = find_tip(self._fs, self._paths)
+            tip = find_tip(self._fs, self._paths, void)
             began = tip.ref if tip else None
             if began is not None and not failures:
                 # What was asked for after that checkpoint, without a step of its own, no step has followed.
@@ -123,6 +132,11 @@ class _Driver:
             claim = self._standing.claim(began, epochs=self._config.epochs, num_ranks=self._config.num_ranks)
             if claim is None:
                 continue  # an overtaken driver claimed in the meantime: its last commit may be a newer tip
+            if began is not None and began not in checkpoints(self._fs, self._paths):
+                # An older driver went on between the look-up and the claim, until its retention deleted that one.
+                void = claim.generation
+                continue
+            void = None
             # What an older driver that was stopped has prepared is taken away before it can wake and publish it, and
             # what it has published until now is then put in order.
             self._standing.sweep()
@@ -132,17 +146,33 @@ class _Driver:
                 print(f"going on from checkpoint {tip.ref}", file=sys.stderr, flush=True)
             commits = self._commits(claim)
             try:
-                with RunHandler(self._paths, claim, tip, commits, self._progress, self._standing.overtaken) as handler:
+                overtaken = self._standing.overtaken
+                with RunHandler(self._paths, claim, tip, commits, self._progress, overtaken, self._memory) as handler:
                     results = self._launches.run(self._task(claim), claim.generation, handler)
                 self._progress.set(int(results[0]["steps"]))
                 return self._finish(claim, commits.tip, results[0])
+            except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM, a closed terminal
+                commits.close(COMMIT_WAIT_S)
+                self._tell_saved(commits.tip)
+                raise
             except LockstepError as error:
                 commits.close(COMMIT_WAIT_S)
                 if is_final(error) or isinstance(error, SupersededError | LauncherGoneError):
                     raise
+                if isinstance(error, RankFailedError) and error.alike:
+                    raise
+                if isinstance(error, MemoryKillError):
+                    if killed_before:
+                        raise self._too_small(error, commits.tip) from error
+                    killed_before = True
                 failures = 1 if commits.tip != began else failures + 1
                 if failures > self._config.max_restarts:
                     raise self._given_up(error) from error
+                recent.append(time.monotonic())
+                while recent[0] < recent[-1] - HOUR_S:
+                    recent.popleft()
+                if len(recent) > self._config.max_restarts_per_hour:
+                    raise self._creeps(error) from error
                 where = commits.tip or "the start"
                 print(f"generation {claim.generation} failed, going on from {where}: {error}", file=sys.stderr)
 
@@ -157,6 +187,12 @@ class _Driver:
                 file=sys.stderr,
                 flush=True,
             )
+
+    def _tell_saved(self, tip: CheckpointRef | None) -> None:
+        steps = self._plan.steps(self._config.epochs)
+        saved = f"the newest checkpoint is {tip}, step {tip.step} of {steps}" if tip else "there is no checkpoint yet"
+        then = "resumes from there" if tip else "starts from the beginning"
+        print(f"{self._paths.root}: {saved}; the same command {then}", file=sys.stderr, flush=True)
 
     def _task(self, claim: Claim) -> RankTask:
         hooks, source = self._hooks, self._config.init_from
@@ -175,6 +211,7 @@ class _Driver:
             keep=self._config.keep,
             deadline_s=self._config.stall_limit_s,
             before_rename=self._hooks.before_rename,
+            confirm=self._standing.confirm,
         )
 
     def _finish(self, claim: Claim, tip: CheckpointRef | None, first: dict[str, Any]) -> RunResult:
@@ -197,7 +234,26 @@ class _Driver:
         )
         write_file(self._fs, self._paths.result(generation), seal(result.to_json()), confirm=self._standing.confirm)
         drop_stagings(self._fs, self._paths, generation + 1)
+        empty_trash(self._fs, self._paths, generation, self._standing.confirm)
         return result
+
+    def _too_small(self, error: MemoryKillError, tip: CheckpointRef | None) -> ConfigError:
+        where = f"checkpoint {tip}" if tip else "the start"
+        return ConfigError(
+            f"executors of {self._paths.root} were killed for their memory a second time",
+            got=error.got,
+            allowed=error.allowed,
+            next_step=f"{error.next_step} The same call then resumes from {where}.",
+        )
+
+    def _creeps(self, error: LockstepError) -> TrainingFailedError:
+        limit = self._config.max_restarts_per_hour
+        return TrainingFailedError(
+            f"{self._paths.root} failed more often than {limit} times in an hour",
+            got=str(error),
+            allowed=f"up to {limit} restarts in an hour (--max-restarts-per-hour)",
+            next_step="Remove the cause and start again with the same flags: the run resumes from its last checkpoint.",
+        )
 
     def _given_up(self, error: LockstepError) -> LockstepError:
         limit = self._config.max_restarts

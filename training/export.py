@@ -17,9 +17,11 @@ from features.sampled import sampled_of
 from features.schema import Schema
 from features.signature import Signature
 from storage.canonical import canonical_bytes
-from storage.fs import filesystem
+from storage.errors import CorruptionError
+from storage.fs import Writer, filesystem, join
 from storage.layout import fitted_path
 from storage.manifest import DatasetManifest, read_checked
+from storage.publish import file_digest, write_stream
 from training.batchnorm import GhostBatchNormalization
 from training.checkpoint import write_bytes
 from training.distribute import own_class
@@ -29,6 +31,7 @@ from training.weights_source import MODEL_FILE
 
 SCHEMA_FILE, SIGNATURE_FILE, FITTED_PREFIX = "schema.json", "signature.json", "fitted-"
 RAW_SCHEMA_FILE = "raw_schema.json"
+PIECE_BYTES = 4 << 20
 
 
 def export(
@@ -45,7 +48,7 @@ def export(
     with tempfile.TemporaryDirectory() as folder, plain_layers(model), _plain_optimizer(model):
         path = Path(folder, MODEL_FILE)
         model.save(path)
-        files = [write_bytes(directory, MODEL_FILE, path.read_bytes())]
+        files = [_upload(path, directory)]
     schema = replace(Schema.from_json(manifest.schema), sampled=sampled_of(manifest))
     files.append(write_bytes(directory, SCHEMA_FILE, canonical_bytes(schema.to_json())))
     if any(map(is_baked, schema)):
@@ -58,6 +61,31 @@ def export(
             data = read_checked(fs, dataset_url, path_of_file, info)
             files.append(write_bytes(directory, FITTED_PREFIX + name, data))
     return files
+
+
+def _upload(path: Path, directory: str) -> dict[str, Any]:
+    """Write a file of this host durably, in pieces; returns {name, bytes, sha256}.
+
+    A model with its optimizer's state may be larger than what a container has left.
+    """
+    fs, url = filesystem(directory), join(directory, path.name)
+    fs.mkdirs(directory)
+
+    def produce(writer: Writer) -> None:
+        with path.open("rb") as file:
+            while piece := file.read(PIECE_BYTES):
+                writer.write(piece)
+
+    write_stream(fs, url, produce)
+    size, digest = file_digest(filesystem(str(path)), str(path))
+    if (written := file_digest(fs, url)) != (size, digest):
+        raise CorruptionError(
+            "a model reads back otherwise than it was written",
+            file=url,
+            got=f"{written[0]} bytes, sha256 {written[1]}",
+            allowed=f"{size} bytes, sha256 {digest}",
+        )
+    return {"name": path.name, "bytes": size, "sha256": digest}
 
 
 @contextmanager

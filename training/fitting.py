@@ -27,6 +27,7 @@ from training.launch.context import RankContext
 from training.non_finite import FedBatches
 from training.planning import lane_groups
 from training.prepared import prepare, split
+from training.rank_memory import arena_bytes, reckoned_bytes, resident_bytes
 from training.read_options import ReadOptions
 from training.reading import reading_row, verify_share
 from training.reports import StepReports
@@ -57,10 +58,14 @@ class Fit(AbstractContextManager["Fit"]):
         self._feed = self._split.feed(self._plan, world, groups=groups)
         self._steps = self._plan.steps(config.epochs)
         context.control.beat(0, "build the model")
+        before_bytes = resident_bytes()
         prepared = prepare(config, self._plan, self._signature, self._feed.rows, groups)
         self._model = prepared.model
+        if world.is_leader and not tf.config.list_physical_devices("GPU"):  # whose models are in memory of their own
+            needed = reckoned_bytes(before_bytes, self._model, world.num_ranks, spare=config.spare)
+            context.control.request("memory", config.stall_limit_s, rank_mib=needed >> 20)
         context.control.beat(0, "join the ranks")
-        self._comm = context.communicator()
+        self._comm = context.communicator(arena_bytes=arena_bytes(self._model))
         self._comm.deadline_s = config.stall_limit_s
         self._step = distributed(config, self._plan, prepared, self._comm, self._feed.rows, groups)
         self._exchange = exchange_of(self._model.optimizer)

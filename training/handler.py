@@ -16,6 +16,7 @@ from training.chain import Checkpoint
 from training.claims import Claim, check_newest
 from training.commit import CommitHandler
 from training.frozen_plans import freeze_plan
+from training.launch.executors import ExecutorMemory
 from training.logs import PartWriter
 from training.paths import RunPaths
 
@@ -33,8 +34,10 @@ class RunHandler:
         commits: CommitHandler,
         progress: Progress,
         overtaken: Callable[[], LockstepError | None] = lambda: None,
+        memory: ExecutorMemory | None = None,
     ) -> None:
-        self.commits = commits
+        """`memory`: what an executor has for its ranks, where that is enforced; rank 0 says what a rank takes."""
+        self.commits, self._memory = commits, memory
         self.overtaken = overtaken  # asked by the control server: the error with which the launch must end
         self._paths, self._claim, self._tip, self._progress = paths, claim, tip, progress
         self._metrics = PartWriter(paths.metrics(claim.generation), "jsonl", confirm=self._confirm)
@@ -74,6 +77,11 @@ class RunHandler:
         if kind == "metrics":
             self._take_metrics(fields["rows"])
             return {}
+        if kind == "memory":
+            near = self._memory.judge(int(fields["rank_mib"]), "a rank of this model") if self._memory else None
+            if near is not None:
+                print(near, file=sys.stderr, flush=True)
+            return {}
         if kind == "comm_plan":
             fs = filesystem(self._paths.root)
             url = freeze_plan(fs, self._paths, self._claim.generation, fields["plan"])
@@ -82,7 +90,7 @@ class RunHandler:
         raise CommunicationError(
             f"rank {rank} asked for `{kind}`",
             got=kind,
-            allowed="restore, checkpoint, metrics, model, comm_plan",
+            allowed="restore, checkpoint, metrics, model, comm_plan, memory",
             next_step="Ranks and driver run different versions; ship one.",
         )
 

@@ -9,6 +9,7 @@ from training.augmenting import augmentation_of
 from training.chain import find_result
 from training.config import TrainConfig
 from training.dataset_encoder import load_encoder
+from training.models import check_name
 from training.parts import held_out, open_mixture, open_parts, split_of
 from training.paths import RunPaths
 from training.planning import plan_for
@@ -22,6 +23,7 @@ def check(config: TrainConfig) -> RunResult | None:
 
     Other file systems may need Spark's settings, so there `train` itself tells.
     """
+    check_name(config.model, here=config.launcher == "local")
     if all(map(_is_local, config.datasets)):
         plan = plan_for(open_dataset(config)[0], config)
         plan.steps(config.epochs)

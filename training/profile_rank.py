@@ -25,6 +25,7 @@ from training.profile_data import ProfileData
 from training.profile_loop import ProfileLoop
 from training.profile_rounds import CACHED, CACHED_ALONE, COLD, COLD_ALONE, SYNTHETIC
 from training.rank_file import HostBuffer
+from training.rank_memory import arena_bytes
 from training.run_step import distributed
 from training.training_set import Feed
 
@@ -51,7 +52,7 @@ class ProfileRank(AbstractContextManager["ProfileRank"]):
             prepared = prepare(config, plan, labels_of(config, self._data.signature), rows, groups)
             self._model = prepared.model
             context.control.beat(0, "join the ranks")
-            self._comm = context.communicator()
+            self._comm = context.communicator(arena_bytes=arena_bytes(self._model))
             self._comm.deadline_s = config.stall_limit_s
             self._step = distributed(config, plan, prepared, self._comm, rows, groups)
             self._exchange = exchange_of(self._model.optimizer)

@@ -7,7 +7,6 @@ entry returned, 2 a ConfigError or DataError that a restart would meet again, 1 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import faulthandler
 import importlib
@@ -138,15 +137,6 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def remove_generated() -> None:
-    """Do what AutoGraph leaves to an exit hook, which `os._exit` does not call: remove the files of what it made."""
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if name.startswith("__autograph_generated_file") and file is not None:
-            with contextlib.suppress(OSError):  # a cleaner of the temporary folder was faster
-                os.unlink(file)
-
-
 def _watch_stdin() -> None:
     while sys.stdin.buffer.read(4096):
         pass
@@ -159,7 +149,6 @@ if __name__ == "__main__":
     except BaseException:  # no driver to tell it to: the log has it (Python's own way out waits for our threads)
         traceback.print_exc()
         code = EXIT_CRASHED
-    remove_generated()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # not sys.exit: a library's thread or exit hook must not keep a finished rank alive

@@ -1,17 +1,20 @@
 """What becomes of checkpoints that are no longer needed.
 
-A driver that was stopped may wake in the middle of a deletion and take what its successor starts from. So a generation
-only moves checkpoints, into a trash of its own; a later claimant empties that, and only outside its own chain.
+A driver that was stopped may resume in the middle of a deletion and take what its successor starts from. So a
+checkpoint goes in three steps, and only what no successor uses is deleted: retention moves it into the trash of its own
+generation; at a later commit, lease and claims are asked once more, and it is renamed to what nobody takes for a
+checkpoint; that is deleted. A later claimant does the same outside its own chain (docs/decisions/081-one-driver.md).
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Callable
 from dataclasses import replace
 
 from storage.errors import DataError, ExistsError, NotFoundError, StorageError
-from storage.fs import FileSystem, basename, join
+from storage.fs import FileSystem, basename, join, parent
 from training.chain import Checkpoint, checkpoints, lineage
 from training.checkpoint import read_manifest
 from training.claims import CheckpointRef, check_newest, read_claims
@@ -59,6 +62,17 @@ def retire(fs: FileSystem, paths: RunPaths, generation: int, keep: Keep, values:
         _trash(fs, paths, generation, urls[ref])
 
 
+def empty_trash(fs: FileSystem, paths: RunPaths, generation: int, confirm: Callable[[], None]) -> None:
+    """Delete what this generation has moved into its trash: it lies outside the set that retention keeps.
+
+    `confirm` is called before each checkpoint: it raises SupersededError where lease or claims are a newer driver's. A
+    driver that takes over holds the lease before it looks up its tip, so what it finds there is not deleted later.
+    """
+    for name in _names(fs, paths.trash(generation)):
+        confirm()
+        _remove_trash(fs, join(paths.trash(generation), name))
+
+
 def take_over(
     fs: FileSystem, paths: RunPaths, generation: int, tip: Checkpoint | None, keep: Keep
 ) -> Checkpoint | None:
@@ -86,8 +100,8 @@ def take_over(
             continue
         for entry in _names(fs, join(paths.trashes, name)):
             place = checkpoint_of(entry)
-            if place is not None and CheckpointRef(*place) not in needed:
-                _delete(fs, join(paths.trashes, name, entry))
+            if entry.startswith(_SWEPT) or (place is not None and CheckpointRef(*place) not in needed):
+                _remove_trash(fs, join(paths.trashes, name, entry))
     for ref, url in _committed(fs, paths).items():
         # A newer generation may have claimed and committed since the chain was read.
         if ref not in chain and ref.generation < generation:
@@ -99,20 +113,13 @@ def take_over(
 def drop_stagings(fs: FileSystem, paths: RunPaths, before: int) -> None:
     """Delete the staging directories of generations below `before`.
 
-    Each is renamed first, by one step that either a driver's own rename of what lies in it precedes or that rename
-    finds nothing: an older driver that was stopped just before its commit commits nothing when it wakes.
+    Each is renamed first: an older driver that was stopped just before its commit finds nothing to rename when it
+    resumes.
     """
     for name in _names(fs, paths.stagings):
         owner = generation_of(name)
-        if owner is not None and owner < before:
-            gone = join(paths.stagings, f"{_SWEPT}{name}-{secrets.token_hex(4)}")
-            try:
-                fs.rename_new(join(paths.stagings, name), gone)
-            except NotFoundError:
-                continue  # another claimant was faster
-            _delete(fs, gone)
-        elif name.startswith(_SWEPT):
-            _delete(fs, join(paths.stagings, name))
+        if name.startswith(_SWEPT) or (owner is not None and owner < before):
+            _remove(fs, join(paths.stagings, name))
 
 
 def _committed(fs: FileSystem, paths: RunPaths) -> dict[CheckpointRef, str]:
@@ -131,11 +138,30 @@ def _trash(fs: FileSystem, paths: RunPaths, generation: int, url: str) -> None:
         log.warning("%s stays where it is: %s", url, error.what)  # space is lost, nothing else
 
 
-def _delete(fs: FileSystem, url: str) -> None:
+def _remove_trash(fs: FileSystem, url: str) -> None:
     try:
-        fs.delete(url, recursive=True)
+        _remove(fs, url)
     except StorageError as error:
         log.warning("%s was not deleted: %s", url, error.what)  # space is lost, nothing else
+
+
+def _remove(fs: FileSystem, url: str) -> None:
+    """Delete a directory after a rename that takes it out of every other driver's sight; raises where that fails.
+
+    Where a newer driver was faster (it has brought the checkpoint back, or swept the staging directory), there is
+    nothing to rename. What was renamed is nobody's, however late its deletion ends.
+    """
+    gone = url
+    if not basename(url).startswith(_SWEPT):
+        gone = join(parent(url), f"{_SWEPT}{basename(url)}-{secrets.token_hex(4)}")
+        try:
+            fs.rename_new(url, gone)
+        except NotFoundError:
+            return
+    try:
+        fs.delete(gone, recursive=True)
+    except StorageError as error:
+        log.warning("%s was not deleted: %s", gone, error.what)  # space is lost, nothing else
 
 
 def _names(fs: FileSystem, url: str) -> list[str]:

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from features.decode_many import set_decode_threads
+from storage.kernels.jit import cache_folder
 from training.devices import listed
+from training.launch.leftovers import MARK, scratch_folder
 from training.world import World
 
 # Set here, before the first import of TensorFlow: it reads them once. Level 3 keeps fatal errors alone; what matters
@@ -27,6 +29,7 @@ def configure(world: World, *, precision: str, seed: int, canonical: bool = Fals
     `canonical` ranks have one thread for arithmetic, whatever the host: kernels that share out a sum to their threads
     add it up in another order with more of them. To be called once in a process, before anything else of Keras.
     """
+    keep_temporary_files_apart()
     _import()
     import keras
     import tensorflow as tf
@@ -41,6 +44,16 @@ def configure(world: World, *, precision: str, seed: int, canonical: bool = Fals
     # Keras' seed must fit 32 bits; the plan uses the whole one.
     keras.utils.set_random_seed(seed % 2**32)
     tf.config.experimental.enable_op_determinism()
+
+
+def keep_temporary_files_apart() -> None:
+    """Into a folder that the supervisor removes: AutoGraph leaves its files to an exit hook, which no rank's end calls,
+    and a killed rank removes nothing."""
+    if (mark := os.environ.get(MARK)) is None:  # no rank's process
+        return
+    cache_folder()  # of compiled kernels, which may lie in the temporary folder that all processes share
+    tempfile.tempdir = scratch_folder(mark)
+    os.makedirs(tempfile.tempdir, mode=0o700, exist_ok=True)
 
 
 def preload() -> None:

@@ -102,8 +102,12 @@ def yarn_site(ports: dict[str, int], folder: Path) -> dict[str, str]:
         "yarn.nodemanager.log-dirs": str(folder / "yarn-logs"),
         "yarn.nodemanager.delete.debug-delay-sec": "600",
         "yarn.nodemanager.disk-health-checker.enable": "false",
+        # A container above its memory is killed. Hadoop 3.5.0 checks nothing while `enforced` has its default, true
+        # (YARN-11967). The check of virtual memory stays off: Spark's application master on JDK 17 dies of it.
+        "yarn.nodemanager.pmem-check-enabled": "true",
+        "yarn.nodemanager.resource.memory.enforced": "false",
         "yarn.nodemanager.vmem-check-enabled": "false",
-        "yarn.nodemanager.pmem-check-enabled": "false",
+        "yarn.nodemanager.container-monitor.interval-ms": "1000",
         # room for a driver's application master and a few executors, whatever the machine has
         "yarn.nodemanager.resource.memory-mb": "8192",
         "yarn.nodemanager.resource.cpu-vcores": "8",

@@ -95,7 +95,8 @@ class Cluster:
         spec = importlib.util.find_spec("pyspark")
         assert spec is not None and spec.origin is not None
         jars = f"spark.yarn.jars=local:{Path(spec.origin).parent}/jars/*"
-        settings = [jars, "spark.log.level=WARN", "spark.ui.enabled=false"]
+        # A rank is no part of Java's heap: by default a container has 384 MiB for all that is not.
+        settings = [jars, "spark.log.level=WARN", "spark.ui.enabled=false", "spark.executor.memoryOverhead=1536m"]
         folder = cache_folder()
         if folder is not None:
             settings.append(f"spark.executorEnv.NUMBA_CACHE_DIR={folder}")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gzip
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,12 +17,14 @@ import numpy as np
 import psutil
 import pytest
 
+from storage.errors import ConfigError
 from storage.fs import filesystem
 from storage.manifest import load_dataset
 from storage.settings import set_hadoop_settings
 from tests.cluster.daemons import Cluster
 from training.audit_run import check_run_audit
 from training.chain import find_result
+from training.launch.executors import RANK_MIB, container_of
 from training.paths import RunPaths
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,6 +72,12 @@ def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return found
 
 
+def shared_bytes(rank: psutil.Process) -> list[int]:
+    """The sizes of a rank's maps of shared memory."""
+    ends = [found.addr.split("-") for found in rank.memory_maps(grouped=False) if "memfd:lockstep" in found.path]
+    return [int(stop, 16) - int(start, 16) for start, stop in ends]
+
+
 @pytest.mark.timeout(2400)
 def test_web_log_on_hdfs_through_a_killed_rank(on_hdfs: Cluster, tmp_path: Path) -> None:
     dataset, run = f"{on_hdfs.hdfs_url}/weblog/dataset", f"{on_hdfs.hdfs_url}/weblog/run"
@@ -90,8 +100,13 @@ def test_web_log_on_hdfs_through_a_killed_rank(on_hdfs: Cluster, tmp_path: Path)
         time.sleep(0.2)
     victims = ranks_of(training)
     assert len(victims) == 2, [process.cmdline() for process in victims]
+    sizes = shared_bytes(victims[1])  # of all ranks together, and of a group of them; some MiB are in use
+    assert len(sizes) == 2 and max(sizes) < 200 << 20, sizes
+    scratch = [Path(tempfile.gettempdir(), f"lockstep-rank-{one.environ()['LOCKSTEP_PROCESS']}") for one in victims]
+    assert all(list(folder.glob("__autograph_generated_file*.py")) for folder in scratch)
     os.kill(victims[1].pid, signal.SIGKILL)
     told = ended(training)
+    assert not any(folder.exists() for folder in scratch)
 
     result = find_result(fs, paths)
     assert result is not None, told
@@ -108,8 +123,17 @@ def test_web_log_on_hdfs_through_a_killed_rank(on_hdfs: Cluster, tmp_path: Path)
 
 @pytest.mark.timeout(1800)
 def test_cifar_batches_from_upload_to_evaluation_on_yarn(on_hdfs: Cluster, tmp_path: Path) -> None:
-    """Uploaded, then ETL to evaluation in one session whose executors are YARN's, in client mode."""
+    """Uploaded, then ETL to evaluation in one session whose executors are YARN's, in client mode.
+
+    A rank does not fit into executors of 512 MiB and Spark's own overhead; it does with the flag that says so.
+    """
     on_hdfs.start_yarn()
+    small = container_of("yarn", {"spark.executor.memory": "512m", "spark.executor.instances": "2"}, 2, 256)
+    assert small is not None and small.container_mib == 1024  # the cluster's containers come in steps of 256 MiB
+    with pytest.raises(ConfigError, match="cannot fit into the memory") as refused:
+        small.judge(RANK_MIB, "the rank of the smallest model")
+    flag = re.search(r"--conf \S+m", refused.value.next_step)
+    assert flag is not None, refused.value.next_step
     conf, raw = tmp_path / "images.toml", f"{on_hdfs.hdfs_url}/cifar-10-batches-bin"
     batches = cifar_batches(tmp_path / "batches", 600, 200)
     assert "2 sent" in ended(job("upload", "--input", *map(str, batches), "--output", raw, folder=tmp_path))
@@ -139,7 +163,7 @@ def test_cifar_batches_from_upload_to_evaluation_on_yarn(on_hdfs: Cluster, tmp_p
     done = subprocess.run(
         [
             str(Path(sys.executable).with_name("spark-submit")), *on_hdfs.submit_conf,
-            "--num-executors", "2", "--executor-memory", "512m",
+            "--num-executors", "2", "--executor-memory", "512m", *flag[0].split(),
             str(ROOT / "jobs" / "pipeline.py"), "--config", str(conf), "--out", f"{on_hdfs.hdfs_url}/demo",
         ],
         cwd=tmp_path, capture_output=True, text=True, timeout=1500,

@@ -69,6 +69,11 @@ def test_every_field_has_a_flag(tmp_path: Path) -> None:
         (("--master", "local[2]", "--launcher", "local"), "--master without --launcher barrier"),
         # Before Spark is asked for the dataset; the same for a run that goes on with fewer ranks.
         (("--canonical", "--num-ranks", "3", "--dataset", "hdfs://nowhere:1/d"), "with --canonical 1, 2, 4, ..."),
+        # Before the dataset, which is not there, is looked for.
+        (("--model", "logstic"), "Did you mean `logistic`?"),
+        (("--model", "resnet21"), "Did you mean `resnet20`?"),
+        (("--model", "mymodel.build"), "Did you mean `mymodel:build`?"),
+        (("--model", "no_such_module.models:build", "--launcher", "local"), "no module named `no_such_module`"),
         (("--min-ranks", "2"), "--min-ranks"),  # belongs to a later version: absent, no stub
     ],
 )
@@ -80,8 +85,9 @@ def test_wrong_flags_are_named(tmp_path: Path, more: tuple[str, ...], named: str
 
 
 def test_missing_dataset_and_lanes_that_do_not_fit(tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError):
-        main(flags(tmp_path))
+    for model in ("logistic", "resnet26", "tests.no_such:build"):  # whose module only ranks on executors can judge
+        with pytest.raises(NotFoundError, match="data"):
+            main(flags(tmp_path, "--model", model))
     write_table(tmp_path / "data")
     with pytest.raises(ConfigError, match="9 ranks are more"):
         main(flags(tmp_path, "--num-ranks", "9"))

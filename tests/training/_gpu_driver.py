@@ -6,7 +6,6 @@ rank too many, and how the ranks were started again after an executor was killed
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
@@ -67,14 +66,16 @@ def seen(spark: SparkSession, num_ranks: int, start_s: float = 300.0) -> list[di
     return [{name: value for name, value in line.items() if name.startswith("CUDA_")} for line in lines]
 
 
-def lost_executor(spark: SparkSession) -> tuple[list[int], list[dict[str, Any]]]:
-    """An executor is killed: the levels of the restarts, and what the next generation returned."""
-    task = RankTask("_ranks:executor_killed_once")
+def lost_executor(spark: SparkSession) -> tuple[list[int], list[dict[str, Any]], str]:
+    """An executor is killed: the levels of the restarts, what the next generation returned, and the first error."""
+    task, errors = RankTask("_ranks:executor_killed_once"), list[str]()
     with Launches(OnSpark(spark), 2, Limits(start_s=300.0, grace_s=1.0)) as launches:
         for generation in range(1, 6):
-            with contextlib.suppress(TrainingFailedError):  # of a later one, too, where it counts on the lost one
+            try:
                 results = launches.run(task, generation)
-                return [restart.level for restart in launches.restarts], results
+                return [restart.level for restart in launches.restarts], results, errors[0]
+            except TrainingFailedError as error:  # of a later one, too, where it counts on the lost one
+                errors.append(str(error))
     raise AssertionError(f"five generations failed: {launches.restarts}")
 
 
@@ -86,7 +87,7 @@ def main(folder: Path) -> None:
             told["too many"] = f"ran: {seen(spark, 3, start_s=1.0)}"
         except ConfigError as error:
             told["too many"] = str(error)
-        told["levels"], told["results"] = lost_executor(spark)
+        told["levels"], told["results"], told["lost"] = lost_executor(spark)
     print(json.dumps(told))
 
 

@@ -6,9 +6,9 @@ import hashlib
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -214,14 +214,19 @@ def tells_pid(context: RankContext) -> dict[str, Any]:
 
 
 def slow_result(context: RankContext) -> dict[str, Any]:
-    """Leaves a thread behind that would keep a Python process alive, and a file as AutoGraph does."""
+    """Leaves a thread behind that would keep a Python process alive."""
     threading.Thread(target=time.sleep, args=(60,)).start()
-    file = Path(context.payload["folder"], f"__autograph_generated_file{context.world.rank}.py")
-    file.touch()
-    module = types.ModuleType(file.stem)
-    module.__file__ = str(file)
-    sys.modules[file.stem] = module
     return {"rank": context.world.rank}
+
+
+def leaves_files(context: RankContext) -> dict[str, Any]:
+    """Makes a temporary file as a rank that trains does, and is killed."""
+    from training.runtime import keep_temporary_files_apart
+
+    keep_temporary_files_apart()
+    Path(context.payload["told"]).write_text(tempfile.mkstemp()[1])
+    os.kill(os.getpid(), signal.SIGKILL)
+    return {}
 
 
 def train(context: RankContext) -> dict[str, Any]:
@@ -270,6 +275,13 @@ def train_never(context: RankContext) -> dict[str, Any]:
             raise RuntimeError("it never works")
 
     return _train(context, always)
+
+
+def train_breaks_at_once(context: RankContext) -> dict[str, Any]:
+    """Raises before the first step, as a user's model does; rank 1 later than rank 0, which waits for it."""
+    context.control.beat(0, "build the model")
+    time.sleep(0.5 * context.world.rank)
+    raise RuntimeError("a layer does not fit")
 
 
 def train_slowly(context: RankContext) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class Context:
     def __init__(self, world: World, control: Control, payload: dict[str, Any], comm: Communicator) -> None:
         self.world, self.control, self.payload, self._comm = world, control, payload, comm
 
-    def communicator(self) -> Communicator:
+    def communicator(self, arena_bytes: int | None = None) -> Communicator:
         """Connected before."""
         return self._comm
 

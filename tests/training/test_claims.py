@@ -15,11 +15,20 @@ from storage.errors import ConfigError, CorruptionError, DataError, NotFoundErro
 from storage.fs import filesystem, join
 from storage.sealed import seal
 from training.chain import find_model, find_result, find_tip, lineage
-from training.claims import MAX_GENERATION, CheckpointRef, Claim, SupersededError, check_newest, claim_next, read_claims
+from training.claims import (
+    MAX_GENERATION,
+    CheckpointRef,
+    Claim,
+    SupersededError,
+    check_newest,
+    claim_next,
+    read_claims,
+    superseded,
+)
 from training.keep import Keep
 from training.lease import Lease
 from training.paths import RunPaths
-from training.retention import retire, take_over
+from training.retention import empty_trash, retire, take_over
 
 Ref = CheckpointRef
 
@@ -209,6 +218,29 @@ def test_retention_moves_and_only_a_later_claimant_deletes(paths: RunPaths) -> N
     take_over(fs, paths, 2, found, keep=Keep(2))
     assert names(paths.trash(1)) == []
     assert names(paths.checkpoints) == ["step-0000000015.g0001", "step-0000000020.g0001"]
+
+
+def test_a_generation_empties_its_own_trash_while_lease_and_claims_are_its_own(paths: RunPaths) -> None:
+    fs = filesystem(paths.root)
+    start(paths, None)
+    for step in (5, 10, 15):
+        put(paths, step, 1)
+    retire(fs, paths, 1, keep=Keep(1))
+    swept = Path(paths.trash(1), "swept-step-0000000001.g0001-0f")  # of a driver that died while it deleted
+    swept.mkdir()
+
+    def overtaken() -> None:
+        raise superseded(paths.root, "a later lease")
+
+    with pytest.raises(SupersededError):
+        empty_trash(fs, paths, 1, overtaken)
+    assert names(paths.trash(1)) == ["step-0000000005.g0001", "step-0000000010.g0001", swept.name]
+    empty_trash(fs, paths, 1, lambda: None)
+    assert names(paths.trash(1)) == [] and tip(paths) == Ref(15, 1)
+    swept.mkdir()
+    start(paths, Ref(15, 1))
+    take_over(fs, paths, 2, find_tip(fs, paths), keep=Keep(1))
+    assert names(paths.trash(1)) == []
 
 
 def test_best_checkpoint_and_one_for_many_steps_survive_a_take_over(paths: RunPaths) -> None:

@@ -15,7 +15,7 @@ import pytest
 from storage.errors import CommunicationError, ConfigError, LockstepError, StorageError
 from training.control.carry import error_from_json, error_to_json
 from training.control.client import ControlClient, open_channel
-from training.control.failures import Failure, RankFailedError, RankState, Weight, failure_of
+from training.control.failures import Failure, RankFailedError, RankState, Weight, all_alike, failure_of
 from training.control.line import Line
 from training.control.protocol import (
     HEADER,
@@ -416,3 +416,18 @@ def test_how_a_lost_rank_ended_is_waited_for_while_somebody_is_there_to_tell(
 def test_a_rank_that_has_told_nothing_is_not_to_be_read_of(tail: list[str], told: str) -> None:
     error = RankFailedError(Failure(RankState(0, tail=tail), "no heartbeat for 10 s", Weight.SILENT), 1)
     assert told in error.next_step
+
+
+def test_ranks_are_alike_only_in_an_error_of_their_own_before_a_step() -> None:
+    def states(*errors: LockstepError | None) -> list[RankState]:
+        return [RankState(rank, error=error) for rank, error in enumerate(errors)]
+
+    own, other = LockstepError("ValueError: no shape"), LockstepError("ValueError: no shape on rank 1")
+    assert all_alike(states(own, LockstepError("ValueError: no shape")))
+    assert not all_alike(states(own, other)) and not all_alike(states(own, None)) and not all_alike(states(None, None))
+    for passing in (StorageError("no NameNode answers"), CommunicationError("rank 1 did not come")):
+        assert not all_alike(states(passing, passing))
+    stepped = states(own, own)
+    stepped[1].moves_to(0, "train", 1.0)
+    stepped[1].moves_to(1, "train", 2.0)
+    assert not all_alike(stepped)

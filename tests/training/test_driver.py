@@ -67,8 +67,10 @@ def tip_weights(config: TrainConfig) -> np.ndarray:
 
 def test_run_from_start_to_end(config: TrainConfig) -> None:
     told: list[int] = []  # rows on the disk before each rename: steps of a checkpoint are not made again
+    trashed: list[int] = []
 
     def count() -> None:
+        trashed.append(len(list(Path(config.run).glob(".trash/g0001/*"))))
         told.append(sum(len(part.read_text().splitlines()) for part in Path(config.run).glob("metrics/g0001/part-*")))
 
     result = go(config, before_rename=count)
@@ -77,11 +79,11 @@ def test_run_from_start_to_end(config: TrainConfig) -> None:
     assert (result.steps, result.epochs, result.generation, result.restarts) == (25, 2, 1, 0)
     assert result.checkpoint == "step-0000000025.g0001"
     assert len(result.left_over) == 2 * 100 - 25 * 8
-    # The three newest checkpoints stay; older ones wait in the trash for a later claimant.
+    # The three newest checkpoints stay; older ones are in the trash until the next commit, or the end.
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == [
         f"step-00000000{step}.g0001" for step in (15, 20, 25)
     ]
-    assert len(list((run / ".trash/g0001").iterdir())) == 2
+    assert trashed == [0, 0, 0, 0, 1, 1] and not list((run / ".trash/g0001").iterdir())
     assert verify(config.run) == []
     for url in (paths.result(1), paths.claim(1), paths.run_json, paths.model(1) + "/_manifest.json"):
         unseal(fs.read_bytes(url), url)
@@ -152,6 +154,13 @@ def test_gives_up_without_progress(config: TrainConfig) -> None:
     assert "RuntimeError: it never works" in caught.value.tail and len(caught.value.tail) <= 40
     assert living_ranks(os.getpid()) == []
     assert len(read_claims(filesystem(config.run), RunPaths(config.run))) == 2
+
+
+def test_what_every_rank_raises_before_its_first_step_is_not_started_again(config: TrainConfig) -> None:
+    with pytest.raises(RankFailedError, match="a layer does not fit") as caught:
+        go(config, "train_breaks_at_once")
+    assert "every rank raised this before its first step" in caught.value.next_step
+    assert len(read_claims(filesystem(config.run), RunPaths(config.run))) == 1
 
 
 def test_final_errors_are_not_retried(config: TrainConfig) -> None:
@@ -347,27 +356,37 @@ def _state(config: TrainConfig) -> object:
     return tip.ref, tip_weights(config).tolist(), kept, trash, find_result(fs, paths), find_model(fs, paths)
 
 
-def test_two_drivers_do_not_work_on_one_run(config: TrainConfig) -> None:
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
+def test_two_drivers_do_not_work_on_one_run_and_an_interrupted_one_says_what_it_saved(
+    config: TrainConfig, tmp_path: Path, by: signal.Signals
+) -> None:
     code = (
         "import json, sys; sys.path.insert(0, sys.argv[2])\n"
+        "from jobs._cli import run_job\n"
         "from training.config import TrainConfig\n"
         "from training.driver import Hooks, train\n"
         "from training.launch.local import run_local\n"
         "hooks = Hooks(entry='_ranks:train_at_a_crawl')\n"
-        "train(TrainConfig.from_json(json.loads(sys.argv[1])), run_local, hooks=hooks)\n"
+        "run_job(lambda _: bool(train(TrainConfig.from_json(json.loads(sys.argv[1])), run_local, hooks=hooks)))\n"
     )
     slow = dataclasses.replace(config, epochs=4)
-    first = subprocess.Popen([sys.executable, "-c", code, json.dumps(slow.to_json()), HERE], stderr=subprocess.DEVNULL)
+    with (tmp_path / "told").open("wb") as told:
+        first = subprocess.Popen([sys.executable, "-c", code, json.dumps(slow.to_json()), HERE], stderr=told)
     try:
         lease = Path(config.run, "lease.json")
         until(lambda: lease.exists() and len(living_ranks(first.pid)) == 2)
-        with pytest.raises(ConfigError, match="another driver is at work"):
-            go(slow)
+        if by is signal.SIGTERM:
+            with pytest.raises(ConfigError, match="another driver is at work"):
+                go(slow)
+        until(lambda: find_tip(filesystem(config.run), RunPaths(config.run)))
         # The end of the first driver: its ranks go with it, and its lease is closed.
         pids = living_ranks(first.pid)
         assert len(pids) == 2
-        first.send_signal(signal.SIGTERM)
-        assert first.wait(240) == 143
+        first.send_signal(by)
+        assert first.wait(240) == 128 + by
+        lines = (tmp_path / "told").read_text().splitlines()
+        saved = "the newest checkpoint is step-0000000005.g0001, step 5 of 50; the same command resumes from there"
+        assert f"{config.run}: {saved}" in lines, lines
         assert not [pid for pid in pids if lives(pid)]
         assert json.loads(lease.read_text())["closed"] is True
     finally:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from storage.errors import ConfigError, LockstepError, StorageError
+from storage.errors import ConfigError, LockstepError, StorageError, TrainingFailedError
 from storage.fs import filesystem
 from storage.local import LocalFileSystem
+from storage.verify import verify
+from tests.training import _ranks
+from tests.training._driver_alone import in_this_process
+from tests.training._tiny import write_table
 from tests.training.test_audit_run import TinyRun
-from training.claims import CheckpointRef, SupersededError, superseded
+from training.claims import CheckpointRef, Claim, SupersededError, read_claims, superseded
 from training.config import TrainConfig
 from training.control.failures import LauncherError
 from training.driver import Hooks, train
@@ -66,6 +72,69 @@ def test_first_weights_of_a_run_that_still_trains_are_the_same_for_all_ranks_and
     assert [line for line in capfd.readouterr().err.splitlines() if "first weights" in line] == [
         f"first weights: {url}" for url in (at_4, at_6)
     ]
+
+
+def dies_after_each_checkpoint(context: Any) -> dict[str, Any]:
+    """An entry whose generations each come as far as one more checkpoint."""
+    start = int(context.control.request("restore", 600.0)["step"])
+
+    def hurdle(step: int) -> None:
+        if step == start + 6:
+            raise LockstepError("a rank died")
+
+    return _ranks._train(context, hurdle)
+
+
+def test_a_run_that_only_creeps_ends(tmp_path: Path) -> None:
+    """Each generation makes a checkpoint, so no two failures in a row are without one; they are too many in an hour."""
+    write_table(tmp_path / "data")
+    config = TrainConfig(
+        datasets=(str(tmp_path / "data"),), run=str(tmp_path / "run"), model="tiny", num_ranks=1, global_batch=8,
+        epochs=2, checkpoint_every=5, launcher="local", max_restarts=0, max_restarts_per_hour=2,
+    )  # fmt: skip
+    launch = in_this_process(dies_after_each_checkpoint)
+    with pytest.raises(LockstepError, match="a rank died"):
+        train(config, launch, hooks=Hooks(lease_watch_s=0.1))
+    with pytest.raises(TrainingFailedError, match="failed more often than 2 times in an hour") as caught:
+        train(replace(config, max_restarts=1), launch, hooks=Hooks(lease_watch_s=0.1))
+    assert "a rank died" in caught.value.got and "--max-restarts-per-hour" in caught.value.allowed
+    claims = read_claims(filesystem(config.run), RunPaths(config.run))
+    assert [claim.parent.step if claim.parent else 0 for claim in claims.values()] == [0, 5, 10, 15]
+    more = replace(config, max_restarts=1, max_restarts_per_hour=20)
+    assert train(more, launch, hooks=Hooks(lease_watch_s=0.1)).steps == 25
+
+
+def test_a_claim_whose_checkpoint_an_older_driver_has_deleted_since_is_followed_by_a_better_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look-up of the tip and the claim the older driver commits once more, and its retention deletes."""
+    write_table(tmp_path / "data")
+    config = TrainConfig(
+        datasets=(str(tmp_path / "data"),), run=str(tmp_path / "run"), model="tiny", num_ranks=1, global_batch=8,
+        epochs=1, checkpoint_every=5, launcher="local",
+    )  # fmt: skip
+    launch, paths = in_this_process(_ranks.train), RunPaths(config.run)
+    assert train(config, launch, hooks=Hooks(lease_watch_s=0.1)).steps == 12
+    late, claimed = tmp_path / "late", Standing.claim
+    Path(paths.checkpoint(12, 1)).rename(late)
+
+    def claim_late(standing: Standing, parent: CheckpointRef | None, **asked: int) -> Claim | None:
+        if late.exists():
+            assert parent == CheckpointRef(10, 1)
+            late.rename(paths.checkpoint(12, 1))
+            for step in (5, 10):
+                shutil.rmtree(paths.checkpoint(step, 1))
+        return claimed(standing, parent, **asked)
+
+    monkeypatch.setattr(Standing, "claim", claim_late)
+    result = train(replace(config, epochs=2), launch, hooks=Hooks(lease_watch_s=0.1))
+    assert (result.steps, result.samples, result.generation) == (25, 13 * 8, 3)
+    claims = read_claims(filesystem(config.run), paths)
+    assert [str(claims[generation].parent) for generation in (2, 3)] == [
+        "step-0000000010.g0001",
+        "step-0000000012.g0001",
+    ]
+    assert verify(config.run) == []
 
 
 class NeverThere(Session):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,7 @@ def test_each_rank_sees_the_gpu_of_its_task_and_a_lost_executor_is_replaced(tmp_
     assert {rank[devices.ORDER] for rank in told["seen"]} == {"PCI_BUS_ID"}
     assert "num_ranks=3 exceeds the 2 task slots" in told["too many"]
     assert "Each task also takes 1 of an executor's 1 GPUs." in told["too many"]
+    assert re.search(r"got: .*; Spark lost executor \d on [^ ]+:\d+: .*137", told["lost"]), told["lost"]
     # Where the lost one was counted on once more, by its supervisor's line or as a slot, that generation ended at once.
     assert told["levels"] and told["levels"][-1] == 2
     assert told["results"] == [{"generation": 1 + len(told["levels"])}] * 2

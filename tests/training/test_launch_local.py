@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -173,12 +174,19 @@ def test_absent_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (caught.value.rank, caught.value.phase) == (1, "starting")
 
 
-def test_finished_rank_is_not_held_up_by_its_threads(tmp_path: Path) -> None:
-    """Nor do the files stay that AutoGraph removes by an exit hook, which no rank's end calls."""
+def test_finished_rank_is_not_held_up_by_its_threads() -> None:
     began = time.monotonic()
-    assert run_local(RankTask("_ranks:slow_result", {"folder": str(tmp_path)}), 1) == [{"rank": 0}]
+    assert run_local(RankTask("_ranks:slow_result"), 1) == [{"rank": 0}]
     assert time.monotonic() - began < 60, "as long as its thread sleeps"
-    assert list(tmp_path.iterdir()) == []
+
+
+def test_temporary_files_of_a_killed_rank_are_removed(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    with pytest.raises(RankFailedError, match="SIGKILL"):
+        run_local(RankTask("_ranks:leaves_files", {"told": str(told)}), 1, limits=QUICK)
+    made = Path(told.read_text())
+    assert made.parent.name.startswith("lockstep-rank-") and not made.parent.exists()
+    assert str(made.parent.parent) == tempfile.gettempdir()
 
 
 def test_error_of_the_handler_ends_the_launch() -> None:

@@ -96,6 +96,8 @@ def everything(run: str) -> dict[str, bytes]:
         ("create", r"/\.staging/.*/step-0000000010/\._manifest"),  # it writes into what is gone
         ("rename_new", r"/checkpoints/step-0000000010"),  # between manifest and rename
         ("rename_new", r"/\.trash/g0001/"),  # in its retention
+        ("rename_new", r"/\.trash/g0001/swept-"),  # before it deletes what it has moved there
+        ("delete", r"/\.trash/g0001/swept-"),
         ("rename_new", r"/metrics/g0001/part-00001"),
         ("rename_new", r"/models/g0001$"),
         ("rename_new", r"/results/g0001"),

@@ -62,13 +62,15 @@ def join(
     options: CommOptions | None = None,
     tls: Credentials | None = None,
     identity: str | None = None,
+    arena_bytes: int | None = None,
 ) -> Joined:
     """Join the ranks of `world` in one communicator, and tell by which plan it works.
 
     `control` exchanges the listening addresses, `key` is the generation's secret, `deadline_s` the longest that
     joining may take, `call_deadline_s` the longest for any collective (attribute `deadline_s` of the result).
     `tls`, where given, encrypts what leaves a host. `identity` stands for this host where a test lays out several;
-    None: `topology.host_identity()`.
+    None: `topology.host_identity()`. `arena_bytes`: what a rank will allocate in shared memory at most, the same on
+    all ranks; None: its share of the machine's memory.
     Raises CommunicationError naming the rank that did not come or could not prove the key, ConfigError for an option
     that cannot be had here.
     """
@@ -93,7 +95,7 @@ def join(
         from training.comm.shm import connect_shm  # its kernels load only where hosts are shared
 
         place, exchange = (group.rank, group.num_ranks, world.generation), group.all_gather_bytes
-        return connect_shm(*place, key, exchange, within_s, call_deadline_s, labels=mates)
+        return connect_shm(*place, key, exchange, within_s, call_deadline_s, labels=mates, arena_bytes=arena_bytes)
 
     try:
         if options.backend in ("tensorflow", "nccl"):

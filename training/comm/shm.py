@@ -31,7 +31,7 @@ from training.comm.shm_calls import LONGEST_S, Calls
 from training.comm.shm_gather import announce, announced_size, gather, receive, send
 from training.comm.shm_join import Exchange, Links, deal, join, take
 from training.comm.shm_kernels import reduce_all
-from training.comm.shm_layout import Layout, default_arena_bytes
+from training.comm.shm_layout import PAGE_BYTES, Layout, default_arena_bytes
 from training.comm.shm_reduce import OP_CODES, reducer
 from training.comm.shm_segment import Segment
 from training.comm.solo import SoloCommunicator
@@ -54,14 +54,14 @@ def connect_shm(
     `peers_exchange` gives each of these ranks the bytes of all, in rank order (`all_gather_bytes` of a communicator
     over just them); it is called twice on every rank unless it raises. `key` is the generation's secret, `deadline_s`
     the longest that joining may take once all have met in the first exchange, `labels` the ranks' numbers in messages
-    (their ranks in the whole run), `arena_bytes` what `allocate` may hand out to a rank, by default its share of the
-    machine's memory (no memory is taken before it is allocated).
+    (their ranks in the whole run), `arena_bytes` what `allocate` may hand out to a rank, in whole pages, by default its
+    share of the machine's memory (address space: no memory is taken before it is allocated).
     Raises SharedMemoryUnavailableError on every rank alike, with the reason, where memory cannot be shared.
     `training.comm.topology.host_identity` tells beforehand which ranks are of one host.
     """
     if not 0 <= rank < num_ranks or num_ranks < 2:
         raise ValueError(f"shared memory got rank {rank} of {num_ranks}; allowed are 2 ranks or more, numbered from 0")
-    arena = default_arena_bytes(num_ranks) if arena_bytes is None else arena_bytes
+    arena = default_arena_bytes(num_ranks) if arena_bytes is None else -(-arena_bytes // PAGE_BYTES) * PAGE_BYTES
     segment, links = join(rank, num_ranks, generation, key, peers_exchange, arena, deadline_s)
     return ShmCommunicator(segment, links, rank, generation, call_deadline_s, labels or range(num_ranks))
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from storage.errors import CommunicationError, LockstepError, TrainingFailedError
+from storage.errors import CommunicationError, LockstepError, StorageError, TrainingFailedError
 from training.control.carry import is_final
 from training.control.protocol import HOROVOD, OPENING, SCRIPT, STARTING
 from training.launch.task import Limits
@@ -107,25 +108,48 @@ class LauncherGoneError(LauncherError):
     """Nothing is left that could hold ranks: to launch again in this process is of no use."""
 
 
+class MemoryKillError(LauncherError):
+    """An executor was killed, and its ranks with it, for the memory that it held."""
+
+
 class RankFailedError(TrainingFailedError):
     """A rank ended without its result; the text names rank, host, step, phase and ends with its last log lines."""
 
-    def __init__(self, failure: Failure, num_ranks: int) -> None:
+    def __init__(self, failure: Failure, num_ranks: int, *, alike: bool = False) -> None:
+        """`alike`: every rank has raised this before its first step (see `all_alike`)."""
         state = failure.state
         of_script = state.phase in (SCRIPT, HOROVOD)
+        then = f"; a run resumes from its last checkpoint.{failure.advice}"
+        if alike:
+            then = ": every rank raised this before its first step, and would raise it again."
         super().__init__(
             f"rank {state.rank} of {num_ranks} on {state.host} failed at step {state.step}, phase {state.phase}",
             got=failure.reason,
             allowed="every rank running until its entry returns",
             next_step=("Read its last log lines below" if state.tail else "See whether its host is overloaded or gone")
-            + ("." if of_script else f"; a run resumes from its last checkpoint.{failure.advice}"),
+            + ("." if of_script else then),
         )
+        self.alike = alike
         self.rank, self.host, self.step, self.phase = state.rank, state.host, state.step, state.phase
         self.tail = list(state.tail)
 
     def __str__(self) -> str:
         lines = "\n".join(f"  | {line}" for line in self.tail) or "  | (none has arrived)"
         return f"{super().__str__()}\n  last {len(self.tail)} log lines of rank {self.rank}:\n{lines}"
+
+
+def all_alike(states: Sequence[RankState]) -> bool:
+    """Whether every rank has raised the same, class and message, before its first step.
+
+    Not of a storage or a connection: these may be well again when ranks are started again.
+    """
+    errors = [state.error for state in states if state.marks.first_step_at is None]
+    return len(errors) == len(states) and all(
+        error is not None
+        and not isinstance(error, StorageError | CommunicationError)
+        and (type(error), str(error)) == (type(errors[0]), str(errors[0]))
+        for error in errors
+    )
 
 
 def failure_of(state: RankState, now: float, started: float, limits: Limits) -> Failure | None:

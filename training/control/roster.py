@@ -72,6 +72,11 @@ class Roster:
             try_send(line, Tag.END, {})
         self._door.close()
 
+    def gone(self) -> set[int]:
+        """The ranks whose supervisors were there and are lost."""
+        with self._changed:
+            return self._gone()
+
     def _gone(self) -> set[int]:
         return self._came - self._lines.keys()
 

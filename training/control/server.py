@@ -14,14 +14,24 @@ from storage.errors import CommunicationError
 from training.control.answers import Answers
 from training.control.carry import error_from_json, is_final
 from training.control.door import Door
-from training.control.failures import Failure, LauncherError, RankFailedError, RankState, Weight, failure_of
-from training.control.protocol import STARTING, Channel, Role, Tag, try_send
+from training.control.failures import (
+    Failure,
+    LauncherError,
+    RankFailedError,
+    RankState,
+    Weight,
+    all_alike,
+    failure_of,
+)
+from training.control.protocol import HOROVOD, SCRIPT, STARTING, Channel, Role, Tag, try_send
 from training.launch.task import Handler, Limits
 
 log = logging.getLogger(__name__)
 
 PING_EVERY_S = 2.0
 SETTLE_S = 1.0  # a dead rank's neighbours report first now and then: wait for the cause to be heard
+SAME_S = 3.0  # before the first step others may come to the same error: a user's model that raises on all ranks
+UNCOUNTED = (SCRIPT, HOROVOD)  # a user's script, which counts no steps
 TELL_S = 10.0  # for a supervisor that is there to tell how its rank ended: it waits for the rank's last lines
 
 
@@ -122,7 +132,7 @@ class ControlServer:
         assert first is not None
         if first.state.error is not None and is_final(first.state.error):
             raise first.state.error
-        raise RankFailedError(first, len(self._states)) from first.state.error
+        raise RankFailedError(first, len(self._states), alike=all_alike(self._states)) from first.state.error
 
     def stop(self, reason: str) -> None:
         """Tell every supervisor to end its rank and wait until all have said that it ended (grace and 5 s).
@@ -155,6 +165,9 @@ class ControlServer:
     def _settle_s(self, failures: Sequence[Failure]) -> float:
         """For how long after the first failure another one may still be heard that explains it."""
         first = min(failures, key=lambda failure: failure.weight) if failures else None
+        began = any(state.marks.first_step_at for state in self._states)
+        if first is not None and first.weight is Weight.RAISED and not began and first.state.phase not in UNCOUNTED:
+            return SAME_S
         untold = first is not None and first.weight is Weight.LOST and first.state.rank in self._supervisors
         return TELL_S if untold and self._fault is None else SETTLE_S
 

@@ -12,9 +12,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from training.control.failures import LauncherError, LauncherGoneError
+from training.control.failures import LauncherError, LauncherGoneError, MemoryKillError, RankFailedError, RankState
 from training.devices import shares_of_host
 from training.launch.encryption import check_spark_encrypts
+from training.launch.executors import (
+    RANK_MIB,
+    ExecutorMemory,
+    executor_memory,
+    killed_for_memory,
+    lost_executors,
+)
 from training.launch.order import Place
 from training.launch.post import keep_post
 from training.launch.session import Session, SessionLauncher
@@ -32,6 +39,8 @@ ANY_HOST = "0.0.0.0"
 LOOPBACK = "127.0.0.1"
 GPU = "gpu"  # Spark's name for them, which its own settings for YARN and Kubernetes know
 _TASK_RESOURCE = re.compile(r"spark\.task\.resource\.(.+)\.amount")
+MORE_MEMORY = 1.5  # what a container gets that was killed: how much its ranks would have taken, nobody knows
+REASON_S = 10.0  # for the stage to fail with a lost executor: the cluster manager says why a container ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +93,45 @@ class BarrierSession(Session):
         super().__init__(num_ranks, limits or Limits(), *control_hosts(self._master, self._settings))
         self._group = f"lockstep-{secrets.token_hex(8)}"
         self._stage: threading.Thread | None = None
+        self._lost_before: frozenset[str] = frozenset()
+
+    def run(
+        self,
+        task: RankTask,
+        generation: int,
+        handler: Handler | None = None,
+        on_steps: Callable[[Sequence[RankState]], None] | None = None,
+    ) -> list[dict[str, Any]]:
+        """`Session.run`; the error of ranks that were lost with their executor says why Spark has lost it.
+
+        Raises MemoryKillError where the cluster manager killed an executor for the memory that it held.
+        """
+        try:
+            return super().run(task, generation, handler, on_steps)
+        except (RankFailedError, LauncherError) as error:
+            if not isinstance(error, LauncherGoneError):
+                self._explain(error)
+            raise
+
+    def _explain(self, error: RankFailedError | LauncherError) -> None:
+        """Add to `error` why Spark has lost executors since the stage began; raise MemoryKillError if for memory."""
+        if in_driver(self._master) or self._stage is None or self._roster is None or not self._roster.gone():
+            return  # every supervisor is there, and its executor too
+        self._stage.join(REASON_S)
+        with jvm_lives():
+            lost = {who: why for who, why in lost_executors(self._context).items() if who not in self._lost_before}
+            memory = executor_memory(self._context, self.num_ranks)
+        for who, why in lost.items():
+            if memory is not None and killed_for_memory(why):
+                flag = memory.flag(MORE_MEMORY * memory.container_mib)
+                raise MemoryKillError(
+                    error.what,
+                    got=f"{who}: {why}",
+                    allowed=f"{memory.container_mib} MiB for all processes of an executor's container",
+                    next_step=f"Give spark-submit {flag}, which is half as much again.",
+                ) from error
+        if lost:
+            error.got += "; Spark lost " + "; ".join(f"{who}: {why}" for who, why in lost.items())
 
     def _check(self, task: RankTask, ended: Callable[[], BaseException | None]) -> None:
         if task.tls:
@@ -100,6 +148,8 @@ class BarrierSession(Session):
         shares = shares_of_host(os.environ, num_ranks) if local else [()] * num_ranks
         near = None if local or self._near_of is None else near_or_none(self._near_of, self._context, num_ranks)
         keep = KeepPostOnTask(control, secret, self.limits, shares, near)
+        with jvm_lives():
+            self._lost_before = frozenset(() if local else lost_executors(self._context))
         self._stage = InheritableThread(target=self._run_stage, args=(keep,), name="barrier-stage", daemon=True)
         self._stage.start()
 
@@ -137,10 +187,18 @@ class OnSpark(SessionLauncher):
     near: NearOf | None = None
     """Says, for a number of ranks, how much of what each reads lies on which host."""
 
-    def ready(self, num_ranks: int, wait_s: float) -> None:
-        """Raise ConfigError unless the session can hold all ranks at once; see `check_slots`."""
+    def ready(self, num_ranks: int, wait_s: float) -> ExecutorMemory | None:
+        """Raise ConfigError unless the session can hold all ranks at once: their memory, and slots (`check_slots`).
+
+        Returns what memory an executor has for them, where the cluster manager enforces it.
+        """
+        context = classic_context(self.spark)
         with jvm_lives():
-            check_slots(classic_context(self.spark), num_ranks, wait_s)
+            memory = executor_memory(context, num_ranks)
+            if memory is not None:
+                memory.judge(RANK_MIB, "the rank of the smallest model")
+            check_slots(context, num_ranks, wait_s)
+        return memory
 
     def session(self, num_ranks: int, limits: Limits) -> Session:
         """Supervisors that stay in the tasks of one barrier stage, which begins with the first run."""

@@ -38,17 +38,18 @@ class RankContext(AbstractContextManager["RankContext"]):
         self._key, self._stall_s, self._tls = key, stall_s, tls
         self._communicator: Communicator | None = None
 
-    def communicator(self, join_s: float = JOIN_S) -> Communicator:
+    def communicator(self, join_s: float = JOIN_S, arena_bytes: int | None = None) -> Communicator:
         """The ranks' communicator, connected at the first call and closed when the entry returns.
 
         Its collectives wait as long as the launch's stall limit, since a rank may trace or write a checkpoint while
-        others wait. Raises CommunicationError naming the rank that did not join within `join_s`.
+        others wait. `arena_bytes` is what each rank of a host will allocate in shared memory at most, the same on all
+        of them (None: unknown). Raises CommunicationError naming the rank that did not join within `join_s`.
         """
         if self._communicator is None:
             from training.comm import CommOptions
 
             comm = self.payload.get("comm", {})
-            joined = self.join(CommOptions.from_json(comm.get("options", {})), join_s)
+            joined = self.join(CommOptions.from_json(comm.get("options", {})), join_s, arena_bytes)
             self._communicator = joined.communicator
             if joined.calibrated and comm.get("freeze", False) and self.world.is_leader:
                 assert joined.plan is not None
@@ -56,11 +57,12 @@ class RankContext(AbstractContextManager["RankContext"]):
                 self.control.request("comm_plan", self._stall_s, plan=joined.plan.to_json())
         return self._communicator
 
-    def join(self, options: CommOptions, join_s: float = JOIN_S) -> Joined:
+    def join(self, options: CommOptions, join_s: float = JOIN_S, arena_bytes: int | None = None) -> Joined:
         """One more communicator of all ranks, by `options`, which the caller closes. A collective."""
         from training.comm import join
 
-        return join(self.world, self.control, self._key, join_s, self._stall_s, options, self._tls)
+        place = (self.world, self.control, self._key)
+        return join(*place, join_s, self._stall_s, options, self._tls, arena_bytes=arena_bytes)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

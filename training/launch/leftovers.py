@@ -1,4 +1,4 @@
-"""Processes that a rank leaves behind: its process group, and daemons that have left the group.
+"""What a rank leaves behind: its process group, daemons that have left the group, temporary files.
 
 A daemon begins a session of its own, so no group tells whose it is. Its environment does: a rank is started with a mark
 that whatever it starts inherits.
@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
 import signal
+import tempfile
 import time
 from pathlib import Path
 
@@ -23,12 +25,27 @@ def new_mark() -> str:
     return f"{os.getpid()}-{secrets.token_hex(8)}"
 
 
+def scratch_folder(mark: str) -> str:
+    """Where the rank with this mark keeps its temporary files, if it keeps any; its supervisor removes the folder."""
+    return os.path.join(tempfile.gettempdir(), f"lockstep-rank-{mark}")
+
+
 def end_left(group: int, mark: str) -> None:
-    """Kill what is left of a rank that has ended: its process group, and all that bears its mark."""
+    """Kill what is left of a rank that has ended, its process group and all that bears its mark; remove its scratch."""
+    _kill_left(group, mark)
+    shutil.rmtree(scratch_folder(mark), ignore_errors=True)
+
+
+def _kill_left(group: int, mark: str) -> None:
     with contextlib.suppress(ProcessLookupError):  # nothing is left of it, as a rule
         os.killpg(group, signal.SIGKILL)
+    end_marked(MARK, mark)
+
+
+def end_marked(name: str, value: str) -> None:
+    """Kill every process of this user in whose environment the variable `name` has this value."""
     for _ in range(_PASSES):
-        if not (found := _marked(f"{MARK}={mark}".encode())):
+        if not (found := _marked(f"{name}={value}".encode())):
             return
         for pid in found:
             with contextlib.suppress(ProcessLookupError):

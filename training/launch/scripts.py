@@ -15,7 +15,7 @@ from storage.errors import CommunicationError, ConfigError, NotFoundError
 from storage.fs import join
 from storage.urls import several
 from training.comm.options import Algorithm, Backend, CommOptions
-from training.control.failures import RankFailedError
+from training.control.failures import MemoryKillError, RankFailedError
 from training.launch.launches import Launches
 from training.launch.output import OutputPrinter, Which
 from training.launch.script import Script
@@ -148,7 +148,7 @@ def launch_script(config: ScriptConfig, launch: Launch, hadoop: dict[str, str] |
                 with OutputPrinter(config.output) as printer:
                     launches.run(task, generation, ScriptHandler(printer))
                 return
-            except RankFailedError as error:
+            except (RankFailedError, MemoryKillError) as error:
                 if generation > config.max_restarts:
                     raise
                 log.warning("start %d of %d follows: %s", generation + 1, config.max_restarts + 1, error)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from storage.errors import ConfigError
+from training.launch.executors import ranks_of_executor
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -16,11 +17,11 @@ LOOK_EVERY_S = 1.0
 
 
 def classic_context(spark: SparkSession) -> SparkContext:
-    """The session's SparkContext; raises ConfigError for Spark Connect, which has no barrier mode."""
+    """The session's SparkContext; raises ConfigError for Spark Connect, whose client has none."""
     if type(spark).__module__.startswith("pyspark.sql.connect"):
         raise ConfigError(
-            "Spark Connect has no barrier mode",
-            got="a Spark Connect session",
+            "ranks cannot be started over Spark Connect",
+            got="a Spark Connect session: no SparkContext, and no way from executors to this process' control server",
             allowed="a classic session (local, YARN, Kubernetes, standalone)",
             next_step="Start the job by spark-submit or with --master, without a remote URL; or use --launcher local.",
         )
@@ -55,7 +56,7 @@ def check_slots(
         if (error := ended()) is not None:
             raise error
         asked = settings.get("spark.executor.instances")
-        each = int(settings.get("spark.executor.cores", "1") or 1) // int(settings.get("spark.task.cpus", "1") or 1)
+        each = ranks_of_executor(settings)
         gpus, per_task = (float(settings.get(f"spark.{of}.resource.gpu.amount", "0")) for of in ("executor", "task"))
         each = min(each, int(gpus / per_task)) if per_task else each
         hopeless = asked is not None and int(asked) * each < num_ranks

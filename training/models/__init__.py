@@ -6,7 +6,9 @@ A model's function takes the signature of what it is fed and the options of the 
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import importlib.util
 import re
 import traceback
 from collections.abc import Callable
@@ -73,25 +75,66 @@ def _check_soft_labels(name: str, model: keras.Model, signature: Signature) -> N
         )
 
 
+def check_name(name: str, *, here: bool = False) -> None:
+    """Raise ConfigError for a name that no rank can build, with the nearest one that there is; loads nothing.
+
+    `here`: ranks run on this host with this process' import path, so the module of a `module:function` must be on it.
+    """
+    module, _, function = name.partition(":")
+    if name == "logistic" or _depth_of(name):
+        return
+    if not module or not function.isidentifier():
+        near = _nearest(name)
+        raise ConfigError(
+            f"there is no model `{name}`",
+            got=name,
+            allowed=", ".join(NAMES),
+            next_step=(f"Did you mean `{near}`? " if near else "")
+            + "Correct --model; a ResNet's depth is 6n + 2, as in resnet20.",
+        )
+    top = module.partition(".")[0]
+    if here and not _can_import(top):
+        raise ConfigError(
+            f"the model {name} cannot be imported",
+            got=f"no module named `{top}` on the import path",
+            allowed="module:function, importable where the ranks run",
+            next_step="Correct --model, or put the module's folder on PYTHONPATH.",
+        )
+
+
+def _nearest(name: str) -> str | None:
+    if match := _RESNET.fullmatch(name):
+        return f"resnet{max(1, round((int(match[1]) - 2) / 6)) * 6 + 2}"
+    if "." in name and ":" not in name:  # a function as Python writes it
+        return ":".join(name.rpartition(".")[::2])
+    return next(iter(difflib.get_close_matches(name, ("logistic", "resnet20"), 1)), None)
+
+
+def _can_import(top: str) -> bool:
+    try:
+        return importlib.util.find_spec(top) is not None
+    except ValueError:  # it is imported, and does not say from where
+        return True
+
+
+def _depth_of(name: str) -> int | None:
+    match = _RESNET.fullmatch(name)
+    depth = int(match[1]) if match else 0
+    return depth if depth >= 8 and depth % 6 == 2 else None
+
+
 def function_of(name: str) -> Callable[[Signature, ModelOptions], Any]:
     """The function behind a model's name; raises ConfigError listing the names that there are."""
     if name == "logistic":
         from training.models.logistic import logistic
 
         return logistic
-    match = _RESNET.fullmatch(name)
-    if match and int(match[1]) >= 8 and int(match[1]) % 6 == 2:
+    if depth := _depth_of(name):
         from training.models.resnet import resnet
 
-        return lambda signature, options: resnet(signature, options, depth=int(match[1]))
+        return lambda signature, options: resnet(signature, options, depth=depth)
+    check_name(name)
     module, _, function = name.partition(":")
-    if not module or not function.isidentifier():
-        raise ConfigError(
-            f"there is no model `{name}`",
-            got=name,
-            allowed=", ".join(NAMES),
-            next_step="Correct --model; a ResNet's depth is 6n + 2, as in resnet20.",
-        )
     try:
         found: Callable[[Signature, ModelOptions], Any] = getattr(importlib.import_module(module), function)
     except Exception as error:  # a module of the user's may raise anything

@@ -1,0 +1,109 @@
+"""What memory an executor's container has for its ranks, and what is said where that is too little."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from storage.errors import ConfigError
+from storage.fs import filesystem
+from storage.progress import Progress
+from training.claims import claim_next
+from training.commit import CommitHandler
+from training.handler import RunHandler
+from training.keep import Keep
+from training.launch.executors import RANK_MIB, ExecutorMemory, container_of, killed_for_memory
+from training.paths import RunPaths
+
+
+@pytest.mark.parametrize(
+    ("master", "settings", "ranks", "expected"),
+    [
+        ("yarn", {}, 2, (2048, 384, 1)),  # 1 GiB and 384 MiB, in YARN's steps; two executors by default
+        ("yarn", {"spark.executor.memory": "512m", "spark.executor.memoryOverhead": "1g"}, 2, (2048, 1024, 1)),
+        ("yarn", {"spark.executor.memory": "8g"}, 1, (9216, 819, 1)),  # a tenth of it
+        (
+            "yarn",
+            {"spark.executor.memoryOverhead": "1500", "spark.executor.pyspark.memory": "600m"},
+            1,
+            (4096, 1500, 1),
+        ),
+        (
+            "yarn",
+            {"spark.memory.offHeap.enabled": "true", "spark.memory.offHeap.size": "1073741824"},
+            1,
+            (3072, 384, 1),
+        ),
+        ("yarn", {"spark.executor.cores": "4", "spark.executor.instances": "2"}, 6, (2048, 384, 3)),
+        (
+            "yarn",
+            {"spark.executor.cores": "4", "spark.task.cpus": "2", "spark.executor.instances": "1"},
+            6,
+            (2048, 384, 2),
+        ),
+        ("k8s://https://host:443", {}, 2, (1433, 409, 1)),  # four tenths for Python, and no steps
+        ("k8s://https://host:443", {"spark.executor.memoryOverheadFactor": "0.1"}, 2, (1408, 384, 1)),
+    ],
+)
+def test_a_container_is_what_spark_asks_for(
+    master: str, settings: dict[str, str], ranks: int, expected: tuple[int, int, int]
+) -> None:
+    found = container_of(master, settings, ranks)
+    assert found is not None and (found.container_mib, found.overhead_mib, found.ranks) == expected
+
+
+def test_yarns_step_is_the_clusters_own() -> None:
+    fine, coarse = (container_of("yarn", {}, 2, step) for step in (256, 4096))
+    assert fine is not None and coarse is not None and (fine.container_mib, coarse.container_mib) == (1536, 4096)
+
+
+@pytest.mark.parametrize("master", ["local[2]", "local-cluster[2,1,1024]", "spark://host:7077"])
+def test_where_nobody_enforces_a_limit_there_is_none(master: str) -> None:
+    assert container_of(master, {"spark.executor.memory": "1m"}, 100) is None
+
+
+def test_too_little_is_refused_and_a_little_is_warned_of_with_a_flag_that_is_enough() -> None:
+    memory = {mib: ExecutorMemory(mib, 1024, mib - 1024, 1) for mib in (1100, 1408, 2304, 2560)}
+    with pytest.raises(ConfigError, match="a rank cannot fit into the memory") as refused:
+        memory[1100].judge(RANK_MIB, "the rank")
+    flag = "--conf spark.executor.memoryOverhead=1536m"  # to 2560 MiB in all
+    assert refused.value.next_step == f"Give spark-submit {flag}." and refused.value.exit_code == 2
+    assert flag in (memory[1408].judge(RANK_MIB, "the rank") or "")  # measured: 1,240 to 1,400 MiB
+    assert [memory[mib].judge(RANK_MIB, "the rank") for mib in (2304, 2560)] == [None, None]
+    with pytest.raises(ConfigError, match="a container of 2560 MiB, where at least 3155 MiB are needed"):
+        memory[2560].judge(2775, "the rank of this model")
+    with pytest.raises(ConfigError, match="4 ranks cannot fit"):
+        ExecutorMemory(3072, 1024, 2048, 4).judge(RANK_MIB, "the rank")
+
+
+@pytest.mark.parametrize(
+    ("reason", "memory"),
+    [
+        (
+            "Container killed by YARN for exceeding physical memory limits. 1.6 GB of 1.5 GB physical memory used. "
+            "Consider boosting spark.executor.memoryOverhead.",
+            True,
+        ),
+        ("The executor with id 3 exited with exit code 137(SIGKILL, possible container OOM).", True),
+        ("Container container_1_01_000002 on host: node-7 was preempted.", False),
+        ("Executor heartbeat timed out after 120000 ms", False),
+    ],
+)
+def test_a_kill_for_memory_is_told_from_other_losses(reason: str, memory: bool) -> None:
+    assert killed_for_memory(reason) is memory
+
+
+def test_the_driver_judges_the_size_that_rank_0_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fs, paths = filesystem(str(tmp_path)), RunPaths(str(tmp_path))
+    claim = claim_next(fs, paths, None, epochs=1, num_ranks=1)
+    commits = CommitHandler(fs, paths, claim, {}, keep=Keep(1), deadline_s=1.0)
+    with Progress("training", 1, "steps") as progress:
+        enforced = RunHandler(paths, claim, None, commits, progress, memory=ExecutorMemory(2304, 1024, 1280, 1))
+        assert enforced(0, "memory", {"rank_mib": RANK_MIB}) == {}
+        assert "warning" not in capsys.readouterr().err
+        assert enforced(0, "memory", {"rank_mib": RANK_MIB + 100}) == {}
+        assert "warning: an executor's container of 2304 MiB has little room" in capsys.readouterr().err
+        with pytest.raises(ConfigError, match="cannot fit"):
+            enforced(0, "memory", {"rank_mib": 4000})
+        assert RunHandler(paths, claim, None, commits, progress)(0, "memory", {"rank_mib": 4000}) == {}
