@@ -160,7 +160,7 @@ def render(
     if history.reading:
         tables.append(("What each rank read", reading_rows(history)))
     if evaluation is not None:
-        tables.append((f"Evaluation on {evaluation['split']}", _evaluation_rows(evaluation)))
+        tables.append((f"Evaluation on {evaluation['split']}, with 95 % intervals", _evaluation_rows(evaluation)))
     metrics = sorted({name for row in history.epochs for name in row["metrics"]} - {"loss"})
     curves = [("Loss over the global batch", loss_curve(history))] if history.steps else []
     curves += [(f"{name} by epoch", epoch_curve(history, name)) for name in metrics]
@@ -169,11 +169,22 @@ def render(
 
 def _evaluation_rows(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = [("records", str(evaluation["samples"]))]
-    baseline = evaluation.get("baseline")
+    counts, baseline = evaluation["class_counts"], evaluation["baseline"]
+    rows += [(f"records of class {number}", str(count)) for number, count in enumerate(counts or ())]
     for name, value in sorted(evaluation["metrics"].items()):
-        beside = f"   (baseline {baseline['name']}: {_number(baseline['metrics'][name])})" if baseline else ""
-        rows.append((name, _number(value) + beside))
+        text = _number(value) + _interval(evaluation["intervals"].get(name))
+        if baseline and name in baseline["metrics"]:
+            text += f"   (baseline {baseline['name']}: {_number(baseline['metrics'][name])}"
+            difference = evaluation["difference"].get(name)
+            if difference:
+                text += f"; difference {_number(difference['value'])}{_interval(difference['interval'])}"
+            text += ")"
+        rows.append((name, text))
     return rows
+
+
+def _interval(interval: Sequence[float] | None) -> str:
+    return "" if interval is None else f" [{interval[0]:.4f} to {interval[1]:.4f}]"
 
 
 def _number(value: Any) -> str:

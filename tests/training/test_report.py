@@ -78,8 +78,9 @@ def test_the_page_stands_alone_and_escapes_what_comes_from_data(run: str, tmp_pa
         "restart_log": [{"generation": 2, "level": 1, "seconds": 8.25, "parts": {"claim": 0.01, HOSTILE: 8.2}}],
     }  # fmt: skip
     evaluation = {
-        "split": HOSTILE, "samples": 25, "metrics": {"auc": 0.75},
-        "baseline": {"name": "rate:page", "metrics": {"auc": 0.5}},
+        "split": HOSTILE, "samples": 25, "metrics": {"auc": 0.75, "loss": 0.25}, "class_counts": [20, 5],
+        "baseline": {"name": "rate:page", "metrics": {"auc": 0.5}}, "intervals": {"auc": (0.7, 0.8)},
+        "difference": {"auc": {"value": 0.25, "interval": None}},
     }  # fmt: skip
     about = [("model", HOSTILE)]
     page = render(run, about, result, read_history(run), load_dataset(str(tmp_path / "data")), evaluation)
@@ -89,7 +90,7 @@ def test_the_page_stands_alone_and_escapes_what_comes_from_data(run: str, tmp_pa
     ).replace("http://creativecommons.org/", "")  # names of XML vocabularies; nothing is fetched
     assert page.count("<svg") == 2  # loss, and the one other metric
     assert "restart: generation 2" in page and "in place (level 1) and made its first step 8.2 s after" in page
-    assert "0.7500   (baseline rate:page: 0.5000)" in page and "12" in page
+    assert "0.7500 [0.7000 to 0.8000]   (baseline rate:page: 0.5000; difference 0.2500)" in page and "12" in page
     assert page == render(run, about, result, read_history(run), load_dataset(str(tmp_path / "data")), evaluation)
 
 
