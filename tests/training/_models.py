@@ -65,7 +65,11 @@ def clicks(signature: Signature, options: ModelOptions) -> keras.Model:
             keras.metrics.Hinge(),
             distance,
         ],
-        weighted_metrics=[auc(name="auc", from_logits=True), accuracy(name="accuracy", threshold=0.0)],
+        weighted_metrics=[
+            auc(name="auc", from_logits=True),
+            accuracy(name="accuracy", threshold=0.0),
+            keras.metrics.Hinge(),
+        ],
         jit_compile=False,
     )
     return model

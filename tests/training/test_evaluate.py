@@ -246,6 +246,7 @@ def test_rare_labels_weights_and_logits_are_scored_exactly(
     rates = rates_of(dataset, raw).astype(np.float32).astype(np.float64)
     regularised = sum(float(loss) for loss in model.losses)
     for scores, found in ((1 / (1 + np.exp(-logits)), result), (rates, result["baseline"])):
+        hinge = np.maximum(0, 1 - (2 * y - 1) * np.log(scores / (1 - scores)))
         expected = {
             "auc": roc_auc_score(y, scores),
             "weighted_auc": roc_auc_score(y, scores, sample_weight=weight),
@@ -255,7 +256,8 @@ def test_rare_labels_weights_and_logits_are_scored_exactly(
             "f1_score": f1_score(y, np.log(scores / (1 - scores)) > 0.5),
             "bce": log_loss(y, scores),
             "log_loss": log_loss(y, scores),
-            "hinge": np.maximum(0, 1 - (2 * y - 1) * np.log(scores / (1 - scores))).mean(),
+            "hinge": hinge.mean(),
+            "weighted_hinge": np.average(hinge, weights=weight),
             "distance": np.abs(y - np.log(scores / (1 - scores))).mean(),
             "loss_without_regularisation": log_loss(y, scores, sample_weight=weight) * weight.mean(),
         }
