@@ -152,7 +152,7 @@ class Pipeline:
                 allowed=", ".join(sorted(evaluation["metrics"])),
                 next_step=f"Correct it; the run {self.run_url} is complete and can be evaluated by jobs.evaluate.",
             )
-        report = self._step("report", lambda: write_report(self.run_url, manifest, evaluation))
+        report = self._step("report", lambda: write_report(self.run_url, evaluation))
         bar, bar_name = self._bar(evaluation)
         return Outcome(
             name=self.name,
