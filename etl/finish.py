@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,12 +15,16 @@ from etl.clean import clean as clean_beside
 from etl.config import NOT_KEPT, WriteConfig
 from etl.leakage import Leakage
 from etl.petastorm_metadata import write_petastorm_metadata
+from etl.split_warnings import label_lines
 from etl.splits import SplitSpec
 from etl.staging import Staging, publish_beside
 from etl.write_late import Late
+from features.sampled import Sampled
 from features.schema import Schema
 from storage.layout import DatasetPaths
 from storage.manifest import Counts, DatasetManifest, FileInfo, SplitInfo
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -33,12 +38,15 @@ class Job:
     origin: Origin
     parent: Parent | None
     late: Late | None
+    sampled: Sampled | None = None
     class_counts: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Done:
-    """What was written: shards and indexes at their places, and what the manifest says of them."""
+    """What was written: shards and indexes at their places, and what the manifest says of them; `classes` are those of
+    etl.place.Sizes.
+    """
 
     schema: Schema
     splits: dict[str, SplitInfo]
@@ -47,6 +55,7 @@ class Done:
     dropped: Mapping[str, int]
     leakage: Leakage
     fitted: Mapping[str, bytes]
+    classes: Mapping[str, Mapping[str, int]]
 
     @property
     def written(self) -> int:
@@ -82,6 +91,9 @@ def _finished(staging: Staging, job: Job, apart: Staging | None, done: Done) -> 
         place_quarantine(apart, apart.root, origin, urls_of(origin))
     elif origin.quarantine is not None and config.quarantine != NOT_KEPT:
         files |= place_quarantine(staging, DatasetPaths(staging.root).quarantine, origin, urls_of(origin))
+    if job.schema.label is not None:
+        for line in label_lines(job.schema.label.name, done.classes, sampled=job.sampled is not None):
+            log.warning("%s", line)
     assert read == counted, f"{read} records read, but {counted} accounted for"
     return DatasetManifest.build(
         format=config.fmt,
@@ -110,4 +122,5 @@ def compression_of(config: WriteConfig) -> str | None:
 def _created(job: Job) -> dict[str, Any]:
     own = {"job": "write_dataset", "id_columns": list(job.id_columns), **job.config.to_json()}
     counted = {} if job.class_counts is None else {CLASS_COUNTS: dict(job.class_counts)}
-    return {**(job.origin.created_config or own), **counted}
+    sampled = {} if job.sampled is None else {"sampled": job.sampled.to_json()}
+    return {**(job.origin.created_config or own), **counted, **sampled}
