@@ -7,8 +7,9 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-FAR_ODDS = 1.5  # base rates whose odds differ by less are near enough to compare metrics
-FAR_ERRORS = 4.0  # and so many standard errors apart: not by chance
+# Shares of a class are far apart as jobs.etl_* says it of splits: by more than a tenth of the smaller one and by more
+# than five standard deviations of chance.
+FAR, FAR_DEVIATIONS = 0.1, 5.0
 
 
 def show(notes: Iterable[str]) -> None:
@@ -49,7 +50,7 @@ def of_base_rates(trained: Sequence[int] | None, evaluated: Sequence[int] | None
         common = (before + after) / (sum(trained) + sum(evaluated))
         error = math.sqrt(common * (1 - common) * (1 / sum(trained) + 1 / sum(evaluated)))
         low, high = sorted(shares)
-        if high - low > FAR_ERRORS * error and high * (1 - low) > FAR_ODDS * low * (1 - high):
+        if high - low > FAR_DEVIATIONS * error and high - low > FAR * low:
             far.append(((high - low) / error, number, shares))
     if not far:
         return []

@@ -88,6 +88,32 @@ def correlated(signature: Signature, options: ModelOptions) -> keras.Model:
     return model
 
 
+def knows_clicks(signature: Signature, options: ModelOptions) -> keras.Model:
+    """The log-odds of `_tiny.write_clicks`, which no step changes."""
+    inputs = {n: keras.Input(s.shape, dtype=s.dtype, name=n) for n, s in signature.features.items()}
+    known = {"a": 0.5, "page": 0.25}
+    kernel = np.array([[known[name]] for name in inputs], np.float32)
+    last = keras.layers.Dense(
+        1, kernel_initializer=keras.initializers.Constant(kernel), bias_initializer=keras.initializers.Constant(-6.0)
+    )
+    joined = keras.layers.Concatenate()([keras.ops.cast(value, "float32") for value in inputs.values()])
+    model = keras.Model(inputs, last(joined))
+    metrics = [keras.metrics.AUC(name="auc", from_logits=True)]
+    loss = keras.losses.BinaryCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(1e-30), loss, metrics=metrics, jit_compile=False)
+    return model
+
+
+def softmax(signature: Signature, options: ModelOptions) -> keras.Model:
+    """Logistic regression of an image's class."""
+    (name, image), *_ = signature.features.items()
+    inputs = keras.Input(image.shape, dtype=image.dtype, name=name)
+    x = keras.layers.Flatten()(keras.layers.Rescaling(1 / 255)(inputs))
+    model = keras.Model({name: inputs}, keras.layers.Dense(signature.num_classes, "softmax")(x))
+    model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"], jit_compile=False)
+    return model
+
+
 def stops(signature: Signature, options: ModelOptions) -> tuple[keras.Model, list[Any]]:
     """A model whose training one rank alone wants to stop."""
     return logistic(signature, options), [StopOnOneRank()]

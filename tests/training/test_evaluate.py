@@ -343,7 +343,7 @@ def test_a_model_is_held_against_its_baseline(low: float, high: float, said: str
     [
         ([9990, 10], [990, 10], True),  # 0.1 % and 1 %
         ([9990, 10], [498, 2], False),  # 0.4 %, but two clicks may be chance
-        ([5000, 5000], [5300, 4700], False),  # not by chance, but near enough
+        ([500_000, 500_000], [520_000, 480_000], False),  # not by chance, but near enough
         ([300, 300, 300], [10, 300, 590], True),
         ([1, 0], [5, 5], False),
         (None, [5, 5], False),
