@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
+from features.sampled import sampled_of
 from features.schema import Schema
+from storage.canonical import parse_canonical
 from storage.errors import ConfigError
-from storage.fs import absolute, filesystem
-from storage.manifest import load_dataset
+from storage.fs import absolute, filesystem, join
+from storage.manifest import DatasetManifest, load_dataset
 from storage.settings import hadoop_settings
 from training import notes, runtime
 from training.baseline import check_baseline
@@ -21,7 +23,7 @@ from training.launch.task import RankTask
 from training.parts import open_mixture, open_parts, split_of
 from training.paths import RunPaths
 from training.run_json import read_run
-from training.weights_source import newest_of
+from training.weights_source import SCHEMA_FILE, checked_file, newest_of
 
 ENTRY = "training.evaluate:main"
 SHOWN_CLASSES = 10  # in the line above the table
@@ -63,20 +65,36 @@ def evaluate(
         check_baseline(baseline, Schema.from_json(manifest.schema))
         _check_trained_on(config, document["dataset_digest"], baseline)
     model, checkpoint = newest_of(run)
+    kept = _kept(model, manifest, document["dataset_digest"])
     payload = {
         "config": config.to_json(),
         "dataset": dataset,
         "split": split,
         "batch": batch,
         "baseline": baseline,
+        "kept": kept,
         "model": model,
         "checkpoint": checkpoint,
     }
     task = RankTask(ENTRY, payload, hadoop=hadoop_settings(), tls=config.tls == "on")  # as the run was trained
     found = launch(task, num_ranks)[0]
     result = {"run": run, "dataset": dataset, "split": split, "model": model or checkpoint, **found}
-    notes.show(_doubts(result, find_result(fs, paths)))
+    notes.show(_doubts(result, find_result(fs, paths), kept))
     return result
+
+
+def _kept(model: str | None, evaluated: DatasetManifest, digest: str) -> tuple[float, ...] | None:
+    """The share of each class that --sample kept for training: as the exported model says, or else the dataset that is
+    evaluated where its digest is the run's. None where all was kept, and where a class was left out whole.
+    """
+    schema = Schema.from_json(evaluated.schema)
+    if model is not None:
+        file = join(model, SCHEMA_FILE)
+        sampled = Schema.from_json(parse_canonical(checked_file(model, SCHEMA_FILE), file=file)).sampled
+    else:
+        sampled = sampled_of(evaluated) if evaluated.digest == digest else None
+    shares = None if sampled is None or schema.label is None else sampled.of_classes(schema.label)
+    return shares if shares is not None and all(shares) else None
 
 
 def _check_trained_on(config: TrainConfig, digest: str, baseline: str) -> None:
@@ -92,9 +110,11 @@ def _check_trained_on(config: TrainConfig, digest: str, baseline: str) -> None:
     check_baseline(baseline, Schema.from_json(trained_on.schema))
 
 
-def _doubts(result: Mapping[str, Any], trained: Mapping[str, Any] | None) -> list[str]:
+def _doubts(result: Mapping[str, Any], trained: Mapping[str, Any] | None, kept: Sequence[float] | None) -> list[str]:
     baseline, split = result["baseline"], result["split"]
     trained_on = baseline["class_counts"] if baseline else (trained or {}).get("class_counts")
+    if trained_on and kept:  # as many as there were before --sample
+        trained_on = [round(rows / share) for rows, share in zip(trained_on, kept, strict=True)]
     return [
         *notes.of_classes(result["class_counts"], f"split `{split}`"),
         *notes.of_classes(trained_on, "what the run was trained on"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,7 @@ from training.open_split import OpenSplit
 from training.output_losses import weigh_tests
 from training.parts import held_out
 from training.reader import SplitReader
-from training.row_metrics import RowMetric, gathered_on_first, output_columns, with_row_metrics
+from training.row_metrics import OutputForm, RowMetric, gathered_on_first, output_columns, with_row_metrics
 from training.swap import swapped
 from training.trained_model import load_checkpoint, load_export
 from training.training_set import TrainingSet
@@ -69,7 +70,8 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
     context.control.beat(0, "evaluate")
     watched = _Watched(split.encoder)
     batches = eval_batches(split.reader, watched, world.rank, world.num_ranks, payload["batch"])
-    share, outputs = _Share(batches, watched, baseline), _Outputs(model)
+    kept = payload["kept"] and tuple(payload["kept"])
+    share, outputs = _Share(batches, watched, baseline), _Outputs(model, OutputForm(_takes_logits(model), kept=kept))
     model.reset_metrics()
     start, stop = eval_rows(split.reader, world.rank, world.num_ranks, payload["batch"])
     if start < stop:  # a rank without a batch has nothing to do until the sums
@@ -85,24 +87,23 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
     if regularisation := outputs.regularisation(comm):
         metrics[DATA_LOSS] = metrics[LOSS] - regularisation
     result = {"samples": int(samples[0]), "metrics": metrics, "baseline": None}
-    width = outputs.width(comm, share.samples)
+    form = outputs.agreed_form(comm, share.samples)
     columns = [share.labels_and_weights()]
-    if width is not None:
-        columns.append(outputs.columns(width))
+    if form.width is not None:
+        columns.append(outputs.columns(form))
     if baseline is not None:
-        seen = list(share.with_baseline(width, logits=outputs.logits))
+        seen = list(share.with_baseline(form))
         result["baseline"] = {
             "name": baseline.name,
             "metrics": _metrics_of(seen, model, DATA_LOSS if regularisation else LOSS, comm),
             "class_counts": baseline.class_counts,
         }
-        columns.append(_columns(width, ((labels, predicted) for labels, predicted, _ in seen), logits=outputs.logits))
+        columns.append(_joined([output_columns(labels, predicted, form) for labels, predicted, _ in seen], form))
     table = gathered_on_first(np.concatenate(columns, axis=1), comm)
     if comm.rank:
         return {}
-    asked = _row_metrics(model, binary=width == 1, weighted=signature.weight is not None)
-    classes, logits = signature.num_classes, outputs.logits
-    return json_safe(with_row_metrics(result, table, asked, width=width, classes=classes, logits=logits))
+    asked = _row_metrics(model, binary=form.binary, weighted=signature.weight is not None)
+    return json_safe(with_row_metrics(result, table, asked, form, signature.num_classes))
 
 
 def open_split(dataset: str, split: str, config: TrainConfig) -> OpenSplit:
@@ -131,8 +132,8 @@ class _Watched(Encoder):
 class _Outputs:
     """What a model gives for each row, taken where test_step hands it to the metrics, and what it adds to the loss."""
 
-    def __init__(self, model: keras.Model) -> None:
-        self.logits = _takes_logits(model)
+    def __init__(self, model: keras.Model, form: OutputForm) -> None:
+        self._form = form  # but for the width
         self._columns: list[Floats | None] = []
         self._outputs = 0  # a row
         self._added = keras.metrics.Mean()
@@ -150,7 +151,7 @@ class _Outputs:
         object.__setattr__(model, "compute_metrics", compute_metrics)  # past Keras' tracking
 
     def _take(self, labels: NDArray[Any], outputs: NDArray[Any]) -> None:
-        self._columns.append(output_columns(labels, outputs, logits=self.logits))
+        self._columns.append(output_columns(labels, outputs, self._form))
         self._outputs = outputs.size // len(outputs)
 
     def regularisation(self, communicator: Communicator) -> float:
@@ -158,18 +159,18 @@ class _Outputs:
         state.sum_variables(self._added.variables, communicator)
         return float(self._added.result())
 
-    def width(self, communicator: Communicator, rows: int) -> int | None:
-        """Outputs a row, on all ranks alike; None where some rank did not see one prediction for each of its `rows`:
+    def agreed_form(self, communicator: Communicator, rows: int) -> OutputForm:
+        """The form on all ranks; without a width where some rank did not see one prediction for each of its `rows`:
         several outputs, other shapes, a test_step that shows the metrics none. A collective.
         """
         seen = sum(len(part) for part in self._columns if part is not None)
         agreed = np.array([self._outputs, int(seen != rows)], np.int64)
         communicator.all_reduce(agreed, "max")
-        return int(agreed[0]) or None if not agreed[1] else None
+        return replace(self._form, width=None if agreed[1] else int(agreed[0]) or None)
 
-    def columns(self, width: int) -> Floats:
-        """Columns of row_metrics for this rank's rows, in their order: (n, 1) or (n, 2)."""
-        return np.concatenate([np.empty((0, min(width, 2))), *(part for part in self._columns if part is not None)])
+    def columns(self, form: OutputForm) -> Floats:
+        """Columns of row_metrics for this rank's rows, in their order."""
+        return _joined(self._columns, form)
 
 
 class _Share:
@@ -200,23 +201,22 @@ class _Share:
             parts.append(np.stack([numbers, np.ones(len(labels)) if weights is None else weights], axis=1))
         return np.concatenate(parts).astype(np.float64)
 
-    def with_baseline(self, width: int | None, *, logits: bool) -> Iterator[tuple[Any, Any, Any]]:
+    def with_baseline(self, form: OutputForm) -> Iterator[tuple[Any, Any, Any]]:
         """(labels, the baseline's predictions in the form of the model's outputs, weights) of each batch."""
         assert self._baseline is not None
-        binary = width == 1
-        if not binary and width != self._baseline.classes:
+        if not form.binary and form.width != self._baseline.classes:
             raise ConfigError(
                 f"the baseline {self._baseline.name} cannot be held against this model",
-                got="outputs of another shape" if width is None else f"{width} outputs a row",
+                got="outputs of another shape" if form.width is None else f"{form.width} outputs a row",
                 allowed=f"one output of 1 or {self._baseline.classes} numbers a row, shown to the model's metrics",
                 next_step="Leave --baseline out.",
             )
         for labels, weights, predicted in self._seen:
             assert predicted is not None
-            shown = predicted[:, -1:] if binary else predicted
-            if logits:  # log-odds, or logarithms of probabilities
+            shown = predicted[:, -1:] if form.binary else predicted
+            if form.logits:  # log-odds, or logarithms of probabilities
                 safe = np.clip(shown, 1e-7, 1 - 1e-7)
-                shown = np.log(safe / (1 - safe)) if binary else np.log(safe)
+                shown = np.log(safe / (1 - safe)) if form.binary else np.log(safe)
             yield labels, shown, weights
 
     def _generate(self, signature: Signature) -> Iterator[Any]:
@@ -234,10 +234,9 @@ class _Share:
             raise
 
 
-def _columns(width: int | None, parts: Iterable[tuple[Any, Any]], *, logits: bool) -> Floats:
-    """Columns of row_metrics for (labels, outputs) of each batch."""
-    found = [output_columns(labels, outputs, logits=logits) for labels, outputs in parts]
-    return np.concatenate([np.empty((0, min(width or 1, 2))), *(part for part in found if part is not None)])
+def _joined(parts: Iterable[Floats | None], form: OutputForm) -> Floats:
+    """One predictor's columns of all batches, (n, form.columns)."""
+    return np.concatenate([np.empty((0, form.columns)), *(part for part in parts if part is not None)])
 
 
 def _metrics_of(

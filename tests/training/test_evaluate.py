@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import accuracy_score, average_precision_score, f1_score, log_loss, roc_auc_score
 
+from features.sampled import corrected
 from storage.errors import ConfigError, CorruptionError, DataError, ExistsError
 from storage.verify import verify
 from tests.training._threads import run, run_threads
@@ -22,6 +25,7 @@ from training.evaluate import evaluate, summary
 from training.export_run import export_run
 from training.launch.task import RankTask
 from training.open_split import OpenSplit
+from training.row_metrics import OutputForm, output_columns
 from training.weights_source import weights_at
 
 pytestmark = pytest.mark.slow
@@ -74,8 +78,6 @@ def test_ranks_and_batches_change_no_result(trained: tuple[str, str], num_ranks:
 
 
 def test_an_unfinished_run_is_evaluated_by_its_checkpoint(trained: tuple[str, str], tmp_path: Path) -> None:
-    import shutil
-
     url, dataset = trained
     whole = evaluate(url, dataset, "test", run_threads)
     shutil.copytree(url, tmp_path / "run")
@@ -89,8 +91,6 @@ def test_an_unfinished_run_is_evaluated_by_its_checkpoint(trained: tuple[str, st
 
 
 def test_what_cannot_be_evaluated(trained: tuple[str, str], tmp_path: Path) -> None:
-    import shutil
-
     url, dataset = trained
     with pytest.raises(ConfigError, match="no split"):
         evaluate(url, dataset, "validation", run_threads)
@@ -278,8 +278,6 @@ def test_rare_labels_weights_and_logits_are_scored_exactly(
 def test_the_baseline_is_of_what_the_run_was_trained_on(
     clicked: tuple[str, str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    import shutil
-
     url, dataset, later = clicked
     result = evaluate(url, later, "test", run_threads, baseline="rate:page")
     raw, rows = rows_of(later, "test")
@@ -318,6 +316,48 @@ def test_one_class_and_a_metric_that_is_no_number_are_said(tmp_path: Path, capsy
     told = capsys.readouterr().err
     for words in ("all 100 labels of split `test` are 0", "all 320 labels of what the run", "average_precision nan"):
         assert words in told
+
+
+@pytest.mark.parametrize("exported", [True, False])
+def test_log_losses_are_corrected_for_what_training_was_sampled_by(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], exported: bool
+) -> None:
+    """The manifest says that of rows without a click a quarter was kept for training; the test split has all."""
+    import keras
+
+    manifest = write_clicks(tmp_path / "data", records={"train": 400, "test": 1200}, log_odds=-3.0)
+    sampled = {"column": "click", "shares": {"false": "1/4"}, "splits": ["train"]}
+    own = {**manifest.created_by, "config": {"sampled": sampled}}
+    (tmp_path / "data" / "_manifest.json").write_bytes(replace(manifest, created_by=own).to_bytes())
+    options = {**OPTIONS, "model": "tests.training._models:knows_clicks", "epochs": 1}
+    run(TrainConfig(datasets=(str(tmp_path / "data"),), run=str(tmp_path / "run"), **options))
+    if not exported:  # then the dataset says it, which is the run's
+        shutil.rmtree(tmp_path / "run" / "results")
+    result = evaluate(str(tmp_path / "run"), str(tmp_path / "data"), "test", run_threads, baseline="majority")
+    _, rows = rows_of(str(tmp_path / "data"), "test")
+    model = keras.models.load_model(next((tmp_path / "run" / "models").glob("*/model.keras")))
+    chance = 1 / (1 + np.exp(-model.predict(rows.x, verbose=0)[:, 0].astype(np.float64)))
+    metrics = result["metrics"]
+    assert metrics["log_loss"] == pytest.approx(log_loss(rows.y, chance), rel=1e-6)
+    assert metrics["corrected_log_loss"] == pytest.approx(log_loss(rows.y, corrected(chance, (0.25, 1))), rel=1e-6)
+    _, train = rows_of(str(tmp_path / "data"), "train")
+    prior = corrected(np.array([np.average(train.y, weights=train.weight)]), (0.25, 1))[0]
+    expected = log_loss(rows.y, np.full(1200, prior))
+    assert result["baseline"]["metrics"]["corrected_log_loss"] == pytest.approx(expected, rel=1e-5)
+    no, yes = result["baseline"]["class_counts"]
+    told = capsys.readouterr().err
+    assert f"{yes / (4 * no + yes):.2%} of what was trained on" in told  # before it was sampled
+
+
+def test_log_losses_of_classes_are_corrected_too() -> None:
+    outputs, labels = np.random.default_rng(0).normal(size=(20, 3)), np.arange(20) % 3
+    shares = np.exp(outputs) / np.exp(outputs).sum(axis=1, keepdims=True)
+    kept = (0.5, 1.0, 0.1)
+    for given, logits in ((outputs, True), (shares, False)):
+        found = output_columns(labels, given, OutputForm(logits, kept=kept))
+        assert found is not None
+        assert found[:, 0].mean() == pytest.approx(log_loss(labels, shares), rel=1e-9)
+        assert found[:, 1].mean() == pytest.approx(log_loss(labels, corrected(shares, kept)), rel=1e-9)
 
 
 @pytest.mark.parametrize(

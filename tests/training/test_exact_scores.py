@@ -21,7 +21,9 @@ from training.exact_scores import (
     sorted_rows,
     wilson,
 )
-from training.row_metrics import RowMetric, gathered_on_first, measure
+from training.row_metrics import OutputForm, RowMetric, gathered_on_first, measure
+
+FORM = OutputForm(logits=False, width=1)
 
 
 def made(rows: int, rate: float, seed: int, *, ties: bool, weights: str) -> tuple[Any, Any, Any]:
@@ -126,7 +128,7 @@ def test_ranks_and_the_order_of_rows_change_no_bit(num_ranks: int) -> None:
     labels, scores, weights = made(999, 0.1, 5, ties=True, weights="any")
     rows = np.column_stack([labels, weights, 1 / (1 + np.exp(-scores.T))])
     asked = [RowMetric("auc", "roc_auc", weighted=True)]
-    expected = measure(sorted_rows(rows), asked, binary=True, logits=False)
+    expected = measure(sorted_rows(rows), asked, FORM)
     assert list(expected) == ["auc", "roc_auc", "average_precision", "log_loss"]
     shuffled = np.random.default_rng(num_ranks).permutation(rows)
     cuts = [0, 0, 17, 999][-num_ranks - 1 :]  # of three ranks one has no row
@@ -136,5 +138,5 @@ def test_ranks_and_the_order_of_rows_change_no_bit(num_ranks: int) -> None:
 
     cuts[0] = 0
     first, *others = run_ring(num_ranks, work) if num_ranks > 1 else [sorted_rows(shuffled)]
-    assert repr(measure(first, asked, binary=True, logits=False)) == repr(expected)
+    assert repr(measure(first, asked, FORM)) == repr(expected)
     assert all(len(rows_of_rank) == 0 for rows_of_rank in others)
