@@ -20,7 +20,7 @@ MAX_LABEL = 40
 # should a text get past it: names, values and reasons come from data that nobody vouches for.
 _TEMPLATE = """\
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
-<title>{{ title }}</title>
+<meta name="viewport" content="width=device-width, initial-scale=1"><title>{{ title }}</title>
 <style>
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
 table { border-collapse: collapse; margin: .5rem 0 } h1 { overflow-wrap: anywhere }

@@ -155,7 +155,7 @@ class Pipeline:
                 allowed=", ".join(sorted(evaluation["metrics"])),
                 next_step=f"Correct it; the run {self.run_url} is complete and can be evaluated by jobs.evaluate.",
             )
-        report = self._step("report", lambda: write_report(self.run_url, manifest, evaluation))
+        report = self._step("report", lambda: write_report(self.run_url, evaluation))
         bar, bar_name = self._bar(evaluation)
         return Outcome(
             name=self.name,
@@ -193,9 +193,17 @@ class Pipeline:
         )
 
     def _bar(self, evaluation: dict[str, Any]) -> tuple[float, str]:
-        if self.at_least == "baseline":
-            return float(evaluation["baseline"]["metrics"][self.metric]), evaluation["baseline"]["name"]
-        return float(self.at_least), "configured"
+        if self.at_least != "baseline":
+            return float(self.at_least), "configured"
+        baseline = evaluation["baseline"]
+        if self.metric not in baseline["metrics"]:
+            raise ConfigError(
+                f"{self.name}: the baseline {baseline['name']} has no metric `{self.metric}`",
+                got=f'metric = {self.metric!r}, at_least = "baseline" in [pipeline]',
+                allowed=", ".join(sorted(baseline["metrics"])),
+                next_step=f"Correct it; the run {self.run_url} is complete and can be evaluated by jobs.evaluate.",
+            )
+        return float(baseline["metrics"][self.metric]), baseline["name"]
 
 
 def _table(document: dict[str, object], name: str) -> dict[str, object]:
@@ -250,5 +258,6 @@ _FACTS: tuple[tuple[str, Callable[[Outcome], object]], ...] = (
 
 
 def _baseline(outcome: Outcome) -> str:
-    baseline = outcome.evaluation.get("baseline")
-    return f"{baseline['metrics'][outcome.metric]:.4f} ({baseline['name']})" if baseline else "-"
+    baseline = outcome.evaluation.get("baseline") or {"metrics": {}}
+    value = baseline["metrics"].get(outcome.metric)
+    return "-" if value is None else f"{float(value):.4f} ({baseline['name']})"

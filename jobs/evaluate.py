@@ -27,14 +27,14 @@ def parser() -> JobParser:
     add("--run", required=True, metavar="URL", help="the run whose newest model, or else checkpoint, is evaluated")
     add("--dataset", required=True, metavar="URL", help="a dataset with the schema that the model was trained on")
     add("--split", default="test", metavar="NAME", help="the split to evaluate on (default test)")
-    add("--baseline", metavar="B", help="rate:COLUMN (training mean of the label for each value) | majority")
+    add("--baseline", metavar="B", help="rate:COLUMN (mean label of each value in what was trained on) | majority")
     add("--num-ranks", type=int, default=1, metavar="N", help="processes (default 1)")
     add(
         "--batch",
         type=int,
         default=512,
         metavar="ROWS",
-        help="rows at a time (default 512); changes nothing but losses divided by a mask or by the weights' sum",
+        help="rows at a time (default 512); changes last digits, and losses divided by a mask or by the weights' sum",
     )
     add(
         "--launcher", choices=["local", "barrier"], default="local", help="this host (default) or a Spark barrier stage"
@@ -44,7 +44,7 @@ def parser() -> JobParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print a table, then the result as one line of JSON; returns the exit code."""
+    """Print a table, then the result as one line of JSON (docs/evaluate.md); returns the exit code."""
     args = parser().parse(argv)
     check_master(args)
     call = partial(

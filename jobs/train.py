@@ -15,12 +15,16 @@ from jobs import _train
 from jobs._cli import JobParser, run_job
 from jobs._session import hadoop_settings_of, spark_session
 from jobs._train import config_of
+from storage.fs import filesystem
 from storage.settings import set_hadoop_settings
 from training.driver import train
 from training.launch.barrier import OnSpark
 from training.launch.local import run_local
 from training.near import near_ranks
+from training.paths import RunPaths
 from training.precheck import check
+from training.report import write_report
+from training.run_result import RunResult
 
 
 def parser() -> JobParser:
@@ -40,7 +44,17 @@ def main(argv: Sequence[str]) -> int:
             set_hadoop_settings(hadoop_settings_of(spark))
             result = train(config, OnSpark(spark, partial(near_ranks, config)), take_over=args.take_over)
     print(result.summary())
+    report(result)
     return 0
+
+
+def report(result: RunResult) -> None:
+    """Write the run's report unless it is there; an error is printed only, since the run itself is complete."""
+    try:
+        url = RunPaths(result.run).report(result.generation)
+        print(f"report {url if filesystem(url).exists(url) else write_report(result.run)}")
+    except Exception as error:
+        print(f"the report was not written: {error}\n  next: python -m jobs.report {result.run}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 TESTS = Path(__file__).parent
-LONGEST = ("cluster", "docs", "dags", "etl", "notebooks", "training")
-TOGETHER = ("cluster", "etl")  # each folder on one worker: one Hadoop, one Spark session
+LONGEST = ("cluster", "docs", "dags", "etl", "judge", "notebooks", "training")
+TOGETHER = ("cluster", "etl", "judge")  # each folder on one worker: one Hadoop, one Spark session
 APART = ("tests/docs/test_readme.py",)  # each test by itself; all other files stay whole
 
 # Two workers on two cores: a rank or a task that takes every core for its own arithmetic slows its neighbours.

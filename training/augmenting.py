@@ -26,7 +26,8 @@ class Augmentation:
     The one feature that is an image, (n, H, W, C) uint8 with C up to 4, is changed before the model sees it, as uint8
     of the same shape; all else of a batch stays. Mixup mixes a row with others of its lane's `lane_rows` rows (G / L)
     and makes class labels (n, classes) float32, those of yes-or-no labels and numbers (n,) float32; a row whose own or
-    whose partner's weight is 0 is not mixed, and else has the weights' mean. `signature` is what a model is fed.
+    whose partner's weight is 0 is not mixed, and else weighs its share of its own weight and the rest of the partner's;
+    its label is shared in the same proportion. `signature` is what a model is fed.
     Raises ConfigError for what cannot be done with the dataset's signature or the plan's lanes.
     """
 
@@ -59,11 +60,9 @@ class Augmentation:
         weight = batch.weight
         if weight is not None:
             shares[(weight == 0) | (weight[partners] == 0)] = SHARES
-            weight = mix_labels(weight, partners, shares)
-        y = batch.y
-        if y is not None:
-            soft = one_hot(y, self._classes) if self._classes is not None else y.astype(np.float32)
-            y = mix_labels(soft, partners, shares)
+        assert batch.y is not None, "mixup without a label is refused"
+        soft = one_hot(batch.y, self._classes) if self._classes is not None else batch.y.astype(np.float32)
+        y, weight = mix_labels(soft, weight, partners, shares)
         return replace(batch, x={**batch.x, self._name: mix_images(images, partners, shares)}, y=y, weight=weight)
 
 

@@ -158,14 +158,15 @@ class RankFeed:
 def eval_batches(
     reader: SplitReader, encoder: Encoder, rank: int, num_ranks: int, batch_size: int
 ) -> Iterator[Encoded]:
-    """A rank's contiguous share of the blocks of a split, in the order of the files, `batch_size` rows at a time.
+    """A rank's share of the batches of a split, `batch_size` rows in the order of the files each.
 
-    The last batch is as short as it comes: nothing is padded, and a rank without a block yields nothing, so no
-    collective may be called before all ranks are done. All ranks together give each sample once.
+    Batches are the same at any number of ranks, and so is what a model computes of them. The split's last one is as
+    short as it comes: nothing is padded, and a rank without a batch yields nothing, so no collective may be called
+    before all ranks are done. All ranks together give each sample once.
     """
-    blocks = reader.table.num_blocks
+    start, stop = eval_rows(reader, rank, num_ranks, batch_size)
     pending: list[pa.RecordBatch] = []
-    first, done = rank * blocks // num_ranks, 0
+    done = start
 
     def encoded(rows: pa.RecordBatch) -> Encoded:
         nonlocal done
@@ -173,13 +174,12 @@ def eval_batches(
         try:
             return encoder.encode(rows)
         except BadImageError as error:
-            raise error.at(of_row_in_order(reader, first, done - len(rows) + error.row)) from None
+            raise error.at(of_row_in_order(reader, done - len(rows) + error.row)) from None
         except DataError:
             row, wrong = refused_row(lambda start, stop: encoder.encode(rows.slice(start, stop - start)), len(rows))
-            raise placed(wrong, of_row_in_order(reader, first, done - len(rows) + row)) from None
+            raise placed(wrong, of_row_in_order(reader, done - len(rows) + row)) from None
 
-    share = range(first, (rank + 1) * blocks // num_ranks)
-    for found in reader.sequence(map(reader.table.run, share)):  # the next blocks are fetched meanwhile
+    for found in reader.sequence(reader.table.rows(start, stop)):  # the next blocks are fetched meanwhile
         pending.append(found)
         if sum(map(len, pending)) >= batch_size:
             rows = pa.concat_batches(pending)
@@ -189,6 +189,14 @@ def eval_batches(
             pending = [rows.slice(full)] if full < len(rows) else []
     if pending:
         yield encoded(pa.concat_batches(pending))
+
+
+def eval_rows(reader: SplitReader, rank: int, num_ranks: int, batch_size: int) -> tuple[int, int]:
+    """The rows start..stop-1 of the split, in the order of the files, that `eval_batches` gives a rank."""
+    rows = int(reader.table.shard_records.sum())
+    batches = -(-rows // batch_size)
+    start, stop = (min(rows, number * batches // num_ranks * batch_size) for number in (rank, rank + 1))
+    return start, stop
 
 
 def _row_bytes(encoder: Encoder) -> int:

@@ -175,8 +175,11 @@ def _checked(result: dict[str, Any], generation: int, where: str) -> dict[str, A
     strict.mapping(result.get("metrics"), where=f"{where}: metrics")
     for sample in strict.items(result.get("left_over"), where=f"{where}: left_over"):
         strict.string(sample, where=f"{where}: left_over")
+    if result.get("class_counts") is not None:
+        for rows in strict.items(result["class_counts"], where=f"{where}: class_counts"):
+            strict.count(rows, where=f"{where}: class_counts")
     restarts = restart_log(result.get("restart_log", []), where=f"{where}: restart_log")
-    return {"checkpoint": None, "model": None, **result, "restart_log": restarts}
+    return {"checkpoint": None, "model": None, "class_counts": None, **result, "restart_log": restarts}
 
 
 def find_model(fs: FileSystem, paths: RunPaths) -> str:

@@ -230,6 +230,7 @@ class _Driver:
             restart_log=[restart.to_json() for restart in self._launches.restarts],
             checkpoint=str(tip) if tip else None,
             model=model if self._fs.exists(model) else None,
+            class_counts=first.get("class_counts"),
             left_over=[str(sample) for sample in first.get("left_over", [])],
         )
         write_file(self._fs, self._paths.result(generation), seal(result.to_json()), confirm=self._standing.confirm)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,30 +12,41 @@ import keras
 import numpy as np
 import pyarrow as pa
 import tensorflow as tf
+from numpy.typing import NDArray
 
 from features.encode import Encoded, Encoder
 from features.signature import Signature
+from storage.errors import ConfigError
 from storage.manifest import load_dataset
 from training import state
 from training.augmenting import labels_of, soft_labels
 from training.baseline import Baseline
-from training.batches import eval_batches
+from training.batches import eval_batches, eval_rows
+from training.comm.base import Communicator
 from training.config import TrainConfig
 from training.control.carry import json_safe
 from training.control.protocol import OPENING
 from training.dataset_encoder import load_encoder
+from training.exact_scores import Floats
 from training.launch.context import RankContext
 from training.open_split import OpenSplit
 from training.output_losses import weigh_tests
 from training.parts import held_out
 from training.reader import SplitReader
+from training.row_metrics import OutputForm, RowMetric, gathered_on_first, output_columns, with_row_metrics
+from training.swap import swapped
 from training.trained_model import load_checkpoint, load_export
+from training.training_set import TrainingSet
 
 SHOWN_BATCH_ROWS = 8  # of the batch of zeros that builds the metrics
+LOSS, DATA_LOSS = "loss", "loss_without_regularisation"
 
 
 def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
-    """Load, evaluate without any collective until this rank is done, then sum the metrics' state."""
+    """Load, evaluate without any collective until this rank is done, then put the ranks' states and rows together.
+
+    Returns a result of training.evaluate from `samples` on; {} on other ranks than 0.
+    """
     payload, world = context.payload, context.world
     context.control.beat(0, OPENING)
     split = open_split(payload["dataset"], payload["split"], config)
@@ -48,32 +61,49 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
     weigh_tests(model)
     comm = context.communicator()
     comm.deadline_s = config.stall_limit_s
-    scored: _Scored | None = None
+    baseline: Baseline | None = None
     if payload["baseline"] is not None:
         context.control.beat(0, "count the baseline")
-        baseline = Baseline(payload["baseline"], split.encoder.schema)
-        baseline.fit(OpenSplit.at(payload["dataset"], config.split, training=True).reader, comm)
-        scored = _Scored(model, baseline, signature)
+        trained_on = TrainingSet.at(config.datasets, config.split, config.mix)
+        baseline = Baseline(payload["baseline"], trained_on.encoder.schema)
+        baseline.fit(trained_on.readers, config.mix, comm)
     context.control.beat(0, "evaluate")
     watched = _Watched(split.encoder)
     batches = eval_batches(split.reader, watched, world.rank, world.num_ranks, payload["batch"])
-    share = _Share(batches, watched, scored)
+    kept = payload["kept"] and tuple(payload["kept"])
+    share, outputs = _Share(batches, watched, baseline), _Outputs(model, OutputForm(_takes_logits(model), kept=kept))
     model.reset_metrics()
-    rows = _rows(split.reader, world.rank, world.num_ranks)
-    if rows:  # a rank without a block has nothing to do until the sums
+    start, stop = eval_rows(split.reader, world.rank, world.num_ranks, payload["batch"])
+    if start < stop:  # a rank without a batch has nothing to do until the sums
         try:
-            model.evaluate(share.dataset(signature), steps=-(-rows // payload["batch"]), verbose=0)
+            model.evaluate(share.dataset(signature), steps=-(-(stop - start) // payload["batch"]), verbose=0)
         except Exception as error:
             raise share.failure or error from None
-    context.control.beat(1, "sum the metrics")
-    state.summed_metrics(model, comm)
+    context.control.beat(1, "put the ranks' rows together")
     samples = np.array([share.samples], np.int64)
     comm.all_reduce(samples)
-    return {
-        "samples": int(samples[0]),
-        "metrics": json_safe(state.as_floats(model.get_metrics_result())),
-        "baseline": None if scored is None else {"name": scored.baseline.name, "metrics": scored.result(comm)},
-    }
+    state.summed_metrics(model, comm)
+    metrics = state.as_floats(model.get_metrics_result())
+    if regularisation := outputs.regularisation(comm):
+        metrics[DATA_LOSS] = metrics[LOSS] - regularisation
+    result = {"samples": int(samples[0]), "metrics": metrics, "baseline": None}
+    form = outputs.agreed_form(comm, share.samples)
+    columns = [share.labels_and_weights()]
+    if form.width is not None:
+        columns.append(outputs.columns(form))
+    if baseline is not None:
+        seen = list(share.with_baseline(form))
+        result["baseline"] = {
+            "name": baseline.name,
+            "metrics": _metrics_of(seen, model, DATA_LOSS if regularisation else LOSS, comm),
+            "class_counts": baseline.class_counts,
+        }
+        columns.append(_joined([output_columns(labels, predicted, form) for labels, predicted, _ in seen], form))
+    table = gathered_on_first(np.concatenate(columns, axis=1), comm)
+    if comm.rank:
+        return {}
+    asked = _row_metrics(model, binary=form.binary, weighted=signature.weight is not None)
+    return json_safe(with_row_metrics(result, table, asked, form, signature.num_classes))
 
 
 def open_split(dataset: str, split: str, config: TrainConfig) -> OpenSplit:
@@ -85,12 +115,6 @@ def open_split(dataset: str, split: str, config: TrainConfig) -> OpenSplit:
     manifest = load_dataset(dataset)
     encoder = load_encoder(dataset, manifest, held_out(manifest, config.split, training=True))
     return OpenSplit(manifest, encoder, SplitReader(dataset, manifest, split, encoder))
-
-
-def _rows(reader: SplitReader, rank: int, num_ranks: int) -> int:
-    """Rows of this rank's share of the blocks, as `eval_batches` cuts it."""
-    blocks = reader.table.num_blocks
-    return sum(reader.table.run(i).count for i in range(rank * blocks // num_ranks, (rank + 1) * blocks // num_ranks))
 
 
 class _Watched(Encoder):
@@ -105,47 +129,56 @@ class _Watched(Encoder):
         return self._inner.encode(batch)
 
 
-class _Scored:
-    """The model's own metric classes, fed with the baseline's predictions."""
+class _Outputs:
+    """What a model gives for each row, taken where test_step hands it to the metrics, and what it adds to the loss."""
 
-    def __init__(self, model: keras.Model, baseline: Baseline, signature: Signature) -> None:
-        self.baseline, self._binary = baseline, signature.num_classes is None
-        own = [metric for metric in model.metrics for metric in getattr(metric, "metrics", [])]
-        self._metrics = [type(metric).from_config(metric.get_config()) for metric in own]
-        self._loss = _loss_of(model)
-        self._logits = self._loss is not None and bool(self._loss.get_config().get("from_logits", False))
-        self._mean_loss = keras.metrics.Mean(name="loss")
-        columns = 1 if self._binary else baseline.classes
-        label = () if signature.label is None else signature.label.shape
-        for metric in self._metrics:  # some make their variables at the first update, which a rank may never come to
-            metric.update_state(np.zeros((1, *label), np.float32), np.zeros((1, columns), np.float32))
-            metric.reset_state()
+    def __init__(self, model: keras.Model, form: OutputForm) -> None:
+        self._form = form  # but for the width
+        self._columns: list[Floats | None] = []
+        self._outputs = 0  # a row
+        self._added = keras.metrics.Mean()
+        plain = model.compute_metrics
 
-    def update(self, rows: pa.RecordBatch, labels: Any, weights: Any) -> None:
-        predicted: Any = self.baseline.predict(rows, binary=self._binary)
-        if self._logits:
-            # What the model's metrics and loss expect: log-odds, or logarithms of probabilities.
-            safe = np.clip(predicted, 1e-7, 1 - 1e-7)
-            predicted = np.log(safe / (1 - safe)) if self._binary else np.log(safe)
-        for metric in self._metrics:
-            metric.update_state(labels, predicted)
-        if self._loss is not None:
-            truth = labels.reshape(-1, 1) if self._binary else labels  # (n,) -> (n, 1) as the model's output
-            self._mean_loss.update_state(self._loss(truth, predicted, weights), sample_weight=len(labels))
+        def compute_metrics(x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+            if y is not None and not keras.tree.is_nested(y) and not keras.tree.is_nested(y_pred):
+                tf.numpy_function(self._take, [y, y_pred], [])
+            if losses := model.losses:  # of regularisers, and of add_loss
+                added = sum(keras.ops.sum(loss) for loss in losses)
+                rows = tf.shape(next(part for part in keras.tree.flatten(x) if part is not None))[0]
+                self._added.update_state(added, sample_weight=rows)
+            return plain(x, y, y_pred, sample_weight)
 
-    def result(self, communicator: Any) -> dict[str, Any]:
-        """Over all ranks; a rank without rows adds zeros."""
-        metrics = [*self._metrics, *([self._mean_loss] if self._loss is not None else [])]
-        for metric in metrics:
-            state.sum_variables(metric.variables, communicator)
-        return json_safe(state.as_floats({metric.name: metric.result() for metric in metrics}))
+        object.__setattr__(model, "compute_metrics", compute_metrics)  # past Keras' tracking
+
+    def _take(self, labels: NDArray[Any], outputs: NDArray[Any]) -> None:
+        self._columns.append(output_columns(labels, outputs, self._form))
+        self._outputs = outputs.size // len(outputs)
+
+    def regularisation(self, communicator: Communicator) -> float:
+        """What the loss holds beside the rows' own, over all ranks' rows; 0 where that is nothing. A collective."""
+        state.sum_variables(self._added.variables, communicator)
+        return float(self._added.result())
+
+    def agreed_form(self, communicator: Communicator, rows: int) -> OutputForm:
+        """The form on all ranks; without a width where some rank did not see one prediction for each of its `rows`:
+        several outputs, other shapes, a test_step that shows the metrics none. A collective.
+        """
+        seen = sum(len(part) for part in self._columns if part is not None)
+        agreed = np.array([self._outputs, int(seen != rows)], np.int64)
+        communicator.all_reduce(agreed, "max")
+        return replace(self._form, width=None if agreed[1] else int(agreed[0]) or None)
+
+    def columns(self, form: OutputForm) -> Floats:
+        """Columns of row_metrics for this rank's rows, in their order."""
+        return _joined(self._columns, form)
 
 
 class _Share:
     """This rank's batches as a tf.data pipeline; the baseline sees each batch as it passes."""
 
-    def __init__(self, batches: Iterator[Encoded], watched: _Watched, scored: _Scored | None) -> None:
-        self._batches, self._watched, self._scored = batches, watched, scored
+    def __init__(self, batches: Iterator[Encoded], watched: _Watched, baseline: Baseline | None) -> None:
+        self._batches, self._watched, self._baseline = batches, watched, baseline
+        self._seen: list[tuple[NDArray[Any], NDArray[np.float32] | None, NDArray[np.float32] | None]] = []
         self.samples = 0
         self.failure: BaseException | None = None
 
@@ -160,13 +193,40 @@ class _Share:
         generator = partial(self._generate, signature)
         return tf.data.Dataset.from_generator(generator, output_signature=specs).with_options(options)
 
+    def labels_and_weights(self) -> Floats:
+        """(n, 2): each row's label, of one-hot ones the class, and its weight, 1 where there is none."""
+        parts = [np.empty((0, 2))]
+        for labels, weights, _ in self._seen:
+            numbers = labels if labels.ndim == 1 else labels.argmax(axis=1)
+            parts.append(np.stack([numbers, np.ones(len(labels)) if weights is None else weights], axis=1))
+        return np.concatenate(parts).astype(np.float64)
+
+    def with_baseline(self, form: OutputForm) -> Iterator[tuple[Any, Any, Any]]:
+        """(labels, the baseline's predictions in the form of the model's outputs, weights) of each batch."""
+        assert self._baseline is not None
+        if not form.binary and form.width != self._baseline.classes:
+            raise ConfigError(
+                f"the baseline {self._baseline.name} cannot be held against this model",
+                got="outputs of another shape" if form.width is None else f"{form.width} outputs a row",
+                allowed=f"one output of 1 or {self._baseline.classes} numbers a row, shown to the model's metrics",
+                next_step="Leave --baseline out.",
+            )
+        for labels, weights, predicted in self._seen:
+            assert predicted is not None
+            shown = predicted[:, -1:] if form.binary else predicted
+            if form.logits:  # log-odds, or logarithms of probabilities
+                safe = np.clip(shown, 1e-7, 1 - 1e-7)
+                shown = np.log(safe / (1 - safe)) if form.binary else np.log(safe)
+            yield labels, shown, weights
+
     def _generate(self, signature: Signature) -> Iterator[Any]:
         try:
             for batch in self._batches:
                 labels = soft_labels(batch.y, signature)
                 self.samples += len(batch.sample_id)
-                if self._scored is not None and labels is not None:
-                    self._scored.update(self._watched.rows, labels, batch.weight)
+                if labels is not None:
+                    predicted = None if self._baseline is None else self._baseline.predict(self._watched.rows)
+                    self._seen.append((labels, batch.weight, predicted))
                 others = [array for array in (labels, batch.weight) if array is not None]
                 yield (batch.x, *others) if others else batch.x
         except Exception as error:
@@ -174,7 +234,67 @@ class _Share:
             raise
 
 
-def _loss_of(model: keras.Model) -> Any:
-    """The one loss function of the model, None where it has several or its own way to compute one."""
-    losses = getattr(model._compile_loss, "_user_loss", None)
-    return losses if isinstance(losses, keras.losses.Loss) else None
+def _joined(parts: Iterable[Floats | None], form: OutputForm) -> Floats:
+    """One predictor's columns of all batches, (n, form.columns)."""
+    return np.concatenate([np.empty((0, form.columns)), *(part for part in parts if part is not None)])
+
+
+def _metrics_of(
+    seen: Iterable[tuple[Any, Any, Any]], model: keras.Model, loss_name: str, communicator: Communicator
+) -> dict[str, Any]:
+    """The model's own metrics and loss of other predictions, over all ranks; a rank without rows adds zeros.
+
+    `seen` are (labels, predictions, weights) of each batch. Metrics are weighted where the model's are.
+    """
+    metrics, loss, mean = model._compile_metrics, model._compile_loss, keras.metrics.Mean()
+    model.reset_metrics()
+    for labels, predicted, weights in seen:
+        if metrics is not None:
+            metrics.update_state(labels, predicted, weights)
+        if loss is not None:
+            mean.update_state(loss(labels, predicted, weights), sample_weight=len(labels))
+    state.sum_variables([*(metrics.variables if metrics is not None else ()), *mean.variables], communicator)
+    found = metrics.result() if metrics is not None else {}
+    return state.as_floats(found | ({loss_name: mean.result()} if loss is not None else {}))
+
+
+def _row_metrics(model: keras.Model, *, binary: bool, weighted: bool) -> list[RowMetric]:
+    """Those of the compiled metrics that can be computed from the rows; `weighted`: rows have weights."""
+    compiled = model._compile_metrics
+    if compiled is None:
+        return []
+    with ExitStack() as stack:  # Keras names what metrics give: for a moment each gives itself
+        for metric in compiled.metrics:
+            stack.enter_context(swapped(metric, "result", partial(lambda own: own, metric)))
+        named = compiled.result()
+    heavy = {id(metric) for each in compiled._flat_weighted_metrics if each for metric in each.metrics}
+    found = []
+    for name, metric in named.items():
+        by_weight = weighted and id(metric) in heavy
+        if binary and _is_plain_auc(metric):
+            roc = metric.get_config()["curve"] == "ROC"
+            found.append(RowMetric(name, "roc_auc" if roc else "average_precision", by_weight))
+        elif binary and type(metric) is keras.metrics.BinaryAccuracy:
+            found.append(RowMetric(name, "accuracy", by_weight, metric.get_config()["threshold"]))
+        elif not binary and type(metric) in (
+            keras.metrics.SparseCategoricalAccuracy,
+            keras.metrics.CategoricalAccuracy,
+        ):
+            found.append(RowMetric(name, "accuracy", by_weight))
+    return found
+
+
+def _is_plain_auc(metric: Any) -> bool:
+    """Whether it is Keras' AUC of yes or no: no subclass that changes it, no labels side by side."""
+    auc = keras.metrics.AUC
+    if not isinstance(metric, auc) or metric.multi_label or metric.label_weights is not None:
+        return False
+    return type(metric).update_state is auc.update_state and type(metric).result is auc.result
+
+
+def _takes_logits(model: keras.Model) -> bool:
+    """Whether the model's one loss takes log-odds or logarithms for its outputs; False where it has several."""
+    losses = getattr(model._compile_loss, "_flat_losses", None) or []
+    if len(losses) != 1 or not isinstance(losses[0].loss, keras.losses.Loss):
+        return False
+    return bool(losses[0].loss.get_config().get("from_logits", False))

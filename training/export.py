@@ -27,9 +27,9 @@ from training.checkpoint import write_bytes
 from training.distribute import own_class
 from training.learning_rate import CorrectedSGD, WarmUp
 from training.swap import swapped
-from training.weights_source import MODEL_FILE
+from training.weights_source import MODEL_FILE, SCHEMA_FILE
 
-SCHEMA_FILE, SIGNATURE_FILE, FITTED_PREFIX = "schema.json", "signature.json", "fitted-"
+SIGNATURE_FILE, FITTED_PREFIX = "signature.json", "fitted-"
 RAW_SCHEMA_FILE = "raw_schema.json"
 PIECE_BYTES = 4 << 20
 

@@ -23,6 +23,7 @@ from training.distribute import exchange_of, finalize
 from training.epoch_logs import of_all_ranks
 from training.initial_weights import load_initial
 from training.keras_ranks import only_on_leader
+from training.label_counts import LabelCounts
 from training.launch.context import RankContext
 from training.non_finite import FedBatches
 from training.planning import lane_groups
@@ -92,6 +93,8 @@ class Fit(AbstractContextManager["Fit"]):
         self._saver = Saver(context, config, self._model, self._comm, self._callbacks.callbacks, self._audit)
         self._progress = Progress(step=0, stopped=False, metrics={})
         self._stop_wanted = False
+        self._labels = LabelCounts(self._signature)
+        self._class_counts: list[int] | None = None  # of the last epoch
         self._weights = WeightCheck(self._comm, self._model.weights, config.compare_every)
         self._checkpoints = Checkpoints(
             self._saver, self._exchange, context.control, config, self._clock, self._weights, self._reports
@@ -148,6 +151,7 @@ class Fit(AbstractContextManager["Fit"]):
             "samples": (step - began_at) * plan.global_batch,
             "seconds": seconds,
             "left_over": left_over,
+            "class_counts": self._class_counts,
         }
 
     def _fit_epoch(self, epoch: int) -> None:
@@ -229,8 +233,9 @@ class Fit(AbstractContextManager["Fit"]):
         stop = np.array([self._model.stop_training or self._stop_wanted], np.uint8)
         self._comm.all_reduce(stop, "max")
         self._progress.stopped = self._model.stop_training = bool(stop[0])
+        self._class_counts = self._labels.taken(self._comm)
         if self._reports is not None:
-            self._reports.epoch(self._progress.step, epoch, json_safe(self._progress.metrics))
+            self._reports.epoch(self._progress.step, epoch, json_safe(self._progress.metrics), self._class_counts)
         if self._exchange.agreement is not None:
             self._checkpoints.epoch_ends(self._exchange.agreement, self._progress)
 
@@ -238,5 +243,6 @@ class Fit(AbstractContextManager["Fit"]):
         """Called by TensorFlow's thread that reads ahead."""
         self._clock.batch_is_ready(batch.step)
         self._fed.add(batch.step, batch.sample_ids)
+        self._labels.add(batch.y)
         if self._audit is not None:
             self._audit.add(batch)

@@ -12,6 +12,7 @@ from storage.canonical import canonical_bytes
 from storage.errors import CommunicationError, LockstepError
 from storage.fs import filesystem
 from storage.progress import Progress
+from training import notes
 from training.chain import Checkpoint
 from training.claims import Claim, check_newest
 from training.commit import CommitHandler
@@ -42,6 +43,7 @@ class RunHandler:
         self._paths, self._claim, self._tip, self._progress = paths, claim, tip, progress
         self._metrics = PartWriter(paths.metrics(claim.generation), "jsonl", confirm=self._confirm)
         self._note = ""
+        self._doubted: set[str] = set()  # what has been said of the numbers
         self._bar = threading.Lock()
         self._ended = threading.Event()
         self._uploader = threading.Thread(target=self._upload, name="metrics-upload", daemon=True)
@@ -102,9 +104,21 @@ class RunHandler:
     def _take_metrics(self, rows: list[dict[str, Any]]) -> None:
         for row in rows:
             self._metrics.add(canonical_bytes(row).decode())
+            if row["kind"] == "epoch":
+                self._doubt(row)
             loss = row.get("loss")
             if isinstance(loss, float) and math.isfinite(loss):
                 self._note = f"loss {loss:.4f}"
+
+    def _doubt(self, row: dict[str, Any]) -> None:
+        """Say once what puts the numbers of an epoch in doubt."""
+        fresh = {name: value for name, value in row["metrics"].items() if name not in self._doubted}
+        found = notes.of_metrics(fresh, f"the metrics of epoch {row['epoch'] + 1}")
+        self._doubted |= {name for name in fresh if notes.of_metrics({name: fresh[name]}, "")}
+        if "class_counts" not in self._doubted:
+            found += notes.of_classes(row.get("class_counts"), "what is trained on")
+        self._doubted.add("class_counts")
+        notes.show(found)
 
     def _confirm(self) -> None:
         check_newest(filesystem(self._paths.root), self._paths, self._claim.generation)

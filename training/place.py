@@ -33,11 +33,7 @@ def of_batch_row(plan: EpochPlan, reader: SplitReader, lanes: range, step: int, 
     return of_record(reader, run.shard, run.first_record)
 
 
-def of_row_in_order(reader: SplitReader, first_block: int, row: int) -> str:
-    """File and record of row `row` of the blocks from `first_block` on, in the order of the files."""
-    block = first_block
-    while row >= reader.table.run(block).count:
-        row -= reader.table.run(block).count
-        block += 1
-    run = reader.table.run(block)
-    return of_record(reader, run.shard, run.first_record + row)
+def of_row_in_order(reader: SplitReader, row: int) -> str:
+    """File and record of row `row` of the split, in the order of the files."""
+    (run,) = reader.table.rows(row, row + 1)
+    return of_record(reader, run.shard, run.first_record)

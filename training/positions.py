@@ -55,6 +55,12 @@ class BlockTable:
         columns = (shards.tolist(), (first_records + cut).tolist(), counts.tolist())
         return [Run(shard, first, count) for shard, first, count in zip(*columns, strict=True)]
 
+    def rows(self, start: int, stop: int) -> list[Run]:
+        """The records start..stop-1 of the split, in the order of the files, one run a block."""
+        if start >= stop:
+            return []
+        return self.runs(*Line(self.block_records, self.short_blocks, self.short_by).cut(start, stop))
+
     def run(self, block: int) -> Run:
         """The whole of one block."""
         numbers = np.asarray([block], dtype=np.int64)

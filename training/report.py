@@ -7,23 +7,26 @@ from typing import Any
 
 from jinja2 import Environment
 
-from storage.errors import NotFoundError
-from storage.fs import filesystem
-from storage.manifest import DatasetManifest
+from storage.errors import DataError, LockstepError, NotFoundError
+from storage.fs import FileSystem, filesystem
 from storage.publish import write_file
-from training.chain import find_result
+from training.chain import chain_of, find_result
 from training.claims import Claim, read_claims
 from training.history import History, read_history
 from training.launch.restarts import told
+from training.parts import open_mixture, open_parts
 from training.paths import RunPaths
 from training.report_curves import epoch_curve, loss_curve
 from training.report_rows import checkpoint_rows, reading_rows, time_rows
 from training.run_json import read_run
 
+Rows = Sequence[tuple[str, object]]
+
 # The headings are the sections of a run's life; everything that comes from data is escaped by the template engine.
 _PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string("""\
 <!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1"><title>{{ title }}</title>
 <style>
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
 table { border-collapse: collapse; margin: 1rem 0 }
@@ -44,24 +47,27 @@ td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere } svg { max-wid
 """)
 
 
-def write_report(run: str, manifest: DatasetManifest, evaluation: Mapping[str, Any] | None) -> str:
-    """Write the report of the newest result of `run`; returns its URL.
+def write_report(run: str, evaluation: Mapping[str, Any] | None = None) -> str:
+    """Write the report of the run at URL `run`, as far as it has got; returns its URL, of the newest generation.
 
-    `evaluation` is what training.evaluate returned: {split, samples, metrics, baseline}. A report that is there
-    already is replaced: it holds nothing that the run does not. Raises NotFoundError while the run has no result.
+    `evaluation` is what training.evaluate returned. A report that is there already is replaced. Raises NotFoundError
+    where there is no run, or one that no generation has begun, CorruptionError for a bad part of its metrics.
     """
     fs, paths = filesystem(run), RunPaths(run)
-    result = find_result(fs, paths)
-    if result is None:
+    history, document, claims = read_history(run), read_run(fs, paths), read_claims(fs, paths)
+    if not claims:
         raise NotFoundError(
-            f"{run} has no result yet",
-            got="a run that has not ended",
-            allowed="a run that jobs.train finished",
-            next_step="Run jobs.train with this --run to its end.",
+            f"{run} has nothing to report",
+            got="a run that no generation has begun",
+            allowed="a run whose ranks were started",
+            next_step="Run jobs.train with this --run.",
         )
-    url = paths.report(int(result["generation"]))
-    about = about_run(read_run(fs, paths), read_claims(fs, paths), result)
-    page = render(run, about, result, read_history(run), manifest, evaluation)
+    newest, result = max(claims), find_result(fs, paths)
+    done = result if result is not None and result["generation"] == newest else None
+    about = about_run(document, claims, done or {"generation": newest})
+    training = _result_rows(done, history) if done else _unfinished_rows(fs, paths, history)
+    page = render(run, about, training, history, _data_rows(document), evaluation)
+    url = paths.report(newest)
     fs.mkdirs(url.rpartition("/")[0])
     write_file(fs, url, page.encode(), exclusive=False)
     return url
@@ -117,42 +123,14 @@ def _over_steps(claims: Mapping[int, Claim], result: Mapping[str, Any], value: C
 
 def render(
     run: str,
-    about: Sequence[tuple[str, str]],
-    result: Mapping[str, Any],
+    about: Rows,
+    training: Rows,
     history: History,
-    manifest: DatasetManifest,
+    data: Rows,
     evaluation: Mapping[str, Any] | None,
 ) -> str:
-    """The page's HTML; `about` are the rows of `about_run`."""
-    counts = manifest.counts
-    tables: list[tuple[str, Sequence[tuple[str, object]]]] = [
-        ("Run", about),
-        (
-            "Data",
-            [
-                ("read", counts.read),
-                ("written", counts.written),
-                ("quarantined", counts.quarantined),
-                *((f"dropped: {reason}", n) for reason, n in sorted(counts.dropped.items())),
-                *((f"split {name}", f"{split.records} records") for name, split in sorted(manifest.splits.items())),
-                ("digest", manifest.digest),
-            ],
-        ),
-        (
-            "Training",
-            [
-                ("steps", result["steps"]),
-                ("epochs", result["epochs"]),
-                ("samples/s", f"{result['samples_per_s']:.0f}"),
-                ("starts (one, and one for each restart or resumption)", history.generations),
-                *((f"restart: generation {each['generation']}", told(each)) for each in result.get("restart_log", [])),
-                ("samples left over (they fill no last global batch)", len(result["left_over"])),
-                *((f"last epoch: {name}", _number(value)) for name, value in sorted(result["metrics"].items())),
-                ("checkpoint", result["checkpoint"]),
-                ("model", result["model"]),
-            ],
-        ),
-    ]
+    """The page's HTML; `about` are the rows of `about_run`, `training` and `data` those below their headings."""
+    tables: list[tuple[str, Rows]] = [("Run", about), ("Data", data), ("Training", training)]
     if history.times:
         tables.append(("Where each rank's time went", time_rows(history)))
     if history.checkpoints:
@@ -160,20 +138,86 @@ def render(
     if history.reading:
         tables.append(("What each rank read", reading_rows(history)))
     if evaluation is not None:
-        tables.append((f"Evaluation on {evaluation['split']}", _evaluation_rows(evaluation)))
+        tables.append((f"Evaluation on {evaluation['split']}, with 95 % intervals", _evaluation_rows(evaluation)))
     metrics = sorted({name for row in history.epochs for name in row["metrics"]} - {"loss"})
     curves = [("Loss over the global batch", loss_curve(history))] if history.steps else []
     curves += [(f"{name} by epoch", epoch_curve(history, name)) for name in metrics]
     return _PAGE.render(title="Lockstep: report of a run", where=run, tables=tables, curves=curves)
 
 
+def _data_rows(document: Mapping[str, Any]) -> Rows:
+    """Of the run's first dataset, as far as it can still be read; `document` is run.json."""
+    config, digest = document["config"], ("digest", document.get("dataset_digest"))
+    try:
+        opener = open_parts if config.get("mix") is None else open_mixture
+        manifest = opener(config["datasets"], config["split"])[1]
+    except (LockstepError, KeyError) as error:
+        return [("cannot be read now", str(error)), digest]
+    counts = manifest.counts
+    return [
+        ("read", counts.read),
+        ("written", counts.written),
+        ("quarantined", counts.quarantined),
+        *((f"dropped: {reason}", n) for reason, n in sorted(counts.dropped.items())),
+        *((f"split {name}", f"{split.records} records") for name, split in sorted(manifest.splits.items())),
+        digest,
+    ]
+
+
+def _result_rows(result: Mapping[str, Any], history: History) -> Rows:
+    return [
+        ("steps", result["steps"]),
+        ("epochs", result["epochs"]),
+        ("samples/s", f"{result['samples_per_s']:.0f}"),
+        _starts(history),
+        *((f"restart: generation {each['generation']}", told(each)) for each in result.get("restart_log", [])),
+        ("samples left over (they fill no last global batch)", len(result["left_over"])),
+        *((f"last epoch: records of class {n}", count) for n, count in enumerate(result.get("class_counts") or ())),
+        *((f"last epoch: {name}", _number(value)) for name, value in sorted(result["metrics"].items())),
+        ("checkpoint", result["checkpoint"]),
+        ("model", result["model"]),
+    ]
+
+
+def _unfinished_rows(fs: FileSystem, paths: RunPaths, history: History) -> Rows:
+    metrics = history.epochs[-1]["metrics"] if history.epochs else {}
+    try:
+        chain, _ = chain_of(fs, paths)
+        checkpoint = str(chain[0]) if chain else "none yet"
+    except DataError as error:
+        checkpoint = str(error)
+    return [
+        ("state", "not finished: it is running, or jobs.train with the same flags resumes it"),
+        ("steps so far", history.steps[-1]["step"] if history.steps else 0),
+        ("epochs so far", len(history.epochs)),
+        _starts(history),
+        *((f"last epoch: {name}", _number(value)) for name, value in sorted(metrics.items())),
+        ("newest checkpoint", checkpoint),
+    ]
+
+
+def _starts(history: History) -> tuple[str, object]:
+    return "starts (one, and one for each restart or resumption)", history.generations
+
+
 def _evaluation_rows(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = [("records", str(evaluation["samples"]))]
-    baseline = evaluation.get("baseline")
+    counts, baseline = evaluation["class_counts"], evaluation["baseline"]
+    rows += [(f"records of class {number}", str(count)) for number, count in enumerate(counts or ())]
     for name, value in sorted(evaluation["metrics"].items()):
-        beside = f"   (baseline {baseline['name']}: {_number(baseline['metrics'][name])})" if baseline else ""
-        rows.append((name, _number(value) + beside))
+        text = _number(value) + _interval(evaluation["intervals"].get(name))
+        if baseline and name in baseline["metrics"]:
+            text += f"   (baseline {baseline['name']}: {_number(baseline['metrics'][name])}"
+            difference = evaluation["difference"].get(name)
+            if difference:
+                text += f"; difference {_number(difference['value'])}{_interval(difference['interval'])}"
+            text += ")"
+        rows.append((name, text))
     return rows
+
+
+def _interval(interval: Sequence[float] | None) -> str:
+    return "" if interval is None else f" [{interval[0]:.4f} to {interval[1]:.4f}]"
 
 
 def _number(value: Any) -> str:

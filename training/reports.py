@@ -12,7 +12,8 @@ ROWS, SECONDS = 20, 1.0  # a message at most so often: it must not cost steps
 
 
 class StepReports:
-    """Rows {kind: step, step, epoch, loss, seconds} and {kind: epoch, step, epoch, metrics, seconds} of rank 0.
+    """Rows {kind: step, step, epoch, loss, seconds} and {kind: epoch, step, epoch, metrics, class_counts, seconds} of
+    rank 0.
 
     A step that was skipped says `skipped`, its epoch how many were since this process began.
     """
@@ -36,9 +37,10 @@ class StepReports:
         if len(self._rows) >= ROWS or time.monotonic() - self._sent >= SECONDS:
             self.flush()
 
-    def epoch(self, step: int, epoch: int, metrics: dict[str, Any]) -> None:
-        """The metrics of an epoch (from 0) over all ranks."""
-        more = {"skipped": self._skipped} if self._skipped else {}
+    def epoch(self, step: int, epoch: int, metrics: dict[str, Any], class_counts: list[int] | None) -> None:
+        """The metrics of an epoch (from 0) over all ranks, and how many of its rows were of each class, if known."""
+        more: dict[str, Any] = {"skipped": self._skipped} if self._skipped else {}
+        more |= {"class_counts": class_counts} if class_counts is not None else {}
         self._skipped = 0
         self._add({"kind": "epoch", "step": step, "epoch": epoch, "metrics": metrics, **more})
         self.flush()

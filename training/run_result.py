@@ -32,6 +32,8 @@ class RunResult:
     """URL of the final export."""
     left_over: list[str]
     """Sample ids (hex) that fill no global batch."""
+    class_counts: list[int] | None = None
+    """Rows of each class in the last epoch, as far as this generation was fed it; None where labels are no classes."""
     restart_log: list[dict[str, Any]] = field(default_factory=list)
     """Of each of these restarts {generation, level, seconds, parts} (training.launch.restarts)."""
 

@@ -15,6 +15,7 @@ from storage.canonical import canonical_bytes, sha256_hex
 from storage.errors import ConfigError
 from training.checkpoint import Tensors, TensorSpec, take
 from training.comm.base import Communicator
+from training.label_columns import show_labels_as_columns
 from training.variable_view import view_of
 
 WEIGHTS, OPTIMIZER, METRICS, SEEDS = "weights", "optimizer", "metrics", "seeds"
@@ -22,6 +23,7 @@ WEIGHTS, OPTIMIZER, METRICS, SEEDS = "weights", "optimizer", "metrics", "seeds"
 
 def build_all(model: keras.Model, signature: Signature, rows: int) -> None:
     """Create every variable that training will need, so that a checkpoint can be loaded before the first step."""
+    show_labels_as_columns(model)
     # Keras has no public way to build metrics and loss; this one is what its JAX and PyTorch trainers use.
     x = {name: np.zeros((rows, *spec.shape), spec.dtype) for name, spec in signature.features.items()}
     specs = [spec for spec in (signature.label, signature.weight) if spec is not None]

@@ -19,12 +19,12 @@ from storage.sealed import unseal
 from training import models, state
 from training.checkpoint import read_manifest
 from training.config import TrainConfig
-from training.export import FITTED_PREFIX, SCHEMA_FILE
+from training.export import FITTED_PREFIX
 from training.models import ModelOptions
 from training.parts import what_differs
 from training.planning import lane_groups
 from training.read_parts import read_whole
-from training.weights_source import MODEL_FILE, checked_file, checked_model
+from training.weights_source import MODEL_FILE, SCHEMA_FILE, checked_file, checked_model
 
 
 def load_export(url: str, config: TrainConfig, dataset: DatasetManifest) -> keras.Model:

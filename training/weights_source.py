@@ -12,7 +12,7 @@ from storage.sealed import unseal
 from training.chain import find_model, find_tip
 from training.paths import RunPaths
 
-MODEL_FILE = "model.keras"
+MODEL_FILE, SCHEMA_FILE = "model.keras", "schema.json"
 FILES = (".keras", ".weights.h5")
 KINDS = "a run, a checkpoint, an exported model, NAME.keras or NAME.weights.h5"
 

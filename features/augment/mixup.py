@@ -54,11 +54,22 @@ def mix_images(images: Images, partners: NDArray[np.int64], shares: NDArray[np.i
 
 
 def mix_labels(
-    labels: NDArray[np.float32], partners: NDArray[np.int64], shares: NDArray[np.int64]
-) -> NDArray[np.float32]:
-    """Labels (n,) or one-hot (n, classes) float32 of rows and their partners, exact where they are 0 or 1."""
-    own = (shares / np.float32(SHARES)).astype(np.float32).reshape(-1, *[1] * (labels.ndim - 1))
-    return own * labels + (np.float32(1) - own) * labels[partners]
+    labels: NDArray[np.float32],
+    weights: NDArray[np.float32] | None,
+    partners: NDArray[np.int64],
+    shares: NDArray[np.int64],
+) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+    """Labels (n,) or one-hot (n, classes) float32, and weights (n,) float32, of rows and their partners.
+
+    Labels are exact where they are 0 or 1. Of weights w1 and w2 and an own share l the weight is W = l w1 + (1 - l) w2
+    and the label (l w1 y1 + (1 - l) w2 y2) / W, so that no class gains or loses weight by being mixed.
+    """
+    own = (shares / np.float32(SHARES)).astype(np.float32)
+    if weights is None:
+        return _mixed(labels, partners, own), None
+    weight = _mixed(weights, partners, own)
+    own_of_label = np.divide(own * weights, weight, out=own.copy(), where=weight > 0)
+    return _mixed(labels, partners, own_of_label), weight
 
 
 def one_hot(labels: NDArray[np.int64], classes: int) -> NDArray[np.float32]:
@@ -66,6 +77,11 @@ def one_hot(labels: NDArray[np.int64], classes: int) -> NDArray[np.float32]:
     out = np.zeros((len(labels), classes), dtype=np.float32)
     out[np.arange(len(labels)), labels] = 1.0
     return out
+
+
+def _mixed(values: NDArray[np.float32], partners: NDArray[np.int64], own: NDArray[np.float32]) -> NDArray[np.float32]:
+    own = own.reshape(-1, *[1] * (values.ndim - 1))  # (n,) -> (n, 1) next to one-hot labels
+    return own * values + (np.float32(1) - own) * values[partners]
 
 
 @cache

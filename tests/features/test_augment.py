@@ -278,8 +278,8 @@ def test_images_and_labels_are_mixed_by_the_same_shares() -> None:
     wide = images.astype(int)
     exact = (64 * wide[2] + 192 * wide[3] + 128) // 256
     assert np.array_equal(mixed[2], exact)
-    soft = mix_labels(one_hot(labels, 3), partners, shares)
-    assert soft.dtype == np.float32
+    soft, no_weights = mix_labels(one_hot(labels, 3), None, partners, shares)
+    assert soft.dtype == np.float32 and no_weights is None
     assert soft.tolist() == [[1, 0, 0], [1, 0, 0], [0, 0.75, 0.25], [0, 0.5, 0.5]]
 
 

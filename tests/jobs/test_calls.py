@@ -36,6 +36,7 @@ def test_the_jobs_are_those_of_the_design() -> None:
         "launch",
         "pipeline",
         "profile_run",
+        "report",
         "train",
         "upload",
         "verify",

@@ -71,6 +71,7 @@ def hostile() -> Description:
 
 def test_hostile_texts_stay_texts_in_the_page_and_on_the_terminal() -> None:
     page = as_page(hostile())
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
     seen = Seen()
     seen.feed(page)
     assert seen.tags <= TAGS

@@ -99,6 +99,16 @@ def test_a_metric_that_the_model_has_not(conf: Path, monkeypatch: pytest.MonkeyP
     assert "accuracy" in caught.value.allowed
 
 
+def test_a_metric_that_the_baseline_has_not(conf: Path) -> None:
+    """A loss that regularisers add to is the model's own."""
+    metrics = {"loss": 0.5, "loss_without_regularisation": 0.4}
+    evaluation = {"metrics": metrics, "baseline": {"name": "majority", "metrics": {"loss_without_regularisation": 0.6}}}
+    conf.write_text(LOG.replace('metric = "auc"', 'metric = "loss"'))
+    with pytest.raises(ConfigError, match="majority has no metric `loss`") as caught:
+        Pipeline.load(str(conf), "out")._bar(evaluation)
+    assert "loss_without_regularisation" in caught.value.allowed
+
+
 @pytest.mark.parametrize(("launcher", "name"), [("local", "OnHost"), ("barrier", "OnSpark")])
 def test_the_training_s_launcher_is_the_file_s(
     conf: Path, monkeypatch: pytest.MonkeyPatch, launcher: str, name: str

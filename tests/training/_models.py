@@ -46,6 +46,74 @@ def diverging(signature: Signature, options: ModelOptions) -> keras.Model:
     return model
 
 
+def clicks(signature: Signature, options: ModelOptions) -> keras.Model:
+    """Log-odds with a regulariser, and metrics of Keras' that want labels (n, 1), with weights and without."""
+    inputs = {n: keras.Input(s.shape, dtype=s.dtype, name=n) for n, s in signature.features.items()}
+    numbers = [keras.ops.cast(value, "float32") for value in inputs.values()]
+    last = keras.layers.Dense(1, kernel_regularizer=keras.regularizers.L2(0.01))
+    model = keras.Model(inputs, last(keras.layers.Concatenate()(numbers)))
+    auc, accuracy = keras.metrics.AUC, keras.metrics.BinaryAccuracy
+    model.compile(
+        keras.optimizers.Adam(0.1),
+        keras.losses.BinaryCrossentropy(from_logits=True),
+        metrics=[
+            auc(name="auc", from_logits=True),
+            auc(name="pr", curve="PR", from_logits=True),
+            accuracy(name="accuracy", threshold=0.0),
+            keras.metrics.F1Score(threshold=0.5),
+            keras.metrics.BinaryCrossentropy(name="bce", from_logits=True),
+            keras.metrics.Hinge(),
+            distance,
+        ],
+        weighted_metrics=[
+            auc(name="auc", from_logits=True),
+            accuracy(name="accuracy", threshold=0.0),
+            keras.metrics.Hinge(),
+        ],
+        jit_compile=False,
+    )
+    return model
+
+
+@keras.saving.register_keras_serializable("tests")
+def distance(y_true: Any, y_pred: Any) -> Any:
+    """A metric of a user's own, made for labels (n,)."""
+    return keras.ops.abs(y_true - keras.ops.squeeze(y_pred, -1))
+
+
+def correlated(signature: Signature, options: ModelOptions) -> keras.Model:
+    """`clicks` with a correlation, which is no number where all labels are one."""
+    model = clicks(signature, options)
+    model.compile(keras.optimizers.Adam(0.01), model.loss, metrics=["pearson_correlation"], jit_compile=False)
+    return model
+
+
+def knows_clicks(signature: Signature, options: ModelOptions) -> keras.Model:
+    """The log-odds of `_tiny.write_clicks`, which no step changes."""
+    inputs = {n: keras.Input(s.shape, dtype=s.dtype, name=n) for n, s in signature.features.items()}
+    known = {"a": 0.5, "page": 0.25}
+    kernel = np.array([[known[name]] for name in inputs], np.float32)
+    last = keras.layers.Dense(
+        1, kernel_initializer=keras.initializers.Constant(kernel), bias_initializer=keras.initializers.Constant(-6.0)
+    )
+    joined = keras.layers.Concatenate()([keras.ops.cast(value, "float32") for value in inputs.values()])
+    model = keras.Model(inputs, last(joined))
+    metrics = [keras.metrics.AUC(name="auc", from_logits=True)]
+    loss = keras.losses.BinaryCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(1e-30), loss, metrics=metrics, jit_compile=False)
+    return model
+
+
+def softmax(signature: Signature, options: ModelOptions) -> keras.Model:
+    """Logistic regression of an image's class."""
+    (name, image), *_ = signature.features.items()
+    inputs = keras.Input(image.shape, dtype=image.dtype, name=name)
+    x = keras.layers.Flatten()(keras.layers.Rescaling(1 / 255)(inputs))
+    model = keras.Model({name: inputs}, keras.layers.Dense(signature.num_classes, "softmax")(x))
+    model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"], jit_compile=False)
+    return model
+
+
 def stops(signature: Signature, options: ModelOptions) -> tuple[keras.Model, list[Any]]:
     """A model whose training one rank alone wants to stop."""
     return logistic(signature, options), [StopOnOneRank()]

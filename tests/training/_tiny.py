@@ -2,6 +2,7 @@
 
 write_table(root):  float features `a` (1.5 * b + noise), `b`, a yes-or-no label `label` that `a` + `b` decides
 write_images(root): `image` (8, 8, 1) uint8 and `label` int64 in 0..3, the brightest quadrant of the image
+write_clicks(root): int64 `page` in 0..9, float `a`, a rare yes-or-no label `click` that both decide, float `weight`
 
 Rows depend on the seed alone, not on format or sharding; row i of the dataset has sample id sample_id([str(i)], 0).
 """
@@ -40,6 +41,15 @@ IMAGE_SCHEMA = Schema(
         Field(name="sample_id", dtype="int64", kind="id"),
         Field(name="image", dtype="uint8", shape=(8, 8, 1)),
         Field(name="label", dtype="int64", kind="label", num_classes=4),
+    )
+)
+CLICK_SCHEMA = Schema(
+    (
+        Field(name="sample_id", dtype="int64", kind="id"),
+        Field(name="page", dtype="int64"),
+        Field(name="a", dtype="float32"),
+        Field(name="click", dtype="bool", kind="label"),
+        Field(name="weight", dtype="float32", kind="weight"),
     )
 )
 
@@ -91,6 +101,21 @@ def write_images(
     columns = [_ids(total), pixels, pa.array(labels, type=pa.int64())]
     rows = pa.RecordBatch.from_arrays(columns, schema=IMAGE_SCHEMA.arrow_schema())
     return write_rows(str(root), IMAGE_SCHEMA, rows, records, fmt, shards, block_records, seed)
+
+
+def write_clicks(
+    root: object, *, records: Mapping[str, int], log_odds: float = -6.0, block_records: int = 64, seed: int = 0
+) -> DatasetManifest:
+    """Write clicks with the log-odds `log_odds` + a / 2 + page / 4; weights of 0 to 5 do not depend on them."""
+    rng = np.random.default_rng(seed)
+    total = sum(records.values())
+    page = rng.integers(0, 10, total)
+    a = rng.standard_normal(total).astype(np.float32)
+    clicks = rng.random(total) < 1 / (1 + np.exp(-(log_odds + 0.5 * a + 0.25 * page)))
+    weight = rng.choice(np.array([0.0, 0.3, 1.0, 5.0], np.float32), total)
+    columns = [_ids(total), pa.array(page), pa.array(a), pa.array(clicks), pa.array(weight)]
+    rows = pa.RecordBatch.from_arrays(columns, schema=CLICK_SCHEMA.arrow_schema())
+    return write_rows(str(root), CLICK_SCHEMA, rows, records, "tfrecord", 2, block_records, seed)
 
 
 def encoder_of(manifest: DatasetManifest) -> Encoder:

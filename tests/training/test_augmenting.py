@@ -122,8 +122,27 @@ def test_samples_without_weight_are_not_mixed_in() -> None:
     found = Augmentation(["mixup:8"], 0, plain, 2)(batch_of(images, np.array([0, 1, 0, 1]), weight))
     assert np.array_equal(found.x["image"][:2], images[:2]) and not np.array_equal(found.x["image"][2:], images[2:])
     assert found.weight is not None and found.weight[:2].tolist() == [1, 0]
-    assert found.y is not None
-    assert np.array_equal(found.weight[2:], found.y[2:] @ np.array([1, 3, 0], np.float32))
+    assert found.y is not None and found.y[:2].tolist() == [[1, 0, 0], [0, 1, 0]]
+
+
+def test_mixup_keeps_the_weight_of_each_class() -> None:
+    rows = 4000
+    rare = np.arange(rows) % 10 == 0
+    weight = np.where(rare, 4.5, 0.5).astype(np.float32)  # balanced: both classes weigh 1,800
+    images = np.zeros((rows, 2, 2, 1), np.uint8)
+    weighted = signature(weight=TensorSpec(shape=(), dtype="float32"))
+    found = Augmentation(["mixup:1"], 0, weighted, 40)(batch_of(images, rare.astype(np.int64), weight))
+    assert found.y is not None and found.weight is not None
+    np.testing.assert_array_equal(found.y.sum(axis=1), 1)
+    totals = found.weight @ found.y
+    np.testing.assert_allclose(totals[:2] / 1800, 1, atol=0.06)  # by chance: partners and shares are drawn
+    # Row by row: what is own counts own share times own weight, the rest the partner's.
+    each = signature(num_classes=40)
+    own, weights = np.arange(40), weight[:40]
+    shares = Augmentation(["mixup:1"], 0, each, 40)(batch_of(images[:40], own)).y
+    found = Augmentation(["mixup:1"], 0, each, 40)(batch_of(images[:40], own, weights))
+    assert shares is not None and found.y is not None and found.weight is not None
+    np.testing.assert_allclose(found.weight[:, None] * found.y, shares * weights, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

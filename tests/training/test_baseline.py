@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from features.schema import Field, Schema
-from storage.errors import ConfigError
+from storage.errors import ConfigError, DataError
 from tests.training._ring import run_ring
 from training.baseline import Baseline, check_baseline
 from training.comm import Communicator
@@ -37,23 +37,33 @@ class Reader:
 
     table: Any
 
-    def __init__(self, labels: list[Any]) -> None:
+    def __init__(self, labels: list[Any], weights: list[float] | None = None, blocks: int = 10) -> None:
         self.table = self
-        self.num_blocks, self._labels = 10, labels
+        self.num_blocks, self._labels = blocks, labels
+        self._weights = weights or [1.0] * 4
 
     def run(self, block: int) -> int:
         return block
 
     def read(self, run: int) -> pa.RecordBatch:
         pages = pa.array(["a", "b", None, None], pa.string())
-        return pa.RecordBatch.from_arrays([pages, pa.array(self._labels)], names=["page", "label"])
+        columns = [pages, pa.array(self._labels), pa.array(self._weights, pa.float32())]
+        return pa.RecordBatch.from_arrays(columns, names=["page", "label", "weight"])
 
 
-def fitted(name: str, schema: Schema, labels: list[Any], num_ranks: int) -> list[Baseline]:
+def fitted(
+    name: str,
+    schema: Schema,
+    labels: list[Any],
+    num_ranks: int,
+    *more: Any,
+    ratios: tuple[int, ...] | None = None,
+    weights: list[float] | None = None,
+) -> list[Baseline]:
     def work(comm: Communicator) -> Baseline:
         baseline = Baseline(name, schema)
-        reader: Any = Reader(labels)
-        baseline.fit(reader, comm)
+        readers: list[Any] = [Reader(labels, weights), *more]
+        baseline.fit(readers, ratios, comm)
         return baseline
 
     return run_ring(num_ranks, work)
@@ -64,15 +74,48 @@ def test_rates_of_values_are_smoothed_and_the_same_on_all_ranks(num_ranks: int) 
     rows = pa.RecordBatch.from_arrays([pa.array(["b", None, "new", "a"])], names=["page"])
     for baseline in fitted("rate:page", TABLE, [True, False, True, False], num_ranks):
         # 10 rows each of a (all yes) and b (none), towards the mean 0.5 with the weight of 10 rows
-        np.testing.assert_allclose(baseline.predict(rows, binary=True)[:, 0], [0.25, 0.5, 0.5, 0.75])
+        np.testing.assert_allclose(baseline.predict(rows)[:, 1], [0.25, 0.5, 0.5, 0.75])
 
 
 def test_majority_is_the_share_of_each_class() -> None:
     (first, _) = fitted("majority", CLASSES, [0, 2, 2, 2], 2)
     rows = pa.RecordBatch.from_arrays([pa.array([1.0, 2.0])], names=["pace"])
-    np.testing.assert_allclose(first.predict(rows, binary=False), [[0.25, 0.0, 0.75]] * 2)
+    np.testing.assert_allclose(first.predict(rows), [[0.25, 0.0, 0.75]] * 2)
     (first, _) = fitted("majority", TABLE, [True, True, True, False], 2)
-    np.testing.assert_allclose(first.predict(rows, binary=True), [[0.75]] * 2)
+    np.testing.assert_allclose(first.predict(rows), [[0.25, 0.75]] * 2)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_rows_count_by_their_weights(num_ranks: int) -> None:
+    weighted = Schema((*TABLE.fields, Field(name="weight", dtype="float32", kind="weight")))
+    rows = pa.RecordBatch.from_arrays([pa.array(["b", None, "new", "a"])], names=["page"])
+    # 0.1 is no binary fraction: sums in another order would be other numbers.
+    weights = np.array([0.1, 3.0, 0.7, 0.2], np.float32).astype(np.float64)
+    mean, smoothing = (weights[0] + weights[2]) / weights.sum(), 10 * weights.mean()
+    expected = np.array([
+        smoothing * mean / (10 * weights[1] + smoothing),
+        (10 * weights[2] + smoothing * mean) / (10 * (weights[2] + weights[3]) + smoothing),
+        mean,
+        (10 * weights[0] + smoothing * mean) / (10 * weights[0] + smoothing),
+    ])  # fmt: skip
+    for baseline in fitted("rate:page", weighted, [True, False, True, False], num_ranks, weights=weights.tolist()):
+        assert baseline.class_counts == [20, 20]
+        np.testing.assert_array_equal(baseline.predict(rows)[:, 1], expected.astype(np.float32))
+
+
+def test_datasets_of_a_mixture_count_by_their_shares_of_a_batch() -> None:
+    other = Reader([True, True, True, True], blocks=1)  # 4 rows of yes, next to 40 of which a quarter is
+    for baseline in fitted("majority", TABLE, [True, False, False, False], 2, other, ratios=(3, 1)):
+        rows = pa.RecordBatch.from_arrays([pa.array([1.0])], names=["pace"])
+        np.testing.assert_allclose(baseline.predict(rows), [[0.75 * 0.75, 0.75 * 0.25 + 0.25]])
+        assert baseline.class_counts == [30, 14]
+
+
+def test_labels_that_are_no_classes_are_refused() -> None:
+    number = Schema((*TABLE.fields[:-1], Field(name="label", dtype="float32", kind="label")))
+    with pytest.raises(DataError, match="cannot count the label") as caught:
+        fitted("majority", number, [0.0, 1.0, 0.5, 1.0], 2)
+    assert caught.value.got == "0.5"
 
 
 @pytest.mark.parametrize(

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from sklearn.metrics import accuracy_score, average_precision_score, f1_score, log_loss, roc_auc_score
 
+from features.sampled import corrected
 from storage.errors import ConfigError, CorruptionError, DataError, ExistsError
 from storage.verify import verify
 from tests.training._threads import run, run_threads
-from tests.training._tiny import write_images, write_table
+from tests.training._tiny import write_clicks, write_images, write_table
+from training import notes
 from training.config import TrainConfig
 from training.evaluate import evaluate, summary
 from training.export_run import export_run
 from training.launch.task import RankTask
 from training.open_split import OpenSplit
+from training.row_metrics import OutputForm, output_columns
 from training.weights_source import weights_at
 
 pytestmark = pytest.mark.slow
@@ -59,7 +65,9 @@ def test_ranks_and_batches_change_no_result(trained: tuple[str, str], num_ranks:
     model = keras.models.load_model(Path(result["model"], "model.keras"))
     plain = model.evaluate(rows.x, rows.y, batch_size=30, verbose=0, return_dict=True)
     assert result["samples"] == 30
-    assert result["metrics"] == pytest.approx(plain, rel=1e-5)
+    assert set(result["metrics"]) - set(plain) == {"average_precision", "log_loss"}
+    plain["auc"] = roc_auc_score(rows.y, model.predict(rows.x, verbose=0)[:, 0])  # Keras' own is by thresholds
+    assert {name: result["metrics"][name] for name in plain} == pytest.approx(plain, rel=1e-5)
     train = OpenSplit.at(dataset, "train")
     labels = train.encoder.encode(train.reader.read_all([train.reader.table.run(i) for i in range(14)])).y
     assert labels is not None
@@ -70,8 +78,6 @@ def test_ranks_and_batches_change_no_result(trained: tuple[str, str], num_ranks:
 
 
 def test_an_unfinished_run_is_evaluated_by_its_checkpoint(trained: tuple[str, str], tmp_path: Path) -> None:
-    import shutil
-
     url, dataset = trained
     whole = evaluate(url, dataset, "test", run_threads)
     shutil.copytree(url, tmp_path / "run")
@@ -89,8 +95,6 @@ def test_an_unfinished_run_is_evaluated_by_its_checkpoint(trained: tuple[str, st
 
 
 def test_what_cannot_be_evaluated(trained: tuple[str, str], tmp_path: Path) -> None:
-    import shutil
-
     url, dataset = trained
     with pytest.raises(ConfigError, match="no split"):
         evaluate(url, dataset, "validation", run_threads)
@@ -179,3 +183,216 @@ def test_what_cannot_be_exported_or_begun_from(trained: tuple[str, str], tmp_pat
         )
         with pytest.raises(error):
             run(config)
+
+
+OPTIONS: dict[str, Any] = {"global_batch": 64, "epochs": 2, "launcher": "local", "num_ranks": 1}
+
+
+@pytest.fixture(scope="module")
+def clicked(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, str]:
+    """(run, the dataset that it was trained on, a later day with ten times as many clicks)."""
+    folder = tmp_path_factory.mktemp("clicks")
+    write_clicks(folder / "data", records={"train": 2000, "test": 1500})
+    write_clicks(folder / "later", records={"train": 500, "test": 500}, log_odds=-3.0, seed=1)
+    run(
+        TrainConfig(
+            datasets=(str(folder / "data"),),
+            run=str(folder / "run"),
+            model="tests.training._models:clicks",
+            **OPTIONS,
+        )
+    )
+    return str(folder / "run"), str(folder / "data"), str(folder / "later")
+
+
+def rows_of(dataset: str, split: str) -> tuple[Any, Any]:
+    """(raw rows, what a model is fed of them), in the order of the files."""
+    opened = OpenSplit.at(dataset, split)
+    blocks = [opened.reader.table.run(block) for block in range(opened.reader.table.num_blocks)]
+    raw = opened.reader.read_all(blocks)
+    return raw, opened.encoder.encode(raw)
+
+
+def rates_of(dataset: str, raw: Any) -> Any:
+    """`rate:page` by the training split's weights, for other rows."""
+    train, _ = rows_of(dataset, "train")
+    table = train.select(["page", "click", "weight"]).to_pandas()
+    table["weight"] = table["weight"].astype(float)
+    table["yes"] = table["click"] * table["weight"]
+    sums, mean = table.groupby("page")[["yes", "weight"]].sum(), table["yes"].sum() / table["weight"].sum()
+    smoothing = 10 * table["weight"].mean()
+    rates = (sums["yes"] + smoothing * mean) / (sums["weight"] + smoothing)
+    return raw.column("page").to_pandas().map(rates).to_numpy()
+
+
+@pytest.fixture(scope="module")
+def alone(clicked: tuple[str, str, str]) -> dict[str, Any]:
+    """What one rank evaluates."""
+    return evaluate(*clicked[:2], "test", run_threads, batch=100, baseline="rate:page")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_rare_labels_weights_and_logits_are_scored_exactly(
+    clicked: tuple[str, str, str], alone: dict[str, Any], num_ranks: int
+) -> None:
+    import keras
+
+    url, dataset, _ = clicked
+    options: dict[str, Any] = {"num_ranks": num_ranks, "batch": 100, "baseline": "rate:page"}
+    result = alone if num_ranks == 1 else evaluate(url, dataset, "test", run_threads, **options)
+    raw, rows = rows_of(dataset, "test")
+    model = keras.models.load_model(Path(result["model"], "model.keras"))
+    logits = np.concatenate([
+        model.predict_on_batch({name: values[start : start + 100] for name, values in rows.x.items()})[:, 0]
+        for start in range(0, 1500, 100)
+    ]).astype(np.float64)  # fmt: skip
+    y, weight = rows.y, rows.weight
+    assert y.mean() < 0.02 and result["class_counts"] == [int((y == 0).sum()), int(y.sum())]
+    rates = rates_of(dataset, raw).astype(np.float32).astype(np.float64)
+    regularised = sum(float(loss) for loss in model.losses)
+    for scores, found in ((1 / (1 + np.exp(-logits)), result), (rates, result["baseline"])):
+        hinge = np.maximum(0, 1 - (2 * y - 1) * np.log(scores / (1 - scores)))
+        expected = {
+            "auc": roc_auc_score(y, scores),
+            "weighted_auc": roc_auc_score(y, scores, sample_weight=weight),
+            "pr": average_precision_score(y, scores),
+            "accuracy": accuracy_score(y, scores > 0.5),
+            "weighted_accuracy": accuracy_score(y, scores > 0.5, sample_weight=weight),
+            "f1_score": f1_score(y, np.log(scores / (1 - scores)) > 0.5),
+            "bce": log_loss(y, scores),
+            "log_loss": log_loss(y, scores),
+            "hinge": hinge.mean(),
+            "weighted_hinge": np.average(hinge, weights=weight),
+            "distance": np.abs(y - np.log(scores / (1 - scores))).mean(),
+            "loss_without_regularisation": log_loss(y, scores, sample_weight=weight) * weight.mean(),
+        }
+        if found is result:
+            expected["loss"] = expected["loss_without_regularisation"] + regularised
+        assert found["metrics"] == pytest.approx(expected, rel=2e-5, abs=1e-7)
+        for name in ("auc", "weighted_auc", "pr", "log_loss"):
+            assert found["metrics"][name] == pytest.approx(expected[name], rel=1e-6 if name == "log_loss" else 1e-12)
+    assert set(result["intervals"]) == {"auc", "weighted_auc", "accuracy", "weighted_accuracy", "log_loss"}
+    assert result["compared_by"] == "auc"
+    for part in ("intervals", "class_counts", "difference"):
+        assert result[part] == alone[part]  # the same bits
+    assert {name: result["metrics"][name] for name in result["intervals"]} == {
+        name: alone["metrics"][name] for name in alone["intervals"]
+    }
+
+
+def test_the_baseline_is_of_what_the_run_was_trained_on(
+    clicked: tuple[str, str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    url, dataset, later = clicked
+    result = evaluate(url, later, "test", run_threads, baseline="rate:page")
+    raw, rows = rows_of(later, "test")
+    expected = roc_auc_score(rows.y, rates_of(dataset, raw).astype(np.float32))
+    assert result["baseline"]["metrics"]["auc"] == pytest.approx(expected, rel=1e-12)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+    share, trained = f"{rows.y.mean():.2%}", f"{rows_of(dataset, 'train')[1].y.mean():.2%}"
+    assert f"class 1 is {share} of split `test` and {trained} of what was trained on" in lines[0]
+    assert lines[1:] == [f"note: {notes.of_baseline(result)[0]}"]
+    evaluate(url, later, "test", run_threads)  # the run itself says what it was trained on
+    assert f"class 1 is {share} of split `test` and 0.7" in capsys.readouterr().err
+    shutil.copytree(url, tmp_path / "run")
+    shutil.move(dataset, tmp_path / "data")
+    shutil.copytree(later, dataset)
+    try:
+        with pytest.raises(ConfigError, match="cannot be counted on what the run was trained on"):
+            evaluate(url, later, "test", run_threads, baseline="rate:page")
+    finally:
+        shutil.rmtree(dataset)
+        shutil.move(tmp_path / "data", dataset)
+
+
+def test_one_class_and_a_metric_that_is_no_number_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_clicks(tmp_path / "data", records={"train": 320, "test": 100}, log_odds=-40.0)
+    options = {**OPTIONS, "model": "tests.training._models:correlated"}
+    result = run(TrainConfig(datasets=(str(tmp_path / "data"),), run=str(tmp_path / "run"), **options))
+    assert result.class_counts == [320, 0]
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+    assert [line.split(";")[0] for line in lines] == [
+        "note: no finite number in the metrics of epoch 1: pearson_correlation nan",
+        "note: all 320 labels of what is trained on are 0, so no metric says whether a model tells classes apart",
+    ]  # once, in two epochs
+    assert all("; next: " in line for line in lines)
+    evaluated = evaluate(str(tmp_path / "run"), str(tmp_path / "data"), "test", run_threads, baseline="majority")
+    assert evaluated["metrics"]["roc_auc"] == "nan" and evaluated["class_counts"] == [100, 0]
+    told = capsys.readouterr().err
+    for words in ("all 100 labels of split `test` are 0", "all 320 labels of what the run", "average_precision nan"):
+        assert words in told
+
+
+@pytest.mark.parametrize("exported", [True, False])
+def test_log_losses_are_corrected_for_what_training_was_sampled_by(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], exported: bool
+) -> None:
+    """The manifest says that of rows without a click a quarter was kept for training; the test split has all."""
+    import keras
+
+    manifest = write_clicks(tmp_path / "data", records={"train": 400, "test": 1200}, log_odds=-3.0)
+    sampled = {"column": "click", "shares": {"false": "1/4"}, "splits": ["train"]}
+    own = {**manifest.created_by, "config": {"sampled": sampled}}
+    (tmp_path / "data" / "_manifest.json").write_bytes(replace(manifest, created_by=own).to_bytes())
+    options = {**OPTIONS, "model": "tests.training._models:knows_clicks", "epochs": 1}
+    run(TrainConfig(datasets=(str(tmp_path / "data"),), run=str(tmp_path / "run"), **options))
+    if not exported:  # then the dataset says it, which is the run's
+        shutil.rmtree(tmp_path / "run" / "results")
+    result = evaluate(str(tmp_path / "run"), str(tmp_path / "data"), "test", run_threads, baseline="majority")
+    _, rows = rows_of(str(tmp_path / "data"), "test")
+    model = keras.models.load_model(next((tmp_path / "run" / "models").glob("*/model.keras")))
+    chance = 1 / (1 + np.exp(-model.predict(rows.x, verbose=0)[:, 0].astype(np.float64)))
+    metrics = result["metrics"]
+    assert metrics["log_loss"] == pytest.approx(log_loss(rows.y, chance), rel=1e-6)
+    assert metrics["corrected_log_loss"] == pytest.approx(log_loss(rows.y, corrected(chance, (0.25, 1))), rel=1e-6)
+    _, train = rows_of(str(tmp_path / "data"), "train")
+    prior = corrected(np.array([np.average(train.y, weights=train.weight)]), (0.25, 1))[0]
+    expected = log_loss(rows.y, np.full(1200, prior))
+    assert result["baseline"]["metrics"]["corrected_log_loss"] == pytest.approx(expected, rel=1e-5)
+    no, yes = result["baseline"]["class_counts"]
+    told = capsys.readouterr().err
+    assert f"{yes / (4 * no + yes):.2%} of what was trained on" in told  # before it was sampled
+
+
+def test_log_losses_of_classes_are_corrected_too() -> None:
+    outputs, labels = np.random.default_rng(0).normal(size=(20, 3)), np.arange(20) % 3
+    shares = np.exp(outputs) / np.exp(outputs).sum(axis=1, keepdims=True)
+    kept = (0.5, 1.0, 0.1)
+    for given, logits in ((outputs, True), (shares, False)):
+        found = output_columns(labels, given, OutputForm(logits, kept=kept))
+        assert found is not None
+        assert found[:, 0].mean() == pytest.approx(log_loss(labels, shares), rel=1e-9)
+        assert found[:, 1].mean() == pytest.approx(log_loss(labels, corrected(shares, kept)), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [
+        (0.01, 0.05, ""),
+        (-0.01, 0.05, "cannot be told apart from its baseline majority: auc 0.7200 and 0.7000"),
+        (-0.05, -0.01, "is worse than its baseline majority"),
+    ],
+)
+def test_a_model_is_held_against_its_baseline(low: float, high: float, said: str) -> None:
+    result = {
+        "metrics": {"auc": 0.72}, "baseline": {"name": "majority", "metrics": {"auc": 0.70}}, "compared_by": "auc",
+        "difference": {"auc": {"value": 0.02, "interval": [low, high]}},
+    }  # fmt: skip
+    found = notes.of_baseline(result)
+    assert (found == []) if not said else (said in found[0] and "; next: " in found[0])
+    assert notes.of_baseline({**result, "baseline": None, "difference": {}, "compared_by": None}) == []
+
+
+@pytest.mark.parametrize(
+    ("trained", "evaluated", "far"),
+    [
+        ([9990, 10], [990, 10], True),  # 0.1 % and 1 %
+        ([9990, 10], [498, 2], False),  # 0.4 %, but two clicks may be chance
+        ([500_000, 500_000], [520_000, 480_000], False),  # not by chance, but near enough
+        ([300, 300, 300], [10, 300, 590], True),
+        ([1, 0], [5, 5], False),
+        (None, [5, 5], False),
+    ],
+)
+def test_base_rates_far_apart_are_said(trained: list[int] | None, evaluated: list[int], far: bool) -> None:
+    assert bool(notes.of_base_rates(trained, evaluated, "test")) is far

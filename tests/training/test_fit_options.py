@@ -54,7 +54,7 @@ def test_micro_batches_change_nothing(data: dict[str, str], tmp_path: Path) -> N
     np.testing.assert_allclose(losses_of(whole.run), losses_of(parts.run), rtol=1e-9)
     told = read_history(parts.run).learning_rate
     assert told is not None
-    url = write_report(parts.run, load_dataset(data["table"]), None)
+    url = write_report(parts.run)
     assert "linear from a global batch of 8, 1.5 epochs of warm-up" in Path(url).read_text()
     assert (told["rule"], told["base_rate"], told["factor"], told["peak"]) == ("linear", 0.25, 3.0, 0.75)
     assert (told["warm_up_steps"], told["momentum_correction"]) == (6, True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sklearn.metrics import roc_auc_score
 
 from features.signature import Signature, TensorSpec
 from storage.errors import ConfigError
@@ -40,6 +41,18 @@ def test_resnet20_has_the_papers_layers() -> None:
     main = [x for x in model.layers if isinstance(x, keras.layers.Conv2D) and x.kernel_size == (3, 3)]
     assert len(main) + 1 == 20
     assert model.layers[-2].input.shape[1:] == (8, 8, 64)
+
+
+@pytest.mark.parametrize(("middle", "spread"), [(-6.5, 1.0), (-6.5, 0.3), (0.0, 2.0), (0.0, 0.1), (3.0, 1.0)])
+def test_the_auc_of_logistic_in_training_is_near_the_exact_one(middle: float, spread: float) -> None:
+    """Also where 0.2 % are yes, and where a model that has just begun tells rows hardly apart."""
+    model = build("logistic", TABLE, ModelOptions()).model
+    metric = next(metric for metric in model._compile_metrics._user_metrics if metric.name == "auc")
+    rng = np.random.default_rng(0)
+    scores = 1 / (1 + np.exp(-(middle + spread * rng.standard_normal(100_000))))
+    labels = (rng.random(100_000) < scores).astype(np.float32)
+    metric.update_state(labels, scores.astype(np.float32)[:, None])
+    assert float(metric.result()) == pytest.approx(roc_auc_score(labels, scores), abs=0.006)
 
 
 @pytest.mark.parametrize(("size", "depth"), [((28, 28, 1), 8), ((17, 9, 4), 14)])  # any size and channels

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jobs import report, train
 from storage.errors import CorruptionError, NotFoundError
 from storage.fs import filesystem
-from storage.manifest import load_dataset
+from storage.sealed import seal
 from tests.training._tiny import write_table
 from training.claims import CheckpointRef, Claim, claim_next
 from training.history import read_history
@@ -18,6 +20,7 @@ from training.paths import RunPaths
 from training.report import about_run, render, write_report
 from training.report_curves import loss_curve
 from training.report_rows import checkpoint_rows, reading_rows
+from training.run_result import RunResult
 
 HOSTILE = "<script>alert(1)</script>"
 
@@ -31,7 +34,9 @@ def run(tmp_path: Path) -> str:
     """Generation 1 did steps 1-5; generation 2 went on from step 3 and did 4-6."""
     paths, fs = RunPaths(str(tmp_path / "run")), filesystem(str(tmp_path))
     fs.mkdirs(paths.root)
-    Path(paths.run_json).write_text("{}")
+    config = {"model": "logistic", "datasets": [str(tmp_path / "data")], "split": "train"}
+    document = {"format_version": 1, "kind": "run", "plan": {}, "config": config, "dataset_digest": "00ff"}
+    Path(paths.run_json).write_bytes(seal(document))
     claim_next(fs, paths, None, epochs=1, num_ranks=1)
     claim_next(fs, paths, CheckpointRef(3, 1), epochs=1, num_ranks=1)
     epoch = {"kind": "epoch", "step": 6, "epoch": 0, "metrics": {"loss": 0.2, HOSTILE: 0.5}, "seconds": 1.0}
@@ -62,35 +67,79 @@ def test_a_line_that_is_no_measurement_is_named(run: str, line: str) -> None:
     assert caught.value.file.endswith("part-00000.jsonl") and caught.value.record == 4
 
 
-def test_a_directory_that_is_no_run_and_a_run_without_result(run: str, tmp_path: Path) -> None:
+def test_a_directory_that_is_no_run_and_a_run_that_has_not_begun(run: str, tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="is no run"):
         read_history(str(tmp_path))
+    for claim in Path(RunPaths(run).claims).iterdir():
+        claim.unlink()
+    with pytest.raises(NotFoundError, match="nothing to report"):
+        write_report(run)
+
+
+def test_a_run_that_has_not_ended_has_a_report(run: str, tmp_path: Path) -> None:
+    url = write_report(run)
+    assert url == RunPaths(run).report(2)
+    page = Path(url).read_text()
+    text = " ".join(re.sub("<[^>]*>", " ", page).split())
+    for words in (
+        "state not finished",
+        "steps so far 6",
+        "epochs so far 1",
+        "last epoch: loss 0.2000",
+        "there were some",
+    ):
+        assert words in text, words
+    assert "Data cannot be read now" in text and "digest 00ff" in text  # the dataset was never there
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
     write_table(tmp_path / "data")
-    with pytest.raises(NotFoundError, match="no result yet"):
-        write_report(run, load_dataset(str(tmp_path / "data")), None)
+    Path(RunPaths(run).checkpoint(6, 2)).mkdir(parents=True)
+    report.main([run])  # again, with what is there by now
+    text = " ".join(re.sub("<[^>]*>", " ", Path(url).read_text()).split())
+    assert "split train 100 records" in text and "newest checkpoint step-0000000006.g0002" in text
+
+
+def test_jobs_train_writes_the_report_of_a_run_that_has_none(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    result = RunResult(
+        run=run, generation=2, steps=6, epochs=1, metrics={}, samples=9, seconds=1.0, samples_per_s=9.0, restarts=1,
+        checkpoint=None, model=None, left_over=[],
+    )  # fmt: skip
+    url = Path(RunPaths(run).report(2))
+    train.report(result)
+    assert capsys.readouterr().out == f"report {url}\n" and "state" in url.read_text()
+    url.write_text("with an evaluation")
+    train.report(result)  # of a run that was complete before the call
+    assert url.read_text() == "with an evaluation"
+    url.unlink()
+    (Path(RunPaths(run).metrics(1)) / "part-00000.jsonl").write_text("{")
+    train.report(result)
+    told = capsys.readouterr().err
+    assert "the report was not written: " in told and f"next: python -m jobs.report {run}" in told
 
 
 def test_the_page_stands_alone_and_escapes_what_comes_from_data(run: str, tmp_path: Path) -> None:
     write_table(tmp_path / "data")
     result = {
+        "kind": "result", "format_version": 1, "run": run, "generation": 2, "samples": 9, "seconds": 1.0, "restarts": 1,
         "steps": 6, "epochs": 1, "samples_per_s": 12.3, "left_over": ["00ff"], "metrics": {HOSTILE: 0.5},
-        "checkpoint": "step-0000000006.g0002", "model": HOSTILE,
+        "checkpoint": "step-0000000006.g0002", "model": HOSTILE, "class_counts": [90, 10],
         "restart_log": [{"generation": 2, "level": 1, "seconds": 8.25, "parts": {"claim": 0.01, HOSTILE: 8.2}}],
     }  # fmt: skip
+    Path(RunPaths(run).results).mkdir()
+    Path(RunPaths(run).result(2)).write_bytes(seal(result))
     evaluation = {
-        "split": HOSTILE, "samples": 25, "metrics": {"auc": 0.75},
-        "baseline": {"name": "rate:page", "metrics": {"auc": 0.5}},
+        "split": HOSTILE, "samples": 25, "metrics": {"auc": 0.75, "loss": 0.25}, "class_counts": [20, 5],
+        "baseline": {"name": "rate:page", "metrics": {"auc": 0.5}}, "intervals": {"auc": (0.7, 0.8)},
+        "difference": {"auc": {"value": 0.25, "interval": None}},
     }  # fmt: skip
-    about = [("model", HOSTILE)]
-    page = render(run, about, result, read_history(run), load_dataset(str(tmp_path / "data")), evaluation)
+    page = Path(write_report(run, evaluation)).read_text()
     assert "<script" not in page and "&lt;script&gt;" in page
     assert "http" not in page.replace("http://www.w3.org/", "").replace("https://matplotlib.org/", "").replace(
         "http://purl.org/", ""
     ).replace("http://creativecommons.org/", "")  # names of XML vocabularies; nothing is fetched
     assert page.count("<svg") == 2  # loss, and the one other metric
     assert "restart: generation 2" in page and "in place (level 1) and made its first step 8.2 s after" in page
-    assert "0.7500   (baseline rate:page: 0.5000)" in page and "12" in page
-    assert page == render(run, about, result, read_history(run), load_dataset(str(tmp_path / "data")), evaluation)
+    assert "0.7500 [0.7000 to 0.8000]   (baseline rate:page: 0.5000; difference 0.2500)" in page and "12" in page
+    assert page == Path(write_report(run, evaluation)).read_text()
 
 
 def test_a_skipped_step_may_have_no_number_for_a_loss(run: str) -> None:
@@ -142,8 +191,5 @@ def test_checkpoints_and_reading_are_told_where_there_are_any(run: str, tmp_path
     # Two processes, of which the first told twice what it had read since it began.
     text = "8.0 MB fetched, 3.0 s waited for; 3 of 4 reads from the cache (75.0%), 2.0 MB"
     assert reading_rows(history) == [("rank 0", text)]
-    write_table(tmp_path / "data")
-    result = {"steps": 6, "epochs": 1, "samples_per_s": 1.0, "left_over": [], "metrics": {}, "checkpoint": "c",
-              "model": "m"}  # fmt: skip
-    page = render(run, [], result, history, load_dataset(str(tmp_path / "data")), None)
+    page = render(run, [], [], history, [], None)
     assert "<h2>Checkpoints</h2>" in page and text in page

@@ -1,0 +1,35 @@
+"""Write a run's report, one HTML file, also while the run has not ended: `python -m jobs.report RUN`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = str(Path(__file__).resolve().parent.parent)
+if sys.path[0] != ROOT:
+    sys.path[:1] = [ROOT]
+
+from jobs._cli import JobParser, run_job
+from storage.fs import absolute
+from training.report import write_report
+
+
+def parser() -> JobParser:
+    """The command line."""
+    found = JobParser("report", __doc__ or "", table="report")
+    found.add_argument("run", metavar="RUN", help="a local path or hdfs:// URL of a run, finished or not")
+    found.epilog = (
+        "An older report is replaced; jobs.train writes one at its end, jobs.pipeline one with an evaluation."
+    )
+    return found
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the report and print its URL; returns the exit code."""
+    print(f"report {write_report(absolute(parser().parse(argv).run))}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_job(main)

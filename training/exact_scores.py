@@ -1,0 +1,175 @@
+"""Metrics of all rows of a split, computed exactly, and their 95 % intervals. NumPy only.
+
+A row is a label, a weight and one prediction of each of k predictors (the model, and a baseline next to it). AUC is the
+share of pairs of a yes and a no that are ranked rightly, ties counting half: by ranks, not by thresholds. Results
+depend on the rows alone, not on their order: `sorted_rows` puts them into one order first, and every sum follows it.
+
+Intervals: AUC and differences of AUCs by DeLong, DeLong and Clarke-Pearson (Biometrics 44, 1988), with placements by
+midranks (Sun and Xu, IEEE Signal Processing Letters 21, 2014); accuracy by Wilson's score interval (JASA 22, 1927);
+means of rows' losses, and differences of means, by the normal approximation, paired. With weights each variance is the
+linearised one, sum of (w * deviation)^2 / (sum of w)^2, which is the plain one where all weights are 1, and Wilson's
+interval takes Kish's effective number of rows, (sum of w)^2 / sum of w^2.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Z95 = 1.959963984540054  # the normal distribution's 97.5 % quantile
+PROBABILITY_STEP = float(np.finfo(np.float32).eps)  # a log loss takes no probability nearer to 0 or 1 than this
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A metric's value and its 95 % interval, None where the rows are too few or too alike for one."""
+
+    value: float
+    interval: tuple[float, float] | None = None
+
+    @classmethod
+    def normal(cls, value: float, variance: float, low: float = -math.inf, high: float = math.inf) -> Self:
+        """value +- 1.96 standard errors, within low..high; without an interval where the variance is no number."""
+        if not math.isfinite(variance):
+            return cls(value)
+        margin = Z95 * math.sqrt(max(float(variance), 0.0))
+        return cls(value, (max(low, value - margin), min(high, value + margin)))
+
+
+@dataclass(frozen=True, slots=True)
+class Estimates:
+    """One metric of k predictors on the same rows: values (k,) and the covariance (k, k) of their errors."""
+
+    values: Floats
+    covariance: Floats
+
+    @property
+    def difference(self) -> Estimate:
+        """The first predictor's value less the second's, paired."""
+        variance = self.covariance[0, 0] + self.covariance[1, 1] - 2 * self.covariance[0, 1]
+        return Estimate.normal(float(self.values[0] - self.values[1]), float(variance))
+
+
+def sorted_rows(rows: Floats) -> Floats:
+    """Rows (n, columns) in the order of their values, the last column's first: the same whatever the order they had."""
+    return rows[np.lexsort(rows.T)] if len(rows) else rows
+
+
+def roc_auc(labels: Floats, scores: Floats, weights: Floats) -> Estimates:
+    """Area under the ROC curve: labels (n,) of 0 and 1, scores (k, n), weights (n,).
+
+    NaN where a class is missing, or a score of this predictor is NaN; no covariance below two rows of each class.
+    """
+    yes, no = (labels == 1) & (weights > 0), (labels == 0) & (weights > 0)
+    yes_weights, no_weights = weights[yes], weights[no]
+    total = float(yes_weights.sum()) * float(no_weights.sum())
+    if not total:
+        return _unknown(len(scores))
+    of_yes, of_no, values = [], [], []
+    for row in scores:
+        # How much weight of the other class lies below (above) each row, ties half; twice that, so that it is whole.
+        below = _weight_below(row[yes], row[no], no_weights)
+        above = 2 * float(yes_weights.sum()) - _weight_below(row[no], row[yes], yes_weights)
+        values.append(math.nan if np.isnan(row).any() else float((yes_weights * below).sum()) / (2 * total))
+        of_yes.append(below / (2 * no_weights.sum()))
+        of_no.append(above / (2 * yes_weights.sum()))
+    found = np.array(values)
+    covariance = _covariance_of_means(np.array(of_yes), yes_weights, found)
+    return Estimates(found, covariance + _covariance_of_means(np.array(of_no), no_weights, found))
+
+
+def average_precision(labels: Floats, scores: Floats, weights: Floats) -> Estimates:
+    """Area under the precision-recall curve as the mean precision at each rise of recall, without interpolation.
+
+    Shapes as in `roc_auc`. NaN where there is no yes; no covariance.
+    """
+    values = []
+    for row in scores:
+        order = np.argsort(-row, kind="stable")
+        ends = np.append(np.flatnonzero(np.diff(row[order])), len(row) - 1)  # the last row of each distinct score
+        yes = np.cumsum((weights * (labels == 1))[order])[ends] if len(row) else np.zeros(0)
+        all_ = np.cumsum(weights[order])[ends] if len(row) else np.zeros(0)
+        if not len(yes) or not yes[-1] or np.isnan(row).any():
+            values.append(math.nan)
+            continue
+        precision = np.divide(yes, all_, out=np.zeros_like(yes), where=all_ > 0)
+        values.append(float((np.diff(yes, prepend=0.0) * precision).sum() / yes[-1]))
+    return Estimates(np.array(values), np.full((len(values), len(values)), math.nan))
+
+
+def means(quantities: Floats, weights: Floats) -> Estimates:
+    """Weighted means over rows of quantities (k, n), such as losses, or 1 for what is right; NaN without a weight."""
+    if not weights.sum():
+        return _unknown(len(quantities))
+    kept = weights > 0
+    quantities, weights = quantities[:, kept], weights[kept]
+    values = (quantities * weights).sum(axis=1) / weights.sum()
+    return Estimates(values, _covariance_of_means(quantities, weights, values))
+
+
+def wilson(share: float, weights: Floats) -> Estimate:
+    """A share of rows, such as an accuracy, with Wilson's interval."""
+    squares = float((weights * weights).sum())
+    if not squares or math.isnan(share):
+        return Estimate(share)
+    rows = float(weights.sum()) ** 2 / squares
+    middle = (share + Z95**2 / (2 * rows)) / (1 + Z95**2 / rows)
+    margin = Z95 / (1 + Z95**2 / rows) * math.sqrt(share * (1 - share) / rows + Z95**2 / (4 * rows**2))
+    return Estimate(share, (max(0.0, middle - margin), min(1.0, middle + margin)))
+
+
+def binary_log_losses(labels: Floats, outputs: Floats, *, logits: bool) -> Floats | None:
+    """Each row's -log of the probability of its label, (k, n); None where outputs (k, n) are no probabilities.
+
+    `logits` says that they are log-odds.
+    """
+    if logits:
+        return np.logaddexp(0.0, np.where(labels == 1, -outputs, outputs))
+    if ((outputs < 0) | (outputs > 1)).any():
+        return None
+    of_label = np.where(labels == 1, outputs, 1 - outputs)
+    return -np.log(np.clip(of_label, PROBABILITY_STEP, 1 - PROBABILITY_STEP))
+
+
+def class_log_losses(labels: NDArray[np.int64], outputs: NDArray[Any], *, logits: bool) -> Floats:
+    """Each row's -log of the probability of its class, (n,); labels (n,), outputs (n, classes).
+
+    Infinity for each row whose outputs are no probabilities: a probability gives none. `logits`: they are logarithms.
+    """
+    values = outputs.astype(np.float64)
+    at_label = np.arange(len(labels)), labels
+    if logits:
+        values = values - values.max(axis=1, keepdims=True)
+        losses: Floats = np.log(np.exp(values).sum(axis=1)) - values[at_label]
+        return losses
+    strange = (values < 0).any(axis=1) | (np.abs(values.sum(axis=1) - 1) > 1e-3)
+    losses = -np.log(np.clip(values[at_label], PROBABILITY_STEP, 1 - PROBABILITY_STEP))
+    losses[strange] = math.inf
+    return losses
+
+
+def _weight_below(values: Floats, others: Floats, weights: Floats) -> Floats:
+    """Twice the weight of `others` (m,) below each of `values` (n,), those equal to it counting half."""
+    order = np.argsort(others, kind="stable")
+    sums = np.concatenate([[0.0], np.cumsum(weights[order])])
+    ranked = others[order]
+    return sums[np.searchsorted(ranked, values, "left")] + sums[np.searchsorted(ranked, values, "right")]
+
+
+def _covariance_of_means(quantities: Floats, weights: Floats, values: Floats) -> Floats:
+    """Covariance (k, k) of the weighted means `values` (k,) of quantities (k, n), each of positive weight."""
+    rows = quantities.shape[1]
+    if rows < 2:
+        return np.full((len(values), len(values)), math.nan)
+    deviations = (quantities - values[:, None]) * weights
+    covariance: Floats = np.array([[(one * other).sum() for other in deviations] for one in deviations])
+    return covariance / weights.sum() ** 2 * (rows / (rows - 1))
+
+
+def _unknown(predictors: int) -> Estimates:
+    return Estimates(np.full(predictors, math.nan), np.full((predictors, predictors), math.nan))
