@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from etl import columns as c
 from etl.spark_errors import in_task
+from etl.tasks import mapped
 from features.exact_sums import FLOAT_UNIT, ExactSums
 from features.fitted import Moments
 from features.schema import Field
@@ -54,7 +55,8 @@ def fit_moments(rows: DataFrame, fields: Sequence[Field], plan: Sequence[Fit]) -
     used = {name for fit in plan for name in fit.splits}
     # By number: mapInArrow cannot take a column with a dot in its name.
     columns = [f.col(c.quoted(field.name)).alias(str(number)) for number, field in enumerate(fields)]
-    parts = rows.where(f.col(c.SPLIT).isin(*used)).select(c.SPLIT, *columns).mapInArrow(Sums(tuple(fields)), _DDL)
+    counted = rows.where(f.col(c.SPLIT).isin(*used)).select(c.SPLIT, *columns)
+    parts = mapped(counted, Sums(tuple(fields)), _DDL)
     sums = {(field.name, name): ExactSums(_unit(field)) for field in fields for name in used}
     for row in parts.collect():
         field = fields[row["field"]]

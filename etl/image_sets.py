@@ -20,11 +20,13 @@ from etl.pieces import ImagePlan
 from etl.planned_rows import NotPlannable
 from etl.quality import check_bad
 from etl.session import tuned
+from etl.shards import RUN_AGAIN
 from etl.spark_errors import translated
 from etl.watch import watched
 from etl.write import Origin, write_dataset
 from etl.write_late import Late, has_late_content
 from features.schema import SAMPLE_ID, Field, Schema, sample_id_field
+from storage.errors import DataError
 from storage.manifest import DatasetManifest, load_dataset
 from storage.settings import hadoop_settings
 
@@ -98,7 +100,13 @@ def run(spark: SparkSession, config: ImagesConfig, plan: ImagePlan | None = None
         try:
             tally = tally_of(parsed, config.num_classes or MAX_CLASSES)
             # Some headers promise so many records and each task checks its own: a second way to the same number.
-            assert plan.records in (None, tally.read), f"{tally.read} records of {plan.records}"
+            if plan.records not in (None, tally.read):
+                raise DataError(
+                    "the records that were read are not those that the files' headers promise",
+                    got=str(tally.read),
+                    allowed=str(plan.records),
+                    next_step=RUN_AGAIN,
+                )
             quarantine = (
                 parsed.where(f"kind = {BAD}")
                 .withColumnRenamed(c.SOURCE, "source")

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from etl import columns as c
-from etl.shards import RESULT_DDL, ShardTable, WriteShards
+from etl.shards import RESULT_DDL, RUN_AGAIN, ShardTable, WriteShards
 from etl.tasks import mapped
 from features.schema import SAMPLE_ID
+from storage.errors import DataError
 from storage.fs import FileSystem, join, parent
 from storage.layout import DatasetPaths, index_path, shard_path
 from storage.manifest import FileInfo, ShardInfo, SplitInfo
@@ -92,7 +93,14 @@ def placed(
 ) -> tuple[dict[str, SplitInfo], dict[str, FileInfo]]:
     """Move the shards and indexes that tasks told of (rows of RESULT_DDL) to their places below `paths.root`."""
     results = sorted(results, key=lambda row: row["shard"])
-    assert [row["shard"] for row in results] == list(range(table.total)), "each partition gives one shard"
+    numbers = [row["shard"] for row in results]
+    if numbers != list(range(table.total)):
+        raise DataError(
+            "the tasks did not write each shard once",
+            got=f"shards {', '.join(map(str, numbers))}"[:500],
+            allowed=f"0 to {table.total - 1}",
+            next_step=RUN_AGAIN,
+        )
     shards: dict[str, list[ShardInfo]] = {name: [] for name, _, _ in table.splits}
     files: dict[str, FileInfo] = {}
     for row in results:

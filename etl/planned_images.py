@@ -30,6 +30,7 @@ from etl.planned_shard import MAX_RAW_BYTES, MakeShards, PlannedShard, ShardMade
 from etl.shards import WriteShards
 from etl.staging import Staging
 from features.schema import Schema
+from storage.errors import DataError
 from storage.fs import absolute
 from storage.layout import DatasetPaths
 from storage.manifest import DatasetManifest
@@ -62,7 +63,13 @@ def run(
         try:
             return _Planned(spark, ShardPlans(config, plan, known, schema)).published()
         except _FoundEarly as found:
-            assert not early, "all of them are found at once"
+            if early:
+                raise DataError(
+                    "images that decoded were rejected when they were read again",
+                    got=f"{len(found.rows)} after {len(early)} the first time",
+                    allowed="input that stays the same",
+                    next_step="Run again when nothing writes to the input.",
+                ) from None
             early = found.rows
 
 

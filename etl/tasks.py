@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from etl.spark_errors import in_task
+from storage.errors import DataError
 from storage.settings import set_hadoop_settings
 
 if TYPE_CHECKING:
@@ -22,24 +23,57 @@ Batches = Iterable[pa.RecordBatch]
 
 
 @dataclass(frozen=True)
-class _Renamed:
-    """A function for mapInArrow whose batches come with other names than its own `names`."""
+class _Declared:
+    """A function for mapInArrow whose batches come under its own `names` and with 32-bit offsets."""
 
     function: Callable[[Batches], Iterator[pa.RecordBatch]]
     names: tuple[str, ...]
 
     def __call__(self, batches: Batches) -> Iterator[pa.RecordBatch]:
-        return self.function(batch.rename_columns(list(self.names)) for batch in batches)
+        return self.function(narrowed(batch.rename_columns(list(self.names))) for batch in batches)
 
 
 def mapped(df: DataFrame, function: Callable[[Batches], Iterator[pa.RecordBatch]], ddl: str) -> DataFrame:
-    """df.mapInArrow, which itself asks for columns by names that it does not quote: here they may hold dots and
-    backticks.
+    """df.mapInArrow, whatever the session's settings and the columns' names: Spark resolves names without quoting them,
+    so that dots and backticks would fail, and sends `narrowed` types under another setting as large ones.
     """
     names = tuple(df.columns)
-    if not any(set(name) & set(".`") for name in names):
-        return df.mapInArrow(function, ddl)
-    return df.toDF(*(f"_{number}" for number in range(len(names)))).mapInArrow(_Renamed(function, names), ddl)
+    if any(set(name) & set(".`") for name in names):
+        df = df.toDF(*(f"_{number}" for number in range(len(names))))
+    return df.mapInArrow(_Declared(function, names), ddl)
+
+
+def narrowed(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The batch with strings and bytes of 32-bit offsets, in lists too; Spark sends 64-bit ones where
+    spark.sql.execution.arrow.useLargeVarTypes is set. Offsets are converted, values are not copied.
+
+    Raises DataError for a column of 2 GiB or more.
+    """
+    schema = pa.schema([field.with_type(_narrow(field.type)) for field in batch.schema])
+    if schema.equals(batch.schema):
+        return batch
+    try:
+        return batch.cast(schema)
+    except pa.ArrowInvalid:
+        raise rows_too_large(batch.nbytes, batch.num_rows) from None
+
+
+def rows_too_large(size_bytes: int, rows: int) -> DataError:
+    """The error for a batch that 32-bit offsets cannot hold."""
+    return DataError(
+        "rows that Spark hands over together are too large",
+        got=f"{size_bytes} bytes in {rows} rows",
+        allowed="less than 2 GiB",
+        next_step="Lower spark.sql.execution.arrow.maxRecordsPerBatch, or store smaller values.",
+    )
+
+
+def _narrow(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_narrow(kind.value_type)))
+    if kind in (pa.large_string(), pa.string_view()):
+        return pa.string()
+    return pa.binary() if kind in (pa.large_binary(), pa.binary_view()) else kind
 
 
 class EachRow(ABC):

@@ -23,7 +23,7 @@ from etl.place import plan_shards, sizes_of, write_shards
 from etl.sampling import Sampling, balanced
 from etl.session import bounded
 from etl.settle import settle
-from etl.shards import WriteShards
+from etl.shards import RUN_AGAIN, WriteShards
 from etl.spark_errors import SameIdError, translated
 from etl.splits import SplitSpec
 from etl.staging import Staging
@@ -191,7 +191,13 @@ def _built(staging: Staging, rows: DataFrame, full: DataFrame | None, job: Job, 
     done = Done(
         schema=schema, splits=splits, files=files, origin=origin, dropped=dropped, leakage=leakage, fitted=fitted
     )
-    assert written == done.written, "rows were lost on their way to the shards"
+    if written != done.written:
+        raise DataError(
+            "rows were lost on their way to the shards",
+            got=f"{done.written} records in shards",
+            allowed=f"{written}, as were split",
+            next_step=RUN_AGAIN,
+        )
     return done
 
 
