@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from etl import columns as c
 from etl.shards import RESULT_DDL, RUN_AGAIN, ShardTable, WriteShards
-from etl.tasks import mapped
+from etl.tasks import by_partition, mapped
 from features.schema import SAMPLE_ID
 from storage.errors import DataError
 from storage.fs import FileSystem, join, parent
@@ -85,7 +85,7 @@ def ordered(rows: DataFrame, table: ShardTable, columns: Sequence[str]) -> DataF
     assert shard is not None
     kept = rows.where(f.col(c.DROPPED).isNull()).withColumn(c.SHARD, shard)
     kept = kept.select(*(f.col(c.quoted(name)) for name in columns))
-    return kept.repartitionById(table.total, c.SHARD).sortWithinPartitions(c.KEY, SAMPLE_ID)
+    return by_partition(kept, table.total, f.col(c.SHARD)).sortWithinPartitions(c.KEY, SAMPLE_ID)
 
 
 def placed(

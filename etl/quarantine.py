@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from etl.attempts import COPY_BYTES, partition_of_task, upload
 from etl.shards import RUN_AGAIN
 from etl.spark_errors import in_task
+from etl.tasks import by_partition
 from storage.errors import DataError
 from storage.fs import join
 from storage.manifest import FileInfo
@@ -60,7 +61,7 @@ def write_quarantine(
             rows = rows.withColumn("place", f.lit(None).cast("string"))
         part = f.pmod(f.xxhash64("source", "position", "place"), f.lit(parts)).cast("int")
         placed = rows.select("source", "position", "place", "reason", "raw", "length", "sha256")
-        ordered = placed.repartitionById(parts, part).sortWithinPartitions("source", "position", "place")
+        ordered = by_partition(placed, parts, part).sortWithinPartitions("source", "position", "place")
         write = WriteQuarantine(attempts, source_urls, hadoop_settings())
         results = [row.asDict() for row in ordered.mapInArrow(write, RESULT_DDL).collect()]
     results.sort(key=lambda row: row["part"])

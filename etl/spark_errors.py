@@ -110,13 +110,18 @@ def translated(spark: SparkSession, what: str) -> Iterator[None]:
 
 @contextmanager
 def _hushed(spark: SparkSession) -> Iterator[None]:
-    from pyspark.logger import PySparkLogger
+    try:
+        from pyspark.logger import PySparkLogger
 
+        ours = [PySparkLogger.getLogger(name) for name in _LOUD_IN_PYTHON]
+    except ImportError:  # Spark 3.5 has no such loggers
+        ours = []
     with ExitStack() as stack:
-        for name in _LOUD_IN_PYTHON:
-            logger = PySparkLogger.getLogger(name)
+        for logger in ours:
             silent = str(logging.CRITICAL + 1)
-            stack.enter_context(changed(("python", name), silent, partial(_level, logger), partial(_set_level, logger)))
+            stack.enter_context(
+                changed(("python", logger.name), silent, partial(_level, logger), partial(_set_level, logger))
+            )
         jvm = spark.sparkContext._jvm  # pyspark has no public way to a single logger
         for name in _LOUD if jvm is not None else ():
             stack.enter_context(

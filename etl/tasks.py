@@ -7,14 +7,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from etl.spark_errors import in_task
 from storage.errors import DataError
 from storage.settings import set_hadoop_settings
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import Column, DataFrame, SparkSession
 
 MAX_TASKS = 10_000
 
@@ -98,3 +100,49 @@ class EachRow(ABC):
 def planned(spark: SparkSession, rows: Sequence[tuple[object, ...]], ddl: str) -> DataFrame:
     """The plan as a data frame of `ddl`, a task for each row (up to MAX_TASKS)."""
     return spark.createDataFrame(spark.sparkContext.parallelize(rows, min(len(rows), MAX_TASKS)), ddl)
+
+
+def by_partition(df: DataFrame, count: int, number: Column) -> DataFrame:
+    """`df` in `count` partitions, each row in the one that `number` (int) names.
+
+    That is repartitionById, which Spark has from 4.1 on; before, rows go by numbers whose hash Spark sends there.
+    """
+    if hasattr(df, "repartitionById"):
+        return df.repartitionById(count, number)
+    return by_hash(df, count, number)
+
+
+def by_hash(df: DataFrame, count: int, number: Column) -> DataFrame:
+    """by_partition where Spark only partitions by a hash of a value."""
+    from pyspark.sql import functions as f
+
+    values = f.expr(f"array({', '.join(map(str, _values_by_remainder(count)))})")
+    return df.repartition(count, f.element_at(values, number + 1))
+
+
+def _values_by_remainder(count: int) -> list[int]:
+    """For each remainder 0..count-1 the least number whose Spark hash has it, as HashPartitioning takes it."""
+    found = np.full(count, -1)
+    start, step = 0, 8 * count
+    while (found < 0).any():
+        values = np.arange(start, start + step, dtype=np.uint32)
+        remainders, first = np.unique(spark_hash(values).astype(np.int64) % count, return_index=True)
+        new = found[remainders] < 0
+        found[remainders[new]] = values[first[new]]
+        start += step
+    return [int(value) for value in found]
+
+
+def spark_hash(values: NDArray[np.uint32]) -> NDArray[np.int32]:
+    """Spark SQL's hash() of each int, (n,) uint32 -> (n,) int32: 32-bit MurmurHash3 (Appleby 2011) with seed 42."""
+    with np.errstate(over="ignore"):
+        mixed = _rotated(values * np.uint32(0xCC9E2D51), 15) * np.uint32(0x1B873593)
+        value = _rotated(mixed ^ np.uint32(42), 13) * np.uint32(5) + np.uint32(0xE6546B64)
+        value ^= np.uint32(4)
+        value = (value ^ (value >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+        value = (value ^ (value >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return (value ^ (value >> np.uint32(16))).view(np.int32)
+
+
+def _rotated(values: NDArray[np.uint32], bits: int) -> NDArray[np.uint32]:
+    return (values << np.uint32(bits)) | (values >> np.uint32(32 - bits))
