@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from etl import logs
 from etl.config import LogsConfig
@@ -53,10 +53,11 @@ def datasets(spark: SparkSession, folder: Path) -> dict[str, str]:
         shard_bytes=20_000, max_bad="5%", compression="gzip",
     )  # fmt: skip
     found = {"log": logs.run(spark, log).digest}
-    for name, options in (
-        ("tfrecord", {"split": "stratified:kind:80/20", "sample": "bought=false:50%"}),
-        ("parquet", {"fmt": "parquet", "split": "kfold:3:kind", "weights": "balanced"}),
-    ):
+    ways: dict[str, dict[str, Any]] = {
+        "tfrecord": {"split": "stratified:kind:80/20", "sample": "bought=false:50%"},
+        "parquet": {"fmt": "parquet", "split": "kfold:3:kind", "weights": "balanced"},
+    }
+    for name, options in ways.items():
         rows, url = spark.range(2000).selectExpr(*ROWS), str(folder / name)
         manifest = write_dataset(rows, url, schema=SCHEMA, id_columns=["visit"], shard_bytes=30_000, **options)
         assert not (faults := verify(url)), list(map(str, faults))
