@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from etl import columns as c
@@ -27,7 +28,8 @@ _SIGN = np.uint64(1 << 63)
 
 @dataclass(frozen=True)
 class Assign:
-    """The function for mapInArrow: rows of the caller in, rows of `ddl()` out; dropped rows keep only their reason.
+    """The function for mapInArrow: rows of the caller in, rows of `ddl()` out; dropped rows keep only their reason, but
+    for those that a `counted` split may need.
 
     TFRecord rows are encoded and framed here, once: their exact size is needed before the number of shards is known,
     and Spark moves one column of bytes faster than the many that it is made of (docs/decisions/060-codec-kernels.md).
@@ -60,17 +62,26 @@ class Assign:
             reasons = batch.column(c.DROPPED)
             batch, lost = batch.filter(reasons.is_null()), reasons.filter(reasons.is_valid())
         ids = self._ids(batch)
-        if self.sample is not None:
-            keeps = self.sample.keeps(batch, ids, self.seed)
-            out = pa.array([SAMPLED_OUT] * int((~keeps).sum()), pa.string())
-            batch, ids, lost = batch.filter(pa.array(keeps)), ids[keeps], pa.concat_arrays([lost, out])
-        kept = self._kept(batch, ids)
+        splits = self.split.assign(batch, ids, self.seed)
+        if self.sample is None:
+            kept = self._kept(batch, ids, splits)
+        elif self.split.counted:
+            # Only etl.settle knows whether those that are left out are in a split that is sampled: they come whole.
+            out = pa.array(~self.sample.keeps(batch, ids, self.seed))
+            kept = self._kept(batch, ids, splits)
+            reasons = pc.if_else(out, SAMPLED_OUT, kept.column(c.DROPPED))
+            kept = kept.set_column(kept.schema.get_field_index(c.DROPPED), c.DROPPED, reasons)
+        else:
+            sampled = np.asarray(pc.is_in(splits, value_set=pa.array(self.split.trained)))
+            keeps = self.sample.keeps(batch, ids, self.seed) | ~sampled
+            lost = pa.concat_arrays([lost, pa.array([SAMPLED_OUT] * int((~keeps).sum()), pa.string())])
+            kept = self._kept(batch.filter(pa.array(keeps)), ids[keeps], splits.filter(pa.array(keeps)))
         if not len(lost):
             return kept
         nulls = [lost if f.name == c.DROPPED else pa.nulls(len(lost), f.type) for f in kept.schema]
         return pa.concat_batches([kept, pa.RecordBatch.from_arrays(nulls, schema=kept.schema)])
 
-    def _kept(self, batch: pa.RecordBatch, ids: NDArray[np.int64]) -> pa.RecordBatch:
+    def _kept(self, batch: pa.RecordBatch, ids: NDArray[np.int64], splits: pa.StringArray) -> pa.RecordBatch:
         if self.weights is not None:
             batch = batch.append_column(WEIGHT, self.weights.of(batch))
         full = {field.name: batch.column(field.name) for field in self.schema if field.name != SAMPLE_ID}
@@ -80,7 +91,7 @@ class Assign:
         )
         keys = (shard_keys(ids, self.seed) ^ _SIGN).view(np.int64)  # flipping the sign keeps unsigned order
         out: dict[str, Any] = {
-            c.SPLIT: self.split.assign(batch, ids, self.seed),
+            c.SPLIT: splits,
             c.DROPPED: pa.nulls(batch.num_rows, pa.string()),
             c.KEY: pa.array(keys),
         }

@@ -11,7 +11,7 @@ from typing import Any
 from etl.flags import check_flag
 from etl.sampling import Sampling
 from etl.shares import parse_share
-from etl.splits import SplitSpec
+from etl.splits import TIME_COLUMN, SplitSpec
 from storage.layout import COMPRESSIONS, FORMATS
 from storage.urls import absolute, split_url
 
@@ -21,13 +21,16 @@ WEIGHTS = ("none", "balanced")
 NOT_KEPT = "none"
 """The --quarantine of rejected input that is not kept."""
 LOG_FORMATS = ("common", "combined", "tsv", "csv", "json")
-SESSION_S = 1800
 _SIDE = re.compile(r"[0-9]{1,9}")
+LABEL_WINDOW_S = 1800
+"""Seconds after a request in which the default label looks for another one."""
 DEFAULT_LABEL = (
-    "CASE WHEN count(*) OVER"
-    f" (PARTITION BY visitor ORDER BY time RANGE BETWEEN 1 FOLLOWING AND {SESSION_S} FOLLOWING) > 0"
-    f" THEN true WHEN time + {SESSION_S} > log_end THEN NULL ELSE false END"
+    f"CASE WHEN time + {LABEL_WINDOW_S} > log_end THEN NULL ELSE count(*) OVER"
+    f" (PARTITION BY visitor ORDER BY time RANGE BETWEEN 1 FOLLOWING AND {LABEL_WINDOW_S} FOLLOWING) > 0 END"
 )
+"""NULL, whatever is seen, for each request whose window the log does not cover: that a visit continues is seen at once,
+that it ended only after the whole window, so labels of the last window would nearly all be true.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +52,7 @@ class WriteConfig:
     seed: int = 0
     """Seed of the split and of the order of records."""
     sample: str | None = None
-    """See Sampling: the share of records of common classes to keep; None keeps all."""
+    """See Sampling: the share of records of common classes to keep for training; None keeps all."""
     weights: str = "none"
     """`balanced` adds a field `weight` with which all classes of the label weigh alike in training (1 for a class that
     training has not); `none` adds none."""
@@ -63,6 +66,9 @@ class WriteConfig:
     """Whether to write the metadata of Petastorm's make_reader too (Parquet; docs/petastorm.md)."""
     bake: bool = False
     """Whether shards hold what a model is fed, in place of the features as they came (docs/features.md)."""
+    label_window: int | None = None
+    """With a time split: how far a label looks ahead of its record, in seconds, or in the unit of a column of whole
+    numbers. Records whose label looks into the next split are left out; None leaves none out."""
 
     def __post_init__(self) -> None:
         check_flag(self.fmt in FORMATS, "--format", self.fmt, ", ".join(FORMATS))
@@ -82,6 +88,9 @@ class WriteConfig:
             apart = not _nested(self.output, str(self.quarantine))
             check_flag(apart, "--quarantine", str(self.quarantine), f"a place beside {self.output}")
         spec = SplitSpec.parse(self.split)
+        if self.label_window is not None:
+            check_flag(self.label_window >= 0, "--label-window", str(self.label_window), "0 or more")
+            check_flag(spec.kind == "time", "--label-window", f"--split {self.split}", "--split time:...")
         if self.append_to is not None:
             check_flag(
                 spec.kind != "time", "--append-to", self.split, "another split: the border in time was the parent's"
@@ -93,6 +102,11 @@ class WriteConfig:
     def split_spec(self) -> SplitSpec:
         """The split, parsed."""
         return SplitSpec.parse(self.split)
+
+    @property
+    def window(self) -> int | None:
+        """`label_window`, or what it is by default."""
+        return self.label_window
 
     def write_options(self) -> dict[str, Any]:
         """The arguments of write_dataset that this says."""
@@ -112,6 +126,7 @@ class WriteConfig:
             "quarantine": self.quarantine,
             "petastorm": self.petastorm,
             "bake": self.bake,
+            **({} if self.window is None else {"label_window": self.window}),
         }
 
 
@@ -186,6 +201,20 @@ class LogsConfig(OutputConfig):
             self.split,
             "80/20 or group:COLUMN:80/20: a log does not name its split",
         )
+
+    @property
+    def window(self) -> int | None:
+        """`label_window`, by default that of the default label where web requests are split by their time."""
+        spec = self.split_spec
+        web = self.schema is None and self.label is None and (spec.kind, spec.column) == ("time", TIME_COLUMN)
+        return LABEL_WINDOW_S if self.label_window is None and web else self.label_window
+
+    def write_options(self) -> dict[str, Any]:
+        """The arguments of write_dataset that this says."""
+        # What --time-columns names is in ISO 8601 to the user, and in microseconds from here on.
+        scale = 1_000_000 if self.split_spec.column in self.time_columns else 1
+        window = None if self.window is None else scale * self.window
+        return {**super(LogsConfig, self).write_options(), "label_window": window}
 
     def to_json(self) -> dict[str, Any]:
         """What the content of the dataset follows from, besides the input, the seed and the schema."""

@@ -70,8 +70,13 @@ def dataset_tables(manifest: DatasetManifest) -> Iterator[Table]:
     if baked:
         yield Table("Baked: stored as a model is fed", ("field", "encoding", "stored", "ids", "fitted", "on"), baked)
     if manifest.leakage is not None:
-        found = tuple((name, str(count)) for name, count in sorted(manifest.leakage["found"].items()))
-        yield Table(f"Leakage: on two sides of the split ({manifest.leakage['kind']})", ("what", "found"), found)
+        more = [manifest.leakage.get(key, {}) for key in ("by_chance", "distinct")]
+        found = tuple(
+            (name, str(count), *(str(values.get(name, "")) for values in more))
+            for name, count in sorted(manifest.leakage["found"].items())
+        )
+        title = f"Leakage: on two sides of the split ({manifest.leakage['kind']})"
+        yield Table(title, ("what", "found", "by chance", "distinct"), found)
     fitted = [(path, size(info.bytes)) for path, info in sorted(manifest.files.items()) if path.startswith("_fitted/")]
     if fitted:
         yield Table("Fitted files", ("file", "size"), tuple(fitted))

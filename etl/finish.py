@@ -18,6 +18,7 @@ from etl.shards import RUN_AGAIN
 from etl.splits import SplitSpec
 from etl.staging import Staging, publish_beside
 from etl.write_late import Late
+from features.sampled import Sampled
 from features.schema import Schema
 from storage.errors import DataError
 from storage.layout import DatasetPaths
@@ -35,6 +36,7 @@ class Job:
     origin: Origin
     parent: Parent | None
     late: Late | None
+    sampled: Sampled | None = None
     class_counts: Mapping[str, int] | None = None
 
 
@@ -118,4 +120,5 @@ def compression_of(config: WriteConfig) -> str | None:
 def _created(job: Job) -> dict[str, Any]:
     own = {"job": "write_dataset", "id_columns": list(job.id_columns), **job.config.to_json()}
     counted = {} if job.class_counts is None else {CLASS_COUNTS: dict(job.class_counts)}
-    return {**(job.origin.created_config or own), **counted}
+    sampled = {} if job.sampled is None else {"sampled": job.sampled.to_json()}
+    return {**(job.origin.created_config or own), **counted, **sampled}

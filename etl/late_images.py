@@ -136,8 +136,8 @@ class AssignLate(Assign):
         more = f", `{self.late.field.name}` binary, {PACKED} boolean, {PLACE} string" if self.carry else ""
         return self._narrow.ddl() + more
 
-    def _kept(self, batch: pa.RecordBatch, ids: NDArray[np.int64]) -> pa.RecordBatch:
-        found = self._narrow._kept(batch, ids)
+    def _kept(self, batch: pa.RecordBatch, ids: NDArray[np.int64], splits: pa.StringArray) -> pa.RecordBatch:
+        found = self._narrow._kept(batch, ids, splits)
         sizes = pa.nulls(len(found), pa.int64()) if self.carry else self._sizes(found)
         found = found.set_column(found.schema.get_field_index(c.BYTES), c.BYTES, sizes)
         if self.carry:

@@ -6,16 +6,17 @@ import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Context, Decimal, localcontext
 from typing import TYPE_CHECKING, Any
 
 from etl import columns as c
 from etl.spark_errors import SameIdError
 from etl.splits import SplitSpec
-from features.schema import SAMPLE_ID, Schema
+from features.schema import SAMPLE_ID, Field, Schema
 from storage.errors import DataError
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame
+    from pyspark.sql import Column, DataFrame, Row
 
 log = logging.getLogger(__name__)
 
@@ -23,15 +24,40 @@ ID, CONTENT, GROUP, TIME = "sample_id", "content", "group", "time"
 
 
 @dataclass(frozen=True, slots=True)
+class Values:
+    """The values of one check: how many records have one that occurs in more than one split, how many values occur in n
+    records each, and one of those that most records have.
+    """
+
+    shared: int
+    counts: Mapping[int, int]
+    largest: int
+
+    @property
+    def records(self) -> int:
+        """Records in all."""
+        return sum(n * values for n, values in self.counts.items())
+
+
+@dataclass(frozen=True, slots=True)
 class Leakage:
-    """What was looked for and how many records were found on two sides, by check; see docs/decisions/061."""
+    """What was looked for and how many records were found on two sides, by check; see docs/decisions/061.
+
+    `values` are those of each check but TIME, `by_chance` is what by_chance gives for CONTENT.
+    """
 
     kind: str
     found: dict[str, int]
+    values: Mapping[str, Values]
+    by_chance: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The manifest's `leakage`."""
-        return {"kind": self.kind, "checked": sorted(self.found), "found": self.found}
+        told: dict[str, Any] = {"kind": self.kind, "checked": sorted(self.found), "found": self.found}
+        if self.by_chance is not None:
+            distinct = sum(self.values[CONTENT].counts.values())
+            told |= {"by_chance": {CONTENT: self.by_chance}, "distinct": {CONTENT: distinct}}
+        return told
 
 
 def checks_of(split: SplitSpec, schema: Schema) -> tuple[str, ...]:
@@ -44,12 +70,17 @@ def checks_of(split: SplitSpec, schema: Schema) -> tuple[str, ...]:
         return (*ids, TIME)
     if split.kind in ("group", "kfold") and split.column is not None:
         return (*ids, GROUP)
-    return (*ids, CONTENT) if schema.features else ids
+    return (*ids, CONTENT) if fed(schema) else ids
+
+
+def fed(schema: Schema) -> tuple[Field, ...]:
+    """The features that a model is fed with: none that are only stored, such as ids."""
+    return tuple(field for field in schema.features if (field.encoding or {}).get("kind") != "ignore")
 
 
 def leak_key(df: DataFrame, split: SplitSpec, schema: Schema, *, late: bool = False) -> Column:
-    """The column LEAK of `df` (bigint): the time as a number, or a 64-bit hash of the group or of all features; null
-    where it is made `late`, with the features.
+    """The column LEAK of `df` (bigint): the time as a number, or a 64-bit hash of the group or of all features that a
+    model is fed with; null where it is made `late`, with the features.
 
     A column that decides the split is of a type that SplitSpec.check takes; moments are numbers (etl.table.prepared).
     """
@@ -63,10 +94,11 @@ def leak_key(df: DataFrame, split: SplitSpec, schema: Schema, *, late: bool = Fa
         return f.unix_date(column).cast("bigint") if dict(df.dtypes)[split.column] == "date" else column.cast("bigint")
     if split.column is not None and split.kind in ("group", "kfold"):
         return f.xxhash64(c.quoted(split.column))
-    if not schema.features:
+    features = fed(schema)
+    if not features:
         return f.lit(None).cast("bigint")
     parts: list[Column] = []
-    for field in schema.features:
+    for field in features:
         column = f.col(c.quoted(field.name))
         parts.append(column)
         # A null and a list's end leave the hash as it is: (null, 1) would be (1, null), and [1], [2] be [1, 2], [].
@@ -75,36 +107,65 @@ def leak_key(df: DataFrame, split: SplitSpec, schema: Schema, *, late: bool = Fa
     return f.xxhash64(*parts)
 
 
-def check_leakage(rows: DataFrame, split: SplitSpec, schema: Schema, names: Sequence[str]) -> Leakage:
-    """Look through the rows that etl.assign wrote (splits settled, dropped rows left out); `names` in order of time.
+def check_leakage(rows: DataFrame, split: SplitSpec, schema: Schema, records: Mapping[str, int]) -> Leakage:
+    """Look through the rows that etl.assign wrote (splits settled, dropped rows left out); `records` are those of each
+    split, in order of time.
 
     Equal content on two sides is counted and told. Raises DataError for an id or a group on two sides and for times
     that overlap: the split's own promise is broken then.
     """
     checks = checks_of(split, schema)
     columns = {check: SAMPLE_ID if check == ID else c.LEAK for check in checks if check != TIME}
-    found = _on_two_sides(rows, columns, names)
+    values = _on_two_sides(rows, columns, tuple(records))
+    found = {check: of.shared for check, of in values.items()}
     for check, count in found.items():
         if count and check != CONTENT:
             raise _broken(rows, columns[check], check, count, split)
     if TIME in checks:
-        found[TIME] = _overlap(rows, split, names)
-    return told(split, found)
+        found[TIME] = _overlap(rows, split, tuple(records))
+    return told(split, found, values, records)
 
 
-def told(split: SplitSpec, found: dict[str, int]) -> Leakage:
-    """What was found, by check; equal content is logged."""
-    if found.get(CONTENT):
-        log.warning(
-            "leakage: %d records have the same features as a record of another split (the manifest's `leakage`);"
-            " --split group:COLUMN:... keeps what belongs together on one side",
-            found[CONTENT],
-        )
-    return Leakage(split.kind, found)
+def told(split: SplitSpec, found: dict[str, int], values: Mapping[str, Values], records: Mapping[str, int]) -> Leakage:
+    """What was found, by check; equal content is logged. `records` are those of each split."""
+    chance = by_chance(values[CONTENT].counts, tuple(records.values())) if CONTENT in values else None
+    leakage = Leakage(split.kind, found, values, chance)
+    line = content_line(leakage.to_json())
+    if line is not None:
+        log.warning("%s; --split group:COLUMN:... keeps what belongs together on one side", line)
+    return leakage
 
 
-def _on_two_sides(rows: DataFrame, columns: Mapping[str, str], names: Sequence[str]) -> dict[str, int]:
-    """For each check, the records whose value of its column occurs in more than one split; all in one pass."""
+def content_line(leakage: Mapping[str, Any]) -> str | None:
+    """What a manifest's `leakage` says of equal content on two sides, None where there is none."""
+    count = leakage["found"].get(CONTENT, 0)
+    if not count:
+        return None
+    line = f"leakage: {count} records have the same features as one of another split"
+    if "by_chance" not in leakage:  # of a dataset that an earlier version has made
+        return line
+    chance, distinct = leakage["by_chance"][CONTENT], leakage["distinct"][CONTENT]
+    return f"{line} (a random split has {chance}; {distinct} different contents in all)"
+
+
+def by_chance(counts: Mapping[int, int], records: Sequence[int]) -> float:
+    """How many records are expected to share their content with one of another split if each record falls into a split
+    by itself, in the shares of `records`; rounded to a tenth.
+
+    `counts` says how many contents occur in n records each. Of n records all are in one split with probability sum(p^n)
+    over the shares p, so that sum(counts[n] n (1 - sum(p^n))) is the expectation. Decimals give it the same digits on
+    any machine.
+    """
+    with localcontext(Context(prec=28)):
+        shares = [Decimal(count) / sum(records) for count in records]
+        found = Decimal(0)
+        for n, of in sorted(counts.items()):
+            found += n * of * (1 - sum((share**n for share in shares), Decimal(0)))
+        return float(round(found, 1))
+
+
+def _on_two_sides(rows: DataFrame, columns: Mapping[str, str], names: Sequence[str]) -> dict[str, Values]:
+    """For each check, the values of its column; all in one pass."""
     from pyspark.sql import functions as f
 
     if not columns:
@@ -119,9 +180,19 @@ def _on_two_sides(rows: DataFrame, columns: Mapping[str, str], names: Sequence[s
     sides = values.groupBy("of", "value").agg(
         f.min("side").alias("low"), f.max("side").alias("high"), f.count(f.lit(1)).alias("n")
     )
-    counts = sides.where("low <> high").groupBy("of").agg(f.sum("n").alias("n")).collect()
-    by_number = {row["of"]: int(row["n"]) for row in counts}
-    return {check: by_number.get(number, 0) for number, check in enumerate(columns)}
+    # Of N records there are fewer than sqrt(2 N) different counts.
+    shared = f.count_if(f.col("low") < f.col("high")).alias("shared")
+    counted = sides.groupBy("of", "n").agg(f.count(f.lit(1)).alias("values"), shared, f.max("value").alias("one"))
+    by_number: dict[int, dict[int, Row]] = {number: {} for number in range(len(columns))}
+    for row in counted.collect():
+        by_number[row["of"]][row["n"]] = row
+    return {check: _values(by_number[number]) for number, check in enumerate(columns)}
+
+
+def _values(by_count: Mapping[int, Row]) -> Values:
+    shared = sum(n * row["shared"] for n, row in by_count.items())
+    largest = by_count[max(by_count)]["one"] if by_count else 0
+    return Values(shared, {n: by_count[n]["values"] for n in sorted(by_count)}, largest)
 
 
 def _overlap(rows: DataFrame, split: SplitSpec, names: Sequence[str]) -> int:

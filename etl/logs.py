@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from etl import records, weblog
-from etl.config import DEFAULT_LABEL, LogsConfig
+from etl.config import DEFAULT_LABEL, LABEL_WINDOW_S, LogsConfig
 from etl.digest import digest_sources
 from etl.label import check_label
 from etl.log_plan import Plan, plan_of
@@ -20,6 +20,7 @@ from etl.spark_errors import translated
 from etl.tasks import planned
 from etl.watch import watched
 from etl.write import Origin, write_dataset
+from storage.errors import DataError
 from storage.manifest import DatasetManifest
 from storage.settings import hadoop_settings
 
@@ -31,12 +32,15 @@ _BAD_ROWS = tuple(f"_{name} AS {name}" for name in ("source", "position", "reaso
 
 @dataclass(frozen=True, slots=True)
 class _Totals:
-    """What the first pass counted over all ranges, and the time of the last request (0 without)."""
+    """What the first pass counted over all ranges, the time of the last request (0 without), and that of the first for
+    a page (None without one, and of records).
+    """
 
     read: int
     bad: int
     dropped: dict[str, int]
     log_end: int
+    first_page: int | None
 
 
 def check(config: LogsConfig) -> Plan:
@@ -58,9 +62,11 @@ def run(spark: SparkSession, config: LogsConfig, plan: Plan | None = None) -> Da
         _check_label(spark, config, plan)
         rows = parsed(spark, plan.work, plan.parser).persist()
         try:
-            totals = _totals(rows)
+            totals = _totals(rows, web=not isinstance(plan.parser, RecordLines))
             bad_rows = rows.where(f"_kind = {BAD}").selectExpr(*_BAD_ROWS)
             check_bad(bad_rows, urls, totals.bad, totals.read, config.max_bad_share, config.max_bad)
+            if config.label is None:
+                _check_covered(totals)
             origin = Origin(
                 sources=digest_sources(spark, plan.sources),
                 read=totals.read,
@@ -105,16 +111,30 @@ def _labelled(rows: DataFrame, config: LogsConfig, plan: Plan, log_end: int) -> 
     return weblog.rows_of(rows, config.label or DEFAULT_LABEL, log_end, plan.told)
 
 
-def _totals(rows: DataFrame) -> _Totals:
+def _totals(rows: DataFrame, *, web: bool) -> _Totals:
     """The sums over all ranges' summaries: one for what was read, one for each reason of a drop."""
     from pyspark.sql import functions as f
 
     sums = [f.sum(name).alias(name) for name in ("_lines", "_bad", "_dropped_lines")]
-    found = rows.where(f"_kind = {SUMMARY}").groupBy("_reason").agg(*sums, f.max("_last_time").alias("last")).collect()
-    (whole,) = [row for row in found if row["_reason"] is None]
-    dropped = {row["_reason"]: int(row["_dropped_lines"]) for row in found if row["_reason"] is not None}
-    last = int(whole["last"])
-    return _Totals(int(whole["_lines"]), int(whole["_bad"]), dropped, 0 if last == NO_TIME else last)
+    ends = [f.max("_last_time").alias("last"), f.min("time" if web else f.lit(None)).alias("first")]
+    found = rows.where(f"_kind <> {BAD}").groupBy("_kind", "_reason").agg(*sums, *ends).collect()
+    summaries = [row for row in found if row["_kind"] == SUMMARY]
+    (whole,) = [row for row in summaries if row["_reason"] is None]
+    dropped = {row["_reason"]: int(row["_dropped_lines"]) for row in summaries if row["_reason"] is not None}
+    last, first_page = int(whole["last"]), next((row["first"] for row in found if row["_kind"] == ROW), None)
+    return _Totals(int(whole["_lines"]), int(whole["_bad"]), dropped, 0 if last == NO_TIME else last, first_page)
+
+
+def _check_covered(totals: _Totals) -> None:
+    """Raise DataError where the log ends before the default label of any page request is known."""
+    if totals.first_page is None or totals.first_page + LABEL_WINDOW_S <= totals.log_end:
+        return
+    raise DataError(
+        f"the log is shorter than the default label's window of {LABEL_WINDOW_S} s",
+        got=f"{totals.log_end - totals.first_page} s from the first page request to the log's last request",
+        allowed=f"{LABEL_WINDOW_S} s or more: the label is whether the visitor asks for another page in that time",
+        next_step="Add the log's next hours to --input, or give a --label with a shorter window (docs/logs.md).",
+    )
 
 
 def _raw_bytes(bad_rows: DataFrame) -> int:

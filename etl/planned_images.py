@@ -7,7 +7,7 @@ through Spark: a task for each shard reads what the shard holds. The bytes are t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from etl.finish import Done, Job, compression_of, published
 from etl.image_config import ImagesConfig
 from etl.image_rows import ID_COLUMNS
 from etl.late_images import WriteLate
-from etl.leakage import CONTENT, checks_of, told
+from etl.leakage import CONTENT, Leakage, Values, checks_of, told
 from etl.output import check_schema
 from etl.pieces import ImagePlan
 from etl.place import placed
@@ -127,30 +127,33 @@ class _Planned:
             files=indexes,
             origin=origin,
             dropped=known.dropped,
-            leakage=told(job.split, self._leaks(job, made)),
+            leakage=self._leakage(job, made, {name: split.records for name, split in splits.items()}),
             fitted={},
         )
 
-    def _leaks(self, job: Job, made: Sequence[ShardMade]) -> dict[str, int]:
+    def _leakage(self, job: Job, made: Sequence[ShardMade], records: Mapping[str, int]) -> Leakage:
         """Records whose pixels are those of a record of another split; no id is there twice."""
         keys = [np.frombuffer(shard.leaks, dtype=np.int64) for shard in made]
         splits = [number for number, (_, count, _) in enumerate(self.plans.table.splits) for _ in range(count)]
         sides = np.repeat(splits, [len(shard) for shard in keys])
-        return {
-            check: on_two_sides(np.concatenate(keys), sides) if check == CONTENT else 0
-            for check in checks_of(job.split, job.schema)
-        }
+        values = on_two_sides(np.concatenate(keys), sides)
+        checks = checks_of(job.split, job.schema)
+        found = {check: values.shared if check == CONTENT else 0 for check in checks}
+        return told(job.split, found, {CONTENT: values} if CONTENT in checks else {}, records)
 
     def _frame(self, bad: list[dict[str, Any]]) -> DataFrame:
         return self.spark.createDataFrame(pa.Table.from_pylist(bad, QUARANTINE))
 
 
-def on_two_sides(keys: NDArray[np.int64], sides: NDArray[np.int64]) -> int:
-    """How many records have a key that occurs on more than one side: (n,) each."""
+def on_two_sides(keys: NDArray[np.int64], sides: NDArray[np.int64]) -> Values:
+    """The records' keys and the side that each is on: (n,) each."""
     if not len(keys):
-        return 0
+        return Values(0, {}, 0)
     order = np.lexsort((sides, keys))
     keys, sides = keys[order], sides[order]
     first = np.flatnonzero(np.r_[True, keys[1:] != keys[:-1]])
     ends = np.r_[first[1:], len(keys)]
-    return int((ends - first)[sides[first] != sides[ends - 1]].sum())
+    counts, shared = ends - first, sides[first] != sides[ends - 1]
+    sizes, of_size = np.unique(counts, return_counts=True)
+    by_size = dict(zip(sizes.tolist(), of_size.tolist(), strict=True))
+    return Values(int(counts[shared].sum()), by_size, int(keys[first[counts.argmax()]]))

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from etl import columns as c
 from etl.shares import parse_share
-from etl.splits import texts_of
+from etl.splits import SplitSpec, texts_of
 from features.sample_id import shard_keys, splitmix64
+from features.sampled import Sampled
 from features.schema import Field
 from storage.errors import ConfigError
 
@@ -29,7 +30,9 @@ _AS_BOOLEAN = {"0": "false", "1": "true"}
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Which share of the records of some classes is kept: `shares` of values of `column`; other classes stay whole."""
+    """Which share of the records of some classes training keeps: `shares` of values of `column`; other classes stay
+    whole.
+    """
 
     column: str
     shares: tuple[tuple[str, Fraction], ...]
@@ -72,6 +75,11 @@ class Sampling:
                 raise _no_class(self.column, value, "true, false, 1, 0" if kind == "boolean" else "such as 7, not 07")
             if whole and num_classes is not None and not 0 <= int(value) < num_classes:
                 raise _no_class(self.column, value, f"0 to {num_classes - 1}")
+
+    def sampled(self, kind: str, split: SplitSpec) -> Sampled:
+        """What a dataset says of it, whose column has `kind` (in Spark's notation)."""
+        shares = {_AS_BOOLEAN.get(value, value) if kind == "boolean" else value: share for value, share in self.shares}
+        return Sampled(self.column, shares, split.trained)
 
     def keeps(self, batch: pa.RecordBatch, ids: NDArray[np.int64], seed: int) -> NDArray[np.bool_]:
         """Which rows stay, (n,) bool: those whose hash lies in the share of their class. `ids` is (n,) int64."""

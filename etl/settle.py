@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from etl import columns as c
+from etl.sampling import SAMPLED_OUT
 from etl.splits import SplitSpec
 from storage.errors import DataError
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 BUCKET_BITS = 12  # 4096 ranges a pass: what one pass leaves open is a 4096th of the records
 KEY_BITS = 64
 MAX_CLASSES = 1000
+CENSORED_AT_BORDER = "censored_at_border"
 _LEAST = -(1 << 63)
 
 # (bucket, shift) of the values to look at, or None for all; shift of the buckets to count -> records by bucket. A value
@@ -28,15 +30,17 @@ _LEAST = -(1 << 63)
 Histogram = Callable[[tuple[int, int] | None, int], Mapping[int, int]]
 
 
-def settle(rows: DataFrame, split: SplitSpec) -> DataFrame:
-    """Rows of etl.assign with the name of each row's split in SPLIT; nothing changes where it stands there already.
+def settle(rows: DataFrame, split: SplitSpec, window: int | None = None) -> DataFrame:
+    """Rows of etl.assign with the name of each row's split in SPLIT; nothing changes where it is there already. Whole
+    rows that come as SAMPLED_OUT are counted for the splits, and dropped only in those that are trained on.
 
-    Raises DataError for more than MAX_CLASSES classes.
+    In a split by time, rows whose label looks `window` ahead (in the column's unit) and so into the next split are
+    dropped as CENSORED_AT_BORDER. Raises DataError for more than MAX_CLASSES classes.
     """
     if split.kind == "stratified":
         return _stratified(rows, split)
     if split.kind == "time":
-        return _by_time(rows, split)
+        return _by_time(rows, split, window)
     return rows
 
 
@@ -66,20 +70,37 @@ def at_rank(rank: int, low: int, high: int, histogram: Histogram) -> tuple[int, 
         where, shift = (bucket, shift), max(0, shift - BUCKET_BITS)
 
 
-def last_before(cut: int, low: int, high: int, histogram: Histogram) -> int:
-    """The last value before a border that should lie behind `cut` values, where equal ones stay together.
+def ends_of(cuts: Sequence[int], total: int, low: int, high: int, histogram: Histogram) -> list[int]:
+    """The last value before each border, of `total` values that lie in low..high, where equal ones stay together.
 
-    Of the borders beside the equal values at `cut`, the nearer one; the earlier if both are as near.
+    A border should lie after its number of values in `cuts`, which rise and are below `total`: of the places beside the
+    equal values there, it takes the nearer one, the earlier if both are as near. Where that would leave nothing between
+    two borders, before the first or after the last, it takes the next place that does not, if there is one.
     """
-    value, less, equal = at_rank(cut, low, high, histogram)
-    return max(value - 1, _LEAST) if cut - less <= less + equal - cut else value
+    found: list[tuple[int, int]] = []  # the last value before the border, and how many there are
+    for cut in cuts:
+        value, less, equal = at_rank(cut, low, high, histogram)
+        found.append((max(value - 1, _LEAST), less) if cut - less <= less + equal - cut else (value, less + equal))
+    below = 0
+    for number, (_, before) in enumerate(found):
+        if before <= below < total:
+            value, less, equal = at_rank(below, low, high, histogram)
+            found[number] = value, less + equal
+        below = found[number][1]
+    above = total
+    for number, (_, before) in reversed(list(enumerate(found))):
+        if before >= above > 0:
+            value, less, _ = at_rank(above - 1, low, high, histogram)
+            found[number] = max(value - 1, _LEAST), less
+        above = found[number][1]
+    return [last for last, _ in found]
 
 
-def _by_time(rows: DataFrame, split: SplitSpec) -> DataFrame:
+def _by_time(rows: DataFrame, split: SplitSpec, window: int | None) -> DataFrame:
     from pyspark.sql import functions as f
 
     time = f.col(c.SPLIT).cast("bigint")
-    times = rows.where(f.col(c.DROPPED).isNull()).select(time.alias("t"))
+    times = rows.where(f.col(c.SPLIT).isNotNull()).select(time.alias("t"))
     span = times.agg(f.min("t").alias("low"), f.max("t").alias("high"), f.count("t").alias("n")).collect()[0]
     if not span["n"]:
         return rows
@@ -88,11 +109,19 @@ def _by_time(rows: DataFrame, split: SplitSpec) -> DataFrame:
         here = times if where is None else times.where(f.shiftright("t", where[1]) == where[0])
         return {row["b"]: row["count"] for row in here.groupBy(f.shiftright("t", shift).alias("b")).count().collect()}
 
-    ends = [last_before(cut, span["low"], span["high"], histogram) for cut in _inner(span["n"], split.weights)]
+    ends = ends_of(_inner(span["n"], split.weights), span["n"], span["low"], span["high"], histogram)
+    if window is not None:
+        nexts = times.agg(*(f.min(f.when(f.col("t") > end, f.col("t"))) for end in ends)).collect()[0]
+        seen = f.lit(False)  # whether the label has seen the next split
+        for end, first in reversed(list(zip(ends, nexts, strict=True))):
+            since = span["high"] + 1 if first is None else first - window
+            seen = f.when(time <= end, time >= f.lit(max(since, _LEAST))).otherwise(seen)
+        lost = f.when(f.col(c.SPLIT).isNotNull() & seen, CENSORED_AT_BORDER).otherwise(f.col(c.DROPPED))
+        rows = rows.withColumn(c.DROPPED, lost)
     named = f.lit(split.names[-1])
     for name, end in reversed(list(zip(split.names, ends, strict=False))):
         named = f.when(time <= end, name).otherwise(named)
-    return _renamed(rows, named)
+    return _renamed(rows, named, split)
 
 
 def _inner(total: int, weights: Sequence[int]) -> list[int]:
@@ -102,7 +131,7 @@ def _inner(total: int, weights: Sequence[int]) -> list[int]:
 def _stratified(rows: DataFrame, split: SplitSpec) -> DataFrame:
     from pyspark.sql import functions as f
 
-    kept = rows.where(f.col(c.DROPPED).isNull())
+    kept = rows.where(f.col(c.SPLIT).isNotNull())
     totals = {row[c.SPLIT]: row["count"] for row in kept.groupBy(c.SPLIT).count().limit(MAX_CLASSES + 1).collect()}
     if len(totals) > MAX_CLASSES:
         raise DataError(
@@ -152,12 +181,14 @@ def _cut_by_class(rows: DataFrame, split: SplitSpec, firsts: Mapping[str, Sequen
     named = f.lit(split.names[0])
     for name, first in zip(split.names[1:], names, strict=True):
         named = f.when(f.col(c.KEY) >= f.col(first), name).otherwise(named)
-    return _renamed(joined, named).select(*map(c.quoted, rows.columns))
+    return _renamed(joined, named, split).select(*map(c.quoted, rows.columns))
 
 
-def _renamed(rows: DataFrame, named: Column) -> DataFrame:
+def _renamed(rows: DataFrame, named: Column, split: SplitSpec) -> DataFrame:
     from pyspark.sql import functions as f
 
+    back = (f.col(c.DROPPED) == SAMPLED_OUT) & f.col(c.SPLIT).isNotNull() & ~named.isin(*split.trained)
+    rows = rows.withColumn(c.DROPPED, f.when(back, None).otherwise(f.col(c.DROPPED)))
     return rows.withColumn(c.SPLIT, f.when(f.col(c.DROPPED).isNull(), named))
 
 

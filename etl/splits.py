@@ -18,6 +18,7 @@ from storage.errors import ConfigError, DataError
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 KINDS = ("random", "group", "kfold", "stratified", "time", "given")
+COUNTED = ("stratified", "time")  # kinds that follow from how many records there are
 TIME_COLUMN = "time"
 MAX_FOLDS = 100
 MAX_SHOWN = 200
@@ -48,6 +49,16 @@ class SplitSpec:
     def given(self) -> bool:
         """Whether each record names its split."""
         return self.kind == "given"
+
+    @property
+    def counted(self) -> bool:
+        """Whether splits are settled only when all records have been counted (etl.settle)."""
+        return self.kind in COUNTED
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """The splits that training takes: `train`, or all folds."""
+        return self.names if self.kind == "kfold" else (TRAIN,)
 
     @property
     def text(self) -> str:
@@ -136,6 +147,13 @@ def times_of(name: str, column: pa.Array) -> pa.Int64Array:
     if pa.types.is_timestamp(kind):
         return pc.cast(column, pa.timestamp("us", kind.tz)).cast(pa.int64())
     raise DataError(**_unfit(name, str(kind), _TIMES))
+
+
+def span_of(kind: str, span: int) -> int:
+    """A span of seconds as times_of counts in a column of `kind` (Spark's notation), days rounded up; of a column of
+    whole numbers the span itself, in the column's unit.
+    """
+    return {"date": -(-span // 86_400), "timestamp": span * 1_000_000}.get(kind, span)
 
 
 def _no_nulls(name: str, column: pa.Array) -> pa.Array:

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 
-def class_counts(df: DataFrame, schema: Schema, assign: Assign) -> dict[str, int]:
+def class_counts(df: DataFrame, schema: Schema, assign: Assign, window: int | None = None) -> dict[str, int]:
     """How many records of each class of the label `assign` will write of `df`, by the text of the class.
 
-    Counted on the training split, after sampling; over all splits where no record is in one called train (folds).
+    `window` is that of settle. Counted on the training split, after sampling; over all splits where no record is in
+    one called train (folds).
     Raises DataError for too many classes.
     """
     from pyspark.sql import functions as f
@@ -31,7 +32,7 @@ def class_counts(df: DataFrame, schema: Schema, assign: Assign) -> dict[str, int
     narrow = replace(assign, schema=Schema((schema.id_field, label)), fmt="parquet")
     rows = mapped(df, narrow, narrow.ddl()).persist()
     try:
-        kept = settle(rows, assign.split).where(f.col(c.DROPPED).isNull())
+        kept = settle(rows, assign.split, window).where(f.col(c.DROPPED).isNull())
         trains = (f.col(c.SPLIT) == TRAIN).alias("trains")
         found = kept.groupBy(trains, f.col(c.quoted(label.name)).cast("string").alias("class")).count()
         first = found.orderBy(f.desc("trains")).limit(MAX_CLASSES + 1).collect()

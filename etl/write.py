@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from etl import columns as c
@@ -17,7 +19,7 @@ from etl.finish import Done, Job, compression_of, published, urls_of
 from etl.fit import fit_all
 from etl.image_rows import PACKED, PLACE
 from etl.late_images import AssignLate
-from etl.leakage import check_leakage, leak_key
+from etl.leakage import GROUP, Values, check_leakage, leak_key
 from etl.output import check_columns, check_output, check_schema
 from etl.place import plan_shards, sizes_of, write_shards
 from etl.sampling import Sampling, balanced
@@ -25,12 +27,14 @@ from etl.session import bounded
 from etl.settle import settle
 from etl.shards import RUN_AGAIN, WriteShards
 from etl.spark_errors import SameIdError, translated
-from etl.splits import SplitSpec
+from etl.split_warnings import far_from_shares, percent
+from etl.splits import COUNTED, SplitSpec, span_of
 from etl.staging import Staging
 from etl.table import named_repeats, prepared
 from etl.tasks import mapped
 from etl.weighing import class_counts
 from etl.write_late import Late, write_late
+from features.sampled import Sampled
 from features.schema import Schema
 from storage.canonical import canonical_bytes
 from storage.errors import ConfigError, DataError
@@ -44,8 +48,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Origin", "write_dataset"]
 
+log = logging.getLogger(__name__)
+
 MAX_SPLITS = 100
-COUNTED = ("stratified", "time")  # splits that follow from how many records there are
 
 
 def write_dataset(
@@ -68,6 +73,7 @@ def write_dataset(
     clean: bool = False,
     petastorm: bool = False,
     bake: bool = False,
+    label_window: int | None = None,
     origin: Origin | None = None,
     late: Late | None = None,
 ) -> DatasetManifest:
@@ -89,7 +95,7 @@ def write_dataset(
         output=absolute(url), fmt=fmt, compression=compression, split=text, shard_bytes=shard_bytes,
         row_group_bytes=row_group_bytes, seed=seed,
         sample=sample, weights=weights, quarantine=quarantine, append_to=append_to, clean=clean,
-        petastorm=petastorm, bake=bake,
+        petastorm=petastorm, bake=bake, label_window=label_window,
     )  # fmt: skip
     spec = config.split_spec
     if late is not None:
@@ -100,11 +106,16 @@ def write_dataset(
     rows, schema = prepared(df, schema, id_columns, spec, label, picked)
     check_columns(config, schema, dict(rows.dtypes))
     full, above = check_schema(config, schema)
-    job = Job(config, full, tuple(id_columns), spec, origin or Origin(), above, late)
+    window = None if label_window is None else span_of(dict(df.dtypes).get(str(spec.column), ""), label_window)
+    sampled = None
+    if sample is not None:
+        sampling = Sampling.parse(sample)
+        sampled = sampling.sampled(dict(rows.dtypes)[sampling.column], spec)
+    job = Job(config, full, tuple(id_columns), spec, origin or Origin(), above, late, sampled)
     spark = df.sparkSession
     try:
         with translated(spark, "writing the dataset"), bounded(spark):
-            return _written(rows, job, schema)
+            return _written(rows, job, schema, window)
     except SameIdError as error:
         if c.POSITION in df.columns:
             raise
@@ -115,7 +126,7 @@ def write_dataset(
 
 def _check_late(config: WriteConfig, split: SplitSpec) -> None:
     """Raise ConfigError where more than the sizes of splits follows from how many records there are."""
-    if config.weights != "none" or config.bake or split.kind in COUNTED:
+    if config.weights != "none" or config.bake or split.counted:
         raise ConfigError(
             "images cannot be made late for this dataset",
             got=f"weights {config.weights}, bake {config.bake}, split {split.text}",
@@ -124,7 +135,7 @@ def _check_late(config: WriteConfig, split: SplitSpec) -> None:
         )
 
 
-def _written(df: DataFrame, job: Job, unweighed: Schema) -> DatasetManifest:
+def _written(df: DataFrame, job: Job, unweighed: Schema, window: int | None) -> DatasetManifest:
     config, split, schema = job.config, job.split, job.schema
     late = job.late
     df = df.withColumn(c.LEAK, leak_key(df, split, schema, late=late is not None and late.images.content))
@@ -134,7 +145,7 @@ def _written(df: DataFrame, job: Job, unweighed: Schema) -> DatasetManifest:
     assign = Assign(schema, job.id_columns, split, config.seed, fmt, sample)
     if config.weights == "balanced":
         # An append has its parent's weights, as it has its fitted files: a class weighs the same in all of a chain.
-        counts = class_counts(df, unweighed, assign) if job.parent is None else job.parent.class_counts
+        counts = class_counts(df, unweighed, assign, window) if job.parent is None else job.parent.class_counts
         job = replace(job, class_counts=counts)
         assert schema.label is not None
         assign = replace(assign, weights=balanced(schema.label.name, counts))
@@ -148,12 +159,14 @@ def _written(df: DataFrame, job: Job, unweighed: Schema) -> DatasetManifest:
         rows = mapped(df.drop(late.images.field.name, PACKED, PLACE), thin, thin.ddl()).persist()
         full = mapped(df, whole, whole.ddl())
     try:
-        return published(job, lambda staging, stack: _built(staging, settle(rows, split), full, job, stack))
+        return published(job, lambda staging, stack: _built(staging, df, settle(rows, split, window), full, job, stack))
     finally:
         rows.unpersist()
 
 
-def _built(staging: Staging, rows: DataFrame, full: DataFrame | None, job: Job, stack: ExitStack) -> Done:
+def _built(
+    staging: Staging, df: DataFrame, rows: DataFrame, full: DataFrame | None, job: Job, stack: ExitStack
+) -> Done:
     from pyspark.sql import functions as f
 
     config, schema, origin, paths = job.config, job.schema, job.origin, DatasetPaths(staging.root)
@@ -161,10 +174,13 @@ def _built(staging: Staging, rows: DataFrame, full: DataFrame | None, job: Job, 
     dropped = {**origin.dropped, **late_drops}
     written = sum(count for count, _ in sizes.values())
     counted = written + origin.quarantined + sum(dropped.values())
-    names = _names(job.split, sizes, counted if origin.read is None else origin.read, origin.quarantined)
+    names = _names(job.split, sizes, counted if origin.read is None else origin.read, origin.quarantined, dropped)
     kept = rows.where(f.col(c.DROPPED).isNull())
     # Of late images the features are known only when they are written.
-    leakage = check_leakage(kept, job.split, schema, names) if full is None else None
+    if job.sampled is not None:
+        _check_sampled(job.sampled, names)
+    records = {name: sizes[name][0] for name in names}
+    leakage = check_leakage(kept, job.split, schema, records) if full is None else None
     if job.parent is not None:
         check_new_ids(kept, job.parent)
         fitted = job.parent.fitted()
@@ -186,8 +202,10 @@ def _built(staging: Staging, rows: DataFrame, full: DataFrame | None, job: Job, 
         splits, files = late.splits, late.files
         written -= late.origin.quarantined - origin.quarantined
         origin = late.origin
-        leakage = check_leakage(late.rows, job.split, schema, names)
+        records = {name: splits[name].records for name in names}
+        leakage = check_leakage(late.rows, job.split, schema, records)
     assert leakage is not None
+    _warn_of_groups(df, job.split, records, leakage.values.get(GROUP))
     done = Done(
         schema=schema, splits=splits, files=files, origin=origin, dropped=dropped, leakage=leakage, fitted=fitted
     )
@@ -201,16 +219,54 @@ def _built(staging: Staging, rows: DataFrame, full: DataFrame | None, job: Job, 
     return done
 
 
-def _names(split: SplitSpec, sizes: Mapping[str, object], read: int, quarantined: int) -> tuple[str, ...]:
+def _check_sampled(sampled: Sampled, names: Sequence[str]) -> None:
+    """Raise DataError where no split is sampled; log that folds are."""
+    if not set(sampled.splits) & set(names):
+        raise DataError(
+            "--sample leaves out records for training, and no split is there to train on",
+            got=f"splits {', '.join(names)}"[:500],
+            allowed=f"a split {sampled.splits[0]}",
+            next_step="Name that split train in the input, or leave --sample out.",
+        )
+    if set(sampled.splits) == set(names):
+        log.warning(
+            "sample: all folds are sampled, so a model is tested on a fold without those records too: correct its"
+            " predictions (features.sampled), or use --weights balanced in place of --sample"
+        )
+
+
+def _warn_of_groups(df: DataFrame, split: SplitSpec, records: Mapping[str, int], groups: Values | None) -> None:
+    """Log that whole groups gave other shares than were asked for; the largest group is named by a pass over `df`."""
+    from pyspark.sql import functions as f
+
+    line = far_from_shares(split, records)
+    if line is None or groups is None or split.column is None:
+        return
+    of_group = df.where(f.col(c.LEAK) == groups.largest)
+    name = of_group.agg(f.min(c.quoted(split.column)).alias("name")).collect()[0]["name"]
+    log.warning(
+        "split: %s; of %d groups the largest, `%s` = %s, has %s: leave it out, or split by a column of smaller groups",
+        line,
+        sum(groups.counts.values()),
+        split.column,
+        repr(name)[:100],
+        percent(Fraction(max(groups.counts), groups.records)),
+    )
+
+
+def _names(
+    split: SplitSpec, sizes: Mapping[str, object], read: int, quarantined: int, dropped: Mapping[str, int]
+) -> tuple[str, ...]:
     """The names of all splits in their order. Raises DataError for one without records or one that is no name."""
     names = split.names or tuple(sizes)
     missing = [name for name in names if name not in sizes]
     if missing or not names:
+        left_out = ", ".join([f"{quarantined} quarantined", *(f"{n} {why}" for why, n in sorted(dropped.items()))])
         raise DataError(
             "no record was left to write" if not sizes else f"split {missing[0]} would be empty",
-            got=f"{read} records read, {quarantined} quarantined; records in {', '.join(sizes) or 'no split'}",
+            got=f"{read} records read, {left_out}; records in {', '.join(sizes) or 'no split'}",
             allowed=f"records in each of {', '.join(names) or 'the splits that are given'}",
-            next_step="Look at the input and the label; give more input or another --split.",
+            next_step="Look at the input, the label and its window; give more input or another --split.",
         )
     if len(names) > MAX_SPLITS:
         raise DataError(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import field as declared
 from functools import cached_property
 from typing import Any, cast
 
 import pyarrow as pa
 
 from features.field import ARROW_TYPES, SAMPLE_ID, Field, check_keys, not_so, sample_id_field
+from features.sampled import Sampled
 
 __all__ = [
     "ARROW_TYPES",
@@ -29,10 +31,12 @@ class Schema:
     """The fields of a dataset, in the order of its columns; exactly one `id` field, at most one label and one weight.
 
     `record` says what a TFRecord shard's records are: Examples, or SequenceExamples, in which lists are feature lists.
+    `sampled` is set in the schema of an exported model that was trained on sampled classes; schemas are equal without.
     """
 
     fields: tuple[Field, ...]
     record: str = EXAMPLE
+    sampled: Sampled | None = declared(default=None, compare=False)
 
     def __post_init__(self) -> None:
         names = [field.name for field in self.fields]
@@ -119,14 +123,17 @@ class Schema:
         return cls((sample_id_field(), *fields))
 
     def to_json(self) -> dict[str, Any]:
-        """The schema as the manifest holds it."""
+        """The schema as the manifest holds it; with `sampled` as an exported model has it."""
         record = {} if self.record == EXAMPLE else {"record": self.record}
-        return {"fields": [field.to_json() for field in self.fields], **record}
+        sampled = {} if self.sampled is None else {"sampled": self.sampled.to_json()}
+        return {"fields": [field.to_json() for field in self.fields], **record, **sampled}
 
     @classmethod
     def from_json(cls, document: object) -> Schema:
         """Rebuild a schema; raises ConfigError for anything but what to_json gives."""
-        extra = {"record": str} if isinstance(document, Mapping) and "record" in document else {}
+        more = {"record": str, "sampled": dict}
+        extra = {key: kind for key, kind in more.items() if isinstance(document, Mapping) and key in document}
         check_keys(document, {"fields": list, **extra}, "the schema")
         values = cast(dict[str, Any], document)
-        return cls(tuple(Field.from_json(field) for field in values["fields"]), values.get("record", EXAMPLE))
+        sampled = Sampled.from_json(values["sampled"]) if "sampled" in values else None
+        return cls(tuple(Field.from_json(field) for field in values["fields"]), values.get("record", EXAMPLE), sampled)

@@ -6,12 +6,13 @@ from argparse import Namespace
 from typing import Any
 
 from etl.config import DEFAULT_SHARD_BYTES, WEIGHTS
+from etl.leakage import content_line
 from jobs._cli import JobParser
 from storage.manifest import DatasetManifest
 
 _WRITTEN = (
     "output", "fmt", "compression", "split", "shard_bytes", "row_group_bytes", "seed", "sample", "weights",
-    "quarantine", "append_to", "clean", "petastorm", "bake",
+    "quarantine", "append_to", "clean", "petastorm", "bake", "label_window",
 )  # fmt: skip
 
 
@@ -34,7 +35,7 @@ def add_write_flags(job: JobParser, split: str) -> Any:
     add("--shard-bytes", type=int, default=DEFAULT_SHARD_BYTES, metavar="N", help="bytes of a shard (default 128 MiB)")
     add("--row-group-bytes", type=int, metavar="N", help="bytes of a Parquet row group (default 2 MiB; less for 64)")
     add("--seed", type=int, default=0, metavar="N", help="seed of split and order (default 0)")
-    sampled = "keep this share of a class, such as click=0:10%%; several with `,`"
+    sampled = "keep this share of a class for training (`train`, all folds), such as click=0:10%%; several with `,`"
     add("--sample", metavar="COLUMN=VALUE:SHARE", help=sampled)
     add("--weights", default="none", metavar="W", help=f"{' | '.join(WEIGHTS)}: a field `weight` by class of the label")
     add("--append-to", metavar="URL", help="the dataset that the new one continues")
@@ -44,6 +45,13 @@ def add_write_flags(job: JobParser, split: str) -> Any:
     add("--bake", action="store_true", help=baked)
     add("--master", metavar="URL", help="Spark master (default: spark-submit's, else local[*])")
     return add
+
+
+def add_label_window(job: JobParser, default: str) -> None:
+    """The flag of the jobs whose records have a time; `default` says what it is where it is not given."""
+    told = "with --split time:...: leave out records whose label looks up to so many seconds ahead and so into the next"
+    told += " split (of a column of whole numbers: its own unit)"
+    job.add_argument("--label-window", type=int, metavar="SECONDS", help=f"{told} (default {default})")
 
 
 def write_values(args: Namespace) -> dict[str, Any]:
@@ -63,10 +71,10 @@ def summary(manifest: DatasetManifest, output: str) -> str:
     splits = ", ".join(
         f"{name} {split.records} in {len(split.shards)} shards" for name, split in manifest.splits.items()
     )
-    shared = 0 if manifest.leakage is None else manifest.leakage["found"].get("content", 0)
+    leaks = None if manifest.leakage is None else content_line(manifest.leakage)
     return (
         f"{output}: {counts.read} read, {counts.written} written ({splits}),"
         f" {counts.quarantined} quarantined, dropped {dropped}\n"
-        + (f"leakage: {shared} records have the same features as one of another split\n" if shared else "")
+        + ("" if leaks is None else f"{leaks}\n")
         + f"digest {manifest.digest}"
     )

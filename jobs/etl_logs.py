@@ -16,9 +16,9 @@ if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
 from etl import logs
-from etl.config import LOG_FORMATS, LogsConfig
+from etl.config import LABEL_WINDOW_S, LOG_FORMATS, LogsConfig
 from jobs._cli import JobParser, run_job
-from jobs._etl import add_output_flags, output_values, summary
+from jobs._etl import add_label_window, add_output_flags, output_values, summary
 from jobs._session import hadoop_settings_of, spark_session
 from storage.settings import set_hadoop_settings
 
@@ -28,10 +28,11 @@ def parser() -> JobParser:
     job = JobParser("etl_logs", __doc__ or "", "etl_logs")
     formats = f"{' | '.join(LOG_FORMATS)} (default common: the Common Log Format; json: an object a line)"
     job.add_argument("--log-format", default="common", metavar="FORMAT", help=formats)
-    web = "visitor, page, query, time, log_end (default: another page within 30 minutes)"
+    web = "visitor, page, query, time, log_end (default: another page within 30 min; NULL in the last 30 of the log)"
     told = f"a SQL expression; NULL leaves a record out. Web logs: a boolean over {web}."
     job.add_argument("--label", metavar="EXPR", help=f"{told} With --schema: over columns (default: the label's own)")
     add_output_flags(job, split="80/20 | group:COLUMN:80/20")
+    add_label_window(job, f"{LABEL_WINDOW_S} for the default label, else none")
     job.add_argument("--schema", metavar="FILE", help="a declared schema (.toml, .json; docs/features.md)")
     places = "with --schema: columns that name a record (default: its file and byte position)"
     job.add_argument("--id-columns", type=_names, default=(), metavar="A,B", help=places)

@@ -15,7 +15,7 @@ from etl import tables
 from etl.splits import ALLOWED
 from etl.table_config import TableConfig
 from jobs._cli import JobParser, run_job
-from jobs._etl import add_write_flags, summary, write_values
+from jobs._etl import add_label_window, add_write_flags, summary, write_values
 from jobs._session import hadoop_settings_of, spark_session
 from storage.settings import set_hadoop_settings
 
@@ -33,6 +33,7 @@ def parser() -> JobParser:
     add("--exclude", default="", metavar="A,B", help="columns that are not stored (they may still be ids)")
     add("--schema", metavar="FILE", help="a declared schema, TOML or JSON (default: the columns' own types)")
     add_write_flags(job, split=ALLOWED)
+    add_label_window(job, "none")
     return job
 
 

@@ -76,7 +76,9 @@ class DatasetManifest:
 
         `created_by` is {"version", "config", "seed"}; `files` is keyed by path relative to the dataset; `parent`
         is {"url", "digest"} of the dataset that this one appends to; `leakage` is {"kind", "checked", "found"}: the
-        kind of split, what was looked for on two of its sides, and how many records were found. None: nobody looked.
+        kind of split, what was looked for on two of its sides, and how many records were found. Where content was
+        looked for, {"by_chance", "distinct"} say how many chance would give and how many contents there are. None:
+        nobody looked.
         `compression` is that of all shards: "gzip" (TFRecord alone, docs/decisions/068) or None.
         """
         made = cls(

@@ -103,12 +103,17 @@ def read_leakage(value: Any, where: str) -> dict[str, Any] | None:
     if value is None:
         return None
     place = f"{where}: leakage"
-    doc = strict.obj(value, ("kind", "checked", "found"), where=place)
+    chance = ("by_chance", "distinct") if isinstance(value, dict) and "by_chance" in value else ()
+    doc = strict.obj(value, ("kind", "checked", "found", *chance), where=place)
     strict.string(doc["kind"], where=f"{place}: kind")
     checked = [strict.string(item, where=f"{place}: checked") for item in strict.items(doc["checked"], where=place)]
     found = strict.obj(doc["found"], checked, where=f"{place}: found")
     for name, count in found.items():
         strict.count(count, where=f"{place}: found: {name}")
+    for key in chance:
+        for name, number in strict.mapping(doc[key], where=f"{place}: {key}").items():
+            strict.string(name, where=f"{place}: {key}", choices=checked)
+            strict.number(number, where=f"{place}: {key}: {name}")
     return doc
 
 

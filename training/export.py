@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import keras
 import numpy as np
 
 from features.baked import is_baked, raw_schema
+from features.sampled import sampled_of
 from features.schema import Schema
 from features.signature import Signature
 from storage.canonical import canonical_bytes
@@ -34,8 +36,9 @@ def export(
 ) -> list[dict[str, Any]]:
     """Write model.keras, the feature schema, the fitted files and the signature; returns {name, bytes, sha256} each.
 
-    Of a dataset whose features are baked, schema.json says how each input was made, and raw_schema.json is the declared
-    schema behind it: its Encoder, with the fitted files, makes those inputs of raw rows. Ghost batch normalisation is
+    Where --sample left out records for training, schema.json says which share of which classes was kept. Of a dataset
+    whose features are baked, schema.json says how each input was made, and raw_schema.json is the declared schema
+    behind it: its Encoder, with the fitted files, makes those inputs of raw rows. Ghost batch normalisation is
     saved as Keras' BatchNormalization, which computes the same in inference, and an optimizer whose rate warmed up as
     Keras' own at the last rate, its state anew. Other optimizers keep theirs: Keras' format cannot leave it out.
     """
@@ -43,8 +46,8 @@ def export(
         path = Path(folder, MODEL_FILE)
         model.save(path)
         files = [write_bytes(directory, MODEL_FILE, path.read_bytes())]
-    files.append(write_bytes(directory, SCHEMA_FILE, canonical_bytes(manifest.schema)))
-    schema = Schema.from_json(manifest.schema)
+    schema = replace(Schema.from_json(manifest.schema), sampled=sampled_of(manifest))
+    files.append(write_bytes(directory, SCHEMA_FILE, canonical_bytes(schema.to_json())))
     if any(map(is_baked, schema)):
         files.append(write_bytes(directory, RAW_SCHEMA_FILE, canonical_bytes(raw_schema(schema).to_json())))
     files.append(write_bytes(directory, SIGNATURE_FILE, canonical_bytes(signature.to_json())))

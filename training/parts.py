@@ -44,6 +44,7 @@ def open_mixture(urls: Sequence[str], split: str) -> tuple[tuple[Part, ...], Mix
         raise _unfit(", ".join(urls), "a dataset twice", "each dataset once", "Name each dataset once.")
     values = {field.name: getattr(first, field.name) for field in fields(DatasetManifest)}
     values["digest"] = sha256_hex(canonical_bytes([manifest.digest for manifest in manifests]))
+    values["created_by"] = _created_by(manifests)
     return tuple(part for parts, _ in opened for part in parts), MixedManifest(**values, mixed=manifests)
 
 
@@ -81,7 +82,7 @@ def open_parts(urls: Sequence[str], split: str) -> tuple[tuple[Part, ...], Datas
     shards = tuple(shard for part in parts for shard in part.manifest.splits[part.split].shards)
     digest = first.digest if len(urls) == 1 else sha256_hex(canonical_bytes([found.digest for found in manifests]))
     splits = {**first.splits, split: SplitInfo(sizes.pop(), shards)}
-    return parts, replace(first, splits=splits, digest=digest)
+    return parts, replace(first, splits=splits, digest=digest, created_by=_created_by(manifests))
 
 
 def split_of(manifest: DatasetManifest, split: str) -> SplitInfo:
@@ -110,6 +111,14 @@ def _check_alike(url: str, manifest: DatasetManifest, first_url: str, first: Dat
         raise _unfit(url, "another schema", f"that of {first_url}")
     if _fitted(manifest) != _fitted(first):
         raise _unfit(url, "another set of fitted files", f"that of {first_url}")
+
+
+def _created_by(manifests: Sequence[DatasetManifest]) -> dict[str, Any]:
+    """The first one's, without what was sampled where others were sampled otherwise: then no share holds for all."""
+    first = dict(manifests[0].created_by)
+    if any(other.created_by["config"].get("sampled") != first["config"].get("sampled") for other in manifests):
+        first["config"] = {key: value for key, value in first["config"].items() if key != "sampled"}
+    return first
 
 
 def _fitted(manifest: DatasetManifest) -> Any:

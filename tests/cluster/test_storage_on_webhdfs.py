@@ -76,11 +76,11 @@ def test_what_the_contract_does_not_ask(hadoop: Cluster, fs: FileSystem, root: s
 @pytest.mark.slow
 def test_a_dataset_from_a_log_on_webhdfs(spark: SparkSession, fs: FileSystem, root: str, tmp_path: Path) -> None:
     """Read, written and verified over HTTP alone."""
-    log = Path(cut_log(tmp_path / "access.log", 1_000))
+    log = Path(cut_log(tmp_path / "access.log", 1_500))
     write_file(fs, join(root, "raw", "access.log"), log.read_bytes() + b"no line of a log\n")
     config = LogsConfig(inputs=(join(root, "raw"),), output=join(root, "dataset"), split="group:visitor:80/20")
     manifest = logs.run(spark, config)
-    assert manifest.counts.read == 1_001 and manifest.counts.quarantined >= 1
+    assert manifest.counts.read == 1_501 and manifest.counts.quarantined >= 1
     assert isinstance(fs, WebHdfsFileSystem)
     private = fs.calls.call(lambda client: client.status(path_of(join(root, "dataset", "_quarantine"))), "stat", root)
     assert private["permission"] == "700"

@@ -47,6 +47,8 @@ ROOT = Path(__file__).resolve().parents[2]
         {"log_format": "json", "columns": ("a",)},
         {"log_format": "tsv", "quoted_newlines": True},
         {"log_format": "csv", "columns": ("a", "a")},
+        {"label_window": -1, "split": "time:80/20"},
+        {"label_window": 60},
     ],
 )
 def test_bad_log_options(wrong: dict[str, Any]) -> None:
@@ -84,6 +86,29 @@ def test_rejected_input_goes_beside_the_output(output: str, quarantine: str, goo
 def test_bad_image_options(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         ImagesConfig(**{"inputs": ("a",), "output": "b", **wrong})
+
+
+@pytest.mark.parametrize(
+    ("told", "window", "in_units"),
+    [
+        ({"split": "time:80/20"}, 1800, 1800),  # of the default label
+        ({"split": "time:80/20", "label_window": 0}, 0, 0),
+        ({"split": "time:80/20", "label": "true"}, None, None),  # nobody knows how far it looks
+        ({"split": "time:80/20", "label": "true", "label_window": 60}, 60, 60),
+        ({"split": "time:hour:80/20"}, None, None),
+        ({"split": "group:visitor:80/20"}, None, None),
+        ({"split": "time:time:80/20", "schema": "s", "log_format": "csv"}, None, None),
+        (
+            {"split": "time:at:8/2", "schema": "s", "log_format": "csv", "time_columns": ("at",), "label_window": 60},
+            60,
+            60_000_000,  # ISO 8601 becomes microseconds
+        ),
+    ],
+)
+def test_how_far_a_label_looks(told: dict[str, Any], window: int | None, in_units: int | None) -> None:
+    config = LogsConfig(inputs=("a",), output="b", **told)
+    assert (config.window, config.write_options()["label_window"]) == (window, in_units)
+    assert config.to_json().get("label_window") == window
 
 
 def test_a_format_of_files_without_files() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import tarfile
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import PropertyMock, patch
@@ -47,7 +48,9 @@ def test_the_shards_of_many_keys(keys: list[int], count: int) -> None:
 def test_keys_on_two_sides(pairs: list[tuple[int, int]]) -> None:
     sides = {key: {side for other, side in pairs if other == key} for key, _ in pairs}
     keys, places = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
-    assert on_two_sides(keys, places) == sum(len(sides[key]) > 1 for key, _ in pairs)
+    found = on_two_sides(keys, places)
+    assert found.shared == sum(len(sides[key]) > 1 for key, _ in pairs)
+    assert found.counts == Counter(Counter(key for key, _ in pairs).values())
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=20))

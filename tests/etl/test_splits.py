@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from etl.assign import Assign
 from etl.sampling import Sampling, balanced
-from etl.settle import at_rank, cuts_of, last_before
-from etl.splits import SplitSpec, shares_of, texts_of, times_of
+from etl.settle import Histogram, at_rank, cuts_of, ends_of
+from etl.split_warnings import far_from_shares
+from etl.splits import SplitSpec, shares_of, span_of, texts_of, times_of
 from etl.weighing import counts_of
 from features.sample_id import shard_keys, share_of, unit_hash
 from features.schema import Schema, sample_id_field
@@ -150,7 +151,7 @@ def test_what_decides_a_split_is_never_null_or_vague() -> None:
     assert times_of("x", moments).to_pylist() == [1_000_000]
 
 
-def histogram_of(values: list[int]) -> object:
+def histogram_of(values: list[int]) -> Histogram:
     def histogram(where: tuple[int, int] | None, shift: int) -> Counter[int]:
         return Counter(v >> shift for v in values if where is None or v >> where[1] == where[0])
 
@@ -158,17 +159,60 @@ def histogram_of(values: list[int]) -> object:
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-3, 3), min_size=1, max_size=60), st.data())
-def test_a_border_in_time_is_the_nearest_that_parts_no_equal_times(values: list[int], data: st.DataObject) -> None:
-    cut = data.draw(st.integers(0, len(values) - 1))
-    histogram = histogram_of(values)
-    value, less, equal = at_rank(cut, min(values), max(values), histogram)  # type: ignore[arg-type] # numbers of any kind
-    ordered = sorted(values)
-    assert (value, less, equal) == (ordered[cut], bisect.bisect_left(ordered, value), values.count(value))
-    end = last_before(cut, min(values), max(values), histogram)  # type: ignore[arg-type] # numbers of any kind
-    before = bisect.bisect_right(ordered, end)
-    allowed = {0, *accumulate(count for _, count in sorted(Counter(values).items()))}
-    if ordered[0] > -(2**63):
-        assert abs(before - cut) == min(abs(place - cut) for place in allowed)
+def test_borders_in_time_are_the_nearest_that_leave_no_side_empty(values: list[int], data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(values) - 1), min_size=1, max_size=2)))
+    histogram, low, high, ordered = histogram_of(values), min(values), max(values), sorted(values)
+    value, less, equal = at_rank(cuts[0], low, high, histogram)
+    assert (value, less, equal) == (ordered[cuts[0]], bisect.bisect_left(ordered, value), values.count(value))
+    ends = ends_of(cuts, len(values), low, high, histogram)
+    places = [0, *(bisect.bisect_right(ordered, end) for end in ends), len(values)]
+    inner = list(accumulate(count for _, count in sorted(Counter(values).items())))[:-1]
+    if len(inner) >= len(cuts):
+        assert places == sorted(set(places)), "a side is empty, though there are times enough"
+    if len(cuts) == 1 and inner:
+        assert abs(places[1] - cuts[0]) == min(abs(place - cuts[0]) for place in inner)
+
+
+@pytest.mark.parametrize(
+    ("counts", "shares", "sides"),
+    [
+        ((90, 10), "30/70", (90, 10)),  # the border before all times is nearer to 30, and leaves nothing
+        ((10, 90), "70/30", (10, 90)),
+        ((98, 1, 1), "8/1/1", (98, 1, 1)),
+        ((1, 1, 98), "1/1/8", (1, 1, 98)),
+        ((5, 90, 5), "1/1/1", (5, 90, 5)),
+        ((90, 10), "8/1/1", (90, 10)),  # two times make no three sides
+        ((10, 10, 10, 10, 60), "1/1/1", (30, 10, 60)),
+    ],
+)
+def test_few_times_are_shared_out_so_that_no_side_is_empty(
+    counts: tuple[int, ...], shares: str, sides: tuple[int, ...]
+) -> None:
+    values = [time for time, count in enumerate(counts) for _ in range(count)]
+    cuts = cuts_of(len(values), SplitSpec.parse(shares).weights)
+    ends = ends_of(cuts, len(values), 0, len(counts) - 1, histogram_of(values))
+    found = Counter(bisect.bisect_left(ends, value) for value in values)
+    assert tuple(found[side] for side in sorted(found)) == sides
+
+
+def test_a_span_is_counted_as_the_times_are() -> None:
+    assert [span_of(kind, 1800) for kind in ("bigint", "timestamp", "date")] == [1800, 1_800_000_000, 1]
+    assert span_of("date", 86_401) == 2
+
+
+@pytest.mark.parametrize(
+    ("split", "records", "line"),
+    [
+        ("group:g:80/20", (92, 8), "test has 8.0 % of the records where --split group:g:80/20 asks for 20.0 %"),
+        ("group:g:80/20", (84, 16), None),
+        ("kfold:4:g", (60, 14, 13, 13), "fold-0 has 60.0 % of the records where --split kfold:4:g asks for 25.0 %"),
+        ("kfold:4", (60, 14, 13, 13), None),  # by the record: chance alone
+        ("time:80/20", (60, 40), None),
+    ],
+)
+def test_shares_far_from_those_asked_for(split: str, records: tuple[int, ...], line: str | None) -> None:
+    spec = SplitSpec.parse(split)
+    assert far_from_shares(spec, dict(zip(spec.names, records, strict=True))) == line
 
 
 @given(st.integers(0, 10**12), st.lists(st.integers(1, 1000), min_size=2, max_size=3))

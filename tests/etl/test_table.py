@@ -15,7 +15,8 @@ import etl
 from etl import columns as c
 from etl import tables
 from etl.assign import Assign
-from etl.leakage import check_leakage, leak_key
+from etl.leakage import by_chance, check_leakage, leak_key
+from etl.sampling import Sampling
 from etl.settle import settle
 from etl.spark_errors import to_wire, translated
 from etl.splits import SplitSpec
@@ -51,6 +52,9 @@ def frame(spark: SparkSession) -> DataFrame:
         (n, n // 20, f"u{n % 50}", "abc"[(n % 6 >= 3) + (n % 6 >= 5)], n % 10 == 0, float(n % 100)) for n in range(600)
     ]
     return spark.createDataFrame(rows, "id bigint, at int, user string, kind string, click boolean, x float")
+
+
+HALVES = {"train": 300, "test": 300}
 
 
 def read(url: Path, split: str) -> list[dict[str, Any]]:
@@ -104,16 +108,18 @@ def test_types_have_rules(spark: SparkSession) -> None:
         prepared(df, narrow, ["id"], SplitSpec.parse("1/1"))
 
 
-def split_rows(df: DataFrame, text: str) -> tuple[DataFrame, SplitSpec, Schema]:
+def split_rows(
+    df: DataFrame, text: str, window: int | None = None, sample: str | None = None
+) -> tuple[DataFrame, SplitSpec, Schema]:
     spec = SplitSpec.parse(text)
     rows, schema = prepared(df, None, ["id"], spec)
-    assign = Assign(schema, ("id",), spec, 0, "parquet")
+    assign = Assign(schema, ("id",), spec, 0, "parquet", None if sample is None else Sampling.parse(sample))
     placed = mapped(rows.withColumn(c.LEAK, leak_key(rows, spec, schema)), assign, assign.ddl())
-    return settle(placed.persist(), spec), spec, schema
+    return settle(placed.persist(), spec, window), spec, schema
 
 
 def test_classes_and_times_are_cut_exactly_however_rows_lie(spark: SparkSession, frame: DataFrame) -> None:
-    found, spec, schema = split_rows(frame, "stratified:kind:7/2/1")
+    found, spec, schema = split_rows(frame.drop("at"), "stratified:kind:7/2/1")
     rows = found.select("id", "kind", c.SPLIT).collect()
     assert Counter((row["kind"], row[c.SPLIT]) for row in rows) == {
         ("a", "train"): 210, ("a", "validation"): 60, ("a", "test"): 30,
@@ -121,18 +127,59 @@ def test_classes_and_times_are_cut_exactly_however_rows_lie(spark: SparkSession,
         ("c", "train"): 70, ("c", "validation"): 20, ("c", "test"): 10,
     }  # fmt: skip
     with large_offsets(spark):
-        other, *_ = split_rows(frame.repartition(5, "x"), "stratified:kind:7/2/1")
+        other, *_ = split_rows(frame.drop("at").repartition(5, "x"), "stratified:kind:7/2/1")
         assert sorted(other.select("id", "kind", c.SPLIT).collect()) == sorted(rows)
-    assert check_leakage(found, spec, schema, spec.names).found == {"content": 0, "sample_id": 0}  # id is a feature
+    # The id, which is stored and not fed to a model, makes no difference: contents repeat 2 or 4 times.
+    sides: dict[tuple[object, ...], list[str]] = {}
+    for row in found.select("user", "kind", "click", "x", c.SPLIT).collect():
+        sides.setdefault(tuple(row)[:4], []).append(row[c.SPLIT])
+    twins = sum(len(of) for of in sides.values() if len(set(of)) > 1)
+    assert twins > 200
+    assert check_leakage(found, spec, schema, {"train": 420, "validation": 120, "test": 60}).to_json() == {
+        "kind": "stratified", "checked": ["content", "sample_id"], "found": {"content": twins, "sample_id": 0},
+        "by_chance": {"content": 335.6}, "distinct": {"content": 250},
+    }  # fmt: skip
 
     found, spec, schema = split_rows(frame, "time:at:81/19")
-    sides: dict[str, set[int]] = {}
+    times: dict[str, set[int]] = {}
     for row in found.select("at", c.SPLIT).collect():
-        sides.setdefault(row[c.SPLIT], set()).add(row["at"])
-    assert sides == {"train": set(range(24)), "test": set(range(24, 30))}  # 80 % is nearer than 83 %
-    assert check_leakage(found, spec, schema, spec.names).to_json() == {
+        times.setdefault(row[c.SPLIT], set()).add(row["at"])
+    assert times == {"train": set(range(24)), "test": set(range(24, 30))}  # 80 % is nearer than 83 %
+    assert check_leakage(found, spec, schema, {"train": 480, "test": 120}).to_json() == {
         "kind": "time", "checked": ["sample_id", "time"], "found": {"sample_id": 0, "time": 0},
     }  # fmt: skip
+
+
+def test_labels_that_look_into_the_next_split_are_left_out(frame: DataFrame) -> None:
+    """20 rows at each of 0, 3, 6 ... 87; the splits begin at 54 and 72."""
+    found, *_ = split_rows(frame.withColumn("at", frame["at"] * 3), "time:at:6/2/2", 3)
+    sides: dict[str, Counter[str]] = {}
+    for row in found.select("at", c.SPLIT, c.DROPPED).collect():
+        sides.setdefault(row[c.SPLIT] or row[c.DROPPED], Counter())[row["at"]] += 1
+    assert sides == {
+        "train": dict.fromkeys(range(0, 50, 3), 20),
+        "validation": dict.fromkeys(range(54, 67, 3), 20),
+        "test": dict.fromkeys(range(72, 90, 3), 20),
+        "censored_at_border": dict.fromkeys((51, 69), 20),  # 51 + 3 is the first time of the next split
+    }
+    found, *_ = split_rows(frame.withColumn("at", frame["at"] * 3), "time:at:6/2/2", 2)
+    assert found.where(f"{c.DROPPED} IS NOT NULL").count() == 0
+
+
+@pytest.mark.parametrize("text", ["time:at:81/19", "stratified:kind:7/2/1"])
+def test_sampling_moves_no_border_and_thins_training_alone(frame: DataFrame, text: str) -> None:
+    whole, thinned = (split_rows(frame, text, sample=sample)[0] for sample in (None, "click=false:10%"))
+    columns = ("id", "click", c.SPLIT, c.DROPPED)
+    before = {row["id"]: row for row in whole.select(*columns).collect()}
+    after = {row["id"]: row for row in thinned.select(*columns).collect()}
+    assert set(after) == set(before)
+    lost = {id for id, row in after.items() if row[c.DROPPED] == "sampled_out"}
+    assert {before[id][c.SPLIT] for id in lost} == {"train"} and not any(before[id]["click"] for id in lost)
+    assert len(lost) > 300
+    assert {id: row for id, row in after.items() if id not in lost} == {
+        id: row for id, row in before.items() if id not in lost
+    }
+    assert all(after[id][c.SPLIT] is None for id in lost)
 
 
 def test_leakage_is_found(frame: DataFrame) -> None:
@@ -144,17 +191,17 @@ def test_leakage_is_found(frame: DataFrame) -> None:
     rows = frame.select("*", f.col("id").alias("sample_id"), f.lit(0).alias(c.SOURCE), f.lit(0).alias(c.POSITION))
     grouped = rows.withColumn(c.LEAK, f.xxhash64("kind")).withColumn(c.SPLIT, mixed)
     with pytest.raises(DataError, match="500 records of different splits share one value of `user`"):
-        check_leakage(grouped, spec, schema, ("train", "test"))
+        check_leakage(grouped, spec, schema, HALVES)
     twice = grouped.withColumn("sample_id", (f.col("id") / 2).cast("bigint"))
     with pytest.raises(DataError, match="600 records of different splits share one sample id") as caught:
-        check_leakage(twice, spec, schema, ("train", "test"))
+        check_leakage(twice, spec, schema, HALVES)
     assert "0000000000000000 in test" in caught.value.got and "0000000000000000 in train" in caught.value.got
     timed = SplitSpec.parse("time:at:1/1")
     with pytest.raises(DataError, match="the times of train and test overlap"):
-        check_leakage(rows.withColumn(c.LEAK, f.col("at")).withColumn(c.SPLIT, mixed), timed, schema, timed.names)
+        check_leakage(rows.withColumn(c.LEAK, f.col("at")).withColumn(c.SPLIT, mixed), timed, schema, HALVES)
     content = grouped.withColumn(c.LEAK, f.col("id") % 301)
     random = SplitSpec.parse("1/1")
-    assert check_leakage(content, random, schema, random.names).found == {"content": 598}  # 0-298 and 301-599 but two
+    assert check_leakage(content, random, schema, HALVES).found == {"content": 598}  # 0-298 and 301-599 but two
 
 
 def test_content_is_told_apart(spark: SparkSession) -> None:
@@ -165,6 +212,20 @@ def test_content_is_told_apart(spark: SparkSession) -> None:
     schema = infer_schema(df)
     keys = [row[0] for row in df.select(leak_key(df, SplitSpec.parse("1/1"), schema)).collect()]
     assert len(set(keys)) == 4 and keys[0] == keys[4]
+
+
+@pytest.mark.parametrize(
+    ("counts", "records", "expected"),
+    [
+        ({1: 50}, (40, 10), 0.0),
+        ({1: 44, 2: 3}, (40, 10), 1.9),  # 3 * 2 * (1 - 0.64 - 0.04)
+        ({2: 3, 3: 1}, (5, 5), 5.2),  # 3 * 2 * 0.5 + 3 * 0.75 = 5.25, to even
+        ({2: 5}, (6, 2, 2), 5.6),
+        ({100_000: 1}, (50_000, 50_000), 100_000.0),  # one content for all: chance parts it too
+    ],
+)
+def test_what_chance_would_give(counts: dict[int, int], records: tuple[int, ...], expected: float) -> None:
+    assert by_chance(counts, records) == expected
 
 
 def table_config(url: Path, **more: Any) -> TableConfig:
@@ -191,7 +252,11 @@ def test_a_table_of_the_catalog(spark: SparkSession, frame: DataFrame, tmp_path:
     assert manifest.schema["fields"][-1]["kind"] == "weight"
     # Without the id, rows n and n + 300 are equal; both are often kept, in different folds.
     assert manifest.leakage is not None and manifest.leakage["found"]["content"] > 20
-    assert manifest.created_by["config"]["table"] == "clicks" and not verify(str(tmp_path / "out"))
+    assert manifest.leakage["by_chance"]["content"] > 20 and manifest.leakage["distinct"]["content"] < len(every)
+    config = manifest.created_by["config"]
+    folds = ["fold-0", "fold-1", "fold-2"]
+    assert config["sampled"] == {"column": "click", "shares": {"false": "1/2"}, "splits": folds}
+    assert config["table"] == "clicks" and not verify(str(tmp_path / "out"))
 
 
 def test_appends(spark: SparkSession, frame: DataFrame, tmp_path: Path) -> None:
@@ -249,6 +314,9 @@ def test_any_data_frame_and_what_cannot_be_one(spark: SparkSession, frame: DataF
     nulls = spark.sql("SELECT id, 1L AS x FROM VALUES (NULL), (NULL), (2L) AS t(id)")
     with pytest.raises(DataError, match="id column `id` is null"):  # and not that two rows have the id null
         etl.write_dataset(nulls, url, id_columns=["id"], split="1/1")
+    parts = frame.selectExpr("*", "IF(id < 300, 'early', 'late') AS _split")
+    with pytest.raises(DataError, match="no split is there to train on"):
+        etl.write_dataset(parts, url, id_columns=["id"], split="given", sample="click=0:10%")
     for query, kind in (
         ("SELECT * FROM nowhere", NotFoundError),
         ("DROP TABLE rows", ConfigError),  # only a query can stand where it is put

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,7 @@ from etl.assign import Assign
 from etl.columns import logical_bytes
 from etl.output import refuse_existing
 from etl.place import block_records, plan_shards
+from etl.sampling import Sampling
 from etl.shards import ShardTable
 from etl.spark_errors import SameIdError, from_text, to_wire
 from etl.splits import SplitSpec
@@ -81,6 +84,20 @@ def test_dropped_rows_keep_their_reason_alone() -> None:
     rows = assign("80/20", "parquet").rows(batch([1, 2, 3], dropped={2: "why"}))
     assert rows.column("_dropped").to_pylist() == [None, None, "why"]
     assert rows.column("sample_id").null_count == 1 and rows.column("n").to_pylist() == [1, 3, None]
+
+
+@pytest.mark.parametrize("split", ["80/20", "8/1/1", "group:group:50/50"])
+def test_sampling_leaves_out_records_of_the_training_split_alone(split: str) -> None:
+    whole = assign(split).rows(batch(list(range(2000))))
+    sampling = replace(assign(split), sample=Sampling.parse(",".join(f"group=g{n}:50%" for n in range(6))))
+    thinned = sampling.rows(batch(list(range(2000))))
+    before, after = splits_of(whole), splits_of(thinned)
+    lost = {sample for sample in before if sample not in after}
+    assert lost and {before[sample] for sample in lost} == {"train"}
+    assert {sample: after[sample] for sample in after if sample is not None} == {
+        sample: split for sample, split in before.items() if sample not in lost
+    }
+    assert Counter(thinned.column("_dropped").to_pylist())["sampled_out"] == len(lost)
 
 
 def test_parquet_is_measured_in_arrow_bytes() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +142,10 @@ def test_an_export_loads_as_plain_keras(tmp_path: Path) -> None:
     for layer in model.layers:
         if isinstance(layer, GhostBatchNormalization):
             layer.moving_mean.assign(np.linspace(-1, 1, layer.moving_mean.shape[0]))
-    files = export(model, str(tmp_path / "out"), str(tmp_path / "data"), manifest, signature)
+    sampled = {"column": "label", "shares": {"3": "1/10"}, "splits": ["train"]}
+    own = {**manifest.created_by, "config": {"sampled": sampled}}
+    files = export(model, str(tmp_path / "out"), str(tmp_path / "data"), replace(manifest, created_by=own), signature)
+    assert json.loads((tmp_path / "out" / "schema.json").read_bytes()) == {**manifest.schema, "sampled": sampled}
     assert sorted(file["name"] for file in files) == ["model.keras", "schema.json", "signature.json"]
     loaded = keras.models.load_model(tmp_path / "out" / "model.keras")
     assert {type(layer).__module__.split(".")[0] for layer in loaded.layers} == {"keras"}

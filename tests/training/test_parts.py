@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from features.sampled import Sampled, sampled_of
 from storage.errors import ConfigError, NotFoundError
 from storage.manifest import DatasetManifest, FileInfo
 from tests.training._tiny import write_images, write_table
 from training import parts
 from training.config import TrainConfig
 from training.open_split import OpenSplit
-from training.parts import held_out, open_parts
+from training.parts import held_out, open_mixture, open_parts
 from training.planning import plan_for
 
 
@@ -45,6 +46,19 @@ def test_datasets_end_to_end_are_one_split(tmp_path: Path, fmt: str) -> None:
     readers = [opened.reader, *(OpenSplit.at(url, "train").reader for url in urls)]
     whole, *each = (np.asarray(r.read_all([r.table.run(n) for n in range(r.table.num_blocks)])["b"]) for r in readers)
     assert np.array_equal(whole, np.concatenate(each))
+
+
+def test_shares_that_hold_for_all_are_told(tmp_path: Path) -> None:
+    sampled = [{"column": "label", "shares": {"false": share}, "splits": ["train"]} for share in ("1/2", "1/2", "1/3")]
+    urls = [str(tmp_path / name) for name in "abc"]
+    for seed, (url, stored) in enumerate(zip(urls, sampled, strict=True)):
+        manifest = write_table(url, seed=seed)
+        own = {**manifest.created_by, "config": {"sampled": stored}}
+        Path(url, "_manifest.json").write_bytes(replace(manifest, created_by=own).to_bytes())
+    for joined in (open_parts, open_mixture):
+        assert sampled_of(joined(urls[:2], "train")[1]) == Sampled.from_json(sampled[0])
+        assert sampled_of(joined(urls, "train")[1]) is None
+    assert sampled_of(open_parts(urls[2:], "train")[1]) == Sampled.from_json(sampled[2])
 
 
 def test_folds_that_are_not_held_out(tmp_path: Path) -> None:
