@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from etl import columns as c
+from etl.session import described
 from etl.shards import RESULT_DDL, RUN_AGAIN, ShardTable, WriteShards
 from etl.tasks import by_partition, mapped
 from features.schema import SAMPLE_ID
@@ -25,7 +26,9 @@ def sizes_of(rows: DataFrame) -> tuple[dict[str, tuple[int, int]], dict[str, int
     """(records, encoded bytes) of each split, and how many rows each reason dropped."""
     from pyspark.sql import functions as f
 
-    found = rows.groupBy(c.SPLIT, c.DROPPED).agg(f.count(f.lit(1)).alias("n"), f.sum(c.BYTES).alias("bytes")).collect()
+    with described(rows.sparkSession, "make ids, splits and records"):
+        sums = f.count(f.lit(1)).alias("n"), f.sum(c.BYTES).alias("bytes")
+        found = rows.groupBy(c.SPLIT, c.DROPPED).agg(*sums).collect()
     sizes = {row[c.SPLIT]: (row["n"], row["bytes"]) for row in found if row[c.DROPPED] is None}
     return {name: sizes[name] for name in sorted(sizes)}, {
         row[c.DROPPED]: row["n"] for row in found if row[c.DROPPED] is not None
@@ -68,7 +71,8 @@ def write_shards(
     """Write the rows that are not dropped and move each shard and index to its place below `paths.root`."""
     names = [field.name for field in write.schema if field.name != SAMPLE_ID] if write.fmt == "parquet" else [c.RECORD]
     columns = (c.SHARD, c.KEY, c.SOURCE, c.POSITION, SAMPLE_ID, *names)
-    results = mapped(ordered(rows, table, columns), write, RESULT_DDL).collect()
+    with described(rows.sparkSession, "order the records and write the shards"):
+        results = mapped(ordered(rows, table, columns), write, RESULT_DDL).collect()
     return placed(fs, paths, results, table, write.fmt)
 
 

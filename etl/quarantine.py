@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from etl.attempts import COPY_BYTES, partition_of_task, upload
+from etl.session import described
 from etl.shards import RUN_AGAIN
 from etl.spark_errors import in_task
 from etl.tasks import by_partition
@@ -63,7 +64,8 @@ def write_quarantine(
         placed = rows.select("source", "position", "place", "reason", "raw", "length", "sha256")
         ordered = by_partition(placed, parts, part).sortWithinPartitions("source", "position", "place")
         write = WriteQuarantine(attempts, source_urls, hadoop_settings())
-        results = [row.asDict() for row in ordered.mapInArrow(write, RESULT_DDL).collect()]
+        with described(rows.sparkSession, "write the rejected input"):
+            results = [row.asDict() for row in ordered.mapInArrow(write, RESULT_DDL).collect()]
     results.sort(key=lambda row: row["part"])
     found = sum(row["rows"] for row in results)
     if found != count:

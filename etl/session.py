@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from etl.ranges import Source
 
+S = TypeVar("S")
+T = TypeVar("T")
+
 PARTITION_BYTES = 32 << 20
+LEAST_BYTES = 1 << 20  # of less a core of its own saves nothing
 PACKED_GROWTH = 10  # logs shrink by about this much
 # A batch is a unit of memory in a Python task and, where rows are cached, in Java, whose serializer holds on to several
 # of them at once. Spark's 10,000 rows of some KiB each are too many (docs/decisions/060-codec-kernels.md).
@@ -26,11 +31,15 @@ BATCHES = {
 
 @contextmanager
 def tuned(spark: SparkSession, sources: Sequence[Source]) -> Iterator[None]:
-    """As many shuffle partitions as the input asks for, so that a small job is not 200 tasks a shuffle; `bounded`."""
+    """As many shuffle partitions as the input asks for, so that a small job is not 200 tasks a shuffle; `bounded`.
+
+    Spark does not plan adaptively: there is nothing left for it to choose, and it would make a job of each stage.
+    """
     size = sum(source.size_bytes * (PACKED_GROWTH if source.codec != "none" else 1) for source in sources)
     cores = spark.sparkContext.defaultParallelism
-    partitions = max(cores, -(-size // PARTITION_BYTES))
-    with _set(spark, {"spark.sql.shuffle.partitions": str(partitions)}), bounded(spark):
+    partitions = max(min(cores, -(-size // LEAST_BYTES)), -(-size // PARTITION_BYTES))
+    settings = {"spark.sql.shuffle.partitions": str(partitions), "spark.sql.adaptive.enabled": "false"}
+    with _set(spark, settings), bounded(spark):
         yield
 
 
@@ -98,3 +107,37 @@ def _set(spark: SparkSession, settings: Mapping[str, str]) -> Iterator[None]:
             get = partial(spark.conf.get, key, None)
             stack.enter_context(changed((session, key), value, get, partial(put, key)))
         yield
+
+
+@contextmanager
+def described(spark: SparkSession, text: str) -> Iterator[None]:
+    """Have the Spark jobs that this thread starts described by `text`, on Spark's page and in its logs."""
+    context = spark.sparkContext
+    before = context.getLocalProperty("spark.job.description")
+    context.setJobDescription(f"Lockstep: {text}")
+    try:
+        yield
+    finally:
+        context.setLocalProperty("spark.job.description", before)  # type: ignore[arg-type] # None unsets it
+
+
+def at_once(spark: SparkSession, first: Callable[[], S], second: Callable[[], T]) -> tuple[S, T]:
+    """What both give, the first in a thread of its own: most of a small Spark job's time is its planning, on one core.
+    Once both have ended, raises the first one's error, else the second one's.
+    """
+    from pyspark import InheritableThread
+
+    begun = Future[S]()
+    thread = InheritableThread(target=_settle, args=(begun, first), session=spark, name="lockstep-at-once")
+    thread.start()
+    ended = Future[T]()
+    _settle(ended, second)
+    thread.join()
+    return begun.result(), ended.result()
+
+
+def _settle(future: Future[T], work: Callable[[], T]) -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)

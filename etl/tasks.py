@@ -1,10 +1,13 @@
-"""Work for tasks that comes as rows: a plan of small rows in, batches of what each comes to out."""
+"""Work for tasks: a plan in slices of neighbouring items, functions over batches, rows sent to partitions."""
 
 from __future__ import annotations
 
+import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
 MAX_TASKS = 10_000
+OPEN_BYTES = 64 << 10
+MIN_ROWS, MIN_BYTES = 1024, 4 << 20
 
 
 Batches = Iterable[pa.RecordBatch]
@@ -78,28 +83,75 @@ def _narrow(kind: pa.DataType) -> pa.DataType:
     return pa.binary() if kind in (pa.large_binary(), pa.binary_view()) else kind
 
 
-class EachRow(ABC):
-    """The function for mapInArrow: a subclass says what becomes of one row of the plan."""
+class EachSlice(ABC):
+    """The function for mapInArrow over `sliced` rows: a subclass says what becomes of a task's items."""
 
     def __init__(self, settings: dict[str, str]) -> None:
         self._settings = settings
 
     @in_task
     def __call__(self, batches: Batches) -> Iterator[pa.RecordBatch]:
-        """What `batches_of` gives for each row in turn, with the session's Hadoop settings in force."""
+        """What `batches_of` gives, with the session's Hadoop settings in force."""
         set_hadoop_settings(self._settings)
         for batch in batches:
-            for row in batch.to_pylist():
-                yield from self.batches_of(row)
+            for text in batch.column(0).to_pylist():
+                yield from joined(self.batches_of(json.loads(text)))
 
     @abstractmethod
-    def batches_of(self, row: Mapping[str, Any]) -> Iterator[pa.RecordBatch]:
-        """The batches of one row of the plan."""
+    def batches_of(self, items: Sequence[Mapping[str, Any]]) -> Iterator[pa.RecordBatch]:
+        """The batches of some items of the plan."""
 
 
-def planned(spark: SparkSession, rows: Sequence[tuple[object, ...]], ddl: str) -> DataFrame:
-    """The plan as a data frame of `ddl`, a task for each row (up to MAX_TASKS)."""
-    return spark.createDataFrame(spark.sparkContext.parallelize(rows, min(len(rows), MAX_TASKS)), ddl)
+def joined(batches: Batches) -> Iterator[pa.RecordBatch]:
+    """The same rows in batches of MIN_ROWS or more, but the last: each batch costs Spark about a millisecond, and a
+    small file makes two. What is held at a time has fewer rows than that and less than MIN_BYTES.
+    """
+    held: list[pa.RecordBatch] = []
+    rows = size = 0
+    for batch in batches:
+        held.append(batch)
+        rows, size = rows + batch.num_rows, size + batch.nbytes
+        if rows >= MIN_ROWS or size >= MIN_BYTES:
+            yield from _one(held)
+            held, rows, size = [], 0, 0
+    yield from _one(held)
+
+
+def _one(batches: list[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    if len(batches) < 2:
+        yield from batches
+    else:
+        yield from pa.Table.from_batches(batches).combine_chunks().to_batches()
+
+
+def sliced(
+    spark: SparkSession, items: Sequence[Mapping[str, Any]], sizes: Sequence[int], slice_bytes: int
+) -> DataFrame:
+    """The plan as a data frame of one column, a row for each task: neighbouring items as JSON, as `slices` has them.
+
+    Made in Java: a data frame of Python's rows would be read by a Python task before the one that it is for.
+    """
+    from pyspark.sql import DataFrame
+
+    cores = spark.sparkContext.defaultParallelism
+    texts = [json.dumps(items[run.start : run.stop]) for run in slices(sizes, slice_bytes, cores)]
+    java = spark.sparkContext._jsc.parallelize(texts, len(texts)).rdd()
+    jvm = spark.sparkContext._jvm
+    assert jvm is not None
+    strings = spark._jsparkSession.createDataset(java, jvm.org.apache.spark.sql.Encoders.STRING())
+    return DataFrame(strings.toDF(), spark)
+
+
+def slices(sizes: Sequence[int], slice_bytes: int, cores: int) -> list[range]:
+    """Which items a task gets, in order: neighbours of `slice_bytes` together, one that has as much alone; of less work
+    than that for each core, as many tasks as cores. To open a file costs as much as reading OPEN_BYTES.
+    """
+    costs = np.asarray(sizes, dtype=np.float64) + OPEN_BYTES
+    total = costs.sum()
+    count = min(max(math.ceil(total / (slice_bytes + OPEN_BYTES)), cores), len(sizes), MAX_TASKS)
+    place = ((np.cumsum(costs) - costs) * count / total).astype(np.int64)  # of where each item begins
+    starts = [0, *(np.flatnonzero(np.diff(place)) + 1).tolist(), len(sizes)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
 
 
 def by_partition(df: DataFrame, count: int, number: Column) -> DataFrame:

@@ -112,7 +112,7 @@ def jobs(folder: Path) -> list[list[str]]:
         ["--model", "logistic", "--num-ranks", "2", "--global-batch", "64", "--epochs", "2"],
     )
     found = [["jobs.doctor", "--master", "local[2]"]]
-    for launcher in (["--launcher", "local"], ["--launcher", "spark", "--master", "local[2]"]):
+    for launcher in (["--launcher", "local"], ["--launcher", "barrier", "--master", "local[2]"]):
         place = str(folder / f"run-{launcher[1]}")
         found.append(["jobs.train", "--dataset", data, "--run", place, *train, *launcher])
         found.append(["jobs.evaluate", "--dataset", data, "--run", place, "--split", "test"])
