@@ -70,6 +70,7 @@ class CountedAssign(Assign):
             c.BYTES: pa.compute.binary_length(records).cast(pa.int64()),
             c.RECORD: records,
             SAMPLE_ID: pa.array(ids),
+            **{field.name: batch.column(field.name) for field in c.counted_fields(self.schema)},
         }
         return pa.RecordBatch.from_pydict(columns)
 
@@ -118,7 +119,7 @@ class PlainAssign(Assign):
 
     @functools.cached_property
     def _stored(self) -> PlainStored:
-        return PlainStored(self.schema, self.fmt, also=c.vocabulary_fields(self.schema))
+        return PlainStored(self.schema, self.fmt, also=c.counted_fields(self.schema))
 
 
 class LateAssign(Assign):

@@ -104,7 +104,7 @@ class Assign:
 
     @cached_property
     def _stored(self) -> Stored:
-        return Stored(self.schema, self.fmt, also=c.vocabulary_fields(self.schema))
+        return Stored(self.schema, self.fmt, also=c.counted_fields(self.schema))
 
     def _ids(self, batch: pa.RecordBatch) -> NDArray[np.int64]:
         columns = [_as_text(name, batch.column(name)) for name in self.id_columns]

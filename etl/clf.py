@@ -28,9 +28,9 @@ LINE = rf'{_FRONT}"(?P<request>{QUOTED})" (?P<rest>.*)$'
 _REST = rf"^(?P<status>\d{{3}}|-) (?:\d+|-){MORE}$"
 # Old servers wrote quotes as they came; then the last quote before status and size ends the request.
 _LOOSE = rf'{_FRONT}"(?P<request>.*)" (?P<rest>(?:\d{{3}}|-) (?:\d+|-))$'
-_PLAIN = r"^(?P<method>[^ ]+) (?P<page>[^ ?]+)(?:\?(?P<query>[^ ]*))? HTTP/[0-9.]+$"
-# What clients really sent: blanks anywhere, no protocol.
-_ODD = r"^(?P<method>[^ ]+) +(?P<target>.*?)(?: +HTTP/[0-9.]+)? *$"
+_PLAIN = r"^(?P<method>[^ ]+) (?P<page>[^ ?]+)(?:\?(?P<query>[^ ]*))? HTTP/[^ ]*$"
+# What clients really sent: blanks anywhere, no protocol, or one that is written otherwise (HTTP/V1.0, http/1.0).
+_ODD = r"^(?P<method>[^ ]+) +(?P<target>.*?)(?: +(?i:HTTP)/[^ ]*)? *$"
 
 NOT_COMMON_LOG = "not_common_log"
 BAD_TIME = "bad_time"

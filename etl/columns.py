@@ -32,6 +32,11 @@ _FIXED_BYTES = {"int64": 8, "float32": 4, "float64": 8, "uint64": 16, "bool": 1}
 _LENGTH_BYTES = 4
 
 
+def nested_list(kind: str) -> bool:
+    """Whether a type in Spark's notation is a list of lists."""
+    return kind.startswith("array<array<")
+
+
 def ddl_type(field: Field) -> str:
     """The field's type in Spark's notation."""
     if field.is_tensor:
@@ -49,9 +54,18 @@ def quoted(name: str) -> str:
     return "`" + name.replace("`", "``") + "`"
 
 
-def vocabulary_fields(schema: Schema) -> tuple[Field, ...]:
-    """The fields with a vocabulary or other statistics to fit, which travel unencoded until they are."""
-    return schema.fitted_fields
+def counted_fields(schema: Schema) -> tuple[Field, ...]:
+    """The fields that are counted over all rows, which therefore travel unencoded too: those with a vocabulary or other
+    statistics to fit, and the classes of the label.
+    """
+    label = class_field(schema)
+    return schema.fitted_fields if label is None else (*schema.fitted_fields, label)
+
+
+def class_field(schema: Schema) -> Field | None:
+    """The label, where its values may be classes."""
+    label = schema.label
+    return label if label is not None and not label.shape and label.dtype in ("bool", "int64", "string") else None
 
 
 def text_of(column: pa.Array) -> pa.Array:

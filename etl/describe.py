@@ -9,9 +9,12 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from etl.column_stats import ColumnStats, ColumnSummary
+from etl.columns import class_field
 from etl.describe_tables import Table, dataset_tables, indexed_tables, quarantine_table
 from etl.sample_images import Picture, image_field, pictures
+from etl.split_warnings import label_lines
 from features.dataset_blocks import Block, dataset_blocks, indexed_blocks, indexed_fields
+from features.sampled import sampled_of
 from features.schema import Field, Schema
 from storage.errors import ConfigError, NotFoundError
 from storage.fs import filesystem, join
@@ -50,16 +53,16 @@ def describe(url: str, max_records: int = MAX_RECORDS) -> Description:
     if fs.exists(where) and is_indexed(data := fs.read_bytes(where), where):
         indexed = read_indexed(data, where)
         blocks = {"all files": indexed_blocks(url, indexed)}
-        return _described(url, indexed_tables(indexed), blocks, indexed_fields(indexed), None, max_records)
+        return _described(url, indexed_tables(indexed), blocks, indexed_fields(indexed), max_records)
     try:
         manifest = load_dataset(url)
     except NotFoundError as error:
         error.next_step = "Check the path; files of somebody else can be described once jobs.index has been there."
         raise
     schema = Schema.from_json(manifest.schema)
-    label = None if schema.label is None else schema.label.name
     tables = [*dataset_tables(manifest), *quarantine_table(url, manifest)]
-    return _described(url, tables, dataset_blocks(url, manifest), schema.fields, label, max_records)
+    sampled = sampled_of(manifest) is not None
+    return _described(url, tables, dataset_blocks(url, manifest), schema.fields, max_records, schema, sampled)
 
 
 def _described(
@@ -67,9 +70,11 @@ def _described(
     tables: Sequence[Table],
     blocks: Mapping[str, list[Block]],
     fields: Sequence[Field],
-    label: str | None,
     max_records: int,
+    schema: Schema | None = None,
+    sampled: bool = False,
 ) -> Description:
+    label = None if schema is None or schema.label is None else schema.label.name
     total = sum(block.records for split in blocks.values() for block in split)
     stats = [ColumnStats(field.name, field.dtype, field.shape, field.kind) for field in fields]
     classes: dict[str, Counter[str]] = {}
@@ -96,6 +101,9 @@ def _described(
     looked_at = f"{seen} of {total} records" if seen < total else f"all {total} records"
     if label is not None and seen:
         tables = [*tables, _classes(label, classes, looked_at)]
+        few = schema is not None and class_field(schema) and all(len(of) <= MAX_CLASSES for of in classes.values())
+        lines = label_lines(label, classes, sampled=sampled) if few else []
+        tables += [Table("What to look at", (), tuple((line,) for line in lines))] if lines else []
     summaries = tuple(column.summary() for column in stats)
     return Description(url, tuple(tables), looked_at, summaries, tuple(found[:MAX_IMAGES]))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from etl.config import NOT_KEPT, WriteConfig
 from etl.leakage import Leakage
 from etl.petastorm_metadata import write_petastorm_metadata
 from etl.shards import RUN_AGAIN
+from etl.split_warnings import label_lines
 from etl.splits import SplitSpec
 from etl.staging import Staging, publish_beside
 from etl.write_late import Late
@@ -23,6 +25,8 @@ from features.schema import Schema
 from storage.errors import DataError
 from storage.layout import DatasetPaths
 from storage.manifest import Counts, DatasetManifest, FileInfo, SplitInfo
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,9 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Done:
-    """What was written: shards and indexes at their places, and what the manifest says of them."""
+    """What was written: shards and indexes at their places, and what the manifest says of them; `classes` are those of
+    etl.place.Sizes.
+    """
 
     schema: Schema
     splits: dict[str, SplitInfo]
@@ -51,6 +57,7 @@ class Done:
     dropped: Mapping[str, int]
     leakage: Leakage
     fitted: Mapping[str, bytes]
+    classes: Mapping[str, Mapping[str, int]]
 
     @property
     def written(self) -> int:
@@ -93,6 +100,9 @@ def _finished(staging: Staging, job: Job, apart: Staging | None, done: Done) -> 
             allowed=f"{read} together, as were read",
             next_step=RUN_AGAIN,
         )
+    if job.schema.label is not None:
+        for line in label_lines(job.schema.label.name, done.classes, sampled=job.sampled is not None):
+            log.warning("%s", line)
     return DatasetManifest.build(
         format=config.fmt,
         created_by={"version": VERSION, "config": _created(job), "seed": config.seed},

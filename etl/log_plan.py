@@ -21,6 +21,7 @@ from etl.ranges import Source, find_sources, plan_ranges, source_name
 from etl.records import PLACE_COLUMNS, PLACE_SCHEMA, RecordLines, columns_for
 from etl.sampling import Sampling
 from etl.table_lines import TABLE_FORMATS, Form
+from etl.text_files import check_lines
 from etl.weblines import WebLines
 from etl.webtable import roles
 from features.declare import load_schema
@@ -56,13 +57,14 @@ class Plan:
 def plan_of(config: LogsConfig) -> Plan:
     """Find the files and read the names of their fields.
 
-    Raises the errors of find_sources, names_in and check_schema, and ConfigError for columns that are not there.
+    Raises the errors of find_sources, check_lines, names_in and check_schema, and ConfigError for columns that are not
+    there.
     """
     header = config.log_format in ("tsv", "csv") and not config.columns
     form = Form(config.log_format, config.null_texts, header, config.quoted_newlines)
     if config.schema is None:
         _check_asked(config, weblog.schema(_told(form)), weblog.ID_SCHEMA)
-        sources = find_sources(config.inputs)
+        sources = find_sources(config.inputs, check_lines)
         names = [_names(source, config) for source in sources]
         if config.log_format in TABLE_FORMATS:
             for source, there in zip(sources, names, strict=True):
@@ -70,7 +72,7 @@ def plan_of(config: LogsConfig) -> Plan:
         work = _work(sources, names, config)
         return Plan(tuple(sources), work, WebLines(form), weblog.schema(_told(form)), weblog.ID_COLUMNS)
     schema, id_columns = load_schema(config.schema), config.id_columns or PLACE_COLUMNS
-    sources = find_sources(config.inputs)
+    sources = find_sources(config.inputs, check_lines)
     names = [() if config.log_format == "json" else _names(source, config) for source in sources]
     kinds = kinds_in(sources[0]) if config.log_format == "json" else dict.fromkeys(names[0], pa.string())
     columns = columns_for(schema, id_columns, _others(config, schema, kinds), kinds, config.label, config.time_columns)

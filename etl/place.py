@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from etl import columns as c
 from etl.session import described
 from etl.shards import RESULT_DDL, RUN_AGAIN, ShardTable, WriteShards
 from etl.tasks import by_partition, mapped
-from features.schema import SAMPLE_ID
+from features.schema import SAMPLE_ID, Field
 from storage.errors import DataError
 from storage.fs import FileSystem, join, parent
 from storage.layout import DatasetPaths, index_path, shard_path
@@ -19,20 +21,51 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row
 
 BLOCK_BYTES = 2 << 20
+# Labels that are counted class by class: booleans and small whole numbers, so that the driver gets few rows.
+FEW_CLASSES = "^(true|false|[0-9]{1,3})$"
 MIN_BLOCKS = 64  # docs/decisions/010-blocks-and-sizes.md
 
 
-def sizes_of(rows: DataFrame) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
-    """(records, encoded bytes) of each split, and how many rows each reason dropped."""
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What rows of etl.assign come to: `splits` are (records, encoded bytes) by split, `dropped` rows by reason, and
+    `classes` the records of each class of the label by split.
+
+    Classes are texts. A split that has several values of the label, some of them beyond FEW_CLASSES, has none here.
+    """
+
+    splits: Mapping[str, tuple[int, int]]
+    dropped: Mapping[str, int]
+    classes: Mapping[str, Mapping[str, int]]
+
+
+def sizes_of(rows: DataFrame, label: Field | None = None) -> Sizes:
+    """The sizes, in one pass; `label` is a column of `rows`, if they have one."""
     from pyspark.sql import functions as f
 
+    value = f.lit(None).cast("string") if label is None else f.col(c.quoted(label.name)).cast("string")
+    few = f.when(value.rlike(FEW_CLASSES), value).alias("few")
+    sums = [f.count(f.lit(1)).alias("n"), f.sum(c.BYTES).alias("bytes")]
+    ends = [f.min(value).alias("low"), f.max(value).alias("high")]
+    splits: dict[str, tuple[int, int]] = {}
+    dropped, classes = Counter[str](), dict[str, dict[str, int]]()
+    many: set[str] = set()
     with described(rows.sparkSession, "make ids, splits and records"):
-        sums = f.count(f.lit(1)).alias("n"), f.sum(c.BYTES).alias("bytes")
-        found = rows.groupBy(c.SPLIT, c.DROPPED).agg(*sums).collect()
-    sizes = {row[c.SPLIT]: (row["n"], row["bytes"]) for row in found if row[c.DROPPED] is None}
-    return {name: sizes[name] for name in sorted(sizes)}, {
-        row[c.DROPPED]: row["n"] for row in found if row[c.DROPPED] is not None
-    }
+        grouped = rows.groupBy(c.SPLIT, c.DROPPED, few).agg(*sums, *ends).collect()
+    for row in grouped:
+        name, count = row[c.SPLIT], row["n"]
+        if row[c.DROPPED] is not None:
+            dropped[row[c.DROPPED]] += count
+            continue
+        before = splits.get(name, (0, 0))
+        splits[name] = before[0] + count, before[1] + row["bytes"]
+        if row["low"] == row["high"] is not None:
+            classes.setdefault(name, {})[row["low"]] = count
+        else:
+            many.add(name)
+    names = sorted(splits)
+    known = {name: {} if name in many else dict(sorted(classes[name].items())) for name in names if label is not None}
+    return Sizes({name: splits[name] for name in names}, dropped, known)
 
 
 def plan_shards(

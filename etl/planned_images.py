@@ -137,6 +137,7 @@ class _Planned:
             dropped=known.dropped,
             leakage=self._leakage(job, made, {name: split.records for name, split in splits.items()}),
             fitted={},
+            classes=plans.classes,
         )
 
     def _leakage(self, job: Job, made: Sequence[ShardMade], records: Mapping[str, int]) -> Leakage:

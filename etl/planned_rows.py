@@ -172,6 +172,14 @@ class ShardPlans:
             raise NotPlannable("files that are longer than their pixels")
         return table
 
+    @property
+    def classes(self) -> dict[str, dict[str, int]]:
+        """The records of each class in each split, with those that turn out broken."""
+        found: dict[str, dict[str, int]] = {}
+        for row in self._rows.group_by([c.SPLIT, "label"]).aggregate([("label", "count")]).to_pylist():
+            found.setdefault(row[c.SPLIT], {})[str(row["label"])] = row["label_count"]
+        return {name: dict(sorted(found[name].items())) for name in sorted(found)}
+
     def shards(self) -> list[PlannedShard]:
         """What the task of each shard has to do."""
         rows, table = self._rows, self.table

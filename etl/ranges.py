@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from etl.globs import expand, is_pattern, visible_files
@@ -12,6 +12,7 @@ from storage.errors import ConfigError, DataError, NotFoundError
 from storage.fs import FileStat, absolute, basename, filesystem, split_url
 
 DEFAULT_SPLIT_BYTES = 64 << 20
+HEAD_BYTES = 4 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,9 @@ class Range:
     whole: bool = False
 
 
-def find_sources(urls: Sequence[str]) -> list[Source]:
-    """The input files, in the order given; directories and patterns give theirs in order of names.
+def find_sources(urls: Sequence[str], check: Callable[[Source, bytes], None] | None = None) -> list[Source]:
+    """The input files, in the order given; directories and patterns give theirs in order of names. `check` is called
+    with each file and its first HEAD_BYTES.
 
     Raises NotFoundError for a missing path, for a directory without files and for a pattern that nothing fits,
     DataError for an empty file and one of another packer, ConfigError for a file that is named twice.
@@ -58,7 +60,7 @@ def find_sources(urls: Sequence[str]) -> list[Source]:
                         next_step="Take one of them out of --input.",
                     )
                 seen[place] = url
-                sources.append(_source(file))
+                sources.append(_source(file, check))
     return sources
 
 
@@ -105,7 +107,7 @@ def _files(url: str) -> list[FileStat]:
     return files
 
 
-def _source(file: FileStat) -> Source:
+def _source(file: FileStat, check: Callable[[Source, bytes], None] | None) -> Source:
     if file.size_bytes == 0:
         raise DataError(
             f"input {file.url} is empty",
@@ -113,7 +115,7 @@ def _source(file: FileStat) -> Source:
             allowed="content",
             next_step="Take the file out or fetch it again.",
         )
-    head = filesystem(file.url).read_range(file.url, 0, min(MAGIC_BYTES, file.size_bytes))
+    head = filesystem(file.url).read_range(file.url, 0, min(HEAD_BYTES if check else MAGIC_BYTES, file.size_bytes))
     foreign = foreign_codec(head)
     if foreign is not None:
         raise DataError(
@@ -122,7 +124,10 @@ def _source(file: FileStat) -> Source:
             allowed="plain files, gzip, bzip2 and zstd",
             next_step="Unpack it, or pack it anew by one of these.",
         )
-    return Source(file.url, file.size_bytes, codec_of(head))
+    source = Source(file.url, file.size_bytes, codec_of(head))
+    if check is not None:
+        check(source, head)
+    return source
 
 
 def _place(url: str) -> str:

@@ -43,6 +43,7 @@ _INSTEAD = {
     "date": "unix_date({0})",
     "struct": "its parts, such as {0}.part",
     "map": "map_values({0}), or single keys of it",
+    "array": "transform({0}, item -> ...) to a list of one of those types",
 }
 _OWN = (c.SOURCE, c.POSITION, c.OCCURRENCE, c.SPLIT, c.DROPPED)
 MAX_NAMED = 2
@@ -71,7 +72,7 @@ def infer_schema(
             raise _cannot(name, "its name", taken, "Rename it in a query, or exclude it.")
         item, is_list = _item(kind)
         if item not in DTYPES:
-            way = _INSTEAD.get(kind.partition("(")[0].partition("<")[0], "a column of one of those types").format(name)
+            way = _way(kind).format(name)
             whole = " A schema may declare it as uint64." if item in (UINT64, *_WIDER[UINT64]) else ""
             step = f"Use {way} in a query, or exclude it.{whole}"
             raise _cannot(name, kind, f"{', '.join(DTYPES)} and lists of them", step)
@@ -191,7 +192,16 @@ def _as(name: str, got: str, kind: str) -> Column:
     (had, had_list), (item, is_list) = _item(got), _item(kind)
     if had_list == is_list and had in _WIDER.get(item, ()):
         return column.cast(kind).alias(name)
+    if c.nested_list(got):
+        raise _cannot(name, got, kind, f"Use {_way(got).format(name)} in a query, or leave it out of the schema.")
     raise _cannot(name, got, kind, f"Cast it in a query: CAST({name} AS {kind}), or declare it otherwise.")
+
+
+def _way(kind: str) -> str:
+    """What to take in place of a column of a type that is not stored, with {0} for its name."""
+    if c.nested_list(kind):
+        return "flatten({0}), with transform({0}, part -> size(part)) as a second column for the lengths,"
+    return _INSTEAD.get(kind.partition("(")[0].partition("<")[0], "a column of one of those types")
 
 
 def _held(name: str, column: Column, kind: DataType, kept: Column) -> Column:

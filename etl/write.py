@@ -170,8 +170,8 @@ def _built(
     from pyspark.sql import functions as f
 
     config, schema, origin, paths = job.config, job.schema, job.origin, DatasetPaths(staging.root)
-    sizes, late_drops = sizes_of(rows)
-    dropped = {**origin.dropped, **late_drops}
+    found = sizes_of(rows, c.class_field(schema))
+    sizes, dropped = found.splits, {**origin.dropped, **found.dropped}
     written = sum(count for count, _ in sizes.values())
     counted = written + origin.quarantined + sum(dropped.values())
     names = _names(job.split, sizes, counted if origin.read is None else origin.read, origin.quarantined, dropped)
@@ -189,7 +189,7 @@ def _built(
     if config.bake:
         bake = Bake(schema, config.fmt, fitted_of(schema, fitted))
         rows, schema = stack.enter_context(baked_rows(rows, bake)), bake.baker.schema
-        sizes, _ = sizes_of(rows)
+        sizes = sizes_of(rows).splits
     blocks = None if job.parent is None else job.parent.block_records
     table = plan_shards(sizes, config.shard_bytes, config.row_group_bytes, blocks, alike=job.split.kind == "kfold")
     urls, compression = urls_of(origin), compression_of(config)
@@ -207,8 +207,9 @@ def _built(
     assert leakage is not None
     _warn_of_groups(df, job.split, records, leakage.values.get(GROUP))
     done = Done(
-        schema=schema, splits=splits, files=files, origin=origin, dropped=dropped, leakage=leakage, fitted=fitted
-    )
+        schema=schema, splits=splits, files=files, origin=origin, dropped=dropped, leakage=leakage, fitted=fitted,
+        classes=found.classes,
+    )  # fmt: skip
     if written != done.written:
         raise DataError(
             "rows were lost on their way to the shards",

@@ -52,7 +52,10 @@ class Field:
         self._check(self.dtype in ARROW_TYPES, f"dtype {self.dtype!r}", ", ".join(ARROW_TYPES) + wider)
         self._check(self.kind in KINDS, f"kind {self.kind!r}", ", ".join(KINDS))
         fixed = all(isinstance(size, int) and size > 0 for size in self.shape)
-        self._check(fixed or self.shape == (None,), f"shape {self.shape}", "(), (None,) or positive sizes")
+        flat = "(), (None,) for a list, or positive sizes"
+        if len(self.shape) > 1 and None in self.shape:
+            flat += "; of a list of lists one list of all values, and a second one of the lengths of its parts"
+        self._check(fixed or self.shape == (None,), f"shape {self.shape}", flat)
         self._check(
             not self.is_tensor or self.dtype in TENSOR_DTYPES, f"a tensor of {self.dtype}", ", ".join(TENSOR_DTYPES)
         )

@@ -22,6 +22,7 @@ from storage.errors import ConfigError, DataError
 # The values of a column, of a scalar field or of a list's flattened rows, as columns 0..size-1; -1 is none of them.
 Columns = Callable[[pa.Array], NDArray[np.int64]]
 Plan = dict[str, Made]  # by the name of the array
+_LAST_BITS = 4  # neighbouring floats that values of a constant column may lie apart
 
 
 def categorical(field: Field, encoding: Encoding, fitted: Fitted | None) -> Plan:
@@ -111,7 +112,12 @@ def _where_valid(column: pa.Array, found: NDArray[np.int64]) -> NDArray[np.int64
 
 
 def standardised(field: Field, fitted: Fitted | None) -> Plan:
-    """(value - mean) / deviation; null and NaN are the mean, so 0."""
+    """(value - mean) / deviation; null and NaN are the mean, so 0.
+
+    Of a constant column it is value - mean, so 0 throughout. A column counts as constant if its deviation is at most
+    the distance between neighbouring floats at its mean: then values differ in their last bit, as one sum in several
+    orders does, and rounding the exact mean to a float moves it as far as they lie apart.
+    """
     if not isinstance(fitted, Moments):
         raise DataError(
             f"the mean and variance of field `{field.name}` are missing",
@@ -119,11 +125,17 @@ def standardised(field: Field, fitted: Fitted | None) -> Plan:
             allowed=f"moments, from _fitted/{field.fitted_file}",
             next_step="Run `python -m jobs.verify URL`.",
         )
-    mean, deviation = fitted.mean, float(np.sqrt(fitted.variance)) or 1.0  # a constant column is 0 throughout
+    mean, deviation = fitted.mean, float(np.sqrt(fitted.variance))
+    noise = float(np.spacing(np.array(abs(mean), dtype=np.float32 if field.dtype == "float32" else np.float64)))
+    constant = deviation <= noise
 
     def transform(column: pa.Array) -> NDArray[Any]:
         values = np.array(_unsigned(column).cast(pa.float64(), safe=False).fill_null(mean), dtype=np.float64)
-        scaled = (np.where(np.isnan(values), mean, values) - mean) / deviation
+        scaled = np.where(np.isnan(values), mean, values) - mean
+        if constant:
+            scaled[np.abs(scaled) <= _LAST_BITS * noise] = 0.0
+        else:
+            scaled /= deviation
         return narrowed(field, scaled, np.dtype(np.float32)).reshape(-1, 1)
 
     return {field.name: at_once(TensorSpec(shape=(1,), dtype="float32"), transform)}

@@ -35,6 +35,11 @@ def parsed(*lines: bytes):
         ("GET /a/b.html", "GET", "/a/b.html", ""),  # HTTP/0.9 names no protocol
         ("GET /cgi?99,1?2 HTTP/1.0", "GET", "/cgi", "99,1?2"),  # only the first ? parts
         ("HEAD / HTTP/1.1", "HEAD", "/", ""),
+        ("GET /a.html HTTP/V1.0", "GET", "/a.html", ""),  # as a browser of 1995 has it
+        ("GET /a?b http/1.0", "GET", "/a", "b"),
+        ("GET /a b HTTP/", "GET", "/a b", ""),
+        ("GET /HTTP/1.0 HTTP/1.0", "GET", "/HTTP/1.0", ""),
+        ("GET /HTTP/1.0", "GET", "/HTTP/1.0", ""),
         ("GET /a b.html HTTP/1.0", "GET", "/a b.html", ""),  # real clients sent blanks
         ('GET /a" HTTP/1.0', "GET", '/a"', ""),  # and quotes
         ("GET  /a  HTTP/1.0 ", "GET", "/a", ""),

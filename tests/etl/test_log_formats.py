@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
 import csv
 import gzip
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,8 @@ import pytest
 
 from etl import logs
 from etl.config import LogsConfig
+from etl.ranges import Source
+from etl.text_files import check_lines
 from jobs import etl_logs
 from storage.errors import ConfigError, DataError, NotFoundError
 from storage.verify import verify
@@ -214,6 +218,52 @@ def test_what_is_told_before_spark_starts(tmp_path: Path, monkeypatch: pytest.Mo
             etl_logs.main([*base, *flags])
         assert text in str(caught.value), str(caught.value)
         assert str(caught.value).count("\n") == 3, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "got"),
+    [
+        ("bom.csv", "click,position\n1,2\n".encode("utf-16"), "UTF-16, by its first bytes ff fe 63 00"),
+        ("plain.csv", "click,position\n1,2\n".encode("utf-16-be"), "UTF-16BE"),
+        ("little.json", '{"größe": 1}\n'.encode("utf-16-le"), "UTF-16LE"),
+        ("wide.tsv", "click\tposition\n".encode("utf-32"), "UTF-32"),
+        ("packed.csv.gz", gzip.compress("click,position\n1,2\n".encode("utf-16-le") * 9000), "UTF-16LE"),
+        ("packed.csv.bz2", bz2.compress("click,position\n1,2\n".encode("utf-16-le") * 9000), "UTF-16LE"),
+        ("mac.csv", b"click,position\r1,2\r", r"\r and no \n"),
+        ("mac access's.log", b'h - - [09/Jul/1995:00:00:00 -0400] "GET / HTTP/1.0" 200 1\r' * 99, r"\r and no \n"),
+        ("mac.tsv.gz", gzip.compress(b"click\tposition\r1\t2\r" * 9), r"\r and no \n"),
+    ],
+)
+def test_text_that_is_not_lines_of_utf8_is_refused_with_a_command(
+    tmp_path: Path, name: str, text: bytes, got: str
+) -> None:
+    path, kind = tmp_path / name, {"csv": "csv", "tsv": "tsv", "json": "json"}.get(name.split(".")[1], "common")
+    path.write_bytes(text)
+    (tmp_path / "schema.toml").write_text(CLICKS)
+    more = {} if kind == "common" else {"schema": str(tmp_path / "schema.toml")}
+    with pytest.raises(DataError, match=r"is not in UTF-8|carriage return only") as caught:
+        logs.check(config(path, tmp_path / "out", log_format=kind, **more))
+    assert caught.value.got.startswith(got) and str(path) in caught.value.what
+    # What it says to do, done.
+    command = caught.value.next_step.removeprefix("Convert it: ").removesuffix(", and give NEW to --input.")
+    subprocess.run(["bash", "-c", command.replace("NEW", str(tmp_path / "new"))], check=True)
+    lines = (tmp_path / "new").read_bytes()
+    assert lines.decode("utf-8").isprintable() is False and b"\n" in lines and b"\r" not in lines and b"\0" not in lines
+    check_lines(Source(str(tmp_path / "new"), len(lines), "none"), lines[:4096])
+
+
+def test_text_that_is_fine() -> None:
+    for text in (
+        b"one line",
+        b"one line\r",
+        b"a\r\nb\r\n",
+        b"a\rb\n",
+        "größe\n".encode(),
+        b"",
+        b"\0",
+        bytes(range(256)),
+    ):
+        check_lines(Source("none", len(text), "none"), text)
 
 
 CLICK_HEADER = (

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from etl.assign import Assign
 from etl.sampling import Sampling, balanced
 from etl.settle import Histogram, at_rank, cuts_of, ends_of
-from etl.split_warnings import far_from_shares
+from etl.split_warnings import far_from_shares, label_lines
 from etl.splits import SplitSpec, shares_of, span_of, texts_of, times_of
 from etl.weighing import counts_of
 from features.sample_id import shard_keys, share_of, unit_hash
@@ -213,6 +213,33 @@ def test_a_span_is_counted_as_the_times_are() -> None:
 def test_shares_far_from_those_asked_for(split: str, records: tuple[int, ...], line: str | None) -> None:
     spec = SplitSpec.parse(split)
     assert far_from_shares(spec, dict(zip(spec.names, records, strict=True))) == line
+
+
+@pytest.mark.parametrize(
+    ("classes", "lines"),
+    [
+        ({"train": {"true": 700, "false": 300}, "test": {"true": 140, "false": 60}}, []),
+        ({"train": {"true": 7, "false": 3}, "test": {"true": 2}}, ["all 2 records of test have `y` = true, so"]),
+        (
+            {"train": {"true": 7000, "false": 3000}, "test": {"true": 1000, "false": 1000}},
+            ["50.0 % of test have `y` = false, of train 30.0 %"],
+        ),
+        ({"train": {"true": 70, "false": 30}, "test": {"true": 10, "false": 10}}, []),  # chance, z below 2
+        ({"train": {"1": 500_000, "0": 500_000}, "test": {"1": 252_000, "0": 248_000}}, []),  # z = 4.6 and 1 %
+        ({"train": {"1": 50_000_000, "0": 50_000_000}, "test": {"1": 252_000, "0": 248_000}}, []),  # sure, and 1 %
+        (
+            {"fold-0": {"a": 90, "b": 10}, "fold-1": {"a": 90, "b": 10}, "fold-2": {"a": 50, "b": 50}},
+            ["50.0 % of fold-2 have `y` = a, of all other splits 90.0 %"],
+        ),
+        ({"train": {}, "test": {}}, []),  # labels without number
+        ({}, []),
+    ],
+)
+def test_what_is_said_of_labels(classes: dict[str, dict[str, int]], lines: list[str]) -> None:
+    found = label_lines("y", classes, sampled=False)
+    assert len(found) == len(lines), found
+    assert all(text.startswith(f"label: {line}") for text, line in zip(found, lines, strict=True))
+    assert label_lines("y", classes, sampled=True) == [text for text in found if " all 2 records" in text]
 
 
 @given(st.integers(0, 10**12), st.lists(st.integers(1, 1000), min_size=2, max_size=3))

@@ -16,6 +16,7 @@ from etl import columns as c
 from etl import tables
 from etl.assign import Assign
 from etl.leakage import by_chance, check_leakage, leak_key
+from etl.place import sizes_of
 from etl.sampling import Sampling
 from etl.settle import settle
 from etl.spark_errors import to_wire, translated
@@ -84,7 +85,8 @@ def test_types_have_rules(spark: SparkSession) -> None:
     }  # fmt: skip
     for kind, way in (
         ("decimal(10,2)", "CAST(z AS STRING)"), ("timestamp", "unix_micros(z)"), ("date", "unix_date(z)"),
-        ("struct<a:int>", "z.part"), ("map<string,int>", "map_values"), ("array<array<int>>", "those types"),
+        ("struct<a:int>", "z.part"), ("map<string,int>", "map_values"), ("array<array<int>>", "flatten(z)"),
+        ("array<struct<a:int>>", "transform(z"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match="column `z` cannot be used") as caught:
             infer_schema(spark.createDataFrame([], f"id bigint, z {kind}"))
@@ -103,6 +105,11 @@ def test_types_have_rules(spark: SparkSession) -> None:
             prepared(df, None, ids, SplitSpec.parse(spec))
         assert (caught.value.got, caught.value.allowed) == ("no such column", "one of id, s")
         assert flag in caught.value.next_step
+    lists = spark.createDataFrame([], "id bigint, s array<array<bigint>>")
+    declared = Schema((sample_id_field(), Field(name="s", dtype="int64", shape=(None,))))
+    with pytest.raises(ConfigError, match="column `s` cannot be used") as caught:
+        prepared(lists, declared, ["id"], SplitSpec.parse("1/1"))
+    assert "flatten(s)" in caught.value.next_step and "CAST" not in caught.value.next_step
     narrow = Schema((sample_id_field(), Field(name="id", dtype="float32", nullable=True)))
     with pytest.raises(ConfigError, match="column `id` cannot be used"):
         prepared(df, narrow, ["id"], SplitSpec.parse("1/1"))
@@ -180,6 +187,30 @@ def test_sampling_moves_no_border_and_thins_training_alone(frame: DataFrame, tex
         id: row for id, row in before.items() if id not in lost
     }
     assert all(after[id][c.SPLIT] is None for id in lost)
+    label = Field(name="click", dtype="bool", kind="label")
+    for rows, found, dropped in ((before, whole, {}), (after, thinned, {"sampled_out": len(lost)})):
+        sizes = sizes_of(found, label)
+        assert sizes.dropped == dropped
+        classes = Counter((row[c.SPLIT], row["click"]) for row in rows.values() if row[c.DROPPED] is None)
+        assert sizes.classes == {
+            name: {"false": classes[name, False], "true": classes[name, True]} for name in sizes.splits
+        }
+        assert {name: count for name, (count, _) in sizes.splits.items()} == {
+            name: classes[name, False] + classes[name, True] for name in sizes.splits
+        }
+
+
+def test_groups_that_are_far_from_shares_and_have_one_class(
+    frame: DataFrame, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: dict[str, Any] = {"id_columns": ["id"], "label": "kind", "split": "group:kind:80/20", "seed": 2}
+    etl.write_dataset(frame, str(tmp_path / "out"), **told)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        "split: test has 33.3 % of the records where --split group:kind:80/20 asks for 20.0 %; of 3 groups the largest,"
+        " `kind` = 'a', has 50.0 %: leave it out, or split by a column of smaller groups",
+        "label: all 200 records of test have `kind` = b, so no metric there says how well classes are told apart; give"
+        " more input, or --split stratified:kind:...",
+    ]
 
 
 def test_leakage_is_found(frame: DataFrame) -> None:

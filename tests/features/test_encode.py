@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 
 from features.encode import Encoder
+from features.exact_sums import FLOAT_UNIT, ExactSums
 from features.fitted import Fitted, Moments, Vocabulary, read_fitted
 from features.schema import Field, Schema, sample_id_field
 from storage.errors import ConfigError, DataError
@@ -214,6 +215,31 @@ def test_standardised_numbers() -> None:
     for wrong in others:
         with pytest.raises(DataError, match="missing"):
             Encoder(Schema((sample_id_field(), field)), wrong)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values", "constant"),
+    [
+        ("float64", [0.3, 0.1 + 0.2, 0.3, 0.3, 0.3], True),  # the last bit, 0.3 and 0.30000000000000004
+        ("float64", [1e17 + 16, 1e17, 1e17], True),
+        ("float64", [0.3, 0.3 + 1e-12], False),
+        ("float64", [1e-150, 2e-150, 3e-150], False),  # small, and no noise
+        ("float32", [np.float32(0.3), np.nextafter(np.float32(0.3), np.float32(1)), np.float32(0.3)], True),
+        ("float32", [1.0, 1.0 + 2**-20], False),
+        ("float64", [1.0, 1.0 + 2**-51], True),
+        ("int64", [10**18, 10**18 + 1, 10**18 + 2], True),  # as floats they are one number
+        ("int64", [10**15, 10**15 + 1], False),
+    ],
+)
+def test_the_last_bit_of_a_constant_column_is_nothing(dtype: str, values: list[Any], constant: bool) -> None:
+    field = Field(name="n", dtype=dtype, encoding={"kind": "standardise", "file": "n.json"})
+    sums = ExactSums(0 if dtype == "int64" else FLOAT_UNIT)
+    sums.add(np.array(values, dtype=np.int64 if dtype == "int64" else np.float64))
+    found = encode((field,), {"n": sums.moments("n", ("train",))}, n=values).x["n"].ravel()
+    if constant:
+        assert found.tolist() == [0.0] * len(values)
+    else:
+        assert abs(found.mean()) < 0.1 and abs(found.std() - 1) < 0.1
 
 
 def test_numbers_are_narrowed_only_when_asked() -> None:

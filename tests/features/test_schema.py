@@ -94,6 +94,11 @@ def test_impossible_fields_are_refused(wrong: dict[str, Any], why: str) -> None:
     assert caught.value.got and caught.value.allowed and caught.value.next_step, why
 
 
+def test_lists_of_lists_are_refused_with_another_way() -> None:
+    with pytest.raises(ConfigError, match="one list of all values, and a second one of the lengths"):
+        Field(name="a", dtype="int64", shape=(None, None))
+
+
 def test_only_wrong_keys_of_an_encoding_are_named() -> None:
     """A hash's seed has been filled in for somebody who never wrote it."""
     with pytest.raises(ConfigError) as caught:

@@ -144,6 +144,14 @@ def test_both_formats_tell_the_same(tmp_path: Path, fmt: str) -> None:
     assert [table.title for table in found.tables][:3] == ["Dataset", "Splits", "Schema"]
 
 
+def test_a_split_with_one_class_is_named(tmp_path: Path) -> None:
+    write_table(tmp_path / "d", records={"train": 100, "test": 1}, shards=1)
+    found = describe(str(tmp_path / "d"))
+    (notes,) = (table for table in found.tables if table.title == "What to look at")
+    ((line,),) = notes.rows
+    assert line.startswith("label: all 1 records of test have `label` = ")
+
+
 def test_reasons_of_the_quarantine_are_counted_and_damage_is_told(tmp_path: Path) -> None:
     path = "_quarantine/part-00000.parquet"
     rows = pa.table({"reason": ["short", HOSTILE[0], "short"], "raw": [b"a", b"b", b"c"]})
