@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fuzz cluster cluster-stop venv airflow-venv jars clean
+.PHONY: help demo test check fuzz soak cluster cluster-stop venv airflow-venv jars clean
 
 PYTHON_VENV := .venv/bin/python
 # The JDK that setup.sh found, for Spark and Maven alike; read when a recipe runs, since setup.sh may just have installed it.
@@ -15,7 +15,7 @@ demo: venv ## web log and images: ETL, training on two ranks, evaluation, report
 	@$(WITH_JAVA) $(PYTHON_VENV) -m jobs.pipeline --config conf/demo_weblog.toml conf/demo_images.toml
 
 test: venv airflow-venv jars ## all checks and all tests, on a real HDFS and YARN too (about 22 minutes)
-	@$(MAKE) --no-print-directory -j 2 lint spark-archive
+	@$(MAKE) --no-print-directory -j 2 lint spark-archive oldest-spark
 	@$(WITH_JAVA) $(PYTHON_VENV) -m pytest -n 3 --max-worker-restart 0 --dist loadscope --no-loadscope-reorder
 
 check: venv lint ## the fast loop: checks and the tests that start no process (under 3 minutes)
@@ -28,10 +28,17 @@ check: venv lint ## the fast loop: checks and the tests that start no process (u
 fuzz: venv .fuzz/packages/.stamp ## fuzz each reader of foreign bytes for two minutes by atheris, under limits of time and memory
 	@PYTHONPATH=.fuzz/packages $(PYTHON_VENV) -m tests.fuzz
 
+soak: venv ## what takes hours: every supported pair of Python, Spark and TensorFlow in an environment of its own
+	@$(WITH_JAVA) $(PYTHON_VENV) -m tests.soak
+
 # Beside lint: each keeps one core busy for half a minute where nothing is there from before.
 .PHONY: spark-archive
 spark-archive: venv
 	@$(WITH_JAVA) $(PYTHON_VENV) -m tests.spark.archive
+
+.PHONY: oldest-spark
+oldest-spark: venv
+	@$(PYTHON_VENV) -m tests.spark.oldest
 
 .PHONY: lint
 lint: venv ## ruff, mypy, import-linter
@@ -45,7 +52,7 @@ cluster: venv jars ## start NameNode, two DataNodes, ResourceManager and NodeMan
 cluster-stop: venv ## end just those five processes
 	@$(PYTHON_VENV) -m tests.cluster down
 
-venv: ## .venv with the pinned requirements, and a JDK where none is
+venv: ## .venv with the versions of constraints.txt, and a JDK where none is
 	@scripts/setup.sh venv
 
 airflow-venv: ## .venv-airflow, which only the DAG's test and Airflow itself need

@@ -19,6 +19,7 @@ from etl import columns as c
 from etl.spark_errors import in_task
 from etl.splits import SplitSpec
 from etl.stored import Stored
+from etl.tasks import mapped
 from features.bake import Baker, check_bakeable
 from features.fitted import Fitted, read_fitted
 from features.schema import Schema
@@ -57,7 +58,7 @@ def baked_rows(rows: DataFrame, bake: Bake) -> Iterator[DataFrame]:
     # By number: mapInArrow cannot take a column with a dot in its name.
     fields = [f.col(c.quoted(field.name)).alias(str(number)) for number, field in enumerate(bake.schema)]
     kept = rows.where(f.col(c.DROPPED).isNull()).select(*_OWN, *fields)
-    baked = kept.mapInArrow(bake, bake.ddl()).persist()
+    baked = mapped(kept, bake, bake.ddl()).persist()
     try:
         yield baked
     finally:

@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from etl.flags import check_flag
+from etl.ranges import DEFAULT_SPLIT_BYTES
 from etl.sampling import Sampling
 from etl.shares import parse_share
 from etl.splits import TIME_COLUMN, SplitSpec
@@ -16,7 +17,6 @@ from storage.layout import COMPRESSIONS, FORMATS
 from storage.urls import absolute, several, split_url
 
 DEFAULT_SHARD_BYTES = 128 << 20
-DEFAULT_SPLIT_BYTES = 64 << 20
 WEIGHTS = ("none", "balanced")
 NOT_KEPT = "none"
 """The --quarantine of rejected input that is not kept."""

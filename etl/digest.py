@@ -1,15 +1,17 @@
-"""SHA-256 of the input files, worked out in tasks: a file each."""
+"""SHA-256 of the input files, worked out in tasks."""
 
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import pyarrow as pa
 
-from etl.ranges import Source
-from etl.tasks import EachRow, planned
+from etl.ranges import DEFAULT_SPLIT_BYTES, Source
+from etl.session import described
+from etl.tasks import EachSlice, sliced
 from storage.errors import DataError
 from storage.fs import absolute, filesystem
 from storage.manifest import SourceInfo
@@ -18,28 +20,39 @@ from storage.settings import hadoop_settings
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-DDL = "number int, url string, bytes bigint, sha256 string"
+DDL = "number int, bytes bigint, sha256 string"
 _READ_BYTES = 4 << 20
-_SCHEMA = pa.schema([("number", pa.int32()), ("url", pa.string()), ("bytes", pa.int64()), ("sha256", pa.string())])
+_SCHEMA = pa.schema([("number", pa.int32()), ("bytes", pa.int64()), ("sha256", pa.string())])
 
 
-class DigestSources(EachRow):
-    """The function for mapInArrow: rows (number, url, planned bytes) in, the same with what was found out."""
+class DigestSources(EachSlice):
+    """The function for mapInArrow: the number, URL and planned bytes of files in, rows of DDL out."""
 
-    def batches_of(self, row: Mapping[str, Any]) -> Iterator[pa.RecordBatch]:
+    def batches_of(self, items: Sequence[Mapping[str, Any]]) -> Iterator[pa.RecordBatch]:
         """Raises DataError for a file whose length is not the planned one."""
-        yield pa.RecordBatch.from_pylist([digest_of(row["number"], row["url"], row["bytes"])], schema=_SCHEMA)
+        rows = [digest_of(item["number"], item["url"], item["bytes"]) for item in items]
+        yield pa.RecordBatch.from_pylist(rows, schema=_SCHEMA)
 
 
-def digest_sources(spark: SparkSession, sources: Sequence[Source]) -> tuple[SourceInfo, ...]:
+def digest_sources(
+    spark: SparkSession, sources: Sequence[Source], known: Sequence[Mapping[str, Any]] = ()
+) -> tuple[SourceInfo, ...]:
     """Length and SHA-256 of each input file, in order.
 
-    Files are read a second time for it: a range's digest says nothing of its file's.
+    Files that are not `known` (rows of DDL) are read a second time for it: a range's digest says nothing of its file's.
     """
-    rows = [(number, absolute(source.url), source.size_bytes) for number, source in enumerate(sources)]
-    plan = planned(spark, rows, "number int, url string, bytes bigint")
-    found = plan.mapInArrow(DigestSources(hadoop_settings()), DDL).collect()
-    return infos_of(sources, [row.asDict() for row in found])
+    numbers = sorted(set(range(len(sources))) - {row["number"] for row in known})
+    found = list(known)
+    if numbers:
+        items = [
+            {"number": number, "url": absolute(sources[number].url), "bytes": sources[number].size_bytes}
+            for number in numbers
+        ]
+        plan = sliced(spark, items, [sources[number].size_bytes for number in numbers], DEFAULT_SPLIT_BYTES)
+        with described(spark, "SHA-256 of the input files"):
+            rows = plan.mapInArrow(DigestSources(hadoop_settings()), DDL).collect()
+        found += [row.asDict() for row in rows]
+    return infos_of(sources, found)
 
 
 def infos_of(sources: Sequence[Source], found: Sequence[Mapping[str, Any]]) -> tuple[SourceInfo, ...]:
@@ -52,16 +65,35 @@ def infos_of(sources: Sequence[Source], found: Sequence[Mapping[str, Any]]) -> t
 
 def digest_of(number: int, url: str, planned_bytes: int) -> dict[str, object]:
     """A row of DDL for one file. Raises DataError where it is not of the planned length."""
-    digest, size = hashlib.sha256(), 0
-    with filesystem(url).open_read(url) as file:
-        while data := file.read(_READ_BYTES):
-            digest.update(data)
-            size += len(data)
-    if size != planned_bytes:
-        raise DataError(
-            f"input {url} changed while it was read",
-            got=f"{size} bytes",
-            allowed=f"{planned_bytes} bytes as at the start",
-            next_step="Run again when nothing writes to the input.",
-        )
-    return {"number": number, "url": url, "bytes": size, "sha256": digest.hexdigest()}
+    with filesystem(url).open_read(url) as file, HashedFile(file) as hashed:
+        return {"number": number, "bytes": planned_bytes, "sha256": hashed.whole(url, planned_bytes)}
+
+
+class HashedFile(io.RawIOBase):
+    """A file that is read from its start on, and hashed meanwhile."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__()
+        self._file, self._digest, self._size = file, hashlib.sha256(), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._file.read(size)
+        self._digest.update(data)
+        self._size += len(data)
+        return data
+
+    def whole(self, url: str, planned_bytes: int) -> str:
+        """The SHA-256 of the file, the rest of which is read. Raises DataError where it is not as long as planned."""
+        while self.read(_READ_BYTES):
+            pass
+        if self._size != planned_bytes:
+            raise DataError(
+                f"input {url} changed while it was read",
+                got=f"{self._size} bytes",
+                allowed=f"{planned_bytes} bytes as at the start",
+                next_step="Run again when nothing writes to the input.",
+            )
+        return self._digest.hexdigest()

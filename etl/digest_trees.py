@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 from etl import columns as c
 from etl.image_rows import DROPPED
 from etl.ranges import Source
+from etl.tasks import mapped
 from storage.manifest import SourceInfo
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def digest_trees(parsed: DataFrame, sources: Sequence[Source]) -> tuple[SourceIn
     `parsed` are rows of etl.image_rows. Spark sorts them; the driver holds the lines of one partition.
     """
     files = parsed.where(f"kind <> {DROPPED}").select(c.SOURCE, "place", "length", "sha256")
-    found = files.orderBy(c.SOURCE, "place").mapInArrow(lines_of, _DDL)
+    found = mapped(files.orderBy(c.SOURCE, "place"), lines_of, _DDL)
     digests, sizes = [hashlib.sha256() for _ in sources], [0 for _ in sources]
     for row in found.toLocalIterator():
         digests[row[c.SOURCE]].update(row["lines"])

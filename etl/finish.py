@@ -15,12 +15,14 @@ from etl.clean import clean as clean_beside
 from etl.config import NOT_KEPT, WriteConfig
 from etl.leakage import Leakage
 from etl.petastorm_metadata import write_petastorm_metadata
+from etl.shards import RUN_AGAIN
 from etl.split_warnings import label_lines
 from etl.splits import SplitSpec
 from etl.staging import Staging, publish_beside
 from etl.write_late import Late
 from features.sampled import Sampled
 from features.schema import Schema
+from storage.errors import DataError
 from storage.layout import DatasetPaths
 from storage.manifest import Counts, DatasetManifest, FileInfo, SplitInfo
 
@@ -93,10 +95,16 @@ def _finished(staging: Staging, job: Job, apart: Staging | None, done: Done) -> 
         place_quarantine(apart, apart.root, origin, urls_of(origin))
     elif origin.quarantine is not None and config.quarantine != NOT_KEPT:
         files |= place_quarantine(staging, DatasetPaths(staging.root).quarantine, origin, urls_of(origin))
+    if read != counted:
+        raise DataError(
+            "the records that were read and those accounted for differ",
+            got=f"{done.written} written, {origin.quarantined} quarantined, {sum(done.dropped.values())} dropped",
+            allowed=f"{read} together, as were read",
+            next_step=RUN_AGAIN,
+        )
     if job.schema.label is not None:
         for line in label_lines(job.schema.label.name, done.classes, sampled=job.sampled is not None):
             log.warning("%s", line)
-    assert read == counted, f"{read} records read, but {counted} accounted for"
     return DatasetManifest.build(
         format=config.fmt,
         created_by={"version": VERSION, "config": _created(job), "seed": config.seed},

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from etl import columns as c
 from etl.fit_moments import fit_moments
+from etl.session import described
 from features.encodings import Encoding, fitted_part
 from features.fitted import Vocabulary, held_out_file
 from features.schema import Field, Schema
@@ -99,7 +100,9 @@ def _vocabularies(
         counted.where(f.col("n") >= least).withColumn("rank", f.row_number().over(order)).where(f.col("rank") <= most)
     )
     tops: dict[tuple[int, int], list[tuple[int, str, int]]] = {}
-    for row in ranked.collect():
+    with described(rows.sparkSession, "count vocabularies"):
+        found = ranked.collect()
+    for row in found:
         tops.setdefault((row["field"], row["fit"]), []).append((row["rank"], row["token"], row["n"]))
     return {
         (field.name, fit.held_out): _vocabulary(field.name, sorted(tops.get((number, place), [])), fit.splits)

@@ -11,7 +11,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from etl import columns as c
+from etl.session import described
 from etl.spark_errors import in_task
+from etl.tasks import mapped
 from features.exact_sums import FLOAT_UNIT, ExactSums
 from features.fitted import Moments
 from features.schema import Field
@@ -54,9 +56,12 @@ def fit_moments(rows: DataFrame, fields: Sequence[Field], plan: Sequence[Fit]) -
     used = {name for fit in plan for name in fit.splits}
     # By number: mapInArrow cannot take a column with a dot in its name.
     columns = [f.col(c.quoted(field.name)).alias(str(number)) for number, field in enumerate(fields)]
-    parts = rows.where(f.col(c.SPLIT).isin(*used)).select(c.SPLIT, *columns).mapInArrow(Sums(tuple(fields)), _DDL)
+    counted = rows.where(f.col(c.SPLIT).isin(*used)).select(c.SPLIT, *columns)
+    parts = mapped(counted, Sums(tuple(fields)), _DDL)
     sums = {(field.name, name): ExactSums(_unit(field)) for field in fields for name in used}
-    for row in parts.collect():
+    with described(rows.sparkSession, "add up means and variances"):
+        collected = parts.collect()
+    for row in collected:
         field = fields[row["field"]]
         part = ExactSums(_unit(field), row["count"], int(row["total"], 16), int(row["squares"], 16))
         sums[field.name, row["split"]].merge(part)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from types import TracebackType
 
 from etl.unpack import PLAIN, unpacked
+from storage.errors import DataError
 from storage.fs import filesystem
 
 CHUNK_BYTES = 1 << 20
@@ -26,6 +27,13 @@ class Forward:
     def at(self, position: int, size: int) -> bytes:
         """`size` bytes from `position`; fewer only where the file ends."""
         start = position - self._base
+        if start < 0:
+            raise DataError(
+                "a file that is read forwards was asked for bytes that were let go",
+                got=f"position {position}",
+                allowed=f"{self._base} or later",
+                next_step="Run the job again; if it fails again, report the archive's listing.",
+            )
         if start + size > len(self._buffer):
             self._fill(position, size)
             start = position - self._base
@@ -33,7 +41,6 @@ class Forward:
 
     def _fill(self, position: int, size: int) -> None:
         """Have at least `size` bytes from `position` on in the buffer, and none before it."""
-        assert position >= self._base, f"{position} lies before {self._base}"
         end = self._base + len(self._buffer)
         pieces = [self._buffer[position - self._base :]]
         if self._chunks is None:

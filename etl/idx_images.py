@@ -31,7 +31,7 @@ class Pair:
 
     images: IdxFile
     labels: IdxFile
-    images_source: int
+    source: int
     labels_source: int
     occurrence: int
     split: str | None
@@ -44,7 +44,7 @@ class IdxPiece(Piece):
     images_url: str
     images_codec: str
     shape: tuple[int, ...]
-    images_source: int
+    source: int
     labels_url: str
     labels_codec: str
     labels_source: int
@@ -80,7 +80,7 @@ class IdxPiece(Piece):
             len(stack),
             {
                 "kind": r.RECORD,
-                c.SOURCE: self.images_source,
+                c.SOURCE: self.source,
                 c.POSITION: numbers * images.record_bytes + images.header_bytes,
                 c.OCCURRENCE: self.occurrence,
                 c.SPLIT: self.split,
@@ -212,7 +212,7 @@ def _pieces(pairs: Sequence[Pair], step: int) -> list[IdxPiece]:
                     images_url=absolute(images.url),
                     images_codec=images.codec,
                     shape=images.shape,
-                    images_source=pair.images_source,
+                    source=pair.source,
                     labels_url=absolute(labels.url),
                     labels_codec=labels.codec,
                     labels_source=pair.labels_source,

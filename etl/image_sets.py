@@ -15,16 +15,19 @@ from etl.image_rows import BAD, ID_COLUMNS, OUTPUT_DDL, RECORD
 from etl.image_tally import class_names, tally_of
 from etl.late_images import LateImages
 from etl.output import check_columns, check_output, check_schema
-from etl.parse_images import PIECE_DDL, ParseImages, to_text
-from etl.pieces import ImagePlan
+from etl.parse_images import ParseImages, to_json
+from etl.pieces import ImagePlan, step_bytes
 from etl.planned_rows import NotPlannable
 from etl.quality import check_bad
-from etl.session import tuned
+from etl.session import described, tuned
+from etl.shards import RUN_AGAIN
 from etl.spark_errors import translated
+from etl.tasks import sliced
 from etl.watch import watched
 from etl.write import Origin, write_dataset
 from etl.write_late import Late, has_late_content
 from features.schema import SAMPLE_ID, Field, Schema, sample_id_field
+from storage.errors import DataError
 from storage.manifest import DatasetManifest, load_dataset
 from storage.settings import hadoop_settings
 
@@ -32,8 +35,6 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 log = logging.getLogger(__name__)
-
-MAX_PARTITIONS = 10_000
 
 
 def check(config: ImagesConfig) -> ImagePlan:
@@ -91,14 +92,20 @@ def run(spark: SparkSession, config: ImagesConfig, plan: ImagePlan | None = None
                 return planned_images.run(spark, config, plan, schema_of=lambda count: _schema(config, plan, count))
             except NotPlannable as why:
                 log.debug("the shards are not planned ahead: %s", why)
-        texts = [(to_text(piece),) for piece in plan.pieces]
-        spread = spark.sparkContext.parallelize(texts, min(len(texts), MAX_PARTITIONS))
+        pieces, step = [to_json(piece) for piece in plan.pieces], step_bytes(config.split_bytes)
         parse = ParseImages(hadoop_settings(), intake, plan.num_classes)
-        parsed = spark.createDataFrame(spread, PIECE_DDL).mapInArrow(parse, OUTPUT_DDL).persist()
+        parsed = sliced(spark, pieces, plan.piece_bytes(), step).mapInArrow(parse, OUTPUT_DDL).persist()
         try:
-            tally = tally_of(parsed, config.num_classes or MAX_CLASSES)
+            with described(spark, "read and decode the images"):
+                tally = tally_of(parsed, config.num_classes or MAX_CLASSES)
             # Some headers promise so many records and each task checks its own: a second way to the same number.
-            assert plan.records in (None, tally.read), f"{tally.read} records of {plan.records}"
+            if plan.records not in (None, tally.read):
+                raise DataError(
+                    "the records that were read are not those that the files' headers promise",
+                    got=str(tally.read),
+                    allowed=str(plan.records),
+                    next_step=RUN_AGAIN,
+                )
             quarantine = (
                 parsed.where(f"kind = {BAD}")
                 .withColumnRenamed(c.SOURCE, "source")

@@ -27,6 +27,7 @@ from etl.intake import Intake
 from etl.lines import RAW_BYTES
 from etl.shards import RESULT, RESULT_DDL, WriteShards
 from etl.spark_errors import in_task
+from etl.tasks import rows_too_large
 from features.codec.encoder import RecordEncoder
 from features.decode import ImageError
 from features.hashing import hash_values
@@ -206,7 +207,8 @@ class WriteLate:
 def _encoded(batch: pa.RecordBatch, encoder: RecordEncoder) -> pa.RecordBatch:
     """The rows with their framed records, which lie in the encoder's buffer until it is used again."""
     data, offsets = encoder.encode(batch)
-    assert len(data) < 1 << 31, "a chunk of images fits into offsets of 32 bits"
+    if len(data) >= 1 << 31:
+        raise rows_too_large(len(data), len(batch))
     buffers = [None, pa.py_buffer(offsets.astype(np.int32)), pa.py_buffer(data)]
     kept = batch.select([c.SHARD, c.KEY, c.SOURCE, c.POSITION, SAMPLE_ID])
     return kept.append_column(c.RECORD, pa.Array.from_buffers(pa.binary(), len(batch), buffers))

@@ -10,6 +10,7 @@ from decimal import Context, Decimal, localcontext
 from typing import TYPE_CHECKING, Any
 
 from etl import columns as c
+from etl.session import described
 from etl.spark_errors import SameIdError
 from etl.splits import SplitSpec
 from features.schema import SAMPLE_ID, Field, Schema
@@ -116,7 +117,8 @@ def check_leakage(rows: DataFrame, split: SplitSpec, schema: Schema, records: Ma
     """
     checks = checks_of(split, schema)
     columns = {check: SAMPLE_ID if check == ID else c.LEAK for check in checks if check != TIME}
-    values = _on_two_sides(rows, columns, tuple(records))
+    with described(rows.sparkSession, "look for what is on two sides of the split"):
+        values = _on_two_sides(rows, columns, tuple(records))
     found = {check: of.shared for check, of in values.items()}
     for check, count in found.items():
         if count and check != CONTENT:

@@ -7,15 +7,16 @@ of quotes. Whether a newline is inside is only known from the start of the file,
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from etl.digest import HashedFile
 from etl.ranges import Range
 from etl.unpack import PLAIN, unpacked
 from storage.errors import DataError
@@ -47,26 +48,44 @@ class LongLine:
 
 
 def read_lines(
-    part: Range, chunk_bytes: int = CHUNK_BYTES, *, quoted_newlines: bool = False, most_bytes: int | None = None
+    part: Range,
+    chunk_bytes: int = CHUNK_BYTES,
+    *,
+    quoted_newlines: bool = False,
+    most_bytes: int | None = None,
+    on_digest: Callable[[str], None] | None = None,
 ) -> Iterator[Lines | LongLine]:
     """Yield the lines that begin in the range, some thousand at a time; of a packed file that is only looked at, those
-    of the first `most_bytes`, the last of which may be cut.
+    of the first `most_bytes`, the last of which may be cut. Of a whole file `on_digest` is given the SHA-256 at last.
 
-    Raises DataError naming the file where a packed stream is cut or damaged, or where the file is shorter than planned.
+    Raises DataError naming the file where a packed stream is cut or damaged, or where it is not as long as planned.
     """
     with filesystem(part.url).open_read(part.url) as file:
-        if part.codec != PLAIN:
-            pieces = unpacked(part.url, file, part.codec, chunk_bytes)
-            pieces = pieces if most_bytes is None else islice(pieces, -(-most_bytes // chunk_bytes))
-            yield from _split(pieces, 0, None, quoted_newlines)
-            return
-        begin = max(part.start - 1, 0)
+        if part.whole and on_digest is not None:
+            hashed = HashedFile(file)
+            # it is read as a BinaryIO is, but not declared one
+            yield from _lines_in(part, cast(BinaryIO, hashed), chunk_bytes, quoted_newlines, most_bytes)
+            on_digest(hashed.whole(part.url, part.length))
+        else:
+            yield from _lines_in(part, file, chunk_bytes, quoted_newlines, most_bytes)
+
+
+def _lines_in(
+    part: Range, file: BinaryIO, chunk_bytes: int, quoted_newlines: bool, most_bytes: int | None
+) -> Iterator[Lines | LongLine]:
+    if part.codec != PLAIN:
+        pieces = unpacked(part.url, file, part.codec, chunk_bytes)
+        pieces = pieces if most_bytes is None else islice(pieces, -(-most_bytes // chunk_bytes))
+        yield from _split(pieces, 0, None, quoted_newlines)
+        return
+    begin = max(part.start - 1, 0)
+    if begin:
         file.seek(begin)
-        pieces = _plain(part, file, begin, chunk_bytes)
-        if part.start:
-            # The byte before decides: a newline there means that a line begins at `start`, else its end is found first.
-            begin, pieces = _skip_line(pieces, begin)
-        yield from _split(pieces, begin, part.start + part.length, quoted_newlines)
+    pieces = _plain(part, file, begin, chunk_bytes)
+    if part.start:
+        # The byte before decides: a newline there means that a line begins at `start`, else its end is found first.
+        begin, pieces = _skip_line(pieces, begin)
+    yield from _split(pieces, begin, part.start + part.length, quoted_newlines)
 
 
 def _plain(part: Range, file: BinaryIO, begin: int, chunk_bytes: int) -> Iterator[bytes]:

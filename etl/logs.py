@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from etl import records, weblog
 from etl.config import DEFAULT_LABEL, LABEL_WINDOW_S, LogsConfig
@@ -12,12 +13,25 @@ from etl.digest import digest_sources
 from etl.label import check_label
 from etl.log_plan import Plan, plan_of
 from etl.output import check_output
-from etl.parse import BAD, NO_TIME, ROW, SUMMARY, WORK_DDL, LineParser, ParseLog, Work, ddl_of, output_ddl
+from etl.parse import (
+    BAD,
+    DIGEST,
+    NO_TIME,
+    ROW,
+    SUMMARY,
+    SUMMARY_COLUMNS,
+    LineParser,
+    ParseLog,
+    Work,
+    ddl_of,
+    output_ddl,
+)
 from etl.quality import check_bad
+from etl.ranges import DEFAULT_SPLIT_BYTES
 from etl.records import RecordLines
-from etl.session import tuned
+from etl.session import described, tuned
 from etl.spark_errors import translated
-from etl.tasks import planned
+from etl.tasks import sliced
 from etl.watch import watched
 from etl.write import Origin, write_dataset
 from storage.errors import DataError
@@ -38,9 +52,12 @@ class _Totals:
 
     read: int
     bad: int
+    raw_bytes: int
     dropped: dict[str, int]
     log_end: int
     first_page: int | None
+    digests: list[dict[str, Any]]
+    """Rows of etl.digest of the files that were read whole."""
 
 
 def check(config: LogsConfig) -> Plan:
@@ -60,19 +77,19 @@ def run(spark: SparkSession, config: LogsConfig, plan: Plan | None = None) -> Da
     urls = [source.url for source in plan.sources]
     with translated(spark, "reading the log"), tuned(spark, plan.sources), watched(spark, "etl logs"):
         _check_label(spark, config, plan)
-        rows = parsed(spark, plan.work, plan.parser).persist()
+        rows = parsed(spark, plan.work, plan.parser, config.split_bytes).persist()
         try:
-            totals = _totals(rows, web=not isinstance(plan.parser, RecordLines))
+            totals = _totals(spark, rows)
             bad_rows = rows.where(f"_kind = {BAD}").selectExpr(*_BAD_ROWS)
             check_bad(config, bad_rows, urls, totals.bad, totals.read)
             if config.label is None:
                 _check_covered(totals)
             origin = Origin(
-                sources=digest_sources(spark, plan.sources),
+                sources=digest_sources(spark, plan.sources, totals.digests),
                 read=totals.read,
                 dropped=totals.dropped,
                 quarantined=totals.bad,
-                quarantined_raw_bytes=_raw_bytes(bad_rows) if totals.bad else 0,
+                quarantined_raw_bytes=totals.raw_bytes,
                 quarantine=bad_rows,
                 created_config=config.to_json(),
             )
@@ -88,9 +105,11 @@ def run(spark: SparkSession, config: LogsConfig, plan: Plan | None = None) -> Da
             rows.unpersist()
 
 
-def parsed(spark: SparkSession, work: Sequence[Work], parser: LineParser) -> DataFrame:
-    """The rows of etl.parse over all ranges, a task each."""
-    plan = planned(spark, [one.row() for one in work], WORK_DDL)
+def parsed(
+    spark: SparkSession, work: Sequence[Work], parser: LineParser, slice_bytes: int = DEFAULT_SPLIT_BYTES
+) -> DataFrame:
+    """The rows of etl.parse over all ranges, some `slice_bytes` a task."""
+    plan = sliced(spark, [one.to_json() for one in work], [one.part.length for one in work], slice_bytes)
     return plan.mapInArrow(ParseLog(hadoop_settings(), parser), output_ddl(parser))
 
 
@@ -111,18 +130,26 @@ def _labelled(rows: DataFrame, config: LogsConfig, plan: Plan, log_end: int) -> 
     return weblog.rows_of(rows, config.label or DEFAULT_LABEL, log_end, plan.told)
 
 
-def _totals(rows: DataFrame, *, web: bool) -> _Totals:
+def _totals(spark: SparkSession, rows: DataFrame) -> _Totals:
     """The sums over all ranges' summaries: one for what was read, one for each reason of a drop."""
-    from pyspark.sql import functions as f
-
-    sums = [f.sum(name).alias(name) for name in ("_lines", "_bad", "_dropped_lines")]
-    ends = [f.max("_last_time").alias("last"), f.min("time" if web else f.lit(None)).alias("first")]
-    found = rows.where(f"_kind <> {BAD}").groupBy("_kind", "_reason").agg(*sums, *ends).collect()
-    summaries = [row for row in found if row["_kind"] == SUMMARY]
-    (whole,) = [row for row in summaries if row["_reason"] is None]
-    dropped = {row["_reason"]: int(row["_dropped_lines"]) for row in summaries if row["_reason"] is not None}
-    last, first_page = int(whole["last"]), next((row["first"] for row in found if row["_kind"] == ROW), None)
-    return _Totals(int(whole["_lines"]), int(whole["_bad"]), dropped, 0 if last == NO_TIME else last, first_page)
+    with described(spark, "read and parse the log"):
+        found = rows.where(f"_kind IN ({SUMMARY}, {DIGEST})").select(*SUMMARY_COLUMNS).collect()
+    dropped: Counter[str] = Counter()
+    for row in found:
+        if row["_kind"] == SUMMARY and row["_reason"] is not None:
+            dropped[row["_reason"]] += row["_dropped_lines"]
+    wholes = [row for row in found if row["_kind"] == SUMMARY and row["_reason"] is None]
+    last = max(row["_last_time"] for row in wholes)
+    digests = [row for row in found if row["_kind"] == DIGEST]
+    return _Totals(
+        read=sum(row["_lines"] for row in wholes),
+        bad=sum(row["_bad"] for row in wholes),
+        raw_bytes=sum(row["_raw_bytes"] for row in wholes),
+        dropped=dict(dropped),
+        log_end=0 if last == NO_TIME else last,
+        first_page=min((row["_first_time"] for row in wholes if row["_first_time"] is not None), default=None),
+        digests=[{"number": row["_source"], "bytes": row["_length"], "sha256": row["_sha256"]} for row in digests],
+    )
 
 
 def _check_covered(totals: _Totals) -> None:
@@ -135,7 +162,3 @@ def _check_covered(totals: _Totals) -> None:
         allowed=f"{LABEL_WINDOW_S} s or more: the label is whether the visitor asks for another page in that time",
         next_step="Add the log's next hours to --input, or give a --label with a shorter window (docs/logs.md).",
     )
-
-
-def _raw_bytes(bad_rows: DataFrame) -> int:
-    return int(bad_rows.selectExpr("sum(length(raw)) AS n").collect()[0]["n"])

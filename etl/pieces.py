@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,10 @@ MAX_STEP_BYTES = 8 << 20  # decoding takes ten times as long as reading: smaller
 
 
 class Piece(ABC):
-    """A part of the input for one task; a frozen dataclass of plain values, since it travels as JSON."""
+    """A part of the input; a frozen dataclass of plain values, since it travels as JSON."""
+
+    source: int
+    """The number of the file that it is read from (of two, the one with the images)."""
 
     @abstractmethod
     def read(self, intake: Intake, num_classes: int | None) -> Iterator[pa.RecordBatch]:
@@ -45,6 +49,11 @@ class ImagePlan:
     trees: bool = False
     names_may_repeat: bool = False
     files: ImageFiles | None = None
+
+    def piece_bytes(self) -> list[int]:
+        """About how many bytes of input each piece has: its share of its file."""
+        counts = Counter(piece.source for piece in self.pieces)
+        return [self.sources[piece.source].size_bytes // counts[piece.source] for piece in self.pieces]
 
 
 def step_bytes(split_bytes: int) -> int:

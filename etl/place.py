@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from etl import columns as c
-from etl.shards import RESULT_DDL, ShardTable, WriteShards
-from etl.tasks import mapped
+from etl.session import described
+from etl.shards import RESULT_DDL, RUN_AGAIN, ShardTable, WriteShards
+from etl.tasks import by_partition, mapped
 from features.schema import SAMPLE_ID, Field
+from storage.errors import DataError
 from storage.fs import FileSystem, join, parent
 from storage.layout import DatasetPaths, index_path, shard_path
 from storage.manifest import FileInfo, ShardInfo, SplitInfo
@@ -48,7 +50,9 @@ def sizes_of(rows: DataFrame, label: Field | None = None) -> Sizes:
     splits: dict[str, tuple[int, int]] = {}
     dropped, classes = Counter[str](), dict[str, dict[str, int]]()
     many: set[str] = set()
-    for row in rows.groupBy(c.SPLIT, c.DROPPED, few).agg(*sums, *ends).collect():
+    with described(rows.sparkSession, "make ids, splits and records"):
+        grouped = rows.groupBy(c.SPLIT, c.DROPPED, few).agg(*sums, *ends).collect()
+    for row in grouped:
         name, count = row[c.SPLIT], row["n"]
         if row[c.DROPPED] is not None:
             dropped[row[c.DROPPED]] += count
@@ -100,7 +104,8 @@ def write_shards(
     """Write the rows that are not dropped and move each shard and index to its place below `paths.root`."""
     names = [field.name for field in write.schema if field.name != SAMPLE_ID] if write.fmt == "parquet" else [c.RECORD]
     columns = (c.SHARD, c.KEY, c.SOURCE, c.POSITION, SAMPLE_ID, *names)
-    results = mapped(ordered(rows, table, columns), write, RESULT_DDL).collect()
+    with described(rows.sparkSession, "order the records and write the shards"):
+        results = mapped(ordered(rows, table, columns), write, RESULT_DDL).collect()
     return placed(fs, paths, results, table, write.fmt)
 
 
@@ -117,7 +122,7 @@ def ordered(rows: DataFrame, table: ShardTable, columns: Sequence[str]) -> DataF
     assert shard is not None
     kept = rows.where(f.col(c.DROPPED).isNull()).withColumn(c.SHARD, shard)
     kept = kept.select(*(f.col(c.quoted(name)) for name in columns))
-    return kept.repartitionById(table.total, c.SHARD).sortWithinPartitions(c.KEY, SAMPLE_ID)
+    return by_partition(kept, table.total, f.col(c.SHARD)).sortWithinPartitions(c.KEY, SAMPLE_ID)
 
 
 def placed(
@@ -125,7 +130,14 @@ def placed(
 ) -> tuple[dict[str, SplitInfo], dict[str, FileInfo]]:
     """Move the shards and indexes that tasks told of (rows of RESULT_DDL) to their places below `paths.root`."""
     results = sorted(results, key=lambda row: row["shard"])
-    assert [row["shard"] for row in results] == list(range(table.total)), "each partition gives one shard"
+    numbers = [row["shard"] for row in results]
+    if numbers != list(range(table.total)):
+        raise DataError(
+            "the tasks did not write each shard once",
+            got=f"shards {', '.join(map(str, numbers))}"[:500],
+            allowed=f"0 to {table.total - 1}",
+            next_step=RUN_AGAIN,
+        )
     shards: dict[str, list[ShardInfo]] = {name: [] for name, _, _ in table.splits}
     files: dict[str, FileInfo] = {}
     for row in results:

@@ -27,9 +27,13 @@ from etl.pieces import ImagePlan
 from etl.place import placed
 from etl.planned_rows import QUARANTINE, NotPlannable, ShardPlans, known_of, refuse, refuse_bad
 from etl.planned_shard import MAX_RAW_BYTES, MakeShards, PlannedShard, ShardMade, SourceFile
+from etl.ranges import DEFAULT_SPLIT_BYTES
+from etl.session import described
 from etl.shards import WriteShards
 from etl.staging import Staging
+from etl.tasks import slices
 from features.schema import Schema
+from storage.errors import DataError
 from storage.fs import absolute
 from storage.layout import DatasetPaths
 from storage.manifest import DatasetManifest
@@ -62,7 +66,13 @@ def run(
         try:
             return _Planned(spark, ShardPlans(config, plan, known, schema)).published()
         except _FoundEarly as found:
-            assert not early, "all of them are found at once"
+            if early:
+                raise DataError(
+                    "images that decoded were rejected when they were read again",
+                    got=f"{len(found.rows)} after {len(early)} the first time",
+                    allowed="input that stays the same",
+                    next_step="Run again when nothing writes to the input.",
+                ) from None
             early = found.rows
 
 
@@ -90,8 +100,13 @@ class _Planned:
         write = WriteShards(job.schema, config.fmt, table, staging.attempts, urls, settings, compression)
         make = MakeShards(WriteLate(write, plans.late), tuple(map(absolute, urls)))
         files = [SourceFile(number, absolute(s.url), s.size_bytes) for number, s in enumerate(sources)]
-        items: list[SourceFile | PlannedShard] = [*files, *shards]  # the longest of all may be the digest of an archive
-        found = self.spark.sparkContext.parallelize(items, len(items)).mapPartitions(make).collect()
+        context = self.spark.sparkContext
+        runs = slices([file.size_bytes for file in files], DEFAULT_SPLIT_BYTES, context.defaultParallelism)
+        # The longest of all may be the digest of an archive.
+        items: list[tuple[SourceFile | PlannedShard, ...]] = [tuple(files[run.start : run.stop]) for run in runs]
+        items += [(shard,) for shard in shards]
+        with described(self.spark, "make the images and write the shards"):
+            found = context.parallelize(items, len(items)).mapPartitions(make).collect()
         digests = [item for item in found if isinstance(item, dict)]
         made = [item for item in found if isinstance(item, ShardMade)]
         if len(made) < table.total or sum(shard.row["rejected_bytes"] for shard in made) > MAX_RAW_BYTES:

@@ -65,18 +65,21 @@ class ShardMade:
 
 @dataclass(frozen=True)
 class MakeShards:
-    """The function for mapPartitions: PlannedShard in, ShardMade out, or None where too much content is rejected to
-    be handed over; SourceFile in, what etl.digest tells of it out. `urls` are those of the archives.
+    """The function for mapPartitions, over several items at a time: PlannedShard in, ShardMade out, or None where too
+    much content is rejected to be handed over; SourceFile in, its row of etl.digest out. `urls` are those of the
+    archives.
     """
 
     write: WriteLate
     urls: tuple[str, ...]
 
     @in_task
-    def __call__(self, items: Iterable[PlannedShard | SourceFile]) -> Iterator[ShardMade | dict[str, object] | None]:
+    def __call__(
+        self, groups: Iterable[tuple[PlannedShard | SourceFile, ...]]
+    ) -> Iterator[ShardMade | dict[str, object] | None]:
         """Raises what WriteLate raises, and DataError for an archive that is cut meanwhile."""
         set_hadoop_settings(self.write.write.settings)
-        for item in items:
+        for item in itertools.chain.from_iterable(groups):
             if isinstance(item, SourceFile):
                 yield digest_of(item.number, item.url, item.size_bytes)
             else:

@@ -12,7 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from etl.attempts import COPY_BYTES, partition_of_task, upload
+from etl.session import described
+from etl.shards import RUN_AGAIN
 from etl.spark_errors import in_task
+from etl.tasks import by_partition
+from storage.errors import DataError
 from storage.fs import join
 from storage.manifest import FileInfo
 from storage.settings import hadoop_settings
@@ -30,8 +34,10 @@ SCHEMA = pa.schema(
         pa.field("sha256", pa.string(), nullable=False),
     ]
 )
-RESULT_DDL = "part int, path string, bytes bigint, sha256 string"
-_RESULT = pa.schema([("part", pa.int32()), ("path", pa.string()), ("bytes", pa.int64()), ("sha256", pa.string())])
+RESULT_DDL = "part int, path string, rows bigint, bytes bigint, sha256 string"
+_RESULT = pa.schema(
+    [("part", pa.int32()), ("path", pa.string()), ("rows", pa.int64()), ("bytes", pa.int64()), ("sha256", pa.string())]
+)
 PART_BYTES = 128 << 20
 GROUP_ROWS = 1024
 
@@ -56,10 +62,19 @@ def write_quarantine(
             rows = rows.withColumn("place", f.lit(None).cast("string"))
         part = f.pmod(f.xxhash64("source", "position", "place"), f.lit(parts)).cast("int")
         placed = rows.select("source", "position", "place", "reason", "raw", "length", "sha256")
-        ordered = placed.repartitionById(parts, part).sortWithinPartitions("source", "position", "place")
+        ordered = by_partition(placed, parts, part).sortWithinPartitions("source", "position", "place")
         write = WriteQuarantine(attempts, source_urls, hadoop_settings())
-        results = [row.asDict() for row in ordered.mapInArrow(write, RESULT_DDL).collect()]
+        with described(rows.sparkSession, "write the rejected input"):
+            results = [row.asDict() for row in ordered.mapInArrow(write, RESULT_DDL).collect()]
     results.sort(key=lambda row: row["part"])
+    found = sum(row["rows"] for row in results)
+    if found != count:
+        raise DataError(
+            "the rejected records that were written are not those that were counted",
+            got=f"{found} written",
+            allowed=str(count),
+            next_step=RUN_AGAIN,
+        )
     return [(row["path"], FileInfo(row["bytes"], row["sha256"])) for row in results]
 
 
@@ -78,10 +93,12 @@ class WriteQuarantine:
 
     def write(self, part: int, batches: Iterable[pa.RecordBatch]) -> pa.RecordBatch:
         """Write the file of partition `part`; returns its row."""
+        count = 0
         with tempfile.TemporaryFile(prefix="lockstep-quarantine-") as file:
             with pq.ParquetWriter(file, SCHEMA, compression="zstd", write_page_checksum=True) as writer:
                 for rows in _groups(batches, self.source_urls):
                     writer.write_table(rows, row_group_size=GROUP_ROWS)
+                    count += rows.num_rows
             digest, size = hashlib.sha256(), 0
             file.seek(0)
             while data := file.read(COPY_BYTES):
@@ -89,7 +106,7 @@ class WriteQuarantine:
                 size += len(data)
             path = upload(self.attempts, f"quarantine-{part:05d}", file)
         return pa.RecordBatch.from_pylist(
-            [{"part": part, "path": path, "bytes": size, "sha256": digest.hexdigest()}], schema=_RESULT
+            [{"part": part, "path": path, "rows": count, "bytes": size, "sha256": digest.hexdigest()}], schema=_RESULT
         )
 
 

@@ -11,6 +11,7 @@ from etl.unpack import MAGIC_BYTES, PLAIN, SUFFIXES, codec_of, foreign_codec
 from storage.errors import ConfigError, DataError, NotFoundError
 from storage.fs import FileStat, absolute, basename, filesystem, split_url
 
+DEFAULT_SPLIT_BYTES = 64 << 20
 HEAD_BYTES = 4 << 10
 
 
@@ -25,13 +26,16 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Bytes of one file for one task; `start` and `length` count bytes on disk, a packed file is one range."""
+    """Bytes of one file; `start` and `length` count bytes on disk, a packed file is one range. `whole` says that they
+    are all that the file has.
+    """
 
     source_index: int
     url: str
     start: int
     length: int
     codec: str
+    whole: bool = False
 
 
 def find_sources(urls: Sequence[str], check: Callable[[Source, bytes], None] | None = None) -> list[Source]:
@@ -68,7 +72,9 @@ def plan_ranges(sources: Sequence[Source], split_bytes: int, *, whole: bool = Fa
     for index, source in enumerate(sources):
         step = source.size_bytes if whole or source.codec != PLAIN else split_bytes
         for start in range(0, source.size_bytes, step):
-            ranges.append(Range(index, absolute(source.url), start, min(step, source.size_bytes - start), source.codec))
+            length = min(step, source.size_bytes - start)
+            whole = length == source.size_bytes
+            ranges.append(Range(index, absolute(source.url), start, length, source.codec, whole))
     return ranges
 
 

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-import pyarrow as pa
-
 from etl import columns as c
 from etl.sampling import SAMPLED_OUT
 from etl.splits import SplitSpec
@@ -196,5 +194,5 @@ def _renamed(rows: DataFrame, named: Column, split: SplitSpec) -> DataFrame:
 
 def _small(rows: DataFrame, table: Mapping[str, Iterable[object]], *numbers: str) -> DataFrame:
     """A table of a few thousand rows beside `rows`: text, and whole numbers where named."""
-    arrays = [pa.array(values, pa.int64() if name in numbers else pa.string()) for name, values in table.items()]
-    return rows.sparkSession.createDataFrame(pa.table(arrays, names=list(table)))
+    ddl = ", ".join(f"{name} {'bigint' if name in numbers else 'string'}" for name in table)
+    return rows.sparkSession.createDataFrame(list(zip(*table.values(), strict=True)), ddl)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -16,11 +15,14 @@ from etl import columns as c
 from etl.attempts import partition_of_task, upload
 from etl.parquet_shard import digests_of, write_parquet
 from etl.spark_errors import SameIdError, in_task
+from etl.text import flat
 from features.sample_id import shard_of
 from features.schema import SAMPLE_ID, Schema
+from storage.errors import DataError
 from storage.framed_writer import FramedWriter
 from storage.gzip_blocks import GzipWriter
 
+RUN_AGAIN = "Run the job again; if it fails again, the session changes what Spark does with rows: report its settings."
 RESULT_DDL = (
     "shard int, path string, records bigint, bytes bigint, sha256 string, crc32c string, footer_sha256 string,"
     " blocks array<bigint>, unpacked array<bigint>, index_path string, index_bytes bigint, index_sha256 string"
@@ -99,7 +101,7 @@ class WriteShards:
         with tempfile.TemporaryFile(prefix="lockstep-index-") as index:
             writer = FramedWriter(file, index, block_records)
             for batch in rows:
-                writer.write(_values(batch.column(c.RECORD)))
+                writer.write(flat(batch.column(c.RECORD))[1])
             return {
                 **self._shard(name, file, writer),
                 "index_path": upload(self.attempts, f"index-{name}", index),
@@ -122,7 +124,7 @@ class WriteShards:
     ) -> dict[str, Any]:
         writer = GzipWriter(file, block_records)
         for batch in rows:
-            writer.write(_values(batch.column(c.RECORD)))
+            writer.write(flat(batch.column(c.RECORD))[1])
         writer.finish()
         return {
             **self._shard(name, file, writer),
@@ -154,8 +156,14 @@ class WriteShards:
             keys = np.asarray(batch.column(c.KEY)).view(np.uint64) ^ np.uint64(1 << 63)
             ends = [int(keys[0]), int(keys[-1])]  # keys rise, so the ends speak for all
             inside = all(shard_of(key, count) == shard for key in ends)
-            assert inside and bool((keys[1:] >= keys[:-1]).all()), f"partition {partition} holds foreign rows"
-            assert pc.min_max(batch.column(c.SHARD)).as_py() == {"min": partition, "max": partition}
+            named = pc.min_max(batch.column(c.SHARD)).as_py()
+            if not inside or (keys[1:] < keys[:-1]).any() or named != {"min": partition, "max": partition}:
+                raise DataError(
+                    f"partition {partition} is not the shard that it is written as",
+                    got=f"rows of shards {named['min']} to {named['max']}, keys {ends[0]:016x} to {ends[1]:016x}",
+                    allowed=f"rows of shard {partition}, {shard} of the {count} of its split, in order of their keys",
+                    next_step=RUN_AGAIN,
+                )
             ids = np.asarray(batch.column(SAMPLE_ID))
             first = (int(ids[0]), batch.column(c.SOURCE)[0].as_py(), batch.column(c.POSITION)[0].as_py())
             if last is not None and last[0] == first[0]:
@@ -175,10 +183,3 @@ class WriteShards:
             allowed="a sample id for each record of a dataset",
             next_step="Name more id columns, or take the record in twice only once.",
         )
-
-
-def _values(records: pa.BinaryArray) -> npt.NDArray[np.uint8]:
-    """The values of a column of bytes end to end, without a copy."""
-    _, offsets, data = records.buffers()
-    first, last = np.frombuffer(offsets, dtype=np.int32)[[records.offset, records.offset + len(records)]]
-    return np.frombuffer(data, dtype=np.uint8)[first:last]

@@ -7,13 +7,16 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from etl.session import changed
 from storage import errors
 from storage.errors import DataError, LockstepError
 
 if TYPE_CHECKING:
+    from py4j.java_gateway import JVMView
     from pyspark.sql import SparkSession
 
 P = TypeVar("P")
@@ -87,9 +90,9 @@ def translated(spark: SparkSession, what: str) -> Iterator[None]:
     from py4j.protocol import Py4JError
     from pyspark.errors import AnalysisException, PySparkException
 
-    restore = _hush(spark)
     try:
-        yield
+        with _hushed(spark):
+            yield
     except (PySparkException, Py4JError) as error:
         text = str(error)
         # The error of an analysis prints the plan, in which a mark is what a task would raise, not what one has raised.
@@ -103,37 +106,49 @@ def translated(spark: SparkSession, what: str) -> Iterator[None]:
             allowed="jobs that end",
             next_step="Run again with --debug for the whole trace, and look into the executors' logs.",
         ) from error
-    finally:
-        restore()
 
 
-def _hush(spark: SparkSession) -> Callable[[], None]:
-    from pyspark.logger import PySparkLogger
+@contextmanager
+def _hushed(spark: SparkSession) -> Iterator[None]:
+    try:
+        from pyspark.logger import PySparkLogger
 
-    ours = [PySparkLogger.getLogger(name) for name in _LOUD_IN_PYTHON]
-    levels = [logger.level for logger in ours]
-    for logger in ours:
-        logger.setLevel(logging.CRITICAL + 1)
-    restore_java = _hush_java(spark)
+        ours = [PySparkLogger.getLogger(name) for name in _LOUD_IN_PYTHON]
+    except ImportError:  # Spark 3.5 has no such loggers
+        ours = []
+    with ExitStack() as stack:
+        for logger in ours:
+            silent = str(logging.CRITICAL + 1)
+            stack.enter_context(
+                changed(("python", logger.name), silent, partial(_level, logger), partial(_set_level, logger))
+            )
+        jvm = spark.sparkContext._jvm  # pyspark has no public way to a single logger
+        for name in _LOUD if jvm is not None else ():
+            stack.enter_context(
+                changed(("java", name), "OFF", partial(_java_level, jvm, name), partial(_set_java_level, jvm, name))
+            )
+        yield
 
-    def restore() -> None:
-        restore_java()
-        for logger, level in zip(ours, levels, strict=True):
-            logger.setLevel(level)
 
-    return restore
+def _level(logger: logging.Logger) -> str | None:
+    return str(logger.level)
 
 
-def _hush_java(spark: SparkSession) -> Callable[[], None]:
-    jvm = spark.sparkContext._jvm  # pyspark has no public way to a single logger
-    if jvm is None:
-        return lambda: None
+def _set_level(logger: logging.Logger, level: str | None) -> None:
+    logger.setLevel(int(level or logging.NOTSET))
+
+
+def _java_level(jvm: JVMView, name: str) -> str | None:
+    """The level that a logger of Java has been given, None where it has that of its parent."""
+    own = jvm.org.apache.logging.log4j.LogManager.getContext(False).getConfiguration().getLoggers().get(name)
+    return None if own is None else str(own.getLevel().name())
+
+
+def _set_java_level(jvm: JVMView, name: str, level: str | None) -> None:
     log4j = jvm.org.apache.logging.log4j
-    before = {name: log4j.LogManager.getLogger(name).getLevel() for name in _LOUD}
-
-    def put(levels: dict[str, object]) -> None:
-        for name, level in levels.items():
-            log4j.core.config.Configurator.setLevel(name, level)
-
-    put(dict.fromkeys(_LOUD, log4j.Level.OFF))
-    return lambda: put(before)
+    if level is not None:
+        log4j.core.config.Configurator.setLevel(name, log4j.Level.toLevel(level))
+        return
+    context = log4j.LogManager.getContext(False)
+    context.getConfiguration().removeLogger(name)
+    context.updateLoggers()

@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from etl import columns as c
+from etl.tasks import rows_too_large
 from features.codec.encoder import RecordEncoder
 from features.schema import SEQUENCE_EXAMPLE, Field, Schema
 from features.sequence_example import SequenceEncoder
-from storage.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,7 @@ class Stored:
     def _records(self, rows: pa.RecordBatch) -> pa.BinaryArray:
         data, offsets = self.encoder.encode(rows)
         if len(data) >= 1 << 31:
-            raise DataError(
-                "rows that Spark hands over together are too large",
-                got=f"{len(data)} encoded bytes in {rows.num_rows} rows",
-                allowed="less than 2 GiB",
-                next_step="Lower spark.sql.execution.arrow.maxRecordsPerBatch, or store smaller values.",
-            )
+            raise rows_too_large(len(data), rows.num_rows)
         # A copy: Spark takes a batch over when it likes, and the encoder's buffer is used again for the next one.
         buffers: list[Any] = [None, pa.py_buffer(offsets.astype(np.int32)), pa.py_buffer(data.tobytes())]
         return pa.Array.from_buffers(pa.binary(), rows.num_rows, buffers)

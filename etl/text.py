@@ -23,11 +23,14 @@ def as_text(values: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
 
 
 def flat(values: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-    """The offsets (n + 1,) and bytes of strings or binaries; nulls take no bytes."""
-    offsets = np.frombuffer(values.buffers()[1], dtype=np.int32, count=len(values) + 1, offset=values.offset * 4)
-    content = values.buffers()[2]
+    """The offsets (n + 1,) and bytes of strings or binaries with offsets of any width, not copied unless they are
+    views; nulls take no bytes.
+    """
+    wide = values.cast(pa.large_binary())
+    _, ends, content = wide.buffers()
+    offsets = np.frombuffer(ends, dtype=np.int64, count=len(wide) + 1, offset=wide.offset * 8)
     data = np.frombuffer(content, dtype=np.uint8) if content is not None else np.zeros(0, dtype=np.uint8)
-    return offsets.astype(np.int64) - int(offsets[0]), data[offsets[0] : offsets[-1]]
+    return offsets - offsets[0], data[offsets[0] : offsets[-1]]
 
 
 def _content(values: pa.Array) -> bytes:

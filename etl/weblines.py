@@ -36,11 +36,12 @@ class WebLines:
         drops = Reasons(len(lines))
         requests = self._requests(lines, names, drops)
         good = requests.reasons.good & drops.good
+        last = int(requests.time[good].max()) if good.any() else NO_TIME
         drops.add(good & ~is_page(requests.method, requests.page, requests.status), NOT_A_PAGE)
         columns = {name: getattr(requests, name) for name in self.schema.names if name != "time"}
         columns["time"] = pa.array(requests.time)
-        last = int(requests.time[good].max()) if good.any() else NO_TIME
-        return Found(columns, requests.reasons, drops, last)
+        kept = requests.time[good & drops.good]
+        return Found(columns, requests.reasons, drops, last, int(kept.min()) if len(kept) else None)
 
     def _requests(self, lines: pa.Array, names: Sequence[str], drops: Reasons) -> Requests:
         if self.form.log_format in TABLE_FORMATS:

@@ -23,9 +23,9 @@ from etl.leakage import GROUP, Values, check_leakage, leak_key
 from etl.output import check_columns, check_output, check_schema
 from etl.place import plan_shards, sizes_of, write_shards
 from etl.sampling import Sampling, balanced
-from etl.session import bounded
+from etl.session import at_once, bounded
 from etl.settle import settle
-from etl.shards import WriteShards
+from etl.shards import RUN_AGAIN, WriteShards
 from etl.spark_errors import SameIdError, translated
 from etl.split_warnings import far_from_shares, percent
 from etl.splits import COUNTED, SplitSpec, span_of
@@ -181,12 +181,12 @@ def _built(
     if job.sampled is not None:
         _check_sampled(job.sampled, names)
     records = {name: sizes[name][0] for name in names}
-    leakage = check_leakage(kept, job.split, schema, records) if full is None else None
-    if job.parent is not None:
-        check_new_ids(kept, job.parent)
-        fitted = job.parent.fitted()
-    else:
-        fitted = {name: canonical_bytes(found) for name, found in fit_all(rows, schema, names).items()}
+    spark = rows.sparkSession
+    leakage, fitted = at_once(
+        spark,
+        lambda: check_leakage(kept, job.split, schema, records) if full is None else None,
+        lambda: _fitted(kept, rows, job, names),
+    )
     if config.bake:
         bake = Bake(schema, config.fmt, fitted_of(schema, fitted))
         rows, schema = stack.enter_context(baked_rows(rows, bake)), bake.baker.schema
@@ -211,8 +211,22 @@ def _built(
         schema=schema, splits=splits, files=files, origin=origin, dropped=dropped, leakage=leakage, fitted=fitted,
         classes=found.classes,
     )  # fmt: skip
-    assert written == done.written, "rows were lost on their way to the shards"
+    if written != done.written:
+        raise DataError(
+            "rows were lost on their way to the shards",
+            got=f"{done.written} records in shards",
+            allowed=f"{written}, as were split",
+            next_step=RUN_AGAIN,
+        )
     return done
+
+
+def _fitted(kept: DataFrame, rows: DataFrame, job: Job, names: Sequence[str]) -> dict[str, bytes]:
+    """The fitted files: of an append, whose records must be new, its parent's."""
+    if job.parent is None:
+        return {name: canonical_bytes(found) for name, found in fit_all(rows, job.schema, names).items()}
+    check_new_ids(kept, job.parent)
+    return job.parent.fitted()
 
 
 def _check_sampled(sampled: Sampled, names: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ from etl.image_rows import PACKED, PLACE
 from etl.late_images import WRITTEN_DDL, LateImages, WriteLate
 from etl.leakage import CONTENT, checks_of
 from etl.place import ordered, placed
+from etl.session import described
 from etl.shards import ShardTable, WriteShards
 from etl.splits import SplitSpec
 from etl.tasks import mapped
@@ -73,7 +74,8 @@ def write_late(
     task = WriteLate(write, late.images)
     found = mapped(ordered(rows, table, columns), task, WRITTEN_DDL).persist()
     stack.callback(found.unpersist)
-    results = found.where("shard IS NOT NULL").select("shard.*").collect()
+    with described(rows.sparkSession, "make the images, order them and write the shards"):
+        results = found.where("shard IS NOT NULL").select("shard.*").collect()
     whole = _told(origin, found, results)
     late.check(whole)
     splits, files = placed(fs, paths, results, table, write.fmt)

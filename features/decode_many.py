@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from features.aligned import aligned_empty
 from features.decode import ImageError, decode, decode_plain
 from features.images import fit
-from storage.errors import DataError
+from storage.errors import ConfigError, DataError
 
 # A thread takes about so many bytes of decoded pixels at a time: some milliseconds of work, against some microseconds
 # for handing it over.
@@ -82,7 +82,10 @@ class _Pool:
         return self._wanted or len(os.sched_getaffinity(0))
 
     def set(self, threads: int) -> None:
-        assert threads >= 1
+        if threads < 1:
+            raise ConfigError(
+                "no thread would decode", got=str(threads), allowed="1 or more", next_step="Correct the number."
+            )
         self._wanted = threads
 
     def executor(self) -> ThreadPoolExecutor:

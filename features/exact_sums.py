@@ -57,7 +57,13 @@ class ExactSums:
 
     def merge(self, other: ExactSums) -> None:
         """Add what another one has added."""
-        assert self.unit == other.unit
+        if self.unit != other.unit:
+            raise DataError(
+                "sums in different units cannot be added",
+                got=f"unit 2^-{other.unit}",
+                allowed=f"unit 2^-{self.unit}",
+                next_step="Fit the statistics again from one schema.",
+            )
         self.count, self.total, self.squares = (
             self.count + other.count,
             self.total + other.total,

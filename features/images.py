@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from storage.errors import ConfigError
+from storage.errors import ConfigError, DataError
 
 FITS = ("resize", "crop", "pad")
 ROTATIONS = (0, 90, 180, 270)
@@ -30,7 +30,13 @@ def _resized_part(images: NDArray[np.uint8], whole: tuple[int, int], part: tuple
     Only the part is computed: a line of pixels scaled to cover an image would take gigabytes as a whole.
     """
     n, old_height, old_width, channels = images.shape
-    assert old_height < 1 << 23, f"sums over {old_height} rows do not fit into 32 bits"
+    if old_height >= 1 << 23:
+        raise DataError(
+            "an image is too high to be resized: its sums would not fit into 32 bits",
+            got=f"{old_height} rows of pixels",
+            allowed=f"fewer than {1 << 23}",
+            next_step="Cut the image into parts.",
+        )
     from features.area import resize_area
 
     (tall, wide), (height, width) = whole, part
@@ -83,7 +89,13 @@ def _scaled(old_height: int, old_width: int, height: int, width: int, *, cover: 
 
 def rotate(images: NDArray[np.uint8], degrees: int) -> NDArray[np.uint8]:
     """Turn clockwise by 0, 90, 180 or 270 degrees: (n, H, W, C) -> (n, H, W, C) or (n, W, H, C)."""
-    assert degrees in ROTATIONS
+    if degrees not in ROTATIONS:
+        raise ConfigError(
+            "images cannot be turned so",
+            got=f"{degrees} degrees",
+            allowed=", ".join(map(str, ROTATIONS)),
+            next_step="Correct --rotate.",
+        )
     return np.rot90(images, k=-degrees // 90, axes=(1, 2)) if degrees else images
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
+import json
 import os
 import re
 import shutil
@@ -11,10 +11,15 @@ import subprocess
 import sys
 import tempfile
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from storage.errors import LockstepError
 from training.devices import host_gpus
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 ROOT = Path(__file__).resolve().parent.parent
 MINIMUM_PYTHON = (3, 11)
@@ -22,6 +27,8 @@ JAVA_MAJORS = ("17", "21")
 FREE_DISK_GIB = 5  # Spark's shuffle files and a local run; the environments are there already
 JAVA_LIMIT_S = 30.0
 CUDA_PACKAGE = "nvidia-cudnn-cu12"  # one of those that requirements-gpu.txt brings
+IMPORT_LIMIT_S = 300.0  # TensorFlow from a cold disk
+NOT_BY_ITSELF = ("petastorm",)  # which needs etl.petastorm_compat first
 IMPORT_NAME = {"google-crc32c": "google_crc32c", "hdfs-native": "hdfs_native", "pillow": "PIL"}
 
 
@@ -56,32 +63,83 @@ def check_java() -> str:
     return f"Java {version.group(1)} from {where}"
 
 
-def pins(path: Path = ROOT / "requirements.txt") -> dict[str, str]:
-    """Package -> version, as requirements.txt pins them."""
+def pins(path: Path = ROOT / "constraints.txt") -> dict[str, str]:
+    """Package -> version, as constraints.txt pins them."""
+    return {name: text[2:] for name, text in requirements(path).items() if text.startswith("==")}
+
+
+def requirements(path: Path = ROOT / "requirements.txt") -> dict[str, str]:
+    """Package -> the versions that requirements.txt allows, such as `>=2.1.0,<2.5`."""
     lines = path.read_text(encoding="utf-8").splitlines()
-    found = (re.match(r"([A-Za-z0-9_.-]+)(?:\[[^\]]*\])?==(\S+)", line) for line in lines)
+    found = (re.match(r"([A-Za-z0-9_.-]+)(?:\[[^\]]*\])?((?:[=<>]=?[\w.]+,?)*)$", line.strip()) for line in lines)
     return {match.group(1): match.group(2) for match in found if match}
 
 
-def check_pins() -> str:
-    """Every pinned package is there, in its pinned version, and its module can be found."""
+def allows(ranges: str, version: str) -> bool:
+    """Whether `ranges` as in requirements.txt hold `version`."""
+    own = _numbers(version)
+    for part in filter(None, ranges.split(",")):
+        sign, limit = part[:2].rstrip("0123456789"), _numbers(part.lstrip("=<>"))
+        if not {"==": own == limit, ">=": own >= limit, "<": own < limit}[sign]:
+            return False
+    return True
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """2.1.0 as (2, 1), so that it equals 2.1; what is no number ends it."""
+    found = [int(part) for part in re.findall(r"\d+", re.split(r"[a-z+-]", version)[0])]
+    while found and not found[-1]:
+        found.pop()
+    return tuple(found)
+
+
+# Each by itself, so that all that fail are named; a crash of one ends the process, not the doctor.
+_IMPORT_ALL = """
+import importlib, json, sys
+failed = {}
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except BaseException as error:
+        failed[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+print(json.dumps(failed))
+"""
+
+
+def check_packages() -> str:
+    """Every package that requirements.txt names can be imported; versions that were never tried are named."""
     if not (ROOT / "requirements.txt").is_file():
         raise CheckFailed("requirements.txt is not beside jobs/", next_step="Run from a checkout of the repository.")
-    wrong = []
-    pinned = pins()
-    for package, version in pinned.items():
+    wanted = requirements()
+    wrong, untried = [], []
+    for package, ranges in wanted.items():
         try:
             found = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            wrong.append(f"{package}=={version} is missing")
+            wrong.append(f"{package} is missing")
             continue
-        if found != version:
-            wrong.append(f"{package} is {found}, pinned {version}")
-        elif importlib.util.find_spec(IMPORT_NAME.get(package, package)) is None:
-            wrong.append(f"{package} is installed but cannot be imported")
+        if not allows(ranges, found):
+            untried.append(f"{package} {found} (tried: {ranges})")
+    names = [IMPORT_NAME.get(package, package) for package in wanted if package not in NOT_BY_ITSELF]
+    if not wrong:
+        wrong = [f"{name} cannot be imported: {why}" for name, why in _failed_imports(names).items()]
     if wrong:
-        raise CheckFailed("; ".join(wrong), next_step="Run `make venv`, or pip install -r requirements.txt.")
-    return f"{len(pinned)} pinned packages are there"
+        raise CheckFailed(
+            "; ".join(wrong), next_step="Run `make venv`, or pip install -r requirements.txt -c constraints.txt."
+        )
+    return f"{len(wanted)} packages can be imported" + (f"; never tried: {', '.join(untried)}" if untried else "")
+
+
+def _failed_imports(names: Sequence[str]) -> dict[str, str]:
+    command = [sys.executable, "-c", _IMPORT_ALL, *names]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return {"one of them": f"not within {IMPORT_LIMIT_S:.0f} s"}
+    if done.returncode:
+        return {"one of them": f"Python ended with {done.returncode}: {done.stderr.strip()[-200:]}"}
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def check_disk(folder: str | None = None) -> str:
@@ -119,8 +177,10 @@ def _rank_probe(_: object) -> list[tuple[int, str, list[str]]]:
     return [(context.partitionId(), ".".join(map(str, sys.version_info[:2])), gpu.addresses if gpu else [])]
 
 
-def check_spark(master: str | None) -> str:
-    """Spark starts, two tasks meet in a barrier stage, and the executors' Python is the driver's."""
+def check_spark(master: str | None, url: str | None = None) -> str:
+    """Spark starts, two tasks meet in a barrier stage, the executors' Python is the driver's, and a small dataset is
+    written and verified: below `url`, else on the local disk where Spark is local.
+    """
     from jobs._session import spark_session
 
     with spark_session("doctor", master) as spark:
@@ -132,6 +192,7 @@ def check_spark(master: str | None) -> str:
                 f"{where} has one task slot; a barrier stage of 2 ranks needs two", next_step="Use --master 'local[2]'."
             )
         told = context.parallelize(range(2), 2).barrier().mapPartitions(_rank_probe).collect()
+        written = _write_probe(spark, url) if url or cluster.startswith("local") else ""
     ours = ".".join(map(str, sys.version_info[:2]))
     others = sorted({version for _, version, _ in told} - {ours})
     if others:
@@ -140,7 +201,23 @@ def check_spark(master: str | None) -> str:
             next_step="Set PYSPARK_PYTHON (spark.pyspark.python) to the same minor version on every node.",
         )
     gpus = "; GPUs by task: " + " | ".join(",".join(each) for *_, each in told) if any(told[0][2]) else ""
-    return f"{where}: a barrier stage of 2 tasks met, Python {ours} everywhere{gpus}"
+    return f"{where}: a barrier stage of 2 tasks met, Python {ours} everywhere{written}{gpus}"
+
+
+def _write_probe(spark: SparkSession, url: str | None) -> str:
+    from etl import write_dataset
+    from storage.fs import filesystem, join
+    from storage.verify import verify
+
+    folder = join(url or tempfile.gettempdir(), f"_doctor-{uuid.uuid4().hex}")
+    try:
+        write_dataset(spark.range(20).toDF("n"), folder, id_columns=["n"], split="1/1")
+        faults = verify(folder)
+        if faults:
+            raise CheckFailed(f"a dataset that was written is damaged: {faults[0]}", next_step="Check the disk.")
+    finally:
+        filesystem(folder).discard(folder)
+    return ", a dataset was written and verified"
 
 
 def check_storage(url: str) -> str:

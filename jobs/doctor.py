@@ -10,7 +10,7 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
-from jobs._checks import check_disk, check_gpus, check_java, check_pins, check_python, check_spark, check_storage
+from jobs._checks import check_disk, check_gpus, check_java, check_packages, check_python, check_spark, check_storage
 from jobs._cli import JobParser, run_job
 from storage.errors import LockstepError
 
@@ -39,16 +39,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--hdfs",
         metavar="URL",
-        help="also write, sync, rename, read back and delete a small file here: hdfs:// or webhdfs://",
+        help="also write, sync, rename, read back and delete a small file and a dataset here: hdfs:// or webhdfs://",
     )
     options = parser.parse(argv)
     checks: list[tuple[str, Callable[[], str]]] = [
         ("python", check_python),
         ("java", check_java),
-        ("pins", check_pins),
+        ("packages", check_packages),
         ("disk", check_disk),
         ("gpus", check_gpus),
-        ("spark", lambda: check_spark(options.master)),
+        ("spark", lambda: check_spark(options.master, options.hdfs)),
     ]
     if options.hdfs:
         checks.append(("hdfs", lambda: check_storage(options.hdfs)))

@@ -5,6 +5,18 @@ Spark looks through the modules on its Python path whose names begin with `pyspa
 path. docs/tfrecord-source.md has the options.
 """
 
+import pyspark
+
+from storage.errors import ConfigError
+
+if pyspark.__version__.startswith("3."):
+    raise ConfigError(
+        f'format("tfrecord") needs Spark 4, and this is Spark {pyspark.__version__}',
+        got="a Spark without data sources in Python",
+        allowed="Spark 4.0 to 4.3",
+        next_step="Use Spark 4, or write datasets as Parquet (--format parquet), which any Spark reads.",
+    )
+
 from pyspark_tfrecord.source import DefaultSource, register
 
 __all__ = ["DefaultSource", "register"]

@@ -54,7 +54,7 @@ def spark_schema(arrow: pa.Schema) -> StructType:
 
 def arrow_schema(spark: StructType) -> pa.Schema:
     """The Arrow schema in which Spark takes columns of a Spark schema."""
-    return to_arrow_schema(spark, timezone="UTC")
+    return to_arrow_schema(spark)  # no column is a time, which from Spark 4.2 on would need a zone
 
 
 def columns_of(schema: StructType) -> list[Column]:

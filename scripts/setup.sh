@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes the environments that `make` needs. Says nothing and installs nothing where all is there.
-#   scripts/setup.sh venv      .venv from requirements-dev.txt, a JDK 17 or 21, and iproute2 where apt can install it
+#   scripts/setup.sh venv      .venv from requirements-dev.txt with the versions of constraints.txt, a JDK 17 or 21, and iproute2 where apt can install it
 #   scripts/setup.sh airflow   .venv-airflow from requirements-airflow.txt
 #   scripts/setup.sh jars      the test cluster's jars
 set -euo pipefail
@@ -43,7 +43,11 @@ make_venv() {
     if ! "$folder/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
         "$python" -m venv --clear "$folder"
     fi
-    "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --requirement "$requirements"
+    local constraints=()
+    if [ "$folder" = .venv ]; then
+        constraints=(--constraint constraints.txt)
+    fi
+    "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --requirement "$requirements" "${constraints[@]}"
     if [ "$folder" = .venv ]; then
         "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
     fi
@@ -90,7 +94,7 @@ want_iproute() {
 
 case "${1:-}" in
 venv)
-    make_venv .venv requirements-dev.txt requirements.txt requirements-dev.txt
+    make_venv .venv requirements-dev.txt requirements.txt requirements-dev.txt constraints.txt
     need_java
     want_iproute
     ;;

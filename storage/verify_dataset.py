@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from array import array
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from storage.canonical import sha256_hex
@@ -39,9 +40,39 @@ def check_dataset(check: Check) -> None:
                 check.on_ok(shard.path, f"{shard.records} records, {shard.bytes} bytes")
     for path, info in manifest.files.items():
         if path not in done and check.file(path, info.bytes, info.sha256):
+            done.add(path)
             check.on_ok(path, f"{info.bytes} bytes")
+    _check_counts(check, manifest, done)
     shards = {shard.path for split in manifest.splits.values() for shard in split.shards}
     check.extra_files({MANIFEST_NAME, *manifest.files, *shards})
+
+
+def _check_counts(check: Check, manifest: DatasetManifest, whole: Collection[str]) -> None:
+    """Compare what is there with the manifest's counts, beyond what its own reading compares: no split is empty, and
+    the rejected records, where the dataset keeps them and their files are `whole`, are as many as counted.
+    """
+    for name, split in manifest.splits.items():
+        if not split.records:
+            check.bad(MANIFEST_NAME, f"split {name} has no records, and none is published empty")
+    if not manifest.splits:
+        check.bad(MANIFEST_NAME, "no splits, and no dataset is published empty")
+    parts = [path for path in manifest.files if path.startswith("_quarantine/")]
+    rows = [found for path in parts if path in whole and (found := _rows_of(check, path)) is not None]
+    if parts and len(rows) == len(parts) and sum(rows) != manifest.counts.quarantined:
+        check.bad(parts[0], f"{sum(rows)} rejected records in all such files instead of {manifest.counts.quarantined}")
+
+
+def _rows_of(check: Check, path: str) -> int | None:
+    """The rows of a Parquet file; None, noted, where its footer cannot be read."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with check.fs.open_read(check.url(path)) as file:
+            return int(pq.read_metadata(file).num_rows)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        check.bad(path, f"the Parquet footer cannot be read: {str(error).splitlines()[0]}")
+        return None
 
 
 def _check_tfrecord(check: Check, shard: ShardInfo, block_records: int, index: str, info: FileInfo) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from jobs._session import ROOMS
 
 ROOT = Path(__file__).resolve().parents[1]
 JOBS = sorted(path.stem for path in (ROOT / "jobs").glob("*.py") if not path.stem.startswith("_"))
@@ -106,3 +109,25 @@ def test_a_bad_flag_is_one_error_of_four_parts(name: str, tmp_path: Path) -> Non
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
     assert all(part in done.stderr for part in ("\n  got: ", "\n  allowed: ", "\n  next: "))
+
+
+def narrows(test: ast.expr) -> bool:
+    """Whether an assert only tells mypy a type: `x is not None`, `isinstance(...)`, its negation, several by `and`."""
+    if isinstance(test, ast.BoolOp):
+        return isinstance(test.op, ast.And) and all(map(narrows, test.values))
+    if isinstance(test, ast.UnaryOp):
+        return isinstance(test.op, ast.Not) and narrows(test.operand)
+    if isinstance(test, ast.Compare):
+        return isinstance(test.ops[0], ast.IsNot) and ast.unparse(test.comparators[0]) == "None"
+    return isinstance(test, ast.Call) and ast.unparse(test.func) == "isinstance"
+
+
+def test_asserts_only_narrow_types_since_optimised_python_leaves_them_out() -> None:
+    files = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
+    nodes = ((path, node) for path in files for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    others = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node.test)}"
+        for path, node in nodes
+        if isinstance(node, ast.Assert) and not narrows(node.test)
+    ]
+    assert not others and len(files) > 100

@@ -1,4 +1,4 @@
-"""One version a part: requirements, environment, the wheel's jars, build.sbt.md and the cluster's pom agree."""
+"""One version a part: constraints, environment, the wheel's jars, build.sbt.md and the cluster's pom agree."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs._checks import pins
+from jobs._checks import allows, pins, requirements
 from tests.cluster.jars import hadoop_version
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,18 +56,25 @@ def test_spark_and_hadoop_have_one_version_each() -> None:
     assert f"hadoop-client-api-{hadoop_version()}.jar" in bundled_jars()
 
 
-@pytest.mark.parametrize("file", ["requirements.txt", "requirements-dev.txt"])
+@pytest.mark.parametrize("file", ["constraints.txt", "requirements-dev.txt"])
 def test_the_environment_has_what_is_pinned(file: str) -> None:
     for package, version in pins(ROOT / file).items():
         assert importlib.metadata.version(package) == version, f"{package}: run `make venv`"
 
 
-@pytest.mark.parametrize("file", sorted(path.name for path in ROOT.glob("requirements*.txt")))
-def test_every_requirement_is_pinned_exactly(file: str) -> None:
+def lines_of(file: str) -> list[str]:
     lines = [line.split("#")[0].strip() for line in (ROOT / file).read_text(encoding="utf-8").splitlines()]
-    for line in filter(None, lines):
-        assert re.fullmatch(r"-r [\w.-]+|[A-Za-z0-9_.-]+(\[[\w,-]+\])?==[\w.]+", line), f"{file}: {line}"
+    return [line for line in lines if line and not line.startswith("-r ")]
 
 
-def test_gpu_and_cpu_have_the_same_tensorflow() -> None:
-    assert pins(ROOT / "requirements-gpu.txt")["tensorflow"] == pins()["tensorflow"]
+@pytest.mark.parametrize("file", ["constraints.txt", *sorted(path.name for path in ROOT.glob("requirements-*.txt"))])
+def test_what_is_installed_for_tests_is_pinned_exactly(file: str) -> None:
+    for line in lines_of(file):
+        assert line == "tensorflow[and-cuda]" or re.fullmatch(r"[A-Za-z0-9_.-]+==[\w.]+", line), f"{file}: {line}"
+
+
+def test_each_requirement_has_a_lowest_version_an_end_and_a_pin_between() -> None:
+    assert list(requirements()) == list(pins()) and len(requirements()) == len(lines_of("requirements.txt"))
+    for package, ranges in requirements().items():
+        assert re.fullmatch(r">=[\d.]+,<[\d.]+|==[\d.]+", ranges), package
+        assert allows(ranges, pins()[package]), package

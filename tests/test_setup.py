@@ -23,7 +23,7 @@ def copy(tmp_path: Path) -> Path:
     """The set-up script with small requirements and a python that only notes how it was called."""
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "setup.sh").write_bytes((ROOT / "scripts" / "setup.sh").read_bytes())
-    for name in ("requirements.txt", "requirements-dev.txt", "requirements-airflow.txt"):
+    for name in ("requirements.txt", "requirements-dev.txt", "requirements-airflow.txt", "constraints.txt"):
         (tmp_path / name).write_text("one==1\n")
     python = tmp_path / ".venv-airflow" / "bin" / "python"
     python.parent.mkdir(parents=True)
@@ -82,7 +82,7 @@ def test_ci_runs_the_two_commands_and_nothing_else() -> None:
 
 def test_make_help_names_the_targets() -> None:
     told = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=240, check=True).stdout
-    for target in ("demo", "test", "check", "cluster", "cluster-stop", "venv", "airflow-venv", "clean"):
+    for target in ("demo", "test", "check", "soak", "cluster", "cluster-stop", "venv", "airflow-venv", "clean"):
         assert f"make {target} " in told
 
 

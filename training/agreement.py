@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from storage.errors import DataError
+from storage.errors import ConfigError, DataError
 
 FLAGS = ("stop", "checkpoint", "busy")
 CONTROL_WORDS = 2 + len(FLAGS)  # loss, whether a rank has what might not be finite, then the flags
@@ -57,7 +57,10 @@ class Steps:
 
     def want(self, flag: str) -> None:
         """Ask all ranks for `stop` or `checkpoint`, or say that this one is `busy`; they agree with the next step."""
-        assert flag in FLAGS, flag
+        if flag not in FLAGS:
+            raise ConfigError(
+                "ranks cannot agree on that", got=flag, allowed=", ".join(FLAGS), next_step="Ask for one of these."
+            )
         self._wanted.add(flag)
 
     def withdraw(self, flag: str) -> None:

@@ -14,7 +14,7 @@ from features.augment.draws import Draws
 from features.augment.mixup import SHARES, Mixup, mix_images, mix_labels, one_hot
 from features.augment.parse import parse
 from features.signature import Signature, TensorSpec
-from storage.errors import ConfigError
+from storage.errors import ConfigError, DataError
 from training.batches import Batch
 from training.config import TrainConfig
 from training.mixed_plan import Plan
@@ -55,7 +55,13 @@ class Augmentation:
         return self._mix(batch, images, draws.at(len(self._operations)), self._mixup)
 
     def _mix(self, batch: Batch, images: npt.NDArray[np.uint8], draws: Draws, mixup: Mixup) -> Batch:
-        assert len(images) % self._lane_rows == 0, "a rank's rows are whole lanes"
+        if len(images) % self._lane_rows:
+            raise DataError(
+                "images cannot be mixed: a rank's rows are not whole lanes",
+                got=f"{len(images)} rows",
+                allowed=f"a multiple of {self._lane_rows}",
+                next_step="Feed the batches of the plan, unchanged.",
+            )
         partners, shares = mixup.partners(draws, self._lane_rows), mixup.shares(draws)
         weight = batch.weight
         if weight is not None:

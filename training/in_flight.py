@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from storage.errors import StorageTimeoutError
+from storage.errors import LockstepError, StorageTimeoutError
 
 T = TypeVar("T")
 Tell = Callable[[str], None]
@@ -29,7 +29,13 @@ class InFlight(Generic[T]):
 
     def begin(self, what: str, work: Callable[[Tell], T]) -> None:
         """Start `work`, which tells by its argument how far it is; `what` names it in errors. Not while it is busy."""
-        assert self._thread is None, "look() or wait() comes before the next begin()"
+        if self._thread is not None:
+            raise LockstepError(
+                f"{what} cannot begin",
+                got="earlier work whose end was not looked at",
+                allowed="look() or wait() before the next begin()",
+                next_step="Resume the run; what is incomplete is not used.",
+            )
 
         def run() -> None:
             try:

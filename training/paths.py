@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from storage.errors import StorageError
+
 _CHECKPOINT = re.compile(r"step-([0-9]{10})\.g([0-9]{4,})")
 _CLAIM = re.compile(r"([0-9]{6,})\.json")
 _AUDIT = re.compile(r"step-([0-9]{10})\.csv")
@@ -185,5 +187,11 @@ class RunPaths:
 
     def relative(self, url: str) -> str:
         """`url` relative to the run's root, as manifests name files."""
-        assert url.startswith(self.root + "/"), (url, self.root)
+        if not url.startswith(self.root + "/"):
+            raise StorageError(
+                "a file is not in the run that is to list it",
+                got=url,
+                allowed=f"a path below {self.root}",
+                next_step="Resume the run by the URL that it was started with.",
+            )
         return url[len(self.root) + 1 :]

@@ -8,13 +8,21 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from storage.errors import LockstepError
+
 ROOT = str(Path(__file__).resolve().parents[2])
 _BOOT = "import sys; sys.path.insert(0, sys.argv.pop(1)); from etl.petastorm_compat.workers import main; main()"
 
 
 def start_worker(args: Sequence[str], executable: str) -> subprocess.Popen[bytes]:
     """Petastorm's `Popen([PYTHON, "-m", MODULE, FILE])` for a worker of its process pool, with the names enabled."""
-    assert args[1] == "-m", "the only process that Petastorm starts"
+    if args[1] != "-m":
+        raise LockstepError(
+            "Petastorm starts a process that is not one of its workers",
+            got=" ".join(args)[:200],
+            allowed="PYTHON -m MODULE FILE, as Petastorm 0.13.1 does",
+            next_step="Install petastorm==0.13.1, or read without its process pool.",
+        )
     return subprocess.Popen([executable, "-c", _BOOT, ROOT, *args[2:]])
 
 

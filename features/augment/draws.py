@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from features.sample_id import splitmix64, splitmix64_array
+from storage.errors import ConfigError
 
 _PURPOSE = int.from_bytes(b"augment", "little")  # the same seed orders samples, too
 _MASK = (1 << 64) - 1
@@ -40,17 +41,28 @@ class Draws:
 
     def bits(self, number: int) -> NDArray[np.uint64]:
         """64 random bits a sample, (n,) uint64; `number` 0..15 tells an operation's draws apart."""
-        assert 0 <= number < PER_OPERATION
+        if not 0 <= number < PER_OPERATION:
+            raise _unknown(f"draw {number} of an operation", f"0 to {PER_OPERATION - 1}")
         return splitmix64_array(self.states ^ np.uint64(splitmix64(self.slot * PER_OPERATION + number)))
 
     def below(self, bound: int, number: int) -> NDArray[np.int64]:
         """A whole number 0..bound-1 a sample, (n,) int64; `bound` up to 2^31, each value equally likely to 2^-32."""
-        assert 1 <= bound <= 1 << 31
+        if not 1 <= bound <= 1 << 31:
+            raise _unknown(f"a draw below {bound}", f"below 1 to {1 << 31}")
         return (((self.bits(number) >> _HALF) * np.uint64(bound)) >> _HALF).astype(np.int64)
 
     def between(self, low: int, high: int, number: int) -> NDArray[np.int64]:
         """A whole number low..high a sample, both included: (n,) int64."""
         return low + self.below(high - low + 1, number)
+
+
+def _unknown(got: str, allowed: str) -> ConfigError:
+    return ConfigError(
+        "an operation asks for a random number that there is not",
+        got=got,
+        allowed=allowed,
+        next_step="Correct the operation.",
+    )
 
 
 def _key(seed: int) -> np.uint64:

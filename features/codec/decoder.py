@@ -15,6 +15,7 @@ from features.codec.layout import BOOL, BOOL_LIST, BYTES, FIXED_LIST, INT, INT_L
 from features.example import decode_batch
 from features.schema import Field, Schema
 from features.wire import BytesLike
+from storage.errors import ConfigError
 from storage.tfrecord import parse_records, record_offsets
 
 _MAX_OFFSET = (1 << 31) - 1
@@ -47,7 +48,14 @@ class RecordDecoder:
 
     def __init__(self, schema: Schema, columns: Sequence[str] | None = None, in_place: Collection[str] = ()) -> None:
         self._schema, self._layout = schema, Layout.of(schema)
-        assert not any(schema[name].nullable or schema[name].is_list for name in in_place)
+        unfit = [name for name in in_place if schema[name].nullable or schema[name].is_list]
+        if unfit:
+            raise ConfigError(
+                "fields that may be null and lists have no place of a fixed size",
+                got=", ".join(unfit),
+                allowed="scalars and tensors that are never null",
+                next_step="Leave them out of `in_place`.",
+            )
         self._in_place = frozenset(in_place)
         wanted = set(schema.arrow_schema().names if columns is None else columns)
         self._wanted = {field.name: number for number, field in enumerate(self._layout.fields) if field.name in wanted}

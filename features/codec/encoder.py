@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from features.codec.columns import describe
 from features.codec.layout import Layout
 from features.schema import Schema
+from storage.errors import DataError
 
 
 class RecordEncoder:
@@ -45,7 +46,13 @@ class RecordEncoder:
             self._buffer = np.empty(total + total // 8 + kernel.SPILL_BYTES, dtype=np.uint8)
         exact = kernel.encode(*layout.arguments, places, entries, offsets, self._buffer.ctypes.data)
         del owners
-        assert exact, "sizes and bytes of a batch disagree"
+        if not exact:
+            raise DataError(
+                "the encoded records of a batch do not have the sizes that were worked out for them",
+                got=f"{batch.num_rows} records",
+                allowed=f"{total} bytes in all",
+                next_step="Check that nothing changes the rows while they are written, and run the job again.",
+            )
         return self._buffer[:total], offsets
 
     def _offsets(self, places: NDArray[np.int64], rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

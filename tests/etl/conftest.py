@@ -7,10 +7,16 @@ import os
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 ROOT = Path(__file__).resolve().parents[2]
 NASA = ROOT / "data" / "weblogs" / "nasa_access_log_1995-07-09.log.gz"
@@ -29,6 +35,17 @@ def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 def tree(folder: Path) -> dict[str, bytes]:
     """All files below a folder, by relative path."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@contextmanager
+def large_offsets(spark: SparkSession) -> Iterator[None]:
+    """Have Spark send strings and bytes to Python tasks with 64-bit offsets."""
+    key = "spark.sql.execution.arrow.useLargeVarTypes"
+    spark.conf.set(key, "true")
+    try:
+        yield
+    finally:
+        spark.conf.unset(key)
 
 
 def nasa_lines(count: int) -> bytes:

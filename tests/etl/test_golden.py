@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from etl.splits import SplitSpec
 from etl.write import Origin, write_dataset
 from features.schema import Field, Schema, sample_id_field
 from storage.manifest import SourceInfo
-from tests.etl.conftest import tree
+from tests.etl.conftest import large_offsets, tree
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -50,20 +51,21 @@ def row(number: int) -> tuple[Any, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fmt", ["tfrecord", "parquet"])
-def test_shards_and_indexes_are_these_bytes(spark: SparkSession, tmp_path: Path, fmt: str) -> None:
+@pytest.mark.parametrize(("fmt", "large"), [("tfrecord", False), ("parquet", False), ("tfrecord", True)])
+def test_shards_and_indexes_are_these_bytes(spark: SparkSession, tmp_path: Path, fmt: str, large: bool) -> None:
     df = spark.createDataFrame([row(number) for number in range(300)], DDL)
-    write_dataset(
-        df,
-        str(tmp_path / "out"),
-        schema=SCHEMA,
-        id_columns=("word", "wide"),
-        fmt=fmt,
-        split=SplitSpec.parse("80/20"),
-        shard_bytes=20_000,
-        seed=3,
-        origin=Origin(sources=(SourceInfo("in.csv", 1, "0" * 64),), read=300),
-    )
+    with large_offsets(spark) if large else nullcontext():
+        write_dataset(
+            df,
+            str(tmp_path / "out"),
+            schema=SCHEMA,
+            id_columns=("word", "wide"),
+            fmt=fmt,
+            split=SplitSpec.parse("80/20"),
+            shard_bytes=20_000,
+            seed=3,
+            origin=Origin(sources=(SourceInfo("in.csv", 1, "0" * 64),), read=300),
+        )
     digest = hashlib.sha256()
     for path, data in sorted(tree(tmp_path / "out").items()):
         if path != "_manifest.json":

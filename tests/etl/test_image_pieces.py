@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
+import json
 import tarfile
 from collections import Counter
 from pathlib import Path
@@ -21,7 +22,7 @@ from PIL import Image
 from etl import cifar, folders, parquet_images, tar_images
 from etl.image_rows import BAD, DROPPED, RECORD
 from etl.intake import Intake
-from etl.parse_images import from_text, to_text
+from etl.parse_images import from_json, to_json
 from etl.pieces import ImagePlan
 from etl.places import Place, is_left_out, place_of, split_word
 from features.decode import Limits
@@ -33,8 +34,10 @@ STEP = 1 << 20
 
 def rows(plan: ImagePlan, intake: Intake = INTAKE) -> list[dict[str, Any]]:
     """The rows of all pieces, which travel as text on their way to a task."""
-    pieces = [from_text(to_text(piece)) for piece in plan.pieces]
-    assert [to_text(piece) for piece in pieces] == [to_text(piece) for piece in plan.pieces]
+    texts = [json.dumps(to_json(piece)) for piece in plan.pieces]
+    pieces = [from_json(json.loads(text)) for text in texts]
+    assert [json.dumps(to_json(piece)) for piece in pieces] == texts
+    assert len(plan.piece_bytes()) == len(pieces)
     return [row for piece in pieces for batch in piece.read(intake, plan.num_classes) for row in batch.to_pylist()]
 
 

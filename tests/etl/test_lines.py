@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ def read(path: Path, split_bytes: int, chunk_bytes: int) -> Found:
     return found
 
 
-def read_range(part: Range, chunk_bytes: int, **how: bool) -> Found:
+def read_range(part: Range, chunk_bytes: int, **how: Any) -> Found:
     found: Found = []
     for item in read_lines(part, chunk_bytes, **how):
         if isinstance(item, LongLine):

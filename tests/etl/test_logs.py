@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import shutil
 import stat
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +28,7 @@ from storage.manifest import DatasetManifest
 from storage.tfrecord import parse_records
 from storage.verify import verify
 
-from .conftest import NASA, nasa_lines, run, tree
+from .conftest import NASA, large_offsets, nasa_lines, run, tree
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -130,8 +132,54 @@ def test_the_same_bytes_however_the_input_is_cut(
         [(2, "tfrecord", small), (4, "tfrecord", small), (4, "parquet", parquet)]
     ):
         output = tmp_path / str(number)
-        logs.run(spark, config(small_log, output, shard_bytes=100_000, split_bytes=-(-size // parts), fmt=fmt))
+        with large_offsets(spark) if parts == 2 else nullcontext():
+            logs.run(spark, config(small_log, output, shard_bytes=100_000, split_bytes=-(-size // parts), fmt=fmt))
         assert tree(output) == tree(expected) and len(tree(output)) > 8
+
+
+def test_many_small_files_are_read_once_by_few_tasks(
+    spark: SparkSession, small: Path, small_log: Path, tmp_path: Path
+) -> None:
+    many = tmp_path / "many"
+    many.mkdir()
+    lines = small_log.read_bytes().splitlines(keepends=True)
+    for number in range(0, len(lines), 40):
+        data = b"".join(lines[number : number + 40])
+        packed = number % 3 == 0
+        (many / f"{number:05d}.log{'.gz' if packed else ''}").write_bytes(gzip.compress(data) if packed else data)
+    assert spark.sparkContext._jsc is not None
+    store = spark.sparkContext._jsc.sc().statusStore()
+    before = store.jobsList(None).size()
+    spark.sparkContext.setJobDescription("mine")
+    manifest = logs.run(spark, config(many, tmp_path / "out", shard_bytes=100_000))
+    assert spark.sparkContext.getLocalProperty("spark.job.description") == "mine"
+    spark.sparkContext.setLocalProperty("spark.job.description", None)  # type: ignore[arg-type]
+    jobs = store.jobsList(None)
+    new = [jobs.apply(number) for number in range(jobs.size() - before)][::-1]
+    assert [(job.description().get(), job.numTasks()) for job in new][:1] == [("Lockstep: read and parse the log", 2)]
+    assert {job.description().get() for job in new} == {
+        f"Lockstep: {what}"
+        for what in (
+            "read and parse the log",
+            "make ids, splits and records",
+            "look for what is on two sides of the split",
+            "count vocabularies",
+            "order the records and write the shards",
+            "write the rejected input",
+        )
+    }
+    assert manifest.digest == DatasetManifest.from_bytes((small / "_manifest.json").read_bytes(), "small").digest
+    for source in manifest.source:
+        data = Path(source.url).read_bytes()
+        assert (source.bytes, source.sha256) == (len(data), hashlib.sha256(data).hexdigest())
+    assert len(manifest.source) == 100
+    rejected = pq.read_table(tmp_path / "out" / "_quarantine").to_pylist()
+    places = [(row["source"], row["position"]) for row in rejected]
+    assert places == sorted(places) and len(places) == 4
+    for row in rejected:
+        data = Path(row["source"]).read_bytes()
+        data = gzip.decompress(data) if row["source"].endswith(".gz") else data
+        assert data[row["position"] :].startswith(row["raw"])
 
 
 def test_the_same_bytes_when_tasks_are_killed(small: Path, small_log: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pyarrow as pa
 from etl.headers import kinds_in, names_in
 from etl.jsonl import read_objects
 from etl.log_plan import names_asked
-from etl.parse import BAD, ROW, SUMMARY, LineParser, Work, parse_range
+from etl.parse import BAD, DIGEST, ROW, SUMMARY, LineParser, Work, parse_range
 from etl.ranges import Range, find_sources
 from etl.reasons import Reasons
 from etl.records import RecordLines
@@ -105,6 +105,8 @@ def _parsed(
         for batch in parse_range(Work(Range(0, url, start, length, PLAIN), names), parser):
             batch.validate(full=True)
             for row in batch.to_pylist():
+                if row["_kind"] == DIGEST:
+                    continue
                 if row["_kind"] == SUMMARY:
                     lines += row["_lines"] or 0
                     dropped += row["_dropped_lines"] or 0

@@ -34,7 +34,7 @@ def test_a_healthy_machine_gets_an_ok_for_each_check(tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line.split(":")[0] for line in lines] == [
-        f"OK   {name}" for name in ("python", "java", "pins", "disk", "gpus", "spark", "hdfs")
+        f"OK   {name}" for name in ("python", "java", "packages", "disk", "gpus", "spark", "hdfs")
     ]
     assert "hunter2" not in done.stdout + done.stderr
     assert list(tmp_path.iterdir()) == []  # what was written is gone
@@ -84,10 +84,39 @@ def test_only_java_17_and_21_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
             _checks.check_java()
 
 
-def test_a_package_in_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_checks, "pins", lambda: {"pyarrow": "1.0", "no-such-package": "2.0"})
-    with pytest.raises(_checks.CheckFailed, match=r"pyarrow is \d.*pinned 1.0; no-such-package==2.0 is missing"):
-        _checks.check_pins()
+def test_packages_are_judged_by_what_can_be_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(_checks, "requirements", lambda: {"pyarrow": ">=1.0,<2", "numpy": ">=2.1", "petastorm": ""})
+    told = _checks.check_packages()
+    assert told.startswith("3 packages can be imported; never tried: pyarrow ") and told.endswith("(tried: >=1.0,<2)")
+    monkeypatch.setattr(_checks, "requirements", lambda: {"numpy": "", "no-such-package": ">=2"})
+    with pytest.raises(_checks.CheckFailed, match=r"no-such-package is missing"):
+        _checks.check_packages()
+    for code, said in (
+        ("raise OSError('no libjpeg')", "OSError: no libjpeg"),
+        ("import os; os.abort()", "ended with -6"),
+    ):
+        (tmp_path / "safetensors.py").write_text(code)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.setattr(_checks, "requirements", lambda: {"safetensors": ""})
+        with pytest.raises(_checks.CheckFailed, match=said):
+            _checks.check_packages()
+
+
+@pytest.mark.parametrize(
+    ("ranges", "version", "right"),
+    [
+        (">=2.1.0,<2.5", "2.1", True),
+        (">=2.1.0,<2.5", "2.4.6", True),
+        (">=2.1.0,<2.5", "2.10.0", False),
+        (">=2.1.0,<2.5", "2.0.9", False),
+        ("==0.13.1", "0.13.1", True),
+        ("==0.13.1", "0.13.2", False),
+        (">=4.0.0,<4.4", "4.3.0.dev1", True),
+        ("", "1", True),
+    ],
+)
+def test_versions_in_a_range(ranges: str, version: str, right: bool) -> None:
+    assert _checks.allows(ranges, version) is right
 
 
 def test_a_full_disk_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

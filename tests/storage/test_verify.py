@@ -199,6 +199,27 @@ def test_record_counts_are_held_against_the_shard(copy: Callable[[str], Path]) -
     assert any(item.record == 5 and "5 records instead of 4" in item.what for item in verify(str(root)))
 
 
+def test_a_split_without_records_is_not_whole(copy: Callable[[str], Path]) -> None:
+    root = copy("tfrecord")
+    (root / "split=test/part-00000.tfrecord").unlink()
+    (root / "_index/test/part-00000.idx").unlink()
+
+    def empty(doc: dict[str, Any]) -> None:
+        doc["splits"]["test"]["shards"] = []
+        del doc["files"]["_index/test/part-00000.idx"]
+        doc["counts"] = {**doc["counts"], "read": doc["counts"]["read"] - 4, "written": doc["counts"]["written"] - 4}
+
+    _rewrite(root, empty)
+    assert "split test has no records" in str(only(verify(str(root))))
+
+
+def test_rejected_records_are_as_many_as_counted(copy: Callable[[str], Path]) -> None:
+    root = copy("parquet")
+    _rewrite(root, lambda doc: doc["counts"].update(quarantined=2, read=doc["counts"]["read"] + 1))
+    found = only(verify(str(root)))
+    assert found.path == "_quarantine/part-00000.parquet" and "1 rejected records" in found.what
+
+
 def test_what_cannot_be_verified(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError):
         verify(str(tmp_path / "none"))

@@ -11,6 +11,7 @@ same order.
 
 from __future__ import annotations
 
+from storage.errors import CommunicationError
 from training.comm.schedule import Builder, Combine, Grid, Program
 
 
@@ -29,7 +30,13 @@ def all_reduce_short(rank: int, num_ranks: int, grid: Grid) -> Program:
     """The same by exchanging all at each step; the grid has one cell, so that each step is one frame."""
     builder = Builder(grid)
     cells = len(grid.edges) - 1
-    assert cells <= 1, "a second frame would leave after the first one's answer has changed it"
+    if cells > 1:  # a second frame would leave after the first one's answer has changed it
+        raise CommunicationError(
+            "an all-reduce in one exchange a step was planned in several frames",
+            got=f"{cells} frames",
+            allowed="1",
+            next_step="Choose another --algorithm.",
+        )
     core = _fold(builder, rank, num_ranks, grid)
     if core is not None:
         distance = 1
