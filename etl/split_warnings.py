@@ -41,8 +41,8 @@ def label_lines(label: str, classes: Mapping[str, Mapping[str, int]], *, sampled
     50.4 % of a million records are, nor 50 and 60 % of a hundred.
     """
     lines = [
-        f"label: all {count} records of {name} have `{label}` = {value}, so no metric there says how well classes are"
-        f" told apart; give more input, or --split stratified:{label}:..."
+        f"label: all {count} records of {name} have `{label}` = {value}, so no metric there says how well a model"
+        f" separates classes; give more input, or --split stratified:{label}:..."
         for name, counts in classes.items()
         if len(counts) == 1
         for value, count in counts.items()

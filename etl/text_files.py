@@ -23,7 +23,7 @@ _PRINTS = {PLAIN: "cat", "gzip": "zcat", "bzip2": "bzcat", "zstd": "zstdcat"}
 
 def check_lines(source: Source, head: bytes) -> None:
     """Raise DataError for a file of UTF-16 or UTF-32, or whose lines end with carriage returns only. `head` are the
-    first bytes of the file as it lies there, packed or not.
+    first bytes of the file as it is stored, packed or not.
     """
     start = _unpacked(source, head)
     wide = next((name for bom, name in _BOMS.items() if start.startswith(bom)), None) or _by_zeros(start)

@@ -174,7 +174,7 @@ def test_labels_that_look_into_the_next_split_are_left_out(frame: DataFrame) -> 
 
 
 @pytest.mark.parametrize("text", ["time:at:81/19", "stratified:kind:7/2/1"])
-def test_sampling_moves_no_border_and_thins_training_alone(frame: DataFrame, text: str) -> None:
+def test_sampling_moves_no_border_and_thins_training_only(frame: DataFrame, text: str) -> None:
     whole, thinned = (split_rows(frame, text, sample=sample)[0] for sample in (None, "click=false:10%"))
     columns = ("id", "click", c.SPLIT, c.DROPPED)
     before = {row["id"]: row for row in whole.select(*columns).collect()}
@@ -208,8 +208,8 @@ def test_groups_that_are_far_from_shares_and_have_one_class(
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
         "split: test has 33.3 % of the records where --split group:kind:80/20 asks for 20.0 %; of 3 groups the largest,"
         " `kind` = 'a', has 50.0 %: leave it out, or split by a column of smaller groups",
-        "label: all 200 records of test have `kind` = b, so no metric there says how well classes are told apart; give"
-        " more input, or --split stratified:kind:...",
+        "label: all 200 records of test have `kind` = b, so no metric there says how well a model separates"
+        " classes; give more input, or --split stratified:kind:...",
     ]
 
 

@@ -87,7 +87,7 @@ def test_dropped_rows_keep_their_reason_alone() -> None:
 
 
 @pytest.mark.parametrize("split", ["80/20", "8/1/1", "group:group:50/50"])
-def test_sampling_leaves_out_records_of_the_training_split_alone(split: str) -> None:
+def test_sampling_leaves_out_records_of_the_training_split_only(split: str) -> None:
     whole = assign(split).rows(batch(list(range(2000))))
     sampling = replace(assign(split), sample=Sampling.parse(",".join(f"group=g{n}:50%" for n in range(6))))
     thinned = sampling.rows(batch(list(range(2000))))
