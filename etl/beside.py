@@ -84,9 +84,9 @@ def place_quarantine(staging: Staging, folder: str, origin: Origin, urls: tuple[
     return files
 
 
-def keep_refused(config: WriteConfig, bad_rows: DataFrame, urls: Sequence[str]) -> str | None:
-    """Keep the first REFUSED_RECORDS of `bad_rows`, for which a job is refused, as a quarantine beside its output, or
-    beside the place that --quarantine names; returns the URL.
+def keep_refused(config: WriteConfig, bad_rows: DataFrame, urls: Sequence[str], bad: int) -> str | None:
+    """Keep the first REFUSED_RECORDS of the `bad` records in `bad_rows`, for which a job is refused, as a quarantine
+    beside its output, or beside the place that --quarantine names; returns the URL.
 
     The folder is published whole by one rename, only its owner may read it (mode 0700), and it replaces the one that an
     earlier job kept for the same output; `forget_refused` removes it. None where rejected input is not kept, or where
@@ -99,7 +99,7 @@ def keep_refused(config: WriteConfig, bad_rows: DataFrame, urls: Sequence[str]) 
     rows = bad_rows.orderBy(*named).limit(REFUSED_RECORDS)
     try:
         with Staging(url, mode=0o700, part_of=config.output) as staging:
-            origin = Origin(quarantine=rows, quarantined=REFUSED_RECORDS, quarantined_raw_bytes=PART_BYTES)
+            origin = Origin(quarantine=rows, quarantined=min(bad, REFUSED_RECORDS), quarantined_raw_bytes=PART_BYTES)
             place_quarantine(staging, staging.root, origin, tuple(urls))
             remove_refused(staging.fs, url, config.output)
             staging.publish(None)

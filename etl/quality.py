@@ -30,7 +30,7 @@ def check_bad(config: OutputConfig, bad_rows: DataFrame, urls: Sequence[str], ba
     first = bad_rows.orderBy(*named).select(*named, "reason").limit(3).collect()
     places = "; ".join(_place(urls, row.asDict()) for row in first)
     step = way_out({row["reason"] for row in first}, all_bad=bad == read)
-    kept = keep_refused(config, bad_rows, urls)
+    kept = keep_refused(config, bad_rows, urls, bad)
     if kept is not None:
         which = "the bad records" if bad <= REFUSED_RECORDS else f"the first {REFUSED_RECORDS} bad records"
         step = f"{step} {kept} holds {which} until this output is written again."

@@ -344,9 +344,8 @@ def _train(context: RankContext, hurdle: Any, checkpoint: Any = None, finish: An
         done = step + 1
         control.beat(done, "train")
         if world.is_leader:
-            control.notify(
-                "metrics", rows=[{"step": done, "epoch": plan.epoch_of_step(step), "loss": float(weights[0])}]
-            )
+            row = {"kind": "step", "step": done, "epoch": plan.epoch_of_step(step), "loss": float(weights[0])}
+            control.notify("metrics", rows=[row])
         if done % int(config.checkpoint_every) == 0 or done == total:
             (checkpoint or _checkpoint)(context, config, str(place["staging"]), done, weights)
     finish()
