@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from etl.clean import clean, clean_quarantine, remove_refused
 from etl.config import NOT_KEPT, WriteConfig
-from etl.lines import RAW_BYTES
 from etl.output import refuse_existing
 from etl.place import move
 from etl.quarantine import PART_BYTES, write_quarantine
@@ -25,8 +24,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-REFUSED_RECORDS = 1000  # enough to see what is wrong; with 64 KiB of each they are one file
-assert REFUSED_RECORDS * RAW_BYTES <= PART_BYTES
+REFUSED_RECORDS = 1000  # enough to see what is wrong; with RAW_BYTES of each they are one file
 
 
 @dataclass(frozen=True, kw_only=True)
