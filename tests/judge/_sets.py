@@ -144,7 +144,7 @@ def requests(lines: list[bytes]) -> pd.DataFrame:
     """Lines of the Common Log Format as a data frame, by pandas alone."""
     front, request = (
         r"^(?P<visitor>\S+) \S+ \S+ \[(?P<at>[^\]]+)\]",
-        r"(?P<method>\S+) +(?P<target>.*?)(?: +HTTP/[0-9.]+)? *",
+        r"(?P<method>\S+) +(?P<target>.*?)(?: +(?i:HTTP)/\S*)? *",
     )
     pattern = rf'{front} "{request}" (?P<status>\d+) '
     found = pd.Series([line.decode("latin-1") for line in lines]).str.extract(pattern).dropna()

@@ -50,6 +50,7 @@ FREE: dict[str, Any] = {
     "keep_checkpoints": 9,
     "keep_every": 100,
     "keep_best": "loss:min",
+    "max_restarts_per_hour": 3,
     "mean_time_between_failures_s": 60.0,
     "read_ahead_bytes": 1 << 20,
     "cache": "/var/cache/blocks",
