@@ -114,10 +114,11 @@ def parsed(
 
 
 def _check_label(spark: SparkSession, config: LogsConfig, plan: Plan) -> None:
+    if config.label is None:
+        return
     if not isinstance(plan.parser, RecordLines):
-        columns, label = weblog.label_columns(plan.told), config.label or DEFAULT_LABEL
-        check_label(spark, label, columns, weblog.LABEL_TYPES, weblog.LABEL_ALLOWED)
-    elif config.label is not None:
+        check_label(spark, config.label, weblog.label_columns(plan.told), weblog.LABEL_TYPES, weblog.LABEL_ALLOWED)
+    else:
         kinds = records.label_kinds(plan.schema)
         columns = ddl_of(plan.parser.schema)
         check_label(spark, config.label, columns, kinds, f"a SQL expression of type {kinds[0]} over {columns}"[:500])

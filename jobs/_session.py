@@ -50,19 +50,23 @@ def ship_rooms(folder: str) -> str:
     return target
 
 
-def quiet_start(environment: MutableMapping[str, str]) -> None:
-    """Have the Java process that this one will start use our log4j2 file, unless its owner has one.
+def java_options(environment: MutableMapping[str, str]) -> None:
+    """Set options of the Java process that this one will start, unless its owner has set them already.
 
-    The file leaves out what Spark says at each start; an own one in the configuration folder or by a Java option wins.
+    Java's quick compiler alone: the parsing is done by Arrow, so the optimising compiler takes more of a short job's
+    time than it gives back (decision 063). And our log4j2 file, which leaves out what Spark says at each start; an own
+    one in the configuration folder or by a Java option wins.
     """
     home = environment.get("SPARK_HOME")
     folder = environment.get("SPARK_CONF_DIR") or (home and os.path.join(home, "conf"))
     options = environment.get("SPARK_SUBMIT_OPTS", "")
-    own = folder is not None and any(Path(folder).glob("log4j2*"))
-    if own or "log4j" in options or not LOG4J.is_file():
-        return
-    # spark-submit puts these before spark.driver.extraJavaOptions, and of two of one name Java takes the last.
-    environment["SPARK_SUBMIT_OPTS"] = f"{options} -Dlog4j2.configurationFile={LOG4J.as_uri()}".strip()
+    more = [options] if options else []
+    if "TieredStopAtLevel" not in options:
+        more.append("-XX:TieredStopAtLevel=1")
+    if not (folder is not None and any(Path(folder).glob("log4j2*"))) and "log4j" not in options and LOG4J.is_file():
+        # spark-submit puts these before spark.driver.extraJavaOptions, and of two of one name Java takes the last.
+        more.append(f"-Dlog4j2.configurationFile={LOG4J.as_uri()}")
+    environment["SPARK_SUBMIT_OPTS"] = " ".join(more)
 
 
 @contextmanager
@@ -89,7 +93,7 @@ def spark_session(app_name: str, master: str | None = None) -> Iterator[SparkSes
         builder = builder.config(key, value)
     submitted = "SPARK_ENV_LOADED" in os.environ  # what spark-submit's own launcher sets
     if not submitted:
-        quiet_start(os.environ)
+        java_options(os.environ)
     if master is not None:
         builder = builder.master(master)
     elif not submitted:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jobs._session import LOG4J, _stop, quiet_start
+from jobs._session import LOG4J, _stop, java_options
 
 
 class DeadSession:
@@ -28,14 +28,17 @@ def test_end_of_a_dead_session_hides_no_error(caplog: pytest.LogCaptureFixture) 
     assert "Java process had ended" in caplog.text
 
 
-def test_a_log4j2_file_of_the_user_s_is_left_alone(tmp_path: Path) -> None:
-    ours = f"-Dlog4j2.configurationFile={LOG4J.as_uri()}"
+def test_java_options_of_the_user_s_are_left_alone(tmp_path: Path) -> None:
+    quick, quiet = "-XX:TieredStopAtLevel=1", f"-Dlog4j2.configurationFile={LOG4J.as_uri()}"
     plain: dict[str, str] = {}
-    quiet_start(plain)
-    assert plain == {"SPARK_SUBMIT_OPTS": ours}
+    java_options(plain)
+    assert plain == {"SPARK_SUBMIT_OPTS": f"{quick} {quiet}"}
     more = {"SPARK_SUBMIT_OPTS": "-Xss4m", "SPARK_HOME": str(tmp_path)}
-    quiet_start(more)
-    assert more["SPARK_SUBMIT_OPTS"] == f"-Xss4m {ours}"
+    java_options(more)
+    assert more["SPARK_SUBMIT_OPTS"] == f"-Xss4m {quick} {quiet}"
+    compiled = {"SPARK_SUBMIT_OPTS": "-XX:TieredStopAtLevel=4"}
+    java_options(compiled)
+    assert compiled["SPARK_SUBMIT_OPTS"] == f"-XX:TieredStopAtLevel=4 {quiet}"
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "log4j2.xml").touch()
     for own in (
@@ -43,6 +46,6 @@ def test_a_log4j2_file_of_the_user_s_is_left_alone(tmp_path: Path) -> None:
         {"SPARK_CONF_DIR": str(tmp_path / "conf")},
         {"SPARK_SUBMIT_OPTS": "-Dlog4j2.configurationFile=mine"},
     ):
-        before = dict(own)
-        quiet_start(own)
-        assert own == before
+        before = own.get("SPARK_SUBMIT_OPTS", "")
+        java_options(own)
+        assert own["SPARK_SUBMIT_OPTS"] == f"{before} {quick}".strip()
