@@ -10,7 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from features.schema import Field, Schema
+from lockstep.features.schema.fields import Field
+from lockstep.features.schema.schema import Schema
 
 Arrays = dict[str, Any]
 

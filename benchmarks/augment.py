@@ -3,7 +3,7 @@
     python -m benchmarks.augment [--images N] [--side N] [--rounds N]
 
 Each does the nearest thing to one operation of ours, on uint8 images of 3 channels in batches of 256, seeded:
-  ours   features.augment, numbers drawn by (seed, epoch, sample id) included
+  ours   lockstep.features.images, numbers drawn by (seed, epoch, sample id) included
   keras  the Keras layer on the whole batch, as a tf.function (a layer's numbers depend on what came before)
   image  tf.image's stateless operation on each image, seeded by its number, in a tf.data map, as people write it
 TensorFlow has one thread for arithmetic; the time is that of all processors. Each round takes all of them in turn, the
@@ -27,9 +27,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from features.augment.draws import Draws
-from features.augment.mixup import mix_images
-from features.augment.parse import parse
+from lockstep.features.images.augment import Draws
+from lockstep.features.images.mixup import mix_images
+from lockstep.features.images.parse import parse
 
 BATCH = 256
 LANE_ROWS = 16

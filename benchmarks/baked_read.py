@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.shapes import cpu_seconds, interleaved, machine, told
-from training.open_split import OpenSplit
+from training.reading.open import OpenSplit
 
 BATCH_ROWS = 4096
 

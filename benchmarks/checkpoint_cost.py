@@ -2,8 +2,8 @@
 
     python -m benchmarks.checkpoint_cost [--ranks 1 2] [--checkpoints 5] [--steps-between 30] [--run URL]
 
-Real runs by `training.driver.train` with ranks as processes of this host: dense layers under Adam, whose weights and
-optimizer state are 400 MB in all. The cost of a checkpoint is what stands still for it, and what the steps that
+Real runs by `training.driver.train.train` with ranks as processes of this host: dense layers under Adam, whose weights
+and optimizer state are 400 MB in all. The cost of a checkpoint is what stands still for it, and what the steps that
 run beside its writing take longer than the median of the others, all of one run. Its share of a run with a checkpoint a
 minute is that cost over 60 s. `--run` puts the runs below a URL, such as one of HDFS, in place of a temporary folder.
 Three minutes on an idle machine; a rank takes a core, so two are wanted.
@@ -22,13 +22,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.shapes import machine
-from storage.fs import filesystem, join
+from lockstep.storage.fs import filesystem
+from lockstep.storage.urls import join
 from tests.training._tiny import write_table
 from training.config import TrainConfig
-from training.driver import Hooks, train
-from training.history import History, read_history
+from training.driver.train import Hooks, train
 from training.launch.local import run_local
-from training.rank_file import HostBuffer, sha256_of, upload
+from training.run.history import History, read_history
+from training.run.rank_file import HostBuffer, sha256_of, upload
 
 STATE_BYTES = 400_000_000
 BATCH = 32

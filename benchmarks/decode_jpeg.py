@@ -7,9 +7,9 @@ TAR are archives of class folders, such as CIFAR-10's JPEGs; they are unpacked t
 interleaved, the first dropped:
   loop   processes, one a core, that hold their share of the files in memory and decode it with Pillow as people do:
          Image.open(...).convert("RGB") and numpy.asarray, nothing kept
-  ours   the same with features.decode, which the job uses
-  job    etl.image_sets.run in a session that is warm: scan, decode, split, sort, encode, checksums, manifest
-  rows   the same, all rows through Spark, as for what etl.planned_rows refuses (with --all)
+  ours   the same with lockstep.features.images.decode, which the job uses
+  job    etl.images.job.run in a session that is warm: scan, decode, split, sort, encode, checksums, manifest
+  rows   the same, all rows through Spark, as for what etl.images.planned_rows refuses (with --all)
   early  the same, images as pixels from the first task on (with --all)
 What carries over is the loop's share of a job: of its wall time, and of the processors' time, which other work on the
 machine changes less. The jobs must give one and the same manifest. With --upscale N the JPEGs are N times as tall and
@@ -44,11 +44,11 @@ import pyspark
 from PIL import Image
 from pyspark.sql import SparkSession
 
-from etl import image_sets
-from etl.image_config import ImagesConfig
-from features.decode import Limits, decode
+from etl.images import job as image_sets
+from etl.images.config import ImagesConfig
 from jobs._session import spark_session
-from storage.canonical import sha256_hex
+from lockstep.features.images.decode import Limits, decode
+from lockstep.storage.documents import sha256_hex
 
 SIDE = 32
 

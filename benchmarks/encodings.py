@@ -2,10 +2,10 @@
 
     python -m benchmarks.encodings [--rows N] [--tokens N] [--repeats N]
 
-hash: XXH64 in a kernel (features/hashing.py), TensorFlow's to_hash_bucket_fast over the same bytes (with making a
-tensor of them), Python's zlib.crc32 called for each value. vocabulary: our table of tokens, pyarrow's index_in,
-TensorFlow's StaticVocabularyTable; half of the values are unknown. sums: mean and variance without rounding
-(features/exact_sums.py), math.fsum, and NumPy's own. Batches of 4,096 rows as training encodes them. CPU seconds of the
+hash: XXH64 in a kernel (lockstep/features/encode/hashing.py), TensorFlow's to_hash_bucket_fast over the same bytes
+(with making a tensor of them), Python's zlib.crc32 called for each value. vocabulary: our table of tokens, pyarrow's
+index_in, TensorFlow's StaticVocabularyTable; half of the values are unknown. sums: mean and variance without rounding
+(etl/fit/exact_sums.py), math.fsum, and NumPy's own. Batches of 4,096 rows as training encodes them. CPU seconds of the
 process are counted.
 """
 
@@ -23,8 +23,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from benchmarks.shapes import cpu_seconds, interleaved, machine, told
-from features.exact_sums import FLOAT_UNIT, ExactSums
-from features.hashing import TokenTable, buckets_of
+from etl.fit.exact_sums import FLOAT_UNIT, ExactSums
+from lockstep.features.encode.hashing import TokenTable, buckets_of
 
 BATCH_ROWS, BUCKETS = 4096, 1000
 

@@ -26,10 +26,11 @@ from benchmarks.step_models import CLASSES, DENSE_LAYERS, DENSE_UNITS
 from benchmarks.step_worker import KEY, Control, hear, say
 from benchmarks.train_step import ROOT
 from tests.network.hosts import Hosts, why_not
-from training.agreement import CONTROL_WORDS
-from training.buckets import lay_out
-from training.comm import connect, engine
-from training.exchange import Exchange
+from training.comm import connect
+from training.comm.tcp import engine
+from training.exchange.agreement import CONTROL_WORDS
+from training.exchange.buckets import lay_out
+from training.exchange.exchange import Exchange
 from training.world import World
 
 FLOAT = np.dtype(np.float32)

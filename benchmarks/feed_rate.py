@@ -20,13 +20,14 @@ from collections.abc import Callable
 import numpy as np
 import pyarrow as pa
 
-from features.fitted import Vocabulary
-from features.sample_id import sample_id
-from features.schema import Field, Schema
+from lockstep.features.sample_id import sample_id
+from lockstep.features.schema.fields import Field
+from lockstep.features.schema.fitted import Vocabulary
+from lockstep.features.schema.schema import Schema
 from tests.training._tiny import write_rows
-from training.batches import RankFeed, eval_batches
-from training.open_split import OpenSplit
-from training.plan import EpochPlan
+from training.batches.feed import RankFeed, eval_batches
+from training.plan.epoch_plan import EpochPlan
+from training.reading.open import OpenSplit
 from training.world import World
 
 PAGES, TOKENS = 300, 200

@@ -38,9 +38,9 @@ def main() -> None:
     os.sched_setaffinity(0, {0})
     import keras
 
-    from training.batchnorm import statistics_of
     from training.comm import SoloCommunicator
-    from training.distribute import distribute
+    from training.steps.batchnorm import statistics_of
+    from training.steps.distribute import distribute
 
     models = [step_models.build(keras, args.model) for _ in range(2)]
     models[1].optimizer.build(models[1].trainable_variables)

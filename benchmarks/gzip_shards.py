@@ -23,14 +23,15 @@ from unittest import mock
 import numpy as np
 import pyarrow as pa
 
+from benchmarks.arrays import split_arrays
 from benchmarks.shapes import cpu_seconds, image_rows, image_schema, interleaved, machine, tab_rows, tab_schema, told
-from features.codec.encoder import RecordEncoder
-from features.schema import Field, Schema, sample_id_field
-from storage.framed_writer import FramedWriter
-from storage.gzip_blocks import GzipWriter
+from lockstep.features.examples.encoder import RecordEncoder
+from lockstep.features.schema.fields import Field, sample_id_field
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.formats.framed_writer import FramedWriter
+from lockstep.storage.formats.gzip_blocks import GzipWriter
 from tests.storage.repacked import repacked
 from tests.training._tiny import write_rows
-from training.arrays import split_arrays
 
 BLOCK_BYTES = 2 << 20
 BATCH_ROWS = 1024
@@ -55,7 +56,7 @@ def plain(data: np.ndarray, block_records: int) -> None:
 
 def packed(data: np.ndarray, block_records: int, level: int) -> int:
     """As a task writes a gzip shard; returns its bytes."""
-    with mock.patch("storage.gzip_blocks.LEVEL", level):
+    with mock.patch("lockstep.storage.formats.gzip_blocks.LEVEL", level):
         writer = GzipWriter(io.BytesIO(), block_records)
         writer.write(data)
         writer.finish()

@@ -44,11 +44,11 @@ import pyarrow as pa
 
 from benchmarks.petastorm_read import write as write_parquet
 from benchmarks.shapes import image_rows, image_schema, machine, spread, tab_rows, tab_schema
-from features.schema import Schema
+from lockstep.features.schema.schema import Schema
 from tests.training._tiny import write_rows
-from training.batches import RankFeed, eval_batches
-from training.open_split import OpenSplit
-from training.plan import EpochPlan
+from training.batches.feed import RankFeed, eval_batches
+from training.plan.epoch_plan import EpochPlan
+from training.reading.open import OpenSplit
 from training.world import World
 
 BATCHES = (64, 512, 1024)
@@ -209,7 +209,7 @@ def main(argv: list[str]) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     warnings.simplefilter("ignore")
     if not args.no_peers:
-        from etl.petastorm_compat import enable
+        from etl.petastorm import enable
 
         enable()
     print(machine("pyarrow", "numpy", "numba", "tensorflow", "petastorm"), "one core")

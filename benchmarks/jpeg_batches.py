@@ -3,10 +3,11 @@
     python -m benchmarks.jpeg_batches DATASET [--split NAME] [--threads N ...] [--rounds N]
 
 DATASET comes from `jobs.etl_images --store encoded`. Each round takes these in turn, the first round is dropped:
-  alone  features.decode of each file, from memory, nothing kept: in one thread, or in N that share the files
-  many   features.decode_many on the same files in memory, 512 at a time: the decoder that `ours` has
-  ours   training.iterate: shards read and checked, lanes, windows, decoded by N threads into batch arrays
-  plain  the files of `ours`, its decoding left out (features.decode_many gives arrays of zeros): what is not decoding
+  alone  lockstep.features.images.decode of each file, from memory, nothing kept: in one thread, or in N that share the
+  files many   lockstep.features.images.decode_many on the same files in memory, 512 at a time: the decoder that `ours`
+  has ours   training.batches.planned: shards read and checked, lanes, windows, decoded by N threads into batch arrays
+  plain  the files of `ours`, its decoding left out (lockstep.features.images.decode_many gives arrays of zeros): what
+  is not decoding
 `alone` and `many` over `ours` are the shares of decoding that are kept: of wall time, and of processors' time, which
 other work on the machine changes less. One thread means one core: run it under `taskset -c 0`.
 """
@@ -29,11 +30,11 @@ from unittest import mock
 import numpy as np
 import PIL
 
-from features import decode_many
-from features.aligned import aligned_empty
-from features.decode import decode
-from training.iterate import PlannedBatches
-from training.open_split import OpenSplit
+from lockstep.features.images import decode_many
+from lockstep.features.images.aligned import aligned_empty
+from lockstep.features.images.decode import decode
+from training.batches.planned import PlannedBatches
+from training.reading.open import OpenSplit
 
 BATCH = 128
 
@@ -83,7 +84,7 @@ def zeros(_data: Any, offsets: Any, size: tuple[int, int], channels: int, *_: An
 
 def without_decoding(planned: PlannedBatches) -> None:
     """One epoch of which no file is decoded."""
-    with mock.patch("features.tensor_transforms.decode_files", zeros):
+    with mock.patch("lockstep.features.encode.tensor_transforms.decode_files", zeros):
         batches(planned)
 
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.shapes import interleaved, machine, seconds
-from etl import logs
-from etl.config import LogsConfig
+from etl.logs import job as logs
+from etl.write.config import LogsConfig
 from jobs._session import spark_session
 
 if TYPE_CHECKING:

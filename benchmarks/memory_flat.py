@@ -22,12 +22,12 @@ from pathlib import Path
 from benchmarks.feed_rate import write
 from tests.storage.repacked import repacked
 from tests.training._tiny import write_images
-from training.batches import RankFeed
-from training.history import read_history
-from training.open_split import OpenSplit
-from training.plan import EpochPlan
-from training.read_options import ReadOptions
-from training.reading import resident_bytes
+from training.batches.feed import RankFeed
+from training.plan.epoch_plan import EpochPlan
+from training.reading.open import OpenSplit
+from training.reading.read_options import ReadOptions
+from training.reading.reading import resident_bytes
+from training.run.history import read_history
 from training.world import World
 
 CACHE_BYTES = 1 << 30

@@ -26,8 +26,8 @@ import numpy as np
 from tests.network.hosts import Hosts, why_not
 from tests.network.run_hosts import run_hosts
 from training.comm import CommOptions
-from training.launch.context import RankContext
-from training.launch.task import RankTask
+from training.control.context import RankContext
+from training.control.task import RankTask
 
 RATE_BITS_S = 10**9
 OURS_OF_A_PACKET = 1448 / 1514

@@ -30,10 +30,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from storage.fs import filesystem
-from training.chain import checkpoints, find_result, find_tip, read_checkpoint
-from training.paths import RunPaths
-from training.read_parts import read_whole
+from lockstep.storage.fs import filesystem
+from training.run.chain import checkpoints, find_result, find_tip, read_checkpoint
+from training.run.paths import RunPaths
+from training.run.read_parts import read_whole
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS, EPOCHS, STEP_S = 400, 12, 0.02
@@ -193,7 +193,7 @@ def ranks_below(pid: int) -> list[int]:
         while above in parents and above != pid:
             above = parents[above]
         with contextlib.suppress(OSError):
-            if above == pid and b"training.rank" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if above == pid and b"training.rank.__main__" in Path(f"/proc/{child}/cmdline").read_bytes():
                 found.append(child)
     return sorted(found)
 

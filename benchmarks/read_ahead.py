@@ -27,14 +27,16 @@ import google_crc32c
 import numpy as np
 import pyarrow as pa
 
-from features.schema import Field, Schema, sample_id_field
-from storage.fs import filesystem, join
+from lockstep.features.schema.fields import Field, sample_id_field
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.fs import filesystem
+from lockstep.storage.urls import join
 from tests.cluster.daemons import Cluster
 from tests.training._tiny import write_rows
-from training.open_split import OpenSplit
-from training.plan import EpochPlan
-from training.positions import Run
-from training.read_options import ReadOptions
+from training.plan.epoch_plan import EpochPlan
+from training.plan.order import Run
+from training.reading.open import OpenSplit
+from training.reading.read_options import ReadOptions
 
 RECORD_BYTES, BLOCK_RECORDS, SHARD_MB = 3000, 512, 64
 PIECE_BYTES = 4 << 20

@@ -22,6 +22,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from benchmarks.arrays import split_arrays
 from benchmarks.arrow_peer import arrow_batches, fixed_batches, split_files
 from benchmarks.shapes import (
     image_rows,
@@ -33,9 +34,8 @@ from benchmarks.shapes import (
     told,
     warm_cpu_seconds,
 )
-from features.schema import Schema
+from lockstep.features.schema.schema import Schema
 from tests.training._tiny import write_rows
-from training.arrays import split_arrays
 
 BATCH_ROWS = 1024
 BLOCK_BYTES = 2 << 20

@@ -7,10 +7,10 @@ pictures are the project's excerpt of Fashion-MNIST as 32 x 32 x 3, as often as 
 each measurement the kernel forgets what it keeps of the DataNodes' files, so that blocks come from the disk again.
 
 First what `jobs.profile_run` measures: the same compiled step on one kept batch (synthetic), on blocks from a cache and
-on blocks from HDFS, in turns; tracing falls into a round that is dropped. Then a real run by `training.driver.train`,
-of two epochs, whose own rows say for how long each rank's steps waited; its first steps are left out. Two bars: blocked
-on input for less than 2 % of the steps' time, and steps within 3 % of those on synthetic data. Six minutes on an idle
-machine with two cores.
+on blocks from HDFS, in turns; tracing falls into a round that is dropped. Then a real run by
+`training.driver.train.train`, of two epochs, whose own rows say for how long each rank's steps waited; its first steps
+are left out. Two bars: blocked on input for less than 2 % of the steps' time, and steps within 3 % of those on
+synthetic data. Six minutes on an idle machine with two cores.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.shapes import image_schema, machine, pixels
-from storage.fs import filesystem, join
-from storage.progress import Progress
+from lockstep.storage.fs import filesystem
+from lockstep.storage.progress import Progress
+from lockstep.storage.urls import join
 from tests.cluster.daemons import Cluster
 from tests.training._tiny import write_rows
 from training.config import TrainConfig
-from training.driver import Hooks, train
-from training.history import read_history
+from training.driver.train import Hooks, train
 from training.launch.local import run_local
-from training.profile_data import drop_pages
-from training.profile_rounds import COLD, Spread
-from training.profile_run import Profile, profile
-from training.profile_table import table
+from training.profiling.profile import Profile, profile
+from training.profiling.profile_data import drop_pages
+from training.profiling.profile_table import table
+from training.profiling.verdict import COLD, Spread
+from training.run.history import read_history
 
 PICTURES = Path(__file__).resolve().parent.parent / "data" / "fashion-mnist"
 RANKS, BATCH, EPOCHS = 2, 128, 2

@@ -2,8 +2,8 @@
 
     python -m benchmarks.restart_time [--launchers local barrier] [--model resnet20] [--kills 3] [--no-spare]
 
-A real run of two ranks by `training.driver.train` on a small set of 32x32x3 images, for each launcher without and with
-`--spare`. Level 1: one rank is killed; level 2 (barrier, local[2]): the Spark task that supervises it is. Each
+A real run of two ranks by `training.driver.train.train` on a small set of 32x32x3 images, for each launcher without
+and with `--spare`. Level 1: one rank is killed; level 2 (barrier, local[2]): the Spark task that supervises it is. Each
 generation is killed some steps after its first one. "noticed" is from the kill to the driver's first sight of it; the
 other parts are the driver's own account (training.launch.restarts). Printed: each part's median over the kills, and the
 whole's median and range. Three minutes on an idle machine; a rank takes a core, so two are wanted.
@@ -28,17 +28,18 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.shapes import machine
-from features.schema import Field, Schema
-from storage.errors import ConfigError
+from lockstep.features.schema.fields import Field
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.errors import ConfigError
 from tests.training._tiny import write_rows
 from training.config import Launcher, TrainConfig
 from training.control.failures import RankState
-from training.driver import train
+from training.control.task import Limits
+from training.driver.train import train
 from training.launch.barrier import OnSpark
 from training.launch.local import OnHost
 from training.launch.restarts import ANEW, IN_PLACE, Restart
 from training.launch.session import Session, SessionLauncher
-from training.launch.task import Limits
 
 RANKS = 2
 EPOCHS = 10_000  # more than there is time for: the run ends with its last kill

@@ -26,13 +26,14 @@ import numpy as np
 from benchmarks.scaling_simulated import simulated
 from tests.network.hosts import Hosts
 from tests.network.run_hosts import run_hosts
-from training.bench_comm import timed
 from training.comm.cost import COUNTS, Counts, LinkCosts, predict_s, work_of
 from training.comm.options import CommOptions
-from training.comm.tcp import ProgramKey, TcpCommunicator, program_of
-from training.launch.context import RankContext
+from training.comm.tcp.communicator import TcpCommunicator
+from training.comm.tcp.programs import ProgramKey, program_of
+from training.control.context import RankContext
+from training.control.task import RankTask
 from training.launch.local import run_local
-from training.launch.task import RankTask
+from training.profiling.bench_comm import timed
 
 MOST_RANKS = 8
 RANKS = tuple(range(2, MOST_RANKS + 1))

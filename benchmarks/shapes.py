@@ -11,7 +11,8 @@ from importlib.metadata import version
 import numpy as np
 import pyarrow as pa
 
-from features.schema import Field, Schema, sample_id_field
+from lockstep.features.schema.fields import Field, sample_id_field
+from lockstep.features.schema.schema import Schema
 
 INTS, FLOATS = 26, 13
 DISTINCT_FLOATS = 100_000

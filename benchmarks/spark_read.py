@@ -20,15 +20,18 @@ import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 
 from benchmarks.shapes import image_rows, image_schema, interleaved, machine, seconds, tab_rows, tab_schema, told
-from features.codec.encoder import RecordEncoder
-from features.schema import Schema
 from jobs._session import spark_session
-from storage.canonical import crc32c_hex, sha256_hex
-from storage.fs import filesystem, join
-from storage.layout import DatasetPaths, index_path, shard_path
-from storage.manifest import Counts, DatasetManifest, FileInfo, ShardInfo, SourceInfo, SplitInfo
-from storage.publish import write_file
-from storage.tfrecord import index_bytes
+from lockstep.features.examples.encoder import RecordEncoder
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.dataset.layout import DatasetPaths, index_path, shard_path
+from lockstep.storage.dataset.manifest import DatasetManifest
+from lockstep.storage.dataset.manifest_entries import Counts, FileInfo, SourceInfo
+from lockstep.storage.dataset.manifest_shards import ShardInfo, SplitInfo
+from lockstep.storage.documents import crc32c_hex, sha256_hex
+from lockstep.storage.formats.tfrecord import index_bytes
+from lockstep.storage.fs import filesystem
+from lockstep.storage.publish import write_file
+from lockstep.storage.urls import join
 
 BLOCK_BYTES = 2 << 20
 BATCH_ROWS = 10_000

@@ -23,8 +23,8 @@ import numpy as np
 from benchmarks import step_models
 
 KEY = b"t" * 32
-# As training.runtime sets a rank's: one thread computes, and one more lets the exchange be fed while it does. With a
-# single one TensorFlow 2.21 runs all of the backward pass before it hands over the first gradient.
+# As training.rank.runtime sets a rank's: one thread computes, and one more lets the exchange be fed while it does.
+# With a single one TensorFlow 2.21 runs all of the backward pass before it hands over the first gradient.
 THREADS = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2", "OMP_NUM_THREADS": "1"}
 for setting, value in THREADS.items():
     os.environ.setdefault(setting, value)
@@ -91,10 +91,10 @@ def ours(name: str, rank: int, ranks: int) -> Any:
     """Keras with the exchange."""
     import keras
 
-    from training.batchnorm import statistics_of
     from training.comm import connect
-    from training.distribute import distribute
-    from training.rank_step import RankStep
+    from training.steps.batchnorm import statistics_of
+    from training.steps.distribute import distribute
+    from training.steps.rank_step import RankStep
     from training.world import World
 
     keras.utils.set_random_seed(0)

@@ -26,12 +26,13 @@ import hdfs_native
 import numpy as np
 from hdfs import InsecureClient
 
-from storage.fs import filesystem, join
-from storage.hdfs_checksum import same_as
-from storage.publish import file_digest
-from storage.settings import hadoop_user
-from storage.upload import upload
-from storage.upload_plan import find_files
+from lockstep.storage.fs import filesystem
+from lockstep.storage.hdfs_checksum import same_as
+from lockstep.storage.publish import file_digest
+from lockstep.storage.settings import hadoop_user
+from lockstep.storage.upload import upload
+from lockstep.storage.upload_plan import find_files
+from lockstep.storage.urls import join
 from tests.cluster.daemons import Cluster
 from tests.cluster.jars import hadoop_jars, hadoop_version, java_home
 
@@ -41,7 +42,7 @@ Way = tuple[Callable[[str, bytes], None], Callable[[str], int]]
 
 
 def ours(base: str) -> Way:
-    """Write and read by storage.fs below the URL `base`."""
+    """Write and read by lockstep.storage.fs below the URL `base`."""
     fs = filesystem(base)
 
     def write(name: str, data: bytes) -> None:

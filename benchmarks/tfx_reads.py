@@ -26,9 +26,10 @@ import pyarrow as pa
 from pyspark.sql import SparkSession
 
 from etl import columns as c
-from etl.write import write_dataset
-from features.schema import SAMPLE_ID, Field, Schema, sample_id_field
+from etl.write.write import write_dataset
 from jobs._session import spark_session
+from lockstep.features.schema.fields import SAMPLE_ID, Field, sample_id_field
+from lockstep.features.schema.schema import Schema
 
 PEER = Path(__file__).with_name("tfx_reads_peer.py")
 ROWS = 500

@@ -27,8 +27,8 @@ from tests.network.hosts import Hosts, why_not
 from tests.network.run_hosts import run_hosts
 from training.comm import CommOptions, cost
 from training.comm.hierarchical import HierarchicalCommunicator
-from training.launch.context import RankContext
-from training.launch.task import RankTask
+from training.control.context import RankContext
+from training.control.task import RankTask
 
 WHOLE, IN_TURN, BETWEEN = "both levels at once", "in turn", "between leaders alone"
 SUM, BACK = "sum in each host", "copy back in each host"

@@ -5,14 +5,15 @@ from __future__ import annotations
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from features.schema import Field, Schema
+from lockstep.features.schema.fields import Field
+from lockstep.features.schema.schema import Schema
 
 # What a data frame for write_dataset may hold besides the fields: where a row comes from (needed), which repetition of
 # its id columns it is, which split its input names, and why it is not written.
 SOURCE, POSITION, OCCURRENCE, SPLIT, DROPPED = "_source", "_position", "_occurrence", "_split", "_dropped"
 # What the writer adds: the order in a split as a signed number, the encoded size, and the encoded record (TFRecord).
 KEY, BYTES, RECORD, SHARD = "_key", "_bytes", "_record", "_shard"
-# What must not be on two sides of the split, as a number: see etl.leakage.
+# What must not be on two sides of the split, as a number: see etl.split.leakage.
 LEAK = "_leak"
 
 # Types in Spark's notation: whole numbers, and what has parts.

@@ -11,19 +11,30 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, cast
 
 from etl import VERSION
-from etl.attempts import upload
-from etl.spark_errors import in_task, translated
-from features.foreign_files import ForeignFile, files_of_others, find_files, infer_columns, is_gzip, pieces, sample
-from storage.errors import ConfigError, DataError, ExistsError, NotFoundError
-from storage.findings import CHUNK_BYTES, HashedReader
-from storage.framed_writer import FramedWriter
-from storage.fs import FileSystem, absolute, filesystem, join, parent
-from storage.indexed import INDEX_FOLDER, IndexedManifest, index_name, is_indexed
-from storage.layout import MANIFEST_NAME, safe_relative
-from storage.manifest import FileInfo, ShardInfo
-from storage.publish import write_file
-from storage.settings import set_hadoop_settings
-from storage.tfrecord import FRAMING_BYTES, record_offsets
+from etl.spark.attempts import upload
+from etl.spark.errors import in_task, translated
+from lockstep.features.shards.foreign_files import (
+    ForeignFile,
+    files_of_others,
+    find_files,
+    infer_columns,
+    is_gzip,
+    pieces,
+    sample,
+)
+from lockstep.storage.dataset.indexed import INDEX_FOLDER, IndexedManifest, index_name, is_indexed
+from lockstep.storage.dataset.layout import MANIFEST_NAME, safe_relative
+from lockstep.storage.dataset.manifest_entries import FileInfo
+from lockstep.storage.dataset.manifest_shards import ShardInfo
+from lockstep.storage.errors import ConfigError, DataError, ExistsError, NotFoundError
+from lockstep.storage.files.interface import FileSystem
+from lockstep.storage.formats.framed_writer import FramedWriter
+from lockstep.storage.formats.tfrecord import FRAMING_BYTES, record_offsets
+from lockstep.storage.fs import filesystem
+from lockstep.storage.publish import write_file
+from lockstep.storage.settings import set_hadoop_settings
+from lockstep.storage.urls import absolute, join, parent
+from lockstep.storage.verify.check import CHUNK_BYTES, HashedReader
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from etl.config import WriteConfig
-from etl.flags import check_flag
-from storage.urls import several
+from etl.write.config import WriteConfig
+from lockstep.storage.flags import check_flag
+from lockstep.storage.urls import several
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +29,9 @@ class TableConfig(WriteConfig):
     exclude: tuple[str, ...] = ()
     """Columns that are not stored, though they may be ids or decide the split."""
     schema: str | None = None
-    """File of a declared schema (features.declare); None takes the columns' own types (etl.table)."""
+    """File of a declared schema (lockstep.features.schema.declare); None takes the columns' own types
+    (etl.write.frame).
+    """
 
     def __post_init__(self) -> None:
         super(TableConfig, self).__post_init__()

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from etl.output import check_output, check_schema
-from etl.spark_errors import translated
-from etl.table import infer_schema
+from etl.spark.errors import translated
+from etl.spark.watch import watched
 from etl.table_config import TableConfig
-from etl.watch import watched
-from etl.write import Origin, write_dataset
-from features.declare import load_schema
-from features.schema import Schema
-from storage.errors import ConfigError, NotFoundError
-from storage.manifest import DatasetManifest
+from etl.write.beside import Origin
+from etl.write.frame import infer_schema
+from etl.write.output import check_output, check_schema
+from etl.write.write import write_dataset
+from lockstep.features.schema.declare import load_schema
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.dataset.manifest import DatasetManifest
+from lockstep.storage.errors import ConfigError, NotFoundError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from storage.errors import LockstepError
+from lockstep.storage.errors import LockstepError
 from training.devices import host_gpus
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ FREE_DISK_GIB = 5  # Spark's shuffle files and a local run; the environments are
 JAVA_LIMIT_S = 30.0
 CUDA_PACKAGE = "nvidia-cudnn-cu12"  # one of those that requirements-gpu.txt brings
 IMPORT_LIMIT_S = 300.0  # TensorFlow from a cold disk
-NOT_BY_ITSELF = ("petastorm",)  # which needs etl.petastorm_compat first
+NOT_BY_ITSELF = ("petastorm",)  # which needs etl.petastorm first
 IMPORT_NAME = {"google-crc32c": "google_crc32c", "hdfs-native": "hdfs_native", "pillow": "PIL"}
 
 
@@ -206,8 +206,9 @@ def check_spark(master: str | None, url: str | None = None) -> str:
 
 def _write_probe(spark: SparkSession, url: str | None) -> str:
     from etl import write_dataset
-    from storage.fs import filesystem, join
-    from storage.verify import verify
+    from lockstep.storage.fs import filesystem
+    from lockstep.storage.urls import join
+    from lockstep.storage.verify import verify
 
     folder = join(url or tempfile.gettempdir(), f"_doctor-{uuid.uuid4().hex}")
     try:
@@ -222,7 +223,8 @@ def _write_probe(spark: SparkSession, url: str | None) -> str:
 
 def check_storage(url: str) -> str:
     """Write, sync, rename, read back and delete one small file under `url`, through the storage room."""
-    from storage.fs import filesystem, join
+    from lockstep.storage.fs import filesystem
+    from lockstep.storage.urls import join
 
     fs = filesystem(url)
     folder = join(url, f"_doctor-{uuid.uuid4().hex}")

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from storage.deadline import end_process
-from storage.errors import ConfigError, LockstepError, NotFoundError, nearest
+from lockstep.storage.errors import ConfigError, LockstepError, NotFoundError, nearest
+from lockstep.storage.files.deadlines import end_process
 
 INTERRUPTED = 130  # what a shell reports for a process ended by Ctrl-C
 PIPE_CLOSED = 141  # and for one that wrote to a pipe that nobody reads any more

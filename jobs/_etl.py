@@ -5,10 +5,10 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from etl.config import DEFAULT_SHARD_BYTES, WEIGHTS
-from etl.leakage import content_line
+from etl.split.leakage import content_line
+from etl.write.config import DEFAULT_SHARD_BYTES, WEIGHTS
 from jobs._cli import JobParser, joined
-from storage.manifest import DatasetManifest
+from lockstep.storage.dataset.manifest import DatasetManifest
 
 _WRITTEN = (
     "output", "fmt", "compression", "split", "shard_bytes", "row_group_bytes", "seed", "sample", "weights",

@@ -10,22 +10,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from etl import image_sets, logs
+from etl.images import job as image_sets
+from etl.logs import job as logs
 from jobs import _train, etl_images, etl_logs, evaluate, train
 from jobs._cli import JobParser, read_toml
-from storage.errors import ConfigError, CorruptionError, nearest
-from storage.fs import join
-from storage.manifest import DatasetManifest
-from storage.verify import verify
-from training.driver import train as train_run
-from training.evaluate import evaluate as evaluate_run
+from lockstep.storage.dataset.manifest import DatasetManifest
+from lockstep.storage.errors import ConfigError, CorruptionError, nearest
+from lockstep.storage.urls import join
+from lockstep.storage.verify import verify
+from training.driver.precheck import check as check_training
+from training.driver.train import train as train_run
 from training.launch.barrier import OnSpark
 from training.launch.local import run_local
 from training.launch.session import Launch
 from training.models import check_name
-from training.precheck import check as check_training
-from training.report import write_report
-from training.run_result import RunResult
+from training.results.evaluate import evaluate as evaluate_run
+from training.results.report import write_report
+from training.run.result import RunResult
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from storage.errors import ConfigError, LockstepError
+from lockstep.storage.errors import ConfigError, LockstepError
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -26,7 +26,7 @@ _MASTER = re.compile(
     r"local(\[(\*|[1-9][0-9]{0,3})(\s*,\s*[0-9]+)?\])?|local-cluster\[[0-9, ]+\]|yarn|(spark|k8s)://.+"
 )
 LOG4J = ROOT / "conf" / "spark-log4j2.properties"
-ROOMS = ("storage", "features", "etl", "training", "pyspark_tfrecord", "jobs")
+ROOMS = ("lockstep", "etl", "training", "pyspark_tfrecord", "jobs")
 
 PINNED = {
     # Java's serializer keeps all it has written since its last reset: by default 100 batches of cached rows, each MiB

@@ -6,12 +6,12 @@ from argparse import SUPPRESS, Action, Namespace
 from collections.abc import Callable, Collection
 from typing import Any, get_args
 
-from features.augment.parse import forms
 from jobs._cli import JobParser, check_master, joined, refuse_idle
-from training.block_fetch import READ_AHEAD_BYTES
-from training.checkpoint_schedule import AUTO
+from lockstep.features.images.parse import forms
 from training.comm.options import Algorithm, Backend
 from training.config import BadImages, BatchNorm, NonFinite, Precision, ScalingRule, TrainConfig, Verify
+from training.rank.checkpoint_schedule import AUTO
+from training.reading.fetch import READ_AHEAD_BYTES
 
 
 def parser(description: str, job_name: str = "train", without: Collection[str] = ()) -> JobParser:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from storage.errors import ConfigError
-from storage.fs import split_url
-from storage.settings import hadoop_settings
-from storage.upload import Outcome
-from storage.webhdfs_address import as_hdfs, as_webhdfs
+from lockstep.storage.errors import ConfigError
+from lockstep.storage.files.webhdfs_http import as_hdfs, as_webhdfs
+from lockstep.storage.settings import hadoop_settings
+from lockstep.storage.upload import Outcome
+from lockstep.storage.urls import split_url
 
 
 def target(output: str, via: str | None) -> str:

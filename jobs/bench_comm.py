@@ -14,16 +14,17 @@ if sys.path[0] != ROOT:
 
 from jobs._cli import JobParser, check_master, run_job
 from jobs._session import hadoop_settings_of, spark_session
-from storage.fs import absolute, filesystem
-from storage.progress import Progress
-from storage.publish import occupied, write_file
-from storage.settings import set_hadoop_settings
-from training.bench_comm import BenchConfig, Row, bench, check
-from training.bench_table import document, size, table
+from lockstep.storage.fs import filesystem
+from lockstep.storage.progress import Progress
+from lockstep.storage.publish import occupied, write_file
+from lockstep.storage.settings import set_hadoop_settings
+from lockstep.storage.urls import absolute
 from training.comm.options import Algorithm, Backend
 from training.launch.barrier import OnSpark
 from training.launch.local import run_local
 from training.launch.session import Launch
+from training.profiling.bench_comm import BenchConfig, Row, bench, check
+from training.profiling.bench_table import document, size, table
 
 SIZES = ("4K", "64K", "1M", "16M", "64M")
 

@@ -10,13 +10,15 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
-from etl.describe import MAX_RECORDS, describe
-from etl.describe_page import PAGE_START, as_page
-from etl.describe_text import as_text, shown
+from etl.describe.dataset import MAX_RECORDS, describe
+from etl.describe.describe_text import as_text, shown
+from etl.describe.render import PAGE_START, as_page
 from jobs._cli import JobParser, run_job
-from storage.errors import ExistsError, NotFoundError
-from storage.fs import FileSystem, absolute, filesystem, parent
-from storage.publish import write_file
+from lockstep.storage.errors import ExistsError, NotFoundError
+from lockstep.storage.files.interface import FileSystem
+from lockstep.storage.fs import filesystem
+from lockstep.storage.publish import write_file
+from lockstep.storage.urls import absolute, parent
 
 
 def parser() -> JobParser:

@@ -12,7 +12,7 @@ if sys.path[0] != ROOT:
 
 from jobs._checks import check_disk, check_gpus, check_java, check_packages, check_python, check_spark, check_storage
 from jobs._cli import JobParser, run_job
-from storage.errors import LockstepError
+from lockstep.storage.errors import LockstepError
 
 
 def tell(name: str, check: Callable[[], str]) -> bool:

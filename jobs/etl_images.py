@@ -11,14 +11,14 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
-from etl import image_sets
-from etl.config import parse_size
-from etl.image_config import MAX_PIXELS, SOURCES, STORES, ImagesConfig
-from features.images import FITS, ROTATIONS
+from etl.images import job as image_sets
+from etl.images.config import MAX_PIXELS, SOURCES, STORES, ImagesConfig
+from etl.write.config import parse_size
 from jobs._cli import JobParser, run_job
 from jobs._etl import add_output_flags, output_values, summary
 from jobs._session import hadoop_settings_of, spark_session
-from storage.settings import set_hadoop_settings
+from lockstep.features.images.resize import FITS, ROTATIONS
+from lockstep.storage.settings import set_hadoop_settings
 
 OWN = (
     "source", "fit", "rotate", "channels", "store", "num_classes", "image_column", "label_column", "max_pixels",

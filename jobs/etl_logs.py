@@ -15,12 +15,12 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
-from etl import logs
-from etl.config import LABEL_WINDOW_S, LOG_FORMATS, LogsConfig
+from etl.logs import job as logs
+from etl.write.config import LABEL_WINDOW_S, LOG_FORMATS, LogsConfig
 from jobs._cli import JobParser, names, run_job
 from jobs._etl import add_label_window, add_output_flags, output_values, summary
 from jobs._session import hadoop_settings_of, spark_session
-from storage.settings import set_hadoop_settings
+from lockstep.storage.settings import set_hadoop_settings
 
 
 def parser() -> JobParser:

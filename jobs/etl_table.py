@@ -12,12 +12,12 @@ if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
 from etl import tables
-from etl.splits import ALLOWED
+from etl.split.splits import ALLOWED
 from etl.table_config import TableConfig
 from jobs._cli import JobParser, names, run_job
 from jobs._etl import add_label_window, add_write_flags, summary, write_values
 from jobs._session import hadoop_settings_of, spark_session
-from storage.settings import set_hadoop_settings
+from lockstep.storage.settings import set_hadoop_settings
 
 
 def parser() -> JobParser:

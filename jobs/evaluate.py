@@ -14,10 +14,10 @@ if sys.path[0] != ROOT:
 
 from jobs._cli import JobParser, check_master, run_job
 from jobs._session import hadoop_settings_of, spark_session
-from storage.settings import set_hadoop_settings
-from training.evaluate import evaluate, summary
+from lockstep.storage.settings import set_hadoop_settings
 from training.launch.barrier import OnSpark
 from training.launch.local import run_local
+from training.results.evaluate import evaluate, summary
 
 
 def parser() -> JobParser:

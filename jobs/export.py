@@ -12,8 +12,8 @@ if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
 from jobs._cli import JobParser, run_job
-from training.export_run import Which, export_run
 from training.launch.local import run_local
+from training.results.export_run import Which, export_run
 
 
 def parser() -> JobParser:

@@ -11,13 +11,13 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
-from etl.flags import check_flag
 from etl.index import check, index_directory
-from features.foreign_schema import DATA_GLOB, SAMPLE_RECORDS
 from jobs._cli import JobParser, run_job
 from jobs._session import hadoop_settings_of, spark_session
-from storage.indexed import IndexedManifest
-from storage.settings import set_hadoop_settings
+from lockstep.features.schema.foreign_schema import DATA_GLOB, SAMPLE_RECORDS
+from lockstep.storage.dataset.indexed import IndexedManifest
+from lockstep.storage.flags import check_flag
+from lockstep.storage.settings import set_hadoop_settings
 
 
 def parser() -> JobParser:

@@ -17,7 +17,7 @@ from jobs._split_script import split_script
 from training.comm.options import Algorithm, Backend
 from training.launch.barrier import OnSpark
 from training.launch.local import run_local
-from training.launch.scripts import ScriptConfig, launch_script, local_files
+from training.launch.script_driver import ScriptConfig, launch_script, local_files
 
 
 def parser() -> JobParser:

@@ -17,9 +17,9 @@ if sys.path[0] != ROOT:
 from jobs._cli import JobParser, run_job
 from jobs._pipeline import Outcome, Pipeline, table
 from jobs._session import hadoop_settings_of, spark_session
-from storage.errors import ConfigError, DataError
-from storage.fs import absolute, join
-from storage.settings import set_hadoop_settings
+from lockstep.storage.errors import ConfigError, DataError
+from lockstep.storage.settings import set_hadoop_settings
+from lockstep.storage.urls import absolute, join
 
 
 def parser() -> JobParser:

@@ -16,15 +16,15 @@ if sys.path[0] != ROOT:
 from jobs import _train
 from jobs._cli import JobParser, run_job
 from jobs._session import hadoop_settings_of, spark_session
-from storage.progress import Progress
-from storage.settings import set_hadoop_settings
+from lockstep.storage.progress import Progress
+from lockstep.storage.settings import set_hadoop_settings
 from training.config import TrainConfig
+from training.driver.preflight import near_ranks
 from training.launch.barrier import OnSpark
 from training.launch.local import run_local
 from training.launch.session import Launch
-from training.near import near_ranks
-from training.profile_run import NO_RUN, ROUNDS, Profile, profile
-from training.profile_table import table
+from training.profiling.profile import NO_RUN, ROUNDS, Profile, profile
+from training.profiling.profile_table import table
 
 # What belongs to a run and changes no step of it.
 NOT_OF_A_STEP = (

@@ -11,8 +11,8 @@ if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
 from jobs._cli import JobParser, run_job
-from storage.fs import absolute
-from training.report import write_report
+from lockstep.storage.urls import absolute
+from training.results.report import write_report
 
 
 def parser() -> JobParser:

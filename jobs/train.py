@@ -15,16 +15,16 @@ from jobs import _train
 from jobs._cli import JobParser, run_job
 from jobs._session import hadoop_settings_of, spark_session
 from jobs._train import config_of
-from storage.fs import filesystem
-from storage.settings import set_hadoop_settings
-from training.driver import train
+from lockstep.storage.fs import filesystem
+from lockstep.storage.settings import set_hadoop_settings
+from training.driver.precheck import check
+from training.driver.preflight import near_ranks
+from training.driver.train import train
 from training.launch.barrier import OnSpark
 from training.launch.local import run_local
-from training.near import near_ranks
-from training.paths import RunPaths
-from training.precheck import check
-from training.report import write_report
-from training.run_result import RunResult
+from training.results.report import write_report
+from training.run.paths import RunPaths
+from training.run.result import RunResult
 
 
 def parser() -> JobParser:

@@ -12,10 +12,10 @@ if sys.path[0] != ROOT:
 
 from jobs._cli import JobParser, run_job
 from jobs._upload import line, summary, target
-from storage.errors import ConfigError
-from storage.progress import Progress
-from storage.upload import upload
-from storage.upload_plan import find_files
+from lockstep.storage.errors import ConfigError
+from lockstep.storage.progress import Progress
+from lockstep.storage.upload import upload
+from lockstep.storage.upload_plan import find_files
 
 MAX_PARALLEL = 32
 

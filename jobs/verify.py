@@ -11,11 +11,11 @@ if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
 from jobs._cli import JobParser, run_job
-from storage.errors import CorruptionError, DataError
-from storage.fs import filesystem
-from storage.progress import Progress
-from storage.verify import kind_of, total_bytes, verify
-from training.audit_run import NotAuditedError, check_run_audit
+from lockstep.storage.errors import CorruptionError, DataError
+from lockstep.storage.fs import filesystem
+from lockstep.storage.progress import Progress
+from lockstep.storage.verify import kind_of, total_bytes, verify
+from training.results.audit_run import NotAuditedError, check_run_audit
 
 
 def parser() -> JobParser:

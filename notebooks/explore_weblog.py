@@ -27,14 +27,14 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import pandas as pd
 
-from etl import logs
-from etl.config import LogsConfig
+from etl.logs import job
+from etl.write.config import LogsConfig
 from jobs._session import ROOT, spark_session
-from storage.layout import DatasetPaths
+from lockstep.storage.dataset.layout import DatasetPaths
 from training.config import TrainConfig
-from training.driver import train
-from training.evaluate import evaluate
-from training.history import read_history
+from training.driver.train import train
+from training.results.evaluate import evaluate
+from training.run.history import read_history
 from training.launch.barrier import OnSpark
 from training.launch.local import run_local
 
@@ -55,7 +55,7 @@ spark = until_the_end.enter_context(spark_session("lockstep notebook", master="l
 
 broken = folder / "broken.log"
 broken.write_bytes(b"not a log line\n\xff\xfe\x00 noise\nhost - - [no time] \"GET / HTTP/1.0\" 200 1\n")
-manifest = logs.run(spark, LogsConfig(inputs=(log, str(broken)), output=dataset, split="group:visitor:80/20"))
+manifest = job.run(spark, LogsConfig(inputs=(log, str(broken)), output=dataset, split="group:visitor:80/20"))
 pd.Series({"read": manifest.counts.read, "written": manifest.counts.written, "quarantined": manifest.counts.quarantined,
            **{f"dropped: {why}": n for why, n in manifest.counts.dropped.items()}})
 

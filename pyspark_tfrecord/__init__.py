@@ -7,7 +7,7 @@ path. docs/tfrecord-source.md has the options.
 
 import pyspark
 
-from storage.errors import ConfigError
+from lockstep.storage.errors import ConfigError
 
 if pyspark.__version__.startswith("3."):
     raise ConfigError(

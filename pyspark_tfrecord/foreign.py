@@ -10,18 +10,19 @@ import pyarrow as pa
 from pyspark.sql.datasource import InputPartition
 from pyspark.sql.types import StructType
 
-from features.dataset_blocks import read_gzip
-from features.foreign_files import ForeignFile, find_files, infer_columns, read_file, sample
-from features.foreign_schema import foreign_field
-from features.read_ranges import Lenient, read_range
-from features.schema import Field
-from features.shard_ranges import ShardRange, cut
+from lockstep.features.schema.fields import Field
+from lockstep.features.schema.foreign_schema import foreign_field
+from lockstep.features.shards.blocks import read_gzip
+from lockstep.features.shards.foreign_files import ForeignFile, find_files, infer_columns, read_file, sample
+from lockstep.features.shards.ranges import ShardRange, cut
+from lockstep.features.shards.read import Lenient, read_range
+from lockstep.storage.dataset.indexed import IndexedManifest
+from lockstep.storage.dataset.manifest_shards import ShardInfo
+from lockstep.storage.errors import ConfigError
+from lockstep.storage.fs import filesystem
+from lockstep.storage.urls import join
 from pyspark_tfrecord.options import ReadOptions
 from pyspark_tfrecord.types import columns_of
-from storage.errors import ConfigError
-from storage.fs import filesystem, join
-from storage.indexed import IndexedManifest
-from storage.manifest import ShardInfo
 
 
 @dataclass

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from features.foreign_schema import DATA_GLOB, SAMPLE_RECORDS
-from storage.errors import ConfigError
-from storage.fs import absolute
+from lockstep.features.schema.foreign_schema import DATA_GLOB, SAMPLE_RECORDS
+from lockstep.storage.errors import ConfigError
+from lockstep.storage.urls import absolute
 
 PARTITION_BYTES = 32 << 20  # a second or less of a core: small sets still use all cores; docs/decisions/067
 VERIFY = ("records", "full")

@@ -11,13 +11,14 @@ from typing import IO, cast
 import numpy as np
 import pyarrow as pa
 
-from features.codec.encoder import RecordEncoder
-from features.foreign_schema import foreign_schema
-from features.schema import Field
+from lockstep.features.examples.encoder import RecordEncoder
+from lockstep.features.schema.fields import Field
+from lockstep.features.schema.foreign_schema import foreign_schema
+from lockstep.storage.errors import DataError
+from lockstep.storage.files.interface import Writer
+from lockstep.storage.formats.gzip_blocks import LEVEL
+from lockstep.storage.fs import filesystem
 from pyspark_tfrecord.options import WriteOptions
-from storage.errors import DataError
-from storage.fs import Writer, filesystem
-from storage.gzip_blocks import LEVEL
 
 
 def write_part(url: str, batches: Iterable[pa.RecordBatch], fields: Sequence[Field], options: WriteOptions) -> int:

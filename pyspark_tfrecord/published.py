@@ -9,12 +9,13 @@ from typing import Any
 import pyarrow as pa
 from pyspark.sql.datasource import InputPartition
 
-from features.schema import Schema
-from features.shard_ranges import ShardRange, cut
+from lockstep.features.schema.schema import Schema
+from lockstep.features.shards.ranges import ShardRange, cut
+from lockstep.storage.dataset.manifest import DatasetManifest
+from lockstep.storage.errors import ConfigError
+from lockstep.storage.fs import filesystem
+from lockstep.storage.urls import join
 from pyspark_tfrecord.options import ReadOptions
-from storage.errors import ConfigError
-from storage.fs import filesystem, join
-from storage.manifest import DatasetManifest
 
 SPLIT_COLUMN = "split"  # what Spark makes of the directories split=NAME of a Parquet dataset
 MAX_PARTITIONS = 20_000  # a driver plans and a page shows so many; larger sets get larger cuts
@@ -69,7 +70,7 @@ class Published:
 
     def read(self, partition: InputPartition, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """The records of a partition as the columns `names` of arrow_schema(), in this order."""
-        from features.read_ranges import read_range, strict
+        from lockstep.features.shards.read import read_range, strict
 
         assert isinstance(partition, PublishedPartition)
         part, schema = partition.part, self.arrow_schema()

@@ -9,15 +9,16 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.types import StructType
 
+from lockstep.storage.dataset.indexed import is_indexed, read_indexed
+from lockstep.storage.dataset.layout import DatasetPaths
+from lockstep.storage.dataset.manifest import DatasetManifest
+from lockstep.storage.errors import ConfigError, DataError, NotFoundError
+from lockstep.storage.fs import filesystem
+from lockstep.storage.settings import set_hadoop_settings
+from lockstep.storage.urls import basename, parent
 from pyspark_tfrecord.options import ReadOptions
 from pyspark_tfrecord.published import SPLIT_COLUMN, Published
 from pyspark_tfrecord.types import arrow_schema, spark_schema
-from storage.errors import ConfigError, DataError, NotFoundError
-from storage.fs import basename, filesystem, parent
-from storage.indexed import is_indexed, read_indexed
-from storage.layout import DatasetPaths
-from storage.manifest import DatasetManifest
-from storage.settings import set_hadoop_settings
 
 
 class Input(Protocol):

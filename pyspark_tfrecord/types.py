@@ -21,7 +21,7 @@ from pyspark.sql.types import (
     StructType,
 )
 
-from storage.errors import ConfigError
+from lockstep.storage.errors import ConfigError
 
 # What tf.Example can hold of a Spark type, by its name in Field.dtype. Narrow integers are widened, which loses
 # nothing; what is not here (decimals, times, maps, structs) has no such form.
@@ -40,7 +40,9 @@ _DTYPES: dict[type[DataType], str] = {
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column outside a dataset: dtype as in features.schema, and whether a row holds any number of values."""
+    """A column outside a dataset: dtype as in lockstep.features.schema.schema, and whether a row holds any number
+    of values.
+    """
 
     name: str
     dtype: str

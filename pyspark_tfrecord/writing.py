@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Self
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
-from features.foreign_schema import foreign_field
-from features.schema import Field
+from lockstep.features.schema.fields import Field
+from lockstep.features.schema.foreign_schema import foreign_field
+from lockstep.storage.dataset.layout import MANIFEST_NAME
+from lockstep.storage.errors import ConfigError, ExistsError, LockstepError, NotFoundError, StorageError
+from lockstep.storage.files.interface import FileSystem
+from lockstep.storage.fs import filesystem
+from lockstep.storage.publish import occupied, write_file
+from lockstep.storage.settings import set_hadoop_settings
+from lockstep.storage.urls import join, parent
 from pyspark_tfrecord.options import WriteOptions
 from pyspark_tfrecord.types import columns_of
-from storage.errors import ConfigError, ExistsError, LockstepError, NotFoundError, StorageError
-from storage.fs import FileSystem, filesystem, join, parent
-from storage.layout import MANIFEST_NAME
-from storage.publish import occupied, write_file
-from storage.settings import set_hadoop_settings
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from storage.errors import CommunicationError, LockstepError
+from lockstep.storage.errors import CommunicationError, LockstepError
 from training.comm import Communicator
 from training.comm.base import BFLOAT16, DTYPES, FLOATS, OPS, UFUNCS, part_bounds
 

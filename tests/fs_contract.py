@@ -8,9 +8,18 @@ import threading
 
 import pytest
 
-from storage.errors import ConfigError, CorruptionError, ExistsError, LockstepError, NotFoundError, StorageError
-from storage.fs import FileSystem, Writer, basename, join, parent, walk
-from storage.publish import publish_directory, write_file, write_stream
+from lockstep.storage.errors import (
+    ConfigError,
+    CorruptionError,
+    ExistsError,
+    LockstepError,
+    NotFoundError,
+    StorageError,
+)
+from lockstep.storage.files.interface import FileSystem, Writer
+from lockstep.storage.fs import walk
+from lockstep.storage.publish import publish_directory, write_file, write_stream
+from lockstep.storage.urls import basename, join, parent
 
 
 def put(fs: FileSystem, url: str, data: bytes = b"data") -> str:

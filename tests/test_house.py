@@ -18,29 +18,29 @@ JOBS = sorted(path.stem for path in (ROOT / "jobs").glob("*.py") if not path.ste
 # Where a rank does not run, TensorFlow must not be loaded: a driver, an ETL task and a verifier start without it.
 WITHOUT_TENSORFLOW = [
     *(f"jobs.{name}" for name in JOBS),
-    "training.plan",
-    "training.checkpoint",
+    "training.plan.epoch_plan",
+    "training.run.checkpoint",
     "training.comm",
-    "training.comm.tcp",
-    "training.comm.tensorflow",  # nor by itself: only the call that joins
+    "training.comm.tcp.communicator",
+    "training.comm.tf.communicator",  # nor by itself: only the call that joins
     "training.devices",  # or CUDA_VISIBLE_DEVICES would come too late
-    "training.driver",
-    "training.rank",
+    "training.driver.train",
+    "training.rank.__main__",
     "training.config",
     "training.launch",
-    "training.launch.script",
-    "training.launch.scripts",
+    "training.launch.script_rank",
+    "training.launch.script_driver",
     "etl",
-    "features.encode",
-    "storage.fs",
+    "lockstep.features.encode.encoder",
+    "lockstep.storage.fs",
 ]
 WITHOUT_SPARK = [
-    "storage.fs",
-    "storage.verify",
-    "features.encode",
-    "training.plan",
-    "training.comm.tcp",
-    "training.rank",
+    "lockstep.storage.fs",
+    "lockstep.storage.verify",
+    "lockstep.features.encode.encoder",
+    "training.plan.epoch_plan",
+    "training.comm.tcp.communicator",
+    "training.rank.__main__",
 ]
 
 

@@ -1,1 +1,1 @@
-"""Shards to batches, steps, checkpoints and a model; knows nothing of ETL."""
+"""Training on N ranks: plan, read, exchange, step, checkpoint, restart."""

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
-from features.augment.parse import canonical
-from storage.errors import ConfigError
-from storage.urls import several
-from training.block_fetch import READ_AHEAD_BYTES
-from training.checkpoint_schedule import ALLOWED, MEAN_TIME_BETWEEN_FAILURES_S, CheckpointEvery
+from lockstep.features.images.parse import canonical
+from lockstep.storage.errors import ConfigError
+from lockstep.storage.urls import several
 from training.comm.options import UNAUTHENTICATED, Algorithm, Backend, CommOptions
 from training.keep import BEST, BEST_ALLOWED, Keep
+from training.rank.checkpoint_schedule import ALLOWED, MEAN_TIME_BETWEEN_FAILURES_S, CheckpointEvery
+from training.reading.fetch import READ_AHEAD_BYTES
 
 BatchNorm = Literal["ghost", "sync", "local"]
 Precision = Literal["float32", "float64", "mixed_float16", "mixed_bfloat16"]
@@ -35,7 +35,7 @@ class TrainConfig:
     """All that a run is made from; saved in run.json and handed to every rank."""
 
     datasets: tuple[str, ...]
-    """URLs of the datasets to train on, in this order: different ones that fit together (training.parts)."""
+    """URLs of the datasets to train on, in this order: different ones that fit together (training.plan.datasets)."""
     run: str
     """URL of the run directory; an existing one is resumed."""
     model: str
@@ -170,7 +170,7 @@ class TrainConfig:
         self._check("non_finite", self.non_finite in get_args(NonFinite), " or ".join(get_args(NonFinite)))
         alone = self.non_finite == "stop" or self.micro_batches == 1
         self._check("non_finite", alone, "stop with --micro-batches: what is added up cannot be skipped in part")
-        if self.canonical:  # which of these divide its lane groups or lanes, training.canonical tells
+        if self.canonical:  # which of these divide its lane groups or lanes, training.plan.canonical tells
             power_of_two = self.num_ranks.bit_count() == 1
             self._check("num_ranks", power_of_two, "with --canonical 1, 2, 4, ...: ranks add up whole subtrees")
             self._check("batchnorm", self.batchnorm != "sync", "with --canonical: ghost or local")

@@ -14,7 +14,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from storage.errors import ConfigError
+from lockstep.storage.errors import ConfigError
 
 log = logging.getLogger(__name__)
 

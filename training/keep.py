@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from storage.errors import ConfigError
-from training.claims import CheckpointRef
+from lockstep.storage.errors import ConfigError
+from training.run.lineage import CheckpointRef
 
 BEST = re.compile(r"(?P<metric>.+):(?P<way>min|max)")
 BEST_ALLOWED = "METRIC:min or METRIC:max, such as loss:min or auc:max"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from storage.errors import ConfigError
+from lockstep.storage.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

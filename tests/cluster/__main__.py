@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jobs._cli import run_job
-from storage.errors import ConfigError, LockstepError
+from lockstep.storage.errors import ConfigError, LockstepError
 from tests.cluster.daemons import HDFS, YARN, Cluster
 from tests.cluster.process import Process
 

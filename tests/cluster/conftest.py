@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from storage.deadline import left_behind
-from storage.fs import FileSystem, filesystem
+from lockstep.storage.files.deadlines import left_behind
+from lockstep.storage.files.interface import FileSystem
+from lockstep.storage.fs import filesystem
 from tests.cluster.daemons import Cluster
 
 HERE = Path(__file__).parent

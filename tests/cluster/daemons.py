@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from storage.errors import LockstepError
+from lockstep.storage.errors import LockstepError
 from tests.cluster.conf import HOST, ROLES, free_ports, write_conf
 from tests.cluster.jars import hadoop_jars, java_home
 from tests.cluster.process import Process, last_lines, spawn
@@ -90,7 +90,7 @@ class Cluster:
         """
         import importlib.util
 
-        from storage.kernels.jit import cache_folder
+        from lockstep.storage.kernels.jit import cache_folder
 
         spec = importlib.util.find_spec("pyspark")
         assert spec is not None and spec.origin is not None

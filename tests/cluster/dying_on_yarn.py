@@ -18,12 +18,12 @@ from unittest import mock
 
 import pyarrow as pa
 
-from etl import logs
-from etl.config import LogsConfig
-from etl.parse import ParseLog
-from etl.shards import WriteShards
+from etl.logs import job
+from etl.logs.parse import ParseLog
+from etl.write.config import LogsConfig
+from etl.write.shards import WriteShards
 from jobs._session import hadoop_settings_of, spark_session
-from storage.settings import set_hadoop_settings
+from lockstep.storage.settings import set_hadoop_settings
 
 LOG, OUTPUT, FOLDER = sys.argv[1:]
 WAIT_S = 900.0
@@ -95,8 +95,8 @@ if __name__ == "__main__":
     with spark_session("dying on YARN") as spark:
         set_hadoop_settings(hadoop_settings_of(spark))
         wait_for_executors(spark, 1)
-        logs.run(spark, config("one", 2))
+        job.run(spark, config("one", 2))
         assert spark.sparkContext._jsc.sc().requestExecutors(2)  # two in all: the first one was not asked for this way
         wait_for_executors(spark, 2)
-        with mock.patch("etl.logs.ParseLog", DyingParse), mock.patch("etl.write.WriteShards", DyingWrite):
-            logs.run(spark, config("two", 5))
+        with mock.patch("etl.logs.job.ParseLog", DyingParse), mock.patch("etl.write.write.WriteShards", DyingWrite):
+            job.run(spark, config("two", 5))

@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from storage.errors import ConfigError
+from lockstep.storage.errors import ConfigError
 
 POM = Path(__file__).with_name("pom.xml")
 JAVA_VERSIONS = (17, 21)

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 from jobs._session import hadoop_settings_of, spark_session
-from storage.errors import ConfigError
-from storage.settings import set_hadoop_settings
+from lockstep.storage.errors import ConfigError
+from lockstep.storage.settings import set_hadoop_settings
 from training.config import TrainConfig
-from training.driver import ENTRY, Hooks, train
+from training.driver.train import ENTRY, Hooks, train
 from training.launch.barrier import OnSpark
 
 DATASET, FOLDER = sys.argv[1:]

@@ -9,14 +9,15 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from etl.clean import clean, leftovers, remove_refused
-from etl.staging import Staging
-from storage.fs import filesystem, join
+from etl.write.clean import clean, leftovers, remove_refused
+from etl.write.staging import Staging
+from lockstep.storage.fs import filesystem
+from lockstep.storage.urls import join
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = """
 import sys, time
-from etl.staging import Staging
+from etl.write.staging import Staging
 with Staging(sys.argv[1]) as staging:
     print(staging.root, flush=True)
     time.sleep(600)

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from jobs.verify import main as verify
-from storage.fs import filesystem, join
-from storage.manifest import load_dataset
-from storage.publish import write_file
+from lockstep.storage.dataset.manifest import load_dataset
+from lockstep.storage.fs import filesystem
+from lockstep.storage.publish import write_file
+from lockstep.storage.urls import join
 from tests.cluster.daemons import Cluster
 from tests.cluster.test_jobs import LOG, ROOT
 

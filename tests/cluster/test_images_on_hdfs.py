@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from etl import cifar, folders, tar_images
-from etl.image_rows import RECORD
-from etl.pieces import ImagePlan
-from etl.planned_shard import read_files
-from features.decode import Limits
-from storage.fs import filesystem, join
+from etl.images import cifar, folders, tar
+from etl.images.image_rows import RECORD
+from etl.images.pieces import ImagePlan
+from etl.images.planned_task import read_files
+from lockstep.features.images.decode import Limits
+from lockstep.storage.fs import filesystem
+from lockstep.storage.urls import join
 from tests.etl.test_image_pieces import FILES, GOOD, INTAKE, batch, make_tar, make_tree, rows
 from tests.fs_contract import put
 
@@ -38,12 +39,12 @@ def test_folder_tar_and_cifar(hadoop: Any, tmp_path: Path) -> None:
         found = seen(folders.plan([join(root, name)], split_bytes=200))
         assert found == seen(folders.plan([str(local / name)], split_bytes=1 << 20)) and found
     for step in (600, 1 << 20):
-        found = seen(tar_images.plan([join(root, "set.tar")], split_bytes=step))
-        assert found == seen(tar_images.plan([str(local / "set.tar")], split_bytes=1 << 20))
+        found = seen(tar.plan([join(root, "set.tar")], split_bytes=step))
+        assert found == seen(tar.plan([str(local / "set.tar")], split_bytes=1 << 20))
         assert sum(row[0] == RECORD for row in found) == len(GOOD)
     good = {name: data for name, data in FILES.items() if name != "train/none.png"}  # which has no class
     put(filesystem(root), join(root, "good.tar"), make_tar(local / "good.tar", good).read_bytes())
-    listed = tar_images.plan([join(root, "good.tar")], split_bytes=600, listed=Limits()).files
+    listed = tar.plan([join(root, "good.tar")], split_bytes=600, listed=Limits()).files
     assert listed is not None
     content = read_files([join(root, "good.tar")], listed.files[::-1])  # in any order
     assert dict(zip(listed.files.column("name").to_pylist()[::-1], content, strict=True)).items() <= good.items()

@@ -17,15 +17,15 @@ import numpy as np
 import psutil
 import pytest
 
-from storage.errors import ConfigError
-from storage.fs import filesystem
-from storage.manifest import load_dataset
-from storage.settings import set_hadoop_settings
+from lockstep.storage.dataset.manifest import load_dataset
+from lockstep.storage.errors import ConfigError
+from lockstep.storage.fs import filesystem
+from lockstep.storage.settings import set_hadoop_settings
 from tests.cluster.daemons import Cluster
-from training.audit_run import check_run_audit
-from training.chain import find_result
 from training.launch.executors import RANK_MIB, container_of
-from training.paths import RunPaths
+from training.results.audit_run import check_run_audit
+from training.run.chain import find_result
+from training.run.paths import RunPaths
 
 ROOT = Path(__file__).resolve().parents[2]
 LOG = ROOT / "data" / "weblogs" / "nasa_access_log_1995-07-09.log.gz"
@@ -65,7 +65,7 @@ def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     found = []
     for child in psutil.Process(process.pid).children(recursive=True):
         try:
-            if "training.rank" in child.cmdline():
+            if "training.rank.__main__" in child.cmdline():
                 found.append(child)
         except psutil.NoSuchProcess:
             continue  # ended between the two calls

@@ -9,10 +9,11 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from etl.lines import Lines, read_lines
-from etl.ranges import find_sources, plan_ranges
-from storage.errors import ConfigError, DataError, NotFoundError
-from storage.fs import filesystem, join
+from etl.input.lines import Lines, read_lines
+from etl.input.ranges import find_sources, plan_ranges
+from lockstep.storage.errors import ConfigError, DataError, NotFoundError
+from lockstep.storage.fs import filesystem
+from lockstep.storage.urls import join
 
 pytestmark = pytest.mark.cluster
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from storage.fs import filesystem
+from lockstep.storage.fs import filesystem
 from tests.cluster.daemons import Cluster
 from tests.cluster.test_jobs import ROOT
 from tests.training._tiny import write_table
-from training.claims import read_claims
-from training.paths import RunPaths
+from training.run.lineage import read_claims
+from training.run.paths import RunPaths
 
 
 @pytest.mark.timeout(1800)

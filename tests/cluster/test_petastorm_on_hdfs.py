@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from etl.petastorm_compat import enable
-from etl.petastorm_metadata import write_petastorm_metadata
-from features.schema import Schema
-from storage.fs import filesystem, join
+from etl.petastorm import enable
+from etl.petastorm.metadata import write_petastorm_metadata
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.fs import filesystem
+from lockstep.storage.urls import join
 from tests.training._tiny import write_table
 
 enable()

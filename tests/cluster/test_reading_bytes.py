@@ -10,16 +10,17 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from storage.fs import filesystem, join
-from storage.hdfs_streams import HdfsRaw
+from lockstep.storage.files.hdfs_streams import HdfsRaw
+from lockstep.storage.fs import filesystem
+from lockstep.storage.urls import join
 from tests.cluster.daemons import Cluster
 from tests.storage.repacked import repacked
 from tests.training._tiny import write_images
-from training import assembly
-from training.batches import RankFeed
-from training.open_split import OpenSplit
-from training.plan import EpochPlan
-from training.read_options import ReadOptions
+from training.batches import assembly
+from training.batches.feed import RankFeed
+from training.plan.epoch_plan import EpochPlan
+from training.reading.open import OpenSplit
+from training.reading.read_options import ReadOptions
 from training.world import World
 
 pytestmark = pytest.mark.cluster

@@ -10,14 +10,15 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from storage.errors import StorageError
-from storage.fs import filesystem, join
-from storage.hdfs import HdfsFileSystem
+from lockstep.storage.errors import StorageError
+from lockstep.storage.files.hdfs import HdfsFileSystem
+from lockstep.storage.fs import filesystem
+from lockstep.storage.urls import join
 from tests.cluster.daemons import Cluster
 from tests.training._tiny import write_images
-from training.open_split import OpenSplit
-from training.read_options import ReadOptions
-from training.reader import SplitReader
+from training.reading.open import OpenSplit
+from training.reading.read_options import ReadOptions
+from training.reading.reader import SplitReader
 
 pytestmark = pytest.mark.cluster
 

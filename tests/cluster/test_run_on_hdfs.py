@@ -15,21 +15,22 @@ from pathlib import Path
 
 import pytest
 
-from storage.errors import StorageError, StorageTimeoutError
-from storage.fs import filesystem, join, walk
-from storage.hdfs import HdfsFileSystem
-from storage.publish import is_temporary, write_file
-from storage.settings import set_hadoop_settings
-from storage.verify import verify
+from lockstep.storage.errors import StorageError, StorageTimeoutError
+from lockstep.storage.files.hdfs import HdfsFileSystem
+from lockstep.storage.fs import filesystem, walk
+from lockstep.storage.publish import is_temporary, write_file
+from lockstep.storage.settings import set_hadoop_settings
+from lockstep.storage.urls import join
+from lockstep.storage.verify import verify
 from tests.cluster.daemons import Cluster
 from tests.training import _ranks
 from tests.training._driver_alone import drive
 from tests.training._tiny import write_table
-from training.chain import find_tip
 from training.config import TrainConfig
-from training.driver import Hooks, train
+from training.driver.train import Hooks, train
 from training.launch.local import run_local
-from training.paths import RunPaths
+from training.run.chain import find_tip
+from training.run.paths import RunPaths
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 600.0
@@ -133,7 +134,9 @@ def test_frozen_pipeline_ends_a_call_at_its_deadline(
 ) -> None:
     """Both DataNodes stand still, so the first one does, whichever it is; both come back, and the file is written."""
     set_hadoop_settings({**QUICK, "lockstep.storage.data-deadline-s": "30", "lockstep.storage.give-up-s": "120"})
-    monkeypatch.setattr("storage.hdfs._PROBE_S", 30.0)  # the NameNode is asked whether it is the one that stands still
+    monkeypatch.setattr(
+        "lockstep.storage.files.hdfs._PROBE_S", 30.0
+    )  # the NameNode is asked whether it is the one that stands still
     fs, url = filesystem(config.run), join(config.run, "file")
     assert isinstance(fs, HdfsFileSystem)
     data = bytes(range(256)) * 60_000  # several pieces, and more than the sockets between take
@@ -178,7 +181,7 @@ def test_frozen_datanodes_end_a_read_at_its_deadline(
     data = bytes(range(256)) * 20_000
     write_file(fs, url, data)
     set_hadoop_settings({**QUICK, "lockstep.storage.give-up-s": "3"})
-    monkeypatch.setattr("storage.hdfs._PROBE_S", 30.0)
+    monkeypatch.setattr("lockstep.storage.files.hdfs._PROBE_S", 30.0)
     for name in ("datanode-1", "datanode-2"):
         hadoop.pause(name)
     began = time.monotonic()

@@ -11,10 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from jobs.verify import main
-from storage.errors import StorageError
-from storage.fs import filesystem, join
-from storage.publish import write_file
-from storage.settings import set_hadoop_settings
+from lockstep.storage.errors import StorageError
+from lockstep.storage.fs import filesystem
+from lockstep.storage.publish import write_file
+from lockstep.storage.settings import set_hadoop_settings
+from lockstep.storage.urls import join
 from tests.cluster.daemons import Cluster
 from tests.storage.make_dataset import make_dataset
 from tests.storage.make_run import make_run

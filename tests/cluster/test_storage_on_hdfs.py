@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from storage.errors import CorruptionError, ExistsError
-from storage.fs import FileSystem, filesystem, join
+from lockstep.storage.errors import CorruptionError, ExistsError
+from lockstep.storage.files.interface import FileSystem
+from lockstep.storage.fs import filesystem
+from lockstep.storage.urls import join
 from tests.fs_contract import FileSystemContract, put
 
 pytestmark = pytest.mark.cluster
@@ -69,7 +71,7 @@ def test_a_forked_child_neither_hangs_nor_shares_the_client(fs: FileSystem, root
     put(fs, join(root, "f"), b"data")
     code = f"""
 import os, sys
-from storage.fs import filesystem
+from lockstep.storage.fs import filesystem
 url = {join(root, "f")!r}
 assert filesystem(url).read_bytes(url) == b"data"
 child = os.fork()

@@ -10,15 +10,17 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from etl import logs
-from etl.config import LogsConfig
+from etl.logs import job
+from etl.write.config import LogsConfig
 from jobs.verify import main as verify
-from storage.errors import LockstepError
-from storage.fs import FileSystem, filesystem, join
-from storage.publish import write_file
-from storage.webhdfs import WebHdfsFileSystem
-from storage.webhdfs_address import path_of
-from storage.webhdfs_replicas import locate
+from lockstep.storage.errors import LockstepError
+from lockstep.storage.files.interface import FileSystem
+from lockstep.storage.files.webhdfs import WebHdfsFileSystem
+from lockstep.storage.files.webhdfs_http import path_of
+from lockstep.storage.files.webhdfs_replicas import locate
+from lockstep.storage.fs import filesystem
+from lockstep.storage.publish import write_file
+from lockstep.storage.urls import join
 from tests.cluster.daemons import Cluster
 from tests.cluster.test_jobs import cut_log
 from tests.fs_contract import FileSystemContract, put
@@ -79,7 +81,7 @@ def test_a_dataset_from_a_log_on_webhdfs(spark: SparkSession, fs: FileSystem, ro
     log = Path(cut_log(tmp_path / "access.log", 1_500))
     write_file(fs, join(root, "raw", "access.log"), log.read_bytes() + b"no line of a log\n")
     config = LogsConfig(inputs=(join(root, "raw"),), output=join(root, "dataset"), split="group:visitor:80/20")
-    manifest = logs.run(spark, config)
+    manifest = job.run(spark, config)
     assert manifest.counts.read == 1_501 and manifest.counts.quarantined >= 1
     assert isinstance(fs, WebHdfsFileSystem)
     private = fs.calls.call(lambda client: client.status(path_of(join(root, "dataset", "_quarantine"))), "stat", root)

@@ -9,13 +9,14 @@ import pyarrow as pa
 import pytest
 from pyspark.sql.pandas.types import from_arrow_schema
 
-from etl.describe import describe
+from etl.describe.dataset import describe
 from jobs import index
+from lockstep.storage.fs import filesystem
+from lockstep.storage.urls import join
 from pyspark_tfrecord import DefaultSource
 from pyspark_tfrecord.options import WriteOptions
 from pyspark_tfrecord.part_file import write_part
 from pyspark_tfrecord.writing import FileWriter, Written
-from storage.fs import filesystem, join
 from tests.pyspark_tfrecord.published import publish
 
 TABLE = pa.table({"n": pa.array(range(1000)), "text": [f"ä{number}" for number in range(1000)]})

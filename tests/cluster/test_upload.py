@@ -14,10 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from storage.fs import FileSystem, filesystem, join
-from storage.publish import file_digest
-from storage.upload import upload
-from storage.upload_plan import find_files
+from lockstep.storage.files.interface import FileSystem
+from lockstep.storage.fs import filesystem
+from lockstep.storage.publish import file_digest
+from lockstep.storage.upload import upload
+from lockstep.storage.upload_plan import find_files
+from lockstep.storage.urls import join
 from tests.cluster.daemons import Cluster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +52,7 @@ def target(request: pytest.FixtureRequest, hadoop: Cluster) -> Iterator[str]:
 
 STANDS_STILL = """
 import sys, time
-from storage import upload
+from lockstep.storage import upload
 
 def count(self, size, plain=upload._Upload._count):
     plain(self, size)

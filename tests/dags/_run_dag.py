@@ -14,7 +14,7 @@ def main(path: str, conf: str) -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules["lockstep_weblog"] = module
     spec.loader.exec_module(module)
-    foreign = {"pyspark", "tensorflow", "pyarrow", "storage", "features", "etl", "training"} & set(sys.modules)
+    foreign = {"pyspark", "tensorflow", "pyarrow", "lockstep", "etl", "training"} & set(sys.modules)
     dag_run = module.dag.test(run_conf=json.loads(Path(conf).read_text(encoding="utf-8")))
     states = {task.task_id: f"{task.state} at try {task.try_number}" for task in dag_run.get_task_instances()}
     print("RESULT " + json.dumps({"state": str(dag_run.state), "tasks": states, "foreign": sorted(foreign)}))

@@ -14,10 +14,10 @@ from unittest import mock
 
 import pyarrow as pa
 
-from etl import logs
-from etl.config import LogsConfig
-from etl.parse import ParseLog
-from etl.shards import WriteShards
+from etl.logs import job
+from etl.logs.parse import ParseLog
+from etl.write.config import LogsConfig
+from etl.write.shards import WriteShards
 from jobs._session import spark_session
 
 
@@ -55,8 +55,8 @@ if __name__ == "__main__":
         split_bytes=-(-os.path.getsize(log) // 3),
     )
     with (
-        mock.patch("etl.logs.ParseLog", DyingParse),
-        mock.patch("etl.write.WriteShards", DyingWrite),
+        mock.patch("etl.logs.job.ParseLog", DyingParse),
+        mock.patch("etl.write.write.WriteShards", DyingWrite),
         spark_session("killed tasks", "local[2,3]") as spark,
     ):
-        logs.run(spark, config)
+        job.run(spark, config)

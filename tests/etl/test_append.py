@@ -10,17 +10,19 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from etl.append import ids_of, open_parent
-from etl.config import WriteConfig
-from features.codec.foreign import decode_foreign_frames
-from features.example import encode_example
-from features.sample_id import sample_id
-from features.schema import SEQUENCE_EXAMPLE, Field, Schema, sample_id_field
-from storage.errors import ConfigError, CorruptionError, DataError, NotFoundError
-from storage.fs import filesystem
-from storage.layout import DatasetPaths
-from storage.manifest import DatasetManifest, ShardInfo
-from storage.tfrecord import frame
+from etl.write.append import ids_of, open_parent
+from etl.write.config import WriteConfig
+from lockstep.features.examples.example import encode_example
+from lockstep.features.examples.foreign import decode_foreign_frames
+from lockstep.features.sample_id import sample_id
+from lockstep.features.schema.fields import Field, sample_id_field
+from lockstep.features.schema.schema import SEQUENCE_EXAMPLE, Schema
+from lockstep.storage.dataset.layout import DatasetPaths
+from lockstep.storage.dataset.manifest import DatasetManifest
+from lockstep.storage.dataset.manifest_shards import ShardInfo
+from lockstep.storage.errors import ConfigError, CorruptionError, DataError, NotFoundError
+from lockstep.storage.formats.tfrecord import frame
+from lockstep.storage.fs import filesystem
 from tests.training._tiny import write_rows, write_table
 
 
@@ -73,7 +75,7 @@ def test_large_records_are_not_held_together(tmp_path: Path, monkeypatch: pytest
         held.append(len(data))
         return decode_foreign_frames(fields, data, offsets, **options)
 
-    monkeypatch.setattr("etl.append.decode_foreign_frames", seen)
+    monkeypatch.setattr("etl.write.append.decode_foreign_frames", seen)
     info = ShardInfo(path="part", records=40, bytes=0, sha256="", crc32c="", footer_sha256=None, block_offsets=())
     found = [batch["sample_id"].to_pylist() for batch in ids_of(str(tmp_path / "part"), info)]
     assert [sample for batch in found for sample in batch] == [7] * 40

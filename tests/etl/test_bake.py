@@ -14,26 +14,27 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from etl import image_sets, logs
-from etl.bake import check_bake, fitted_of
-from etl.config import LogsConfig, WriteConfig
-from etl.describe_tables import dataset_tables
-from etl.image_config import ImagesConfig
-from etl.output import check_schema
-from etl.splits import SplitSpec
-from etl.write import write_dataset
-from features.bake import Baker
-from features.declare import load_schema
-from features.encode import Encoder
-from features.fitted import read_fitted
-from features.sample_id import sample_ids
-from features.schema import Schema
-from storage.errors import ConfigError
-from storage.manifest import DatasetManifest, load_dataset
-from storage.verify import verify
+from etl.describe.describe_tables import dataset_tables
+from etl.fit.bake import check_bake, fitted_of
+from etl.images import job as image_sets
+from etl.images.config import ImagesConfig
+from etl.logs import job as logs
+from etl.split.splits import SplitSpec
+from etl.write.config import LogsConfig, WriteConfig
+from etl.write.output import check_schema
+from etl.write.write import write_dataset
+from lockstep.features.encode.bake import Baker
+from lockstep.features.encode.encoder import Encoder
+from lockstep.features.sample_id import sample_ids
+from lockstep.features.schema.declare import load_schema
+from lockstep.features.schema.fitted import read_fitted
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
+from lockstep.storage.errors import ConfigError
+from lockstep.storage.verify import verify
 from tests.etl.conftest import OPEN_BANDIT, large_offsets, tree
 from tests.training._tiny import write_rows
-from training.open_split import OpenSplit
+from training.reading.open import OpenSplit
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -12,15 +12,16 @@ from typing import Any
 
 import pytest
 
-from etl.beside import quarantine_apart
-from etl.clean import clean, is_unfinished, leftovers
-from etl.config import WriteConfig
-from etl.output import check_output
-from etl.staging import SIGN_NAME, Staging, publish_beside
-from storage.errors import ExistsError, NotFoundError, StorageError, StorageTimeoutError
-from storage.fs import FileSystem, filesystem
-from storage.publish import write_file
-from storage.sealed import SEAL, seal
+from etl.write.beside import quarantine_apart
+from etl.write.clean import clean, is_unfinished, leftovers
+from etl.write.config import WriteConfig
+from etl.write.output import check_output
+from etl.write.staging import SIGN_NAME, Staging, publish_beside
+from lockstep.storage.errors import ExistsError, NotFoundError, StorageError, StorageTimeoutError
+from lockstep.storage.files.interface import FileSystem
+from lockstep.storage.fs import filesystem
+from lockstep.storage.publish import write_file
+from lockstep.storage.sealed import SEAL, seal
 from tests.storage.make_dataset import make_dataset
 
 
@@ -136,7 +137,7 @@ def test_nor_one_whose_folder_is_cleaned_while_it_writes_the_manifest(
             assert clean(fs, str(tmp_path / "out"), now_ms() + 3_600_000)
         write_file(fs, url, data, **options)
 
-    monkeypatch.setattr("etl.staging.write_file", write)
+    monkeypatch.setattr("etl.write.staging.write_file", write)
     with pytest.raises(StorageError, match="was taken from this job"), Staging(str(tmp_path / "out")) as staging:
         staging.publish(b"{}")
     assert not list(tmp_path.iterdir())
@@ -172,7 +173,7 @@ def test_a_published_dataset_keeps_its_quarantine(
     def unread(fs: FileSystem, url: str) -> bytes:
         raise StorageTimeoutError("no answer")
 
-    monkeypatch.setattr("etl.staging.publish_directory", publish)
+    monkeypatch.setattr("etl.write.staging.publish_directory", publish)
     with (
         pytest.raises(ExistsError if fails == "name taken" else StorageTimeoutError),
         Staging(str(out)) as staging,
@@ -196,7 +197,7 @@ def killed_in_between(folder: Path, age_s: float, monkeypatch: pytest.MonkeyPatc
         Staging(str(folder / "far" / "apart"), mode=0o700, part_of=staging.url) as apart,
     ):
         (Path(apart.root) / "part-00000.parquet").touch()
-        patched.setattr("etl.staging.publish_directory", publish)
+        patched.setattr("etl.write.staging.publish_directory", publish)
         publish_beside(staging, b"{}", apart)
     left = folder / "far" / "apart"
     os.utime(left / SIGN_NAME, (time.time() - age_s,) * 2)

@@ -8,11 +8,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from etl import combined
-from etl.clf import BAD_TIME, NOT_COMMON_LOG, parse
-from etl.combined import NOT_COMBINED_LOG
-from etl.reasons import NOT_UTF8
-from etl.weblog import is_page
+from etl.logs import combined
+from etl.logs.combined import NOT_COMBINED_LOG
+from etl.logs.server_log import BAD_TIME, NOT_COMMON_LOG, parse
+from etl.logs.values import NOT_UTF8
+from etl.logs.weblog import is_page
 
 STAMP = "09/Jul/1995:00:00:07 -0400"
 SECONDS = int(datetime(1995, 7, 9, 4, 0, 7, tzinfo=UTC).timestamp())

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 import etl
-from etl.config import LogsConfig, WriteConfig, parse_size
-from etl.image_config import ImagesConfig
-from etl.shares import parse_share
-from etl.spark_errors import from_text, to_wire
-from etl.splits import SplitSpec
+from etl.images.config import ImagesConfig
+from etl.spark.errors import from_text, to_wire
+from etl.split.shares import parse_share
+from etl.split.splits import SplitSpec
 from etl.table_config import TableConfig
-from storage.errors import ConfigError, CorruptionError, DataError, LockstepError
+from etl.write.config import LogsConfig, WriteConfig, parse_size
+from lockstep.storage.errors import ConfigError, CorruptionError, DataError, LockstepError
 
 ROOT = Path(__file__).resolve().parents[2]
 

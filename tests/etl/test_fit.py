@@ -10,13 +10,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from etl.fit import fit_all, fitted_on
-from features.declare import load_schema
-from features.encode import Encoder
-from features.fitted import read_fitted
-from features.hashing import buckets_of
-from storage.canonical import canonical_bytes
-from storage.errors import ConfigError, DataError
+from etl.fit.statistics import fit_all, fitted_on
+from lockstep.features.encode.encoder import Encoder
+from lockstep.features.encode.hashing import buckets_of
+from lockstep.features.schema.declare import load_schema
+from lockstep.features.schema.fitted import read_fitted
+from lockstep.storage.documents import canonical_bytes
+from lockstep.storage.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -117,7 +117,7 @@ def test_each_held_out_fold_has_statistics_of_the_others(spark: SparkSession) ->
 
 @pytest.mark.slow
 def test_an_infinite_value_is_told(spark: SparkSession) -> None:
-    from etl.spark_errors import translated
+    from etl.spark.errors import translated
 
     rows = rows_of(4, ["train"])
     rows[2]["price"] = float("inf")

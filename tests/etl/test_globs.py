@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from etl.ranges import find_sources
-from storage.errors import ConfigError, DataError, NotFoundError
+from etl.input.ranges import find_sources
+from lockstep.storage.errors import ConfigError, DataError, NotFoundError
 
 
 @pytest.fixture

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from etl.splits import SplitSpec
-from etl.write import Origin, write_dataset
-from features.schema import Field, Schema, sample_id_field
-from storage.manifest import SourceInfo
+from etl.split.splits import SplitSpec
+from etl.write.beside import Origin
+from etl.write.write import write_dataset
+from lockstep.features.schema.fields import Field, sample_id_field
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.dataset.manifest_entries import SourceInfo
 from tests.etl.conftest import large_offsets, tree
 
 if TYPE_CHECKING:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from etl.append import ids_of
-from etl.config import WriteConfig
-from etl.describe import describe
-from etl.write import write_dataset
+from etl.describe.dataset import describe
+from etl.write.append import ids_of
+from etl.write.config import WriteConfig
+from etl.write.write import write_dataset
 from jobs import etl_table
-from storage.errors import ConfigError
-from storage.manifest import DatasetManifest
-from storage.verify import verify
+from lockstep.storage.dataset.manifest import DatasetManifest
+from lockstep.storage.errors import ConfigError
+from lockstep.storage.verify import verify
 from tests.etl.conftest import tree
 from tests.storage.repacked import repacked
 from tests.training._tiny import write_table

@@ -11,12 +11,12 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from etl.idx import IdxFile, read_header, read_records
-from etl.idx_images import pair_up
-from etl.image_config import ImagesConfig
-from etl.image_sets import check
-from etl.ranges import find_sources
-from storage.errors import ConfigError, DataError, NotFoundError
+from etl.images.config import ImagesConfig
+from etl.images.idx import IdxFile, read_header, read_records
+from etl.images.idx_images import pair_up
+from etl.images.job import check
+from etl.input.ranges import find_sources
+from lockstep.storage.errors import ConfigError, DataError, NotFoundError
 
 PACK: dict[str, Callable[[bytes], bytes]] = {
     "gzip": gzip.compress,

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from etl.archives import MAX_PADDING_BYTES, Member, plan_stretches, read_members
-from etl.forward import Forward
-from etl.tar_images import _passed
-from storage.errors import DataError
+from etl.images.tar import _passed
+from etl.images.tar_format import MAX_PADDING_BYTES, Member, plan_stretches, read_members
+from etl.input.forward import Forward
+from lockstep.storage.errors import DataError
 
 LONG = "train/" + "d" * 90 + "/" + "f" * 120 + ".jpg"
 

@@ -19,14 +19,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from etl import cifar, folders, parquet_images, tar_images
-from etl.image_rows import BAD, DROPPED, RECORD
-from etl.intake import Intake
-from etl.parse_images import from_json, to_json
-from etl.pieces import ImagePlan
-from etl.places import Place, is_left_out, place_of, split_word
-from features.decode import Limits
-from storage.errors import ConfigError, DataError, NotFoundError
+from etl.images import cifar, folders, parquet
+from etl.images import tar as tar_images
+from etl.images.image_rows import BAD, DROPPED, RECORD
+from etl.images.intake import Intake
+from etl.images.parse_images import from_json, to_json
+from etl.images.pieces import ImagePlan
+from etl.images.places import Place, is_left_out, place_of, split_word
+from lockstep.features.images.decode import Limits
+from lockstep.storage.errors import ConfigError, DataError, NotFoundError
 
 INTAKE = Intake(size=(4, 4), channels=3, limits=Limits(max_file_bytes=5000))
 STEP = 1 << 20
@@ -323,7 +324,7 @@ def test_cifar_labels_lengths_and_splits(tmp_path: Path) -> None:
 
 def parquet_plan(path: Path, **more: Any) -> ImagePlan:
     told = {"image": "image.bytes", "label": "label", "given": False, "num_classes": None}
-    return parquet_images.plan([str(path)], **{**told, **more})
+    return parquet.plan([str(path)], **{**told, **more})
 
 
 def test_parquet_without_a_row_group(tmp_path: Path) -> None:

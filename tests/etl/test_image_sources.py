@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.parquet as pq
 import pytest
 
-from etl import image_sets
-from etl.image_config import ImagesConfig
-from features.decode import decode
-from features.encode import Encoder
-from features.images import fit
-from features.schema import Schema
-from storage.errors import ConfigError, DataError
-from storage.manifest import DatasetManifest
-from storage.verify import verify
+from etl.images import job
+from etl.images.config import ImagesConfig
+from lockstep.features.encode.encoder import Encoder
+from lockstep.features.images.decode import decode
+from lockstep.features.images.resize import fit
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.dataset.manifest import DatasetManifest
+from lockstep.storage.errors import ConfigError, DataError
+from lockstep.storage.verify import verify
 
 from .conftest import large_offsets
 from .test_image_pieces import FILES, GOOD, REASONS, make_tar, make_tree, picture, pixels
@@ -41,9 +41,9 @@ def table(dataset: Path, manifest: DatasetManifest) -> list[tuple[str, dict[str,
 def test_a_folder_and_its_archive_are_one_dataset(spark: SparkSession, tmp_path: Path) -> None:
     root = make_tree(tmp_path / "set", FILES)
     with large_offsets(spark):
-        of_folder = image_sets.run(spark, config(root, tmp_path / "a", source="folder"))
+        of_folder = job.run(spark, config(root, tmp_path / "a", source="folder"))
     archive = make_tar(tmp_path / "set.tar", FILES)
-    of_archive = image_sets.run(spark, config(archive, tmp_path / "b", split_bytes=700))
+    of_archive = job.run(spark, config(archive, tmp_path / "b", split_bytes=700))
     assert of_folder.digest == of_archive.digest  # whatever it lay in, and in however many pieces it was read
     for folder, manifest in ((tmp_path / "a", of_folder), (tmp_path / "b", of_archive)):
         counts = manifest.counts
@@ -67,7 +67,7 @@ def test_encoded_images_and_names_that_come_twice(spark: SparkSession, tmp_path:
     files = {f"{name}/{n}.png": picture(n) for n in range(12) for name in ("a", "b")}
     first, again = make_tar(tmp_path / "1.tar", files), make_tar(tmp_path / "2.tar", dict(list(files.items())[:4]))
     told = {"inputs": (str(first), str(again)), "split": "1/1", "store": "encoded", "fit": "pad", "image_size": (2, 6)}
-    manifest = image_sets.run(spark, config(first, tmp_path / "out", **told))
+    manifest = job.run(spark, config(first, tmp_path / "out", **told))
     rows = [row for _, row in table(tmp_path / "out", manifest)]
     assert len({row["sample_id"] for row in rows}) == len(rows) == 28
     assert sorted(row["image"] for row in rows) == sorted([*files.values(), *list(files.values())[:4]])
@@ -79,32 +79,32 @@ def test_encoded_images_and_names_that_come_twice(spark: SparkSession, tmp_path:
         assert pixels_fed.shape == (2, 6, 3) and (pixels_fed == fit(decode(data, 3)[None], 2, 6, "pad")[0]).all()
     # The first of a name is the same sample whether or not it comes again.
     shutil.rmtree(tmp_path / "out")
-    alone = image_sets.run(spark, config(first, tmp_path / "out", **{**told, "inputs": (str(first),)}))
+    alone = job.run(spark, config(first, tmp_path / "out", **{**told, "inputs": (str(first),)}))
     ids = {row["sample_id"] for _, row in table(tmp_path / "out", alone)}
     assert len(ids) == 24 and ids < {row["sample_id"] for row in rows}
     # More images of the second class alone, continuing the first: their label stays 1.
     more = make_tar(tmp_path / "3.tar", {f"b/{n}.png": picture(n) for n in range(50, 62)})
     told = {**told, "inputs": (str(more),), "append_to": str(tmp_path / "out")}
-    image_sets.run(spark, config(more, tmp_path / "more", **told))
+    job.run(spark, config(more, tmp_path / "more", **told))
     assert {row["label"] for row in pq.read_table(tmp_path / "more", columns=["label"]).to_pylist()} == {1}
     other = make_tar(tmp_path / "4.tar", {"c/1.png": picture(1)})
     with pytest.raises(DataError, match="has not all classes"):
-        image_sets.run(spark, config(other, tmp_path / "other", **{**told, "inputs": (str(other),)}))
+        job.run(spark, config(other, tmp_path / "other", **{**told, "inputs": (str(other),)}))
 
 
 def test_what_cannot_be_a_dataset(spark: SparkSession, tmp_path: Path) -> None:
     one_class = make_tar(tmp_path / "one.tar", {"a/1.png": picture(1), "a/2.png": picture(2)})
     with pytest.raises(DataError, match="do not name their split"):
-        image_sets.run(spark, config(one_class, tmp_path / "out"))
+        job.run(spark, config(one_class, tmp_path / "out"))
     with pytest.raises(DataError, match="1 classes were found"):
-        image_sets.run(spark, config(one_class, tmp_path / "out", split="80/20"))
+        job.run(spark, config(one_class, tmp_path / "out", split="80/20"))
     unique = make_tar(tmp_path / "unique.tar", {f"{n}/1.png": picture(n) for n in range(40)})
     with pytest.raises(DataError, match="more than 2 classes were found"):  # told without all of them
-        image_sets.run(spark, config(unique, tmp_path / "out", split="80/20", num_classes=2))
+        job.run(spark, config(unique, tmp_path / "out", split="80/20", num_classes=2))
     unique.unlink()
     one_class.write_bytes(one_class.read_bytes()[:512])
     with pytest.raises(DataError, match="cannot be read on at byte"):
-        image_sets.run(spark, config(one_class, tmp_path / "out"))
+        job.run(spark, config(one_class, tmp_path / "out"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one.tar"]
 
 

@@ -12,15 +12,15 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from etl import image_sets
-from etl.image_config import ImagesConfig
-from features.example import decode_batch
-from features.images import resize
-from features.schema import Schema
-from storage.errors import DataError
-from storage.manifest import DatasetManifest
-from storage.tfrecord import parse_records
-from storage.verify import verify
+from etl.images import job
+from etl.images.config import ImagesConfig
+from lockstep.features.examples.example_reader import decode_batch
+from lockstep.features.images.resize import resize
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.dataset.manifest import DatasetManifest
+from lockstep.storage.errors import DataError
+from lockstep.storage.formats.tfrecord import parse_records
+from lockstep.storage.verify import verify
 
 from .conftest import tree, write_images
 
@@ -48,7 +48,7 @@ def published(
     spark: SparkSession, images: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, DatasetManifest]:
     output = tmp_path_factory.mktemp("images") / "dataset"
-    return output, image_sets.run(spark, config(images, output))
+    return output, job.run(spark, config(images, output))
 
 
 def test_counts_splits_and_pixels(published: tuple[Path, DatasetManifest]) -> None:
@@ -92,19 +92,19 @@ def test_a_label_out_of_range_is_quarantined_with_its_place(
 def test_the_same_bytes_however_files_lie_and_are_cut(
     spark: SparkSession, published: tuple[Path, DatasetManifest], images: Path, tmp_path: Path
 ) -> None:
-    image_sets.run(spark, config(images, tmp_path / "cut", split_bytes=60 * 24))
+    job.run(spark, config(images, tmp_path / "cut", split_bytes=60 * 24))
     assert tree(tmp_path / "cut") == tree(published[0])
     packed = tmp_path / "elsewhere"
     packed.mkdir()
     for path in images.iterdir():
         (packed / f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
-    manifest = image_sets.run(spark, config(packed, tmp_path / "packed"))
+    manifest = job.run(spark, config(packed, tmp_path / "packed"))
     assert manifest.digest == published[1].digest
 
 
 def test_resized_tfrecords_by_hash(spark: SparkSession, images: Path, tmp_path: Path) -> None:
     told = config(images, tmp_path / "out", fmt="tfrecord", split="80/20", image_size=(3, 5))
-    manifest = image_sets.run(spark, told)
+    manifest = job.run(spark, told)
     schema = Schema.from_json(manifest.schema)
     assert schema["image"].shape == (3, 5, 1)
     found = set()
@@ -119,7 +119,7 @@ def test_resized_tfrecords_by_hash(spark: SparkSession, images: Path, tmp_path: 
 
 def test_wrong_input_publishes_nothing(spark: SparkSession, images: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="1 of 250 records are bad"):
-        image_sets.run(spark, config(images, tmp_path / "out", max_bad="0.1%"))
+        job.run(spark, config(images, tmp_path / "out", max_bad="0.1%"))
     assert len(pq.read_table(tmp_path / "_quarantine-out")) == 1
     shutil.rmtree(tmp_path / "_quarantine-out")
     folder = tmp_path / "in"
@@ -128,6 +128,6 @@ def test_wrong_input_publishes_nothing(spark: SparkSession, images: Path, tmp_pa
     path = folder / "train-images-idx3-ubyte.gz"
     path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes())[:-5]))
     with pytest.raises(DataError, match="wrong length") as caught:
-        image_sets.run(spark, config(folder, tmp_path / "out"))
+        job.run(spark, config(folder, tmp_path / "out"))
     assert (caught.value.got, str(path) in caught.value.what) == ("491 bytes", True)
     assert [entry.name for entry in tmp_path.iterdir()] == ["in"]

@@ -10,7 +10,7 @@ import pytest
 
 from etl import tables
 from etl.table_config import TableConfig
-from storage.errors import ConfigError, NotFoundError
+from lockstep.storage.errors import ConfigError, NotFoundError
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

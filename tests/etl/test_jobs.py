@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs import etl_images, etl_logs
-from storage.errors import ConfigError, DataError, ExistsError, LockstepError, NotFoundError
+from lockstep.storage.errors import ConfigError, DataError, ExistsError, LockstepError, NotFoundError
 
 from .conftest import ROOT, run
 

@@ -16,19 +16,19 @@ import pytest
 from PIL import Image
 
 from etl import columns as c
-from etl import image_sets
-from etl.assign import Assign
-from etl.image_config import ImagesConfig
-from etl.image_rows import PACKED, PLACE
-from etl.intake import Intake
-from etl.late_images import AssignLate, LateImages, WriteLate
-from etl.quality import check_bad
-from etl.shards import ShardTable, WriteShards
-from etl.splits import SplitSpec
-from etl.write import write_dataset
-from etl.write_late import Late
-from storage.errors import ConfigError, DataError
-from storage.verify import verify
+from etl.images import job
+from etl.images.config import ImagesConfig
+from etl.images.image_rows import PACKED, PLACE
+from etl.images.intake import Intake
+from etl.split.assign import Assign
+from etl.split.splits import SplitSpec
+from etl.write.late import AssignLate, LateImages, WriteLate
+from etl.write.quality import check_bad
+from etl.write.shards import ShardTable, WriteShards
+from etl.write.write import write_dataset
+from etl.write.write_late import Late
+from lockstep.storage.errors import ConfigError, DataError
+from lockstep.storage.verify import verify
 
 from .test_image_pieces import make_tar, make_tree
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 SIDE = 24
 INTAKE = Intake(size=(SIDE, SIDE), channels=3, late=True)
-SCHEMA = image_sets.schema((SIDE, SIDE, 3), 200)
+SCHEMA = job.schema((SIDE, SIDE, 3), 200)
 LATE = LateImages(SCHEMA["image"], INTAKE, content=True)
 BROKEN = ("a/3.jpg", "b/7.jpg")
 
@@ -141,8 +141,8 @@ def test_a_set_with_broken_images(spark: SparkSession, tmp_path: Path) -> None:
         spark.catalog.clearCache()  # as if executors were lost: what was cached is made again, as other tasks
         check_bad(*args)
 
-    with patch("etl.image_sets.check_bad", check_without_cache):
-        manifest = image_sets.run(spark, config(root, tmp_path / "folder", source="folder", **told))
+    with patch("etl.images.job.check_bad", check_without_cache):
+        manifest = job.run(spark, config(root, tmp_path / "folder", source="folder", **told))
     counts = manifest.counts
     assert (counts.read, counts.written, counts.quarantined) == (42, 39, 3)
     assert manifest.leakage is not None and manifest.leakage["found"]["content"] > 0  # a/n is b/(n + 9)
@@ -154,12 +154,12 @@ def test_a_set_with_broken_images(spark: SparkSession, tmp_path: Path) -> None:
     }
     # Without what is broken, travelling as pixels gives the same bytes.
     good = make_tar(tmp_path / "good.tar", whole)
-    late = image_sets.run(spark, config(good, tmp_path / "late", **told))
+    late = job.run(spark, config(good, tmp_path / "late", **told))
     with patch.object(ImagesConfig, "late", PropertyMock(return_value=False)):
-        early = image_sets.run(spark, config(good, tmp_path / "early", **told))
+        early = job.run(spark, config(good, tmp_path / "early", **told))
     assert late.to_bytes() == early.to_bytes()
     with pytest.raises(DataError, match="3 of 42 records are bad"):  # the tally alone had found one
-        image_sets.run(spark, config(archive, tmp_path / "refused", **{**told, "max_bad": "5%"}))
+        job.run(spark, config(archive, tmp_path / "refused", **{**told, "max_bad": "5%"}))
     assert not (tmp_path / "refused").exists() and not list(tmp_path.glob("_staging*"))
 
 

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from etl import lines
-from etl.lines import Lines, LongLine, read_lines
-from etl.ranges import Range, find_sources, plan_ranges
-from storage.errors import DataError, NotFoundError
+from etl.input import lines
+from etl.input.lines import Lines, LongLine, read_lines
+from etl.input.ranges import Range, find_sources, plan_ranges
+from lockstep.storage.errors import DataError, NotFoundError
 
 Found = list[tuple[int, bytes | LongLine]]
 

@@ -17,13 +17,13 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 
-from etl import logs
-from etl.config import LogsConfig
-from etl.ranges import Source
-from etl.text_files import check_lines
+from etl.input.ranges import Source
+from etl.input.text_files import check_lines
+from etl.logs import job
+from etl.write.config import LogsConfig
 from jobs import etl_logs
-from storage.errors import ConfigError, DataError, NotFoundError
-from storage.verify import verify
+from lockstep.storage.errors import ConfigError, DataError, NotFoundError
+from lockstep.storage.verify import verify
 from tests.training._tiny import write_table
 
 from .conftest import ELASTIC, OPEN_BANDIT, tree
@@ -84,7 +84,7 @@ def table(folder: Path) -> dict[str, list[Any]]:
 
 @pytest.mark.slow
 def test_a_combined_log(spark: SparkSession, tmp_path: Path) -> None:
-    manifest = logs.run(spark, config(ELASTIC, tmp_path / "out", log_format="combined", fmt="parquet"))
+    manifest = job.run(spark, config(ELASTIC, tmp_path / "out", log_format="combined", fmt="parquet"))
     counts = manifest.counts
     assert (counts.read, counts.quarantined) == (1500, 1)
     assert counts.read == counts.written + 1 + sum(counts.dropped.values())
@@ -112,7 +112,7 @@ def test_a_click_log(spark: SparkSession, tmp_path: Path) -> None:
     flags = ["--input", str(tmp_path / "clicks.csv"), "--output", str(tmp_path / "out"), "--log-format", "csv"]
     flags += ["--schema", str(tmp_path / "schema.toml"), "--id-columns", "timestamp,item_id", "--format", "parquet"]
     flags += ["--time-columns", "timestamp", "--split", "time:timestamp:80/20"]
-    manifest = logs.run(spark, etl_logs.config_of(etl_logs.parser().parse(flags)))
+    manifest = job.run(spark, etl_logs.config_of(etl_logs.parser().parse(flags)))
     counts = manifest.counts
     assert (counts.read, counts.written, counts.quarantined, counts.dropped) == (2001, 1996, 4, {"empty_line": 1})
     assert (manifest.splits["train"].records, manifest.splits["test"].records) == (1597, 399)
@@ -129,7 +129,7 @@ def test_a_click_log(spark: SparkSession, tmp_path: Path) -> None:
     kept = [lines[0], *(line for number, line in enumerate(lines) if number and number not in bad)]
     (tmp_path / "clicks.jsonl").write_text("".join(map(as_json, csv.DictReader(line.decode() for line in kept))))
     flags[1], flags[3], flags[5] = str(tmp_path / "clicks.jsonl"), str(tmp_path / "two"), "json"
-    again = logs.run(spark, etl_logs.config_of(etl_logs.parser().parse(flags)))
+    again = job.run(spark, etl_logs.config_of(etl_logs.parser().parse(flags)))
     assert (again.counts.read, again.digest) == (1996, manifest.digest)
 
 
@@ -163,15 +163,15 @@ def test_forty_columns_however_the_file_is_cut_and_packed(spark: SparkSession, t
     (tmp_path / "day").write_bytes(data)
     (tmp_path / "wide.toml").write_text(WIDE)
     more = {"log_format": "tsv", "schema": str(tmp_path / "wide.toml"), "columns": ("label", *NUMBERS, *HASHES)}
-    manifest = logs.run(spark, config(tmp_path / "day", tmp_path / "one", **more))
-    logs.run(spark, config(tmp_path / "day", tmp_path / "four", split_bytes=-(-len(data) // 4), **more))
+    manifest = job.run(spark, config(tmp_path / "day", tmp_path / "one", **more))
+    job.run(spark, config(tmp_path / "day", tmp_path / "four", split_bytes=-(-len(data) // 4), **more))
     assert (manifest.counts.written, manifest.counts.quarantined) == (599, 1)
     assert tree(tmp_path / "one") == tree(tmp_path / "four")
     assert not list(verify(str(tmp_path / "one")))
     # Packed, a record keeps its place in the decompressed bytes and its file's name, so it is the same dataset.
     (tmp_path / "packed").mkdir()
     (tmp_path / "packed" / "day.zst").write_bytes(pa.compress(data, codec="zstd", asbytes=True))
-    packed = logs.run(spark, config(tmp_path / "packed", tmp_path / "three", **more))
+    packed = job.run(spark, config(tmp_path / "packed", tmp_path / "three", **more))
     assert packed.digest == manifest.digest
 
 
@@ -243,7 +243,7 @@ def test_text_that_is_not_lines_of_utf8_is_refused_with_a_command(
     (tmp_path / "schema.toml").write_text(CLICKS)
     more = {} if kind == "common" else {"schema": str(tmp_path / "schema.toml")}
     with pytest.raises(DataError, match=r"is not in UTF-8|carriage return only") as caught:
-        logs.check(config(path, tmp_path / "out", log_format=kind, **more))
+        job.check(config(path, tmp_path / "out", log_format=kind, **more))
     assert caught.value.got.startswith(got) and str(path) in caught.value.what
     # What it says to do, done.
     command = caught.value.next_step.removeprefix("Convert it: ").removesuffix(", and give NEW to --input.")

@@ -15,18 +15,19 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 
-from etl import logs, weblog
-from etl.config import DEFAULT_LABEL, LogsConfig
-from etl.log_plan import plan_of
-from etl.parse import ROW
-from features.encode import Encoder
-from features.example import decode_batch
-from features.fitted import Vocabulary
-from features.schema import Schema
-from storage.errors import ConfigError, DataError, ExistsError, NotFoundError
-from storage.manifest import DatasetManifest
-from storage.tfrecord import parse_records
-from storage.verify import verify
+from etl.logs import job as logs
+from etl.logs import weblog
+from etl.logs.log_plan import plan_of
+from etl.logs.parse import ROW
+from etl.write.config import DEFAULT_LABEL, LogsConfig
+from lockstep.features.encode.encoder import Encoder
+from lockstep.features.examples.example_reader import decode_batch
+from lockstep.features.schema.fitted import Vocabulary
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.dataset.manifest import DatasetManifest
+from lockstep.storage.errors import ConfigError, DataError, ExistsError, NotFoundError
+from lockstep.storage.formats.tfrecord import parse_records
+from lockstep.storage.verify import verify
 
 from .conftest import NASA, large_offsets, nasa_lines, run, tree
 
@@ -93,7 +94,7 @@ def test_no_visitor_leaves_the_job(nasa: tuple[Path, DatasetManifest]) -> None:
 
 
 def test_records_lie_in_order_and_blocks_begin_where_the_manifest_says(nasa: tuple[Path, DatasetManifest]) -> None:
-    from features.sample_id import shard_key
+    from lockstep.features.sample_id import shard_key
 
     folder, manifest = nasa
     for name, split in manifest.splits.items():

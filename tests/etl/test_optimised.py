@@ -11,11 +11,11 @@ from typing import IO, TYPE_CHECKING, Any
 import pyarrow as pa
 import pytest
 
-from etl.shards import WriteShards
-from etl.tasks import narrowed
-from etl.text import flat
-from etl.write import write_dataset
-from storage.errors import DataError
+from etl.logs.text import flat
+from etl.spark.tasks import narrowed
+from etl.write.shards import WriteShards
+from etl.write.write import write_dataset
+from lockstep.storage.errors import DataError
 from tests.etl.conftest import ROOT
 
 if TYPE_CHECKING:
@@ -44,22 +44,22 @@ RecordDecoder(NULLABLE, in_place=["n"])
 CHILD = f"""
 import json, sys, tempfile
 import numpy as np, pyarrow as pa
-from etl.forward import Forward
-from etl.place import placed
-from etl.shards import ShardTable, WriteShards
-from features.augment.draws import Draws
-from features.codec.decoder import RecordDecoder
-from features.exact_sums import ExactSums
-from features.images import _resized_part, rotate
-from features.schema import Field, Schema, sample_id_field
-from storage.errors import LockstepError
-from storage.layout import DatasetPaths
-from storage.local import LocalFileSystem
-from storage.tfrecord import frame
-from training.agreement import Steps
-from training.comm.halving_doubling import all_reduce_short
-from training.comm.schedule import even_grid
-from training.paths import RunPaths
+from etl.input.forward import Forward
+from etl.write.place import placed
+from etl.write.shards import ShardTable, WriteShards
+from lockstep.features.images.augment import Draws
+from lockstep.features.examples.codec import RecordDecoder
+from etl.fit.exact_sums import ExactSums
+from lockstep.features.images.resize import _resized_part, rotate
+from lockstep.features.schema.fields import Field, sample_id_field; from lockstep.features.schema.schema import Schema
+from lockstep.storage.errors import LockstepError
+from lockstep.storage.dataset.layout import DatasetPaths
+from lockstep.storage.files.local import LocalFileSystem
+from lockstep.storage.formats.tfrecord import frame
+from training.exchange.agreement import Steps
+from training.comm.tcp.halving_doubling import all_reduce_short
+from training.comm.tcp.schedule import even_grid
+from training.run.paths import RunPaths
 
 TABLE = ShardTable((("train", 2, 8),))
 NULLABLE = Schema((sample_id_field(), Field(name="n", dtype="int64", nullable=True)))
@@ -141,7 +141,7 @@ def test_rows_that_a_writer_made_to_lose_some_lost_are_missed(spark: SparkSessio
         return (batch.slice(1) for batch in rows)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("etl.write.WriteShards", losing)
+        patch.setattr("etl.write.write.WriteShards", losing)
         with pytest.raises(DataError, match="rows were lost"):
             write_dataset(spark.range(100).toDF("n"), str(tmp_path / "out"), id_columns=["n"], fmt="parquet")
     assert not list(tmp_path.iterdir())

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.parquet as pq
 import pytest
 
-from etl import image_sets
-from etl.beside import forget_refused
-from etl.config import LogsConfig, WriteConfig
-from etl.image_config import ImagesConfig
-from etl.output import check_columns, check_schema
-from etl.quality import check_bad
-from features.schema import Field, Schema, sample_id_field
-from storage.errors import ConfigError, DataError
+from etl.images import job
+from etl.images.config import ImagesConfig
+from etl.write.beside import forget_refused
+from etl.write.config import LogsConfig, WriteConfig
+from etl.write.output import check_columns, check_schema
+from etl.write.quality import check_bad
+from lockstep.features.schema.fields import Field, sample_id_field
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.errors import ConfigError, DataError
 from tests.etl.conftest import write_images
 from tests.etl.test_append import published
 from tests.training._tiny import write_table
@@ -97,10 +98,10 @@ def test_images_are_not_read_for_a_call_that_cannot_be_right(
     published(tmp_path, "other", write_table(tmp_path / "tiny"), None, weights="none", sample=None)
     options: dict[str, Any] = {"inputs": ("in",), "output": "out", "num_classes": 3, **told}
     if refused is None:
-        assert image_sets.check(ImagesConfig(**options)).num_classes == 3
+        assert job.check(ImagesConfig(**options)).num_classes == 3
         return
     with pytest.raises(ConfigError, match=refused):
-        image_sets.check(ImagesConfig(**options))
+        job.check(ImagesConfig(**options))
 
 
 @pytest.mark.slow

@@ -13,14 +13,16 @@ import pyarrow.dataset as pds
 import pyarrow.parquet as pq
 import pytest
 
-from etl.petastorm_compat import enable
-from etl.petastorm_metadata import ROW_GROUPS, UNISCHEMA, check_petastorm, write_petastorm_metadata
-from etl.petastorm_tensors import tensors
-from features.schema import Field, Schema
-from storage.canonical import sha256_hex
-from storage.errors import ConfigError
-from storage.fs import filesystem
-from storage.manifest import DatasetManifest, FileInfo
+from etl.petastorm import enable
+from etl.petastorm.metadata import ROW_GROUPS, UNISCHEMA, check_petastorm, write_petastorm_metadata
+from etl.petastorm.petastorm_tensors import tensors
+from lockstep.features.schema.fields import Field
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.dataset.manifest import DatasetManifest
+from lockstep.storage.dataset.manifest_entries import FileInfo
+from lockstep.storage.documents import sha256_hex
+from lockstep.storage.errors import ConfigError
+from lockstep.storage.fs import filesystem
 from tests.training._tiny import write_rows
 
 enable()

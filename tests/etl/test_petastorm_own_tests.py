@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from etl.petastorm_compat import enable
+from etl.petastorm import enable
 
 enable()
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from etl.petastorm_compat import enable
-from etl.petastorm_metadata import write_petastorm_metadata
-from etl.petastorm_tensors import tensors
-from etl.write import write_dataset
-from features.schema import Schema
-from storage.errors import ConfigError
-from storage.fs import filesystem
-from storage.verify import verify
+from etl.petastorm import enable
+from etl.petastorm.metadata import write_petastorm_metadata
+from etl.petastorm.petastorm_tensors import tensors
+from etl.write.write import write_dataset
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.errors import ConfigError
+from lockstep.storage.fs import filesystem
+from lockstep.storage.verify import verify
 from tests.training._tiny import write_images
 
 enable()

@@ -16,18 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etl import columns as c
-from etl import image_sets, planned_shard, tar_images
-from etl.image_config import ImagesConfig
-from etl.image_files import LENGTH, OFFSET
-from etl.image_rows import RECORD
-from etl.pieces import ImagePlan
-from etl.planned_images import on_two_sides
-from etl.planned_rows import shards_of
-from features.decode import Limits
-from features.sample_id import shard_of
-from storage.errors import DataError
-from storage.manifest import Counts
-from storage.verify import verify
+from etl.images import job, planned_task
+from etl.images import tar as tar_images
+from etl.images.config import ImagesConfig
+from etl.images.image_rows import RECORD
+from etl.images.pieces import ImagePlan
+from etl.images.planned import on_two_sides
+from etl.images.planned_rows import shards_of
+from etl.images.source import LENGTH, OFFSET
+from lockstep.features.images.decode import Limits
+from lockstep.features.sample_id import shard_of
+from lockstep.storage.dataset.manifest_entries import Counts
+from lockstep.storage.errors import DataError
+from lockstep.storage.verify import verify
 
 from .conftest import tree
 from .test_image_pieces import make_tar, rows
@@ -62,8 +63,8 @@ def test_what_is_read_together(files: list[tuple[int, int]]) -> None:
         offsets.append(at + gap)
         at += gap + length
     lengths = [length for _, length in files]
-    with patch.multiple(planned_shard, GAP_BYTES=4, READ_BYTES=12):
-        reads = list(planned_shard._joined(np.array(offsets), np.array(lengths)))
+    with patch.multiple(planned_task, GAP_BYTES=4, READ_BYTES=12):
+        reads = list(planned_task._joined(np.array(offsets), np.array(lengths)))
     assert [n for first, last in reads for n in range(first, last)] == list(range(len(files)))
     for first, last in reads:
         assert last == first + 1 or offsets[last - 1] + lengths[last - 1] - offsets[first] <= 12
@@ -99,7 +100,7 @@ def test_an_archive_that_is_cut_meanwhile(tmp_path: Path) -> None:
     last = plan.files.files.to_pylist()[-1]
     path.write_bytes(path.read_bytes()[: last[OFFSET] + last[LENGTH] - 1])
     with pytest.raises(DataError, match=f"cannot be read on at byte {last[c.POSITION]}"):
-        planned_shard.read_files([str(path)], plan.files.files)
+        planned_task.read_files([str(path)], plan.files.files)
 
 
 @pytest.mark.parametrize(
@@ -159,10 +160,10 @@ def test_the_bytes_are_those_of_the_general_way(
 ) -> None:
     path = archive(tmp_path / "set.tar", split=split == "given")
     more = {"fmt": fmt, "split": split, "shard_bytes": shard_bytes}
-    with patch.object(image_sets, "tally_of", side_effect=AssertionError("rows went through Spark")):
-        manifest = image_sets.run(spark, config(path, tmp_path / "planned", **more))
+    with patch.object(job, "tally_of", side_effect=AssertionError("rows went through Spark")):
+        manifest = job.run(spark, config(path, tmp_path / "planned", **more))
     with general():
-        image_sets.run(spark, config(path, tmp_path / "general", **more))
+        job.run(spark, config(path, tmp_path / "general", **more))
     assert tree(tmp_path / "planned") == tree(tmp_path / "general")
     assert manifest.counts == Counts(106, 99, 5, {"not_an_image": 2})
     assert sum(len(split.shards) for split in manifest.splits.values()) == shards
@@ -174,5 +175,5 @@ def test_the_bytes_are_those_of_the_general_way(
     if fmt == "tfrecord":
         return
     with pytest.raises(DataError, match="3 of 106 records are bad"):  # as told of those that headers tell
-        image_sets.run(spark, config(path, tmp_path / "refused", **{**more, "max_bad": "2%"}))
+        job.run(spark, config(path, tmp_path / "refused", **{**more, "max_bad": "2%"}))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["_quarantine-refused", "general", "planned", "set.tar"]

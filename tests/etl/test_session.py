@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from etl.session import BATCHES, bounded, changed
-from etl.spark_errors import _LOUD, _LOUD_IN_PYTHON, translated
-from etl.write import write_dataset
+from etl.spark.errors import _LOUD, _LOUD_IN_PYTHON, translated
+from etl.spark.session import BATCHES, bounded, changed
+from etl.write.write import write_dataset
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,15 +16,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etl.assign import Assign
-from etl.sampling import Sampling, balanced
-from etl.settle import Histogram, at_rank, cuts_of, ends_of
-from etl.split_warnings import far_from_shares, label_lines
-from etl.splits import SplitSpec, shares_of, span_of, texts_of, times_of
-from etl.weighing import counts_of
-from features.sample_id import shard_keys, share_of, unit_hash
-from features.schema import Schema, sample_id_field
-from storage.errors import ConfigError, DataError
+from etl.fit.weighing import counts_of
+from etl.split.assign import Assign
+from etl.split.sampling import Sampling, balanced
+from etl.split.splits import SplitSpec, shares_of, span_of, texts_of, times_of
+from etl.split.time_and_strata import Histogram, at_rank, cuts_of, ends_of
+from etl.split.warnings import far_from_shares, label_lines
+from lockstep.features.sample_id import shard_keys, share_of, unit_hash
+from lockstep.features.schema.fields import sample_id_field
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.errors import ConfigError, DataError
 
 IDS = np.random.default_rng(1).integers(-(2**63), 2**63 - 1, 5000, dtype=np.int64)
 SCHEMA = Schema((sample_id_field(),))

@@ -14,21 +14,22 @@ import pytest
 import etl
 from etl import columns as c
 from etl import tables
-from etl.assign import Assign
-from etl.leakage import by_chance, check_leakage, leak_key
-from etl.place import sizes_of
-from etl.sampling import Sampling
-from etl.settle import settle
-from etl.spark_errors import to_wire, translated
-from etl.splits import SplitSpec
-from etl.table import infer_schema, prepared
+from etl.spark.errors import to_wire, translated
+from etl.spark.tasks import mapped
+from etl.split.assign import Assign
+from etl.split.leakage import by_chance, check_leakage, leak_key
+from etl.split.sampling import Sampling
+from etl.split.splits import SplitSpec
+from etl.split.time_and_strata import settle
 from etl.table_config import TableConfig
-from etl.tasks import mapped
-from features.dataset_blocks import dataset_blocks
-from features.schema import Field, Schema, sample_id_field
-from storage.errors import ConfigError, DataError, LockstepError, NotFoundError
-from storage.manifest import DatasetManifest, load_dataset
-from storage.verify import verify
+from etl.write.frame import infer_schema, prepared
+from etl.write.place import sizes_of
+from lockstep.features.schema.fields import Field, sample_id_field
+from lockstep.features.schema.schema import Schema
+from lockstep.features.shards.blocks import dataset_blocks
+from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
+from lockstep.storage.errors import ConfigError, DataError, LockstepError, NotFoundError
+from lockstep.storage.verify import verify
 from tests.etl.conftest import large_offsets, tree
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jobs import etl_table
-from storage.errors import ConfigError, ExistsError, LockstepError, NotFoundError
+from lockstep.storage.errors import ConfigError, ExistsError, LockstepError, NotFoundError
 
 GOOD = ["--table", "t", "--id-columns", "a,b", "--output", "out"]
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etl.delimited import split_fields
-from etl.reasons import Reasons
-from etl.table_lines import Column, Form, read_table
+from etl.logs.fields import split_fields
+from etl.logs.table_lines import Column, Form, read_table
+from etl.logs.values import Reasons
 
 NAMES = ("a", "b", "c")
 COLUMNS = (Column("a", pa.int64()), Column("b", pa.string()), Column("c", pa.string(), nullable=True))

@@ -6,7 +6,7 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etl.tasks import MIN_ROWS, OPEN_BYTES, joined, slices
+from etl.spark.tasks import MIN_ROWS, OPEN_BYTES, joined, slices
 
 MIB = 1 << 20
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from etl.index import index_directory
-from storage.errors import CorruptionError
+from lockstep.storage.errors import CorruptionError
 from tests.pyspark_tfrecord.published import publish
 
 if TYPE_CHECKING:

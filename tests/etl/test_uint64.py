@@ -10,14 +10,15 @@ import pyarrow.parquet as pq
 import pytest
 
 import etl
-from etl.parse import output_ddl
-from etl.petastorm_compat import enable
-from etl.records import RecordLines
-from etl.table_lines import Column, Form
-from features.schema import Field, Schema, sample_id_field
-from storage.errors import DataError
-from storage.manifest import load_dataset
-from training.arrays import split_arrays
+from benchmarks.arrays import split_arrays
+from etl.logs.parse import output_ddl
+from etl.logs.records import RecordLines
+from etl.logs.table_lines import Column, Form
+from etl.petastorm import enable
+from lockstep.features.schema.fields import Field, sample_id_field
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.dataset.manifest import load_dataset
+from lockstep.storage.errors import DataError
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -14,9 +14,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from etl.ranges import find_sources, plan_ranges, source_name
-from etl.unpack import codec_of, unpacked
-from storage.errors import DataError
+from etl.input.ranges import find_sources, plan_ranges, source_name
+from etl.input.unpack import codec_of, unpacked
+from lockstep.storage.errors import DataError
 
 DATA = b"".join(b"line %d\n" % number for number in range(20_000))
 SKIPPABLE = bytes.fromhex("502a4d18") + (5).to_bytes(4, "little") + b"hello"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from etl.tasks import _values_by_remainder, by_hash, by_partition, spark_hash
+from etl.spark.tasks import _values_by_remainder, by_hash, by_partition, spark_hash
 from tests.etl.conftest import ROOT, tree
 from tests.spark import oldest
 from tests.spark.datasets import datasets

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from etl import watch
-from storage import progress
+from etl.spark import watch
+from lockstep.storage import progress
 
 
 class Session:

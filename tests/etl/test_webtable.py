@@ -14,18 +14,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from etl import clf
-from etl.config import LogsConfig
-from etl.headers import kinds_in, names_in
-from etl.log_plan import MAX_LISTED, Plan, columns_differ, names_asked, plan_of
-from etl.parse import BAD, ROW, SUMMARY, parse_range
-from etl.ranges import find_sources
-from etl.reasons import Reasons
-from etl.stamps import seconds_of_text
-from etl.table_lines import Form
-from etl.unpack import unpacked
-from etl.webtable import read_requests, roles
-from storage.errors import DataError
+from etl.input.ranges import find_sources
+from etl.input.unpack import unpacked
+from etl.logs import server_log
+from etl.logs.log_plan import MAX_LISTED, Plan, columns_differ, names_asked, plan_of
+from etl.logs.parse import BAD, ROW, SUMMARY, parse_range
+from etl.logs.plan import kinds_in, names_in
+from etl.logs.stamps import seconds_of_text
+from etl.logs.table_lines import Form
+from etl.logs.values import Reasons
+from etl.logs.webtable import read_requests, roles
+from etl.write.config import LogsConfig
+from lockstep.storage.errors import DataError
 
 from .conftest import ELASTIC, nasa_lines
 
@@ -67,7 +67,7 @@ def rows_of(found: Plan) -> tuple[list[dict[str, Any]], list[dict[str, Any]], di
 
 def nasa_table(count: int) -> list[tuple[str, ...]]:
     """The first requests of the NASA day as the fields of HEADER."""
-    found = clf.parse(pa.array(nasa_lines(count).splitlines(), pa.binary()))
+    found = server_log.parse(pa.array(nasa_lines(count).splitlines(), pa.binary()))
     asked = zip(found.page.to_pylist(), found.query.to_pylist(), strict=True)
     urls = [f"{page}?{query}" if query else page for page, query in asked]
     columns = (found.visitor.to_pylist(), found.time.tolist(), found.method.to_pylist(), urls, found.status.tolist())
@@ -312,7 +312,7 @@ def test_the_head_of_a_packed_file_is_not_unpacked_to_its_end(tmp_path: Path, mo
             read.append(len(piece))
             yield piece
 
-    monkeypatch.setattr("etl.lines.unpacked", counted)
+    monkeypatch.setattr("etl.input.lines.unpacked", counted)
     with pytest.raises(DataError, match="names no fields"):
         names_in(find_sources([str(tmp_path / "bomb")])[0], "csv", quoted_newlines=False)
     assert sum(read) <= 3 << 20

@@ -13,20 +13,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from etl.assign import Assign
 from etl.columns import logical_bytes
-from etl.output import refuse_existing
-from etl.place import block_records, plan_shards
-from etl.sampling import Sampling
-from etl.shards import ShardTable
-from etl.spark_errors import SameIdError, from_text, to_wire
-from etl.splits import SplitSpec
-from etl.staging import SIGN_NAME, Staging
-from etl.write import Origin, write_dataset
-from features.schema import Field, Schema, sample_id_field
-from storage.errors import ConfigError, DataError, ExistsError
-from storage.manifest import SourceInfo, load_dataset
-from storage.verify import verify
+from etl.spark.errors import SameIdError, from_text, to_wire
+from etl.split.assign import Assign
+from etl.split.sampling import Sampling
+from etl.split.splits import SplitSpec
+from etl.write.beside import Origin
+from etl.write.output import refuse_existing
+from etl.write.place import block_records, plan_shards
+from etl.write.shards import ShardTable
+from etl.write.staging import SIGN_NAME, Staging
+from etl.write.write import write_dataset
+from lockstep.features.schema.fields import Field, sample_id_field
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.dataset.manifest import load_dataset
+from lockstep.storage.dataset.manifest_entries import SourceInfo
+from lockstep.storage.errors import ConfigError, DataError, ExistsError
+from lockstep.storage.verify import verify
 from tests.etl.conftest import tree
 
 if TYPE_CHECKING:
@@ -157,7 +160,7 @@ def write(df: DataFrame, url: Path, read: int, **more: Any) -> None:
 
 @pytest.mark.slow
 def test_one_sample_id_twice_names_both_records(spark: SparkSession, tmp_path: Path) -> None:
-    from etl.spark_errors import translated
+    from etl.spark.errors import translated
 
     rows = batch([1, 2, 3, 4, 5, 6, 7, 8, 3])  # occurrence 0 both times
     with pytest.raises(DataError, match="two records have one sample id") as caught, translated(spark, "testing"):

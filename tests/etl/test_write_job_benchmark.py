@@ -8,9 +8,9 @@ import pytest
 from benchmarks.shapes import tab_rows, tab_schema
 from benchmarks.write_job import CountedAssign, LateAssign, PlainAssign
 from etl import columns as c
-from etl.assign import Assign
-from etl.splits import SplitSpec
-from features.schema import SAMPLE_ID
+from etl.split.assign import Assign
+from etl.split.splits import SplitSpec
+from lockstep.features.schema.fields import SAMPLE_ID
 
 COUNT = 20
 

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from features.augment import moves
-from features.augment.draws import Draws
-from features.augment.looks import Colour, Cutout
-from features.augment.mixup import Mixup, _steps, mix_images, mix_labels, one_hot
-from features.augment.moves import ONE, Crop, Flip, Rotate, Rotate90, Scale
-from features.augment.operation import Operation
-from features.augment.parse import canonical, forms, parse
-from storage.errors import ConfigError
+from lockstep.features.images import moves
+from lockstep.features.images.augment import Draws
+from lockstep.features.images.looks import Colour, Cutout
+from lockstep.features.images.mixup import Mixup, _steps, mix_images, mix_labels, one_hot
+from lockstep.features.images.moves import ONE, Crop, Flip, Rotate, Rotate90, Scale
+from lockstep.features.images.operation import Operation
+from lockstep.features.images.parse import canonical, forms, parse
+from lockstep.storage.errors import ConfigError
 
 Pixels = np.ndarray[Any, Any]
 WORDS = (

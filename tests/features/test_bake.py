@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from features.bake import Baker, check_bakeable, check_declared
-from features.baked import is_baked, raw_schema
-from features.declare import load_schema
-from features.encode import Encoder
-from features.fitted import Fitted, Moments, Vocabulary
-from features.schema import Schema
-from storage.errors import ConfigError, DataError
+from lockstep.features.encode.bake import Baker, check_bakeable, check_declared
+from lockstep.features.encode.baked import is_baked, raw_schema
+from lockstep.features.encode.encoder import Encoder
+from lockstep.features.schema.declare import load_schema
+from lockstep.features.schema.fitted import Fitted, Moments, Vocabulary
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.errors import ConfigError, DataError
 
 WORDS = Vocabulary(name="w", tokens=("b", "a", "ü"), counts=(5, 3, 2), fitted_on=("train",))
 DIGITS = Vocabulary(name="n", tokens=("7", "-1"), counts=(5, 3), fitted_on=("train",))
@@ -172,7 +172,7 @@ def test_ids_that_there_are_not_are_told() -> None:
 
 
 def test_large_tensors_are_baked_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("features.bake.BATCH_BYTES", 40)  # t takes 8 bytes a row
+    monkeypatch.setattr("lockstep.features.encode.bake.BATCH_BYTES", 40)  # t takes 8 bytes a row
     parts = list(Baker(SCHEMA, FITTED).batches(rows_of(12, 2)))
     assert [len(part) for part in parts] == [5, 5, 2]
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from features.bake import Baker
-from features.schema import Field, Schema, sample_id_field
-from storage.errors import ConfigError
+from lockstep.features.encode.bake import Baker
+from lockstep.features.schema.fields import Field, sample_id_field
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.errors import ConfigError
 
 HASH = {"kind": "hash", "buckets": 5, "seed": 0}
 BINS = {"kind": "bucketise", "boundaries": [1.0, 2.0]}

@@ -17,13 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from features import decode_many
-from features.decode import ImageError, decode
-from features.decode_many import BadImageError, decode_files, set_decode_threads
-from features.encode import Encoder
-from features.image_header import read_header
-from features.images import fit
-from features.schema import Field, Schema
+from lockstep.features.encode.encoder import Encoder
+from lockstep.features.images import decode_many
+from lockstep.features.images.decode import ImageError, decode
+from lockstep.features.images.decode_many import BadImageError, decode_files, set_decode_threads
+from lockstep.features.images.image_header import read_header
+from lockstep.features.images.resize import fit
+from lockstep.features.schema.fields import Field
+from lockstep.features.schema.schema import Schema
 
 
 @pytest.fixture(autouse=True)

@@ -10,11 +10,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from features.encode import Encoder
-from features.exact_sums import FLOAT_UNIT, ExactSums
-from features.fitted import Fitted, Moments, Vocabulary, read_fitted
-from features.schema import Field, Schema, sample_id_field
-from storage.errors import ConfigError, DataError
+from etl.fit.exact_sums import FLOAT_UNIT, ExactSums
+from lockstep.features.encode.encoder import Encoder
+from lockstep.features.schema.fields import Field, sample_id_field
+from lockstep.features.schema.fitted import Fitted, Moments, Vocabulary, read_fitted
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.errors import ConfigError, DataError
 from tests.features.test_hashing import reference
 
 

@@ -10,10 +10,11 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from features.encode import Encoder
-from features.encodings import Encoding
-from features.fitted import Moments, Vocabulary
-from features.schema import Field, Schema, sample_id_field
+from lockstep.features.encode.encoder import Encoder
+from lockstep.features.schema.encodings import Encoding
+from lockstep.features.schema.fields import Field, sample_id_field
+from lockstep.features.schema.fitted import Moments, Vocabulary
+from lockstep.features.schema.schema import Schema
 from tests.features.test_hashing import reference
 
 TOKENS = ("a", "é", "", "ab", "7", "-1")

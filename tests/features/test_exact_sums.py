@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from features.exact_sums import FLOAT_UNIT, ExactSums
-from storage.errors import DataError
+from etl.fit.exact_sums import FLOAT_UNIT, ExactSums
+from lockstep.storage.errors import DataError
 
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 TINY = 5e-324

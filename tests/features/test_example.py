@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from features.example import decode_batch, encode_batch, encode_example
-from features.schema import Field, Schema, sample_id_field
-from storage.errors import DataError
+from lockstep.features.examples.example import encode_batch, encode_example
+from lockstep.features.examples.example_reader import decode_batch
+from lockstep.features.schema.fields import Field, sample_id_field
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.errors import DataError
 
 FIELDS = (
     sample_id_field(),

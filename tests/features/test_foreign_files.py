@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from features.example import encode_example
-from features.foreign_files import (
+from lockstep.features.examples.example import encode_example
+from lockstep.features.schema.foreign_schema import foreign_field, foreign_schema
+from lockstep.features.shards.foreign_files import (
     _pieces,
     _records,
     _whole_records,
@@ -22,12 +23,11 @@ from features.foreign_files import (
     read_file,
     sample,
 )
-from features.foreign_schema import foreign_field, foreign_schema
-from features.read_ranges import Lenient
-from storage.errors import CorruptionError, DataError, NotFoundError
-from storage.fs import filesystem
-from storage.kernels import frames
-from storage.tfrecord import frame
+from lockstep.features.shards.read import Lenient
+from lockstep.storage.errors import CorruptionError, DataError, NotFoundError
+from lockstep.storage.formats.tfrecord import frame
+from lockstep.storage.fs import filesystem
+from lockstep.storage.kernels import frames
 
 FIELDS = [foreign_field("_n", "int64", False), foreign_field("words", "string", True)]
 SCHEMA = foreign_schema(FIELDS)
@@ -97,7 +97,7 @@ def test_the_length_of_a_first_record_may_look_like_gzip(tmp_path: Path) -> None
 
 
 def test_a_long_record_is_looked_at_once_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("features.foreign_files.PIECE_BYTES", 1 << 10)
+    monkeypatch.setattr("lockstep.features.shards.foreign_files.PIECE_BYTES", 1 << 10)
     file = b"".join(map(frame, [b"a", bytes(500_000), b"b" * 3000, b""]))
     looked_at: list[int] = []
 

@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from features.codec import foreign_plain
-from features.codec.foreign import records_between
-from features.example import encode_batch
-from features.foreign_files import ForeignFile, infer_columns
-from features.foreign_order import Order
-from features.foreign_schema import foreign_field, foreign_schema
-from features.read_ranges import Lenient
-from features.schema import Field
-from storage.errors import DataError
-from storage.tfrecord import frame, record_offsets
+from lockstep.features.examples import foreign_plain
+from lockstep.features.examples.example import encode_batch
+from lockstep.features.examples.foreign import records_between
+from lockstep.features.examples.foreign_order import Order
+from lockstep.features.schema.fields import Field
+from lockstep.features.schema.foreign_schema import foreign_field, foreign_schema
+from lockstep.features.shards.foreign_files import ForeignFile, infer_columns
+from lockstep.features.shards.read import Lenient
+from lockstep.storage.errors import DataError
+from lockstep.storage.formats.tfrecord import frame, record_offsets
 
 FIELDS = [
     foreign_field("b", "int64", False),
@@ -92,7 +92,7 @@ def test_compiled_and_plain_reading_agree_in_values_and_errors(records: list[byt
     plain._order = SimpleNamespace(rows_at_once=100, rewritten=lambda data, offsets: None)  # type: ignore[assignment] # a stand-in
     found = outcome(Lenient(fields), data)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("features.read_ranges.decode_foreign_frames", by_python)
+        patch.setattr("lockstep.features.shards.read.decode_foreign_frames", by_python)
         wanted = outcome(plain, data)
     # NaN is not equal to itself
     assert repr(found) == repr(wanted)
@@ -107,7 +107,7 @@ def test_a_key_longer_than_it_need_be_loses_no_feature(outer: bool, inner: int) 
 
 
 def test_another_order_and_unknown_features_are_read_without_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("features.read_ranges.decode_foreign_frames", None)
+    monkeypatch.setattr("lockstep.features.shards.read.decode_foreign_frames", None)
     shuffler = random.Random(1)
     records = []
     for number in range(300):
@@ -122,7 +122,7 @@ def test_another_order_and_unknown_features_are_read_without_python(monkeypatch:
 
 def test_hundreds_of_lists_that_no_record_has_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of 500 records of 30 bytes becomes one of 13 kB, 7 MB in all: here 1 MiB is what may be taken at once."""
-    monkeypatch.setattr("features.codec.arrays._RUN_BYTES", 1 << 20)
+    monkeypatch.setattr("lockstep.features.arrow._RUN_BYTES", 1 << 20)
     fields = [foreign_field("b", "int64", False), *(foreign_field(f"list_{n:04d}", "int64", True) for n in range(600))]
     records = [message(0x0A, entry("b", message(0x1A, message(0x0A, varint(number))))) for number in range(500)]
     lenient, taken = Lenient(fields), []
@@ -135,8 +135,8 @@ def test_hundreds_of_lists_that_no_record_has_take_bounded_memory(monkeypatch: p
         taken.append(found.base.nbytes)
         return found
 
-    monkeypatch.setattr("features.foreign_order.Order.rewritten", lambda order, *args: watched(*args))
-    monkeypatch.setattr("features.read_ranges.decode_foreign_frames", None)
+    monkeypatch.setattr("lockstep.features.examples.foreign_order.Order.rewritten", lambda order, *args: watched(*args))
+    monkeypatch.setattr("lockstep.features.shards.read.decode_foreign_frames", None)
     batch = lenient(b"".join(map(frame, records)), "f", 0, 0)
     assert batch.column("b").to_pylist() == list(range(500)) and batch.column("list_0300")[499].as_py() == []
     assert len(taken) > 4 and max(taken) < (1 << 20) + len(records) * 50

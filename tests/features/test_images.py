@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from features.images import FITS, _scaled, blend, fit, resize, rotate, set_channels
-from storage.errors import ConfigError
+from lockstep.features.images.resize import FITS, _scaled, blend, fit, resize, rotate, set_channels
+from lockstep.storage.errors import ConfigError
 
 
 def exact(image: np.ndarray, height: int, width: int) -> np.ndarray:

@@ -8,10 +8,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from features.example import encode_batch
-from features.parse_spec import decode_parsed, parse_sequence_spec, parse_spec
-from features.schema import Field, Schema, sample_id_field
-from features.sequence_example import encode_sequence_batch
+from lockstep.features.examples.example import encode_batch
+from lockstep.features.examples.sequence_example import encode_sequence_batch
+from lockstep.features.parse_spec import decode_parsed, parse_sequence_spec, parse_spec
+from lockstep.features.schema.fields import Field, sample_id_field
+from lockstep.features.schema.schema import Schema
 from tests.features.test_sequence_example import SCHEMA as SEQUENCES
 from tests.features.test_sequence_example import rows as sequence_rows
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from features.sample_id import (
+from lockstep.features.sample_id import (
     sample_id,
     sample_ids,
     shard_key,

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from features.sampled import Sampled, corrected
-from features.schema import Field, Schema, sample_id_field
-from storage.errors import ConfigError
+from lockstep.features.schema.fields import Field, sample_id_field
+from lockstep.features.schema.sampled import Sampled, corrected
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.errors import ConfigError
 
 shares = st.floats(0.001, 1.0)
 

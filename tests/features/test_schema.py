@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from features.declare import load_schema
-from features.encodings import KINDS
-from features.schema import ARROW_TYPES, Field, Schema, sample_id_field
-from features.signature import Signature, TensorSpec
-from storage.errors import ConfigError
+from lockstep.features.schema.declare import load_schema
+from lockstep.features.schema.encodings import KINDS
+from lockstep.features.schema.fields import ARROW_TYPES, Field, sample_id_field
+from lockstep.features.schema.schema import Schema
+from lockstep.features.schema.signature import Signature, TensorSpec
+from lockstep.storage.errors import ConfigError
 
 VOCABULARY = {"kind": "vocabulary", "file": "page.json", "max_size": 9, "min_count": 1, "oov_buckets": 1}
 NORMALISE = {"kind": "normalise", "mean": [0.5], "deviation": [1]}

@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etl.columns import RECORD
-from etl.stored import Stored
-from features.codec.decoder import RecordDecoder
-from features.schema import SEQUENCE_EXAMPLE, Field, Schema, sample_id_field
-from features.sequence_example import SequenceEncoder, decode_sequence_batch, encode_sequence_batch
-from storage.errors import ConfigError, DataError
-from storage.fs import filesystem
-from storage.tfrecord import parse_records
+from etl.split.stored import Stored
+from lockstep.features.examples.codec import RecordDecoder
+from lockstep.features.examples.sequence_example import SequenceEncoder, decode_sequence_batch, encode_sequence_batch
+from lockstep.features.schema.fields import Field, sample_id_field
+from lockstep.features.schema.schema import SEQUENCE_EXAMPLE, Schema
+from lockstep.storage.errors import ConfigError, DataError
+from lockstep.storage.formats.tfrecord import parse_records
+from lockstep.storage.fs import filesystem
 from tests.training._tiny import write_rows
 
 VALUES: dict[str, list[Any]] = {
@@ -106,7 +107,7 @@ def test_what_cannot_be_declared_or_written() -> None:
     ("dtype", "column"),
     [
         ("float32", pa.array([[0.1, 1e300]])),  # 1e300 would be inf
-        ("float32", pa.array([[0.5]])),  # as features.codec has it: by type, whatever the values
+        ("float32", pa.array([[0.5]])),  # as lockstep.features.examples has it: by type, whatever the values
         ("int64", pa.array([[1.5, 2.7]])),
         ("int64", pa.array([[2**64 - 1]], pa.list_(pa.uint64()))),  # would be -1
         ("bool", pa.array([[5]])),

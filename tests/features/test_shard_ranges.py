@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from features.read_ranges import PIECE_BYTES, _pieces, read_range, strict
-from features.shard_ranges import ShardRange, cut
-from storage.errors import CorruptionError
-from storage.fs import filesystem
-from storage.gzip_blocks import GzipWriter
-from storage.manifest import ShardInfo, load_dataset
+from lockstep.features.shards.ranges import ShardRange, cut
+from lockstep.features.shards.read import PIECE_BYTES, _pieces, read_range, strict
+from lockstep.storage.dataset.manifest import load_dataset
+from lockstep.storage.dataset.manifest_shards import ShardInfo
+from lockstep.storage.errors import CorruptionError
+from lockstep.storage.formats.gzip_blocks import GzipWriter
+from lockstep.storage.fs import filesystem
 from tests.pyspark_tfrecord.published import SCHEMA, publish
 
 

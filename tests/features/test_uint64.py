@@ -12,16 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from features.codec.decoder import RecordDecoder
-from features.codec.encoder import RecordEncoder
-from features.encode import Encoder
-from features.exact_sums import ExactSums
-from features.example import decode_batch, encode_batch
-from features.field import ARROW_TYPES
-from features.fitted import Fitted, Moments, Vocabulary
-from features.schema import Field, Schema, sample_id_field
-from features.sequence_example import encode_sequence_batch
-from storage.errors import ConfigError, DataError
+from etl.fit.exact_sums import ExactSums
+from lockstep.features.encode.encoder import Encoder
+from lockstep.features.examples.codec import RecordDecoder
+from lockstep.features.examples.encoder import RecordEncoder
+from lockstep.features.examples.example import encode_batch
+from lockstep.features.examples.example_reader import decode_batch
+from lockstep.features.examples.sequence_example import encode_sequence_batch
+from lockstep.features.schema.fields import ARROW_TYPES, Field, sample_id_field
+from lockstep.features.schema.fitted import Fitted, Moments, Vocabulary
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.errors import ConfigError, DataError
 
 MOST = 2**64 - 1
 TYPE = ARROW_TYPES["uint64"]

@@ -22,9 +22,15 @@ WORK = HERE.parents[1] / ".fuzz"
 ADDRESS_SPACE_BYTES = 8 << 30  # allocators of Arrow and Numba reserve far more than they use
 MEMORY_MIB, INPUT_LIMIT_S = 1024, 20
 START_LIMIT_S = 300  # for imports and kernels, and for the last input to end
-INSTRUMENTED = ["storage", "features", "etl", "tests.fuzz"]
+INSTRUMENTED = ["lockstep", "etl", "tests.fuzz"]
 # What Numba compiles must stay as it is written.
-COMPILED = ["storage.kernels", "features.area", "features.foreign_order", "features.hash_kernels", "features.codec"]
+COMPILED = [
+    "lockstep.storage.kernels",
+    "lockstep.features.images.kernels",
+    "lockstep.features.examples.foreign_order",
+    "lockstep.features.encode.hash_kernels",
+    "lockstep.features.examples",
+]
 
 
 def main() -> int:

@@ -8,15 +8,18 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from features.declare import load_schema
-from features.fitted import Moments, Vocabulary, read_fitted
-from features.schema import Field, Schema, sample_id_field
-from features.shard_ranges import cut
-from storage.canonical import canonical_bytes, parse_canonical, sha256_hex
-from storage.indexed import IndexedManifest, is_indexed, read_indexed
-from storage.layout import index_path, shard_path
-from storage.manifest import Counts, DatasetManifest, FileInfo, ShardInfo, SourceInfo, SplitInfo
-from storage.sealed import SEAL, seal
+from lockstep.features.schema.declare import load_schema
+from lockstep.features.schema.fields import Field, sample_id_field
+from lockstep.features.schema.fitted import Moments, Vocabulary, read_fitted
+from lockstep.features.schema.schema import Schema
+from lockstep.features.shards.ranges import cut
+from lockstep.storage.dataset.indexed import IndexedManifest, is_indexed, read_indexed
+from lockstep.storage.dataset.layout import index_path, shard_path
+from lockstep.storage.dataset.manifest import DatasetManifest
+from lockstep.storage.dataset.manifest_entries import Counts, FileInfo, SourceInfo
+from lockstep.storage.dataset.manifest_shards import ShardInfo, SplitInfo
+from lockstep.storage.documents import canonical_bytes, parse_canonical, sha256_hex
+from lockstep.storage.sealed import SEAL, seal
 from tests.fuzz.target import Take, Target, refused
 
 _DIGEST = sha256_hex(b"")

@@ -16,14 +16,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from etl import cifar, idx, parquet_images, tar_images
-from etl.archives import BLOCK
-from etl.image_rows import RECORD
-from etl.intake import Intake
-from etl.pieces import ImagePlan
-from etl.ranges import find_sources
-from features.decode import ImageError, Limits, checked_header, decode
-from features.image_header import read_header
+from etl.images import cifar, idx, parquet
+from etl.images import tar as tar_images
+from etl.images.image_rows import RECORD
+from etl.images.intake import Intake
+from etl.images.pieces import ImagePlan
+from etl.images.tar_format import BLOCK
+from etl.input.ranges import find_sources
+from lockstep.features.images.decode import ImageError, Limits, checked_header, decode
+from lockstep.features.images.image_header import read_header
 from tests.fuzz.target import Target, refused, scratch
 
 LIMITS = Limits(max_file_bytes=1 << 20, max_pixels=1 << 20)
@@ -198,7 +199,7 @@ def parquet_files(data: bytes) -> None:
     url = scratch(data)
     for label, classes in (("label", 3), ("word", None)):
         with refused():
-            plan = parquet_images.plan([url], image="image", label=label, given=False, num_classes=classes)
+            plan = parquet.plan([url], image="image", label=label, given=False, num_classes=classes)
             assert len(plan.pieces) < 1 << 16
             _read(plan, classes)
 

@@ -9,20 +9,20 @@ from collections.abc import Callable
 
 import pyarrow as pa
 
-from etl.headers import kinds_in, names_in
-from etl.jsonl import read_objects
-from etl.log_plan import names_asked
-from etl.parse import BAD, DIGEST, ROW, SUMMARY, LineParser, Work, parse_range
-from etl.ranges import Range, find_sources
-from etl.reasons import Reasons
-from etl.records import RecordLines
-from etl.sampling import Sampling
-from etl.splits import SplitSpec
-from etl.stamps import seconds_of_text
-from etl.table_lines import Column, Form
-from etl.text import as_text
-from etl.unpack import PLAIN, codec_of, unpacked
-from etl.weblines import WebLines
+from etl.input.ranges import Range, find_sources
+from etl.input.unpack import PLAIN, codec_of, unpacked
+from etl.logs.json_lines import read_objects
+from etl.logs.log_plan import names_asked
+from etl.logs.parse import BAD, DIGEST, ROW, SUMMARY, LineParser, Work, parse_range
+from etl.logs.plan import kinds_in, names_in
+from etl.logs.records import RecordLines
+from etl.logs.stamps import seconds_of_text
+from etl.logs.table_lines import Column, Form
+from etl.logs.text import as_text
+from etl.logs.values import Reasons
+from etl.logs.web import WebLines
+from etl.split.sampling import Sampling
+from etl.split.splits import SplitSpec
 from tests.fuzz.target import Take, Target, refused, scratch, verdict
 
 MAX_UNPACKED_BYTES = 8 << 20

@@ -14,18 +14,20 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from features.codec import foreign_plain
-from features.codec.decoder import RecordDecoder
-from features.codec.foreign import infer_schema, refuse_sequences
-from features.example import decode_batch, encode_batch
-from features.foreign_files import is_gzip, pieces
-from features.foreign_schema import foreign_field
-from features.read_ranges import Lenient
-from features.schema import SEQUENCE_EXAMPLE, Field, Schema, sample_id_field
-from storage.errors import LockstepError
-from storage.fs import filesystem
-from storage.gzip_blocks import pack, unpack
-from storage.tfrecord import frame, parse_records, read_records, record_offsets
+from lockstep.features.examples import foreign_plain
+from lockstep.features.examples.codec import RecordDecoder
+from lockstep.features.examples.example import encode_batch
+from lockstep.features.examples.example_reader import decode_batch
+from lockstep.features.examples.foreign_plain import infer_schema, refuse_sequences
+from lockstep.features.schema.fields import Field, sample_id_field
+from lockstep.features.schema.foreign_schema import foreign_field
+from lockstep.features.schema.schema import SEQUENCE_EXAMPLE, Schema
+from lockstep.features.shards.foreign_files import is_gzip, pieces
+from lockstep.features.shards.read import Lenient
+from lockstep.storage.errors import LockstepError
+from lockstep.storage.formats.gzip_blocks import pack, unpack
+from lockstep.storage.formats.tfrecord import frame, parse_records, read_records, record_offsets
+from lockstep.storage.fs import filesystem
 from tests.features.codec.framed import decode_foreign
 from tests.fuzz.target import Take, Target, refused, scratch, verdict
 

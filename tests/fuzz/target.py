@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
-from storage.errors import LockstepError
+from lockstep.storage.errors import LockstepError
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from features.image_header import read_header
-from storage.errors import CorruptionError, DataError
-from storage.tfrecord import frame, parse_records
+from lockstep.features.images.image_header import read_header
+from lockstep.storage.errors import CorruptionError, DataError
+from lockstep.storage.formats.tfrecord import frame, parse_records
 from tests.fuzz import __main__ as fuzzing
 from tests.fuzz.mutate import mutated
 from tests.fuzz.target import Target, assert_told

@@ -102,7 +102,7 @@ def test_a_reader_that_goes_ends_a_job_quietly(tmp_path: Path) -> None:
 def test_a_broken_pipe_that_is_not_ours_is_an_error(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("storage.deadline.left_behind", lambda: 0)
+    monkeypatch.setattr("lockstep.storage.files.deadlines.left_behind", lambda: 0)
 
     def main(argv: Sequence[str]) -> int:
         one, other = socket.socketpair()

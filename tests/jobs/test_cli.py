@@ -11,8 +11,8 @@ import pytest
 from jobs import export
 from jobs._cli import JobParser, joined, names, run_job
 from jobs._session import spark_session
-from storage.errors import ConfigError
-from storage.fs import filesystem
+from lockstep.storage.errors import ConfigError
+from lockstep.storage.fs import filesystem
 
 
 def parsed(argv: Sequence[str]) -> Any:
@@ -57,7 +57,7 @@ def test_a_wrong_file_is_one_error_of_four_parts(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     # With calls left behind, as by tests of frozen daemons before it, run_job would end this very process.
-    monkeypatch.setattr("storage.deadline.left_behind", lambda: 0)
+    monkeypatch.setattr("lockstep.storage.files.deadlines.left_behind", lambda: 0)
     if content is not None:
         Path("a.toml").write_text(content)
     with pytest.raises(SystemExit) as ended:

@@ -12,18 +12,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from etl.column_stats import ColumnSummary, Histogram
-from etl.describe import Description, describe
-from etl.describe_page import as_page
-from etl.describe_tables import Table, quarantine_table
-from etl.describe_text import as_text, shown
-from etl.sample_images import Picture, data_url, image_field
-from features.schema import Field
+from etl.describe.dataset import Description, describe
+from etl.describe.describe_tables import Table, quarantine_table
+from etl.describe.describe_text import as_text, shown
+from etl.describe.render import as_page
+from etl.describe.sample_images import Picture, data_url, image_field
+from etl.describe.statistics import ColumnSummary, Histogram
 from jobs import describe as job
 from jobs import index
-from storage.canonical import sha256_hex
-from storage.errors import ConfigError, CorruptionError, ExistsError, NotFoundError
-from storage.manifest import FileInfo
+from lockstep.features.schema.fields import Field
+from lockstep.storage.dataset.manifest_entries import FileInfo
+from lockstep.storage.documents import sha256_hex
+from lockstep.storage.errors import ConfigError, CorruptionError, ExistsError, NotFoundError
 from tests.jobs.test_index import write
 from tests.pyspark_tfrecord.published import publish
 from tests.storage.make_dataset import make_dataset

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jobs import _checks, doctor
-from storage.errors import LockstepError
+from lockstep.storage.errors import LockstepError
 from tests.docs.steps import steps_of
 from training.devices import Gpu
 

@@ -12,21 +12,22 @@ from typing import Any
 import pytest
 
 from etl.index import Scan
-from features.dataset_blocks import indexed_blocks, indexed_fields, read_gzip
-from features.declare import load_schema
-from features.example import encode_example
-from features.foreign_files import find_files
-from features.foreign_schema import foreign_field, foreign_schema
-from features.read_ranges import Lenient
 from jobs import index
+from lockstep.features.examples.example import encode_example
+from lockstep.features.schema.declare import load_schema
+from lockstep.features.schema.foreign_schema import foreign_field, foreign_schema
+from lockstep.features.shards.blocks import indexed_blocks, indexed_fields, read_gzip
+from lockstep.features.shards.foreign_files import find_files
+from lockstep.features.shards.read import Lenient
+from lockstep.storage.dataset.indexed import IndexedManifest, read_indexed
+from lockstep.storage.dataset.manifest import load_dataset
+from lockstep.storage.dataset.manifest_shards import ShardInfo
+from lockstep.storage.errors import CorruptionError, DataError, ExistsError, LockstepError, NotFoundError, StorageError
+from lockstep.storage.formats.tfrecord import frame
+from lockstep.storage.fs import filesystem
+from lockstep.storage.sealed import seal, unseal
+from lockstep.storage.verify import verify
 from pyspark_tfrecord import DefaultSource
-from storage.errors import CorruptionError, DataError, ExistsError, LockstepError, NotFoundError, StorageError
-from storage.fs import filesystem
-from storage.indexed import IndexedManifest, read_indexed
-from storage.manifest import ShardInfo, load_dataset
-from storage.sealed import seal, unseal
-from storage.tfrecord import frame
-from storage.verify import verify
 from tests.pyspark_tfrecord.published import publish
 
 SCHEMA = foreign_schema([foreign_field("n", "int64", False), foreign_field("w", "bytes", True)])

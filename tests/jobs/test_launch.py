@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from jobs._split_script import split_script
 from jobs.launch import main, parser
-from storage.errors import ConfigError, NotFoundError
+from lockstep.storage.errors import ConfigError, NotFoundError
 from training.launch.output import BATCH_BYTES, LINE_BYTES, LineBuffer, OutputPrinter, read_lines
-from training.launch.script import Script, environment
-from training.launch.scripts import MAX_SCRIPT_BYTES, ScriptConfig
+from training.launch.script_driver import MAX_SCRIPT_BYTES, ScriptConfig
+from training.launch.script_rank import Script, environment
 from training.world import World
 
 

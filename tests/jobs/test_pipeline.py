@@ -10,7 +10,7 @@ import pytest
 
 from jobs import pipeline
 from jobs._pipeline import Outcome, Pipeline, table
-from storage.errors import ConfigError, DataError, LockstepError, NotFoundError
+from lockstep.storage.errors import ConfigError, DataError, LockstepError, NotFoundError
 
 LOG = """
 [pipeline]

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from jobs.profile_run import NOT_OF_A_STEP, config_of, main, parser
-from storage.errors import ConfigError, NotFoundError
+from lockstep.storage.errors import ConfigError, NotFoundError
 from tests.training._tiny import write_table
-from training import profile_run
 from training.config import TrainConfig, flag_of
+from training.profiling import profile
 
 NEEDED = ("--model", "logistic", "--num-ranks", "2", "--global-batch", "8", "--launcher", "local")
 
@@ -81,10 +81,12 @@ def test_sigterm_ends_driver_and_ranks_in_order(tmp_path: Path, monkeypatch: pyt
     flags = ["--dataset", str(tmp_path / "data"), *NEEDED]
     config = config_of(parser().parse(flags))
     with pytest.raises(SystemExit):
-        profile_run.profile(config, end_me)
-    monkeypatch.setattr("training.runtime.configure", lambda *_, **__: None)
-    monkeypatch.setitem(sys.modules, "training.profile_rank", SimpleNamespace(ProfileRank=Stub))  # the real one's Keras
+        profile.profile(config, end_me)
+    monkeypatch.setattr("training.rank.runtime.configure", lambda *_, **__: None)
+    monkeypatch.setitem(
+        sys.modules, "training.profiling.profile_rank", SimpleNamespace(ProfileRank=Stub)
+    )  # the real one's Keras
     context: Any = SimpleNamespace(payload={"config": config.to_json()}, world=None)
     with pytest.raises(SystemExit):
-        profile_run.main(context)
+        profile.main(context)
     assert Stub.left

@@ -11,7 +11,7 @@ import pytest
 
 from jobs._train import config_of
 from jobs.train import ROOT, main, parser
-from storage.errors import ConfigError, NotFoundError
+from lockstep.storage.errors import ConfigError, NotFoundError
 from tests.training._tiny import write_table
 from tests.training.test_fitted_files import write as write_folds
 from training.config import TrainConfig

@@ -9,7 +9,7 @@ import pytest
 
 from jobs import verify
 from tests.training.test_audit_run import TinyRun
-from training.claims import CheckpointRef
+from training.run.lineage import CheckpointRef
 
 
 def test_each_sample_once_is_told_and_a_lost_one_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

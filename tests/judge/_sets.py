@@ -11,18 +11,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from etl import image_sets, logs
-from etl.config import LogsConfig
-from etl.image_config import ImagesConfig
-from etl.write import write_dataset
-from features.sample_id import sample_id
-from features.schema import Field, Schema, sample_id_field
-from storage.manifest import DatasetManifest, load_dataset
+from etl.images import job as image_sets
+from etl.images.config import ImagesConfig
+from etl.logs import job as logs
+from etl.write.config import LogsConfig
+from etl.write.write import write_dataset
+from lockstep.features.sample_id import sample_id
+from lockstep.features.schema.fields import Field, sample_id_field
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
 from tests.training._threads import run, run_threads
 from training.config import TrainConfig
-from training.evaluate import evaluate
-from training.open_split import OpenSplit
-from training.run_result import RunResult
+from training.reading.open import OpenSplit
+from training.results.evaluate import evaluate
+from training.run.result import RunResult
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

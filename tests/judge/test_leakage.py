@@ -9,12 +9,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from etl.write import write_dataset
-from features.sampled import corrected, sampled_of
-from features.schema import Field, Schema, sample_id_field
-from storage.manifest import load_dataset
+from etl.write.write import write_dataset
+from lockstep.features.schema.fields import Field, sample_id_field
+from lockstep.features.schema.sampled import corrected, sampled_of
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.dataset.manifest import load_dataset
 from tests.judge._sets import JudgedSet, written
-from training.open_split import OpenSplit
+from training.reading.open import OpenSplit
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from training.launch.context import RankContext
+from training.control.context import RankContext
 
 MARK = b"a gradient in the clear. "
 

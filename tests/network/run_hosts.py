@@ -1,4 +1,6 @@
-"""`run_local` over several hosts of this machine; `partial(run_hosts, hosts)` launches for `training.driver.train`."""
+"""`run_local` over several hosts of this machine; `partial(run_hosts, hosts)` launches for
+`training.driver.train.train`.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,9 @@ from tests.network.hosts import DRIVER, Hosts
 from training.comm.tls import issue
 from training.control.protocol import new_key
 from training.control.server import ControlServer
+from training.control.task import Handler, Limits, RankTask
 from training.launch.order import Order
 from training.launch.supervisor import Supervisor
-from training.launch.task import Handler, Limits, RankTask
 from training.world import World
 
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from storage.errors import ConfigError
+from lockstep.storage.errors import ConfigError
 from tests.network.entries import MARK, values
 from tests.network.hosts import DRIVER, Hosts
 from tests.network.run_hosts import run_hosts
 from tests.training._ring import run_ring
-from training.comm.interfaces import trusted_address
+from training.comm.hosts import trusted_address
 from training.control.failures import RankFailedError
-from training.launch.task import Limits, RankTask
+from training.control.task import Limits, RankTask
 
 pytestmark = pytest.mark.slow
 

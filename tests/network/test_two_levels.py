@@ -6,7 +6,7 @@ import pytest
 
 from tests.network.hosts import Hosts
 from tests.network.run_hosts import run_hosts
-from training.launch.task import RankTask
+from training.control.task import RankTask
 
 pytestmark = pytest.mark.slow
 

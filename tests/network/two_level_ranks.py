@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.network.entries import values
 from training.comm import CommOptions
-from training.launch.context import RankContext
+from training.control.context import RankContext
 
 
 def sums(context: RankContext) -> dict[str, Any]:

@@ -6,14 +6,18 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from features.example import encode_example
-from features.schema import Field, Schema, sample_id_field
-from storage.canonical import sha256_hex
-from storage.fs import filesystem, join
-from storage.layout import DatasetPaths, index_path, shard_path
-from storage.manifest import Counts, DatasetManifest, FileInfo, ShardInfo, SourceInfo, SplitInfo
-from storage.publish import write_file
-from storage.tfrecord import RecordWriter
+from lockstep.features.examples.example import encode_example
+from lockstep.features.schema.fields import Field, sample_id_field
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.dataset.layout import DatasetPaths, index_path, shard_path
+from lockstep.storage.dataset.manifest import DatasetManifest
+from lockstep.storage.dataset.manifest_entries import Counts, FileInfo, SourceInfo
+from lockstep.storage.dataset.manifest_shards import ShardInfo, SplitInfo
+from lockstep.storage.documents import sha256_hex
+from lockstep.storage.formats.tfrecord import RecordWriter
+from lockstep.storage.fs import filesystem
+from lockstep.storage.publish import write_file
+from lockstep.storage.urls import join
 
 SCHEMA = Schema(
     (

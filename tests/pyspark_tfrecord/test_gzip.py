@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.errors import CorruptionError
+from lockstep.storage.errors import CorruptionError
 from tests.pyspark_tfrecord.published import publish
 from tests.pyspark_tfrecord.test_source import read
 from tests.storage.repacked import repacked

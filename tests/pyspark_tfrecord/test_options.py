@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from lockstep.storage.errors import ConfigError
 from pyspark_tfrecord.options import ReadOptions, WriteOptions
-from storage.errors import ConfigError
 
 
 def test_names_are_taken_in_any_case_and_columns_in_two_forms() -> None:

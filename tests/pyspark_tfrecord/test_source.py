@@ -29,13 +29,13 @@ from pyspark.sql.types import (
     StructType,
 )
 
-from features.read_ranges import Lenient
 from jobs import index
+from lockstep.features.shards.read import Lenient
+from lockstep.storage.errors import ConfigError, CorruptionError, DataError, ExistsError, LockstepError, StorageError
+from lockstep.storage.formats.tfrecord import frame
+from lockstep.storage.fs import filesystem
 from pyspark_tfrecord import DefaultSource
 from pyspark_tfrecord.writing import FileWriter
-from storage.errors import ConfigError, CorruptionError, DataError, ExistsError, LockstepError, StorageError
-from storage.fs import filesystem
-from storage.tfrecord import frame
 from tests.jobs.test_index import write
 from tests.pyspark_tfrecord.published import SCHEMA, publish
 

@@ -10,12 +10,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from etl import logs
-from etl.config import LogsConfig
-from etl.write import write_dataset
-from features.schema import Field, Schema, sample_id_field
-from storage.errors import ConfigError
-from storage.verify import verify
+from etl.logs import job
+from etl.write.config import LogsConfig
+from etl.write.write import write_dataset
+from lockstep.features.schema.fields import Field, sample_id_field
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.errors import ConfigError
+from lockstep.storage.verify import verify
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -52,7 +53,7 @@ def datasets(spark: SparkSession, folder: Path) -> dict[str, str]:
         inputs=(str(LOG),), output=str(folder / "log"), log_format="combined", split="group:visitor:80/20",
         shard_bytes=20_000, max_bad="5%", compression="gzip",
     )  # fmt: skip
-    found = {"log": logs.run(spark, log).digest}
+    found = {"log": job.run(spark, log).digest}
     ways: dict[str, dict[str, Any]] = {
         "tfrecord": {"split": "stratified:kind:80/20", "sample": "bought=false:50%"},
         "parquet": {"fmt": "parquet", "split": "kfold:3:kind", "weights": "balanced"},

@@ -7,13 +7,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from storage.canonical import crc32c_hex, sha256_hex
-from storage.fs import filesystem, join
-from storage.layout import DatasetPaths, fitted_path, index_path, shard_path
-from storage.manifest import Counts, DatasetManifest, FileInfo, ShardInfo, SourceInfo, SplitInfo
-from storage.parquet_footer import read_footer
-from storage.publish import publish_directory, write_file
-from storage.tfrecord import RecordWriter
+from lockstep.storage.dataset.layout import DatasetPaths, fitted_path, index_path, shard_path
+from lockstep.storage.dataset.manifest import DatasetManifest
+from lockstep.storage.dataset.manifest_entries import Counts, FileInfo, SourceInfo
+from lockstep.storage.dataset.manifest_shards import ShardInfo, SplitInfo
+from lockstep.storage.documents import crc32c_hex, sha256_hex
+from lockstep.storage.formats.parquet_footer import read_footer
+from lockstep.storage.formats.tfrecord import RecordWriter
+from lockstep.storage.fs import filesystem
+from lockstep.storage.publish import publish_directory, write_file
+from lockstep.storage.urls import join
 
 BLOCK_RECORDS = 8
 

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from storage.fs import filesystem, join
-from storage.gzip_blocks import GzipWriter
-from storage.layout import DatasetPaths, shard_path
-from storage.manifest import DatasetManifest, ShardInfo, load_dataset
-from storage.publish import write_file
+from lockstep.storage.dataset.layout import DatasetPaths, shard_path
+from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
+from lockstep.storage.dataset.manifest_shards import ShardInfo
+from lockstep.storage.formats.gzip_blocks import GzipWriter
+from lockstep.storage.fs import filesystem
+from lockstep.storage.publish import write_file
+from lockstep.storage.urls import join
 
 
 def repacked(plain: object, target: object) -> DatasetManifest:

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage.canonical import sha256_hex
-from storage.errors import CorruptionError
-from storage.framed_writer import FramedWriter
-from storage.tfrecord import RecordWriter, frame, parse_records, record_offsets
+from lockstep.storage.documents import sha256_hex
+from lockstep.storage.errors import CorruptionError
+from lockstep.storage.formats.framed_writer import FramedWriter
+from lockstep.storage.formats.tfrecord import RecordWriter, frame, parse_records, record_offsets
 
 BATCHES = st.lists(st.lists(st.binary(max_size=40) | st.integers(90, 7000).map(bytes), max_size=8), max_size=4)
 

@@ -16,12 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage import gzip_blocks
-from storage.canonical import crc32c_hex, sha256_hex
-from storage.errors import CorruptionError, DataError
-from storage.gzip_blocks import HEADER, TRAILER_BYTES, GzipWriter, pack, unpack, unpack_blocks
-from storage.manifest_shards import GZIP_EDGE_BYTES
-from storage.tfrecord import frame
+from lockstep.storage.dataset.manifest_shards import GZIP_EDGE_BYTES
+from lockstep.storage.documents import crc32c_hex, sha256_hex
+from lockstep.storage.errors import CorruptionError, DataError
+from lockstep.storage.formats import gzip_blocks
+from lockstep.storage.formats.gzip_blocks import HEADER, TRAILER_BYTES, GzipWriter, pack, unpack, unpack_blocks
+from lockstep.storage.formats.tfrecord import frame
 
 RECORDS = st.lists(st.binary(max_size=40) | st.integers(90, 7000).map(bytes), max_size=30)
 

@@ -6,8 +6,8 @@ import io
 
 import pytest
 
-from storage.hdfs_checksum import same_as
-from storage.interface import StoredChecksum
+from lockstep.storage.files.interface import StoredChecksum
+from lockstep.storage.hdfs_checksum import same_as
 
 
 def content(size: int) -> bytes:

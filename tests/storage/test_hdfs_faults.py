@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from storage.deadline import left_behind
-from storage.errors import ConfigError, ExistsError, NotFoundError, RetryableStorageError, StorageError
-from storage.hdfs import HdfsFileSystem
-from storage.hdfs_errors import translate
-from storage.publish import write_file
-from storage.settings import DEFAULTS, hadoop_settings, set_hadoop_settings, write_give_up_s
+from lockstep.storage.errors import ConfigError, ExistsError, NotFoundError, RetryableStorageError, StorageError
+from lockstep.storage.files.deadlines import left_behind
+from lockstep.storage.files.hdfs import HdfsFileSystem
+from lockstep.storage.files.hdfs_errors import translate
+from lockstep.storage.publish import write_file
+from lockstep.storage.settings import DEFAULTS, hadoop_settings, set_hadoop_settings, write_give_up_s
 from tests.storage.fake_hdfs import FakeClient
 
 
@@ -100,7 +100,7 @@ def test_a_job_ends_with_its_own_exit_code() -> None:
 import os, socket, time
 from jobs import verify
 from jobs._cli import run_job
-from storage.settings import set_hadoop_settings
+from lockstep.storage.settings import set_hadoop_settings
 
 class Late:
     def __init__(self):

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from jobs._session import ship_rooms
-from storage.kernels import jit
+from lockstep.storage.kernels import jit
 
 ROOT = Path(__file__).resolve().parents[2]
-PLACE = "from features.codec import sha256_kernel as k; print(k.unit_hashes._cache.cache_path)"
+PLACE = "from lockstep.features import sample_id_kernel as k; print(k.unit_hashes._cache.cache_path)"
 
 
 def run(code: str, path: str) -> str:
@@ -28,7 +28,7 @@ def test_rooms_from_a_zip_find_what_the_checkout_has_compiled(tmp_path: Path) ->
 
 
 def test_no_import_loads_numba() -> None:
-    code = "import etl.write, training.reader, features.codec.foreign; print('numba' in sys.modules)"
+    code = "import etl.write.write, training.reading.reader; import lockstep.features.examples.foreign; print(\'numba\' in sys.modules)"
     assert run(code, str(ROOT)) == "False"
 
 
@@ -55,8 +55,8 @@ os.environ.update(HOME="/proc", XDG_CACHE_HOME="/proc")
 os.environ.pop("NUMBA_CACHE_DIR", None)
 tempfile.tempdir = "/proc"
 import numpy as np
-from storage.kernels import frames
-from storage.kernels.jit import cache_folder
+from lockstep.storage.kernels import frames
+from lockstep.storage.kernels.jit import cache_folder
 out = np.zeros(2, dtype=np.int64)
 print(cache_folder(), frames.scan(0, 0, out, True), type(frames.scan._cache).__name__)
 """

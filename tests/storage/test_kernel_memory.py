@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from storage.kernels.memory import fence, stream
+from lockstep.storage.kernels.memory import fence, stream
 
 
 @njit

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from storage.errors import ConfigError, ExistsError, NotFoundError, StorageError
-from storage.fs import FileSystem, absolute, basename, filesystem, join, parent, split_url, walk
-from storage.local import LocalFileSystem
-from storage.local_rename import rename_noreplace_portable
+from lockstep.storage.errors import ConfigError, ExistsError, NotFoundError, StorageError
+from lockstep.storage.files.interface import FileSystem
+from lockstep.storage.files.local import LocalFileSystem
+from lockstep.storage.files.local_rename import rename_noreplace_portable
+from lockstep.storage.fs import filesystem, walk
+from lockstep.storage.urls import absolute, basename, join, parent, split_url
 from tests.fs_contract import FileSystemContract, put
 
 
@@ -33,7 +35,7 @@ class TestFileUrls(TestPlainPaths):
 class TestWithoutRenameat2(TestPlainPaths):
     @pytest.fixture(autouse=True)
     def _portable(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("storage.local.rename_noreplace", rename_noreplace_portable)
+        monkeypatch.setattr("lockstep.storage.files.local.rename_noreplace", rename_noreplace_portable)
 
 
 def test_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

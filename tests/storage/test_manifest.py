@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.canonical import canonical_bytes, parse_canonical, sha256_hex
-from storage.errors import ConfigError, CorruptionError, DataError, NotFoundError
-from storage.layout import DatasetPaths, fitted_path, safe_relative, shard_path, split_name
-from storage.manifest import DatasetManifest, dataset_digest, load_dataset
-from storage.sealed import SEAL, seal, unseal
+from lockstep.storage.dataset.layout import DatasetPaths, fitted_path, safe_relative, shard_path, split_name
+from lockstep.storage.dataset.manifest import DatasetManifest, dataset_digest, load_dataset
+from lockstep.storage.documents import canonical_bytes, parse_canonical, sha256_hex
+from lockstep.storage.errors import ConfigError, CorruptionError, DataError, NotFoundError
+from lockstep.storage.sealed import SEAL, seal, unseal
 from tests.storage.make_dataset import make_dataset
 
 JSON = st.recursive(

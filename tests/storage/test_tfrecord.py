@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.canonical import crc32c_hex, sha256_hex
-from storage.errors import CorruptionError
-from storage.tfrecord import (
+from lockstep.storage.documents import crc32c_hex, sha256_hex
+from lockstep.storage.errors import CorruptionError
+from lockstep.storage.formats.tfrecord import (
     FRAMING_BYTES,
     RecordWriter,
     frame,

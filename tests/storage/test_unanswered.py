@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from storage import unanswered
-from storage.errors import StorageTimeoutError
-from storage.unanswered import FREE, Unanswered
+from lockstep.storage.errors import StorageTimeoutError
+from lockstep.storage.files import unanswered
+from lockstep.storage.files.unanswered import FREE, Unanswered
 
 
 def give_up(calls: Unanswered, wake: threading.Event, seconds: float = 0.005) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from storage import uncached
-from storage.fs import filesystem
-from storage.uncached import PAGE_BYTES, whole_pages, write_uncached
+from lockstep.storage.files import uncached
+from lockstep.storage.files.uncached import PAGE_BYTES, whole_pages, write_uncached
+from lockstep.storage.fs import filesystem
 
 PIECE = 2 * PAGE_BYTES
 

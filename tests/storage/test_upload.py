@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from storage.errors import (
+from lockstep.storage.errors import (
     ConfigError,
     CorruptionError,
     DataError,
@@ -22,9 +22,9 @@ from storage.errors import (
     RetryableStorageError,
     StorageError,
 )
-from storage.local import LocalFileSystem
-from storage.upload import upload
-from storage.upload_plan import find_files, temporary_name
+from lockstep.storage.files.local import LocalFileSystem
+from lockstep.storage.upload import upload
+from lockstep.storage.upload_plan import find_files, temporary_name
 
 
 def files(folder: Path, **contents: bytes) -> Path:
@@ -168,7 +168,7 @@ def test_a_failure_stops_the_others_and_leaves_no_half_file(
     tmp_path: Path, wrong: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that are on their way too, not just those that have not begun."""
-    monkeypatch.setattr("storage.upload.COPY_BYTES", 1)
+    monkeypatch.setattr("lockstep.storage.upload.COPY_BYTES", 1)
 
     def fail(url: str) -> None:
         if ".a." in url:
@@ -193,7 +193,7 @@ def test_a_failure_stops_steps_that_send_nothing(tmp_path: Path, monkeypatch: py
     source = files(tmp_path / "in", a=b"1", b=b"2" * 3000)
     if step == "compare":
         files(tmp_path / "out", a=b"1", b=b"2" * 3000)
-    monkeypatch.setattr("storage.upload.COPY_BYTES", 1)
+    monkeypatch.setattr("lockstep.storage.upload.COPY_BYTES", 1)
     monkeypatch.setenv("LOCKSTEP_STORAGE_WRITE_GIVE_UP_S", "60")
     begun = threading.Event()
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from storage.errors import DataError
-from storage.manifest import DatasetManifest
-from storage.sealed import seal, unseal
-from storage.verify import verify
+from lockstep.storage.dataset.manifest import DatasetManifest
+from lockstep.storage.errors import DataError
+from lockstep.storage.sealed import seal, unseal
+from lockstep.storage.verify import verify
 from tests.storage.make_dataset import make_dataset
 from tests.storage.repacked import repacked
 from tests.storage.test_manifest import resealed

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from jobs.verify import main
-from storage.fs import filesystem
-from storage.sealed import seal, unseal
-from storage.verify import kind_of, verify
+from lockstep.storage.fs import filesystem
+from lockstep.storage.sealed import seal, unseal
+from lockstep.storage.verify import kind_of, verify
 from tests.storage.make_run import make_run
 
 CHECKPOINT = "checkpoints/step-0000000200.g0002"

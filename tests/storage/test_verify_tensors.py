@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from storage.canonical import sha256_hex
-from storage.sealed import seal
-from storage.verify import verify
+from lockstep.storage.documents import sha256_hex
+from lockstep.storage.sealed import seal
+from lockstep.storage.verify import verify
 
 WHOLE = {"dtype": "float32", "shape": [2, 3], "parts": [[0, 0, 6]]}
 CUT = {"dtype": "int64", "shape": [4], "parts": [[0, 0, 3], [1, 3, 4]]}

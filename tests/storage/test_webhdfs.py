@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from storage.errors import (
+from lockstep.storage.errors import (
     ConfigError,
     ExistsError,
     LockstepError,
@@ -19,14 +19,14 @@ from storage.errors import (
     StorageError,
     StorageTimeoutError,
 )
-from storage.fs import filesystem
-from storage.publish import write_file
-from storage.remote_errors import not_there
-from storage.settings import DEFAULTS
-from storage.webhdfs import WebHdfsFileSystem
-from storage.webhdfs_address import as_hdfs, as_webhdfs, http_addresses
-from storage.webhdfs_read import WebHdfsRaw, open_at
-from storage.webhdfs_write import WebHdfsWriter, _Append
+from lockstep.storage.files.remote_errors import not_there
+from lockstep.storage.files.webhdfs import WebHdfsFileSystem
+from lockstep.storage.files.webhdfs_http import as_hdfs, as_webhdfs, http_addresses
+from lockstep.storage.files.webhdfs_streams import WebHdfsRaw, open_at
+from lockstep.storage.files.webhdfs_write import WebHdfsWriter, _Append
+from lockstep.storage.fs import filesystem
+from lockstep.storage.publish import write_file
+from lockstep.storage.settings import DEFAULTS
 from tests.storage.fake_webhdfs import FakeWebHdfs, gone, refusing, serving, silent
 
 DATA = bytes(range(100))
@@ -223,7 +223,7 @@ def test_an_attempt_that_was_given_up_leaves_no_stream_behind(
         opened.append(Slow(open_at(*arguments), not opened))
         return opened[-1]
 
-    monkeypatch.setattr("storage.webhdfs_read.open_at", open_slowly)
+    monkeypatch.setattr("lockstep.storage.files.webhdfs_streams.open_at", open_slowly)
     with WebHdfsRaw(fs, url("a"), 100) as raw:
         client = fs.calls._data
         old = threading.Thread(target=raw._read, args=(client, 0, 10))

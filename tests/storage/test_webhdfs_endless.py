@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from storage.deadline import left_behind
-from storage.errors import ConfigError, LockstepError, StorageError
-from storage.publish import write_file
-from storage.webhdfs import WebHdfsFileSystem
+from lockstep.storage.errors import ConfigError, LockstepError, StorageError
+from lockstep.storage.files.deadlines import left_behind
+from lockstep.storage.files.webhdfs import WebHdfsFileSystem
+from lockstep.storage.publish import write_file
 from tests.storage.fake_webhdfs import FakeWebHdfs, serving
 from tests.storage.test_webhdfs_hostile import DATA, PATIENT, url
 
@@ -99,7 +99,7 @@ def test_a_listing_is_long_where_a_directory_is_large(
     told = {"FileStatuses": {"FileStatus": [entry | {"pathSuffix": f"{number:0100}"} for number in range(3000)]}}
     fake.before["LISTSTATUS"] = [lambda handler: bool(handler.tell(told)) or True] * 2
     assert len(fs.list(url("d"))) == 3000
-    monkeypatch.setattr("storage.webhdfs_client._MAX_LIST_BYTES", 3000 * 100)
+    monkeypatch.setattr("lockstep.storage.files.webhdfs_client._MAX_LIST_BYTES", 3000 * 100)
     with pytest.raises(ConfigError, match="over 300000 bytes"):
         fs.list(url("d"))
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from storage.errors import ConfigError, CorruptionError, LockstepError, StorageError
-from storage.settings import DEFAULTS
-from storage.upload import upload
-from storage.upload_plan import find_files
-from storage.webhdfs import WebHdfsFileSystem
+from lockstep.storage.errors import ConfigError, CorruptionError, LockstepError, StorageError
+from lockstep.storage.files.webhdfs import WebHdfsFileSystem
+from lockstep.storage.settings import DEFAULTS
+from lockstep.storage.upload import upload
+from lockstep.storage.upload_plan import find_files
 from tests.storage.fake_webhdfs import FakeWebHdfs, serving
 
 # Attempts that a loaded machine does not end before their answers, which are to be seen; few of them.

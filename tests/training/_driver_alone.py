@@ -14,15 +14,16 @@ import signal
 import sys
 from typing import Any
 
-from storage.deadline import end_process
-from storage.errors import LockstepError
-from storage.fs import FileSystem, filesystem
+from lockstep.storage.errors import LockstepError
+from lockstep.storage.files.deadlines import end_process
+from lockstep.storage.files.interface import FileSystem
+from lockstep.storage.fs import filesystem
 from tests.training import _ranks
 from training.config import TrainConfig
-from training.driver import Hooks, train
+from training.control.task import Limits, RankTask
+from training.driver.train import Hooks, train
 from training.launch.local import run_local
-from training.launch.task import Limits, RankTask
-from training.run_result import RunResult
+from training.run.result import RunResult
 from training.world import World
 
 

@@ -16,11 +16,11 @@ from typing import Any
 
 from pyspark.sql import SparkSession
 
-from storage.errors import ConfigError, TrainingFailedError
+from lockstep.storage.errors import ConfigError, TrainingFailedError
 from tests.training._ranks import HERE
+from training.control.task import Limits, RankTask
 from training.launch.barrier import OnSpark, run_barrier
 from training.launch.launches import Launches
-from training.launch.task import Limits, RankTask
 
 ROOT = Path(__file__).resolve().parents[2]
 DISCOVERY = """#!/bin/sh

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from features.signature import Signature
+from lockstep.features.schema.signature import Signature
 from training.models import ModelOptions
 from training.models.logistic import logistic
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 import pyarrow as pa
 
-from features.encode import Encoder
-from training.batches import Batch
-from training.plan import EpochPlan
-from training.reader import SplitReader
+from lockstep.features.encode.encoder import Encoder
+from training.batches.feed import Batch
+from training.plan.epoch_plan import EpochPlan
+from training.reading.reader import SplitReader
 
 
 def plain_batches(

@@ -9,7 +9,7 @@ from unittest import mock
 
 import numpy as np
 
-from training.launch.context import RankContext
+from training.control.context import RankContext
 
 
 def sums_killed_once(context: RankContext) -> dict[str, Any]:

@@ -16,17 +16,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from storage.errors import ConfigError, CorruptionError
-from storage.fs import filesystem, join
-from storage.manifest import load_dataset
-from storage.publish import temporary_name, write_file
+from lockstep.storage.dataset.manifest import load_dataset
+from lockstep.storage.errors import ConfigError, CorruptionError
+from lockstep.storage.fs import filesystem
+from lockstep.storage.publish import temporary_name, write_file
+from lockstep.storage.urls import join
 from training.config import TrainConfig
+from training.control.context import RankContext
 from training.control.failures import RankState, failure_of
-from training.in_flight import InFlight
-from training.launch.context import RankContext
-from training.paths import staged_checkpoint, staged_model
-from training.plan import EpochPlan
-from training.planning import plan_for
+from training.plan.epoch_plan import EpochPlan
+from training.plan.planning import plan_for
+from training.rank.in_flight import InFlight
+from training.run.paths import staged_checkpoint, staged_model
 
 HERE = str(Path(__file__).parent)
 
@@ -52,7 +53,7 @@ def living_ranks(parent: int) -> list[int]:
     """The rank processes that `parent` started."""
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     mine = [pid for pid in pids if _stat(pid)[1:2] == [str(parent)] and lives(pid)]
-    return [pid for pid in mine if b"training.rank" in _told(pid, "cmdline")]
+    return [pid for pid in mine if b"training.rank.__main__" in _told(pid, "cmdline")]
 
 
 def _stat(pid: int) -> list[str]:
@@ -221,7 +222,7 @@ def slow_result(context: RankContext) -> dict[str, Any]:
 
 def leaves_files(context: RankContext) -> dict[str, Any]:
     """Makes a temporary file as a rank that trains does, and is killed."""
-    from training.runtime import keep_temporary_files_apart
+    from training.rank.runtime import keep_temporary_files_apart
 
     keep_temporary_files_apart()
     Path(context.payload["told"]).write_text(tempfile.mkstemp()[1])

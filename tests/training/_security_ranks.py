@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from cryptography import x509
 
-from storage.errors import CommunicationError
+from lockstep.storage.errors import CommunicationError
 from training.comm import CommOptions, connect
-from training.launch.context import RankContext
+from training.control.context import RankContext
 
 
 def reduce_by_proxy(context: RankContext) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from storage.errors import CommunicationError
-from training.launch.context import RankContext
-from training.runtime import ENVIRONMENT
+from lockstep.storage.errors import CommunicationError
+from training.control.context import RankContext
+from training.rank.runtime import ENVIRONMENT
 
 
 def killed_in_a_call(context: RankContext) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pyspark import cloudpickle
 
 from tests.training._ring import KEY
 from training.comm import CommOptions, Communicator, connect
-from training.runtime import ENVIRONMENT
+from training.rank.runtime import ENVIRONMENT
 from training.world import World
 
 JOIN_S, REPLY_S = 300.0, 300.0  # only against a hang: three processes that import TensorFlow on a loaded machine

@@ -14,22 +14,22 @@ from typing import Any
 os.environ["TF_NUM_INTEROP_THREADS"] = "12"
 os.environ["TF_NUM_INTRAOP_THREADS"] = "1"
 
-from storage.errors import ConfigError, DataError, TrainingFailedError
-from storage.fs import filesystem
+from lockstep.storage.errors import ConfigError, DataError, TrainingFailedError
+from lockstep.storage.fs import filesystem
 from tests.training._ring import KEY, PATIENCE_S, Table
-from training.chain import find_tip
-from training.checkpoint import Tensors, read_rank_file
 from training.comm import Communicator, SoloCommunicator
-from training.comm.tcp import connect_tcp
+from training.comm.tcp.communicator import connect_tcp
 from training.config import TrainConfig
 from training.control.carry import json_safe
-from training.driver import Hooks, train
-from training.exchange import NonFiniteError
-from training.launch.task import Handler, Limits, RankTask
-from training.paths import RunPaths
-from training.read_parts import read_whole
-from training.run_result import RunResult
-from training.runtime import set_precision
+from training.control.task import Handler, Limits, RankTask
+from training.driver.train import Hooks, train
+from training.exchange.agreement import NonFiniteError
+from training.rank.runtime import set_precision
+from training.run.chain import find_tip
+from training.run.checkpoint import Tensors, read_rank_file
+from training.run.paths import RunPaths
+from training.run.read_parts import read_whole
+from training.run.result import RunResult
 from training.world import World
 
 
@@ -76,11 +76,11 @@ def run_threads(
     """`run_local` with threads: same signature, same results; a failed rank is a TrainingFailedError."""
     import keras
 
-    from training import evaluating, exporting
-    from training.fitting import Fit
-    from training.profile_rank import ProfileRank
+    from training.profiling.profile_rank import ProfileRank
+    from training.rank.fit import Fit
+    from training.results import evaluate_rank, exporting
 
-    makers: dict[str, Any] = {"training.fit:main": Fit, "training.profile_run:main": ProfileRank}
+    makers: dict[str, Any] = {"training.rank.fit_part:main": Fit, "training.profiling.profile:main": ProfileRank}
     config = TrainConfig.from_json(task.payload["config"])
     set_precision(config.precision)
     comms = _join(num_ranks, generation)
@@ -99,7 +99,7 @@ def run_threads(
     def one(comm: Communicator) -> dict[str, Any]:
         try:
             if not fits:
-                alone = exporting.run if task.entry == "training.export_run:main" else evaluating.run
+                alone = exporting.run if task.entry == "training.results.export_run:main" else evaluate_rank.run
                 return alone(contexts[comm.rank], config)
             with fits[comm.rank] as fit:
                 return fit.run()

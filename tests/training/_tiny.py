@@ -16,16 +16,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from features.encode import Encoder
-from features.example import encode_batch
-from features.fitted import Vocabulary
-from features.sample_id import sample_id
-from features.schema import Field, Schema
-from storage.canonical import canonical_bytes, crc32c_hex, sha256_hex
-from storage.fs import filesystem
-from storage.layout import DatasetPaths, fitted_path, index_path, shard_path
-from storage.manifest import Counts, DatasetManifest, FileInfo, ShardInfo, SplitInfo
-from storage.tfrecord import RecordWriter
+from lockstep.features.encode.encoder import Encoder
+from lockstep.features.examples.example import encode_batch
+from lockstep.features.sample_id import sample_id
+from lockstep.features.schema.fields import Field
+from lockstep.features.schema.fitted import Vocabulary
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.dataset.layout import DatasetPaths, fitted_path, index_path, shard_path
+from lockstep.storage.dataset.manifest import DatasetManifest
+from lockstep.storage.dataset.manifest_entries import Counts, FileInfo
+from lockstep.storage.dataset.manifest_shards import ShardInfo, SplitInfo
+from lockstep.storage.documents import canonical_bytes, crc32c_hex, sha256_hex
+from lockstep.storage.formats.tfrecord import RecordWriter
+from lockstep.storage.fs import filesystem
 from tests.storage.make_dataset import footer_of
 
 TABLE_SCHEMA = Schema(

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from features.schema import Field
-from storage.errors import ConfigError, CorruptionError, DataError
+from benchmarks.arrays import _array, cut, split_arrays
+from lockstep.features.schema.fields import Field
+from lockstep.storage.errors import ConfigError, CorruptionError, DataError
 from tests.training._tiny import write_images, write_table
-from training.arrays import _array, cut, split_arrays
 
 
 @pytest.mark.parametrize("fmt", ["tfrecord", "parquet"])

@@ -15,15 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from features.fitted import Moments, Vocabulary
-from features.schema import Field, Schema, sample_id_field
-from storage.errors import DataError
+from lockstep.features.schema.fields import Field, sample_id_field
+from lockstep.features.schema.fitted import Moments, Vocabulary
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.errors import DataError
 from tests.training._plain_feed import assert_same, plain_batches
 from tests.training._tiny import write_images, write_rows
-from training.batches import RankFeed
-from training.open_split import OpenSplit
-from training.plan import EpochPlan
-from training.positions import Run
+from training.batches.feed import RankFeed
+from training.plan.epoch_plan import EpochPlan
+from training.plan.order import Run
+from training.reading.open import OpenSplit
 from training.world import World
 
 TOKENS = ("a", "é", "", "ab", "7")

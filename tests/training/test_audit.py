@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from storage.errors import CorruptionError
+from lockstep.storage.errors import CorruptionError
 from tests.training._tiny import write_table
-from training.audit import HEADER, AuditLog, check_audit, left_over, parse_audit, sample_hex
-from training.batches import RankFeed
-from training.open_split import OpenSplit
-from training.plan import EpochPlan
-from training.reader import SplitReader
+from training.batches.feed import RankFeed
+from training.plan.epoch_plan import EpochPlan
+from training.reading.open import OpenSplit
+from training.reading.reader import SplitReader
+from training.results.audit import HEADER, AuditLog, check_audit, left_over, parse_audit, sample_hex
 from training.world import World
 
 EPOCHS, STEPS = 2, 8  # 2 * 100 samples in global batches of 24: 8 steps and 8 left over

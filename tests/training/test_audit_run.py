@@ -8,23 +8,23 @@ from typing import Any
 
 import pytest
 
-from storage.canonical import sha256_hex
-from storage.errors import DataError
-from storage.fs import filesystem
-from storage.manifest import load_dataset
-from storage.publish import temporary_name, write_file
-from storage.sealed import seal
+from lockstep.storage.dataset.manifest import load_dataset
+from lockstep.storage.documents import sha256_hex
+from lockstep.storage.errors import DataError
+from lockstep.storage.fs import filesystem
+from lockstep.storage.publish import temporary_name, write_file
+from lockstep.storage.sealed import seal
 from tests.training._tiny import write_table
 from tests.training.test_fitted_files import write as write_folds
-from training.audit import AuditLog
-from training.audit_run import audit_files, check_run_audit
-from training.batches import RankFeed
-from training.claims import CheckpointRef, claim_next
+from training.batches.feed import RankFeed
 from training.config import TrainConfig
-from training.open_split import OpenSplit
-from training.paths import RunPaths
-from training.plan import EpochPlan
-from training.run_json import open_run
+from training.plan.epoch_plan import EpochPlan
+from training.reading.open import OpenSplit
+from training.results.audit import AuditLog
+from training.results.audit_run import audit_files, check_run_audit
+from training.run.lineage import CheckpointRef, claim_next
+from training.run.paths import RunPaths
+from training.run.run_json import open_run
 from training.world import World
 
 EPOCHS = 2

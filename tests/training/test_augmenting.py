@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from features.signature import Signature, TensorSpec
-from storage.errors import ConfigError
+from lockstep.features.schema.signature import Signature, TensorSpec
+from lockstep.storage.errors import ConfigError
 from tests.training._tiny import write_images
-from training.augmenting import Augmentation, soft_labels, soft_signature
-from training.batches import Batch, RankFeed
-from training.open_split import OpenSplit
-from training.plan import EpochPlan
+from training.batches.augmenting import Augmentation, soft_labels, soft_signature
+from training.batches.feed import Batch, RankFeed
+from training.plan.epoch_plan import EpochPlan
+from training.reading.open import OpenSplit
 from training.world import World
 
 EVERY = ["crop:2:reflect", "flip:both", "rotate90", "rotate:20", "scale:0.8:1.2", "colour:0.4:0.4", "cutout:3:9"]

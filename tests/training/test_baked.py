@@ -8,16 +8,16 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from features.bake import Baker
-from features.declare import load_schema
-from features.encode import Encoder
-from features.fitted import Vocabulary, read_fitted
-from features.schema import Schema
-from storage.manifest import DatasetManifest
+from lockstep.features.encode.bake import Baker
+from lockstep.features.encode.encoder import Encoder
+from lockstep.features.schema.declare import load_schema
+from lockstep.features.schema.fitted import Vocabulary, read_fitted
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.dataset.manifest import DatasetManifest
 from tests.training._tiny import write_rows
-from training.batches import RankFeed
-from training.open_split import OpenSplit
-from training.plan import EpochPlan
+from training.batches.feed import RankFeed
+from training.plan.epoch_plan import EpochPlan
+from training.reading.open import OpenSplit
 from training.world import World
 
 ROWS = 40
@@ -46,8 +46,8 @@ def written(folder: Path) -> tuple[DatasetManifest, DatasetManifest]:
 def test_it_gives_the_same_losses_and_says_what_inputs_are(tmp_path: Path) -> None:
     import keras
 
-    from training.export import export
     from training.models import ModelOptions, build
+    from training.models.on_disk import export
 
     losses, manifests = [], written(tmp_path)
     for name, manifest in zip(("raw", "baked"), manifests, strict=True):

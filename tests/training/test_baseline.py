@@ -8,11 +8,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from features.schema import Field, Schema
-from storage.errors import ConfigError, DataError
+from lockstep.features.schema.fields import Field
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.errors import ConfigError, DataError
 from tests.training._ring import run_ring
-from training.baseline import Baseline, check_baseline
 from training.comm import Communicator
+from training.results.baseline import Baseline, check_baseline
 
 VOCABULARY = {"kind": "vocabulary", "file": "page.json", "max_size": 9, "min_count": 1, "oov_buckets": 1}
 TABLE = Schema(

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from features.aligned import aligned_empty
-from storage.errors import CorruptionError
+from lockstep.features.images.aligned import aligned_empty
+from lockstep.storage.errors import CorruptionError
 from tests.training._tiny import write_images, write_table
-from training.batches import Batch, RankFeed
-from training.dataset import FeedPipeline, as_tf_dataset, to_device
-from training.open_split import OpenSplit
-from training.plan import EpochPlan
+from training.batches.feed import Batch, RankFeed
+from training.batches.tf_dataset import FeedPipeline, as_tf_dataset, to_device
+from training.plan.epoch_plan import EpochPlan
+from training.reading.open import OpenSplit
 from training.world import World
 
 

@@ -21,18 +21,19 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from storage.errors import ConfigError, CorruptionError
-from storage.fs import filesystem
+from lockstep.storage.errors import ConfigError, CorruptionError
+from lockstep.storage.fs import filesystem
 from tests.storage.repacked import repacked
 from tests.training._tiny import write_images, write_table
-from training import block_cache, cache_folder
-from training.block_cache import BlockCache, BlockPlace
-from training.cache_folder import FOLDER, LIVE, LOCK, TEMPORARY
-from training.open_split import OpenSplit
-from training.positions import Run
-from training.read_options import ReadOptions
-from training.reader import SplitReader
-from training.shard_files import ShardFiles
+from training.plan.order import Run
+from training.reading import cache as block_cache
+from training.reading import cache_folder
+from training.reading.cache import BlockCache, BlockPlace
+from training.reading.cache_folder import FOLDER, LIVE, LOCK, TEMPORARY
+from training.reading.files import ShardFiles
+from training.reading.open import OpenSplit
+from training.reading.read_options import ReadOptions
+from training.reading.reader import SplitReader
 
 DATA = np.random.default_rng(0).integers(0, 256, 600_000, dtype=np.uint8).tobytes()
 
@@ -164,7 +165,7 @@ def test_what_a_dead_writer_left_is_swept_and_what_a_living_one_writes_is_counte
 
 WRITER = """
 import sys
-from training.block_cache import BlockCache, BlockPlace
+from training.reading.cache import BlockCache, BlockPlace
 cache = BlockCache(sys.argv[1], 400_000)
 cache.reads("a" * 64)
 print("ready", flush=True)

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from storage.errors import CorruptionError, StorageError, StorageTimeoutError
-from training.block_fetch import BlockFetcher
+from lockstep.storage.errors import CorruptionError, StorageError, StorageTimeoutError
+from training.reading.fetch import BlockFetcher
 
 RECORD = 10
 CONTENT = bytes(np.random.default_rng(0).integers(0, 256, 40_000, dtype=np.uint8))

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from storage.errors import CommunicationError
+from lockstep.storage.errors import CommunicationError
 from tests.training._ring import run_ring
-from training.agreement import MAX_SKIPS
-from training.buckets import ALIGN_BYTES, Layout, Slot, Spec, lay_out
 from training.comm import Communicator, SoloCommunicator
-from training.exchange import CONTROL_WORDS, Agreement, Exchange, NonFiniteError
-from training.non_finite import FedBatches
+from training.exchange.agreement import CONTROL_WORDS, MAX_SKIPS, Agreement, NonFiniteError
+from training.exchange.buckets import ALIGN_BYTES, Layout, Slot, Spec, lay_out
+from training.exchange.exchange import Exchange
+from training.exchange.non_finite import FedBatches
 
 F4, F8 = np.dtype("float32"), np.dtype("float64")
 

@@ -36,7 +36,7 @@ def test_a_batch_is_an_optimizer_step_and_metrics_may_be_arrays() -> None:
     """F1Score gives a value a class."""
     import keras
 
-    from training.callbacks import RunCallbacks
+    from training.rank.callbacks import RunCallbacks
 
     seen: list[Any] = []
     watch = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs=None: seen.append((batch, logs)))

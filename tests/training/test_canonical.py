@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.errors import ConfigError
+from lockstep.storage.errors import ConfigError
 from tests.training._ring import run_ring
 from tests.training._tiny import write_images, write_table
-from training.canonical import ADD, KEEP, NOTHING, allowed_ranks, carries
 from training.comm import Communicator
+from training.comm.tree_sums import TreeSums
 from training.config import TrainConfig
-from training.tree_sums import TreeSums
+from training.plan.canonical import ADD, KEEP, NOTHING, allowed_ranks, carries
 
 OWN = "tests.training._models"
 

@@ -8,22 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from storage.canonical import sha256_hex
-from storage.errors import ConfigError, CorruptionError, DataError
-from storage.fs import filesystem, join
-from storage.publish import write_file
-from storage.sealed import seal
-from training import callback_state
-from training.checkpoint import (
-    STATE_KEYS,
-    Tensors,
-    TensorSpec,
-    read_manifest,
-    read_rank_file,
-    read_resumable,
-    take,
-)
-from training.rank_file import HostBuffer, sha256_of, upload
+from lockstep.storage.documents import sha256_hex
+from lockstep.storage.errors import ConfigError, CorruptionError, DataError
+from lockstep.storage.fs import filesystem
+from lockstep.storage.publish import write_file
+from lockstep.storage.sealed import seal
+from lockstep.storage.urls import join
+from training.rank import callback_state
+from training.run.checkpoint import STATE_KEYS, Tensors, TensorSpec, read_manifest, read_rank_file, read_resumable, take
+from training.run.rank_file import HostBuffer, sha256_of, upload
 
 TENSORS: Tensors = {
     "weights/0001/b": np.arange(6, dtype=np.float64).reshape(2, 3),

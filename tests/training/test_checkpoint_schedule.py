@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.errors import DataError, StorageTimeoutError
-from training.agreement import Agreement, NonFiniteError, Steps
-from training.checkpoint_schedule import FIRST_S, CheckpointEvery, Schedule, best_interval_s
-from training.checkpointing import Checkpoints
+from lockstep.storage.errors import DataError, StorageTimeoutError
 from training.config import TrainConfig
-from training.in_flight import InFlight, Tell
-from training.saved import Saved
+from training.exchange.agreement import Agreement, NonFiniteError, Steps
+from training.rank.checkpoint_schedule import FIRST_S, CheckpointEvery, Schedule, best_interval_s
+from training.rank.checkpointing import Checkpoints
+from training.rank.in_flight import InFlight, Tell
+from training.rank.saved import Saved
 
 
 @pytest.mark.parametrize(

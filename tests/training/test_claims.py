@@ -11,11 +11,15 @@ from typing import Any
 
 import pytest
 
-from storage.errors import ConfigError, CorruptionError, DataError, NotFoundError
-from storage.fs import filesystem, join
-from storage.sealed import seal
-from training.chain import find_model, find_result, find_tip, lineage
-from training.claims import (
+from lockstep.storage.errors import ConfigError, CorruptionError, DataError, NotFoundError
+from lockstep.storage.fs import filesystem
+from lockstep.storage.sealed import seal
+from lockstep.storage.urls import join
+from training.driver.lease import Lease
+from training.driver.retention import empty_trash, retire, take_over
+from training.keep import Keep
+from training.run.chain import find_model, find_result, find_tip, lineage
+from training.run.lineage import (
     MAX_GENERATION,
     CheckpointRef,
     Claim,
@@ -25,10 +29,7 @@ from training.claims import (
     read_claims,
     superseded,
 )
-from training.keep import Keep
-from training.lease import Lease
-from training.paths import RunPaths
-from training.retention import empty_trash, retire, take_over
+from training.run.paths import RunPaths
 
 Ref = CheckpointRef
 
@@ -105,7 +106,7 @@ def test_a_number_that_no_frame_can_say_is_not_claimed(paths: RunPaths) -> None:
 
 
 def test_only_one_of_many_drivers_gets_a_generation(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("training.claims.claimed", lambda fs, paths: [])  # all look at the same moment
+    monkeypatch.setattr("training.run.lineage.claimed", lambda fs, paths: [])  # all look at the same moment
     won: list[int] = []
     lost: list[ConfigError] = []
 

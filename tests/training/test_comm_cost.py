@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.comm import tcp
+from benchmarks.comm_simulation import Cluster, Layer, Workload, ethernet, simulate
 from training.comm.cost import (
     COUNTS,
     EVEN,
@@ -24,7 +24,7 @@ from training.comm.cost import (
     table_of,
     work_of,
 )
-from training.comm.simulate import Cluster, Layer, Workload, ethernet, simulate
+from training.comm.tcp import communicator
 
 LINK = LinkCosts(alpha_s=1e-4, beta_s_per_byte=1e-9, gamma_s_per_byte=1e-10)
 
@@ -57,7 +57,7 @@ def test_no_algorithm_moves_fewer_bytes_than_the_ring(num_ranks: int, nbytes: in
 
 
 def test_the_counts_are_of_the_programs_that_run() -> None:
-    assert WHOLE_BYTES == tcp.WHOLE_BYTES
+    assert WHOLE_BYTES == communicator.WHOLE_BYTES
 
 
 def test_costs_are_added_up() -> None:
@@ -170,8 +170,8 @@ def test_gbit_are_bits() -> None:
 def test_counted_work_is_that_of_the_formulas(name: str, num_ranks: int) -> None:
     """Over all ranks: bytes reduced are always (N - 1) buffers; bytes sent those of the formula, or fewer."""
     nbytes = 8 * 3 * 1000 * 4
-    key = tcp.ProgramKey("all_reduce", name, nbytes // 4, 4)
-    work = work_of([tcp.program_of(key, rank, num_ranks) for rank in range(num_ranks)], 4)
+    key = communicator.ProgramKey("all_reduce", name, nbytes // 4, 4)
+    work = work_of([communicator.program_of(key, rank, num_ranks) for rank in range(num_ranks)], 4)
     assert work.reduced_bytes == (num_ranks - 1) * nbytes
     assert work.bytes == 2 * (num_ranks - 1) * nbytes
     assert work.messages <= num_ranks * COUNTS[name](num_ranks, nbytes).messages

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from storage.errors import CommunicationError
+from lockstep.storage.errors import CommunicationError
 from tests.training._ring import KEY, PATIENCE_S, SLACK_S, Table, run_ring
 from training.comm import Communicator, auth
 from training.comm.frames import ENDED, Expected, pack_header, pack_word, tag_of
-from training.comm.tcp import connect_tcp
+from training.comm.tcp.communicator import connect_tcp
 
 PAYLOAD = np.ones(4, np.float32)
 TAG = tag_of("broadcast", "", PAYLOAD.dtype, 1)

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from storage.errors import CommunicationError, ConfigError
+from lockstep.storage.errors import CommunicationError, ConfigError
 from tests.comm_contract import CommunicatorContract, RunRanks
 from tests.training._hosts import run_hosts
 from tests.training._ring import PATIENCE_S
 from training.comm import CommOptions, Communicator, Joined, TcpCommunicator, cost, hierarchical
 from training.comm.hierarchical import HierarchicalCommunicator
-from training.comm.shm import ShmCommunicator
-from training.comm.shm_join import close_all
+from training.comm.shm.communicator import ShmCommunicator
+from training.comm.shm.join import close_all
 
 LAYOUTS = {
     2: "ab",  # a leader each, nobody else

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from storage.errors import CommunicationError
+from lockstep.storage.errors import CommunicationError
 from tests.training._ring import PATIENCE_S, SLACK_S, run_ring
 from training.comm import Communicator, TcpCommunicator
 from training.comm.frames import STALLED, pack_word

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.errors import CommunicationError, ConfigError, CorruptionError, DataError
-from storage.fs import filesystem
-from training.claims import SupersededError, claim_next
+from lockstep.storage.errors import CommunicationError, ConfigError, CorruptionError, DataError
+from lockstep.storage.fs import filesystem
 from training.comm.comm_plan import CommPlan, make_plan
 from training.comm.cost import COUNTS, LARGEST_BYTES, AlgorithmCosts, LinkCosts
 from training.comm.options import CommOptions
 from training.comm.topology import Layout, host_identity
-from training.frozen_plans import freeze_plan, read_plans
-from training.paths import RunPaths
+from training.run.comm_plans import freeze_plan, read_plans
+from training.run.lineage import SupersededError, claim_next
+from training.run.paths import RunPaths
 
 SLOW = AlgorithmCosts(dict.fromkeys(COUNTS, LinkCosts(alpha_s=1e-4, beta_s_per_byte=1e-8, gamma_s_per_byte=1e-10)))
 FAST = LinkCosts(alpha_s=1e-6, beta_s_per_byte=1e-10, gamma_s_per_byte=1e-10)

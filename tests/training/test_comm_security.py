@@ -18,17 +18,17 @@ import numpy as np
 import psutil
 import pytest
 
-from storage.errors import CommunicationError
+from lockstep.storage.errors import CommunicationError
 from tests.training._proxy import Proxy
 from tests.training._ranks import rank_path
 from tests.training._ring import KEY, PATIENCE_S, SLACK_S, Table
 from training.comm import Communicator, auth
 from training.comm.reception import MAX_CALLERS
-from training.comm.tcp import TcpCommunicator, connect_tcp
+from training.comm.tcp.communicator import TcpCommunicator, connect_tcp
 from training.comm.tls import Credentials, Tls, issue
 from training.control.failures import RankFailedError
+from training.control.task import Limits, RankTask
 from training.launch.local import run_local
-from training.launch.task import Limits, RankTask
 
 GENERATION = 7
 Work = Callable[[Communicator], Any]
@@ -228,15 +228,15 @@ def test_a_killed_process_is_noticed_by_its_peers_within_a_second(
 
 def test_the_key_opens_the_shared_memory_door_alone(caplog: pytest.LogCaptureFixture) -> None:
     """A stranger of the same user, and a handshake that was meant for TCP."""
-    from training.comm import shm_join
+    from training.comm.shm import join
 
     with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as pool:
         name = f"\0lockstep-test-{os.getpid()}-{time.monotonic_ns()}"
         listener.bind(name)
         listener.listen(4 * MAX_CALLERS)
         until = time.monotonic() + PATIENCE_S
-        admitted = pool.submit(shm_join._admit, listener, 2, GENERATION, KEY, until)
-        for key, generation, channel in ((b"x" * 32, GENERATION, shm_join.CHANNEL), (KEY, 6, shm_join.CHANNEL)):
+        admitted = pool.submit(join._admit, listener, 2, GENERATION, KEY, until)
+        for key, generation, channel in ((b"x" * 32, GENERATION, join.CHANNEL), (KEY, 6, join.CHANNEL)):
             with socket.socket(socket.AF_UNIX) as stranger, pytest.raises((auth.HandshakeError, OSError)):
                 stranger.connect(name)
                 auth.call(stranger, key, generation, 2, 1, 0, channel, until)
@@ -248,7 +248,7 @@ def test_the_key_opens_the_shared_memory_door_alone(caplog: pytest.LogCaptureFix
             auth.call(other, KEY, GENERATION, 2, 1, 0, 0, until)  # a rank's call to a TCP door, passed on
             other.settimeout(PATIENCE_S)
             assert other.recv(1) == b""
-            rank = shm_join._knock(name, 1, 2, GENERATION, KEY, until)
+            rank = join._knock(name, 1, 2, GENERATION, KEY, until)
             carriers = admitted.result(PATIENCE_S)
     assert carriers[0] is None and carriers[1] is not None
     for sock in (rank, carriers[1]):

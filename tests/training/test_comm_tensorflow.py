@@ -18,19 +18,19 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from storage.errors import CommunicationError, ConfigError
+from lockstep.storage.errors import CommunicationError, ConfigError
 from tests.comm_contract import CommunicatorContract, RunRanks, values
 from tests.training._ranks import judge_when, living_ranks, rank_path
 from tests.training._ring import run_ring
 from tests.training._tf_ranks import Ranks
 from training.comm import CommOptions, Communicator
 from training.comm.base import DTYPES, FLOATS
-from training.comm.meeting import Meeting
-from training.comm.tensorflow import join_servers
-from training.comm.tf_calls import key_of
+from training.comm.tf.communicator import join_servers
+from training.comm.tf.meeting import Meeting
+from training.comm.tf.tf_calls import key_of
 from training.control.failures import RankFailedError
+from training.control.task import Limits, RankTask
 from training.launch.local import run_local
-from training.launch.task import Limits, RankTask
 
 slow = pytest.mark.slow
 WHOLE = 3
@@ -101,8 +101,8 @@ def three_steps(comm: Communicator, poison: bool = False) -> tuple[list[np.ndarr
     """Weights and exchange after three steps of `fit`; the last batch of rank 0 is smaller, which it traces anew."""
     import keras
 
-    from training.batchnorm import statistics_of
-    from training.distribute import distribute, exchange_of
+    from training.steps.batchnorm import statistics_of
+    from training.steps.distribute import distribute, exchange_of
 
     keras.utils.clear_session()
     keras.utils.set_random_seed(1)
@@ -132,7 +132,7 @@ def test_steps_in_the_graph_are_those_of_our_exchange(ranks: Ranks) -> None:
     """Gradients that never leave the device, hint ring in place of nccl, against buckets through the host's memory."""
 
     def work(comm: Any) -> tuple[list[np.ndarray], list[np.ndarray], list[Any]]:
-        from training.exchange import Exchange
+        from training.exchange.exchange import Exchange
 
         with pytest.MonkeyPatch.context() as patch:
             mine, exchange = three_steps(comm.ordinary)
@@ -192,7 +192,7 @@ def test_nccl_needs_a_gpu_for_each_rank(ranks: Ranks, gpus: list[str | None], to
         import tensorflow as tf
 
         from training import devices
-        from training.comm.tf_cluster import _check_gpus
+        from training.comm.tf.cluster import _check_gpus
 
         mine = gpus[comm.rank]
         with pytest.MonkeyPatch.context() as patch:
@@ -231,7 +231,7 @@ def test_an_interrupt_in_tensorflows_call_ends_the_others_calls(ranks: Ranks) ->
     """Rank 0 is interrupted while it waits within TensorFlow, rank 1 waits there too, rank 2 has just met them."""
 
     def work(comm: Any) -> str:
-        from training.graph_exchange import GraphExchange
+        from training.steps.graph_exchange import GraphExchange
 
         if comm.rank == 2:
             meet = comm._meeting.all

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from storage.errors import CommunicationError, CorruptionError, LockstepError, StorageTimeoutError
-from storage.fs import filesystem
-from storage.local import LocalFileSystem
-from storage.sealed import unseal
-from training.chain import find_tip, read_checkpoint
-from training.claims import CheckpointRef, Claim, SupersededError, claim_next
-from training.commit import CommitHandler
+from lockstep.storage.errors import CommunicationError, CorruptionError, LockstepError, StorageTimeoutError
+from lockstep.storage.files.local import LocalFileSystem
+from lockstep.storage.fs import filesystem
+from lockstep.storage.sealed import unseal
+from training.driver.commit import CommitHandler
+from training.driver.retention import drop_stagings
 from training.keep import Keep
-from training.logs import PartWriter
-from training.paths import RunPaths, staged_checkpoint, staged_model
-from training.retention import drop_stagings
+from training.run.chain import find_tip, read_checkpoint
+from training.run.lineage import CheckpointRef, Claim, SupersededError, claim_next
+from training.run.metrics import PartWriter
+from training.run.paths import RunPaths, staged_checkpoint, staged_model
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def test_parts_are_closed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     parts.flush()
     parts.add("two")
     assert not parts.due
-    monkeypatch.setattr("training.logs.PART_BYTES", 3)
+    monkeypatch.setattr("training.run.metrics.PART_BYTES", 3)
     assert parts.due
     parts.flush_if_due()
     assert [p.read_text() for p in sorted((tmp_path / "parts").iterdir())] == ["one\n", "two\n"]
@@ -198,7 +198,7 @@ def test_parts_wait_for_a_storage_that_is_away(tmp_path: Path, monkeypatch: pyte
     parts.add("one")
     parts.try_flush()  # below a file nothing can be made
     (tmp_path / "file").unlink()
-    monkeypatch.setattr("training.logs.MAX_WAITING_BYTES", 10)
+    monkeypatch.setattr("training.run.metrics.MAX_WAITING_BYTES", 10)
     for word in ("two", "three", "four"):
         parts.add(word)
     parts.flush()
@@ -218,7 +218,7 @@ def test_a_part_that_got_its_name_and_could_not_be_read_back(
     with monkeypatch.context() as away:
         away.setattr(LocalFileSystem, "read_bytes", frozen)
         parts.try_flush()
-    monkeypatch.setattr("training.logs.MAX_WAITING_BYTES", limit)
+    monkeypatch.setattr("training.run.metrics.MAX_WAITING_BYTES", limit)
     for word in ("two", "three"):
         parts.add(word)
     parts.flush()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from storage.errors import CommunicationError, ConfigError, LockstepError, StorageError
+from lockstep.storage.errors import CommunicationError, ConfigError, LockstepError, StorageError
 from training.control.carry import error_from_json, error_to_json
 from training.control.client import ControlClient, open_channel
 from training.control.failures import Failure, RankFailedError, RankState, Weight, all_alike, failure_of
@@ -34,7 +34,7 @@ from training.control.rendezvous import Rendezvous
 from training.control.roster import Roster
 from training.control.sealed_orders import open_order, seal_order
 from training.control.server import ControlServer
-from training.launch.task import Limits
+from training.control.task import Limits
 from training.world import World
 
 KEY = bytes(range(32))

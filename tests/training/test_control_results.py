@@ -10,7 +10,7 @@ from training.control.carry import RESULT_PART_CHARS, result_parts
 from training.control.client import ControlClient, open_channel
 from training.control.protocol import MAX_BODY_BYTES, Role
 from training.control.server import ControlServer
-from training.launch.task import Limits
+from training.control.task import Limits
 
 KEY = bytes(range(32))
 PATIENCE_S = 120.0  # only against a hang

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from storage.errors import ConfigError
-from training.launch import current
+from lockstep.storage.errors import ConfigError
+from training.control import current
 
 
 def test_a_script_that_was_started_by_itself_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:

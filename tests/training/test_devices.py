@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.errors import ConfigError
+from lockstep.storage.errors import ConfigError
 from training import devices
 from training.devices import Gpu, expose, host_gpus, identity, listed, of_host, share_out
+from training.exchange.same_run import processor
 from training.launch.barrier import other_resources
-from training.same_run import processor
 
 SLICE = "MIG-5d2f0c1e-1111-2222-3333-444444444444"
 FIRST, SECOND = "GPU-11111111-aaaa-bbbb-cccc-000000000001", "GPU-22222222-aaaa-bbbb-cccc-000000000002"
@@ -228,7 +228,7 @@ def test_memory_grows_by_need_and_missing_gpus_are_said(
 ) -> None:
     import tensorflow as tf
 
-    from training.runtime import _take_gpus
+    from training.rank.runtime import _take_gpus
 
     grown: list[str] = []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")

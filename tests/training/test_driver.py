@@ -17,21 +17,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from storage.errors import ConfigError, DataError, LockstepError
-from storage.fs import filesystem, walk
-from storage.sealed import seal, unseal
-from storage.verify import verify
+from lockstep.storage.errors import ConfigError, DataError, LockstepError
+from lockstep.storage.fs import filesystem, walk
+from lockstep.storage.sealed import seal, unseal
+from lockstep.storage.verify import verify
 from tests.training._ranks import HERE, lives, living_ranks, rank_path
 from tests.training._tiny import write_images, write_table
-from training.chain import find_model, find_result, find_tip
-from training.claims import read_claims
 from training.config import TrainConfig
 from training.control.failures import RankFailedError
-from training.driver import Hooks, train
+from training.control.task import Limits
+from training.driver.train import Hooks, train
 from training.launch.local import run_local
-from training.launch.task import Limits
-from training.paths import RunPaths
-from training.run_result import RunResult
+from training.run.chain import find_model, find_result, find_tip
+from training.run.lineage import read_claims
+from training.run.paths import RunPaths
+from training.run.result import RunResult
 
 pytestmark = pytest.mark.slow
 
@@ -322,11 +322,11 @@ def test_late_rename_of_an_older_generation_changes_nothing(config: TrainConfig,
 HELD = """
 import json, sys
 sys.path.insert(0, sys.argv[2])
-from training.claims import SupersededError
+from training.run.lineage import SupersededError
 from training.config import TrainConfig
-from training.driver import Hooks, train
+from training.driver.train import Hooks, train
 from training.launch.local import run_local
-from training.launch.task import Limits
+from training.control.task import Limits
 
 commits = []
 
@@ -364,7 +364,7 @@ def test_two_drivers_do_not_work_on_one_run_and_an_interrupted_one_says_what_it_
         "import json, sys; sys.path.insert(0, sys.argv[2])\n"
         "from jobs._cli import run_job\n"
         "from training.config import TrainConfig\n"
-        "from training.driver import Hooks, train\n"
+        "from training.driver.train import Hooks, train\n"
         "from training.launch.local import run_local\n"
         "hooks = Hooks(entry='_ranks:train_at_a_crawl')\n"
         "run_job(lambda _: bool(train(TrainConfig.from_json(json.loads(sys.argv[1])), run_local, hooks=hooks)))\n"

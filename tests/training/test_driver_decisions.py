@@ -12,23 +12,23 @@ from typing import Any
 
 import pytest
 
-from storage.errors import ConfigError, LockstepError, StorageError, TrainingFailedError
-from storage.fs import filesystem
-from storage.local import LocalFileSystem
-from storage.verify import verify
+from lockstep.storage.errors import ConfigError, LockstepError, StorageError, TrainingFailedError
+from lockstep.storage.files.local import LocalFileSystem
+from lockstep.storage.fs import filesystem
+from lockstep.storage.verify import verify
 from tests.training import _ranks
 from tests.training._driver_alone import in_this_process
 from tests.training._tiny import write_table
 from tests.training.test_audit_run import TinyRun
-from training.claims import CheckpointRef, Claim, SupersededError, read_claims, superseded
 from training.config import TrainConfig
 from training.control.failures import LauncherError
-from training.driver import Hooks, train
+from training.control.task import Limits, RankTask
+from training.driver.ownership import Standing
+from training.driver.train import Hooks, train
 from training.launch.launches import Launches
 from training.launch.session import Session, SessionLauncher
-from training.launch.task import Limits, RankTask
-from training.paths import RunPaths
-from training.standing import Standing
+from training.run.lineage import CheckpointRef, Claim, SupersededError, read_claims, superseded
+from training.run.paths import RunPaths
 
 
 def launches(*generations: Callable[[RankTask], None]) -> Any:

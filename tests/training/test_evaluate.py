@@ -14,19 +14,19 @@ import numpy as np
 import pytest
 from sklearn.metrics import accuracy_score, average_precision_score, f1_score, log_loss, roc_auc_score
 
-from features.sampled import corrected
-from storage.errors import ConfigError, CorruptionError, DataError, ExistsError
-from storage.verify import verify
+from lockstep.features.schema.sampled import corrected
+from lockstep.storage.errors import ConfigError, CorruptionError, DataError, ExistsError
+from lockstep.storage.verify import verify
 from tests.training._threads import run, run_threads
 from tests.training._tiny import write_clicks, write_images, write_table
-from training import notes
 from training.config import TrainConfig
-from training.evaluate import evaluate, summary
-from training.export_run import export_run
-from training.launch.task import RankTask
-from training.open_split import OpenSplit
-from training.row_metrics import OutputForm, output_columns
-from training.weights_source import weights_at
+from training.control.task import RankTask
+from training.reading.open import OpenSplit
+from training.results.evaluate import evaluate, summary
+from training.results.export_run import export_run
+from training.results.row_metrics import OutputForm, output_columns
+from training.run import notes
+from training.run.weights_source import weights_at
 
 pytestmark = pytest.mark.slow
 

@@ -11,16 +11,16 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from storage.errors import CorruptionError, LockstepError
-from storage.manifest import DatasetManifest, load_dataset
+from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
+from lockstep.storage.errors import CorruptionError, LockstepError
 from tests.storage.repacked import repacked
 from tests.training._tiny import write_table
-from training.batches import RankFeed
-from training.open_split import OpenSplit
-from training.plan import EpochPlan
-from training.read_options import ReadOptions
-from training.reader import SplitReader
-from training.reading import verify_share
+from training.batches.feed import RankFeed
+from training.plan.epoch_plan import EpochPlan
+from training.reading.open import OpenSplit
+from training.reading.read_options import ReadOptions
+from training.reading.reader import SplitReader
+from training.reading.reading import verify_share
 from training.world import World
 
 BLOCK = 2

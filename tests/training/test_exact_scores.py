@@ -11,7 +11,8 @@ from sklearn.metrics import average_precision_score, log_loss, roc_auc_score
 
 from tests.training._ring import run_ring
 from training.comm import Communicator
-from training.exact_scores import (
+from training.results.row_metrics import OutputForm, RowMetric, gathered_on_first, measure
+from training.results.scores import (
     Estimate,
     average_precision,
     binary_log_losses,
@@ -21,7 +22,6 @@ from training.exact_scores import (
     sorted_rows,
     wilson,
 )
-from training.row_metrics import OutputForm, RowMetric, gathered_on_first, measure
 
 FORM = OutputForm(logits=False, width=1)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.training._ranks import rank_path
+from training.control.task import Limits, RankTask
 from training.launch.local import run_local
-from training.launch.task import Limits, RankTask
 
 pytestmark = pytest.mark.slow
 

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from storage.errors import ConfigError
-from storage.fs import filesystem
-from storage.progress import Progress
-from training.claims import claim_next
-from training.commit import CommitHandler
-from training.handler import RunHandler
+from lockstep.storage.errors import ConfigError
+from lockstep.storage.fs import filesystem
+from lockstep.storage.progress import Progress
+from training.driver.commit import CommitHandler
+from training.driver.handler import RunHandler
 from training.keep import Keep
 from training.launch.executors import RANK_MIB, ExecutorMemory, container_of, killed_for_memory
-from training.paths import RunPaths
+from training.run.lineage import claim_next
+from training.run.paths import RunPaths
 
 
 @pytest.mark.parametrize(

@@ -10,21 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from features.sample_id import sample_id
-from storage.errors import ConfigError, CorruptionError, DataError, LockstepError
-from storage.verify import verify
+from lockstep.features.sample_id import sample_id
+from lockstep.storage.errors import ConfigError, CorruptionError, DataError, LockstepError
+from lockstep.storage.verify import verify
 from tests.training._threads import final_state, final_tensors, rows_of, run, run_threads
 from tests.training._tiny import write_images, write_table
-from training.agreement import NonFiniteError
-from training.audit import sample_hex
-from training.audit_run import check_run_audit
-from training.checkpoint_schedule import Schedule
 from training.config import TrainConfig
-from training.driver import Hooks
-from training.evaluate import evaluate
-from training.history import read_history
-from training.rank_file import upload
-from training.run_result import RunResult
+from training.driver.train import Hooks
+from training.exchange.agreement import NonFiniteError
+from training.rank.checkpoint_schedule import Schedule
+from training.results.audit import sample_hex
+from training.results.audit_run import check_run_audit
+from training.results.evaluate import evaluate
+from training.run.history import read_history
+from training.run.rank_file import upload
+from training.run.result import RunResult
 
 pytestmark = pytest.mark.slow
 OWN = "tests.training._models"
@@ -145,7 +145,7 @@ def test_a_checkpoint_that_fails_at_any_moment_loses_nothing(
     data: dict[str, str], undisturbed: tuple[Path, RunResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the copy, in the writing, between report and rename; then storage so slow that some are skipped."""
-    from training.saving import Saver  # imports TensorFlow
+    from training.rank.saver import Saver  # imports TensorFlow
 
     pending, save = ["copy", "write", "rename"], Saver.save
     skipped, skip = threading.Event(), Schedule.skipped
@@ -171,7 +171,7 @@ def test_a_checkpoint_that_fails_at_any_moment_loses_nothing(
         skipped.set()
 
     monkeypatch.setattr(Saver, "save", failing_save)
-    monkeypatch.setattr("training.saving.upload", slow_upload)
+    monkeypatch.setattr("training.rank.saver.upload", slow_upload)
     monkeypatch.setattr(Schedule, "skipped", told_skip)
     hooks = Hooks(lease_watch_s=0.1, before_rename=lambda: fails("rename"))
     options: dict[str, Any] = {"checkpoint_every": 3, "audit": True, "max_restarts": 9}

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from storage.errors import ConfigError
-from storage.manifest import load_dataset
+from lockstep.storage.dataset.manifest import load_dataset
+from lockstep.storage.errors import ConfigError
 from tests.training._threads import final_tensors, rows_of, run, run_threads
 from tests.training._tiny import write_images, write_table
 from tests.training.test_fit import assert_same
 from training.config import TrainConfig
-from training.evaluate import evaluate
-from training.history import read_history
-from training.report import write_report
+from training.results.evaluate import evaluate
+from training.results.report import write_report
+from training.run.history import read_history
 
 pytestmark = pytest.mark.slow
 OWN = "tests.training._models"
@@ -83,7 +83,7 @@ def test_micro_batches_change_nothing(data: dict[str, str], tmp_path: Path) -> N
 def test_what_cannot_be_is_told_before_ranks_start(
     data: dict[str, str], tmp_path: Path, model: str, more: dict[str, Any], message: str
 ) -> None:
-    from training.planning import plan_for
+    from training.plan.planning import plan_for
 
     dataset = data["images" if model == "resnet8" else "table"]
     with pytest.raises(ConfigError, match=message):

@@ -7,16 +7,16 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from features.declare import load_schema
-from features.fitted import Vocabulary
-from storage.errors import ConfigError, CorruptionError, DataError
-from storage.manifest import DatasetManifest
+from lockstep.features.schema.declare import load_schema
+from lockstep.features.schema.fitted import Vocabulary
+from lockstep.storage.dataset.manifest import DatasetManifest
+from lockstep.storage.errors import ConfigError, CorruptionError, DataError
 from tests.training._tiny import write_rows
-from training.batches import RankFeed
+from training.batches.feed import RankFeed
 from training.config import TrainConfig
-from training.dataset_encoder import load_encoder
-from training.open_split import OpenSplit
-from training.plan import EpochPlan
+from training.plan.epoch_plan import EpochPlan
+from training.reading.dataset_encoder import load_encoder
+from training.reading.open import OpenSplit
 from training.world import World
 
 SCHEMA = load_schema("""
@@ -65,7 +65,7 @@ def test_folds_are_fed_with_the_statistics_of_their_own(tmp_path: Path) -> None:
 def test_a_run_is_evaluated_with_the_statistics_it_was_trained_with(
     tmp_path: Path, evaluated: str, columns: int
 ) -> None:
-    from training.evaluating import open_split  # imports TensorFlow
+    from training.results.evaluate_rank import open_split  # imports TensorFlow
 
     url = str(tmp_path / "d")
     write(tmp_path / "d", "w.fold-0", "w.fold-1", "w.fold-2")

@@ -35,10 +35,10 @@ def small_net(**options: Any) -> Any:
 def trained(group_rows: int | None, fuses: bool, **options: Any) -> tuple[list[np.ndarray], int]:
     """Weights after four steps, and how often the kernel stands in the step's graph."""
     from training.comm import SoloCommunicator
-    from training.distribute import distribute
-    from training.fused_batchnorm import can_fuse
-    from training.fused_batchnorm import normalise as plain
-    from training.rank_step import RankStep
+    from training.steps.distribute import distribute
+    from training.steps.fused_batchnorm import can_fuse
+    from training.steps.fused_batchnorm import normalise as plain
+    from training.steps.rank_step import RankStep
 
     rng = np.random.default_rng(2)
     x = (rng.standard_normal((12, 6, 5, 3)) * 3 + 5).astype(np.float32)
@@ -53,7 +53,10 @@ def trained(group_rows: int | None, fuses: bool, **options: Any) -> tuple[list[n
         return plain(*args)
 
     can = can_fuse if fuses else lambda *args: False
-    with mock.patch("training.batchnorm.normalise", normalise), mock.patch("training.batchnorm.can_fuse", can):
+    with (
+        mock.patch("training.steps.batchnorm.normalise", normalise),
+        mock.patch("training.steps.batchnorm.can_fuse", can),
+    ):
         model.fit(x, y, batch_size=12, epochs=4, shuffle=False, verbose=0)
     return model.get_weights(), len(made)
 
@@ -79,7 +82,7 @@ def test_what_the_kernel_cannot_do_stays_keras() -> None:
     import keras
     import tensorflow as tf
 
-    from training.fused_batchnorm import can_fuse
+    from training.steps.fused_batchnorm import can_fuse
 
     layer = keras.layers.BatchNormalization()
     batch = tf.zeros((4, 3, 3, 2))

@@ -12,12 +12,12 @@ from pathlib import Path
 import pyspark
 import pytest
 
-from storage.errors import ConfigError
+from lockstep.storage.errors import ConfigError
 from tests.training._gpu_driver import ROOT
 from tests.training._ranks import rank_path
 from training import devices
+from training.control.task import Limits, RankTask
 from training.launch.local import run_local
-from training.launch.task import Limits, RankTask
 
 pytestmark = pytest.mark.slow
 

@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from features.schema import Schema
-from storage.errors import CorruptionError
-from storage.fs import filesystem
-from storage.gzip_blocks import pack
-from storage.manifest import load_dataset
+from benchmarks.arrays import split_arrays
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.dataset.manifest import load_dataset
+from lockstep.storage.errors import CorruptionError
+from lockstep.storage.formats.gzip_blocks import pack
+from lockstep.storage.fs import filesystem
 from tests.storage.repacked import repacked
 from tests.training._tiny import write_images, write_table
-from training.arrays import split_arrays
-from training.batches import RankFeed
-from training.gzip_shard import GzipShard
-from training.open_split import OpenSplit
-from training.plan import EpochPlan
+from training.batches.feed import RankFeed
+from training.plan.epoch_plan import EpochPlan
+from training.reading.gzip_shard import GzipShard
+from training.reading.open import OpenSplit
 from training.world import World
 
 

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import training.horovod as hvd
-from storage.errors import ConfigError, TrainingFailedError
+from lockstep.storage.errors import ConfigError, TrainingFailedError
 from tests.training._ring import run_ring
 from training.comm import Communicator
 from training.horovod import ABSENT

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorflow.python.eager import context
 
-from storage.errors import ConfigError
+from lockstep.storage.errors import ConfigError
 from training.horovod.gpus import Seat, in_local_order, line_up
 from training.world import World
 

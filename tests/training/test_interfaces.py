@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from storage.errors import ConfigError
-from training.comm.interfaces import local_addresses, require_trust, route_address, trusted_address
+from lockstep.storage.errors import ConfigError
+from training.comm.hosts import local_addresses, require_trust, route_address, trusted_address
 from training.launch.barrier import control_hosts
 from training.launch.encryption import check_spark_encrypts
 

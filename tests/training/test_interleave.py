@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.training._tiny import write_table
-from training.batches import RankFeed
-from training.interleave import Interleaving
-from training.open_split import OpenSplit
-from training.plan import EpochPlan
-from training.positions import Run
+from training.batches.feed import RankFeed
+from training.plan.epoch_plan import EpochPlan
+from training.plan.interleave import Interleaving
+from training.plan.order import Run
+from training.reading.open import OpenSplit
 from training.world import World
 
 

@@ -23,21 +23,22 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 
-from features import decode_many
-from features.decode_many import BadImageError
-from features.schema import Field, Schema
-from storage.errors import ConfigError, CorruptionError, DataError
-from storage.manifest import load_dataset
+from lockstep.features.images import decode_many
+from lockstep.features.images.decode_many import BadImageError
+from lockstep.features.schema.fields import Field
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.dataset.manifest import load_dataset
+from lockstep.storage.errors import ConfigError, CorruptionError, DataError
 from tests.training import _torch_stand_in
 from tests.training._tiny import write_images, write_rows
-from training.batches import Batch, RankFeed, eval_batches
+from training.batches.feed import Batch, RankFeed, eval_batches
+from training.batches.planned import PlannedBatches, numpy_batches
+from training.batches.training_set import TrainingSet
 from training.config import TrainConfig
-from training.iterate import PlannedBatches, numpy_batches
-from training.open_split import OpenSplit
-from training.plan import EpochPlan
-from training.planning import plan_for
-from training.reader import SplitReader
-from training.training_set import TrainingSet
+from training.plan.epoch_plan import EpochPlan
+from training.plan.planning import plan_for
+from training.reading.open import OpenSplit
+from training.reading.reader import SplitReader
 from training.world import World
 
 OPTIONS: dict[str, Any] = {"global_batch": 20, "lanes": 5, "seed": 3, "epochs": 2}
@@ -55,8 +56,8 @@ def torch_data(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.setattr(decode_many, "_pool", decode_many._Pool())  # workers of the stand-in are of this process
     if importlib.util.find_spec("torch") is None:
         _torch_stand_in.install(monkeypatch)
-    yield importlib.import_module("training.torch_data")
-    sys.modules.pop("training.torch_data")
+    yield importlib.import_module("training.batches.torch_data")
+    sys.modules.pop("training.batches.torch_data")
 
 
 def content(batch: Batch) -> tuple[Any, ...]:
@@ -188,7 +189,7 @@ def test_an_iterator_is_closed_while_a_read_stands_still(root: str, monkeypatch:
         stands.set()
         go_on.wait(120)
 
-    monkeypatch.setattr("training.read_ahead._JOIN_S", 0.05)
+    monkeypatch.setattr("training.reading.read_ahead._JOIN_S", 0.05)
     monkeypatch.setattr(RankFeed, "batches", stuck)
     batches = PlannedBatches.open(root, augment=AUGMENT, **OPTIONS).batches()
     try:
@@ -317,9 +318,9 @@ def test_torch_goes_on_in_a_mixture_and_refuses_another(pair: list[str], tmp_pat
 
 def test_without_torch_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.delitem(sys.modules, "training.torch_data", raising=False)
+    monkeypatch.delitem(sys.modules, "training.batches.torch_data", raising=False)
     with pytest.raises(ConfigError, match="needs PyTorch"):
-        importlib.import_module("training.torch_data")
+        importlib.import_module("training.batches.torch_data")
 
 
 def write_files(root: Path, bad: dict[int, bytes]) -> None:

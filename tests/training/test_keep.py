@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.errors import ConfigError
-from training.claims import CheckpointRef as Ref
+from lockstep.storage.errors import ConfigError
 from training.keep import Keep, check_metric, metric_of
+from training.run.lineage import CheckpointRef as Ref
 
 NONE: dict[int, float] = {}
 

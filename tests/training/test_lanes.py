@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from training.lanes import LaneStream, Strip
-from training.plan import EpochPlan
+from training.batches.lanes import LaneStream, Strip
+from training.plan.epoch_plan import EpochPlan
 
 
 def planned(window_records: int = 7) -> EpochPlan:

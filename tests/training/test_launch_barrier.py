@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from storage.errors import ConfigError
+from lockstep.storage.errors import ConfigError
 from tests.training._ranks import HERE, judge_when, lives, rank_path
 from tests.training._tiny import write_table
 from tests.training.test_horovod import DATA, SCRIPTS, check_loop
-from training.claims import SupersededError, superseded
 from training.config import TrainConfig
 from training.control.failures import LauncherGoneError, RankFailedError
-from training.driver import Hooks, train
+from training.control.task import Limits, RankTask
+from training.driver.train import Hooks, train
 from training.launch.barrier import BarrierSession, KeepPostOnTask, OnSpark, run_barrier
-from training.launch.scripts import ScriptConfig, launch_script
+from training.launch.script_driver import ScriptConfig, launch_script
 from training.launch.slots import check_slots, classic_context, slots_now
-from training.launch.task import Limits, RankTask
+from training.run.lineage import SupersededError, superseded
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from storage.errors import ConfigError, CorruptionError, LockstepError, TrainingFailedError
+from lockstep.storage.errors import ConfigError, CorruptionError, LockstepError, TrainingFailedError
 from tests.training._ranks import judge_when, lives, living_ranks, rank_path
 from training.control.failures import RankFailedError, RankState
+from training.control.task import Limits, RankTask
 from training.launch.local import run_local
 from training.launch.order import Order
-from training.launch.task import Limits, RankTask
 
 pytestmark = pytest.mark.slow
 

@@ -82,9 +82,9 @@ def fit_two(
     """Two ranks' models after four steps of `fit`; what they agreed on after each; their moving means then."""
     import keras
 
-    from training.batchnorm import statistics_of
-    from training.distribute import distribute, exchange_of, undistribute
-    from training.keras_ranks import rank_step
+    from training.steps.batchnorm import statistics_of
+    from training.steps.distribute import distribute, exchange_of, undistribute
+    from training.steps.own_fit import rank_step
 
     comms = _threads._join(2, 1)
     models = []
@@ -174,9 +174,9 @@ def test_a_model_of_mixed_float16_that_was_made_under_another_policy_is_refused_
     """The global policy says nothing of it: `distribute` cannot know, `compile` would wrap."""
     import keras
 
-    from storage.errors import ConfigError
+    from lockstep.storage.errors import ConfigError
     from training.comm import SoloCommunicator
-    from training.distribute import distribute
+    from training.steps.distribute import distribute
 
     with policy("mixed_float16"):
         model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])

@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage.errors import ConfigError, DataError
+from lockstep.storage.errors import ConfigError, DataError
 from tests.training._tiny import write_images, write_table
-from training.audit import check_audit, parse_audit
+from training.batches.mixed_feed import MixedFeed
+from training.batches.training_set import TrainingSet
 from training.config import TrainConfig
-from training.mixed_feed import MixedFeed
-from training.mixed_plan import MixedPlan, check_ratios, lowest
-from training.parts import open_mixture
-from training.plan import EpochPlan
-from training.planning import plan_for
-from training.stored_plan import plan_from
-from training.training_set import TrainingSet
+from training.plan.datasets import open_mixture
+from training.plan.epoch_plan import EpochPlan
+from training.plan.make_plan import plan_from
+from training.plan.mixture import MixedPlan, check_ratios, lowest
+from training.plan.planning import plan_for
+from training.results.audit import check_audit, parse_audit
 from training.world import World
 
 Sample = tuple[int, int, int]  # dataset, epoch, position

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
-from features.signature import Signature, TensorSpec
-from storage.errors import ConfigError
+from lockstep.features.schema.signature import Signature, TensorSpec
+from lockstep.storage.errors import ConfigError
 from tests.training._tiny import encoder_of, write_images
-from training.augmenting import soft_signature
+from training.batches.augmenting import soft_signature
 from training.models import ModelOptions, build, function_of
 
 pytestmark = pytest.mark.slow
@@ -57,7 +57,7 @@ def test_the_auc_of_logistic_in_training_is_near_the_exact_one(middle: float, sp
 
 @pytest.mark.parametrize(("size", "depth"), [((28, 28, 1), 8), ((17, 9, 4), 14)])  # any size and channels
 def test_resnets_of_other_sizes(size: tuple[int, int, int], depth: int) -> None:
-    from training.batchnorm import GhostBatchNormalization, statistics_of
+    from training.steps.batchnorm import GhostBatchNormalization, statistics_of
 
     model = build(f"resnet{depth}", images(*size), ModelOptions(group_rows=2)).model
     assert model(np.zeros((3, *size), np.uint8)).shape == (3, 10)
@@ -146,8 +146,8 @@ def test_names_are_found_without_building() -> None:
 def test_an_export_loads_as_plain_keras(tmp_path: Path) -> None:
     import keras
 
-    from training.batchnorm import GhostBatchNormalization
-    from training.export import export
+    from training.models.on_disk import export
+    from training.steps.batchnorm import GhostBatchNormalization
 
     manifest = write_images(tmp_path / "data")
     signature = encoder_of(manifest).signature

@@ -10,15 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from features.sampled import Sampled, sampled_of
-from storage.errors import ConfigError, NotFoundError
-from storage.manifest import DatasetManifest, FileInfo
+from lockstep.features.schema.sampled import Sampled, sampled_of
+from lockstep.storage.dataset.manifest import DatasetManifest
+from lockstep.storage.dataset.manifest_entries import FileInfo
+from lockstep.storage.errors import ConfigError, NotFoundError
 from tests.training._tiny import write_images, write_table
-from training import parts
 from training.config import TrainConfig
-from training.open_split import OpenSplit
-from training.parts import held_out, open_mixture, open_parts
-from training.planning import plan_for
+from training.plan import datasets
+from training.plan.datasets import held_out, open_mixture, open_parts
+from training.plan.planning import plan_for
+from training.reading.open import OpenSplit
 
 
 def ids_of(opened: OpenSplit, split: str, plan_of: Any) -> list[int]:
@@ -103,7 +104,7 @@ def test_what_does_not_fit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(NotFoundError):
         open_parts([str(tmp_path / "a"), str(tmp_path / "none")], "train")
     other = replace(first, digest="0" * 64, files={**first.files, "_fitted/x.json": FileInfo(1, "0" * 64)})
-    monkeypatch.setattr(parts, "load_dataset", {"one": first, "two": other}.__getitem__)
+    monkeypatch.setattr(datasets, "load_dataset", {"one": first, "two": other}.__getitem__)
     with pytest.raises(ConfigError, match="cannot be trained on as one") as caught:
         open_parts(["one", "two"], "train")
     assert caught.value.got == "another set of fitted files: _fitted/x.json (not there)"

@@ -14,16 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage.interface import HdfsBlock
+from lockstep.storage.files.interface import HdfsBlock
 from tests.training._tiny import write_table
 from training.config import TrainConfig
+from training.control.task import Limits
+from training.driver.preflight import near_ranks
 from training.launch import barrier, spark_blocks
 from training.launch.order import Place
+from training.launch.placement import Near, bytes_near, ranks_of_tasks
 from training.launch.spark_blocks import blocks_by_spark, near_or_none
-from training.launch.task import Limits
-from training.near import near_ranks
-from training.placement import Near, bytes_near, ranks_of_tasks
-from training.plan import EpochPlan
+from training.plan.epoch_plan import EpochPlan
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_ranks_of_data_on_hdfs_are_placed_unless_the_questions_were_too_many(
     config = TrainConfig(
         datasets=(str(tmp_path / "d"),), run="r", model="logistic", num_ranks=2, global_batch=8, epochs=1
     )
-    monkeypatch.setattr("training.near.split_url", lambda url: ("hdfs", "nn", url))
+    monkeypatch.setattr("training.driver.preflight.split_url", lambda url: ("hdfs", "nn", url))
     asked: list[str] = []
 
     def blocks_of(url: str) -> list[HdfsBlock]:
@@ -108,7 +108,7 @@ def test_ranks_of_data_on_hdfs_are_placed_unless_the_questions_were_too_many(
     near = near_ranks(config, 2, blocks_of)
     assert near is not None and all(found["a"] > 0 for found in near)
     assert asked == [str(tmp_path / "d" / "split=train" / f"part-0000{shard}.tfrecord") for shard in range(2)]
-    monkeypatch.setattr("training.near.MOST_SHARDS", 1)
+    monkeypatch.setattr("training.driver.preflight.MOST_SHARDS", 1)
     assert near_ranks(config, 2, blocks_of) is None and len(asked) == 2
 
 

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage.canonical import canonical_bytes
-from storage.errors import ConfigError, DataError
-from training.lane_count import check_lanes
-from training.orders import Orders
-from training.plan import EpochPlan, default_lanes
-from training.positions import BlockTable
+from lockstep.storage.documents import canonical_bytes
+from lockstep.storage.errors import ConfigError, DataError
+from training.plan.epoch_plan import EpochPlan
+from training.plan.lane_count import check_lanes, default_lanes
+from training.plan.order import BlockTable
+from training.plan.orders import Orders
 
 Record = tuple[int, int]  # shard, record
 

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from storage.errors import ConfigError
+from lockstep.storage.errors import ConfigError
 from tests.training._threads import run_threads
 from tests.training._tiny import write_images
-from training import batches
-from training.block_fetch import BlockFetcher
+from training.batches import feed as batches
+from training.batches.training_set import Feed
 from training.config import TrainConfig
-from training.planning import plan_for
-from training.precheck import open_dataset
-from training.profile_data import ProfileData, drop_pages
-from training.profile_run import NO_RUN, Profile, profile
-from training.profile_table import table
-from training.shard_files import ShardFiles
-from training.training_set import Feed
+from training.driver.precheck import open_dataset
+from training.plan.planning import plan_for
+from training.profiling.profile import NO_RUN, Profile, profile
+from training.profiling.profile_data import ProfileData, drop_pages
+from training.profiling.profile_table import table
+from training.reading.fetch import BlockFetcher
+from training.reading.files import ShardFiles
 from training.world import World
 
 SLOW_S = 0.02
@@ -135,7 +135,7 @@ def test_the_budget_of_reading_ahead_is_the_flag_s(images: str, monkeypatch: pyt
             budgets.append(budget_bytes)
             super().__init__(*args, budget_bytes=budget_bytes, **more)
 
-    monkeypatch.setattr("training.reader.BlockFetcher", Noted)
+    monkeypatch.setattr("training.reading.reader.BlockFetcher", Noted)
     config = config_of(images, 1, read_ahead_bytes=300_000)
     with ProfileData(config, World.local(0, 1, 1), plan_for(open_dataset(config)[0], config).identity()) as data:
         data.far()

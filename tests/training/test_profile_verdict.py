@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.profile_advice import Setting, advice
-from training.profile_rounds import ALONE, KINDS, Measured, Spread, put_together
-from training.profile_verdict import COMPUTING_SHARE, PARTS, judge
+from training.profiling.profile_advice import Setting, advice
+from training.profiling.profile_verdict import COMPUTING_SHARE, PARTS, judge
+from training.profiling.verdict import ALONE, KINDS, Measured, Spread, put_together
 
 SETTING = Setting(
     num_ranks=2,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.random_kills import faults, fingerprint, main
-from storage.errors import TrainingFailedError
+from lockstep.storage.errors import TrainingFailedError
 from tests.training._threads import run
 from tests.training._tiny import write_table
 from training.config import TrainConfig

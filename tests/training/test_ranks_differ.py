@@ -9,16 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from storage.errors import CommunicationError, ConfigError
+from lockstep.storage.errors import CommunicationError, ConfigError
 from tests.training import _threads  # sets TensorFlow's threads before it makes them
 from tests.training._own_steps import Learner, batches
 from tests.training._ring import run_ring
-from training.buckets import Spec, lay_out
 from training.comm import Communicator
-from training.exchange import CONTROL_WORDS, Exchange
-from training.same_run import compare_runs, versions
-from training.same_tensors import compare, counted_from_0
-from training.sparse import Table
+from training.exchange.agreement import CONTROL_WORDS
+from training.exchange.buckets import Spec, lay_out
+from training.exchange.compare_ranks import compare, counted_from_0
+from training.exchange.exchange import Exchange
+from training.exchange.same_run import compare_runs, versions
+from training.exchange.sparse import Table
 
 F4 = np.dtype(np.float32)
 
@@ -91,7 +92,7 @@ def test_a_step_that_fails_on_one_rank_ends_it_on_all(monkeypatch: pytest.Monkey
     """An error in the hook itself: nobody else would end the communicator before the deadline."""
     import keras
 
-    from training.distribute import distribute, exchange_of
+    from training.steps.distribute import distribute, exchange_of
 
     comms = _threads._join(2, 1)
     learners = [Learner(keras.optimizers.SGD(0.1), eager=True) for _ in comms]
@@ -129,7 +130,7 @@ def test_gradients_under_a_condition_are_refused() -> None:
     import tensorflow as tf
 
     from training.comm import SoloCommunicator
-    from training.distribute import distribute
+    from training.steps.distribute import distribute
 
     learner = Learner(distribute(keras.optimizers.SGD(0.1), SoloCommunicator()))
 
@@ -149,7 +150,7 @@ def test_gradients_under_a_condition_are_refused() -> None:
 def test_a_plain_optimizer_has_no_exchange_and_says_so() -> None:
     import keras
 
-    from training.distribute import exchange_of
+    from training.steps.distribute import exchange_of
 
     with pytest.raises(ConfigError, match="SGD"):
         exchange_of(keras.optimizers.SGD())

@@ -11,19 +11,20 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from features.dataset_blocks import dataset_blocks
-from features.schema import Field, Schema, sample_id_field
-from storage.errors import ConfigError, CorruptionError, LockstepError
-from storage.fs import filesystem
-from storage.layout import DatasetPaths
-from storage.manifest import DatasetManifest, load_dataset
+from lockstep.features.schema.fields import Field, sample_id_field
+from lockstep.features.schema.schema import Schema
+from lockstep.features.shards.blocks import dataset_blocks
+from lockstep.storage.dataset.layout import DatasetPaths
+from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
+from lockstep.storage.errors import ConfigError, CorruptionError, LockstepError
+from lockstep.storage.fs import filesystem
 from tests.storage.make_dataset import footer_of
 from tests.training._tiny import encoder_of, write_images, write_rows, write_table
-from training.open_split import OpenSplit
-from training.parquet_shard import ParquetShard
-from training.positions import Run
-from training.reader import SplitReader
-from training.tfrecord_shard import TFRecordShard
+from training.plan.order import Run
+from training.reading.open import OpenSplit
+from training.reading.parquet_shard import ParquetShard
+from training.reading.reader import SplitReader
+from training.reading.tfrecord_shard import TFRecordShard
 
 Write = Callable[..., DatasetManifest]
 FORMATS = ("tfrecord", "parquet")

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from storage.errors import CorruptionError, StorageError
-from storage.local import LocalFileSystem
+from lockstep.storage.errors import CorruptionError, StorageError
+from lockstep.storage.files.local import LocalFileSystem
 from tests.storage.repacked import repacked
 from tests.training._tiny import write_table
-from training.read_options import ReadOptions
-from training.reading import reading_row, verify_share
-from training.shard_files import ShardFiles
-from training.training_set import TrainingSet
+from training.batches.training_set import TrainingSet
+from training.reading.files import ShardFiles
+from training.reading.read_options import ReadOptions
+from training.reading.reading import reading_row, verify_share
 
 
 @pytest.mark.parametrize("fmt", ["tfrecord", "parquet", "gzip"])

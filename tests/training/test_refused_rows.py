@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from features.refused_row import refused_row
-from features.schema import Field, Schema
-from storage.errors import DataError
+from lockstep.features.encode.refused_row import refused_row
+from lockstep.features.schema.fields import Field
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.errors import DataError
 from tests.training._tiny import write_rows
-from training.batches import RankFeed, eval_batches
-from training.open_split import OpenSplit
-from training.plan import EpochPlan
+from training.batches.feed import RankFeed, eval_batches
+from training.plan.epoch_plan import EpochPlan
+from training.reading.open import OpenSplit
 from training.world import World
 
 ROWS = 60

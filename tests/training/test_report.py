@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 from jobs import report, train
-from storage.errors import CorruptionError, NotFoundError
-from storage.fs import filesystem
-from storage.sealed import seal
+from lockstep.storage.errors import CorruptionError, NotFoundError
+from lockstep.storage.fs import filesystem
+from lockstep.storage.sealed import seal
 from tests.training._tiny import write_table
-from training.claims import CheckpointRef, Claim, claim_next
-from training.history import read_history
-from training.paths import RunPaths
-from training.report import about_run, render, write_report
-from training.report_curves import loss_curve
-from training.report_rows import checkpoint_rows, reading_rows
-from training.run_result import RunResult
+from training.results.report import about_run, render, write_report
+from training.results.report_curves import loss_curve
+from training.results.report_rows import checkpoint_rows, reading_rows
+from training.run.history import read_history
+from training.run.lineage import CheckpointRef, Claim, claim_next
+from training.run.paths import RunPaths
+from training.run.result import RunResult
 
 HOSTILE = "<script>alert(1)</script>"
 

@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
-from storage.errors import LockstepError
+from lockstep.storage.errors import LockstepError
 from tests.training._ranks import lives, living_ranks, rank_path
 from training.control.failures import LauncherError, RankFailedError, RankState
 from training.control.protocol import new_key
 from training.control.roster import Roster
+from training.control.task import Limits, RankTask
 from training.launch.launches import Launches
 from training.launch.local import LocalSession, OnHost, run_local
 from training.launch.order import Place
 from training.launch.post import keep_post
 from training.launch.session import Session
-from training.launch.task import Limits, RankTask
 
 pytestmark = pytest.mark.slow
 

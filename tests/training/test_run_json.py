@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from storage.errors import ConfigError
-from storage.fs import filesystem
+from lockstep.storage.errors import ConfigError
+from lockstep.storage.fs import filesystem
 from tests.training._tiny import write_table
-from training import run_json
 from training.config import TrainConfig, flag_of
-from training.paths import RunPaths
-from training.planning import plan_for
+from training.plan.planning import plan_for
+from training.run import run_json
+from training.run.paths import RunPaths
 
 REFUSED: dict[str, Any] = {
     "model": "tests.training._models:momentum",

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from tests.training._ring import run_ring
-from training.buckets import lay_out
 from training.comm import Communicator
-from training.exchange import CONTROL_WORDS, Exchange
-from training.scaled_copy import all_finite, copy_scaled, scaled
+from training.exchange.agreement import CONTROL_WORDS
+from training.exchange.buckets import lay_out
+from training.exchange.exchange import Exchange
+from training.exchange.scaled_copy import all_finite, copy_scaled, scaled
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 

@@ -13,18 +13,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.comm import double_tree, halving_doubling, ring, spread
 from training.comm.base import part_bounds
-from training.comm.schedule import Grid, Program, Send, even_grid, grid_of
+from training.comm.tcp import algorithms, double_tree, halving_doubling, spread
+from training.comm.tcp.schedule import Grid, Program, Send, even_grid, grid_of
 
 REDUCE = {
-    "ring": ring.all_reduce,
+    "ring": algorithms.all_reduce,
     "halving-doubling": halving_doubling.all_reduce,
     "short": halving_doubling.all_reduce_short,
     "double-tree": double_tree.all_reduce,
 }
-SCATTER = {"ring": ring.reduce_scatter, "halving": halving_doubling.reduce_scatter}
-GATHER = {"ring": ring.all_gather, "doubling": halving_doubling.all_gather}
+SCATTER = {"ring": algorithms.reduce_scatter, "halving": halving_doubling.reduce_scatter}
+GATHER = {"ring": algorithms.all_gather, "doubling": halving_doubling.all_gather}
 SPREAD = {"tree": spread.tree, "chain": spread.chain}
 RANKS = range(1, 10)
 SIZES = [0, 1, 2, 7, 23]

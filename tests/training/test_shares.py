@@ -12,11 +12,11 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage.errors import ConfigError, CorruptionError, DataError
-from storage.fs import filesystem
-from training import shares
-from training.checkpoint import Tensors, TensorSpec
-from training.rank_file import HostBuffer, file_bytes, sha256_of, upload
+from lockstep.storage.errors import ConfigError, CorruptionError, DataError
+from lockstep.storage.fs import filesystem
+from training.run import checkpoint_parts
+from training.run.checkpoint import Tensors, TensorSpec
+from training.run.rank_file import HostBuffer, file_bytes, sha256_of, upload
 
 SHAPES = st.dictionaries(
     st.text("abc/", min_size=1, max_size=4).map(lambda name: f"weights/{name}"),
@@ -36,16 +36,16 @@ def test_every_element_once_and_back_again(drawn: dict[str, Any], num_ranks: int
     rng = np.random.default_rng(0)
     tensors: Tensors = {n: rng.integers(0, 200, s.shape).astype(s.dtype) for n, s in specs.items()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shares, "WHOLE_BYTES", whole_bytes)
-        divided = shares.divide(specs, num_ranks)
+        patch.setattr(checkpoint_parts, "WHOLE_BYTES", whole_bytes)
+        divided = checkpoint_parts.divide(specs, num_ranks)
     assert len(divided) == num_ranks
     parts = {
-        rank: {shares.key_of(p, specs[p.name]): tensors[p.name].reshape(-1)[p.start : p.stop] for p in pieces}
+        rank: {checkpoint_parts.key_of(p, specs[p.name]): tensors[p.name].reshape(-1)[p.start : p.stop] for p in pieces}
         for rank, pieces in enumerate(divided)
     }
     parts = {r: {n: v.reshape(specs[n].shape) if n in specs else v for n, v in p.items()} for r, p in parts.items()}
-    merged = shares.merge([shares.report(pieces, specs) for pieces in divided], "here")
-    back = shares.assemble({"tensors": merged}, parts, "here", ("weights",))
+    merged = checkpoint_parts.merge([checkpoint_parts.report(pieces, specs) for pieces in divided], "here")
+    back = checkpoint_parts.assemble({"tensors": merged}, parts, "here", ("weights",))
     assert sorted(back) == sorted(tensors)
     for name, value in tensors.items():
         assert (back[name].dtype, back[name].shape, back[name].tobytes()) == (value.dtype, value.shape, value.tobytes())
@@ -68,7 +68,10 @@ def test_every_element_once_and_back_again(drawn: dict[str, Any], num_ranks: int
 )
 def test_small_tensors_stay_whole(sizes: dict[str, int], num_ranks: int, expected: list[list[str]]) -> None:
     specs = {name: TensorSpec((size // 4,), "float32") for name, size in sizes.items()}
-    named = [[shares.key_of(p, specs[p.name]) for p in pieces] for pieces in shares.divide(specs, num_ranks)]
+    named = [
+        [checkpoint_parts.key_of(p, specs[p.name]) for p in pieces]
+        for pieces in checkpoint_parts.divide(specs, num_ranks)
+    ]
     assert named == expected
 
 
@@ -87,7 +90,7 @@ RIGHT = {"weights/a": ["float32", [4], 0, 2]}
 )
 def test_reports_that_do_not_fit_together_are_refused(second: dict[str, Any], words: str) -> None:
     with pytest.raises(CorruptionError, match=words):
-        shares.merge([RIGHT, second], "here")
+        checkpoint_parts.merge([RIGHT, second], "here")
 
 
 ENTRY = {"dtype": "float32", "shape": [4], "parts": [[0, 0, 2], [1, 2, 4]]}
@@ -112,9 +115,14 @@ GOOD_PARTS = {0: {"weights/a[0:2]": np.zeros(2, np.float32)}, 1: {"weights/a[2:4
 def test_a_manifest_or_file_that_does_not_fit_is_refused(
     entry: dict[str, Any], parts: dict[int, Tensors], words: str
 ) -> None:
-    assert shares.assemble({"tensors": {"weights/a": ENTRY}}, GOOD_PARTS, "here", ("weights",))["weights/a"].sum() == 2
+    assert (
+        checkpoint_parts.assemble({"tensors": {"weights/a": ENTRY}}, GOOD_PARTS, "here", ("weights",))[
+            "weights/a"
+        ].sum()
+        == 2
+    )
     with pytest.raises(DataError, match=f"(?s){words}"):
-        shares.assemble({"tensors": {"weights/a": ENTRY | entry}}, GOOD_PARTS | parts, "here", ("weights",))
+        checkpoint_parts.assemble({"tensors": {"weights/a": ENTRY | entry}}, GOOD_PARTS | parts, "here", ("weights",))
 
 
 TENSORS: Tensors = {
@@ -162,11 +170,11 @@ def test_a_file_that_reads_back_otherwise_is_refused(
 ) -> None:
     file = HostBuffer().fill(TENSORS)
     fs = filesystem(str(tmp_path))
-    monkeypatch.setattr("training.rank_file.PIECE_BYTES", file.size)
+    monkeypatch.setattr("training.run.rank_file.PIECE_BYTES", file.size)
 
     def changes(_fs: object, url: str, _produce: object) -> None:
         Path(url).write_bytes(change(file.tobytes()))
 
-    monkeypatch.setattr("training.rank_file.write_stream", changes)
+    monkeypatch.setattr("training.run.rank_file.write_stream", changes)
     with pytest.raises(CorruptionError, match="reads back otherwise"):
         upload(fs, str(tmp_path / "file"), file)

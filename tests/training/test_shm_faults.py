@@ -19,16 +19,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from storage.errors import CommunicationError
-from storage.kernels import memory
-from storage.kernels.jit import kernels
+from lockstep.storage.errors import CommunicationError
+from lockstep.storage.kernels import memory
+from lockstep.storage.kernels.jit import kernels
 from tests.training._ring import KEY, PATIENCE_S, SLACK_S
 from tests.training._shared import Bytes, run_shared
-from training.comm import Communicator, shm_join, shm_memory, shm_segment
-from training.comm.shm import ShmCommunicator, connect_shm
-from training.comm.shm_join import SharedMemoryUnavailableError
-from training.comm.shm_layout import PAGE_BYTES, Layout
-from training.comm.shm_segment import create_file
+from training.comm import Communicator
+from training.comm.shm import atomics, join
+from training.comm.shm import segment as shm_segment
+from training.comm.shm.communicator import ShmCommunicator, connect_shm
+from training.comm.shm.join import SharedMemoryUnavailableError
+from training.comm.shm.segment import create_file
+from training.comm.shm.shm_layout import PAGE_BYTES, Layout
 
 Work = Callable[[Communicator], Any]
 
@@ -91,7 +93,7 @@ def test_an_abort_wakes_the_ranks_that_wait() -> None:
 def test_an_abort_waits_for_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine a kernel's first call takes seconds, in which the others would not hear of a failure."""
     claim: Any = shm_segment._claim
-    fresh: Any = kernels(shm_segment.__name__, memory, shm_memory)(claim.py_func)
+    fresh: Any = kernels(shm_segment.__name__, memory, atomics)(claim.py_func)
     monkeypatch.setattr(shm_segment, "_claim", fresh)
     run_shared(2, lambda comm: comm.barrier())
     assert fresh.signatures
@@ -190,7 +192,7 @@ def test_a_rank_that_dies_before_a_group_is_named(dead: int) -> None:
         comm.barrier()
         met.wait(PATIENCE_S)
         if comm.rank == dead:
-            shm_join.close_all(comm._calls.links)
+            join.close_all(comm._calls.links)
         met.wait(PATIENCE_S)
         if comm.rank == dead:
             named.wait(PATIENCE_S)
@@ -238,7 +240,7 @@ def test_a_child_that_closes_says_nothing_for_its_rank() -> None:
                 comm.close()
             os._exit(0)
         os.waitpid(child, 0)
-        shm_join.close_all(comm._calls.links)  # the rank itself dies
+        join.close_all(comm._calls.links)  # the rank itself dies
         assert seen.wait(PATIENCE_S)
         return ""
 
@@ -311,7 +313,7 @@ def test_a_rank_without_the_key_gets_nothing() -> None:
 
 
 def test_a_stranger_is_turned_away_and_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = shm_join._knock
+    real = join._knock
 
     def knock(name: str, rank: int, *rest: Any) -> socket.socket:
         if rank == 1:
@@ -323,7 +325,7 @@ def test_a_stranger_is_turned_away_and_holds_up_nobody(monkeypatch: pytest.Monke
         return real(name, rank, *rest)
 
     strangers: list[socket.socket] = []
-    monkeypatch.setattr(shm_join, "_knock", knock)
+    monkeypatch.setattr(join, "_knock", knock)
     assert join_threads(3, [KEY] * 3) == [None] * 3
     for stranger in strangers:
         stranger.settimeout(PATIENCE_S)
@@ -350,7 +352,7 @@ def test_another_user_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_cannot_be_shared_is_told_on_every_rank(
     monkeypatch: pytest.MonkeyPatch, attribute: str, value: Any, words: str
 ) -> None:
-    monkeypatch.setattr(shm_join, attribute, value)
+    monkeypatch.setattr(join, attribute, value)
     found = join_threads(2, [KEY] * 2)
     assert all(isinstance(error, SharedMemoryUnavailableError) and words in str(error) for error in found), found
 
@@ -432,9 +434,9 @@ def test_many_ranks_of_a_host_need_few_descriptors_at_once(monkeypatch: pytest.M
     carriers = [real() for _ in range(num_ranks)]
     monkeypatch.setattr(socket, "socketpair", pair)
     until = time.monotonic() + PATIENCE_S
-    segment, links = shm_join.deal(layout, [ours for ours, _ in carriers], range(num_ranks), until)
+    segment, links = join.deal(layout, [ours for ours, _ in carriers], range(num_ranks), until)
     assert max(most) < 512, "for both ends of the carriers, and those that have yet to be handed over"
-    taken = shm_join.take(layout, 7, carriers[7][1], range(num_ranks), until)
+    taken = join.take(layout, 7, carriers[7][1], range(num_ranks), until)
     assert [link is None for link in taken[1]] == [rank == 7 for rank in range(num_ranks)]
     other = taken[1][0]
     assert other is not None and links[7] is not None
@@ -442,7 +444,7 @@ def test_many_ranks_of_a_host_need_few_descriptors_at_once(monkeypatch: pytest.M
     other.settimeout(PATIENCE_S)
     assert other.recv(1) == b"", "the two ends of one pair"
     for sockets in (links, taken[1], [end for ends in carriers for end in ends]):
-        shm_join.close_all(list(sockets))
+        join.close_all(list(sockets))
     segment.close()
     taken[0].close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from training.step_clock import PARTS, StepClock
+from training.rank.step_clock import PARTS, StepClock
 
 
 class Clock:

@@ -15,19 +15,19 @@ from typing import Any
 
 import pytest
 
-from storage.errors import ConfigError
-from storage.fs import filesystem
-from storage.publish import is_temporary
-from storage.verify import verify
+from lockstep.storage.errors import ConfigError
+from lockstep.storage.fs import filesystem
+from lockstep.storage.publish import is_temporary
+from lockstep.storage.verify import verify
 from tests.training import _ranks
 from tests.training._driver_alone import drive
 from tests.training._tiny import write_table
-from training.chain import find_result
-from training.claims import Claim, SupersededError, claim_next, read_claims
 from training.config import TrainConfig
-from training.lease import Lease
-from training.paths import RunPaths, generation_name
-from training.standing import Standing
+from training.driver.lease import Lease
+from training.driver.ownership import Standing
+from training.run.chain import find_result
+from training.run.lineage import Claim, SupersededError, claim_next, read_claims
+from training.run.paths import RunPaths, generation_name
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 240.0
@@ -210,7 +210,7 @@ def test_driver_does_not_take_its_own_claim_for_another_s(paths: RunPaths, monke
         time.sleep(0.1)
         return claim
 
-    monkeypatch.setattr("training.standing.claim_next", slowly)
+    monkeypatch.setattr("training.driver.ownership.claim_next", slowly)
     with Standing(filesystem(paths.root), paths, every_s=0.005) as driver:
         for generation in (1, 2):
             claim = driver.claim(None, epochs=1, num_ranks=1)

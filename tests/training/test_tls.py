@@ -20,14 +20,14 @@ from cryptography import x509
 from cryptography.x509.oid import ExtensionOID
 
 from jobs.train import parser
-from storage.errors import ConfigError
+from lockstep.storage.errors import ConfigError
 from training.comm.auth import HandshakeError
+from training.comm.tcp.wire import held, receive_some, send_some
 from training.comm.tls import VALID_DAYS, Credentials, Tls, issue, leaves_host, name_of
-from training.comm.wire import held, receive_some, send_some
 from training.config import TrainConfig
+from training.control.task import Limits, RankTask
 from training.launch.barrier import KeepPostOnTask
 from training.launch.order import Order, Place
-from training.launch.task import Limits, RankTask
 from training.world import World
 
 GENERATION = 7

@@ -10,17 +10,18 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from features.sample_id import sample_id
-from features.schema import Field, Schema, sample_id_field
-from storage.errors import ConfigError
+from lockstep.features.sample_id import sample_id
+from lockstep.features.schema.fields import Field, sample_id_field
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.errors import ConfigError
 from tests.training._threads import final_tensors, run, run_threads
 from tests.training._tiny import write_rows
 from tests.training.test_fit import assert_same
-from training.audit_run import check_run_audit
 from training.config import TrainConfig
-from training.evaluate import evaluate
-from training.open_split import OpenSplit
-from training.run_result import RunResult
+from training.reading.open import OpenSplit
+from training.results.audit_run import check_run_audit
+from training.results.evaluate import evaluate
+from training.run.result import RunResult
 
 pytestmark = pytest.mark.slow
 

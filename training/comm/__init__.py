@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from training.comm.base import CALL_DEADLINE_S, Communicator, Op
-from training.comm.interfaces import trusted_address
-from training.comm.joining import Joined, join_ranks
+from training.comm.hosts import trusted_address
+from training.comm.join import Joined, join_ranks
 from training.comm.options import CommOptions
 from training.comm.solo import SoloCommunicator
-from training.comm.tcp import TcpCommunicator, connect_tcp
+from training.comm.tcp.communicator import TcpCommunicator, connect_tcp
 from training.comm.tls import Credentials, Tls
 from training.comm.topology import host_identity
 
@@ -92,14 +92,14 @@ def join(
     )
 
     def share(group: Communicator, mates: Sequence[int], within_s: float) -> Communicator:
-        from training.comm.shm import connect_shm  # its kernels load only where hosts are shared
+        from training.comm.shm.communicator import connect_shm  # its kernels load only where hosts are shared
 
         place, exchange = (group.rank, group.num_ranks, world.generation), group.all_gather_bytes
         return connect_shm(*place, key, exchange, within_s, call_deadline_s, labels=mates, arena_bytes=arena_bytes)
 
     try:
         if options.backend in ("tensorflow", "nccl"):
-            from training.comm.tensorflow import join_servers
+            from training.comm.tf.communicator import join_servers
 
             servers = join_servers(world.rank, world.num_ranks, control.rendezvous, flat, options)
             return Joined(servers, None, False)

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from storage.errors import CommunicationError
+from lockstep.storage.errors import CommunicationError
 
 Op = Literal["sum", "mean", "min", "max"]
 OPS: tuple[str, ...] = get_args(Op)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from training.comm.base import Communicator
 from training.comm.cost import COUNTS, AlgorithmCosts, LinkCosts
-from training.comm.tcp import TcpCommunicator
+from training.comm.tcp.communicator import TcpCommunicator
 
 BUDGET_S, INNER_BUDGET_S = 0.4, 0.1  # all ranks, then leaders and, much faster, the ranks of a host: below one second
 SMALL_BYTES = 256

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from storage import strict
-from storage.canonical import canonical_bytes
-from storage.errors import DataError
+from lockstep.storage import strict
+from lockstep.storage.documents import canonical_bytes
+from lockstep.storage.errors import DataError
 from training.comm.cost import (
     COUNTS,
     LARGEST_BYTES,
@@ -26,7 +26,7 @@ from training.comm.cost import (
     predict_s,
     table_of,
 )
-from training.comm.tcp import default_choice
+from training.comm.tcp.programs import default_choice
 from training.comm.topology import Layout
 
 HIERARCHICAL = "hierarchical"

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from storage.errors import CommunicationError
+from lockstep.storage.errors import CommunicationError
 from training.comm.base import Communicator, Op, check_buffer, check_peer, check_rank, divide_by_ranks, part_bounds
 from training.comm.comm_plan import HIERARCHICAL
 from training.comm.cost import pieces_of

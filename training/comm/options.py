@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
-from storage.errors import ConfigError
-from training.comm.interfaces import require_trust
+from lockstep.storage.errors import ConfigError
+from training.comm.hosts import require_trust
 
 Backend = Literal["auto", "tcp", "shm", "hierarchical", "tensorflow", "nccl"]
 UNAUTHENTICATED = ("tensorflow", "nccl")  # backends whose traffic proves nothing of who speaks

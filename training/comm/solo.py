@@ -7,7 +7,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from storage.errors import CommunicationError
+from lockstep.storage.errors import CommunicationError
 from training.comm.base import CALL_DEADLINE_S, Communicator, Op, check_buffer, check_group, check_peer, check_rank
 
 

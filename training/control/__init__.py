@@ -1,1 +1,1 @@
-"""The control channel between the driver and its ranks."""
+"""The line between the driver and its ranks."""

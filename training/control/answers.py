@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from storage.errors import CommunicationError
+from lockstep.storage.errors import CommunicationError
 from training.control.carry import error_to_json
 from training.control.protocol import Channel, Tag, try_send
 from training.control.rendezvous import Rendezvous
-from training.launch.task import Handler
+from training.control.task import Handler
 
 
 class Answers:

@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import storage.errors
-from storage.errors import ConfigError, DataError, LockstepError
+from lockstep.storage import errors
+from lockstep.storage.errors import ConfigError, DataError, LockstepError
 
 _PLAIN = (str, int, float, bool, type(None))
 MAX_PART_CHARS = 20_000  # of one part of an error: all of it must fit into a frame
@@ -22,13 +22,13 @@ def error_to_json(error: BaseException) -> dict[str, Any]:
         return {"class": "LockstepError", "parts": [f"{type(error).__name__}: {first}", "", "", ""], "more": {}}
     names = ("what", "got", "allowed", "next_step")
     more = {k: v for k, v in vars(error).items() if isinstance(v, _PLAIN) and k not in names}
-    kind = next(c.__name__ for c in type(error).__mro__ if c.__module__ == storage.errors.__name__)
+    kind = next(c.__name__ for c in type(error).__mro__ if c.__module__ == errors.__name__)
     return {"class": kind, "parts": [getattr(error, name)[:MAX_PART_CHARS] for name in names], "more": more}
 
 
 def error_from_json(document: Mapping[str, Any]) -> LockstepError:
     """The inverse of `error_to_json`; an unknown class becomes a LockstepError."""
-    kind = getattr(storage.errors, str(document.get("class")), None)
+    kind = getattr(errors, str(document.get("class")), None)
     if not (isinstance(kind, type) and issubclass(kind, LockstepError)):
         kind = LockstepError
     what, got, allowed, next_step = (str(part) for part in document["parts"])

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from storage.errors import CommunicationError, LockstepError
+from lockstep.storage.errors import CommunicationError, LockstepError
 from training.control.carry import error_from_json, json_safe, result_parts
 from training.control.protocol import STARTING, Channel, ConnectionLostError, Role, Tag, present
 

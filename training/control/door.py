@@ -7,7 +7,7 @@ import struct
 import threading
 from collections.abc import Callable
 
-from storage.errors import CommunicationError
+from lockstep.storage.errors import CommunicationError
 from training.comm.auth import HandshakeError
 from training.comm.reception import BACKLOG, Reception
 from training.control.protocol import Channel, Role, greet

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from storage.errors import CommunicationError, LockstepError, StorageError, TrainingFailedError
+from lockstep.storage.errors import CommunicationError, LockstepError, StorageError, TrainingFailedError
 from training.control.carry import is_final
 from training.control.protocol import HOROVOD, OPENING, SCRIPT, STARTING
-from training.launch.task import Limits
+from training.control.task import Limits
 
 # How native code ends a process. Arrow aborts over some Parquet footers that were forged together with their digests.
 _CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)

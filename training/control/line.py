@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from storage.errors import LockstepError
+from lockstep.storage.errors import LockstepError
 from training.control.client import open_channel
 from training.control.protocol import SESSION, Role, Tag
 from training.control.sealed_orders import open_order

@@ -24,7 +24,7 @@ import threading
 from enum import IntEnum
 from typing import Any
 
-from storage.errors import CommunicationError
+from lockstep.storage.errors import CommunicationError
 
 MAGIC = b"LKSTCTL1"
 NONCE_BYTES = 32

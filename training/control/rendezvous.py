@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from storage.errors import CommunicationError
+from lockstep.storage.errors import CommunicationError
 
 
 class Rendezvous:

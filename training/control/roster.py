@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from storage.errors import CommunicationError
+from lockstep.storage.errors import CommunicationError
 from training.control.door import Door
 from training.control.protocol import SESSION, Channel, Role, Tag, try_send
 from training.control.sealed_orders import seal_order

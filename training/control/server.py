@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from storage.errors import CommunicationError
+from lockstep.storage.errors import CommunicationError
 from training.control.answers import Answers
 from training.control.carry import error_from_json, is_final
 from training.control.door import Door
@@ -24,7 +24,7 @@ from training.control.failures import (
     failure_of,
 )
 from training.control.protocol import HOROVOD, SCRIPT, STARTING, Channel, Role, Tag, try_send
-from training.launch.task import Handler, Limits
+from training.control.task import Handler, Limits
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import Any
 
-from training.horovod import callbacks
 from training.horovod.arguments import absent
 from training.horovod.compression import Compression
 from training.horovod.gather import allgather, broadcast, broadcast_variables
@@ -87,7 +86,7 @@ ABSENT = {
     "grouped_allgather": "Call hvd.allgather for each tensor.",
     "grouped_reducescatter": "Use hvd.grouped_allreduce and take this rank's part of each.",
     "Product": "Use tf.reduce_prod(hvd.allgather(tensor[tf.newaxis]), axis=0).",
-    "SyncBatchNormalization": "Use training.keras_ranks.rank_step(model, communicator, batchnorm='sync').",
+    "SyncBatchNormalization": "Use training.steps.own_fit.rank_step(model, communicator, batchnorm='sync').",
     "BroadcastGlobalVariablesHook": "Sessions of TensorFlow 1 are not served; use hvd.broadcast_variables.",
     "broadcast_": "Use hvd.broadcast_variables(variables, root_rank).",
     "broadcast_global_variables": "Use hvd.broadcast_variables(model.variables, root_rank=0).",

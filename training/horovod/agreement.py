@@ -10,7 +10,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from storage.errors import TrainingFailedError
+from lockstep.storage.errors import TrainingFailedError
 from training.comm.base import Communicator
 
 

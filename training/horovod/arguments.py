@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from storage.errors import ConfigError
+from lockstep.storage.errors import ConfigError
 
 HINTS = {
     "device_dense": str,

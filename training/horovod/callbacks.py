@@ -9,12 +9,12 @@ from typing import Any
 import keras
 import numpy as np
 
-from storage.errors import ConfigError
+from lockstep.storage.errors import ConfigError
 from training.horovod.arguments import absent, check
 from training.horovod.gather import broadcast_variables
 from training.horovod.place import rank, size
 from training.horovod.reduce import Average, Min, allreduce
-from training.learning_rate import CorrectedSGD
+from training.steps.optimizers import CorrectedSGD
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):

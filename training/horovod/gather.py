@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from storage.errors import ConfigError
+from lockstep.storage.errors import ConfigError
 from training.comm.base import Communicator
 from training.horovod.arguments import check
 from training.horovod.graph import run

@@ -13,7 +13,7 @@ import json
 from collections.abc import MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 
-from storage.errors import ConfigError
+from lockstep.storage.errors import ConfigError
 from training import devices
 from training.world import World
 

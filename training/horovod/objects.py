@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from storage.errors import ConfigError
+from lockstep.storage.errors import ConfigError
 from training.comm.base import Communicator
 from training.horovod.arguments import check
 from training.horovod.place import call, here

@@ -1,4 +1,4 @@
-"""`hvd.DistributedOptimizer`: Horovod's arguments for `training.distribute`."""
+"""`hvd.DistributedOptimizer`: Horovod's arguments for `training.steps.distribute`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import keras
 from keras.src.trainers import trainer
 
-from storage.errors import ConfigError
-from training.distribute import distribute, exchange_of
+from lockstep.storage.errors import ConfigError
 from training.horovod.arguments import absent, check
 from training.horovod.compression import Compression, Compressor
 from training.horovod.place import here
 from training.horovod.reduce import Average, ReduceOp, Sum, op_of
+from training.steps.distribute import distribute, exchange_of
 
 
 def DistributedOptimizer(
@@ -34,7 +34,7 @@ def DistributedOptimizer(
     scale_local_gradients: bool = True,
 ) -> Any:
     """Make a Keras 3 optimizer reduce gradients over all ranks before it applies them; returns the same object, or
-    under the policy mixed_float16 one that scales the loss around it (see `training.distribute`).
+    under the policy mixed_float16 one that scales the loss around it (see `training.steps.distribute`).
 
     The mean over ranks, or the sum with `op=hvd.Sum`. With `backward_passes_per_step` k, gradients of k batches are
     added on each rank (their mean, with `average_aggregated_gradients`) and reduced once. A `gradient_predivide_factor`

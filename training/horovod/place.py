@@ -8,19 +8,19 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from storage.errors import ConfigError
+from lockstep.storage.errors import ConfigError
 from training.comm.base import Communicator
 from training.comm.options import UNAUTHENTICATED, CommOptions
 from training.comm.solo import SoloCommunicator
+from training.control import current
 from training.control.protocol import HOROVOD, SCRIPT
 from training.horovod.agreement import agree
 from training.horovod.arguments import check
 from training.horovod.gpus import Seat, line_up
-from training.launch import current
 from training.world import World
 
 if TYPE_CHECKING:
-    from training.launch.context import RankContext
+    from training.control.context import RankContext
 
 
 class Place:

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from storage.errors import ConfigError
+from lockstep.storage.errors import ConfigError
 from training.comm.base import DTYPES, FLOATS, Communicator, Op
 from training.horovod.arguments import absent, check
 from training.horovod.compression import Compression, Compressor

@@ -1,1 +1,1 @@
-"""Starting ranks: as processes of this host or inside a Spark barrier stage."""
+"""How ranks are started: on this host, by Spark, or by a user's script."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from training.control.failures import LauncherError, LauncherGoneError, MemoryKillError, RankFailedError, RankState
+from training.control.task import Handler, Limits, RankTask
 from training.devices import shares_of_host
 from training.launch.encryption import check_spark_encrypts
 from training.launch.executors import (
@@ -23,12 +24,11 @@ from training.launch.executors import (
     lost_executors,
 )
 from training.launch.order import Place
+from training.launch.placement import Near, ranks_of_tasks
 from training.launch.post import keep_post
 from training.launch.session import Session, SessionLauncher
 from training.launch.slots import check_slots, classic_context, in_driver
 from training.launch.spark_blocks import NearOf, near_or_none
-from training.launch.task import Handler, Limits, RankTask
-from training.placement import Near, ranks_of_tasks
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -74,7 +74,7 @@ class KeepPostOnTask:
 
 def _take_hadoop_settings(task: RankTask) -> None:
     if task.hadoop:
-        from storage.settings import set_hadoop_settings
+        from lockstep.storage.settings import set_hadoop_settings
 
         set_hadoop_settings(task.hadoop)  # the rank's log is uploaded from here
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from storage.errors import ConfigError
+from lockstep.storage.errors import ConfigError
 
 ENCRYPTS = ("spark.network.crypto.enabled", "spark.ssl.rpc.enabled")
 

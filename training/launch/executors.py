@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from storage.errors import ConfigError
+from lockstep.storage.errors import ConfigError
 
 if TYPE_CHECKING:
     from pyspark import SparkConf, SparkContext

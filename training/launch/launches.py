@@ -10,11 +10,11 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
-from storage.errors import ConfigError
+from lockstep.storage.errors import ConfigError
 from training.control.failures import LauncherError, RankState
+from training.control.task import Handler, Limits, RankTask
 from training.launch.restarts import ANEW, IN_PLACE, Restart
 from training.launch.session import Launch, Session, SessionLauncher
-from training.launch.task import Handler, Limits, RankTask
 
 
 def _not_again(error: ConfigError) -> LauncherError:

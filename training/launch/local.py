@@ -6,13 +6,13 @@ import os
 import threading
 from collections.abc import Callable
 
-from storage.errors import LockstepError
+from lockstep.storage.errors import LockstepError
 from training import devices
 from training.control.failures import LauncherError
+from training.control.task import Limits, RankTask
 from training.launch.order import Place
 from training.launch.post import keep_post
 from training.launch.session import Session, SessionLauncher
-from training.launch.task import Limits, RankTask
 
 LOOPBACK = "127.0.0.1"
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from training.comm.tls import Credentials
+from training.control.task import Limits, RankTask
 from training.launch.leftovers import new_mark
-from training.launch.task import Limits, RankTask
 from training.world import World
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from training.control.line import Line
+from training.control.task import RankTask
 from training.launch.leftovers import new_mark
 from training.launch.order import Place
 from training.launch.spare import Spares
 from training.launch.supervisor import CONNECT_DEADLINE_S, Supervisor
-from training.launch.task import RankTask
 
 
 def keep_post(place: Place, prepare: Callable[[RankTask], None] | None = None) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from storage import strict
+from lockstep.storage import strict
 from training.control.failures import RankState
 
 IN_PLACE, ANEW = 1, 2

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import NoReturn
 
-from storage.errors import LockstepError, TrainingFailedError
-from training.launch import current
+from lockstep.storage.errors import LockstepError, TrainingFailedError
+from training.control import current
 
 
 class ScriptFailedError(TrainingFailedError):
@@ -106,7 +106,7 @@ def _failure(error: BaseException, code: int, name: str) -> BaseException:
     if isinstance(cause, LockstepError) and cause is not error:
         print(f"{type(cause).__name__}: {cause}", file=sys.stderr)
         error = cause
-    vars(error)["quiet"] = True  # what training.rank asks before it prints a trace
+    vars(error)["quiet"] = True  # what training.rank.__main__ asks before it prints a trace
     return error
 
 

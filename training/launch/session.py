@@ -13,8 +13,8 @@ from training.control.failures import LauncherError, RankState
 from training.control.protocol import new_key
 from training.control.roster import Roster
 from training.control.server import ControlServer
+from training.control.task import Handler, Limits, RankTask
 from training.launch.order import order_to_json
-from training.launch.task import Handler, Limits, RankTask
 
 IDLE_S = 10.0  # for a supervisor to say that nothing is left of its rank: the last part of its log is written before
 

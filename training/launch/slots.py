@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from storage.errors import ConfigError
+from lockstep.storage.errors import ConfigError
 from training.launch.executors import ranks_of_executor
 
 if TYPE_CHECKING:

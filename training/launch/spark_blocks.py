@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from storage.deadline import call_with_deadline
-from storage.errors import LockstepError
-from storage.interface import Blocks, HdfsBlock
-from training.placement import Near
+from lockstep.storage.errors import LockstepError
+from lockstep.storage.files.deadlines import call_with_deadline
+from lockstep.storage.files.interface import Blocks, HdfsBlock
+from training.launch.placement import Near
 
 if TYPE_CHECKING:
     from pyspark import SparkContext

@@ -17,10 +17,10 @@ from training.control.protocol import Role, Tag
 from training.launch.leftovers import end_left
 from training.launch.order import Order
 from training.launch.output import LineBuffer, read_lines
-from training.launch.parent import is_stopped
 from training.launch.process import RankProcess, hand_over, start_rank
-from training.logs import PartWriter
-from training.paths import rank_name
+from training.rank.parent import is_stopped
+from training.run.metrics import PartWriter
+from training.run.paths import rank_name
 
 TAIL_LINES = 40
 TAIL_LINE_CHARS = 2000  # so that the last lines fit into one frame, whatever they hold

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from features.signature import Signature
-from storage.errors import ConfigError
+from lockstep.features.schema.signature import Signature
+from lockstep.storage.errors import ConfigError
 
 if TYPE_CHECKING:
     import keras

@@ -7,8 +7,8 @@ from typing import Any
 
 import keras
 
-from features.signature import Signature
-from storage.errors import ConfigError
+from lockstep.features.schema.signature import Signature
+from lockstep.storage.errors import ConfigError
 from training.models import ModelOptions
 
 # The demo's web log (9,702 rows, global batch 128), exact test AUC after 6 epochs, two seeds: 0.001 0.709 and 0.710,

@@ -6,10 +6,10 @@ from typing import Any
 
 import keras
 
-from features.signature import Signature
-from storage.errors import ConfigError
-from training.batchnorm import GhostBatchNormalization
+from lockstep.features.schema.signature import Signature
+from lockstep.storage.errors import ConfigError
 from training.models import ModelOptions
+from training.steps.batchnorm import GhostBatchNormalization
 
 WEIGHT_DECAY = 1e-4
 # Fashion-MNIST, 10,000 images, global batch 128, 2 epochs, ghost of 16 rows, one seed, accuracy on 2,000 test images:

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import pyarrow as pa
 
-from features.codec.foreign import decode_foreign_frames
-from features.schema import Field
-from storage.tfrecord import frame, record_offsets
+from lockstep.features.examples.foreign import decode_foreign_frames
+from lockstep.features.schema.fields import Field
+from lockstep.storage.formats.tfrecord import frame, record_offsets
 
 
 def decode_foreign(fields: Iterable[Field], records: Sequence[bytes]) -> pa.RecordBatch:

@@ -12,14 +12,14 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
-from features.codec.decoder import RecordDecoder
-from features.codec.foreign import _fast
-from features.example import encode_batch
-from features.foreign_order import Order
-from features.foreign_schema import foreign_field, foreign_schema
-from features.wire import sized, varint
-from storage.kernels import frames
-from storage.tfrecord import FOOTER_BYTES, FRAMING_BYTES, HEADER_BYTES, frame, masked_crc32c
+from lockstep.features.examples.codec import RecordDecoder
+from lockstep.features.examples.example import encode_batch
+from lockstep.features.examples.foreign import _fast
+from lockstep.features.examples.foreign_order import Order
+from lockstep.features.examples.wire import sized, varint
+from lockstep.features.schema.foreign_schema import foreign_field, foreign_schema
+from lockstep.storage.formats.tfrecord import FOOTER_BYTES, FRAMING_BYTES, HEADER_BYTES, frame, masked_crc32c
+from lockstep.storage.kernels import frames
 from tests.features.test_example import ROW, SCHEMA, batch_of
 from tests.fuzz.mutate import mutated
 

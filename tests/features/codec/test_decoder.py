@@ -10,13 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from features.codec.decoder import RecordDecoder
-from features.codec.encoder import RecordEncoder
-from features.example import decode_batch, encode_batch
-from features.schema import Field, Schema, sample_id_field
-from features.wire import sized
-from storage.errors import CorruptionError, DataError
-from storage.tfrecord import frame, record_offsets
+from lockstep.features.examples.codec import RecordDecoder
+from lockstep.features.examples.encoder import RecordEncoder
+from lockstep.features.examples.example import encode_batch
+from lockstep.features.examples.example_reader import decode_batch
+from lockstep.features.examples.wire import sized
+from lockstep.features.schema.fields import Field, sample_id_field
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.errors import CorruptionError, DataError
+from lockstep.storage.formats.tfrecord import frame, record_offsets
 from tests.features.codec.test_encoder import tables
 from tests.features.test_example import FIELDS, ROW, SCHEMA, batch_of
 

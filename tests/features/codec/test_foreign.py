@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from features.codec import foreign_plain
-from features.codec.encoder import RecordEncoder
-from features.codec.foreign import decode_foreign_frames, infer_schema
-from features.example import encode_batch
-from features.schema import Field, Schema
-from storage.errors import DataError
+from lockstep.features.examples import foreign_plain
+from lockstep.features.examples.encoder import RecordEncoder
+from lockstep.features.examples.example import encode_batch
+from lockstep.features.examples.foreign import decode_foreign_frames
+from lockstep.features.examples.foreign_plain import infer_schema
+from lockstep.features.schema.fields import Field
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.errors import DataError
 from tests.features.codec.framed import decode_foreign
 from tests.features.codec.test_encoder import tables
 from tests.features.test_example import ROWS, SCHEMA

@@ -1,0 +1,135 @@
+"""A split as plain arrays, batch by batch in the order of its shards: for reading it, not for feeding a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from lockstep.features.examples.column_checks import tensor_bytes
+from lockstep.features.schema.fields import Field
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.dataset.manifest import load_dataset
+from lockstep.storage.dataset.manifest_shards import SplitInfo
+from lockstep.storage.errors import ConfigError, DataError
+from training.reading.reader import SplitReader
+
+# Rows leave Arrow in chunks, of which batches are views. Of a TFRecord shard, gzip or not, a chunk is a block, whatever
+# is asked for: the numbers are those of Parquet. A column's way out costs a microsecond, so small batches come from
+# chunks of 2 MiB. A batch that lies across two chunks is copied: 1 in 4 of the large ones, which reads images a fifth
+# faster than chunks of one batch do (5 and 8 batches gain nothing). A block holds some 2 MiB before compression: that
+# bounds the memory of rows that compress well.
+_CHUNK_BYTES = 2 << 20
+_CHUNK_BATCHES = 4
+_CHUNK_MOST_BYTES = 14 << 20
+_CHUNK_BLOCKS = 7
+_POOLED_BYTES = 1 << 20
+
+Arrays = dict[str, npt.NDArray[Any] | pa.Array]
+
+
+def split_arrays(dataset_url: str, split: str, batch_rows: int) -> Iterator[Arrays]:
+    """The records of a split, `batch_rows` at a time (the last batch is as short as it comes), by field name.
+
+    Numbers come as (n,), tensors as (n, *shape) of their dtype; strings, bytes, lists and nullable fields as Arrow
+    arrays, since NumPy has no form for them that keeps everything. Read-only; most batches are views of a chunk, which
+    lives as long as one of them does: 2 to 14 MiB of Parquet, a block of TFRecord, gzip or not. Raises CorruptionError
+    naming file, record and offset, as all reading does, and ConfigError for batches of less than one row.
+    """
+    _check_rows(batch_rows)
+    manifest = load_dataset(dataset_url)
+    schema = Schema.from_json(manifest.schema)
+    reader = SplitReader(dataset_url, manifest, split, schema)
+    chunks = reader.in_order(_chunk_rows(manifest.splits[split], batch_rows))
+    arrays = ({field.name: _array(field, chunk.column(field.name)) for field in schema} for chunk in chunks)
+    yield from cut(arrays, batch_rows)
+
+
+def _chunk_rows(split: SplitInfo, batch_rows: int) -> int:
+    stored_bytes, records = (sum(getattr(shard, name) for shard in split.shards) for name in ("bytes", "records"))
+    batch_bytes = max(1, batch_rows * stored_bytes // max(1, records))
+    wanted_bytes = max(_CHUNK_BYTES, min(_CHUNK_BATCHES * batch_bytes, _CHUNK_MOST_BYTES))
+    return batch_rows * max(1, min(wanted_bytes // batch_bytes, _CHUNK_BLOCKS * split.block_records // batch_rows))
+
+
+def cut(chunks: Iterable[Arrays], rows: int) -> Iterator[Arrays]:
+    """The same rows in batches of `rows` each, the last one as short as it comes.
+
+    A batch within a chunk is a view of it; only what lies across several is copied. Raises ConfigError for `rows` < 1.
+    """
+    _check_rows(rows)
+    held: list[Arrays] = []
+    missing = rows
+    for chunk in chunks:
+        size, start = len(next(iter(chunk.values()))), 0
+        while size - start >= missing:
+            piece = _part(chunk, start, start + missing)
+            yield _joined([*held, piece]) if held else piece
+            start, held, missing = start + missing, [], rows
+        if start < size:
+            held.append(_part(chunk, start, size))
+            missing -= size - start
+    if held:
+        yield _joined(held)
+
+
+def _part(arrays: Arrays, start: int, stop: int) -> Arrays:
+    return {name: values[start:stop] for name, values in arrays.items()}
+
+
+def _joined(parts: list[Arrays]) -> Arrays:
+    found: Arrays = {}
+    for name, first in parts[0].items():
+        if isinstance(first, np.ndarray):
+            found[name] = _concatenated([part[name] for part in parts])
+        else:
+            found[name] = pa.concat_arrays([part[name] for part in parts])
+    return found
+
+
+def _concatenated(parts: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """np.concatenate, large arrays in memory of Arrow's pool: NumPy's is given back and cleared at each array, once
+    TensorFlow has worked in the process."""
+    size = sum(part.nbytes for part in parts)
+    if size < _POOLED_BYTES:
+        joined = np.concatenate(parts)
+    else:
+        shape = (sum(map(len, parts)), *parts[0].shape[1:])
+        memory = np.frombuffer(pa.allocate_buffer(size), dtype=parts[0].dtype).reshape(shape)
+        joined = np.concatenate(parts, out=memory)
+    joined.flags.writeable = False
+    return joined
+
+
+def _check_rows(rows: int) -> None:
+    if rows < 1:
+        raise ConfigError(
+            "batches must have rows", got=str(rows), allowed="1 or more", next_step="Ask for batches of 1 row or more."
+        )
+
+
+def _array(field: Field, column: pa.Array) -> npt.NDArray[Any] | pa.Array:
+    if field.is_list or field.nullable or field.dtype in ("string", "bytes"):
+        return column
+    if field.dtype == "uint64":
+        return column.cast(field.record_type).to_numpy()
+    if not field.is_tensor:
+        values = column.to_numpy(zero_copy_only=field.dtype != "bool")
+        values.flags.writeable = False  # the bits of bool were copied out
+        return values
+    shape = tuple(size for size in field.shape if size is not None)
+    offsets = np.frombuffer(column.buffers()[1], dtype=np.int32)[column.offset : column.offset + len(column) + 1]
+    sizes, wanted = np.diff(offsets), tensor_bytes(field)
+    if not bool((sizes == wanted).all()):
+        raise DataError(
+            f"a tensor of field `{field.name}` has the wrong length",
+            got=f"{int(sizes.min())} to {int(sizes.max())} bytes",
+            allowed=f"{wanted} bytes",
+            next_step="Run `python -m jobs.verify URL`.",
+        )
+    data = np.frombuffer(column.buffers()[2], dtype=np.uint8)[offsets[0] : offsets[-1]]
+    # (n * bytes,) uint8 -> (n, *shape): tensors lie one after another
+    return data.view(np.dtype(field.dtype).newbyteorder("<")).reshape(len(column), *shape)

@@ -1,0 +1,1 @@
+"""What is in a dataset: statistics of each column, as text and as a page."""

@@ -1,0 +1,192 @@
+"""What the values of a column are like: counts, ranges, distinct values and a histogram, batch by batch."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from etl.describe.number_stats import PIECE, NumberStats
+from etl.logs.text import flat
+
+BINS = 24
+TOP = 10
+MAX_DISTINCT = 100_000  # strings kept apart; more are told as "more than"
+MAX_TEXT = 200  # characters of a string by which it is told from others
+_NUMBERS = ("int64", "float32", "float64", "uint64", "bool")
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How many values lie where: a label and a count for each bar, in order."""
+
+    title: str
+    bars: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class ColumnSummary:
+    """What is told of a column: rows that were looked at, nulls among them, facts by name, and histograms."""
+
+    name: str
+    type: str
+    kind: str
+    rows: int
+    nulls: int
+    facts: tuple[tuple[str, str], ...]
+    histograms: tuple[Histogram, ...]
+
+
+@dataclass
+class ColumnStats:
+    """Collects one column. `dtype` and `shape` as in lockstep.features.schema.schema.Field: shape () scalar, (None,)
+    list, else tensor.
+
+    Memory: two NumberStats, MAX_DISTINCT strings, 256 counts for the bytes of a uint8 tensor, however much is added.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int | None, ...] = ()
+    kind: str = "feature"
+    rows: int = 0
+    nulls: int = 0
+    _numbers: NumberStats = field(default_factory=NumberStats)
+    _lengths: NumberStats = field(default_factory=NumberStats)
+    _texts: Counter[str] = field(default_factory=Counter)
+    _more_texts: bool = False
+    _cut_texts: bool = False
+    _bytes: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(256, np.int64))
+
+    def add(self, column: pa.Array) -> None:
+        """Take in one more batch of the column."""
+        self.rows += len(column)
+        self.nulls += column.null_count
+        values = column.drop_null()
+        if self.shape == (None,):
+            self._lengths.add(pc.list_value_length(values).cast(pa.int64()).to_numpy())
+            values = values.flatten().drop_null()
+        elif self.shape:
+            self._tensors(values)
+            return
+        if self.dtype in _NUMBERS:
+            plain = {"bool": pa.int8(), "uint64": pa.uint64()}.get(self.dtype, values.type)
+            self._numbers.add(values.cast(plain).to_numpy())
+            return
+        if self.shape == ():
+            self._lengths.add(pc.binary_length(values).cast(pa.int64()).to_numpy())
+        if self.dtype == "string":
+            self._strings(values)
+
+    def summary(self) -> ColumnSummary:
+        """What the batches so far show."""
+        shape = "" if not self.shape else " list" if self.shape == (None,) else f" {'x'.join(map(str, self.shape))}"
+        facts: list[tuple[str, str]] = []
+        histograms: list[Histogram] = []
+        if self._lengths.count:
+            what = "values in a row" if self.shape else "length in bytes"
+            facts.append((what, _range(self._lengths)))
+            if self._lengths.least < self._lengths.most:
+                histograms.append(histogram(self._lengths.picked, _title(what, self._lengths)))
+        _tell_numbers(self._numbers, facts, histograms)
+        if self._bytes.any():
+            self._tell_bytes(facts, histograms)
+        if self._texts:
+            self._tell_texts(facts, histograms)
+        return ColumnSummary(
+            self.name, self.dtype + shape, self.kind, self.rows, self.nulls, tuple(facts), tuple(histograms)
+        )
+
+    def _tensors(self, values: pa.Array) -> None:
+        data = flat(values)[1]
+        if self.dtype != "uint8":
+            self._numbers.add(data.view(np.dtype(self.dtype).newbyteorder("<")))
+            return
+        for start in range(0, len(data), PIECE):  # which bincount takes as 8 bytes each
+            self._bytes += np.bincount(data[start : start + PIECE], minlength=256)
+
+    def _strings(self, values: pa.Array) -> None:
+        short = pc.utf8_slice_codeunits(values, 0, MAX_TEXT)
+        self._cut_texts |= not short.equals(values)
+        for item in pc.value_counts(short).to_pylist():
+            if item["values"] in self._texts or len(self._texts) < MAX_DISTINCT:
+                self._texts[item["values"]] += item["counts"]
+            else:
+                self._more_texts = True
+
+    def _tell_bytes(self, facts: list[tuple[str, str]], histograms: list[Histogram]) -> None:
+        present = np.flatnonzero(self._bytes)
+        total = int(self._bytes.sum())
+        mean = float((self._bytes * np.arange(256)).sum()) / total
+        square = float((self._bytes * np.arange(256) ** 2).sum()) / total
+        facts.append(("values", f"{present[0]} to {present[-1]}, mean {mean:.4g}"))
+        facts.append(("standard deviation", f"{math.sqrt(max(0.0, square - mean * mean)):.4g}"))
+        groups = self._bytes.reshape(16, 16).sum(axis=1)
+        bars = tuple((f"{16 * i} to {16 * i + 15}", int(count)) for i, count in enumerate(groups))
+        histograms.append(Histogram("values", bars))
+
+    def _tell_texts(self, facts: list[tuple[str, str]], histograms: list[Histogram]) -> None:
+        more = "more than " if self._more_texts else ""
+        cut = f", by their first {MAX_TEXT} characters" if self._cut_texts else ""
+        facts.append(("distinct", f"{more}{len(self._texts)}{cut}"))
+        # Count descending, then text: the same page for the same data.
+        top = sorted(self._texts.items(), key=lambda item: (-item[1], item[0]))[:TOP]
+        if top[0][1] > 1:
+            histograms.append(Histogram(f"the most frequent of {more}{len(self._texts)}", tuple(top)))
+
+
+def histogram(values: npt.NDArray[Any], title: str) -> Histogram:
+    """At most BINS equal bins from the least to the greatest value; whole numbers have bins of whole numbers.
+
+    values: (n,) finite numbers, n >= 1.
+    """
+    if values.dtype.kind in "iu":
+        low, high = int(values.min()), int(values.max())
+        width = (high - low) // BINS + 1
+        # In unsigned arithmetic, where the way from the least to the greatest int64 has its place.
+        steps = (values.astype(np.int64).view(np.uint64) - np.uint64(low % (1 << 64))) // np.uint64(width)
+        counts = np.bincount(steps.astype(np.int64))
+        starts = [low + i * width for i in range(len(counts))]
+        labels = [str(start) if width == 1 else f"{start} to {min(high, start + width - 1)}" for start in starts]
+        return Histogram(title, tuple(zip(labels, map(int, counts), strict=True)))
+    distinct, repeats = np.unique(values, return_counts=True)
+    if len(distinct) <= BINS:  # also where they lie too near to each other for bins between them
+        return Histogram(title, tuple((f"{value:.6g}", int(n)) for value, n in zip(distinct, repeats, strict=True)))
+    # Halved, since the ends of 64-bit floats lie further apart than a float can say.
+    counts, edges = np.histogram(values.astype(np.float64) / 2, bins=BINS)
+    bars = zip(edges[:-1] * 2, edges[1:] * 2, counts, strict=True)
+    return Histogram(title, tuple((f"{start:.4g} to {end:.4g}", int(count)) for start, end, count in bars))
+
+
+def _tell_numbers(stats: NumberStats, facts: list[tuple[str, str]], histograms: list[Histogram]) -> None:
+    for name, count in (("NaN", stats.nans), ("infinite", stats.infinite)):
+        if count:
+            facts.append((name, str(count)))
+    if not stats.count:
+        return
+    picked = stats.picked
+    distinct = len(np.unique(picked))
+    facts.append(("values", _range(stats)))
+    facts.append(("standard deviation", f"{stats.deviation:.4g}"))
+    facts.append(("median", f"{'' if stats.whole else 'about '}{float(np.median(picked)):.6g}"))
+    facts.append(("zeros", str(stats.zeros)))
+    facts.append(("distinct", str(distinct) if stats.whole else f"{distinct} or more"))
+    histograms.append(histogram(picked, _title("values", stats)))
+
+
+def _title(what: str, stats: NumberStats) -> str:
+    return what if stats.whole else f"{what}, {len(stats.picked)} of {stats.count}"
+
+
+def _range(stats: NumberStats) -> str:
+    return f"{_number(stats.least)} to {_number(stats.most)}, mean {stats.mean:.6g}"
+
+
+def _number(value: Any) -> str:
+    return str(int(value)) if np.issubdtype(type(value), np.integer) else f"{float(value):.6g}"

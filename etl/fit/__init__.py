@@ -1,0 +1,1 @@
+"""Statistics learned from the training split: means, vocabularies, class weights."""

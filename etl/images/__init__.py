@@ -1,0 +1,1 @@
+"""Image sets: folders, tar, IDX, CIFAR and Parquet to records of pixels."""

@@ -1,0 +1,143 @@
+"""What `jobs.etl_images` is told, checked before anything is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from etl.images.cifar import NUM_CLASSES
+from etl.images.intake import Intake
+from etl.write.config import OutputConfig
+from lockstep.features.images.decode import Limits
+from lockstep.features.images.resize import FITS, ROTATIONS
+from lockstep.storage.flags import check_flag
+
+SOURCES = ("idx", "cifar10", "cifar100", "folder", "tar", "parquet")
+ENCODED = ("folder", "tar", "parquet")
+STORES = ("pixels", "encoded")
+MAX_SIDE = 4096
+MAX_PIXELS = Limits().max_pixels
+MAX_CLASSES = 1 << 16
+_DEFAULT_CLASSES = {"idx": 10, **NUM_CLASSES}
+_BYTE_CLASSES = {"idx": 256, **NUM_CLASSES}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImagesConfig(OutputConfig):
+    """Raises ConfigError for values that cannot be right."""
+
+    source: str = "idx"
+    """idx, cifar10, cifar100: records of equal size; folder, tar, parquet: JPEG, PNG, GIF, TIFF and WebP files."""
+    image_size: tuple[int, int] | None = None
+    """Height and width to bring images to; None keeps the size of idx and cifar, whose images all have one."""
+    fit: str = "resize"
+    """How: resize, crop or pad, see lockstep.features.images.resize.fit."""
+    rotate: int = 0
+    """Degrees clockwise: 0, 90, 180 or 270, before the size is changed."""
+    channels: int | None = None
+    """1 (grey) or 3 (RGB); None keeps those of idx and cifar and gives 3 for files."""
+    store: str = "pixels"
+    """pixels, or encoded: the files' bytes, which a reader decodes and fits."""
+    num_classes: int | None = None
+    """Labels are 0 to num_classes - 1, others are quarantined; None for 10 (cifar100: 100) or as many as have names."""
+    image_column: str = "image"
+    """Parquet: the column of encoded images; a struct's field as column.field."""
+    label_column: str = "label"
+    """Parquet: the column of labels, numbers or text."""
+    max_pixels: int = MAX_PIXELS
+    """Larger images go to quarantine before they are decoded."""
+
+    def __post_init__(self) -> None:
+        super(ImagesConfig, self).__post_init__()
+        files = self.source in ENCODED
+        check_flag(self.source in SOURCES, "--source", self.source, ", ".join(SOURCES))
+        check_flag(self.fit in FITS, "--fit", self.fit, ", ".join(FITS))
+        check_flag(self.rotate in ROTATIONS, "--rotate", str(self.rotate), ", ".join(map(str, ROTATIONS)))
+        check_flag(self.channels in (None, 1, 3), "--channels", str(self.channels), "1 or 3")
+        check_flag(self.store in STORES, "--store", self.store, ", ".join(STORES))
+        check_flag(
+            self.store == "pixels" or files, "--store", f"encoded with --source {self.source}", ", ".join(ENCODED)
+        )
+        check_flag(
+            self.store == "pixels" or self.rotate == 0,
+            "--rotate",
+            "with --store encoded",
+            "0: the bytes stay as they are",
+        )
+        check_flag(1 <= self.max_pixels <= 1 << 28, "--max-pixels", str(self.max_pixels), "1 to 2^28")
+        if self.num_classes is not None:
+            most = _BYTE_CLASSES.get(self.source, MAX_CLASSES)
+            check_flag(2 <= self.num_classes <= most, "--num-classes", str(self.num_classes), f"2 to {most}")
+        if self.image_size is not None:
+            good = all(1 <= size <= MAX_SIDE for size in self.image_size)
+            check_flag(good, "--image-size", str(self.image_size), f"1 to {MAX_SIDE}")
+        elif files:
+            check_flag(False, "--image-size", f"none with --source {self.source}", "HxW: files may have any size")
+        check_flag(not self.bake, "--bake", "images", "--store pixels without it: pixels are what a model is fed")
+        idle = (
+            ("--fit", self.fit != "resize" and self.image_size is None, "--image-size"),
+            ("--max-pixels", self.max_pixels != MAX_PIXELS and not files, f"--source {' or '.join(ENCODED)}"),
+            ("--image-column", self.image_column != "image" and self.source != "parquet", "--source parquet"),
+            ("--label-column", self.label_column != "label" and self.source != "parquet", "--source parquet"),
+        )
+        for flag, does_nothing, needed in idle:
+            check_flag(not does_nothing, flag, f"{flag} without {needed}", f"with {needed}, else it does nothing")
+        column = self.split_spec.column
+        check_flag(
+            column in (None, "label"), "--split", self.split, "a split without a column, or stratified:label:A/B"
+        )
+
+    @property
+    def label_count(self) -> int | None:
+        """How many labels that are numbers there are; None where that is not known before the files are."""
+        return self.num_classes or _DEFAULT_CLASSES.get(self.source)
+
+    @property
+    def late(self) -> bool:
+        """Whether images may become pixels only when they are written: what else follows from the number of records of
+        a class or of a time must know first which are broken.
+        """
+        counted = self.weights != "none" or self.split_spec.kind in ("stratified", "time")
+        return self.source in ENCODED and self.store == "pixels" and not counted
+
+    @property
+    def may_be_planned(self) -> bool:
+        """Whether all but the pixels may follow from names and headers: ids, splits by the id or the name, order."""
+        split = self.split_spec
+        hashed = split.kind in ("random", "kfold", "given") and split.column is None
+        return self.source == "tar" and self.late and hashed and self.sample is None and self.append_to is None
+
+    @property
+    def intake(self) -> Intake:
+        """The operations on each image."""
+        return Intake(
+            size=self.image_size,
+            channels=self.channels or (3 if self.source in ENCODED else None),
+            how=self.fit,
+            degrees=self.rotate,
+            keep=self.store == "encoded",
+            late=self.late,
+            limits=Limits(max_pixels=self.max_pixels),
+        )
+
+    def told(self, class_names: Sequence[str]) -> dict[str, Any]:
+        """`to_json` with the names of the classes, which came to light."""
+        return {**self.to_json(), "class_names": list(class_names) or None}
+
+    def to_json(self) -> dict[str, Any]:
+        """What the content of the dataset follows from, besides the input and the seed."""
+        own: dict[str, Any] = {
+            "job": "etl_images",
+            "source": self.source,
+            "image_size": None if self.image_size is None else list(self.image_size),
+            "fit": self.fit,
+            "rotate": self.rotate,
+            "channels": self.channels,
+            "store": self.store,
+            "num_classes": self.num_classes,
+            "max_pixels": self.max_pixels,
+        }
+        if self.source == "parquet":
+            own |= {"image_column": self.image_column, "label_column": self.label_column}
+        return {**super(ImagesConfig, self).to_json(), **own}

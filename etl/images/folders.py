@@ -1,0 +1,155 @@
+"""Folders of class folders: each image a file of its own, many of them a task."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+
+import pyarrow as pa
+
+from etl import columns as c
+from etl.images import image_rows as r
+from etl.images.intake import Intake
+from etl.images.pieces import ImagePlan, Piece, step_bytes
+from etl.images.places import is_left_out, place_of, split_word
+from etl.input.forward import CHUNK_BYTES
+from etl.input.lines import RAW_BYTES
+from etl.input.ranges import Source
+from lockstep.features.images.decode import TOO_LONG, ImageError
+from lockstep.storage.errors import ConfigError, DataError, NotFoundError
+from lockstep.storage.fs import filesystem, walk
+from lockstep.storage.urls import absolute, basename, join, split_url
+
+MAX_FILES_A_PIECE = 2000
+_COLUMNS = (r.PACKED, c.SPLIT, "class", "name", "place", "length", "sha256")
+_EMPTY_SHA256 = hashlib.sha256(b"").hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class FolderPiece(Piece):
+    """Files of one folder: their places below it, with their sizes in bytes; -1 for what is no regular file."""
+
+    source: int
+    root: str
+    split: str | None
+    files: tuple[tuple[str, int], ...]
+
+    def read(self, intake: Intake, num_classes: int | None) -> Iterator[pa.RecordBatch]:
+        """Raises DataError for a file whose length is not the planned one."""
+        gather = r.Gather(_COLUMNS, **{c.SOURCE: self.source, c.POSITION: 0, "number": 0, c.OCCURRENCE: 0})
+        for place, size in self.files:
+            self._take(place, size, intake, gather)
+            yield from gather.full()
+        yield from gather.rest()
+
+    def _take(self, place: str, size: int, intake: Intake, gather: r.Gather) -> None:
+        parts = place.split("/")
+        if size < 0:
+            gather.bad_part(r.NOT_A_FILE, 0, b"", 0, _EMPTY_SHA256, place)
+            return
+        if is_left_out(parts):
+            gather.drop(r.NOT_AN_IMAGE, 0, place)
+            return
+        url = join(self.root, place)
+        if size > intake.limits.max_file_bytes:
+            raw = filesystem(url).read_range(url, 0, min(RAW_BYTES, size))
+            gather.bad_part(TOO_LONG, 0, raw, size, _digest(url), place)
+            return
+        with filesystem(url).open_read(url) as file:
+            data = file.read(size + 1)
+        if len(data) != size:
+            raise DataError(
+                f"input {url} changed while it was read",
+                got=f"{len(data)} bytes",
+                allowed=f"{size} bytes as at the start",
+                next_step="Run again when nothing writes to the input.",
+            )
+        known = place_of(parts, self.split)
+        if known.label is None:
+            gather.bad(r.NO_CLASS, 0, data, place)
+            return
+        try:
+            image, packed = intake.hand_on(data)
+        except ImageError as error:
+            gather.bad(error.reason, 0, data, place)
+            return
+        digest = hashlib.sha256(data).hexdigest()
+        gather.record(image, packed, known.split, known.label, known.name, place, size, digest)
+
+
+def plan(inputs: Sequence[str], *, split_bytes: int) -> ImagePlan:
+    """List the files below each input, in order of their places.
+
+    Raises NotFoundError for what is missing, no folder, or without files, ConfigError for folders that overlap.
+    """
+    _refuse_overlap(inputs)
+    sources, pieces = [], []
+    for number, url in enumerate(inputs):
+        root = absolute(url)
+        files = _listed(url, root)
+        sources.append(Source(url, sum(max(size, 0) for _, size in files), "none"))
+        split = split_word(basename(root))
+        pieces += [FolderPiece(number, root, split, part) for part in _cut(files, step_bytes(split_bytes))]
+    return ImagePlan(sources=sources, pieces=pieces, trees=True, names_may_repeat=len(inputs) > 1)
+
+
+def _refuse_overlap(inputs: Sequence[str]) -> None:
+    """Each image is to be read once: no input is another, or lies in another."""
+    places = [_place(url) for url in inputs]
+    for (one, place), (other, above) in permutations(zip(inputs, places, strict=True), 2):
+        if place[: len(above)] == above:
+            raise ConfigError(
+                f"input {one} would be read twice",
+                got="given twice" if place == above else f"it lies in {other}",
+                allowed="folders of which none is or holds another",
+                next_step="Take one of them out of --input.",
+            )
+
+
+def _place(url: str) -> tuple[str, ...]:
+    """The same parts for every way of writing one folder's URL; a local link counts as what it leads to."""
+    scheme, authority, path = split_url(absolute(url))
+    path = os.path.realpath(path) if scheme == "file" else os.path.normpath(path)
+    return (scheme, authority, *(part for part in path.split("/") if part))
+
+
+def _listed(url: str, root: str) -> list[tuple[str, int]]:
+    fs = filesystem(root)
+    if not fs.exists(root) or not fs.stat(root).is_dir:
+        raise NotFoundError(
+            f"input {url} is no folder",
+            got="a file" if fs.exists(root) else "nothing there",
+            allowed="a folder that holds a folder for each class",
+            next_step="Check --input; a tar archive goes with --source tar.",
+        )
+    above = len(root.rstrip("/")) + 1
+    files = [(entry.url[above:], -1 if entry.is_special else entry.size_bytes) for entry in walk(fs, root)]
+    if not files:
+        raise NotFoundError(
+            f"input {url} holds no file", got="an empty folder", allowed="an image or more", next_step="Check --input."
+        )
+    return files
+
+
+def _cut(files: Sequence[tuple[str, int]], step: int) -> Iterator[tuple[tuple[str, int], ...]]:
+    part: list[tuple[str, int]] = []
+    held = 0
+    for place, size in files:
+        if part and (held + size > step or len(part) == MAX_FILES_A_PIECE):
+            yield tuple(part)
+            part, held = [], 0
+        part.append((place, size))
+        held += max(size, 0)
+    if part:
+        yield tuple(part)
+
+
+def _digest(url: str) -> str:
+    digest = hashlib.sha256()
+    with filesystem(url).open_read(url) as file:
+        while data := file.read(CHUNK_BYTES):
+            digest.update(data)
+    return digest.hexdigest()

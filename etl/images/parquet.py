@@ -1,0 +1,182 @@
+"""Parquet files with a column of encoded images and a column of labels, a row group a task."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from etl import columns as c
+from etl.images import image_rows as r
+from etl.images.intake import Intake
+from etl.images.pieces import ImagePlan, Piece
+from etl.images.places import split_word
+from etl.images.tar_format import MAX_NAME_BYTES
+from etl.input.ranges import Source, find_sources, source_name
+from lockstep.features.images.decode import ImageError
+from lockstep.storage.errors import ConfigError, CorruptionError, DataError
+from lockstep.storage.formats.parquet_footer import columns_can_be_told, read_footer
+from lockstep.storage.fs import filesystem
+from lockstep.storage.urls import absolute
+
+_COLUMNS = (r.PACKED, c.POSITION, "number", "label", "class")
+_BATCH_ROWS = 64  # images of some MiB each must not come in thousands
+
+
+@dataclass(frozen=True, slots=True)
+class ParquetPiece(Piece):
+    """One row group of a file, whose first row is the row `first` of the file; `columns` are dotted paths."""
+
+    source: int
+    url: str
+    group: int
+    first: int
+    image: str
+    label: str
+    name: str
+    occurrence: int
+    split: str | None
+
+    def read(self, intake: Intake, num_classes: int | None) -> Iterator[pa.RecordBatch]:
+        """Raises DataError for a file that Arrow cannot read."""
+        fixed = {c.SOURCE: self.source, "name": self.name, c.OCCURRENCE: self.occurrence, c.SPLIT: self.split}
+        gather = r.Gather(_COLUMNS, **fixed)
+        number = self.first
+        with filesystem(self.url).open_read(self.url) as file:
+            try:
+                opened = pq.ParquetFile(pa.PythonFile(file, mode="r"), page_checksum_verification=True)
+                columns = [self.image, self.label]
+                for batch in opened.iter_batches(_BATCH_ROWS, row_groups=[self.group], columns=columns):
+                    images, labels = (_values(batch, path) for path in columns)
+                    for image, label in zip(images, labels, strict=True):
+                        self._take(image, label, number, intake, num_classes, gather)
+                        number += 1
+                        yield from gather.full()
+            except (pa.ArrowException, OSError) as error:
+                raise _damaged(self.url, error) from None
+        yield from gather.rest()
+
+    def _take(
+        self, image: bytes | None, label: Any, number: int, intake: Intake, num_classes: int | None, gather: r.Gather
+    ) -> None:
+        # A Parquet file tells no byte position of a row: its number stands for it.
+        if image is None or label is None:
+            gather.bad(r.NO_IMAGE if image is None else r.NO_LABEL, number, image or b"")
+            return
+        if isinstance(label, int) and not (num_classes is not None and 0 <= label < num_classes):
+            gather.bad(r.LABEL_OUT_OF_RANGE, number, image)
+            return
+        if isinstance(label, str) and len(label) > MAX_NAME_BYTES:
+            gather.bad(r.LABEL_TOO_LONG, number, image)
+            return
+        try:
+            taken, packed = intake.hand_on(image)
+        except ImageError as error:
+            gather.bad(error.reason, number, image)
+            return
+        named = (None, label) if isinstance(label, str) else (label, None)
+        gather.record(taken, packed, number, number, *named)
+
+
+def plan(inputs: Sequence[str], *, image: str, label: str, given: bool, num_classes: int | None) -> ImagePlan:
+    """Read the footers: which row groups there are, and whether the columns are of types that are taken.
+
+    Raises ConfigError for a missing or wrong column, DataError for what is no Parquet file and for files without rows.
+    """
+    sources = find_sources(inputs)
+    pieces: list[ParquetPiece] = []
+    named: set[bool] = set()
+    seen: Counter[str] = Counter()
+    for number, source in enumerate(sources):
+        metadata = _footer(source)
+        named.add(_labels_are_text(source.url, metadata.schema.to_arrow_schema(), image, label))
+        name = source_name(source.url)
+        split = split_word(name)
+        if given and split is None:
+            raise ConfigError(
+                f"{source.url} does not name its split",
+                got=name,
+                allowed="*train*, *validation* or *test*",
+                next_step="Use --split 80/20.",
+            )
+        first = 0
+        for group in range(metadata.num_row_groups):
+            place = (absolute(source.url), group, first, image, label, name, seen[name], split if given else None)
+            pieces.append(ParquetPiece(number, *place))
+            first += metadata.row_group(group).num_rows
+        seen[name] += 1
+    if len(named) > 1 or (named == {False} and num_classes is None):
+        raise ConfigError(
+            f"labels of column `{label}` cannot be counted",
+            got="text in one file and numbers in another" if len(named) > 1 else "numbers, and no --num-classes",
+            allowed="text in all files, or numbers with --num-classes",
+            next_step="Give --num-classes, or build a dataset from each kind of file.",
+        )
+    if not pieces:
+        raise DataError(
+            "the inputs hold no record",
+            got=f"{len(sources)} Parquet files without a row group",
+            allowed="a row or more",
+            next_step="Check --input, and what wrote these files.",
+        )
+    return ImagePlan(sources=sources, pieces=pieces, num_classes=num_classes if named == {False} else None)
+
+
+def _footer(source: Source) -> pq.FileMetaData:
+    fs = filesystem(source.url)
+    try:
+        footer = read_footer(lambda at, size: fs.read_range(source.url, at, size), source.size_bytes, source.url)
+        metadata = pq.read_metadata(pa.BufferReader(b"PAR1" + footer))
+    except CorruptionError as error:
+        raise _damaged(source.url, ValueError(f"its end is {error.got}")) from None
+    except (pa.ArrowException, OSError) as error:
+        raise _damaged(source.url, error) from None
+    if not columns_can_be_told(footer):
+        raise _damaged(source.url, ValueError("a footer over which Arrow would end the process"))
+    return metadata
+
+
+def _labels_are_text(url: str, schema: pa.Schema, image: str, label: str) -> bool:
+    kinds = {path: _type_of(schema, path) for path in (image, label)}
+    good_image = kinds[image] is not None and (
+        pa.types.is_binary(kinds[image]) or pa.types.is_large_binary(kinds[image])
+    )
+    kind = kinds[label]
+    text = kind is not None and (pa.types.is_string(kind) or pa.types.is_large_string(kind))
+    if not good_image or not (text or (kind is not None and pa.types.is_integer(kind))):
+        raise ConfigError(
+            f"{url} has not the columns that --image-column and --label-column name",
+            got=", ".join(f"{path}: {'not there' if kind is None else kind}" for path, kind in kinds.items()),
+            allowed="a column of bytes and one of text or whole numbers; a struct's field as column.field",
+            next_step=f"Columns are: {', '.join(f'{f.name} ({f.type})' for f in schema)[:500]}.",
+        )
+    return text
+
+
+def _type_of(schema: pa.Schema, path: str) -> pa.DataType | None:
+    kind: pa.DataType | None = pa.struct(list(schema))
+    for part in path.split("."):
+        at = kind.get_field_index(part) if kind is not None and pa.types.is_struct(kind) else -1
+        kind = kind.field(at).type if kind is not None and at >= 0 else None
+    return kind
+
+
+def _values(batch: pa.RecordBatch, path: str) -> list[Any]:
+    first, *rest = path.split(".")
+    column = batch.column(first)
+    for part in rest:
+        column = pa.compute.struct_field(column, part)
+    return list(column.to_pylist())
+
+
+def _damaged(url: str, error: Exception) -> DataError:
+    return DataError(
+        f"input {url} cannot be read as Parquet",
+        got=(str(error).strip() or type(error).__name__).splitlines()[0][:300],
+        allowed="a whole Parquet file",
+        next_step="Fetch the file again; compare its digest with the origin's.",
+    )

@@ -1,0 +1,175 @@
+"""A task that makes a whole shard from its plan: it fetches the shard's images from their archives and writes them.
+
+Rows of the plan lie in the shard's order. The files are read in the order in which they lie, all of the shard's at
+once, so a task holds the encoded bytes of a shard.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from etl import columns as c
+from etl.images.image_rows import PACKED, PLACE
+from etl.images.source import LENGTH, OFFSET
+from etl.images.tar_format import cut_error
+from etl.input.files import digest_of
+from etl.spark.errors import in_task
+from etl.write.late import WriteLate
+from lockstep.features.images.decode import ImageError
+from lockstep.features.schema.fields import SAMPLE_ID
+from lockstep.storage.fs import filesystem
+from lockstep.storage.settings import set_hadoop_settings
+
+# What lies less than this apart is read together: seeking in a remote file takes about as long as reading so much.
+GAP_BYTES = 256 << 10
+READ_BYTES = 8 << 20
+BATCH_ROWS = 1024
+MAX_RAW_BYTES = 16 << 20  # of rejected content that a task hands to the driver
+
+
+@dataclass(frozen=True)
+class PlannedShard:
+    """`plan` is one Arrow stream: KEY, SOURCE, POSITION, SAMPLE_ID, OFFSET, LENGTH and the fields that are no image."""
+
+    shard: int
+    plan: bytes
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """An input file whose digest is to be told, as it was found before."""
+
+    number: int
+    url: str
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class ShardMade:
+    """The shard's row (etl.write.shards.RESULT_DDL), the leak keys of its records (int64, end to end), and what is
+    broken: rows of the quarantine. Of those, `early` are the (source, position) that would
+    have been found out before the shards were settled, had their images been read before.
+    """
+
+    row: Mapping[str, Any]
+    leaks: bytes
+    bad: tuple[dict[str, Any], ...]
+    early: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class MakeShards:
+    """The function for mapPartitions, over several items at a time: PlannedShard in, ShardMade out, or None where too
+    much content is rejected to be handed over; SourceFile in, its row of etl.input.files out. `urls` are those of the
+    archives.
+    """
+
+    write: WriteLate
+    urls: tuple[str, ...]
+
+    @in_task
+    def __call__(
+        self, groups: Iterable[tuple[PlannedShard | SourceFile, ...]]
+    ) -> Iterator[ShardMade | dict[str, object] | None]:
+        """Raises what WriteLate raises, and DataError for an archive that is cut meanwhile."""
+        set_hadoop_settings(self.write.write.settings)
+        for item in itertools.chain.from_iterable(groups):
+            if isinstance(item, SourceFile):
+                yield digest_of(item.number, item.url, item.size_bytes)
+            else:
+                yield self.made(item)
+
+    def made(self, item: PlannedShard) -> ShardMade | None:
+        """Write one shard."""
+        with pa.ipc.open_stream(item.plan) as stream:
+            plan = stream.read_all().combine_chunks()
+        files = read_files(self.urls, plan)
+        told = self.write.rows(item.shard, self._batches(item.shard, plan, files))
+        row = next(told).column("shard")[0].as_py()
+        if row["rejected_bytes"] > MAX_RAW_BYTES:
+            return None
+        leaks, bad = [], []
+        for batch in told:
+            if batch.column(SAMPLE_ID).null_count:
+                bad += [_rejected(row) for row in batch.to_pylist()]
+            else:
+                leaks.append(np.asarray(batch.column(c.LEAK)).tobytes())
+        early = self._early(plan, files, {(row["source"], row["position"]) for row in bad}) if bad else ()
+        return ShardMade(row, b"".join(leaks), tuple(bad), early)
+
+    def _batches(self, shard: int, plan: pa.Table, files: list[bytes]) -> Iterator[pa.RecordBatch]:
+        """Rows as of etl.write.late.AssignLate, in the plan's order."""
+        image = self.write.late.field.name
+        for start in range(0, plan.num_rows, BATCH_ROWS):
+            part = plan.slice(start, BATCH_ROWS).drop_columns([OFFSET, LENGTH])
+            (batch,) = part.to_batches()
+            count = batch.num_rows
+            more = {
+                c.SHARD: pa.repeat(pa.scalar(shard, pa.int32()), count),
+                c.LEAK: pa.nulls(count, pa.int64()),
+                image: pa.array(files[start : start + count], pa.binary()),
+                PACKED: pa.repeat(True, count),
+                PLACE: pa.nulls(count, pa.string()),
+            }
+            for name, column in more.items():
+                batch = batch.append_column(name, column)
+            yield batch
+
+    def _early(self, plan: pa.Table, files: list[bytes], bad: set[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        """Those that a first look, which reads headers and makes large images small, would have rejected."""
+        early = []
+        places = zip(plan.column(c.SOURCE).to_pylist(), plan.column(c.POSITION).to_pylist(), strict=True)
+        for place, data in zip(places, files, strict=True):
+            if place in bad:
+                try:
+                    self.write.late.intake.hand_on(data)
+                except ImageError:
+                    early.append(place)
+        return tuple(early)
+
+
+def read_files(urls: Sequence[str], plan: pa.Table) -> list[bytes]:
+    """The content of each file of a plan, in its order. Raises DataError for an archive that ends before."""
+    found = [b""] * plan.num_rows
+    sources, positions, offsets, lengths = (
+        np.asarray(plan.column(name)) for name in (c.SOURCE, c.POSITION, OFFSET, LENGTH)
+    )
+    order = np.lexsort((offsets, sources))
+    borders = np.flatnonzero(np.diff(sources[order])) + 1
+    for rows in np.split(order, borders) if len(order) else ():
+        url = urls[sources[rows[0]]]
+        with filesystem(url).open_read(url) as file:
+            for first, last in _joined(offsets[rows], lengths[rows]):
+                near = rows[first:last]
+                begin = int(offsets[near[0]])
+                file.seek(begin)
+                data = file.read(int(offsets[near[-1]] + lengths[near[-1]]) - begin)
+                for row, at, length in zip(
+                    near.tolist(), (offsets[near] - begin).tolist(), lengths[near].tolist(), strict=True
+                ):
+                    found[row] = data[at : at + length]
+                    if len(found[row]) < length:
+                        raise cut_error(url, int(positions[row]), length)
+    return found
+
+
+def _rejected(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {"source": row[c.SOURCE], "position": row[c.POSITION], **row["bad"]}
+
+
+def _joined(offsets: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[int, int]]:
+    """(first, last) of what is read together, of rising `offsets`: near to each other, and READ_BYTES or one file."""
+    ends = offsets + lengths
+    far = np.flatnonzero(offsets[1:] - ends[:-1] > GAP_BYTES) + 1
+    for first, last in itertools.pairwise([0, *far.tolist(), len(offsets)]):
+        while first < last:
+            fits = int(np.searchsorted(ends[first:last], offsets[first] + READ_BYTES, side="right"))
+            until = first + max(1, fits)
+            yield first, until
+            first = until

@@ -1,0 +1,254 @@
+"""The members of a tar archive, read in place: nothing is ever unpacked, so no name can reach outside.
+
+A member is a header of 512 bytes and its content, filled up to whole blocks of 512:
+
+offset   0 name (100)          124 size, octal or binary (12)     148 checksum, octal (8)    156 type (1)
+offset 257 "ustar" and version 345 prefix of the name (155; POSIX alone)
+
+Before it may stand headers that tell of the next one: L (GNU: a long name), x (POSIX: records "LENGTH KEY=VALUE").
+Behind the header of a sparse file (S, GNU) may stand blocks that its size does not count.
+Blocks of zeros end an archive; more may follow where archives were joined, and are read as well.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from etl.input.forward import CHUNK_BYTES, Forward
+from lockstep.storage.errors import DataError
+
+BLOCK = 512
+MAX_EXTENSION_BYTES = 1 << 20
+MAX_NAME_BYTES = 4096
+MAX_PADDING_BYTES = 16 << 20  # archivers fill up to 10 KiB, some to a MiB; a hole of a TiB costs its maker nothing
+_FILES, _FOLDER, _LINKS = (b"0", b"\0", b"7"), b"5", (b"1", b"2", b"3", b"4", b"6")
+_EXTENSIONS = (b"L", b"K", b"x", b"g")
+_SPARSE, _SPARSE_MORE, _SPARSE_MORE_AGAIN = b"S", 482, 504  # GNU; a byte that says whether a block of the map follows
+_ADLER = 65521
+
+
+class Member(NamedTuple):
+    """One member that is no directory: where its own header lies, its name, and where its content lies.
+
+    `is_file` is False for links, devices, pipes, sparse files and anything else that is not plain content.
+    """
+
+    position: int
+    name: str
+    is_file: bool
+    offset: int
+    size: int
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The name's parts; a leading `./` is none of them."""
+        parts = self.name.split("/")
+        if "" in parts or "." in parts:
+            parts = [part for part in parts if part not in ("", ".")]
+        return tuple(parts)
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether the name stays within a folder that it would be unpacked into."""
+        if self.name.startswith(("/", "\\")):
+            return False
+        return ".." not in self.name or ".." not in self.name.replace("\\", "/").split("/")
+
+
+def read_members(
+    stream: Forward, url: str, start: int = 0, end: int | None = None, *, to_end: bool = True
+) -> Iterator[Member]:
+    """Yield the members whose headers lie from `start` to `end`, both borders of members; None where nobody knows the
+    end, as of a packed archive. `to_end` says that the archive itself ends there.
+
+    The caller may read a member's content from `stream` before it asks for the next. In a packed archive any size may
+    be claimed: whether the content is there is looked at when the next is asked for. Raises DataError with the byte
+    position for a header that is none, for a member that is cut, and for an archive without the zeros at its end: one
+    that is cut between two members would else be a whole, shorter one.
+    """
+    for _, member in _entries(stream, url, start, end, to_end):
+        if member is not None:
+            yield member
+
+
+def plan_stretches(
+    stream: Forward, url: str, size: int, step: int, take: Callable[[Member], None] | None = None
+) -> list[tuple[int, int]]:
+    """Cut an unpacked archive of `size` bytes into stretches (start, end) of about `step` bytes, reading headers alone.
+
+    `take` is called with each member on the way. Raises the errors of read_members.
+    """
+    borders = [0]
+    for begin, member in _entries(stream, url, 0, size, True):
+        if member is None:
+            continue
+        if begin >= borders[-1] + step:
+            borders.append(begin)
+        if take is not None:
+            take(member)
+    return list(zip(borders, [*borders[1:], size], strict=True))
+
+
+def _entries(
+    stream: Forward, url: str, start: int, end: int | None, to_end: bool
+) -> Iterator[tuple[int, Member | None]]:
+    """(position of the first header that belongs to it, member or None for a directory) in order."""
+    position, begin, told, closed = start, start, dict[str, str](), False
+    while end is None or position < end:
+        block = stream.at(position, BLOCK)
+        if not block:
+            break
+        if not block.strip(b"\0"):
+            closed, position = True, _behind_zeros(stream, url, position)
+            begin, told = position, {}  # what an extension said ends with the archive that it stands in
+            continue
+        closed = False
+        size, kind = _checked(block, url, position)
+        data_at, has_data = position + BLOCK, kind not in (*_LINKS, _FOLDER)
+        if kind == _SPARSE:
+            data_at += _sparse_blocks(stream, url, position, block)
+        if has_data and kind not in _EXTENSIONS and "size" in told:
+            size = _pax_size(told["size"], url, position)
+        behind = data_at + (-(-size // BLOCK) * BLOCK if has_data else 0)
+        if has_data and end is not None and data_at + size > end:
+            raise cut_error(url, position, size)
+        if kind in _EXTENSIONS:
+            told |= _told(stream, url, position, size, kind)
+            position, begin = behind, behind if kind == b"g" and not told else begin
+            continue
+        name = told.get("path") or _name(block)
+        sparse = kind == _SPARSE or any(key.startswith("GNU.sparse") for key in told)
+        folder = kind == _FOLDER or (kind == b"\0" and name.endswith("/"))
+        is_file = kind in _FILES and not sparse
+        yield begin, None if folder else Member(position, name, is_file, data_at, size if has_data else 0)
+        if has_data and size and end is None and not stream.at(data_at + size - 1, 1):
+            raise cut_error(url, position, size)
+        position = begin = behind
+        told = {}
+    if to_end and not closed:
+        raise _bad(url, position, "the end of the file", "blocks of zeros, which end an archive, or another member")
+
+
+def _sparse_blocks(stream: Forward, url: str, position: int, header: bytes) -> int:
+    """The bytes of the blocks that go on with a sparse file's map, between its header and its content."""
+    found, more = 0, header[_SPARSE_MORE]
+    while more:
+        found += BLOCK
+        block = stream.at(position + found, BLOCK)
+        if len(block) < BLOCK or found > MAX_EXTENSION_BYTES:
+            raise _bad(
+                url, position, f"a map of {found} bytes or more", f"a whole map of {MAX_EXTENSION_BYTES} at most"
+            )
+        more = block[_SPARSE_MORE_AGAIN]
+    return found
+
+
+def _behind_zeros(stream: Forward, url: str, start: int) -> int:
+    """The position of the first block behind `start` that is not all zeros, or behind the last one."""
+    position = start
+    while position - start <= MAX_PADDING_BYTES:
+        chunk = stream.at(position, CHUNK_BYTES)
+        zeros = len(chunk) - len(chunk.lstrip(b"\0"))
+        if zeros < len(chunk) or len(chunk) < CHUNK_BYTES:
+            return position + (zeros // BLOCK * BLOCK if zeros < len(chunk) else len(chunk))
+        position += len(chunk)
+    raise _bad(url, start, f"more than {MAX_PADDING_BYTES} zeros", "a member, or the end of the archive")
+
+
+def _checked(block: bytes, url: str, position: int) -> tuple[int, bytes]:
+    """(size, type) of a header whose checksum holds."""
+    if len(block) < BLOCK:
+        raise _bad(url, position, f"the last {len(block)} bytes", "whole blocks of 512 bytes")
+    try:
+        wanted = _octal(block[148:156])
+        size = _number(block[124:136])
+    except ValueError:
+        raise _bad(url, position, block[:16].hex(" ") + " ...", "a tar header") from None
+    # The sum over all bytes, those of the checksum counted as spaces. Adler-32 holds it modulo 65521, in C.
+    found = zlib.adler32(block[:148] + b" " * 8 + block[156:]) & 0xFFFF
+    if found != (wanted + 1) % _ADLER and wanted != _signed_sum(block):
+        raise _bad(url, position, "a checksum that does not hold", "a tar header")
+    return size, block[156:157]
+
+
+def _signed_sum(block: bytes) -> int:
+    """The checksum as some old archivers took it, of signed bytes."""
+    values = np.frombuffer(block, dtype=np.int8).astype(np.int64)
+    return int(values.sum() - values[148:156].sum()) + 8 * 32
+
+
+def _octal(field: bytes) -> int:
+    text = field.partition(b"\0")[0].strip()
+    if not text.isdigit():  # int would also read signs and underscores
+        raise ValueError
+    return int(text, 8)
+
+
+def _number(field: bytes) -> int:
+    """A size: octal digits, or big-endian binary behind a byte 0x80; an empty one, as for links, is 0."""
+    if field[0] == 0x80:
+        return int.from_bytes(field[1:], "big")
+    return _octal(field) if field.strip(b"\0 ") else 0
+
+
+def _name(block: bytes) -> str:
+    name = block[:100].partition(b"\0")[0]
+    prefix = block[345:500].partition(b"\0")[0] if block[257:263] == b"ustar\0" else b""
+    return _text(prefix + b"/" + name if prefix else name)
+
+
+def _text(raw: bytes) -> str:
+    """A name as text; bytes that are no UTF-8 are spelled out, so that it fits into any column."""
+    return raw[:MAX_NAME_BYTES].decode("utf-8", errors="backslashreplace")
+
+
+def _told(stream: Forward, url: str, position: int, size: int, kind: bytes) -> dict[str, str]:
+    """What an extension header says of the next member; a global one (g) says nothing that matters here."""
+    if size > MAX_EXTENSION_BYTES:
+        raise _bad(
+            url, position, f"an extension header of {size} bytes", f"at most {MAX_EXTENSION_BYTES} bytes of extension"
+        )
+    data = stream.at(position + BLOCK, size)
+    if len(data) < size:
+        raise cut_error(url, position, size)
+    if kind == b"L":
+        return {"path": _text(data.partition(b"\0")[0])}
+    return _records(data, url, position) if kind == b"x" else {}
+
+
+def _records(data: bytes, url: str, position: int) -> dict[str, str]:
+    found, at = {}, 0
+    while at < len(data) and data[at]:
+        digits = data[at : at + 20].split(b" ")[0]
+        length = int(digits) if digits.isdigit() else 0
+        record = data[at : at + length]
+        key, equals, value = record[len(digits) + 1 : -1].partition(b"=")
+        if len(record) < length or not equals or record[-1:] != b"\n":
+            raise _bad(url, position, f"a record {data[at : at + 16]!r}", "records of the form LENGTH KEY=VALUE")
+        found[_text(key)] = _text(value)
+        at += length
+    return found
+
+
+def _pax_size(text: str, url: str, position: int) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 18:
+        raise _bad(url, position, f"size {text[:40]!r}", "a number of bytes")
+    return int(text)
+
+
+def cut_error(url: str, position: int, size: int) -> DataError:
+    """What to raise for a member whose content the archive does not hold whole; its header lies at `position`."""
+    return _bad(url, position, f"a member of {size} bytes", "a member that ends within the archive")
+
+
+def _bad(url: str, position: int, got: str, allowed: str) -> DataError:
+    return DataError(
+        f"archive {url} cannot be read on at byte {position}",
+        got=got,
+        allowed=allowed,
+        next_step="Check --input and --source, or fetch the archive again and compare its digest with the origin's.",
+    )

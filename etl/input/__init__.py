@@ -1,0 +1,1 @@
+"""Input files: found, cut into ranges, unpacked, and read line by line."""

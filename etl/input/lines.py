@@ -1,0 +1,211 @@
+"""Lines of a byte range: a line belongs to the range in which it begins; positions count decompressed bytes.
+
+Where newlines may stand inside quotes, a "line" here is a record: it ends with the first newline behind an even number
+of quotes. Whether a newline is inside is only known from the start of the file, so such a file is one range.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import BinaryIO, cast
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from etl.input.files import HashedFile
+from etl.input.ranges import Range
+from etl.input.unpack import PLAIN, unpacked
+from lockstep.storage.errors import DataError
+from lockstep.storage.fs import filesystem
+
+CHUNK_BYTES = 1 << 20
+MAX_LINE_BYTES = 1 << 20  # longer lines are hashed and counted in passing, never held
+RAW_BYTES = 64 << 10
+
+_NEWLINE, _RETURN, _QUOTE = 10, 13, 34
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """Whole lines without their ends: positions of their first bytes (n,) int64, and their bytes (n,) binary."""
+
+    positions: NDArray[np.int64]
+    values: pa.Array
+
+
+@dataclass(frozen=True, slots=True)
+class LongLine:
+    """A line of more than MAX_LINE_BYTES: its first RAW_BYTES, whole length and SHA-256 (hex)."""
+
+    position: int
+    raw: bytes
+    length: int
+    sha256: str
+
+
+def read_lines(
+    part: Range,
+    chunk_bytes: int = CHUNK_BYTES,
+    *,
+    quoted_newlines: bool = False,
+    most_bytes: int | None = None,
+    on_digest: Callable[[str], None] | None = None,
+) -> Iterator[Lines | LongLine]:
+    """Yield the lines that begin in the range, some thousand at a time; of a packed file that is only looked at, those
+    of the first `most_bytes`, the last of which may be cut. Of a whole file `on_digest` is given the SHA-256 at last.
+
+    Raises DataError naming the file where a packed stream is cut or damaged, or where it is not as long as planned.
+    """
+    with filesystem(part.url).open_read(part.url) as file:
+        if part.whole and on_digest is not None:
+            hashed = HashedFile(file)
+            # it is read as a BinaryIO is, but not declared one
+            yield from _lines_in(part, cast(BinaryIO, hashed), chunk_bytes, quoted_newlines, most_bytes)
+            on_digest(hashed.whole(part.url, part.length))
+        else:
+            yield from _lines_in(part, file, chunk_bytes, quoted_newlines, most_bytes)
+
+
+def _lines_in(
+    part: Range, file: BinaryIO, chunk_bytes: int, quoted_newlines: bool, most_bytes: int | None
+) -> Iterator[Lines | LongLine]:
+    if part.codec != PLAIN:
+        pieces = unpacked(part.url, file, part.codec, chunk_bytes)
+        pieces = pieces if most_bytes is None else islice(pieces, -(-most_bytes // chunk_bytes))
+        yield from _split(pieces, 0, None, quoted_newlines)
+        return
+    begin = max(part.start - 1, 0)
+    if begin:
+        file.seek(begin)
+    pieces = _plain(part, file, begin, chunk_bytes)
+    if part.start:
+        # The byte before decides: a newline there means that a line begins at `start`, else its end is found first.
+        begin, pieces = _skip_line(pieces, begin)
+    yield from _split(pieces, begin, part.start + part.length, quoted_newlines)
+
+
+def _plain(part: Range, file: BinaryIO, begin: int, chunk_bytes: int) -> Iterator[bytes]:
+    read = begin
+    while data := file.read(chunk_bytes):
+        read += len(data)
+        yield data
+    if read < part.start + part.length:
+        raise DataError(
+            f"input {part.url} became shorter while it was read",
+            got=f"{read} bytes",
+            allowed=f"at least {part.start + part.length} bytes",
+            next_step="Run again when nothing writes to the input.",
+        )
+
+
+def _skip_line(pieces: Iterator[bytes], begin: int) -> tuple[int, Iterator[bytes]]:
+    """Drop bytes through the first newline; returns the position behind it and what follows."""
+    position = begin
+    for piece in pieces:
+        found = piece.find(b"\n")
+        if found >= 0:
+            rest = piece[found + 1 :]
+            return position + found + 1, _chain(rest, pieces)
+        position += len(piece)
+    return position, iter(())
+
+
+def _chain(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
+    if first:
+        yield first
+    yield from rest
+
+
+def _split(pieces: Iterator[bytes], begin: int, end: int | None, quoted: bool) -> Iterator[Lines | LongLine]:
+    """Cut the bytes from position `begin` on into lines that begin before `end` (None: all)."""
+    position, pending = begin, b""  # `position` is that of pending's first byte, which begins a line
+    long: _Long | None = None
+    for piece in pieces:
+        if end is not None and position >= end:
+            return
+        if long is not None:
+            found = long.end_in(piece)
+            long.add(piece if found < 0 else piece[:found])
+            if found < 0:
+                continue
+            yield long.finish()
+            position, long, piece = long.position + long.length + 1, None, piece[found + 1 :]
+        data = pending + piece if pending else piece
+        array = np.frombuffer(data, dtype=np.uint8)
+        ends = _ends(array, quoted, inside=False)
+        used = int(ends[-1]) + 1 if len(ends) else 0
+        yield from _whole_lines(data, array, ends, position, end)
+        position, pending = position + used, data[used:]
+        if len(pending) > MAX_LINE_BYTES:
+            long, pending = _Long(position, pending, quoted), b""
+    if end is not None and position >= end:
+        return
+    if long is not None:
+        yield long.finish()
+    elif pending:
+        array = np.frombuffer(pending, dtype=np.uint8)
+        yield from _whole_lines(pending, array, np.array([len(pending)], dtype=np.int64), position, end)
+
+
+def _ends(array: NDArray[np.uint8], quoted: bool, *, inside: bool) -> NDArray[np.int64]:
+    """Where lines end in bytes that begin inside or outside quotes: (n,) int64, the places of their newlines."""
+    newlines = array == _NEWLINE
+    quotes = array == _QUOTE if quoted else None
+    if quotes is not None and (inside or quotes.any()):
+        newlines &= np.logical_xor.accumulate(quotes) == inside
+    return np.flatnonzero(newlines)
+
+
+def _whole_lines(
+    data: bytes, array: NDArray[np.uint8], ends: NDArray[np.int64], position: int, end: int | None
+) -> Iterator[Lines | LongLine]:
+    """The lines of `data`, which begins a line at `position`; `array` is the same bytes, `ends` where lines end."""
+    starts = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1] + 1]) if len(ends) else ends
+    if end is not None:
+        within = position + starts < end
+        starts, ends = starts[within], ends[within]
+    too_long = ends - starts > MAX_LINE_BYTES
+    for start, stop in zip(starts[too_long].tolist(), ends[too_long].tolist(), strict=True):
+        yield _Long(position + start, data[start:stop], False).finish()
+    starts, ends = starts[~too_long], ends[~too_long]
+    if not len(starts):
+        return
+    stops = ends - ((ends > starts) & (array[np.maximum(ends - 1, 0)] == _RETURN))
+    # Lengths of lines without their ends add up to Arrow's offsets once the bytes in between are taken out.
+    edges = np.zeros(len(array) + 1, dtype=np.int8)
+    edges[starts] += 1
+    edges[stops] -= 1
+    kept = array[np.cumsum(edges[:-1], dtype=np.int8).view(bool)]
+    offsets = np.zeros(len(starts) + 1, dtype=np.int32)
+    np.cumsum(stops - starts, out=offsets[1:])
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(kept)]
+    yield Lines(position + starts, pa.Array.from_buffers(pa.binary(), len(starts), buffers))
+
+
+class _Long:
+    """A line too long to be held: hashed and counted."""
+
+    def __init__(self, position: int, data: bytes, quoted: bool) -> None:
+        self.position, self.length, self._raw = position, 0, b""
+        self._quoted, self._inside = quoted, False
+        self._sha256 = hashlib.sha256()
+        self.add(data)
+
+    def end_in(self, piece: bytes) -> int:
+        """Where this line ends in the next piece, or -1."""
+        ends = _ends(np.frombuffer(piece, dtype=np.uint8), self._quoted, inside=self._inside)
+        return int(ends[0]) if len(ends) else -1
+
+    def add(self, data: bytes) -> None:
+        if self._quoted:
+            self._inside ^= data.count(b'"') % 2 == 1
+        self._raw += data[: RAW_BYTES - len(self._raw)]
+        self._sha256.update(data)
+        self.length += len(data)
+
+    def finish(self) -> LongLine:
+        return LongLine(self.position, self._raw, self.length, self._sha256.hexdigest())

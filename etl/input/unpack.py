@@ -1,0 +1,79 @@
+"""Packed input as a stream of its bytes: gzip, bzip2 and zstd, each of several members or frames, in bounded memory."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterator
+from typing import BinaryIO
+
+import pyarrow as pa
+
+from lockstep.storage.errors import DataError
+
+PLAIN = "none"
+SUFFIXES = {"gzip": ".gz", "bzip2": ".bz2", "zstd": ".zst"}
+MAGIC_BYTES = 10
+_GZIP = b"\x1f\x8b"
+_BZIP2, _BZIP2_BLOCKS = b"BZh", (bytes.fromhex("314159265359"), bytes.fromhex("177245385090"))  # pi, or nothing packed
+_ZSTD, _ZSTD_SKIPPABLE = bytes.fromhex("28b52ffd"), bytes.fromhex("2a4d18")
+_OTHERS = {
+    bytes.fromhex("fd377a585a00"): "xz",
+    b"PK\x03\x04": "zip",
+    bytes.fromhex("04224d18"): "lz4",
+    b"\x1f\x9d": "compress (.Z)",
+    b"7z\xbc\xaf\x27\x1c": "7z",
+}
+_ARROW = {"bzip2": "bz2", "zstd": "zstd"}
+
+
+def codec_of(head: bytes) -> str:
+    """The codec of a file that begins with `head` (MAGIC_BYTES, or a whole shorter file): gzip, bzip2, zstd or none."""
+    if head.startswith(_GZIP):
+        return "gzip"
+    if head.startswith(_BZIP2) and head[4:10] in _BZIP2_BLOCKS:
+        return "bzip2"
+    if head.startswith(_ZSTD) or (head[1:4] == _ZSTD_SKIPPABLE and head[:1] and head[0] >> 4 == 5):
+        return "zstd"
+    return PLAIN
+
+
+def foreign_codec(head: bytes) -> str | None:
+    """The packer of a file that begins with `head`, where it is one that is not read here; else None."""
+    return next((name for magic, name in _OTHERS.items() if head.startswith(magic)), None)
+
+
+def unpacked(url: str, file: BinaryIO, codec: str, chunk_bytes: int) -> Iterator[bytes]:
+    """Yield the decompressed bytes of an open file, `chunk_bytes` at most at a time, however much it unpacks to.
+
+    Raises DataError naming the file and the place for a stream that is cut, damaged or followed by something else.
+    """
+    done = 0
+    with _stream(file, codec) as stream:
+        while True:
+            try:
+                data = stream.read(chunk_bytes)
+            except (EOFError, OSError, zlib.error) as error:
+                raise damaged(url, codec, done, error) from None
+            if not data:
+                return
+            done += len(data)
+            yield data
+
+
+def damaged(url: str, codec: str, done: int, error: Exception) -> DataError:
+    """The error for a packed file that is cut or damaged behind `done` decompressed bytes."""
+    return DataError(
+        f"input {url} is a damaged {codec} file",
+        got=f"{str(error) or type(error).__name__}, behind {done} decompressed bytes",
+        allowed=f"a whole {codec} stream",
+        next_step="Fetch the file again; compare its length and digest with the origin's.",
+    )
+
+
+def _stream(file: BinaryIO, codec: str) -> BinaryIO:
+    if codec == "gzip":
+        # a GzipFile reads as a BinaryIO does, but is not declared one
+        return gzip.GzipFile(fileobj=file, mode="rb")  # type: ignore[return-value]
+    # Python's bz2 takes anything behind the first stream for padding; Arrow's refuses what is no stream.
+    return pa.CompressedInputStream(pa.PythonFile(file, mode="r"), _ARROW[codec])

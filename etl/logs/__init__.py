@@ -1,0 +1,1 @@
+"""Server logs, and records in lines with a declared schema."""

@@ -1,0 +1,255 @@
+"""JSON lines by Arrow's reader: one object a line, its fields by name, each of the declared type.
+
+Arrow's reader tells no place, fails as a whole and ends the process on some lines that are no object. So a line that
+could be anything else is looked at by Python's reader before, and a block that fails is halved until few lines are
+left, which Python's reader then judges one by one: only where it is sure, since what becomes of a line must not depend
+on its neighbours. On lines that are as they should be no Python runs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from decimal import Decimal, InvalidOperation
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.json as pj
+from numpy.typing import NDArray
+
+from etl.logs.values import Reasons, bad_value, not_of
+
+Kinds = Mapping[str, pa.DataType]
+
+NOT_JSON = "not_json_object"
+DUPLICATE = "duplicate_key"
+FEW_LINES = 64
+_OBJECT = r"^[ \t\r]*\{.*\}[ \t\r]*$"
+# Within an object nothing but `,`, `]` or `}` follows the end of another, and no number is NaN or Infinity, which Arrow
+# would take; inside a string there may be anything.
+_DOUBTFUL = r"\}[ \t\r]*[^ \t\r,\]}]|[:,\[][ \t\r]*-?(?:NaN|Inf)"
+_DIGITS = re.compile(r"-?[0-9]+")
+
+
+class Refusal(NamedTuple):
+    """Why a line is refused."""
+
+    reason: str
+    detail: str | None = None
+
+
+def read_objects(lines: pa.Array, kinds: Kinds, reasons: Reasons) -> dict[str, pa.Array]:
+    """The fields `kinds` of lines (n,) of UTF-8 strings, null where one is absent, null or its line refused.
+
+    Other fields may hold anything. A field is refused (`bad_value`) for another JSON type than its own,
+    an integer of more than 64 bits, a number with a fraction or exponent as integer, and a null inside a list. Adds to
+    `reasons` for lines that are no object and for one of these fields that is there twice.
+    """
+    _refuse_others(lines, kinds, reasons)
+    schema = pa.schema([(name, _read_as(kind)) for name, kind in kinds.items()])
+    good = np.flatnonzero(reasons.good)
+    verdicts: list[Refusal | None] = [None] * len(good)
+    parts = _read(lines.take(pa.array(good)), kinds, schema, verdicts)
+    refused = {int(good[place]): verdict for place, verdict in enumerate(verdicts) if verdict is not None}
+    details = {row: refusal.detail for row, refusal in refused.items() if refusal.detail is not None}
+    for reason in {refusal.reason for refusal in refused.values()}:
+        where = np.zeros(len(lines), dtype=bool)
+        where[[row for row, refusal in refused.items() if refusal.reason == reason]] = True
+        reasons.add(where, reason, details)
+    still = np.flatnonzero(reasons.good)
+    places = np.full(len(lines), -1, dtype=np.int64)
+    places[still] = np.arange(len(still))
+    back = pa.array(np.maximum(places, 0), mask=places < 0)
+    table = pa.concat_tables(parts).combine_chunks() if parts else schema.empty_table()
+    found = {}
+    for name, kind in kinds.items():
+        chunks = table.column(name)
+        values = (chunks.chunk(0) if chunks.num_chunks else pa.nulls(0, chunks.type)).take(back)
+        found[name] = _checked(name, kind, values, lines, reasons)
+    return found
+
+
+def _refuse_others(lines: pa.Array, kinds: Kinds, reasons: Reasons) -> None:
+    reasons.add(~np.asarray(pc.match_substring_regex(lines, _OBJECT), dtype=bool), NOT_JSON)
+    odd = np.asarray(pc.match_substring_regex(lines, _DOUBTFUL), dtype=bool)
+    for place in np.flatnonzero(odd & reasons.good).tolist():
+        refusal = why_not(lines[place].as_py(), kinds, too_deep=Refusal(NOT_JSON))
+        if refusal is not None:
+            where = np.zeros(len(lines), dtype=bool)
+            where[place] = True
+            reasons.add(where, refusal.reason, {} if refusal.detail is None else {place: refusal.detail})
+
+
+def _read(lines: pa.Array, kinds: Kinds, schema: pa.Schema, verdicts: list[Refusal | None]) -> list[pa.Table]:
+    """The tables of all lines but those that `verdicts` then refuses, in order."""
+    parts: list[pa.Table] = []
+    pending = [(0, len(lines), False)] if len(lines) else []
+    while pending:
+        start, count, judged = pending.pop()
+        part = lines.slice(start, count)
+        if judged:
+            part = part.filter(pa.array([verdict is None for verdict in verdicts[start : start + count]]))
+        table = _table(part, schema)
+        if table is not None:
+            parts.append(table)
+        elif not judged and count <= FEW_LINES:
+            verdicts[start : start + count] = [why_not(line, kinds) for line in part.to_pylist()]
+            pending.append((start, count, True))
+        elif count == 1:
+            verdicts[start] = why_not(part[0].as_py(), kinds, sure=False) or Refusal(NOT_JSON)
+        else:
+            half = count // 2
+            pending += [(start + half, count - half, judged), (start, half, judged)]
+    return parts
+
+
+def _table(lines: pa.Array, schema: pa.Schema) -> pa.Table | None:
+    if not len(lines):
+        return schema.empty_table()
+    whole = pa.ListArray.from_arrays(pa.array([0, len(lines)], pa.int32()), lines)
+    data = pc.binary_join(whole, "\n")[0].as_buffer()
+    options = {
+        "read_options": pj.ReadOptions(use_threads=False, block_size=data.size + 1),
+        "parse_options": pj.ParseOptions(
+            explicit_schema=schema, newlines_in_values=False, unexpected_field_behavior="ignore"
+        ),
+    }
+    try:
+        table = pj.read_json(pa.BufferReader(data), **options)
+    except pa.ArrowInvalid:
+        return None
+    return table if len(table) == len(lines) else None
+
+
+def why_not(line: str, kinds: Kinds, *, sure: bool = True, too_deep: Refusal | None = None) -> Refusal | None:
+    """Why a line is refused, by Python's reader; None where nothing speaks against it.
+
+    With `sure` only what Arrow's reader refuses for certain counts; `too_deep` is the answer for an object that is
+    nested deeper than Python reads.
+    """
+    try:
+        document = _parsed(line)
+    except ValueError:
+        return Refusal(NOT_JSON)
+    except RecursionError:
+        return too_deep
+    if not isinstance(document, _Pairs):
+        return Refusal(NOT_JSON)
+    seen = set()
+    for name, value in document.pairs:
+        if name in seen:
+            return Refusal(f"{DUPLICATE}:{name}")
+        if name in kinds:
+            seen.add(name)
+            if value is not None and not _fits(value, kinds[name], sure):
+                return Refusal(bad_value(name), not_of(kinds[name], _written(value)))
+    return None
+
+
+def _parsed(line: str) -> Any:
+    return json.loads(line, object_pairs_hook=_Pairs, parse_int=_Number, parse_float=_Number, parse_constant=_refuse)
+
+
+def _written(value: Any) -> str:
+    """A value much as the line has it."""
+    if isinstance(value, _Pairs):
+        return "{...}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_written, value))}]"
+    return str(value) if isinstance(value, _Number) else json.dumps(value)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)
+
+
+class _Number(str):
+    """A number as it is written."""
+
+
+class _Pairs:
+    """An object as its pairs, since a dict would forget what is there twice."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        self.pairs = pairs
+
+
+def _fits(value: Any, kind: pa.DataType, sure: bool) -> bool:
+    if pa.types.is_list(kind):
+        return isinstance(value, list) and all(
+            item is not None and _fits(item, kind.value_type, sure) for item in value
+        )
+    if pa.types.is_boolean(kind):
+        return isinstance(value, bool)
+    number = isinstance(value, _Number)
+    if pa.types.is_integer(kind):
+        whole = number and len(value) < 21 and _DIGITS.fullmatch(value) is not None
+        least, bits = (0, 64) if pa.types.is_unsigned_integer(kind) else (-(1 << 63), 63)
+        return whole and least <= int(value) < 1 << bits
+    if pa.types.is_floating(kind):
+        return number and (sure or math.isfinite(float(value)))
+    if pa.types.is_decimal(kind):
+        return isinstance(value, str) and _is_number(value, None if sure else kind)
+    return isinstance(value, str) and not number and (sure or _is_text(value))
+
+
+def _is_number(text: str, kind: pa.DataType | None) -> bool:
+    """Whether Python reads a number in it, for `kind` one without blanks and with room in that decimal type; Arrow
+    takes fewer texts for one.
+    """
+    try:
+        number = Decimal(text)
+    except InvalidOperation:
+        return False
+    if kind is None or not number.is_finite():
+        return number.is_finite()
+    places = -int(number.as_tuple().exponent)
+    return text == text.strip() and places <= kind.scale and number.adjusted() < kind.precision - kind.scale
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True
+
+
+def _read_as(kind: pa.DataType) -> pa.DataType:
+    """The type to ask Arrow for: it reads no bytes."""
+    if pa.types.is_list(kind):
+        return pa.list_(pa.field(kind.value_field.name, _read_as(kind.value_type)))
+    return pa.string() if pa.types.is_binary(kind) else kind
+
+
+def _checked(name: str, kind: pa.DataType, values: pa.Array, lines: pa.Array, reasons: Reasons) -> pa.Array:
+    """The values in the type that was asked for; refuses rows with a null in a list, or with an infinite number: JSON
+    has none, so it is what became of one too large for the type.
+    """
+    listed = pa.types.is_list(values.type)
+    inner = values.flatten() if listed else values
+    bad = np.asarray(inner.is_null(), dtype=bool) if listed else np.zeros(len(inner), dtype=bool)
+    if pa.types.is_floating(inner.type):
+        bad = bad | np.asarray(pc.fill_null(pc.is_inf(inner), False), dtype=bool)
+    if bad.any():
+        rows = np.zeros(len(values), dtype=bool)
+        rows[_rows_of(values)[bad] if listed else bad] = True
+        details = {row: _detail(lines[row].as_py(), name, kind) for row in np.flatnonzero(rows).tolist()}
+        reasons.add(rows, bad_value(name), details)
+    return values.cast(kind)
+
+
+def _detail(line: str, name: str, kind: pa.DataType) -> str:
+    try:
+        value = dict(_parsed(line).pairs)[name]
+    except (ValueError, RecursionError):  # what Arrow reads and Python does not
+        return not_of(kind, "a value")
+    return not_of(kind, _written(value))
+
+
+def _rows_of(lists: pa.Array) -> NDArray[np.int64]:
+    return np.asarray(pc.list_parent_indices(lists)).astype(np.int64)

@@ -1,0 +1,305 @@
+"""The first pass over a log, in the tasks: ranges in; kept rows, refused lines and summaries of each range out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from etl.columns import quoted
+from etl.input.lines import CHUNK_BYTES, RAW_BYTES, LongLine, read_lines
+from etl.input.ranges import Range
+from etl.logs.table_lines import Form
+from etl.logs.text import without_bom
+from etl.logs.values import Reasons
+from etl.spark.tasks import MIN_ROWS, EachSlice
+
+ROW, BAD, SUMMARY, DIGEST = 0, 1, 2, 3
+LINE_TOO_LONG = "line_too_long"
+NO_TIME = -(1 << 62)
+
+# One table for four kinds of rows, since a task has one output; columns of the other kinds are null. The parser's own
+# columns follow: theirs are names out of files, so these begin with `_`.
+_BASE = pa.schema(
+    [
+        ("_kind", pa.int32()),
+        ("_source", pa.int32()),
+        ("_position", pa.int64()),
+        ("_file", pa.string()),
+        ("_occurrence", pa.int64()),
+        ("_reason", pa.string()),
+        ("_raw", pa.binary()),
+        ("_length", pa.int64()),
+        ("_sha256", pa.string()),
+        ("_lines", pa.int64()),
+        ("_bad", pa.int64()),
+        ("_dropped_lines", pa.int64()),
+        ("_last_time", pa.int64()),
+        ("_first_time", pa.int64()),
+        ("_raw_bytes", pa.int64()),
+    ]
+)
+_COUNTS = ("_lines", "_bad", "_raw_bytes")
+SUMMARY_COLUMNS = ("_kind", "_source", "_reason", *_BASE.names[_BASE.names.index("_length") :])
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a parser makes of n lines: its columns, each (n,), rubbish in lines that are refused or dropped; the largest
+    time among those that are not refused (NO_TIME without), and the least among those that are kept (None without).
+    """
+
+    columns: Mapping[str, pa.Array]
+    reasons: Reasons
+    drops: Reasons
+    last_time: int = NO_TIME
+    first_time: int | None = None
+
+
+class LineParser(Protocol):
+    """What is kept of the lines of a log; a frozen object that Spark ships to the tasks."""
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The columns of a kept row."""
+
+    @property
+    def form(self) -> Form:
+        """How the lines are to be read."""
+
+    def parse(self, lines: pa.Array, names: Sequence[str]) -> Found:
+        """Parse lines (n,) binary of a file whose fields have `names`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A range, the names of its file's fields, and how the file is called in the records' ids."""
+
+    part: Range
+    names: tuple[str, ...] = ()
+    file: str = ""
+    occurrence: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """The work as plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Work:
+        """The work that `found` was."""
+        return cls(Range(**found["part"]), tuple(found["names"]), found["file"], found["occurrence"])
+
+
+def output_schema(parser: LineParser) -> pa.Schema:
+    """The columns of the first pass's rows."""
+    return pa.schema([*_BASE, *parser.schema])
+
+
+def output_ddl(parser: LineParser) -> str:
+    """The same in Spark's notation."""
+    return ddl_of(output_schema(parser))
+
+
+class ParseLog(EachSlice):
+    """The function for mapInArrow: Works in, rows of output_schema out."""
+
+    def __init__(self, settings: dict[str, str], parser: LineParser) -> None:
+        super().__init__(settings)
+        self._parser = parser
+
+    def batches_of(self, items: Sequence[Mapping[str, Any]]) -> Iterator[pa.RecordBatch]:
+        """Read and parse the ranges of a task. Raises what read_lines raises."""
+        return parse_ranges([Work.from_json(item) for item in items], self._parser)
+
+
+def parse_range(work: Work, parser: LineParser) -> Iterator[pa.RecordBatch]:
+    """The rows of one range."""
+    return parse_ranges([work], parser)
+
+
+def parse_ranges(works: Sequence[Work], parser: LineParser) -> Iterator[pa.RecordBatch]:
+    """The rows of some ranges: kept rows, refused lines, and last the summaries: what was read of all, what was dropped
+    for each reason, and length and SHA-256 of each file that is one range.
+
+    Lines of small files are parsed together, since a call of the parser costs as much as a thousand lines.
+    """
+    schema = output_schema(parser)
+    held, sums = _Held(), _Sums()
+    for work in works:
+        if held.names_differ(work):
+            yield from _parsed(held, parser, schema, sums)
+            held = _Held()
+        on_digest = partial(sums.add_file, work)
+        for lines in read_lines(work.part, quoted_newlines=parser.form.quoted_newlines, on_digest=on_digest):
+            if isinstance(lines, LongLine):
+                sums.add(lines=1, bad=1, raw_bytes=len(lines.raw))
+                yield _batch(schema, BAD, [work], np.zeros(1, np.int64), **_long_columns(lines))
+                continue
+            positions, values = lines.positions, lines.values
+            if positions[0] == 0:
+                skip = int(parser.form.has_header)
+                positions, values = positions[skip:], without_bom(values).slice(skip)
+            held.add(work, positions, values)
+            if held.is_full:
+                yield from _parsed(held, parser, schema, sums)
+                held = _Held()
+    yield from _parsed(held, parser, schema, sums)
+    yield from sums.batches(schema, works[0])
+
+
+class _Held:
+    """Lines of some ranges that are to be parsed together."""
+
+    def __init__(self) -> None:
+        self.works: list[Work] = []
+        self._positions: list[NDArray[np.int64]] = []
+        self._values: list[pa.Array] = []
+        self._lines = self._bytes = 0
+
+    def names_differ(self, work: Work) -> bool:
+        return bool(self.works) and self.works[0].names != work.names
+
+    @property
+    def is_full(self) -> bool:
+        return self._lines >= MIN_ROWS or self._bytes >= CHUNK_BYTES
+
+    def add(self, work: Work, positions: NDArray[np.int64], values: pa.Array) -> None:
+        if len(positions):
+            self.works.append(work)
+            self._positions.append(positions)
+            self._values.append(values)
+            self._lines, self._bytes = self._lines + len(positions), self._bytes + values.nbytes
+
+    def lines(self) -> tuple[NDArray[np.int64], NDArray[np.int64], pa.Array]:
+        """For each line (n,) which of `works` it is of, its position, and the line."""
+        owners = np.repeat(np.arange(len(self.works)), [len(part) for part in self._positions])
+        values = self._values[0] if len(self._values) == 1 else pa.concat_arrays(self._values)
+        return owners, np.concatenate(self._positions), values
+
+
+@dataclass
+class _Sums:
+    """What was counted of the ranges of a task, and the digests of its whole files."""
+
+    lines: int = 0
+    bad: int = 0
+    raw_bytes: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    last_time: int = NO_TIME
+    first_time: int | None = None
+    files: list[Work] = field(default_factory=list)
+    digests: list[str] = field(default_factory=list)
+
+    def add_file(self, work: Work, sha256: str) -> None:
+        self.files.append(work)
+        self.digests.append(sha256)
+
+    def add(self, *, lines: int = 0, bad: int = 0, raw_bytes: int = 0) -> None:
+        self.lines, self.bad, self.raw_bytes = self.lines + lines, self.bad + bad, self.raw_bytes + raw_bytes
+
+    def add_found(self, found: Found) -> None:
+        """Count what a parser found."""
+        good = found.reasons.good
+        self.add(lines=len(good), bad=int((~good).sum()))
+        self.dropped.update(found.drops.counts(good))
+        self.last_time = max(self.last_time, found.last_time)
+        firsts = [time for time in (self.first_time, found.first_time) if time is not None]
+        self.first_time = min(firsts, default=None)
+
+    def batches(self, schema: pa.Schema, work: Work) -> Iterator[pa.RecordBatch]:
+        """The summaries; those of all ranges as of `work`."""
+        counts = dict(zip(_COUNTS, ([self.lines], [self.bad], [self.raw_bytes]), strict=True))
+        one, place = np.zeros(1, np.int64), [work.part.start]
+        times = {"_last_time": [self.last_time], "_first_time": [self.first_time]}
+        yield _batch(schema, SUMMARY, [work], one, _position=place, **counts, **times)
+        for reason, n in sorted(self.dropped.items()):
+            yield _batch(schema, SUMMARY, [work], one, _position=place, _reason=[reason], _dropped_lines=[n])
+        if self.files:
+            found = {"_length": [file.part.length for file in self.files], "_sha256": self.digests}
+            yield _batch(schema, DIGEST, self.files, np.arange(len(self.files)), **found)
+
+
+def _parsed(held: _Held, parser: LineParser, schema: pa.Schema, sums: _Sums) -> Iterator[pa.RecordBatch]:
+    """The rows of the lines that are held."""
+    if not held.works:
+        return
+    works, (owners, positions, values) = held.works, held.lines()
+    found = parser.parse(values, works[0].names)
+    sums.add_found(found)
+    good = found.reasons.good
+    kept = good & found.drops.good
+    if kept.any():
+        mask = pa.array(kept)
+        columns = {name: column.filter(mask) for name, column in found.columns.items()}
+        yield _batch(schema, ROW, works, owners[kept], _position=positions[kept], **columns)
+    if not good.all():
+        refused = _bad_columns(positions, values, found.reasons)
+        sums.add(raw_bytes=pc.sum(pc.binary_length(refused["_raw"])).as_py())
+        yield _batch(schema, BAD, works, owners[~good], **refused)
+
+
+def _batch(
+    schema: pa.Schema, kind: int, works: Sequence[Work], owners: NDArray[np.int64], **columns: Any
+) -> pa.RecordBatch:
+    """A batch of the rows (n,), each of the one of `works` that `owners` (n,) names; columns not given are null."""
+    count = len(owners)
+    columns["_kind"] = np.full(count, kind, dtype=np.int32)
+    columns["_source"] = np.array([work.part.source_index for work in works], dtype=np.int32)[owners]
+    if kind == ROW:
+        columns["_file"] = pa.array([work.file for work in works], pa.string()).take(pa.array(owners))
+        columns["_occurrence"] = np.array([work.occurrence for work in works], dtype=np.int64)[owners]
+    arrays = []
+    for named in schema:
+        values = columns.get(named.name)
+        if values is None:
+            arrays.append(pa.nulls(count, named.type))
+        else:
+            arrays.append(values if isinstance(values, pa.Array) else pa.array(values, type=named.type))
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _bad_columns(positions: NDArray[np.int64], values: pa.Array, reasons: Reasons) -> dict[str, Any]:
+    bad = ~reasons.good
+    refused = values.filter(pa.array(bad))
+    return {
+        "_position": positions[bad],
+        "_reason": reasons.names(bad),
+        "_raw": pc.binary_slice(refused, 0, RAW_BYTES),
+        "_length": pc.binary_length(refused).cast(pa.int64()),
+        "_sha256": [hashlib.sha256(value).hexdigest() for value in refused.to_pylist()],
+    }
+
+
+def _long_columns(line: LongLine) -> dict[str, Any]:
+    return {
+        "_position": [line.position],
+        "_reason": [LINE_TOO_LONG],
+        "_raw": [line.raw],
+        "_length": [line.length],
+        "_sha256": [line.sha256],
+    }
+
+
+def ddl_of(schema: pa.Schema) -> str:
+    """Columns in Spark's notation."""
+    return ", ".join(f"{quoted(field.name)} {ddl_type(field.type)}" for field in schema)
+
+
+def ddl_type(kind: pa.DataType) -> str:
+    """An Arrow type in Spark's notation."""
+    if pa.types.is_list(kind):
+        return f"array<{ddl_type(kind.value_type)}>"
+    if pa.types.is_timestamp(kind):
+        return "timestamp"
+    if pa.types.is_decimal(kind):
+        return f"decimal({kind.precision},{kind.scale})"
+    names = {"int32": "int", "int64": "bigint", "float": "float", "double": "double", "bool": "boolean"}
+    return names.get(str(kind), str(kind))  # string and binary are called so by both

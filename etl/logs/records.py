@@ -1,0 +1,118 @@
+"""Records of any table in TSV, CSV or JSON lines, by a declared schema: a click log, say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from etl import columns as c
+from etl.logs.parse import Found
+from etl.logs.table_lines import Column, Form, read_table
+from etl.logs.values import Reasons
+from lockstep.features.schema.fields import SAMPLE_ID, Field
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+NO_LABEL = "no_label"
+PLACE_SCHEMA = pa.schema([("_file", pa.string()), ("_position", pa.int64())])  # of every record, beside its own columns
+PLACE_COLUMNS = tuple(PLACE_SCHEMA.names)
+_WIDER = {"bigint": ("bigint", "int", "smallint", "tinyint"), "double": ("double", "float")}
+
+
+@dataclass(frozen=True, slots=True)
+class RecordLines:
+    """Keeps every record whose columns say what they must. Columns in `time_columns` become microseconds since 1970."""
+
+    form: Form
+    columns: tuple[Column, ...]
+    time_columns: tuple[str, ...] = ()
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The columns of a record, as they are kept."""
+        return pa.schema([(column.name, self._kept(column)) for column in self.columns])
+
+    def parse(self, lines: pa.Array, names: Sequence[str]) -> Found:
+        """Parse lines (n,) binary; `names` are the fields of a line."""
+        reasons, drops = Reasons(len(lines)), Reasons(len(lines))
+        found = read_table(lines, self.form, names, self.columns, reasons, drops)
+        return Found({column.name: self._value(column, found[column.name]) for column in self.columns}, reasons, drops)
+
+    def _value(self, column: Column, values: pa.Array) -> pa.Array:
+        if pa.types.is_list(column.kind):  # a list is never null: where there is none, it is empty
+            values = pc.coalesce(values, pa.scalar([], column.kind))
+        return values.cast(self._kept(column))
+
+    def _kept(self, column: Column) -> pa.DataType:
+        if column.name in self.time_columns:
+            return pa.int64()
+        # Read as numbers of 64 bits, handed on as the decimals that Spark has for them.
+        listed = pa.types.is_list(column.kind)
+        if (column.kind.value_type if listed else column.kind) != pa.uint64():
+            return column.kind
+        return Field(name=column.name, dtype="uint64", shape=(None,) if listed else ()).arrow_type
+
+
+def columns_for(
+    schema: Schema,
+    id_columns: Sequence[str],
+    others: Sequence[str],
+    kinds: Mapping[str, pa.DataType],
+    label: str | None,
+    time_columns: Sequence[str],
+) -> tuple[Column, ...]:
+    """What to read: the fields of the schema (its label too, where no expression gives it), ids, and `others`.
+
+    `kinds` are the types of columns that no field declares (text without); ids must say something in each record.
+    Raises ConfigError for a field that no text gives.
+    """
+    found: dict[str, Column] = {}
+    for field in schema:
+        if field.name == SAMPLE_ID or (label is not None and field.kind == "label"):
+            continue
+        timed = field.name in time_columns
+        if field.is_tensor or (timed and field.dtype != "int64"):
+            raise ConfigError(
+                f"field `{field.name}` cannot be read from a text",
+                got=f"{field.dtype} {field.shape}" if field.is_tensor else f"a time declared {field.dtype}",
+                allowed="scalars, lists (in JSON), and int64 for a time",
+                next_step="Correct the schema.",
+            )
+        kind = pa.timestamp("us") if timed else field.record_type
+        # An id's empty text is missing, not an id.
+        nullable = (field.nullable or field.is_list) and field.name not in id_columns
+        found[field.name] = Column(field.name, kind, nullable, may_be_empty=field.name not in id_columns)
+    for name in (*id_columns, *others):
+        if name not in found and name not in PLACE_COLUMNS:
+            kind = pa.timestamp("us") if name in time_columns else kinds.get(name, pa.string())
+            found[name] = Column(name, kind, nullable=name not in id_columns, may_be_empty=name not in id_columns)
+    return tuple(found.values())
+
+
+def label_kinds(schema: Schema) -> tuple[str, ...]:
+    """The types, in Spark's notation, that an expression for the schema's label may have."""
+    assert schema.label is not None
+    kind = c.ddl_type(schema.label)
+    return _WIDER.get(kind, (kind,))
+
+
+def rows_of(records: DataFrame, schema: Schema, parser: RecordLines, label: str | None, by_place: bool) -> DataFrame:
+    """Records with the label and the writer's columns; `by_place` where file and position are the id."""
+    names = [c.quoted(name) for name in parser.schema.names]
+    kept = records.selectExpr(*names, "_file", "_position", "_source", *(["_occurrence"] if by_place else []))
+    if label is None or schema.label is None:
+        return kept
+    wanted, called = c.ddl_type(schema.label), c.quoted(schema.label.name)
+    told = kept.selectExpr("*", f"CAST(({label}) AS {wanted}) AS `_label`")
+    if schema.label.name in told.columns:
+        told = told.drop(schema.label.name)
+    return told.withColumnRenamed("_label", schema.label.name).selectExpr(
+        "*", f"IF({called} IS NULL, '{NO_LABEL}', NULL) AS _dropped"
+    )

@@ -1,0 +1,119 @@
+"""`--petastorm`: the footer files by which Petastorm's make_reader knows a Parquet dataset's fields and row groups.
+
+`_common_metadata` holds the columns as a Parquet footer with two entries: the row groups of each file, and a pickle of
+a Unischema. One lies at the root, whose reader sees all splits and the column `split`, and one in each split. A
+directory that has the file without both entries can be read by neither reader of Petastorm: each is written whole.
+"""
+
+from __future__ import annotations
+
+import io
+import keyword
+import pickle
+import sys
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lockstep.features.schema.fields import Field
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.dataset.manifest_entries import FileInfo
+from lockstep.storage.dataset.manifest_shards import SplitInfo
+from lockstep.storage.documents import canonical_bytes, sha256_hex
+from lockstep.storage.errors import ConfigError
+from lockstep.storage.files.interface import FileSystem
+from lockstep.storage.publish import write_file
+from lockstep.storage.urls import join
+
+NAME = "_common_metadata"
+SPLIT_COLUMN = "split"
+UNISCHEMA = b"dataset-toolkit.unischema.v1"
+ROW_GROUPS = b"dataset-toolkit.num_row_groups_per_file.v1"
+
+
+def check_petastorm(schema: Schema, fmt: str) -> None:
+    """Raise ConfigError where Petastorm's make_reader could not read a dataset of this schema and format.
+
+    It makes a namedtuple of each row, so that names must be Python's.
+    """
+    if fmt != "parquet":
+        raise ConfigError(
+            "--petastorm is for Parquet", got=f"--format {fmt}", allowed="--format parquet", next_step="Change one."
+        )
+    for field in schema:
+        if not field.name.isidentifier() or keyword.iskeyword(field.name) or field.name == SPLIT_COLUMN:
+            raise ConfigError(
+                f"Petastorm's make_reader cannot name field `{field.name}`",
+                got=repr(field.name),
+                allowed=f"letters, digits and `_`, no word of Python's, not `{SPLIT_COLUMN}`",
+                next_step="Rename the column, or leave --petastorm out.",
+            )
+
+
+def write_petastorm_metadata(
+    fs: FileSystem, root_url: str, schema: Schema, splits: Mapping[str, SplitInfo]
+) -> dict[str, FileInfo]:
+    """Write `_common_metadata` at the root and in each split; returns them as the manifest lists them, by path.
+
+    The same bytes for the same schema and shards. Raises ConfigError as check_petastorm does, and ExistsError.
+    """
+    shards = [shard for split in splits.values() for shard in split.shards]
+    check_petastorm(schema, "parquet" if all(shard.path.endswith(".parquet") for shard in shards) else "tfrecord")
+    groups = {shard.path: len(shard.block_offsets) for shard in shards}
+    contents = {NAME: _footer(schema, groups, with_split=True)}
+    for name, split in splits.items():
+        folder = f"{SPLIT_COLUMN}={name}/"
+        inside = {shard.path.removeprefix(folder): groups[shard.path] for shard in split.shards}
+        contents[folder + NAME] = _footer(schema, inside, with_split=False)
+    for path, data in contents.items():
+        write_file(fs, join(root_url, path), data)
+    return {path: FileInfo(len(data), sha256_hex(data)) for path, data in contents.items()}
+
+
+def _footer(schema: Schema, groups: Mapping[str, int], *, with_split: bool) -> bytes:
+    entries = {ROW_GROUPS: canonical_bytes(dict(groups)), UNISCHEMA: _pickled(schema, with_split=with_split)}
+    sink = io.BytesIO()
+    pq.write_metadata(schema.arrow_schema().with_metadata(entries), sink)
+    return sink.getvalue()
+
+
+def _pickled(schema: Schema, *, with_split: bool) -> bytes:
+    from etl.petastorm import enable
+
+    enable()
+    from petastorm.unischema import Unischema, UnischemaField
+
+    # Names are interned, as a pickle says an object a second time by its identity: else equal schemas might differ.
+    fields = [UnischemaField(SPLIT_COLUMN, np.str_, (), None, False)] if with_split else []
+    for field in schema:
+        shape = (None,) if field.is_list else ()
+        fields.append(UnischemaField(sys.intern(field.name), _numpy_type(field), shape, None, field.nullable))
+    sink = io.BytesIO()
+    _Pickler(sink, protocol=4).dump(Unischema("lockstep", fields))
+    return sink.getvalue()
+
+
+def _numpy_type(field: Field) -> type:
+    """What Petastorm makes a value of: `type(value)`, with lists as arrays."""
+    kind = field.arrow_type
+    if pa.types.is_list(kind):
+        kind = kind.value_type
+        if pa.types.is_string(kind) or pa.types.is_binary(kind) or pa.types.is_decimal(kind):
+            return np.object_  # np.str_ would make one text of the whole list, and Decimal takes none
+    if pa.types.is_decimal(kind):
+        return Decimal
+    if pa.types.is_string(kind):
+        return np.str_
+    if pa.types.is_binary(kind):
+        return np.bytes_  # tensors too: Petastorm has no codec for plain bytes, see etl.petastorm.petastorm_tensors
+    return np.dtype(kind.to_pandas_dtype()).type
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        # numpy 1 knows its bool by this name only, which numpy 2 has too.
+        return "bool_" if obj is np.bool_ else NotImplemented

@@ -1,0 +1,1 @@
+"""Spark sessions, tasks and Spark's errors in our four parts."""

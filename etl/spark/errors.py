@@ -1,0 +1,154 @@
+"""Errors of ours on their way out of Spark: a task's error reaches the user as itself, without Java's stack."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from etl.spark.session import changed
+from lockstep.storage import errors
+from lockstep.storage.errors import DataError, LockstepError
+
+if TYPE_CHECKING:
+    from py4j.java_gateway import JVMView
+    from pyspark.sql import SparkSession
+
+P = TypeVar("P")
+S = TypeVar("S")
+T = TypeVar("T")
+
+_MARK = re.compile(r"LOCKSTEP-ERROR:([A-Za-z0-9+/=]+):END")
+_PART_CHARACTERS = 4000  # a message crosses several logs on its way
+_CLASS = re.compile(r"\[([A-Z][A-Z0-9_.]+)\][^\n]*")
+_LOUD = (
+    "org.apache.spark.executor.Executor",
+    "org.apache.spark.scheduler.TaskSetManager",
+    "org.apache.spark.scheduler.DAGScheduler",
+    "org.apache.spark.sql.execution.adaptive.AdaptiveSparkPlanExec",
+    "org.apache.spark.util.Utils",
+)
+_LOUD_IN_PYTHON = ("SQLQueryContextLogger", "DataFrameQueryContextLogger")
+
+
+class TaskError(RuntimeError):
+    """Carries a LockstepError through Spark, which keeps nothing but the text."""
+
+
+class SameIdError(DataError):
+    """Two records have one sample id."""
+
+
+def to_wire(error: LockstepError) -> str:
+    """The error as one line of text."""
+    parts = {
+        "class": type(error).__name__,
+        "what": error.what,
+        "got": error.got,
+        "allowed": error.allowed,
+        "next": error.next_step,
+    }
+    text = json.dumps({key: value[:_PART_CHARACTERS] for key, value in parts.items()})
+    return f"LOCKSTEP-ERROR:{base64.b64encode(text.encode()).decode()}:END"
+
+
+def from_text(text: str) -> LockstepError | None:
+    """The error that to_wire wrote somewhere into `text`, or None."""
+    found = _MARK.search(text)
+    if found is None:
+        return None
+    parts = json.loads(base64.b64decode(found.group(1)))
+    kind = SameIdError if parts["class"] == SameIdError.__name__ else getattr(errors, parts["class"], LockstepError)
+    error: LockstepError = kind.__new__(kind)
+    LockstepError.__init__(error, parts["what"], got=parts["got"], allowed=parts["allowed"], next_step=parts["next"])
+    return error
+
+
+def in_task(function: Callable[[S, P], Iterator[T]]) -> Callable[[S, P], Iterator[T]]:
+    """Make a generator method that runs in a task send its LockstepErrors through Spark."""
+
+    def wrapped(self: S, batches: P) -> Iterator[T]:
+        try:
+            yield from function(self, batches)
+        except LockstepError as error:
+            raise TaskError(to_wire(error)) from None
+
+    return wrapped
+
+
+@contextmanager
+def translated(spark: SparkSession, what: str) -> Iterator[None]:
+    """Run Spark jobs; a task's LockstepError is raised here, anything else of Spark's as a LockstepError naming `what`.
+
+    Loggers of Java and of pyspark that print each failed attempt with its stack are silent meanwhile.
+    """
+    from py4j.protocol import Py4JError
+    from pyspark.errors import AnalysisException, PySparkException
+
+    try:
+        with _hushed(spark):
+            yield
+    except (PySparkException, Py4JError) as error:
+        text = str(error)
+        # The error of an analysis prints the plan, in which a mark is what a task would raise, not what one has raised.
+        ours = None if isinstance(error, AnalysisException) else from_text(text)
+        if ours is not None:
+            raise ours from error
+        found = _CLASS.search(text)
+        raise LockstepError(
+            f"Spark failed while {what}",
+            got=(found.group(0) if found else text.strip().splitlines()[0])[:500],
+            allowed="jobs that end",
+            next_step="Run again with --debug for the whole trace, and look into the executors' logs.",
+        ) from error
+
+
+@contextmanager
+def _hushed(spark: SparkSession) -> Iterator[None]:
+    try:
+        from pyspark.logger import PySparkLogger
+
+        ours = [PySparkLogger.getLogger(name) for name in _LOUD_IN_PYTHON]
+    except ImportError:  # Spark 3.5 has no such loggers
+        ours = []
+    with ExitStack() as stack:
+        for logger in ours:
+            silent = str(logging.CRITICAL + 1)
+            stack.enter_context(
+                changed(("python", logger.name), silent, partial(_level, logger), partial(_set_level, logger))
+            )
+        jvm = spark.sparkContext._jvm  # pyspark has no public way to a single logger
+        for name in _LOUD if jvm is not None else ():
+            stack.enter_context(
+                changed(("java", name), "OFF", partial(_java_level, jvm, name), partial(_set_java_level, jvm, name))
+            )
+        yield
+
+
+def _level(logger: logging.Logger) -> str | None:
+    return str(logger.level)
+
+
+def _set_level(logger: logging.Logger, level: str | None) -> None:
+    logger.setLevel(int(level or logging.NOTSET))
+
+
+def _java_level(jvm: JVMView, name: str) -> str | None:
+    """The level that a logger of Java has been given, None where it has that of its parent."""
+    own = jvm.org.apache.logging.log4j.LogManager.getContext(False).getConfiguration().getLoggers().get(name)
+    return None if own is None else str(own.getLevel().name())
+
+
+def _set_java_level(jvm: JVMView, name: str, level: str | None) -> None:
+    log4j = jvm.org.apache.logging.log4j
+    if level is not None:
+        log4j.core.config.Configurator.setLevel(name, log4j.Level.toLevel(level))
+        return
+    context = log4j.LogManager.getContext(False)
+    context.getConfiguration().removeLogger(name)
+    context.updateLoggers()

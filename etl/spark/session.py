@@ -1,0 +1,143 @@
+"""Settings of somebody's Spark session that a job changes while it runs: as they were once the last such job ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from etl.input.ranges import Source
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+PARTITION_BYTES = 32 << 20
+LEAST_BYTES = 1 << 20  # of less a core of its own saves nothing
+PACKED_GROWTH = 10  # logs shrink by about this much
+# A batch is a unit of memory in a Python task and, where rows are cached, in Java, whose serializer holds on to several
+# of them at once. Spark's 10,000 rows of some KiB each are too many (docs/decisions/060-codec-kernels.md).
+BATCHES = {
+    "spark.sql.execution.arrow.maxRecordsPerBatch": "4096",
+    "spark.sql.inMemoryColumnarStorage.batchSize": "128",
+}
+
+
+@contextmanager
+def tuned(spark: SparkSession, sources: Sequence[Source]) -> Iterator[None]:
+    """As many shuffle partitions as the input asks for, so that a small job is not 200 tasks a shuffle; `bounded`.
+
+    Spark does not plan adaptively: there is nothing left for it to choose, and it would make a job of each stage.
+    """
+    size = sum(source.size_bytes * (PACKED_GROWTH if source.codec != "none" else 1) for source in sources)
+    cores = spark.sparkContext.defaultParallelism
+    partitions = max(min(cores, -(-size // LEAST_BYTES)), -(-size // PARTITION_BYTES))
+    settings = {"spark.sql.shuffle.partitions": str(partitions), "spark.sql.adaptive.enabled": "false"}
+    with _set(spark, settings), bounded(spark):
+        yield
+
+
+@contextmanager
+def bounded(spark: SparkSession) -> Iterator[None]:
+    """Batches of Arrow and of Spark's cache so small that a task's memory does not grow with its rows' bytes; a session
+    whose batches are smaller keeps them.
+    """
+    own = {key: int(spark.conf.get(key) or 0) for key in BATCHES}  # 0 or less: without a limit
+    with _set(spark, {key: str(min(int(most), own[key])) if own[key] > 0 else most for key, most in BATCHES.items()}):
+        yield
+
+
+@dataclass
+class _Changed:
+    """A setting as it was, as the jobs that run want it, in the order in which they began, and as it was last set."""
+
+    before: str | None
+    wanted: list[str] = field(default_factory=list)
+    now: str | None = None
+
+
+_lock = threading.Lock()
+_changed: dict[Hashable, _Changed] = {}
+
+
+@contextmanager
+def changed(
+    name: Hashable, value: str, get: Callable[[], str | None], put: Callable[[str | None], object]
+) -> Iterator[None]:
+    """Have a setting of the process, known by `name`, at `value`. `get` and `put` read and set it; None is unset.
+
+    Of several jobs at once the one that began last decides, and the last to end puts back what was before the first.
+    What somebody else has set meanwhile stays, or comes back.
+    """
+    with _lock:
+        found = get()
+        put(value)
+        state = _changed.setdefault(name, _Changed(found))
+        if state.wanted and found != state.now:
+            state.before = found
+        state.wanted.append(value)
+        state.now = value
+    try:
+        yield
+    finally:
+        with _lock:
+            state.wanted.remove(value)
+            if not state.wanted:
+                del _changed[name]
+            if get() == state.now:
+                state.now = state.wanted[-1] if state.wanted else state.before
+                put(state.now)
+
+
+@contextmanager
+def _set(spark: SparkSession, settings: Mapping[str, str]) -> Iterator[None]:
+    session = spark._jsparkSession.sessionUUID()  # pyspark may have several objects of one session
+
+    def put(key: str, value: str | None) -> None:
+        spark.conf.unset(key) if value is None else spark.conf.set(key, value)
+
+    with ExitStack() as stack:
+        for key, value in settings.items():
+            get = partial(spark.conf.get, key, None)
+            stack.enter_context(changed((session, key), value, get, partial(put, key)))
+        yield
+
+
+@contextmanager
+def described(spark: SparkSession, text: str) -> Iterator[None]:
+    """Have the Spark jobs that this thread starts described by `text`, on Spark's page and in its logs."""
+    context = spark.sparkContext
+    before = context.getLocalProperty("spark.job.description")
+    context.setJobDescription(f"Lockstep: {text}")
+    try:
+        yield
+    finally:
+        context.setLocalProperty("spark.job.description", before)  # type: ignore[arg-type] # None unsets it
+
+
+def at_once(spark: SparkSession, first: Callable[[], S], second: Callable[[], T]) -> tuple[S, T]:
+    """What both give, the first in a thread of its own: most of a small Spark job's time is its planning, on one core.
+    Once both have ended, raises the first one's error, else the second one's.
+    """
+    from pyspark import InheritableThread
+
+    begun = Future[S]()
+    thread = InheritableThread(target=_settle, args=(begun, first), session=spark, name="lockstep-at-once")
+    thread.start()
+    ended = Future[T]()
+    _settle(ended, second)
+    thread.join()
+    return begun.result(), ended.result()
+
+
+def _settle(future: Future[T], work: Callable[[], T]) -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)

@@ -1,0 +1,200 @@
+"""Work for tasks: a plan in slices of neighbouring items, functions over batches, rows sent to partitions."""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from etl.spark.errors import in_task
+from lockstep.storage.errors import DataError
+from lockstep.storage.settings import set_hadoop_settings
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame, SparkSession
+
+MAX_TASKS = 10_000
+OPEN_BYTES = 64 << 10
+MIN_ROWS, MIN_BYTES = 1024, 4 << 20
+
+
+Batches = Iterable[pa.RecordBatch]
+
+
+@dataclass(frozen=True)
+class _Declared:
+    """A function for mapInArrow whose batches come under its own `names` and with 32-bit offsets."""
+
+    function: Callable[[Batches], Iterator[pa.RecordBatch]]
+    names: tuple[str, ...]
+
+    def __call__(self, batches: Batches) -> Iterator[pa.RecordBatch]:
+        return self.function(narrowed(batch.rename_columns(list(self.names))) for batch in batches)
+
+
+def mapped(df: DataFrame, function: Callable[[Batches], Iterator[pa.RecordBatch]], ddl: str) -> DataFrame:
+    """df.mapInArrow, whatever the session's settings and the columns' names: Spark resolves names without quoting them,
+    so that dots and backticks would fail, and sends `narrowed` types under another setting as large ones.
+    """
+    names = tuple(df.columns)
+    if any(set(name) & set(".`") for name in names):
+        df = df.toDF(*(f"_{number}" for number in range(len(names))))
+    return df.mapInArrow(_Declared(function, names), ddl)
+
+
+def narrowed(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The batch with strings and bytes of 32-bit offsets, in lists too; Spark sends 64-bit ones where
+    spark.sql.execution.arrow.useLargeVarTypes is set. Offsets are converted, values are not copied.
+
+    Raises DataError for a column of 2 GiB or more.
+    """
+    schema = pa.schema([field.with_type(_narrow(field.type)) for field in batch.schema])
+    if schema.equals(batch.schema):
+        return batch
+    try:
+        return batch.cast(schema)
+    except pa.ArrowInvalid:
+        raise rows_too_large(batch.nbytes, batch.num_rows) from None
+
+
+def rows_too_large(size_bytes: int, rows: int) -> DataError:
+    """The error for a batch that 32-bit offsets cannot hold."""
+    return DataError(
+        "rows that Spark hands over together are too large",
+        got=f"{size_bytes} bytes in {rows} rows",
+        allowed="less than 2 GiB",
+        next_step="Lower spark.sql.execution.arrow.maxRecordsPerBatch, or store smaller values.",
+    )
+
+
+def _narrow(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_narrow(kind.value_type)))
+    if kind in (pa.large_string(), pa.string_view()):
+        return pa.string()
+    return pa.binary() if kind in (pa.large_binary(), pa.binary_view()) else kind
+
+
+class EachSlice(ABC):
+    """The function for mapInArrow over `sliced` rows: a subclass says what becomes of a task's items."""
+
+    def __init__(self, settings: dict[str, str]) -> None:
+        self._settings = settings
+
+    @in_task
+    def __call__(self, batches: Batches) -> Iterator[pa.RecordBatch]:
+        """What `batches_of` gives, with the session's Hadoop settings in force."""
+        set_hadoop_settings(self._settings)
+        for batch in batches:
+            for text in batch.column(0).to_pylist():
+                yield from joined(self.batches_of(json.loads(text)))
+
+    @abstractmethod
+    def batches_of(self, items: Sequence[Mapping[str, Any]]) -> Iterator[pa.RecordBatch]:
+        """The batches of some items of the plan."""
+
+
+def joined(batches: Batches) -> Iterator[pa.RecordBatch]:
+    """The same rows in batches of MIN_ROWS or more, but the last: each batch costs Spark about a millisecond, and a
+    small file makes two. What is held at a time has fewer rows than that and less than MIN_BYTES.
+    """
+    held: list[pa.RecordBatch] = []
+    rows = size = 0
+    for batch in batches:
+        held.append(batch)
+        rows, size = rows + batch.num_rows, size + batch.nbytes
+        if rows >= MIN_ROWS or size >= MIN_BYTES:
+            yield from _one(held)
+            held, rows, size = [], 0, 0
+    yield from _one(held)
+
+
+def _one(batches: list[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    if len(batches) < 2:
+        yield from batches
+    else:
+        yield from pa.Table.from_batches(batches).combine_chunks().to_batches()
+
+
+def sliced(
+    spark: SparkSession, items: Sequence[Mapping[str, Any]], sizes: Sequence[int], slice_bytes: int
+) -> DataFrame:
+    """The plan as a data frame of one column, a row for each task: neighbouring items as JSON, as `slices` has them.
+
+    Made in Java: a data frame of Python's rows would be read by a Python task before the one that it is for.
+    """
+    from pyspark.sql import DataFrame
+
+    cores = spark.sparkContext.defaultParallelism
+    texts = [json.dumps(items[run.start : run.stop]) for run in slices(sizes, slice_bytes, cores)]
+    java = spark.sparkContext._jsc.parallelize(texts, len(texts)).rdd()
+    jvm = spark.sparkContext._jvm
+    assert jvm is not None
+    strings = spark._jsparkSession.createDataset(java, jvm.org.apache.spark.sql.Encoders.STRING())
+    return DataFrame(strings.toDF(), spark)
+
+
+def slices(sizes: Sequence[int], slice_bytes: int, cores: int) -> list[range]:
+    """Which items a task gets, in order: neighbours of `slice_bytes` together, one that has as much alone; of less work
+    than that for each core, as many tasks as cores. To open a file costs as much as reading OPEN_BYTES.
+    """
+    costs = np.asarray(sizes, dtype=np.float64) + OPEN_BYTES
+    total = costs.sum()
+    count = min(max(math.ceil(total / (slice_bytes + OPEN_BYTES)), cores), len(sizes), MAX_TASKS)
+    place = ((np.cumsum(costs) - costs) * count / total).astype(np.int64)  # of where each item begins
+    starts = [0, *(np.flatnonzero(np.diff(place)) + 1).tolist(), len(sizes)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
+
+
+def by_partition(df: DataFrame, count: int, number: Column) -> DataFrame:
+    """`df` in `count` partitions, each row in the one that `number` (int) names.
+
+    That is repartitionById, which Spark has from 4.1 on; before, rows go by numbers whose hash Spark sends there.
+    """
+    if hasattr(df, "repartitionById"):
+        return df.repartitionById(count, number)
+    return by_hash(df, count, number)
+
+
+def by_hash(df: DataFrame, count: int, number: Column) -> DataFrame:
+    """by_partition where Spark only partitions by a hash of a value."""
+    from pyspark.sql import functions as f
+
+    values = f.expr(f"array({', '.join(map(str, _values_by_remainder(count)))})")
+    return df.repartition(count, f.element_at(values, number + 1))
+
+
+def _values_by_remainder(count: int) -> list[int]:
+    """For each remainder 0..count-1 the least number whose Spark hash has it, as HashPartitioning takes it."""
+    found = np.full(count, -1)
+    start, step = 0, 8 * count
+    while (found < 0).any():
+        values = np.arange(start, start + step, dtype=np.uint32)
+        remainders, first = np.unique(spark_hash(values).astype(np.int64) % count, return_index=True)
+        new = found[remainders] < 0
+        found[remainders[new]] = values[first[new]]
+        start += step
+    return [int(value) for value in found]
+
+
+def spark_hash(values: NDArray[np.uint32]) -> NDArray[np.int32]:
+    """Spark SQL's hash() of each int, (n,) uint32 -> (n,) int32: 32-bit MurmurHash3 (Appleby 2011) with seed 42."""
+    with np.errstate(over="ignore"):
+        mixed = _rotated(values * np.uint32(0xCC9E2D51), 15) * np.uint32(0x1B873593)
+        value = _rotated(mixed ^ np.uint32(42), 13) * np.uint32(5) + np.uint32(0xE6546B64)
+        value ^= np.uint32(4)
+        value = (value ^ (value >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+        value = (value ^ (value >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return (value ^ (value >> np.uint32(16))).view(np.int32)
+
+
+def _rotated(values: NDArray[np.uint32], bits: int) -> NDArray[np.uint32]:
+    return (values << np.uint32(bits)) | (values >> np.uint32(32 - bits))

@@ -1,0 +1,1 @@
+"""Which row belongs to which split, and what leaks between splits."""

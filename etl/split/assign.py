@@ -1,0 +1,125 @@
+"""The second pass, in the tasks: each row's sample id, split, place in its split and encoded size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from etl import columns as c
+from etl.spark.errors import in_task
+from etl.split.sampling import SAMPLED_OUT, WEIGHT, ClassWeights, Sampling
+from etl.split.splits import SplitSpec
+from etl.split.stored import Stored
+from lockstep.features.examples.encoder import RecordEncoder
+from lockstep.features.examples.sequence_example import SequenceEncoder
+from lockstep.features.sample_id import sample_ids, shard_keys
+from lockstep.features.schema.fields import SAMPLE_ID
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.errors import DataError
+
+_SIGN = np.uint64(1 << 63)
+
+
+@dataclass(frozen=True)
+class Assign:
+    """The function for mapInArrow: rows of the caller in, rows of `ddl()` out; dropped rows keep only their reason, but
+    for those that a `counted` split may need.
+
+    TFRecord rows are encoded and framed here, once: their exact size is needed before the number of shards is known,
+    and Spark moves one column of bytes faster than the many that it is made of (docs/decisions/060-codec-kernels.md).
+    """
+
+    schema: Schema
+    id_columns: tuple[str, ...]
+    split: SplitSpec
+    seed: int
+    fmt: str
+    sample: Sampling | None = None
+    weights: ClassWeights | None = None
+
+    def ddl(self) -> str:
+        """The rows that come out, in Spark's notation."""
+        own = [f"{c.SPLIT} string", f"{c.DROPPED} string", f"{c.KEY} bigint", f"{c.LEAK} bigint"]
+        return ", ".join([*own, f"{c.SOURCE} int", f"{c.POSITION} bigint", *self._stored.ddl()])
+
+    @in_task
+    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Raises DataError for a null in an id column, or for a row that does not fit the schema."""
+        for batch in batches:
+            if batch.num_rows:
+                yield self.rows(batch)
+
+    def rows(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """What becomes of one batch."""
+        lost = pa.nulls(0, pa.string())
+        if c.DROPPED in batch.schema.names and batch.column(c.DROPPED).null_count < batch.num_rows:
+            reasons = batch.column(c.DROPPED)
+            batch, lost = batch.filter(reasons.is_null()), reasons.filter(reasons.is_valid())
+        ids = self._ids(batch)
+        splits = self.split.assign(batch, ids, self.seed)
+        if self.sample is None:
+            kept = self._kept(batch, ids, splits)
+        elif self.split.counted:
+            # Only etl.split.time_and_strata knows whether those that are left out are in a split that is sampled: they
+            # come whole.
+            out = pa.array(~self.sample.keeps(batch, ids, self.seed))
+            kept = self._kept(batch, ids, splits)
+            reasons = pc.if_else(out, SAMPLED_OUT, kept.column(c.DROPPED))
+            kept = kept.set_column(kept.schema.get_field_index(c.DROPPED), c.DROPPED, reasons)
+        else:
+            sampled = np.asarray(pc.is_in(splits, value_set=pa.array(self.split.trained)))
+            keeps = self.sample.keeps(batch, ids, self.seed) | ~sampled
+            lost = pa.concat_arrays([lost, pa.array([SAMPLED_OUT] * int((~keeps).sum()), pa.string())])
+            kept = self._kept(batch.filter(pa.array(keeps)), ids[keeps], splits.filter(pa.array(keeps)))
+        if not len(lost):
+            return kept
+        nulls = [lost if f.name == c.DROPPED else pa.nulls(len(lost), f.type) for f in kept.schema]
+        return pa.concat_batches([kept, pa.RecordBatch.from_arrays(nulls, schema=kept.schema)])
+
+    def _kept(self, batch: pa.RecordBatch, ids: NDArray[np.int64], splits: pa.StringArray) -> pa.RecordBatch:
+        if self.weights is not None:
+            batch = batch.append_column(WEIGHT, self.weights.of(batch))
+        full = {field.name: batch.column(field.name) for field in self.schema if field.name != SAMPLE_ID}
+        full[SAMPLE_ID] = pa.array(ids)
+        fields = pa.RecordBatch.from_arrays(
+            [full[f.name].cast(f.arrow_type) for f in self.schema], names=[f.name for f in self.schema]
+        )
+        keys = (shard_keys(ids, self.seed) ^ _SIGN).view(np.int64)  # flipping the sign keeps unsigned order
+        out: dict[str, Any] = {
+            c.SPLIT: splits,
+            c.DROPPED: pa.nulls(batch.num_rows, pa.string()),
+            c.KEY: pa.array(keys),
+        }
+        out |= {name: batch.column(name) for name in (c.LEAK, c.SOURCE, c.POSITION)}
+        return pa.RecordBatch.from_pydict(out | self._stored.columns(fields))
+
+    @property
+    def _encoder(self) -> RecordEncoder | SequenceEncoder:
+        return self._stored.encoder
+
+    @cached_property
+    def _stored(self) -> Stored:
+        return Stored(self.schema, self.fmt, also=c.counted_fields(self.schema))
+
+    def _ids(self, batch: pa.RecordBatch) -> NDArray[np.int64]:
+        columns = [_as_text(name, batch.column(name)) for name in self.id_columns]
+        return sample_ids(columns, np.asarray(batch.column(c.OCCURRENCE)))
+
+
+def _as_text(name: str, column: pa.Array) -> pa.Array:
+    """An id column as what is hashed, see etl.columns."""
+    if column.null_count:
+        raise DataError(
+            f"id column `{name}` is null",
+            got="null",
+            allowed="a value in each row",
+            next_step="Fill or drop those rows.",
+        )
+    return c.text_of(column)

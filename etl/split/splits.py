@@ -1,0 +1,212 @@
+"""How records are split. By hash, no record's split depends on another record; stratified and time look at all."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from etl import columns as c
+from lockstep.features.sample_id import group_hashes, unit_hashes
+from lockstep.storage.errors import ConfigError, DataError
+
+TRAIN, VALIDATION, TEST = "train", "validation", "test"
+KINDS = ("random", "group", "kfold", "stratified", "time", "given")
+COUNTED = ("stratified", "time")  # kinds that follow from how many records there are
+TIME_COLUMN = "time"
+MAX_FOLDS = 100
+MAX_SHOWN = 200
+ALLOWED = (
+    "A/B or A/B/C such as 80/20 or 8/1/1 (train, validation, test), group:COLUMN:A/B (or user:COLUMN:A/B),"
+    " stratified:COLUMN:A/B, time:A/B or time:COLUMN:A/B, kfold:K or kfold:K:COLUMN, or given"
+)
+_PART = re.compile(r"[0-9]{1,6}([.][0-9]{1,6})?")
+_FOLDS = re.compile(r"[1-9][0-9]{0,2}")
+_TIMES, _CLASSES = "whole numbers, dates or timestamps", "whole numbers, text or booleans"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitSpec:
+    """How records are split.
+
+    `kind` random: by the sample id; group: by the value of `column`; kfold: either of them, into equal folds;
+    stratified: each value of `column` in the ratio `weights`; time: what is earlier in `column` first; given: as the
+    input says. `names` are the splits in the order of `weights`; empty for given, where the records name them.
+    """
+
+    kind: str = "random"
+    names: tuple[str, ...] = ()
+    weights: tuple[int, ...] = ()
+    column: str | None = None
+
+    @property
+    def given(self) -> bool:
+        """Whether each record names its split."""
+        return self.kind == "given"
+
+    @property
+    def counted(self) -> bool:
+        """Whether splits are settled only when all records have been counted (etl.split.time_and_strata)."""
+        return self.kind in COUNTED
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """The splits that training takes: `train`, or all folds."""
+        return self.names if self.kind == "kfold" else (TRAIN,)
+
+    @property
+    def text(self) -> str:
+        """The form that `parse` reads."""
+        shares = "/".join(map(str, self.weights))
+        if self.kind == "kfold":
+            return f"kfold:{len(self.names)}" + ("" if self.column is None else f":{self.column}")
+        return {"given": "given", "random": shares}.get(self.kind, f"{self.kind}:{self.column}:{shares}")
+
+    @classmethod
+    def parse(cls, text: str) -> SplitSpec:
+        """Read `--split`. Raises ConfigError for anything but the forms of ALLOWED."""
+        if text == "given":
+            return cls(kind="given")
+        head, _, rest = text.partition(":")
+        if head == "kfold":
+            count, separator, column = rest.partition(":")
+            if not _FOLDS.fullmatch(count) or not 2 <= int(count) <= MAX_FOLDS or (separator and not column):
+                raise _unreadable(text)
+            names = tuple(f"fold-{number}" for number in range(int(count)))
+            return cls(kind="kfold", names=names, weights=(1,) * len(names), column=column or None)
+        kind = {"group": "group", "user": "group", "stratified": "stratified", "time": "time"}.get(head)
+        if kind is None:
+            return cls(names=_names(text, text), weights=_weights(text, text))
+        column, _, shares = rest.rpartition(":")
+        if kind == "time" and not column and ":" not in rest:
+            column = TIME_COLUMN
+        if not column:
+            raise _unreadable(text)
+        return cls(kind=kind, names=_names(shares, text), weights=_weights(shares, text), column=column)
+
+    def check(self, kind: str) -> None:
+        """Raise ConfigError where `column` is of a type, `kind` in Spark's notation, that cannot decide the split."""
+        assert self.column is not None
+        if self.kind == "time" and kind not in (*c.WHOLE, "date", "timestamp"):
+            raise ConfigError(**_unfit(self.column, kind, _TIMES))
+        if self.kind == "stratified" and kind not in (*c.WHOLE, "boolean", "string"):
+            raise ConfigError(**_unfit(self.column, kind, _CLASSES))
+        if kind.partition("<")[0] in c.NESTED:
+            raise ConfigError(**_unfit(self.column, kind, "a number, text, bytes, boolean, date or time"))
+
+    def assign(self, batch: pa.RecordBatch, ids: NDArray[np.int64], seed: int) -> pa.StringArray:
+        """The split of each row: (n,) strings, none null.
+
+        `ids` are the rows' sample ids, (n,) int64. For stratified and time it is not the split that comes back but
+        what etl.split.time_and_strata decides it from: the text of the class, or of the time as a whole number. Raises
+        DataError for a null in `column`.
+        """
+        if self.kind == "given":
+            return _no_nulls(c.SPLIT, batch.column(c.SPLIT))
+        if self.column is None:
+            return self._named(unit_hashes(ids, seed))
+        column = _no_nulls(self.column, batch.column(self.column))
+        if self.kind == "time":
+            return times_of(self.column, column).cast(pa.string())
+        if self.kind == "stratified":
+            return texts_of(self.column, column)
+        return self._named(group_hashes(c.text_of(column), seed))
+
+    def _named(self, hashes: NDArray[np.uint64]) -> pa.StringArray:
+        return pa.array(self.names, pa.string()).take(pa.array(shares_of(hashes, self.weights)))
+
+
+def shares_of(hashes: NDArray[np.uint64], weights: Sequence[int]) -> NDArray[np.intp]:
+    """share_of each hash: (n,) uint64 -> (n,) indices into `weights`."""
+    total = sum(weights)
+    firsts = [-(-(below << 64) // total) for below in accumulate(weights[:-1])]  # of each share but the first
+    return np.searchsorted(np.array(firsts, dtype=np.uint64), hashes, side="right")
+
+
+def texts_of(name: str, column: pa.Array) -> pa.StringArray:
+    """The values of a class column as text: true, false, digits, or themselves. Raises DataError for other types."""
+    kind = column.type
+    if pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_string(kind):
+        return column.cast(pa.string())
+    raise DataError(**_unfit(name, str(kind), _CLASSES))
+
+
+def times_of(name: str, column: pa.Array) -> pa.Int64Array:
+    """The values of a time column as whole numbers that rise with them: themselves, days, or microseconds."""
+    kind = column.type
+    if pa.types.is_integer(kind):
+        return column.cast(pa.int64())
+    if pa.types.is_date32(kind):
+        return column.cast(pa.int32()).cast(pa.int64())
+    if pa.types.is_timestamp(kind):
+        return pc.cast(column, pa.timestamp("us", kind.tz)).cast(pa.int64())
+    raise DataError(**_unfit(name, str(kind), _TIMES))
+
+
+def span_of(kind: str, span: int) -> int:
+    """A span of seconds as times_of counts in a column of `kind` (Spark's notation), days rounded up; of a column of
+    whole numbers the span itself, in the column's unit.
+    """
+    return {"date": -(-span // 86_400), "timestamp": span * 1_000_000}.get(kind, span)
+
+
+def _no_nulls(name: str, column: pa.Array) -> pa.Array:
+    if column.null_count:
+        raise DataError(
+            f"column `{name}` decides the split and is null",
+            got=f"null in {column.null_count} of {len(column)} rows",
+            allowed="a value in each row",
+            next_step="Fill or drop those rows, or split by another column.",
+        )
+    return column
+
+
+def _unfit(name: str, got: str, allowed: str) -> dict[str, str]:
+    what = f"column `{name}` cannot decide the split"
+    return {"what": what, "got": got, "allowed": allowed, "next_step": "Cast the column, or split by another one."}
+
+
+def _parts(shares: str, text: str) -> list[str]:
+    parts = re.split("[/:]", shares)
+    if not 2 <= len(parts) <= 3 or not all(_PART.fullmatch(part) and float(part) > 0 for part in parts):
+        raise _unreadable(text)
+    return parts
+
+
+def _names(shares: str, text: str) -> tuple[str, ...]:
+    return (TRAIN, TEST) if len(_parts(shares, text)) == 2 else (TRAIN, VALIDATION, TEST)
+
+
+def _weights(shares: str, text: str) -> tuple[int, ...]:
+    parts = _parts(shares, text)
+    digits = max(len(part.partition(".")[2]) for part in parts)
+    return tuple(int(whole + part.ljust(digits, "0")) for whole, _, part in (p.partition(".") for p in parts))
+
+
+def _example(text: str) -> str:
+    """What somebody may have meant who wrote `text`: its kind and column with shares that can be read."""
+    head, *rest = text.split(":")
+    named = [part for part in rest if re.search("[A-Za-z_]", part)]
+    column = named[0] if len(named) == 1 and len(text) <= MAX_SHOWN else None
+    if head == "kfold":
+        return "kfold:5" if column is None else f"kfold:5:{column}"
+    if head == "time":
+        return "time:80/20" if column is None else f"time:{column}:80/20"
+    if head in ("group", "user", "stratified"):
+        return f"{head}:{column or 'COLUMN'}:80/20"
+    return "80/20"
+
+
+def _unreadable(text: str) -> ConfigError:
+    return ConfigError(
+        "--split cannot be read",
+        got=text[:MAX_SHOWN] or "nothing",
+        allowed=ALLOWED,
+        next_step=f"Write for example --split {_example(text)}.",
+    )

@@ -1,0 +1,198 @@
+"""Splits that need to see all records: each class in one ratio, and the earlier before the later.
+
+Both rest on counts over ranges of keys or times, narrowed in a few passes, so the driver holds some thousand numbers
+however many records there are, and no task sorts a whole class.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from etl import columns as c
+from etl.split.sampling import SAMPLED_OUT
+from etl.split.splits import SplitSpec
+from lockstep.storage.errors import DataError
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame
+
+BUCKET_BITS = 12  # 4096 ranges a pass: what one pass leaves open is a 4096th of the records
+KEY_BITS = 64
+MAX_CLASSES = 1000
+CENSORED_AT_BORDER = "censored_at_border"
+_LEAST = -(1 << 63)
+
+# (bucket, shift) of the values to look at, or None for all; shift of the buckets to count -> records by bucket. A value
+# v lies in bucket v >> shift.
+Histogram = Callable[[tuple[int, int] | None, int], Mapping[int, int]]
+
+
+def settle(rows: DataFrame, split: SplitSpec, window: int | None = None) -> DataFrame:
+    """Rows of etl.split.assign with the name of each row's split in SPLIT; nothing changes where it is there already.
+    Whole rows that come as SAMPLED_OUT are counted for the splits, and dropped only in those that are trained on.
+
+    In a split by time, rows whose label looks `window` ahead (in the column's unit) and so into the next split are
+    dropped as CENSORED_AT_BORDER. Raises DataError for more than MAX_CLASSES classes.
+    """
+    if split.kind == "stratified":
+        return _stratified(rows, split)
+    if split.kind == "time":
+        return _by_time(rows, split, window)
+    return rows
+
+
+def cuts_of(total: int, weights: Sequence[int]) -> list[int]:
+    """How many of `total` records lie before each border between the shares `weights`, rounded to the nearest."""
+    whole = sum(weights)
+    return [(2 * total * below + whole) // (2 * whole) for below in accumulate(weights[:-1])]
+
+
+def at_rank(rank: int, low: int, high: int, histogram: Histogram) -> tuple[int, int, int]:
+    """The value that stands at 0-based `rank` among all in order, how many are less and how many equal to it.
+
+    All values lie in low..high; rank is below their number.
+    """
+    shift = max(0, (high - low).bit_length() - BUCKET_BITS)
+    where, below = None, 0
+    while True:
+        counts = histogram(where, shift)
+        for bucket in sorted(counts):
+            if below + counts[bucket] > rank:
+                break
+            below += counts[bucket]
+        else:
+            raise AssertionError(f"rank {rank} is not below {below}")
+        if shift == 0:
+            return bucket, below, counts[bucket]
+        where, shift = (bucket, shift), max(0, shift - BUCKET_BITS)
+
+
+def ends_of(cuts: Sequence[int], total: int, low: int, high: int, histogram: Histogram) -> list[int]:
+    """The last value before each border, of `total` values that lie in low..high, where equal ones stay together.
+
+    A border should lie after its number of values in `cuts`, which rise and are below `total`: of the places beside the
+    equal values there, it takes the nearer one, the earlier if both are as near. Where that would leave nothing between
+    two borders, before the first or after the last, it takes the next place that does not, if there is one.
+    """
+    found: list[tuple[int, int]] = []  # the last value before the border, and how many there are
+    for cut in cuts:
+        value, less, equal = at_rank(cut, low, high, histogram)
+        found.append((max(value - 1, _LEAST), less) if cut - less <= less + equal - cut else (value, less + equal))
+    below = 0
+    for number, (_, before) in enumerate(found):
+        if before <= below < total:
+            value, less, equal = at_rank(below, low, high, histogram)
+            found[number] = value, less + equal
+        below = found[number][1]
+    above = total
+    for number, (_, before) in reversed(list(enumerate(found))):
+        if before >= above > 0:
+            value, less, _ = at_rank(above - 1, low, high, histogram)
+            found[number] = max(value - 1, _LEAST), less
+        above = found[number][1]
+    return [last for last, _ in found]
+
+
+def _by_time(rows: DataFrame, split: SplitSpec, window: int | None) -> DataFrame:
+    from pyspark.sql import functions as f
+
+    time = f.col(c.SPLIT).cast("bigint")
+    times = rows.where(f.col(c.SPLIT).isNotNull()).select(time.alias("t"))
+    span = times.agg(f.min("t").alias("low"), f.max("t").alias("high"), f.count("t").alias("n")).collect()[0]
+    if not span["n"]:
+        return rows
+
+    def histogram(where: tuple[int, int] | None, shift: int) -> dict[int, int]:
+        here = times if where is None else times.where(f.shiftright("t", where[1]) == where[0])
+        return {row["b"]: row["count"] for row in here.groupBy(f.shiftright("t", shift).alias("b")).count().collect()}
+
+    ends = ends_of(_inner(span["n"], split.weights), span["n"], span["low"], span["high"], histogram)
+    if window is not None:
+        nexts = times.agg(*(f.min(f.when(f.col("t") > end, f.col("t"))) for end in ends)).collect()[0]
+        seen = f.lit(False)  # whether the label has seen the next split
+        for end, first in reversed(list(zip(ends, nexts, strict=True))):
+            since = span["high"] + 1 if first is None else first - window
+            seen = f.when(time <= end, time >= f.lit(max(since, _LEAST))).otherwise(seen)
+        lost = f.when(f.col(c.SPLIT).isNotNull() & seen, CENSORED_AT_BORDER).otherwise(f.col(c.DROPPED))
+        rows = rows.withColumn(c.DROPPED, lost)
+    named = f.lit(split.names[-1])
+    for name, end in reversed(list(zip(split.names, ends, strict=False))):
+        named = f.when(time <= end, name).otherwise(named)
+    return _renamed(rows, named, split)
+
+
+def _inner(total: int, weights: Sequence[int]) -> list[int]:
+    return [min(cut, total - 1) for cut in cuts_of(total, weights)]
+
+
+def _stratified(rows: DataFrame, split: SplitSpec) -> DataFrame:
+    from pyspark.sql import functions as f
+
+    kept = rows.where(f.col(c.SPLIT).isNotNull())
+    totals = {row[c.SPLIT]: row["count"] for row in kept.groupBy(c.SPLIT).count().limit(MAX_CLASSES + 1).collect()}
+    if len(totals) > MAX_CLASSES:
+        raise DataError(
+            f"column `{split.column}` has too many values to stratify by",
+            got=f"more than {MAX_CLASSES}",
+            allowed=f"{MAX_CLASSES} classes or fewer",
+            next_step="Stratify by the label, or split by --split group:COLUMN:...",
+        )
+    if not totals:
+        return rows
+    bucket = f.shiftright(c.KEY, KEY_BITS - BUCKET_BITS).alias("bucket")
+    counts: dict[str, dict[int, int]] = defaultdict(dict)
+    for row in kept.groupBy(c.SPLIT, bucket).count().collect():
+        counts[row[c.SPLIT]][row["bucket"]] = row["count"]
+    wanted = {name: [_place(cut, counts[name]) for cut in cuts_of(n, split.weights)] for name, n in totals.items()}
+    open_buckets = sorted({(name, place[0]) for name, places in wanted.items() for place in places if place})
+    asked = _small(rows, {"class": [p[0] for p in open_buckets], "bucket": [p[1] for p in open_buckets]}, "bucket")
+    held = kept.select(f.col(c.SPLIT).alias("class"), bucket, c.KEY).join(f.broadcast(asked), ["class", "bucket"])
+    keys: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for row in held.collect():
+        keys[row["class"], row["bucket"]].append(row[c.KEY])
+    for found in keys.values():
+        found.sort()
+    # The keys of distinct ids are distinct, so the first key behind a border is the border.
+    firsts = {
+        name: [keys[name, place[0]][place[1]] if place else None for place in places] for name, places in wanted.items()
+    }
+    return _cut_by_class(rows, split, firsts)
+
+
+def _place(cut: int, counts: Mapping[int, int]) -> tuple[int, int] | None:
+    """The bucket that holds the record at 0-based rank `cut`, and its rank there; None behind the last record."""
+    for bucket in sorted(counts):
+        if cut < counts[bucket]:
+            return bucket, cut
+        cut -= counts[bucket]
+    return None
+
+
+def _cut_by_class(rows: DataFrame, split: SplitSpec, firsts: Mapping[str, Sequence[int | None]]) -> DataFrame:
+    from pyspark.sql import functions as f
+
+    names = [f"_first_{number}" for number in range(len(split.names) - 1)]
+    table: dict[str, Iterable[object]] = {"_class": list(firsts)}
+    table |= {name: [firsts[value][number] for value in firsts] for number, name in enumerate(names)}
+    joined = rows.join(f.broadcast(_small(rows, table, *names)), f.col(c.SPLIT) == f.col("_class"), "left")
+    named = f.lit(split.names[0])
+    for name, first in zip(split.names[1:], names, strict=True):
+        named = f.when(f.col(c.KEY) >= f.col(first), name).otherwise(named)
+    return _renamed(joined, named, split).select(*map(c.quoted, rows.columns))
+
+
+def _renamed(rows: DataFrame, named: Column, split: SplitSpec) -> DataFrame:
+    from pyspark.sql import functions as f
+
+    back = (f.col(c.DROPPED) == SAMPLED_OUT) & f.col(c.SPLIT).isNotNull() & ~named.isin(*split.trained)
+    rows = rows.withColumn(c.DROPPED, f.when(back, None).otherwise(f.col(c.DROPPED)))
+    return rows.withColumn(c.SPLIT, f.when(f.col(c.DROPPED).isNull(), named))
+
+
+def _small(rows: DataFrame, table: Mapping[str, Iterable[object]], *numbers: str) -> DataFrame:
+    """A table of a few thousand rows beside `rows`: text, and whole numbers where named."""
+    ddl = ", ".join(f"{name} {'bigint' if name in numbers else 'string'}" for name in table)
+    return rows.sparkSession.createDataFrame(list(zip(*table.values(), strict=True)), ddl)

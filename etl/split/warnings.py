@@ -1,0 +1,84 @@
+"""What is said, in a line each, of splits that are not what their shares let one expect."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from fractions import Fraction
+
+from etl.split.splits import TRAIN, SplitSpec
+
+# Of a share of 20 %: below 15 % and above 26.7 %. Groups of a few hundred records among thousands stay within that.
+FAR = Fraction(4, 3)
+MIN_Z, MIN_APART = 5, Fraction(1, 10)
+
+
+def far_from_shares(split: SplitSpec, records: Mapping[str, int]) -> str | None:
+    """Says which split of whole groups has the share that is furthest from what was asked for, if one is FAR from it.
+
+    `records` are the records of each split.
+    """
+    if split.column is None or split.kind not in ("group", "kfold"):
+        return None
+    total, parts = sum(records.values()), sum(split.weights)
+    asked = {name: Fraction(weight, parts) for name, weight in zip(split.names, split.weights, strict=True)}
+    times = {name: Fraction(records[name], total) / share for name, share in asked.items()}
+    worst = max(times, key=lambda name: max(times[name], 1 / times[name]))
+    if max(times[worst], 1 / times[worst]) <= FAR:
+        return None
+    return (
+        f"{worst} has {percent(Fraction(records[worst], total))} of the records where --split {split.text} asks for"
+        f" {percent(asked[worst])}"
+    )
+
+
+def label_lines(label: str, classes: Mapping[str, Mapping[str, int]], *, sampled: bool) -> list[str]:
+    """A line for each split whose records all have one class of `label`, and, unless training was `sampled`, for each
+    whose share of a class is far from that in the split `train`, or in all other splits where none is called so.
+
+    `classes` are the records of each class in each split. Shares are far apart if they differ by more than MIN_APART of
+    the smaller one and by more than MIN_Z standard deviations of chance (two proportions, pooled): neither 50.0 and
+    50.4 % of a million records are, nor 50 and 60 % of a hundred.
+    """
+    lines = [
+        f"label: all {count} records of {name} have `{label}` = {value}, so no metric there says how well a model"
+        f" separates classes; give more input, or --split stratified:{label}:..."
+        for name, counts in classes.items()
+        if len(counts) == 1
+        for value, count in counts.items()
+    ]
+    base = [TRAIN] if TRAIN in classes else list(classes)
+    for name in [] if sampled else classes:
+        others = [other for other in base if other != name]
+        far = _farthest(Counter(classes[name]), sum((Counter(classes[other]) for other in others), Counter[str]()))
+        if far is not None:
+            value, here, there = far
+            where = others[0] if len(others) == 1 else "all other splits"
+            lines.append(
+                f"label: {percent(here)} of {name} have `{label}` = {value}, of {where} {percent(there)}, which is more"
+                f" than chance; find out what differs between them, or give --split stratified:{label}:..."
+            )
+    return lines
+
+
+def _farthest(here: Counter[str], there: Counter[str]) -> tuple[str, Fraction, Fraction] | None:
+    """The class whose shares are farthest apart by chance's measure, with both shares; None if none is far."""
+    one, two = here.total(), there.total()
+    if not one or not two:
+        return None
+    worst = None
+    for value in sorted({*here, *there}):
+        first, second = Fraction(here[value], one), Fraction(there[value], two)
+        both = Fraction(here[value] + there[value], one + two)
+        apart = abs(first - second)
+        if both == 1 or apart <= MIN_APART * min(first, second):
+            continue
+        z_squared = apart**2 / (both * (1 - both) * (Fraction(1, one) + Fraction(1, two)))
+        if z_squared > MIN_Z**2 and (worst is None or z_squared > worst[0]):
+            worst = z_squared, value, first, second
+    return None if worst is None else worst[1:]
+
+
+def percent(share: Fraction) -> str:
+    """A share of a whole to a tenth of a percent."""
+    return f"{float(100 * share):.1f} %"

@@ -1,0 +1,1 @@
+"""From rows to a published dataset: staging, shards, quarantine, commit."""

@@ -1,0 +1,265 @@
+"""An append: a new dataset that continues another one and fits beside it, without a record of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from etl.spark.errors import in_task
+from etl.split.sampling import Sampling
+from etl.split.splits import SplitSpec
+from etl.write.config import WriteConfig
+from lockstep.features.encode.baked import is_baked, raw_schema
+from lockstep.features.examples.foreign import decode_foreign_frames
+from lockstep.features.schema.fields import SAMPLE_ID, sample_id_field
+from lockstep.features.schema.schema import Schema
+from lockstep.features.shards.foreign_files import open_unpacked, pieces
+from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset, read_checked
+from lockstep.storage.dataset.manifest_shards import ShardInfo
+from lockstep.storage.errors import ConfigError, CorruptionError, DataError
+from lockstep.storage.files.interface import FileSystem
+from lockstep.storage.formats.parquet_footer import read_published_footer
+from lockstep.storage.formats.tfrecord import record_offsets
+from lockstep.storage.fs import filesystem
+from lockstep.storage.settings import hadoop_settings, set_hadoop_settings
+from lockstep.storage.urls import absolute, join
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+CLASS_COUNTS = "class_counts"  # in created_by.config: what balanced weights follow from
+MAX_CHAIN = 1000
+_FLAGS = {name: f"--{name}" for name in ("weights", "sample", "format", "split", "seed")}
+_IDS = pa.schema([(SAMPLE_ID, pa.int64())])
+
+
+@dataclass(frozen=True)
+class Parent:
+    """The dataset that an append names, and those that it continues itself, nearest first."""
+
+    chain: tuple[tuple[str, DatasetManifest], ...]
+
+    @property
+    def block_records(self) -> dict[str, int]:
+        """Records of a block by split: the same in all datasets of a chain, so that one plan covers them."""
+        return {name: split.block_records for name, split in self.chain[0][1].splits.items()}
+
+    @property
+    def class_counts(self) -> dict[str, int]:
+        """The records of each class that the weights were made for, by the text of the class."""
+        return dict(self.chain[0][1].created_by["config"][CLASS_COUNTS])  # open_parent has looked at them
+
+    def to_json(self) -> dict[str, Any]:
+        """The manifest's `parent`."""
+        url, manifest = self.chain[0]
+        return {"url": url, "digest": manifest.digest}
+
+    def fitted(self) -> dict[str, bytes]:
+        """The parent's fitted files by name: an append is encoded as what it continues."""
+        url, manifest = self.chain[0]
+        fs = filesystem(url)
+        listed = {path: info for path, info in manifest.files.items() if path.startswith("_fitted/")}
+        return {path.removeprefix("_fitted/"): read_checked(fs, url, path, info) for path, info in listed.items()}
+
+
+def open_parent(url: str, config: WriteConfig, schema: Schema | None) -> Parent:
+    """The dataset at `url` and all before it.
+
+    Raises ConfigError where sample or class counts that it says of itself cannot be read; where weights, sample, form
+    of features, schema, format, split or seed are not those of the dataset to be made (weights and sample where the
+    parent says them; `schema` None is not known yet); and where it has weights but does not say of which classes.
+    DataError where one before has changed.
+    """
+    url = absolute(url)
+    chain = [(url, load_dataset(url))]
+    first = chain[0][1]
+    stored, above = first.created_by["config"], Schema.from_json(first.schema)
+    same, raw = f"the schema of {url}", raw_schema(above)
+    told = {
+        # Before the schema, which differs too where one of the two has weights.
+        "weights": (stored.get("weights", config.weights), config.weights),
+        "sample": _samples(_sample_of(url, stored.get("sample", config.sample)), config.sample),
+        "form of features": (_form(baked=any(map(is_baked, above))), _form(baked=config.bake)),
+        "schema": (same, (schema or raw).differences(raw) or same),
+        "format": (first.format, config.fmt),
+        "split": (_split_text(stored.get("split")), config.split_spec.text),
+        "seed": (first.created_by["seed"], config.seed),
+    }
+    for what, (theirs, ours) in told.items():
+        if theirs != ours:
+            raise ConfigError(
+                f"{url} cannot be continued: its {what} is another one",
+                got=_setting(what, ours),
+                allowed=_setting(what, theirs),
+                next_step=f"{_way(what, theirs)}, or make a dataset of its own without --append-to.",
+            )
+    if config.weights == "balanced" and CLASS_COUNTS not in stored:
+        raise ConfigError(
+            f"{url} cannot be continued: it does not say how many records of each class its weights were made for",
+            got=f"no {CLASS_COUNTS} in its created_by.config",
+            allowed="a dataset made with --weights balanced by this version or a later one",
+            next_step="Make a dataset of its own without --append-to.",
+        )
+    if config.weights == "balanced":
+        _check_counts(url, stored[CLASS_COUNTS])
+    while (link := chain[-1][1].parent) is not None:
+        manifest = load_dataset(link["url"])
+        if manifest.digest != link["digest"] or len(chain) == MAX_CHAIN:
+            raise DataError(
+                f"{link['url']} is not the dataset that {chain[-1][0]} continues",
+                got=f"digest {manifest.digest}",
+                allowed=f"digest {link['digest']}, in a chain of {MAX_CHAIN} at most",
+                next_step="Restore that dataset, or build one from all inputs.",
+            )
+        chain.append((link["url"], manifest))
+    return Parent(tuple(chain))
+
+
+def check_new_ids(rows: DataFrame, parent: Parent) -> None:
+    """Raise DataError where a sample id of `rows` is one of the parent's or of those before it."""
+    shards = tuple(
+        (join(url, shard.path), replace(shard, block_offsets=(), unpacked_offsets=None))
+        for url, manifest in parent.chain
+        for split in manifest.splits.values()
+        for shard in split.shards
+    )
+    planned = rows.sparkSession.range(0, len(shards), 1, max(1, len(shards)))
+    old = planned.mapInArrow(ReadIds(shards, hadoop_settings()), f"{SAMPLE_ID} bigint")
+    again = rows.select(SAMPLE_ID).join(old, SAMPLE_ID, "left_semi").persist()
+    try:
+        count = again.count()
+        if count:
+            first = [row[SAMPLE_ID] for row in again.orderBy(SAMPLE_ID).limit(2).collect()]
+            raise DataError(
+                f"{count} records are in {parent.chain[0][0]} already, or in what it continues",
+                got=", ".join(f"sample id {sample & (1 << 64) - 1:016x}" for sample in first),
+                allowed="records that are new",
+                next_step="Leave the old input out of --input.",
+            )
+    finally:
+        again.unpersist()
+
+
+@dataclass(frozen=True)
+class ReadIds:
+    """The function for mapInArrow: numbers of `shards` (URL, what the manifest says) in, their sample ids out."""
+
+    shards: tuple[tuple[str, ShardInfo], ...]
+    settings: dict[str, str]
+
+    @in_task
+    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Raises CorruptionError or DataError for a shard that is damaged."""
+        set_hadoop_settings(self.settings)
+        for batch in batches:
+            for number in batch.column("id").to_pylist():
+                yield from ids_of(*self.shards[number])
+
+
+def ids_of(url: str, shard: ShardInfo) -> Iterator[pa.RecordBatch]:
+    """The sample ids of a shard, in batches with the one column `sample_id`.
+
+    Memory: some MiB or the largest record. Raises CorruptionError for a shard that is damaged or has other records.
+    """
+    fs, count = filesystem(url), 0
+    for ids in _ids_of_parquet(fs, url, shard) if shard.footer_sha256 is not None else _ids_of_tfrecord(fs, url):
+        count += len(ids)
+        yield pa.RecordBatch.from_arrays([ids], schema=_IDS)
+    if count != shard.records:
+        raise CorruptionError(
+            "a shard holds another number of records than its manifest says",
+            file=url,
+            got=str(count),
+            allowed=str(shard.records),
+        )
+
+
+def _ids_of_parquet(fs: FileSystem, url: str, shard: ShardInfo) -> Iterator[pa.Array]:
+    footer = pq.read_metadata(pa.BufferReader(read_published_footer(fs, url, shard)))
+    try:
+        with fs.open_read(url) as file:
+            reader = pq.ParquetFile(file, metadata=footer, page_checksum_verification=True)
+            for batch in reader.iter_batches(columns=[SAMPLE_ID]):
+                yield batch.column(SAMPLE_ID)
+    except (pa.ArrowException, OSError) as error:
+        raise CorruptionError(
+            "sample ids cannot be read",
+            file=url,
+            got=str(error).splitlines()[0],
+            allowed=f"pages of {SAMPLE_ID} that match their checksums",
+        ) from None
+
+
+def _ids_of_tfrecord(fs: FileSystem, url: str) -> Iterator[pa.Array]:
+    with open_unpacked(fs, url) as file:
+        for piece in pieces(file, url):
+            offsets = record_offsets(
+                piece.data, file=url, first_record=piece.first_record, base_offset=piece.base_offset
+            )
+            found = decode_foreign_frames((sample_id_field(),), piece.data, offsets, context_only=True)
+            yield found.column(SAMPLE_ID)
+
+
+def _sample_of(url: str, stored: object) -> str | None:
+    """The parent's `sample`, which anybody may have written."""
+    if stored is None:
+        return None
+    try:
+        if isinstance(stored, str):
+            Sampling.parse(stored)
+            return stored
+    except ConfigError as error:
+        raise _odd(url, "sample", stored, error.allowed) from None
+    raise _odd(url, "sample", stored, "text or null")
+
+
+def _check_counts(url: str, stored: object) -> None:
+    good = isinstance(stored, dict) and all(type(count) is int and count > 0 for count in stored.values())
+    if not (good and stored):
+        raise _odd(url, CLASS_COUNTS, stored, "how many records each class has, whole numbers above 0")
+
+
+def _odd(url: str, name: str, stored: object, allowed: str) -> ConfigError:
+    return ConfigError(
+        f"{url} cannot be continued: its manifest has a created_by.config.{name} that cannot be read",
+        got=repr(stored)[:500],
+        allowed=allowed,
+        next_step="Make a dataset of its own without --append-to.",
+    )
+
+
+def _setting(what: str, value: object) -> str:
+    """A setting as the command line says it, where a flag alone decides it."""
+    flag = _FLAGS.get(what)
+    if flag is None:
+        return str(value)[:500]
+    return f"no {flag}" if value is None else f"{flag} {value}"[:500]
+
+
+def _way(what: str, theirs: object) -> str:
+    flag = _FLAGS.get(what)
+    return f"Give the same {what}" if flag is None else f"{'Leave out' if theirs is None else 'Give the same'} {flag}"
+
+
+def _samples(theirs: str | None, ours: str | None) -> tuple[str | None, str | None]:
+    """Both texts; ours twice where theirs says the same shares in another way."""
+    if theirs is None or ours is None:
+        return theirs, ours
+    one, two = Sampling.parse(theirs), Sampling.parse(ours)
+    same = (one.column, dict(one.shares)) == (two.column, dict(two.shares))
+    return (ours, ours) if same else (theirs, ours)
+
+
+def _form(*, baked: bool) -> str:
+    return "what a model is fed (--bake)" if baked else "as they came, without --bake"
+
+
+def _split_text(stored: object) -> str:
+    try:
+        return SplitSpec.parse(str(stored)).text
+    except ConfigError:  # of a dataset that ETL has not made
+        return "none that is told"

@@ -1,0 +1,254 @@
+"""What an ETL job is told, checked before anything is read."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from dataclasses import dataclass, fields
+from fractions import Fraction
+from typing import Any
+
+from etl.input.ranges import DEFAULT_SPLIT_BYTES
+from etl.split.sampling import Sampling
+from etl.split.shares import parse_share
+from etl.split.splits import TIME_COLUMN, SplitSpec
+from lockstep.storage.dataset.layout import COMPRESSIONS, FORMATS
+from lockstep.storage.flags import check_flag
+from lockstep.storage.urls import absolute, several, split_url
+
+DEFAULT_SHARD_BYTES = 128 << 20
+WEIGHTS = ("none", "balanced")
+NOT_KEPT = "none"
+"""The --quarantine of rejected input that is not kept."""
+LOG_FORMATS = ("common", "combined", "tsv", "csv", "json")
+_SIDE = re.compile(r"[0-9]{1,9}")
+LABEL_WINDOW_S = 1800
+"""Seconds after a request in which the default label looks for another one."""
+DEFAULT_LABEL = (
+    f"CASE WHEN time + {LABEL_WINDOW_S} > log_end THEN NULL ELSE count(*) OVER"
+    f" (PARTITION BY visitor ORDER BY time RANGE BETWEEN 1 FOLLOWING AND {LABEL_WINDOW_S} FOLLOWING) > 0 END"
+)
+"""NULL, whatever is seen, for each request whose window the log does not cover: that a visit continues is seen at once,
+that it ended only after the whole window, so labels of the last window would nearly all be true.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WriteConfig:
+    """What is told of a dataset to write, whatever its input. Raises ConfigError for values that cannot be right."""
+
+    output: str
+    """The dataset's URL; must not exist."""
+    fmt: str = "tfrecord"
+    """tfrecord or parquet."""
+    compression: str = "none"
+    """none or gzip, of TFRecord shards; pages of Parquet shards are always packed (zstd)."""
+    split: str = "80/20"
+    """See SplitSpec."""
+    shard_bytes: int = DEFAULT_SHARD_BYTES
+    """Encoded bytes of a shard at most, on average over a split; before compression."""
+    row_group_bytes: int | None = None
+    """Bytes of a Parquet row group on average, uncompressed; None for 2 MiB and at least 64 row groups a split."""
+    seed: int = 0
+    """Seed of the split and of the order of records."""
+    sample: str | None = None
+    """See Sampling: the share of records of common classes to keep for training; None keeps all."""
+    weights: str = "none"
+    """`balanced` adds a field `weight` with which all classes of the label weigh alike in training (1 for a class that
+    training has not); `none` adds none."""
+    quarantine: str | None = None
+    """Where rejected input goes: None for the dataset's own folder, `none` for nowhere, or a URL that is free."""
+    append_to: str | None = None
+    """URL of the dataset that this one continues; None for a dataset of its own."""
+    clean: bool = False
+    """Whether to remove first what killed jobs left beside the output."""
+    petastorm: bool = False
+    """Whether to write the metadata of Petastorm's make_reader too (Parquet; docs/petastorm.md)."""
+    bake: bool = False
+    """Whether shards hold what a model is fed, in place of the features as they came (docs/features.md)."""
+    label_window: int | None = None
+    """With a time split: how far a label looks ahead of its record, in seconds, or in the unit of a column of whole
+    numbers. Records whose label looks into the next split are left out; None leaves none out."""
+
+    def __post_init__(self) -> None:
+        check_flag(self.fmt in FORMATS, "--format", self.fmt, ", ".join(FORMATS))
+        check_flag(self.compression in COMPRESSIONS, "--compression", self.compression, " or ".join(COMPRESSIONS))
+        if self.compression != "none":
+            check_flag(self.fmt == "tfrecord", "--compression", f"--format {self.fmt}", "--format tfrecord")
+        check_flag(self.shard_bytes >= 1, "--shard-bytes", str(self.shard_bytes), "1 or more")
+        check_flag(0 <= self.seed < 1 << 63, "--seed", str(self.seed), "0 to 2^63 - 1")
+        check_flag(self.weights in WEIGHTS, "--weights", self.weights, " or ".join(WEIGHTS))
+        if self.row_group_bytes is not None:
+            check_flag(self.row_group_bytes >= 1, "--row-group-bytes", str(self.row_group_bytes), "1 or more")
+            check_flag(self.fmt == "parquet", "--row-group-bytes", f"--format {self.fmt}", "--format parquet")
+        if self.petastorm:
+            check_flag(self.fmt == "parquet", "--petastorm", f"--format {self.fmt}", "--format parquet")
+        check_flag(self.quarantine is None or bool(self.quarantine), "--quarantine", "nothing", "a URL or none")
+        if self.quarantine not in (None, NOT_KEPT):
+            apart = not _nested(self.output, str(self.quarantine))
+            check_flag(apart, "--quarantine", str(self.quarantine), f"a place beside {self.output}")
+        spec = SplitSpec.parse(self.split)
+        if self.label_window is not None:
+            check_flag(self.label_window >= 0, "--label-window", str(self.label_window), "0 or more")
+            check_flag(spec.kind == "time", "--label-window", f"--split {self.split}", "--split time:...")
+        if self.append_to is not None:
+            check_flag(
+                spec.kind != "time", "--append-to", self.split, "another split: the border in time was the parent's"
+            )
+        if self.sample is not None:
+            Sampling.parse(self.sample)
+
+    @property
+    def split_spec(self) -> SplitSpec:
+        """The split, parsed."""
+        return SplitSpec.parse(self.split)
+
+    @property
+    def window(self) -> int | None:
+        """`label_window`, or what it is by default."""
+        return self.label_window
+
+    def write_options(self) -> dict[str, Any]:
+        """The arguments of write_dataset that this says."""
+        names = [field.name for field in fields(WriteConfig) if field.name != "output"]
+        return {name: getattr(self, name) for name in names}
+
+    def to_json(self) -> dict[str, Any]:
+        """What the content of the dataset follows from, besides the input and the seed."""
+        return {
+            "format": self.fmt,
+            "compression": self.compression,
+            "split": self.split,
+            "shard_bytes": self.shard_bytes,
+            "row_group_bytes": self.row_group_bytes,
+            "sample": self.sample,
+            "weights": self.weights,
+            "quarantine": self.quarantine,
+            "petastorm": self.petastorm,
+            "bake": self.bake,
+            **({} if self.window is None else {"label_window": self.window}),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputConfig(WriteConfig):
+    """What the ETL jobs that read files are told. Raises ConfigError for values that cannot be right."""
+
+    inputs: tuple[str, ...]
+    """Files or directories (read in order of their names; what begins with `_` or `.` is left out)."""
+    max_bad: str = "1%"
+    """The largest share of quarantined records that still counts as a success, as a percentage or a fraction."""
+    split_bytes: int = DEFAULT_SPLIT_BYTES
+    """Bytes of input that one task reads; never changes the output."""
+
+    def __post_init__(self) -> None:
+        super(OutputConfig, self).__post_init__()
+        object.__setattr__(self, "inputs", several(self.inputs))
+        check_flag(len(self.inputs) > 0, "--input", "nothing", "one URL or more")
+        check_flag(self.split_bytes >= 1, "split_bytes", str(self.split_bytes), "1 or more")
+        parse_share(self.max_bad)
+
+    @property
+    def max_bad_share(self) -> Fraction:
+        """The largest share of quarantined records, 0 to 1."""
+        return parse_share(self.max_bad)
+
+    def to_json(self) -> dict[str, Any]:
+        """What the content of the dataset follows from, besides the input and the seed."""
+        return {**super(OutputConfig, self).to_json(), "max_bad": self.max_bad}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogsConfig(OutputConfig):
+    """What `jobs.etl_logs` is told."""
+
+    log_format: str = "common"
+    """common or combined (Apache, Nginx), tsv, csv, or json (an object a line)."""
+    label: str | None = None
+    """A SQL expression; NULL leaves the record out. Over visitor, page, query, time and log_end (seconds since 1970,
+    UTC) for web requests, None for DEFAULT_LABEL; over the columns of a table, None for the schema's label column."""
+    schema: str | None = None
+    """Text or URL of a declared schema (lockstep.features.schema.declare): the input is such records, not web
+    requests.
+    """
+    id_columns: tuple[str, ...] = ()
+    """With a schema: the columns that name a record; none: its place, the file's name and the byte position."""
+    columns: tuple[str, ...] = ()
+    """TSV and CSV: the names of a line's fields; none: each file's first line names them."""
+    time_columns: tuple[str, ...] = ()
+    """With a schema: columns in ISO 8601, which become int64 microseconds since 1970 UTC."""
+    null_texts: tuple[str, ...] = ()
+    """TSV and CSV: texts that mean null, besides an empty field."""
+    quoted_newlines: bool = False
+    """CSV: a newline inside quotes is part of a record. Then a file is one task's work, however large."""
+
+    def __post_init__(self) -> None:
+        super(LogsConfig, self).__post_init__()
+        for name in ("id_columns", "columns", "time_columns", "null_texts"):
+            object.__setattr__(self, name, several(getattr(self, name)))
+        check_flag(self.log_format in LOG_FORMATS, "--log-format", self.log_format, ", ".join(LOG_FORMATS))
+        table, delimited = self.log_format in LOG_FORMATS[2:], self.log_format in ("tsv", "csv")
+        only = (
+            ("--schema", self.schema is not None, table, "tsv, csv or json"),
+            ("--columns", bool(self.columns), delimited, "tsv or csv"),
+            ("--null-text", bool(self.null_texts), delimited, "tsv or csv"),
+            ("--quoted-newlines", self.quoted_newlines, self.log_format == "csv", "csv"),
+        )
+        for flag, given, fits, formats in only:
+            check_flag(fits or not given, flag, f"--log-format {self.log_format}", f"with --log-format {formats}")
+        for flag, names in (("--id-columns", self.id_columns), ("--time-columns", self.time_columns)):
+            check_flag(self.schema is not None or not names, flag, " ".join(names), "with --schema")
+            check_flag(len(set(names)) == len(names) and all(names), flag, " ".join(names), "each name once")
+        check_flag(len(set(self.columns)) == len(self.columns), "--columns", " ".join(self.columns), "each name once")
+        check_flag(
+            not self.split_spec.given,
+            "--split",
+            self.split,
+            "80/20 or group:COLUMN:80/20: a log does not name its split",
+        )
+
+    @property
+    def window(self) -> int | None:
+        """`label_window`, by default that of the default label where web requests are split by their time."""
+        spec = self.split_spec
+        web = self.schema is None and self.label is None and (spec.kind, spec.column) == ("time", TIME_COLUMN)
+        return LABEL_WINDOW_S if self.label_window is None and web else self.label_window
+
+    def write_options(self) -> dict[str, Any]:
+        """The arguments of write_dataset that this says."""
+        # What --time-columns names is in ISO 8601 to the user, and in microseconds from here on.
+        scale = 1_000_000 if self.split_spec.column in self.time_columns else 1
+        window = None if self.window is None else scale * self.window
+        return {**super(LogsConfig, self).write_options(), "label_window": window}
+
+    def to_json(self) -> dict[str, Any]:
+        """What the content of the dataset follows from, besides the input, the seed and the schema."""
+        web = {"label": self.label or DEFAULT_LABEL}
+        table = {
+            "label": self.label,
+            "id_columns": list(self.id_columns),
+            "time_columns": list(self.time_columns),
+        }
+        return {
+            **super(LogsConfig, self).to_json(),
+            "job": "etl_logs",
+            "log_format": self.log_format,
+            "columns": list(self.columns),
+            "null_texts": list(self.null_texts),
+            "quoted_newlines": self.quoted_newlines,
+            **(web if self.schema is None else table),
+        }
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Read "HxW". Raises ConfigError for another form."""
+    height, _, width = text.partition("x")
+    check_flag(bool(_SIDE.fullmatch(height) and _SIDE.fullmatch(width)), "--image-size", text, "HxW such as 28x28")
+    return int(height), int(width)
+
+
+def _nested(one: str, other: str) -> bool:
+    """Whether two URLs name one place, or one lies in the other."""
+    first, second = (split_url(absolute(url)) for url in (one, other))
+    paths = [posixpath.normpath("/" + path.lstrip("/")) for _, _, path in (first, second)]
+    return first[:2] == second[:2] and posixpath.commonpath(paths) in paths

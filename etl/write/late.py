@@ -1,0 +1,224 @@
+"""Images that travel as files and become pixels in the task that writes them: a JPEG is shorter than what it holds.
+
+How many shards there are is settled before, by the size of the pixels that each header promises. An image that turns
+out broken only then is missing in its shard, and counted as rejected like those that were found broken before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from etl import columns as c
+from etl.images.image_rows import PACKED, PLACE
+from etl.images.intake import Intake
+from etl.input.lines import RAW_BYTES
+from etl.spark.attempts import partition_of_task
+from etl.spark.errors import in_task
+from etl.spark.tasks import rows_too_large
+from etl.split.assign import Assign
+from etl.write.shards import RESULT, RESULT_DDL, WriteShards
+from lockstep.features.encode.hashing import hash_values
+from lockstep.features.examples.encoder import RecordEncoder
+from lockstep.features.images.decode import ImageError
+from lockstep.features.schema.fields import SAMPLE_ID, Field
+from lockstep.features.schema.schema import Schema
+
+CHUNK_BYTES = 4 << 20
+# What became of a shard, of an image that could not be made, or of one that could: two of these three are null. Of an
+# image that could, its split and leak key; of each where it comes from.
+WRITTEN_DDL = (
+    f"shard struct<{RESULT_DDL}, rejected bigint, rejected_bytes bigint>,"
+    f" bad struct<{PLACE} string, reason string, raw binary, length bigint, sha256 string>,"
+    f" {c.SPLIT} string, {c.SOURCE} int, {c.POSITION} bigint, {SAMPLE_ID} bigint, {c.LEAK} bigint"
+)
+_SHARD = pa.struct([*RESULT, ("rejected", pa.int64()), ("rejected_bytes", pa.int64())])
+_BAD = pa.struct(
+    [
+        (PLACE, pa.string()),
+        ("reason", pa.string()),
+        ("raw", pa.binary()),
+        ("length", pa.int64()),
+        ("sha256", pa.string()),
+    ]
+)
+_WRITTEN = pa.schema(
+    [
+        ("shard", _SHARD),
+        ("bad", _BAD),
+        (c.SPLIT, pa.string()),
+        (c.SOURCE, pa.int32()),
+        (c.POSITION, pa.int64()),
+        (SAMPLE_ID, pa.int64()),
+        (c.LEAK, pa.int64()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class LateImages:
+    """Which field is made late, and how: its column holds pixels, or files where PACKED is true.
+
+    `content` says that the leak key is a hash of the pixels, which nobody knows before.
+    """
+
+    field: Field
+    intake: Intake
+    content: bool
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes of an image's pixels."""
+        return math.prod(side for side in self.field.shape if side is not None)
+
+    def stand_in(self, count: int) -> pa.Array:
+        """A column of `count` values of the pixels' length, for sizes alone: nobody may look at their content."""
+        ends = pa.py_buffer(np.arange(count + 1, dtype=np.int64) * self.size)
+        nothing = pa.py_buffer(b"\0")
+        content = pa.foreign_buffer(nothing.address, count * self.size, nothing)
+        return pa.Array.from_buffers(pa.large_binary(), count, [None, ends, content])
+
+    def made(self, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, list[dict[str, Any]]]:
+        """The rows whose image could be made, with its pixels; and the others, as rows of the quarantine."""
+        values = batch.column(self.field.name).to_pylist()
+        bad: list[dict[str, Any]] = []
+        for at, packed in enumerate(batch.column(PACKED).to_pylist()):
+            if not packed:
+                continue
+            try:
+                values[at] = self.intake.take(values[at])
+            except ImageError as error:
+                bad.append(_rejected(batch, at, error.reason, values[at]))
+                values[at] = None
+        pixels = pa.array(values, pa.binary())
+        place = batch.schema.get_field_index(self.field.name)
+        batch = batch.set_column(place, self.field.name, pixels)
+        if bad:
+            batch = batch.filter(pixels.is_valid())
+        if self.content:
+            key = pa.array(hash_values(batch.column(self.field.name), 0))
+            batch = batch.set_column(batch.schema.get_field_index(c.LEAK), c.LEAK, key)
+        return batch, bad
+
+
+def _rejected(batch: pa.RecordBatch, at: int, reason: str, data: bytes) -> dict[str, Any]:
+    place = {name: batch.column(name)[at].as_py() for name in (c.SOURCE, c.POSITION)}
+    told = {PLACE: batch.column(PLACE)[at].as_py(), "reason": reason, "raw": data[:RAW_BYTES]}
+    return {**place, "bad": {**told, "length": len(data), "sha256": hashlib.sha256(data).hexdigest()}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssignLate(Assign):
+    """Assign for rows whose `late` field is not made yet: nothing is encoded. With `carry` that column comes out too,
+    and PACKED and PLACE beside it, but BYTES is null; without, that column need not be there.
+    """
+
+    late: LateImages
+    carry: bool
+
+    @classmethod
+    def of(cls, assign: Assign, late: LateImages) -> AssignLate:
+        """The same assignment, carrying the images."""
+        same = {field.name: getattr(assign, field.name) for field in fields(Assign)}
+        return cls(**same, late=late, carry=True)
+
+    def ddl(self) -> str:
+        """The rows that come out, in Spark's notation."""
+        more = f", `{self.late.field.name}` binary, {PACKED} boolean, {PLACE} string" if self.carry else ""
+        return self._narrow.ddl() + more
+
+    def _kept(self, batch: pa.RecordBatch, ids: NDArray[np.int64], splits: pa.StringArray) -> pa.RecordBatch:
+        found = self._narrow._kept(batch, ids, splits)
+        sizes = pa.nulls(len(found), pa.int64()) if self.carry else self._sizes(found)
+        found = found.set_column(found.schema.get_field_index(c.BYTES), c.BYTES, sizes)
+        if self.carry:
+            for name in (self.late.field.name, PACKED, PLACE):
+                found = found.append_column(name, batch.column(name))
+        return found
+
+    def _sizes(self, rows: pa.RecordBatch) -> pa.Array:
+        late = self.late
+        if self.fmt == "tfrecord":
+            return pa.array(self._encoder.sizes(rows.append_column(late.field.name, late.stand_in(len(rows)))))
+        return pc.add(rows.column(c.BYTES), c.logical_bytes(late.field, late.stand_in(len(rows))))
+
+    @cached_property
+    def _narrow(self) -> Assign:
+        fields = tuple(field for field in self.schema if field.name != self.late.field.name)
+        return Assign(Schema(fields), self.id_columns, self.split, self.seed, "parquet", self.sample, self.weights)
+
+
+@dataclass(frozen=True)
+class WriteLate:
+    """The function for mapInArrow: rows of AssignLate in the order of their shard in, rows of WRITTEN_DDL out."""
+
+    write: WriteShards
+    late: LateImages
+
+    @in_task
+    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Write the shard of this partition, also an empty one. Raises what WriteShards raises."""
+        yield from self.rows(partition_of_task(self.write.settings), batches)
+
+    def rows(self, partition: int, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """What becomes of the images of `partition`, in the order of WRITTEN_DDL, its shard's row first."""
+        split = self.write.table.locate(partition)[0]
+        with tempfile.TemporaryFile(prefix="lockstep-told-") as file, pa.ipc.new_stream(file, _WRITTEN) as told:
+            counts = {"rejected": 0, "rejected_bytes": 0}
+            row = self.write.write(partition, self._made(batches, split, told, counts)).to_pylist()[0]
+            yield pa.RecordBatch.from_pylist([{"shard": {**row, **counts}}], schema=_WRITTEN)
+            told.close()
+            file.seek(0)
+            yield from pa.ipc.open_stream(file)
+
+    def _made(
+        self,
+        batches: Iterable[pa.RecordBatch],
+        split: str,
+        told: pa.ipc.RecordBatchStreamWriter,
+        counts: dict[str, int],
+    ) -> Iterator[pa.RecordBatch]:
+        encoder = RecordEncoder(self.write.schema)
+        step = max(1, CHUNK_BYTES // self.late.size)
+        for whole in batches:
+            for start in range(0, whole.num_rows, step):
+                batch, bad = self.late.made(whole.slice(start, step))
+                if bad:
+                    told.write_batch(pa.RecordBatch.from_pylist(bad, schema=_WRITTEN))
+                    counts["rejected"] += len(bad)
+                    counts["rejected_bytes"] += sum(len(row["bad"]["raw"]) for row in bad)
+                if not batch.num_rows:
+                    continue
+                names = (c.SOURCE, c.POSITION, SAMPLE_ID, c.LEAK)
+                known = {c.SPLIT: pa.repeat(split, len(batch)), **{name: batch.column(name) for name in names}}
+                told.write_batch(_filled(known, len(batch)))
+                yield batch if self.write.fmt == "parquet" else _encoded(batch, encoder)
+
+
+def _encoded(batch: pa.RecordBatch, encoder: RecordEncoder) -> pa.RecordBatch:
+    """The rows with their framed records, which lie in the encoder's buffer until it is used again."""
+    data, offsets = encoder.encode(batch)
+    if len(data) >= 1 << 31:
+        raise rows_too_large(len(data), len(batch))
+    buffers = [None, pa.py_buffer(offsets.astype(np.int32)), pa.py_buffer(data)]
+    kept = batch.select([c.SHARD, c.KEY, c.SOURCE, c.POSITION, SAMPLE_ID])
+    return kept.append_column(c.RECORD, pa.Array.from_buffers(pa.binary(), len(batch), buffers))
+
+
+def _filled(known: dict[str, pa.Array], count: int) -> pa.RecordBatch:
+    columns = [known.get(field.name) for field in _WRITTEN]
+    nulls = [
+        pa.nulls(count, field.type) if column is None else column
+        for field, column in zip(_WRITTEN, columns, strict=True)
+    ]
+    return pa.RecordBatch.from_arrays(nulls, schema=_WRITTEN)

@@ -1,1 +1,0 @@
-"""What ETL, training and prediction share: schema, encoders, fitted statistics, ids."""

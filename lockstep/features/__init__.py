@@ -1,0 +1,1 @@
+"""Schemas, encoders and codecs: one meaning of a row for ETL and training."""

@@ -1,0 +1,1 @@
+"""From columns to the arrays that a model is fed."""

@@ -1,0 +1,147 @@
+"""Baking: from declared columns to columns of what a model is fed, in the form that
+lockstep/features/schema/baked_form.py says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from lockstep.features.encode.baked import baked_field, is_baked
+from lockstep.features.encode.encoder import plan_of
+from lockstep.features.encode.transforms import Columns, columns_of, kept_of, sequence_values
+from lockstep.features.schema.baked_form import has_ids, stored_form
+from lockstep.features.schema.encodings import fitted_part
+from lockstep.features.schema.fields import Field
+from lockstep.features.schema.fitted import Fitted
+from lockstep.features.schema.schema import Schema
+from lockstep.features.schema.signature import TensorSpec
+from lockstep.storage.errors import ConfigError
+
+Bake = Callable[[pa.Array], pa.Array]
+BATCH_BYTES = 64 << 20  # of decoded images and scaled tensors at once: they are larger than what they are made of
+
+
+def check_bakeable(schema: Schema) -> None:
+    """Raise ConfigError for a feature that no model can be fed with, or where all are stored as a model is fed."""
+    for field in schema.features:
+        if fitted_part(field.encoding) is None:
+            plan_of(field, None)
+    if not any(stored_form(field.dtype, field.shape, field.encoding) for field in schema.features):
+        raise ConfigError(
+            "--bake has nothing to do",
+            got=f"features that a model is fed as they are: {', '.join(field.name for field in schema.features)}"[:500],
+            allowed="a feature with an encoding, or a number that is no float32",
+            next_step="Leave --bake out.",
+        )
+
+
+def check_declared(schema: Schema) -> None:
+    """Raise ConfigError for a schema of a baked dataset where a declared one is wanted."""
+    baked = [field.name for field in schema if is_baked(field)]
+    if baked:
+        raise ConfigError(
+            f"field `{baked[0]}` is baked: its values are a model's inputs already, of statistics of another dataset",
+            got=f"{len(baked)} baked fields",
+            allowed="a schema that says what raw columns are",
+            next_step="For raw rows take lockstep.features.encode.baked.raw_schema(schema); for ids and "
+            "inputs declare plain numbers.",
+        )
+
+
+class Baker:
+    """Makes columns of a baked dataset from those of a declared schema.
+
+    `fitted` holds the statistics of each field that needs some. Raises ConfigError and DataError as Encoder does.
+    """
+
+    def __init__(self, schema: Schema, fitted: Mapping[str, Fitted]) -> None:
+        self._bakes: dict[str, Bake] = {}
+        fields = []
+        for field in schema:
+            found = fitted.get(field.name)
+            made = field
+            if field.kind == "feature" and stored_form(field.dtype, field.shape, field.encoding) is not None:
+                spec = plan_of(field, found)[field.name].spec
+                made = baked_field(field, _ids(field, spec), found if fitted_part(field.encoding) else None)
+                self._bakes[field.name] = _bake(field, made, found)
+            fields.append(made)
+        self.schema = replace(schema, fields=tuple(fields))
+        self._row_bytes = sum(map(_tensor_bytes, self.schema))
+
+    def batches(self, batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+        """The rows as columns of `schema`, a part of them at a time where tensors grow."""
+        rows = max(1, BATCH_BYTES // self._row_bytes) if self._row_bytes else max(1, len(batch))
+        for start in range(0, len(batch), rows):
+            part = batch.slice(start, rows)
+            columns = [self._column(field, part.column(field.name)) for field in self.schema]
+            yield pa.RecordBatch.from_arrays(columns, schema=self.schema.arrow_schema())
+
+    def _column(self, field: Field, column: pa.Array) -> pa.Array:
+        bake = self._bakes.get(field.name)
+        return column if bake is None else bake(column)
+
+
+def _ids(field: Field, spec: TensorSpec) -> int | None:
+    if not has_ids(field.encoding):
+        return None
+    return spec.ids if spec.ids is not None else spec.shape[0] + 1
+
+
+def _tensor_bytes(field: Field) -> int:
+    sizes = [size for size in field.shape if size is not None]
+    return math.prod(sizes) * np.dtype(field.dtype).itemsize if is_baked(field) and sizes else 0
+
+
+def _bake(field: Field, made: Field, fitted: Fitted | None) -> Bake:
+    encoding = field.encoding or {}
+    if encoding.get("kind") == "sequence":
+        of = encoding.get("of")
+        columns = None if of is None else columns_of(field, of, fitted)[0]
+        return lambda column: _cut(field, made, columns, column)
+    if has_ids(field.encoding):
+        columns, size = columns_of(field, encoding, fitted)
+        if field.is_list:
+            return lambda column: _each_once(made, columns(column.flatten()), column, size)
+        return lambda column: pa.array(columns(column) + 1)
+    transform = plan_of(field, fitted)[field.name].whole
+    if made.is_tensor:
+        return lambda column: _as_bytes(made, transform(column))
+    return lambda column: pa.array(transform(column).ravel())  # (n, 1) -> (n,)
+
+
+def _cut(field: Field, made: Field, columns: Columns | None, column: pa.Array) -> pa.Array:
+    """The values of each row's sequence, ragged."""
+    assert field.encoding is not None
+    starts, counts = kept_of(field.encoding, column)
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    values = sequence_values(field, columns, column)
+    return _lists(made, values[np.repeat(starts, counts) + within], counts)
+
+
+def _each_once(made: Field, found: NDArray[np.int64], column: pa.Array, size: int) -> pa.Array:
+    """The ids of each row's values, rising, each once; those of none are left out."""
+    rows = np.repeat(np.arange(len(column)), np.asarray(pc.list_value_length(column)))
+    used = found >= 0
+    # Pairs of row and column as one number: in their order ids rise within each row.
+    at, place = np.divmod(np.unique(rows[used] * size + found[used]), size)
+    return _lists(made, place + 1, np.bincount(at, minlength=len(column)))
+
+
+def _lists(made: Field, values: NDArray[Any], counts: NDArray[np.int64]) -> pa.Array:
+    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values), type=made.arrow_type)
+
+
+def _as_bytes(made: Field, tensors: NDArray[Any]) -> pa.Array:
+    """(n, *shape) -> (n,) bytes, little-endian in C order."""
+    data = np.ascontiguousarray(tensors, dtype=np.dtype(made.dtype).newbyteorder("<"))
+    offsets = np.arange(len(data) + 1, dtype=np.int32) * (data[:1].nbytes)
+    return pa.Array.from_buffers(pa.binary(), len(data), [None, pa.py_buffer(offsets), pa.py_buffer(data)])

@@ -1,0 +1,234 @@
+"""From columns on disk to the arrays that a model is fed: encodings and what was fitted are applied here, when read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from lockstep.features.encode.baked_inputs import baked
+from lockstep.features.encode.making import Lists, Made, at_once
+from lockstep.features.encode.refused_row import span
+from lockstep.features.encode.tensor_transforms import image, tensor
+from lockstep.features.encode.transforms import Plan, categorical, null_error, number, sequence, standardised, unfit
+from lockstep.features.images.decode_many import BadImageError, keeping_bad
+from lockstep.features.schema.baked_form import BAKED
+from lockstep.features.schema.fields import Field
+from lockstep.features.schema.fitted import Fitted
+from lockstep.features.schema.schema import Schema
+from lockstep.features.schema.signature import Signature, TensorSpec
+from lockstep.storage.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A batch of n rows.
+
+    `x` by feature name: one-hot, multi-hot (n, size) float32, ids (n, 1) int64, numbers (n, 1), sequences (n, length)
+    and beside them NAME_mask (n, length) float32 or NAME_length (n, 1) int64, tensors (n, *shape) as declared, or
+    float32 where they are normalised.
+    `y` (n,): float32 for bool and float labels, int64 for integers, or None. `sample_id` (n,) int64. `weight` (n,)
+    float32: how much each sample counts in training, or None where the schema has no such field. `bad` are the images
+    that could not be decoded, where the encoder was asked to go on: zeros of weight 0.
+    """
+
+    x: dict[str, NDArray[Any]]
+    y: NDArray[Any] | None
+    sample_id: NDArray[np.int64]
+    weight: NDArray[np.float32] | None = None
+    bad: tuple[BadImageError, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.sample_id)
+
+
+class Encoder:
+    """Applies a schema's encodings to record batches.
+
+    `fitted` holds the vocabulary or the moments of each field that needs one, by field name. Raises ConfigError for a
+    feature that cannot be fed to a model as declared, DataError for what is missing in `fitted` or does not fit.
+    """
+
+    def __init__(self, schema: Schema, fitted: Mapping[str, Fitted]) -> None:
+        self.schema = schema
+        fed: dict[str, tuple[str, Made]] = {}  # by the array's name: its column and how it is made
+        for field in schema.features:
+            for name, made in plan_of(field, fitted.get(field.name)).items():
+                if name in fed:
+                    raise unfit(field, f"two inputs of the name `{name}`", "names that no mask or length takes")
+                fed[name] = field.name, made
+        label = schema.label
+        if label is not None and (label.shape or label.dtype not in ("int64", "bool", "float32")):
+            got, allowed = f"a label of {label.dtype}, shape {label.shape}", "a scalar int64, bool or float32"
+            raise unfit(label, got, allowed, "Build the dataset anew with such a label.")
+        self._label, self._weight = label, schema.weight
+        if self._weight is not None and label is None:
+            raise unfit(self._weight, "a weight without a label", "a label whose loss it weighs", "Declare a label.")
+        target = None if label is None else TensorSpec(shape=(), dtype="int64" if label.dtype == "int64" else "float32")
+        self.signature = Signature(
+            features={name: fed[name][1].spec for name in sorted(fed, key=str.encode)},
+            label=target,
+            num_classes=None if label is None else label.num_classes,
+            weight=None if self._weight is None else TensorSpec(shape=(), dtype="float32"),
+        )
+        self._skips = False
+        self._names = tuple(fed)
+        self.made: tuple[tuple[str, Made], ...] = (*fed.values(), *self._beside())
+        """The column and the making of each array: the features, then label, sample id and weight."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that are read: those of features that are fed, the label, the sample id and the weight."""
+        return tuple(dict.fromkeys(column for column, _ in self.made))
+
+    def encode(self, batch: pa.RecordBatch) -> Encoded:
+        """Encode rows. Raises DataError for a null where none may be, for a label outside its classes and for a weight
+        that is negative or no finite number.
+        """
+        ids = batch.column(self.schema.id_field.name)
+        return self._decoded(ids, lambda: [made.whole(batch.column(column)) for column, made in self.made])
+
+    def early(self, batch: pa.RecordBatch, skip: Container[int] = ()) -> list[NDArray[Any] | Lists | None]:
+        """The first step of `encode`: for each of `made` an array or Lists; None for those numbers that are in `skip`.
+
+        Arrays lie whole, row after row; some are views of the batch's memory. Raises as `encode` does.
+        """
+        return [
+            None if number in skip else _laid_out(made.early(batch.column(column)), made)
+            for number, (column, made) in enumerate(self.made)
+        ]
+
+    def late(self, rows: Sequence[NDArray[Any] | Lists]) -> Encoded:
+        """The second step: what `early` gave, its rows in any order, as `encode` would give it."""
+        pairs = [(one, made) for one, (_, made) in zip(rows, self.made, strict=True)]
+        ids = rows[len(self._names) + (self._label is not None)]
+        return self._decoded(ids, lambda: [one if made.late is None else made.late(one) for one, made in pairs])
+
+    def skipping_bad_images(self) -> Encoder:
+        """The same encoder, for which an image that cannot be decoded is zeros of weight 0, and all others have one."""
+        if self._label is None or all((field.encoding or {}).get("kind") != "image" for field in self.schema.features):
+            raise ConfigError(
+                "there are no images to skip",
+                got="a dataset without images that are decoded when read, or without a label",
+                allowed="images of `jobs.etl_images --store encoded`",
+                next_step="Leave --bad-images out.",
+            )
+        other = copy(self)
+        other._skips = True
+        other.signature = replace(self.signature, weight=TensorSpec(shape=(), dtype="float32"))
+        return other
+
+    def _decoded(self, ids: Any, make: Callable[[], list[Any]]) -> Encoded:
+        """The arrays that `make` gives, its bad images named or skipped."""
+        if not self._skips:
+            try:
+                return self._encoded(make())
+            except BadImageError as error:
+                raise error.of(int(np.asarray(ids)[error.row])) from None
+        with keeping_bad() as bad:
+            encoded = self._encoded(make())
+        weight = np.ones(len(encoded), np.float32) if encoded.weight is None else encoded.weight.copy()
+        weight[[error.row for error in bad]] = 0
+        told = [error.of(int(encoded.sample_id[error.row])) for error in sorted(bad, key=lambda error: error.row)]
+        return replace(encoded, weight=weight, bad=tuple(told))
+
+    def _encoded(self, arrays: list[Any]) -> Encoded:
+        x = dict(zip(self._names, arrays, strict=False))
+        rest = arrays[len(x) :]
+        y = None if self._label is None else rest.pop(0)
+        return Encoded(x, y, rest[0], rest[1] if self._weight is not None else None)
+
+    def _beside(self) -> Iterator[tuple[str, Made]]:
+        """How label, sample id and weight are made."""
+        if self._label is not None:
+            target = self.signature.label
+            assert target is not None
+            yield self._label.name, at_once(target, partial(self._labels, self._label))
+        own = self.schema.id_field
+        id_spec = TensorSpec(shape=(), dtype="int64")
+        yield own.name, at_once(id_spec, lambda column: _numbers(own, column, np.int64), "int64")
+        if self._weight is not None:
+            weight = TensorSpec(shape=(), dtype="float32")
+            yield self._weight.name, at_once(weight, partial(_weights, self._weight))
+
+    def _labels(self, field: Field, column: pa.Array) -> NDArray[Any]:
+        if field.dtype == "bool":
+            column = column.cast(pa.uint8())
+        labels = _numbers(field, column, np.int64 if field.dtype == "int64" else np.float32)
+        if (
+            field.num_classes is not None
+            and len(labels)
+            and not (labels.min() >= 0 and labels.max() < field.num_classes)
+        ):
+            raise DataError(
+                f"label `{field.name}` lies outside its classes",
+                got=span(labels.min(), labels.max()),
+                allowed=f"0 to {field.num_classes - 1}",
+                next_step="Correct the label, or build the dataset anew with the right --num-classes.",
+            )
+        return labels
+
+
+def plan_of(field: Field, fitted: Fitted | None) -> Plan:
+    """What a model is fed of a feature; raises as Encoder does."""
+    if field.encoding is not None:
+        kind = field.encoding["kind"]
+        if kind == "ignore":
+            return {}
+        if kind == BAKED:
+            return baked(field)
+        if kind == "normalise":
+            return tensor(field)
+        if kind == "image":
+            return image(field, field.encoding)
+        if kind == "standardise":
+            return standardised(field, fitted)
+        if kind == "sequence":
+            plan = sequence(field, field.encoding, fitted)
+        elif kind == "number":
+            plan = number(field, field.encoding)
+        else:
+            plan = categorical(field, field.encoding, fitted)
+        if any(0 in made.spec.shape for made in plan.values()):
+            raise unfit(field, "an empty vocabulary without an oov bucket", "at least one column")
+        return plan
+    if field.is_tensor:
+        return tensor(field)
+    if field.is_list or field.nullable or field.dtype in ("string", "bytes"):
+        raise unfit(
+            field,
+            f"{field.dtype}, shape {field.shape}, nullable={field.nullable}, no encoding",
+            "an encoding, or a plain number",
+        )
+    return number(field, None)
+
+
+def _laid_out(rows: NDArray[Any] | Lists, made: Made) -> NDArray[Any] | Lists:
+    if isinstance(rows, Lists):
+        return Lists(np.ascontiguousarray(rows.values, dtype=made.row.dtype), rows.offsets)
+    return np.ascontiguousarray(rows, dtype=made.row.dtype)
+
+
+def _numbers(field: Field, column: pa.Array, dtype: Any) -> NDArray[Any]:
+    if column.null_count:
+        raise null_error(field)
+    return np.asarray(column).astype(dtype)
+
+
+def _weights(field: Field, column: pa.Array) -> NDArray[np.float32]:
+    weights: NDArray[np.float32] = _numbers(field, column, np.float32)
+    wrong = ~(np.isfinite(weights) & (weights >= 0))
+    if wrong.any():
+        raise DataError(
+            f"a weight of field `{field.name}` cannot be one",
+            got=str(weights[np.flatnonzero(wrong)[0]]),
+            allowed="a finite number from 0 up",
+            next_step="Correct the weights and build the dataset anew.",
+        )
+    return weights

@@ -1,0 +1,1 @@
+"""tf.Example and tf.SequenceExample, plain and compiled."""

@@ -1,0 +1,238 @@
+"""RecordDecoder: a buffer of whole framed records to columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from lockstep.features.arrow import array_of, bits_of, checked_text, in_runs, of_type, rows_at_once
+from lockstep.features.examples.example_reader import decode_batch
+from lockstep.features.examples.layout import BOOL, BOOL_LIST, BYTES, FIXED_LIST, INT, INT_LIST, TENSOR, Layout
+from lockstep.features.examples.wire import BytesLike
+from lockstep.features.schema.fields import Field
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.errors import ConfigError
+from lockstep.storage.formats.tfrecord import parse_records, record_offsets
+
+_MAX_OFFSET = (1 << 31) - 1
+_CELL_BYTES = 16  # where a value of variable size begins, and its size
+_LINE_BYTES = 64  # of a cache
+
+
+@dataclass(frozen=True, slots=True)
+class Frames:
+    """Records of several buffers: their columns; of those in place, the address of each value in `buffers`, or the
+    address where the values begin that lie one after another in `memory`.
+    """
+
+    batch: pa.RecordBatch
+    places: dict[str, NDArray[np.int64]]
+    values: dict[str, int]
+    memory: NDArray[np.uint8]
+    buffers: Sequence[NDArray[np.uint8]]
+
+
+class RecordDecoder:
+    """Reads what RecordEncoder wrote; both checksums of each record and its form are checked.
+
+    The kernels are compiled at the first call, or found compiled; the GIL is released while they run. Bytes that are
+    not exactly of the encoder's form go to lockstep.features.examples.example.decode_batch, which takes them or says
+    what is wrong. `columns` names those that are wanted (all where None): the others are looked at, but not kept. Of
+    fields in `in_place`, which must not be nullable, `decode_frames` makes no columns: of tensors it tells where they
+    lie, of int64 and floats it gives the values.
+    """
+
+    def __init__(self, schema: Schema, columns: Sequence[str] | None = None, in_place: Collection[str] = ()) -> None:
+        self._schema, self._layout = schema, Layout.of(schema)
+        unfit = [name for name in in_place if schema[name].nullable or schema[name].is_list]
+        if unfit:
+            raise ConfigError(
+                "fields that may be null and lists have no place of a fixed size",
+                got=", ".join(unfit),
+                allowed="scalars and tensors that are never null",
+                next_step="Leave them out of `in_place`.",
+            )
+        self._in_place = frozenset(in_place)
+        wanted = set(schema.arrow_schema().names if columns is None else columns)
+        self._wanted = {field.name: number for number, field in enumerate(self._layout.fields) if field.name in wanted}
+        self._names = [name for name in schema.arrow_schema().names if name in self._wanted]
+        kept = [field for field in schema.arrow_schema() if field.name in self._wanted]
+        self._arrow = pa.schema([field for field in kept if field.name not in self._in_place])
+        kinds, widths = self._layout.kinds.tolist(), self._layout.widths.tolist()
+        # A tensor that is always there has a place of its own; one that may be null takes no room where it is.
+        apart = [
+            number
+            for number, (field, kind) in enumerate(zip(self._layout.fields, kinds, strict=True))
+            if kind >= INT_LIST
+            or kind == BYTES
+            or (kind == TENSOR and (field.nullable or field.name in self._in_place))
+        ]
+        self._variable = {number: row for row, number in enumerate(apart)}
+        self._rows_at_once = rows_at_once(_CELL_BYTES * len(apart) + len(self._layout.fields))
+        self._rows_apart = np.array([self._variable.get(number, -1) for number in range(len(kinds))], dtype=np.int64)
+        # The others that are wanted, and the bytes of a value of each.
+        self._fixed = [number for number in self._wanted.values() if number not in self._variable]
+        self._sizes = [{INT: 8, BOOL: 1}.get(kinds[number], widths[number]) for number in self._fixed]
+        self._value_bytes = np.array(self._sizes, dtype=np.int64)
+        self._tensor_bytes = max((widths[number] for number in self._fixed if kinds[number] == TENSOR), default=0)
+        self._nullable = [number for number, field in enumerate(self._layout.fields) if field.nullable]
+        # Those of which only addresses are wanted, and all others.
+        self._place_of = {number: place for place, number in enumerate(self._fixed)}
+        raw = [name for name in self._names if name in self._in_place and self._wanted[name] in self._place_of]
+        self._raw = {name: self._wanted[name] for name in raw}
+        self._made = [name for name in self._names if name not in self._raw]
+
+    def decode(
+        self, buffer: BytesLike | NDArray[np.uint8], *, file: str, first_record: int = 0, base_offset: int = 0
+    ) -> pa.RecordBatch:
+        """The records of a buffer, in the schema's order of columns. It may go afterwards: nothing points into it.
+        Columns that are in place are left out.
+
+        `file`, `first_record` and `base_offset` (where the buffer lies in the file) only serve messages. Raises
+        CorruptionError naming file, record and offset, DataError naming record and field for another schema's records.
+        """
+        data = np.frombuffer(buffer, dtype=np.uint8)
+        place: dict[str, Any] = {"file": file, "first_record": first_record, "base_offset": base_offset}
+        offsets = record_offsets(data, **place, check_data=False)
+        found = in_runs(offsets, self._rows_at_once, lambda some: self._fast(data, some))
+        if found is not None:
+            return found
+        return decode_batch(self._schema, parse_records(data.data, **place)).select(self._arrow.names)
+
+    def decode_frames(self, buffers: Sequence[NDArray[np.uint8]], counts: Sequence[int]) -> Frames | None:
+        """The records of several buffers, `counts` of each, one after another, at the cost of one call.
+
+        None where the plain readers have to look at one of them: `decode` each then, to hear what is wrong. Tensors
+        that are in place lie in the buffers, which must stay as long as they are used.
+        """
+        from lockstep.features.examples import decode_kernels as kernel
+
+        rows, sizes = sum(counts), [len(data) for data in buffers]
+        if rows > self._rows_at_once:
+            return None
+        parts = np.array([[data.ctypes.data for data in buffers], sizes, counts], dtype=np.int64)
+
+        def decode(*outs: NDArray[np.int64]) -> bool:
+            return bool(kernel.decode_parts(*self._layout.arguments, parts, *outs))
+
+        return self._read(rows, sum(sizes), decode, buffers)
+
+    def _fast(self, data: NDArray[np.uint8], offsets: NDArray[np.int64]) -> pa.RecordBatch | None:
+        """The records between the offsets; None where the plain readers have to look at them."""
+        from lockstep.features.examples import decode_kernels as kernel
+
+        def decode(*outs: NDArray[np.int64]) -> bool:
+            return bool(kernel.decode(*self._layout.arguments, data.ctypes.data, offsets, *outs, 0))
+
+        found = self._read(len(offsets) - 1, len(data), decode, [data])
+        return None if found is None else found.batch
+
+    def _read(
+        self, rows: int, size_bytes: int, decode: Callable[..., bool], buffers: Sequence[NDArray[np.uint8]]
+    ) -> Frames | None:
+        """Records of `size_bytes` in all that `decode` reads, which gets the outs, starts and sizes of the kernels."""
+        from lockstep.features.examples import decode_kernels as kernel
+
+        if rows * self._tensor_bytes > size_bytes:
+            return None  # shorter than declared, and what is declared may be more than there is memory
+        layout = self._layout
+        outs = np.zeros((len(layout.fields), kernel.OUT_COLUMNS), dtype=np.int64)
+        outs[:, kernel.VARIABLE] = self._rows_apart
+        # All values lie in one piece of memory, those of a field from a multiple of _LINE_BYTES on.
+        stops = np.cumsum(-(-rows * self._value_bytes // _LINE_BYTES) * _LINE_BYTES)
+        memory = np.empty(int(stops[-1]) if len(stops) else 0, dtype=np.uint8)
+        begins = np.concatenate([[0], stops[:-1]])[: len(stops)]
+        outs[self._fixed, kernel.VALUES] = memory.ctypes.data + begins
+        valid = {number: np.empty(rows, dtype=np.uint8) for number in self._nullable}
+        for number, there in valid.items():
+            outs[number, kernel.VALID] = there.ctypes.data
+        starts, sizes = np.zeros((2, max(len(self._variable), 1), rows if self._variable else 0), dtype=np.int64)
+        if not decode(outs, starts, sizes):
+            return None
+        columns, places = [], {}
+        for name in self._made:
+            number = self._wanted[name]
+            field, bits = layout.fields[number], valid.get(number)
+            row = self._variable.get(number)
+            if row is not None and name in self._in_place:
+                if not bool((sizes[row] == layout.widths[number]).all()):
+                    return None
+                places[name] = starts[row]
+                continue
+            if row is None:
+                place = self._place_of[number]
+                begin = int(begins[place])
+                values = memory[begin : begin + rows * self._sizes[place]]
+                column = self._fixed_column(field, number, values, rows, bits)
+            else:
+                column = self._variable_column(field, number, starts[row], sizes[row], bits)
+            if column is None:
+                return None
+            columns.append(column)
+        batch = pa.RecordBatch.from_arrays(columns, schema=self._arrow)
+        addresses = outs[:, kernel.VALUES].tolist()
+        raw = {name: addresses[number] for name, number in self._raw.items()}
+        return Frames(batch, places, raw, memory, buffers)
+
+    def _fixed_column(
+        self, field: Field, number: int, values: NDArray[np.uint8], rows: int, valid: NDArray[np.uint8] | None
+    ) -> pa.Array:
+        kind = self._layout.kinds[number]
+        if kind == TENSOR:
+            width = int(self._layout.widths[number])
+            if rows * width > _MAX_OFFSET:
+                return None
+            ends = np.arange(rows + 1, dtype=np.int32) * np.int32(width)
+            return array_of(field.arrow_type, rows, None, ends, values)
+        column = array_of(field.record_type, rows, valid, bits_of(values) if kind == BOOL else values)
+        return of_type(column, field.arrow_type)
+
+    def _variable_column(
+        self,
+        field: Field,
+        number: int,
+        starts: NDArray[np.int64],
+        sizes: NDArray[np.int64],
+        valid: NDArray[np.uint8] | None,
+    ) -> pa.Array | None:
+        """A column of bytes or lists; None where the plain decoder has to look at it."""
+        from lockstep.features.examples import decode_lists as kernel
+
+        kind, rows = int(self._layout.kinds[number]), len(starts)
+        ends = np.zeros(rows + 1, dtype=np.int64)
+        np.cumsum(sizes, out=ends[1:])
+        total = int(ends[-1])
+        if total > _MAX_OFFSET:
+            return None
+        offsets = ends.astype(np.int32)
+        if kind in (BYTES, TENSOR):
+            width = self._layout.widths[number]
+            if kind == TENSOR and not (sizes == (width if valid is None else width * valid)).all():
+                return None
+            data = np.empty(total, dtype=np.uint8)
+            kernel.gather(starts, sizes, offsets, data.ctypes.data)
+            return checked_text(array_of(field.arrow_type, rows, valid, offsets, data))
+        width, item = int(self._layout.widths[number]), field.record_type.value_type
+        if kind in (INT_LIST, BOOL_LIST, FIXED_LIST):
+            data = np.empty(total * {INT_LIST: 8, BOOL_LIST: 1}.get(kind, width), dtype=np.uint8)
+            if not kernel.list_values(kind, width, starts, sizes, data.ctypes.data):
+                return None
+            items = array_of(item, total, None, bits_of(data) if kind == BOOL_LIST else data)
+        else:
+            item_offsets = np.zeros(total + 1, dtype=np.int32)
+            size = kernel.item_ends(starts, sizes, item_offsets)
+            if size < 0:
+                return None
+            data = np.empty(size, dtype=np.uint8)
+            kernel.list_values(kind, width, starts, sizes, data.ctypes.data)
+            items = checked_text(array_of(item, total, None, item_offsets, data))
+            if items is None:
+                return None
+        lists = [None, pa.py_buffer(offsets)]
+        children = [of_type(items, field.arrow_type.value_type)]
+        return pa.Array.from_buffers(field.arrow_type, rows, lists, null_count=0, children=children)

@@ -1,0 +1,116 @@
+"""A schema as the kernels see it: which loop each field takes, and the bytes that all its entries share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.features.examples.column_checks import tensor_bytes
+from lockstep.features.examples.wire import VARINT_MAX_BYTES, list_tag, map_key, varint
+from lockstep.features.schema.fields import Field
+from lockstep.features.schema.schema import Schema
+
+# How the values of a field lie. A field's bytes in a tf.Example are described in lockstep/features/examples/example.py.
+INT, BOOL, FIXED, BYTES, TENSOR, INT_LIST, BOOL_LIST, FIXED_LIST, BYTES_LIST = range(9)
+_WORD = 8  # kernels copy and compare heads in words: each has so many bytes to spare
+_KINDS = {"int64": (INT, INT_LIST), "bool": (BOOL, BOOL_LIST), "float32": (FIXED, FIXED_LIST)}
+_KINDS |= {"float64": (FIXED, FIXED_LIST), "uint64": (FIXED, FIXED_LIST)}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The k fields of a schema in byte order of their names.
+
+    kinds, tags, widths: (k,) int64. `widths` is the size of a FIXED value or of a tensor in bytes, else 0.
+    heads: (k, 11, stride) uint8. heads[f, s] is what comes before a value: for INT one of s bytes (1 to 10), for BOOL
+    s = 1, for FIXED and TENSOR s = 0. For a list, s = 0 is the whole entry of an empty one.
+    head_sizes: (k, 11) int64, the bytes of these.
+    names: (k, stride) uint8, the entry's name with its tag and length, and the tag of the feature behind it.
+    name_sizes: (k,) int64.
+    """
+
+    fields: tuple[Field, ...]
+    kinds: NDArray[np.int64]
+    tags: NDArray[np.int64]
+    widths: NDArray[np.int64]
+    heads: NDArray[np.uint8]
+    head_sizes: NDArray[np.int64]
+    names: NDArray[np.uint8]
+    name_sizes: NDArray[np.int64]
+
+    @cached_property
+    def arguments(self) -> tuple[Any, ...]:
+        """What a kernel is told of all fields, heads and names by their addresses: keep the layout while it runs."""
+        heads, names = self.heads.ctypes.data, self.names.ctypes.data
+        return (self.kinds, self.tags, self.widths, heads, self.head_sizes, names, self.name_sizes, self.heads.shape[2])
+
+    @classmethod
+    def of(cls, schema: Schema) -> Layout:
+        """The layout of a schema's Examples."""
+        fields = schema.in_byte_order
+        kinds, tags = (
+            [kind_of(field) for field in fields],
+            [list_tag(field) for field in fields],
+        )
+        widths = [_width(field, kind) for field, kind in zip(fields, kinds, strict=True)]
+        heads = [_heads(*each) for each in zip(fields, kinds, tags, widths, strict=True)]
+        names = [map_key(field.name) for field in fields]
+        stride = max(len(part) for row in (*heads, names) for part in row) // _WORD * _WORD + 2 * _WORD
+        return cls(
+            fields=fields,
+            kinds=np.array(kinds, dtype=np.int64),
+            tags=np.array(tags, dtype=np.int64),
+            widths=np.array(widths, dtype=np.int64),
+            heads=np.stack([_padded(row, stride) for row in heads]),
+            head_sizes=np.array([[len(head) for head in row] for row in heads], dtype=np.int64),
+            names=_padded(names, stride),
+            name_sizes=np.array([len(name) for name in names], dtype=np.int64),
+        )
+
+
+def kind_of(field: Field) -> int:
+    """Which of the kinds above a field is."""
+    if field.is_tensor:
+        return TENSOR
+    return _KINDS.get(field.dtype, (BYTES, BYTES_LIST))[field.is_list]
+
+
+def _width(field: Field, kind: int) -> int:
+    if kind == TENSOR:
+        return tensor_bytes(field)
+    return (4 if field.dtype == "float32" else 8) if kind in (FIXED, FIXED_LIST) else 0
+
+
+def _heads(field: Field, kind: int, tag: int, width: int) -> list[bytes]:
+    heads = [b""] * (VARINT_MAX_BYTES + 1)
+    if kind == INT:
+        heads[1:] = [_head(field, tag, size) for size in range(1, VARINT_MAX_BYTES + 1)]
+    elif kind == BOOL:
+        heads[1] = _head(field, tag, 1)
+    elif kind in (FIXED, TENSOR):
+        heads[0] = _head(field, tag, width)
+    elif kind != BYTES:
+        heads[0] = _entry(field, bytes([tag, 0]), 0)
+    return heads
+
+
+def _head(field: Field, tag: int, size: int) -> bytes:
+    """An entry with one value of `size` bytes, up to the value."""
+    item = b"\x0a" + varint(size)
+    return _entry(field, bytes([tag]) + varint(len(item) + size) + item, size)
+
+
+def _entry(field: Field, feature: bytes, missing: int) -> bytes:
+    """An entry from its Feature message, of which `missing` bytes are to come."""
+    name, size = map_key(field.name), len(feature) + missing
+    body = name + varint(size) + feature
+    return b"\x0a" + varint(len(body) + missing) + body
+
+
+def _padded(rows: list[bytes], stride: int) -> NDArray[np.uint8]:
+    """(len(rows), stride) uint8, each row from its beginning."""
+    return np.frombuffer(b"".join(row.ljust(stride, b"\0") for row in rows), dtype=np.uint8).reshape(-1, stride)

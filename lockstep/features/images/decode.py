@@ -1,0 +1,233 @@
+"""Decode JPEG, PNG, GIF, TIFF and WebP files into 8-bit pixels. The header is checked before anything is decoded.
+
+Pillow decodes; docs/decisions/064-image-sources.md says which rules stand around it and why.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.features.images.image_header import GIF, JPEG, PNG, TIFF, WEBP, Header, format_of, read_header
+from lockstep.features.images.resize import blend, set_channels
+
+UNKNOWN_FORMAT = "unknown_format"
+BROKEN = "broken_image"
+TOO_MANY_PIXELS = "too_many_pixels"
+ODD_SIDES = "sides_too_unequal"
+TOO_DENSE = "expands_too_much"
+UNSUPPORTED = "unsupported_pixels"
+TOO_LONG = "too_many_bytes"
+
+_ORIENTATION = 0x0112
+_TILE_WIDTH, _TILE_HEIGHT = 322, 323
+_SMALL_BYTES = 16 << 20  # what a decoded image may take whatever its file's length: flat pages compress well
+_MAX_SCAN_PIXELS = 1 << 30  # pixels times scans of a progressive JPEG: some ten seconds of one core
+
+
+class ImageError(Exception):
+    """An image that is not decoded; `reason` is one of the words above, `detail` a sentence for a person."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason, self.detail = reason, detail
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What an image's header may ask for. Under the defaults an image of 2^25 pixels took a whole process to 479 MiB
+    (RGB PNG), 543 MiB (RGBA PNG), 571 MiB (RGBA TIFF) and 801 MiB (RGBA WebP).
+    """
+
+    max_file_bytes: int = 64 << 20
+    """Bytes of the file."""
+    max_pixels: int = 1 << 25
+    """Height times width."""
+    max_sides_ratio: int = 256
+    """The longer side over the shorter one."""
+    max_expansion: int = 2000
+    """Decoded bytes over those of the file, where they are more than 16 MiB."""
+
+
+def decode(data: bytes, channels: int, limits: Limits | None = None) -> NDArray[np.uint8]:
+    """Decode one image file: its first frame, turned as its EXIF orientation says, 16 bits cut to their upper 8,
+    palettes resolved, transparent parts over white, and CMYK as RGB.
+
+    `channels` is 3 (RGB) or 1 (ITU-R 601 luma). Returns (H, W, channels) uint8. Raises ImageError.
+    """
+    header = checked_header(data, limits or Limits())
+    fast = _plain_jpeg(data, header, channels)
+    if fast is not None:
+        assert header.height is not None and header.width is not None
+        # (H * W * channels,) -> (H, W, channels)
+        return np.frombuffer(fast, dtype=np.uint8).reshape(header.height, header.width, channels)
+    pixels, orientation = _opened(data, header, limits or Limits())
+    return set_channels(_upright(pixels, orientation), channels)
+
+
+def checked_header(data: bytes, limits: Limits) -> Header:
+    """The header of an image file, once it is known to ask for no more than `limits`. Raises ImageError."""
+    if len(data) > limits.max_file_bytes:
+        raise ImageError(TOO_LONG, f"{len(data)} bytes, {limits.max_file_bytes} at most")
+    header = read_header(data)
+    if header is None:
+        raise ImageError(BROKEN if format_of(data) else UNKNOWN_FORMAT, f"begins with {data[:8].hex(' ')}")
+    if header.height is not None and header.width is not None:
+        _check_sides(header.height, header.width, len(data), limits)
+        # Each scan of a progressive JPEG goes over all of it, and a scan may be as short as a dozen bytes.
+        if header.progressive and data.count(b"\xff\xda") * header.height * header.width > _MAX_SCAN_PIXELS:
+            raise ImageError(TOO_DENSE, f"{data.count(bytes([0xFF, 0xDA]))} scans")
+    return header
+
+
+def _check_sides(height: int, width: int, file_bytes: int, limits: Limits) -> None:
+    if not (height >= 1 and width >= 1):
+        raise ImageError(BROKEN, f"{height} x {width}")
+    if height * width > limits.max_pixels:
+        raise ImageError(TOO_MANY_PIXELS, f"{height} x {width}, {limits.max_pixels} pixels at most")
+    if max(height, width) > limits.max_sides_ratio * min(height, width):
+        raise ImageError(ODD_SIDES, f"{height} x {width}, {limits.max_sides_ratio} to 1 at most")
+    decoded = 3 * height * width
+    if decoded > max(_SMALL_BYTES, limits.max_expansion * file_bytes):
+        raise ImageError(TOO_DENSE, f"{height} x {width} out of {file_bytes} bytes")
+
+
+def _plain_jpeg(data: bytes, header: Header, channels: int) -> bytes | None:
+    """Decode a grey or three-component JPEG without EXIF; None for any other file.
+
+    Straight to Pillow's decoder: Image.open parses the segments in Python, which takes longer than a small image, and
+    Image.frombytes and tobytes around decoder and encoder take a quarter of the time of one of 32x32.
+    """
+    if header.format != JPEG or header.has_exif or header.components not in (1, 3):
+        return None
+    from PIL import Image
+
+    assert header.height is not None and header.width is not None
+    mode, wanted = "L" if header.components == 1 else "RGB", "L" if channels == 1 else "RGB"
+    size = (header.width, header.height)
+    if mode == wanted:
+        return decode_plain(mode, size, data)
+    try:
+        return Image.frombytes(mode, size, data, "jpeg", mode, "").convert(wanted).tobytes()
+    except MemoryError:  # of this machine, not of the file
+        raise
+    except Exception as error:
+        raise ImageError(BROKEN, _told(error)) from None
+
+
+def decode_plain(mode: str, size: tuple[int, int], data: bytes) -> bytes:
+    """The pixels of a JPEG without EXIF, of sides (width, height), in its own mode L or RGB. Raises ImageError."""
+    try:
+        return _direct(mode, size, data)
+    except MemoryError:  # of this machine, not of the file
+        raise
+    except Exception as error:
+        raise ImageError(BROKEN, _told(error)) from None
+
+
+def _direct(mode: str, size: tuple[int, int], data: bytes) -> bytes:
+    """The pixels of a JPEG by the C functions alone that Pillow's Image is built on; a pin holds them as they are."""
+    from PIL import _imaging
+
+    core: Any = _imaging  # whose types are not told
+    image, decoder, encoder = core.new(mode, size), core.jpeg_decoder(mode, mode, ""), core.raw_encoder(mode, mode)
+    decoder.setimage(image, (0, 0, *size))
+    left, error = decoder.decode(data)
+    if left >= 0:
+        raise ValueError("not enough image data")
+    if error:
+        raise ValueError("cannot decode image data")
+    encoder.setimage(image, (0, 0, *size))
+    # Room for all of it: the encoder needs four bytes for each pixel of at least one row.
+    _, ended, pixels = encoder.encode(size[0] * max(len(mode) * size[1], 4))
+    if ended != 1:
+        raise ValueError(f"encoder ended with {ended}")
+    return bytes(pixels)
+
+
+def _opened(data: bytes, header: Header, limits: Limits) -> tuple[NDArray[np.uint8], int]:
+    """(pixels (H, W, 1 or 3) uint8, EXIF orientation) by the format's own class of Pillow."""
+    with warnings.catch_warnings():
+        # Pillow warns of odd metadata; what matters is whether pixels come out.
+        warnings.simplefilter("ignore")
+        try:
+            with _open(data, header.format) as image:
+                _check_sides(image.height, image.width, len(data), limits)
+                if header.format == TIFF:
+                    _check_tiles(image, limits)
+                image.load()
+                # Pillow turns a TIFF while it loads.
+                orientation = 1 if header.format == TIFF else _orientation(image)
+                return _pixels(image), orientation
+        except (ImageError, MemoryError):  # memory is of this machine, not of the file
+            raise
+        # A hostile file makes Pillow raise almost anything; each of these ends in the quarantine with its reason.
+        except Exception as error:
+            raise ImageError(BROKEN, _told(error)) from None
+
+
+def _open(data: bytes, kind: str) -> Any:
+    """The image, not yet decoded. By class and not by Image.open, which would try formats that are not ours."""
+    from PIL import GifImagePlugin, JpegImagePlugin, PngImagePlugin, TiffImagePlugin, WebPImagePlugin
+
+    classes: dict[str, Any] = {
+        JPEG: JpegImagePlugin.JpegImageFile,
+        PNG: PngImagePlugin.PngImageFile,
+        GIF: GifImagePlugin.GifImageFile,
+        TIFF: TiffImagePlugin.TiffImageFile,
+        WEBP: WebPImagePlugin.WebPImageFile,
+    }
+    return classes[kind](BytesIO(data))
+
+
+def _check_tiles(image: Any, limits: Limits) -> None:
+    width, height = image.tag_v2.get(_TILE_WIDTH, 1), image.tag_v2.get(_TILE_HEIGHT, 1)
+    if not (isinstance(width, int) and isinstance(height, int) and 1 <= width * height <= limits.max_pixels):
+        raise ImageError(TOO_MANY_PIXELS, f"tiles of {height} x {width}, {limits.max_pixels} pixels at most")
+
+
+def _orientation(image: Any) -> int:
+    try:
+        found = image.getexif().get(_ORIENTATION, 1)
+    except MemoryError:
+        raise
+    except Exception:  # Pillow raises whatever its parser of EXIF meets
+        return 1  # an image whose EXIF cannot be read has no orientation; its pixels are as good as any
+    return found if isinstance(found, int) and 1 <= found <= 8 else 1
+
+
+def _pixels(image: Any) -> NDArray[np.uint8]:
+    """The decoded image as (H, W, 1 or 3) uint8."""
+    mode = image.mode
+    if mode.startswith("I;16"):
+        wide: NDArray[np.uint16] = np.asarray(image).astype(np.uint16)
+        return (wide >> 8).astype(np.uint8)[:, :, None]
+    if mode in ("I", "F"):
+        raise ImageError(UNSUPPORTED, f"32-bit pixels (mode {mode}), whose range nothing tells")
+    if mode in ("LA", "La"):
+        array = np.asarray(image.convert("LA"))
+        return blend(array[:, :, :1], array[:, :, 1:])
+    if mode in ("RGBA", "RGBa", "PA") or "transparency" in image.info:
+        array = np.asarray(image.convert("RGBA"))
+        return blend(array[:, :, :3], array[:, :, 3:])
+    if mode in ("1", "L"):
+        return np.asarray(image.convert("L"))[:, :, None]
+    return np.asarray(image.convert("RGB"))
+
+
+def _upright(pixels: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
+    """Turn and mirror as EXIF orientation 1 to 8 says: (H, W, C) -> (H, W, C), or (W, H, C) from 5 on."""
+    if orientation >= 5:
+        pixels = pixels.transpose(1, 0, 2)
+    rows = -1 if orientation in (3, 4, 7, 8) else 1
+    columns = -1 if orientation in (2, 3, 6, 7) else 1
+    return np.ascontiguousarray(pixels[::rows, ::columns])
+
+
+def _told(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

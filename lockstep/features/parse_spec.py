@@ -1,0 +1,93 @@
+"""How TensorFlow reads our TFRecords by itself: the specification for tf.io.parse_example, and the last step behind it.
+
+    dataset = tf.data.TFRecordDataset(paths).batch(1024)
+    dataset = dataset.map(lambda records: decode_parsed(schema, tf.io.parse_example(records, parse_spec(schema))))
+
+The rules are those of lockstep/features/examples/example.py. TensorFlow is imported when a function is called, not
+before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.features.schema.fields import Field
+from lockstep.features.schema.schema import SEQUENCE_EXAMPLE, Schema
+
+# The type of a tf.Example's list, by dtype; float64 and uint64 values and tensors are bytes.
+_LIST_TYPES = {"int64": "int64", "bool": "int64", "float32": "float32"}
+
+
+def parse_spec(schema: Schema) -> dict[str, Any]:
+    """For tf.io.parse_example: a scalar that is always there has fixed length, lists and nullable fields are ragged.
+
+    A null is a row without a value, as an empty list is: (n,) for the former, (n, None) for the latter two.
+    """
+    return {field.name: _feature(field) for field in schema}
+
+
+def parse_sequence_spec(schema: Schema) -> tuple[dict[str, Any], dict[str, Any]]:
+    """For tf.io.parse_sequence_example: (context features, sequence features) of a schema of SequenceExamples.
+
+    The lists come out as ragged tensors (n, None, None) of one value each in the last place: `decode_parsed` takes the
+    two dictionaries together and makes them (n, None).
+    """
+    import tensorflow as tf
+
+    context = {field.name: _feature(field) for field in schema if not field.is_list}
+    lists = {
+        field.name: tf.io.RaggedFeature(_list_type(field), row_splits_dtype=tf.int64)
+        for field in schema
+        if field.is_list
+    }
+    return context, lists
+
+
+def decode_parsed(schema: Schema, parsed: Mapping[str, Any]) -> dict[str, Any]:
+    """What tf.io.parse_example gave, in the schema's own types.
+
+    bool, float64, uint64 (n,) and tensors (n, *shape) come out of the int64 and bytes they lie in, ragged ones as
+    ragged tensors of the same; strings stay tf.string in UTF-8, as TensorFlow has them.
+    """
+    import tensorflow as tf
+
+    decoded = {}
+    for field in schema:
+        value = parsed[field.name]
+        if field.is_list and schema.record == SEQUENCE_EXAMPLE:
+            value = value.merge_dims(1, 2)
+        if isinstance(value, tf.RaggedTensor):
+            decoded[field.name] = value.with_flat_values(_decoded(field, value.flat_values))
+        else:
+            decoded[field.name] = _decoded(field, value)
+    return decoded
+
+
+def _feature(field: Field) -> Any:
+    import tensorflow as tf
+
+    dtype = _list_type(field)
+    if field.is_list or field.nullable:
+        return tf.io.RaggedFeature(dtype, row_splits_dtype=tf.int64)
+    return tf.io.FixedLenFeature([], dtype)
+
+
+def _list_type(field: Field) -> Any:
+    import tensorflow as tf
+
+    return tf.as_dtype("string" if field.is_tensor else _LIST_TYPES.get(field.dtype, "string"))
+
+
+def _decoded(field: Field, values: Any) -> Any:
+    """values (m,) as parsed -> (m,) or (m, *shape) in the field's dtype."""
+    import tensorflow as tf
+
+    if field.dtype == "bool":
+        return tf.cast(values, tf.bool)
+    if field.dtype == "uint64":  # which decode_raw does not know
+        return tf.reshape(tf.bitcast(tf.io.decode_raw(values, tf.int64, little_endian=True), tf.uint64), [-1])
+    if field.is_tensor or field.dtype == "float64":
+        raw = tf.io.decode_raw(values, tf.as_dtype(field.dtype), little_endian=True)  # (m, items)
+        return tf.reshape(raw, [-1, *field.shape] if field.is_tensor else [-1])
+    return values

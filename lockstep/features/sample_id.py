@@ -1,0 +1,132 @@
+"""Sample ids, shard keys and split hashes: pure functions of a record's content and a seed."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+_MASK = (1 << 64) - 1
+_LENGTH = struct.Struct("<Q")
+_SIGNED = struct.Struct("<q")
+_UINT = struct.Struct("<Q")
+
+
+def sample_id(fields: Sequence[bytes], occurrence: int) -> int:
+    """The signed int64 id of a record.
+
+    The first 8 bytes (little-endian) of SHA-256 over each field, preceded by its length as 8 little-endian bytes, and
+    then the occurrence number likewise as 8 bytes. The lengths keep ("ab", "c") and ("a", "bc") apart.
+    """
+    digest = hashlib.sha256()
+    for field in fields:
+        digest.update(_LENGTH.pack(len(field)))
+        digest.update(field)
+    digest.update(_LENGTH.pack(occurrence))
+    return int(_SIGNED.unpack_from(digest.digest())[0])
+
+
+def sample_ids(columns: Sequence[pa.Array], occurrences: NDArray[np.int64]) -> NDArray[np.int64]:
+    """sample_id of each row: (n,) strings or bytes of any width without nulls, (n,) int64 -> (n,) int64.
+
+    At least one column. Memory: the longest row twice.
+    """
+    from lockstep.features import sample_id_kernel as kernel
+
+    raw = [column if _is_large(column) else column.cast(pa.binary()) for column in columns]
+    data, ends, widths = np.zeros((3, len(raw)), dtype=np.int64)
+    longest = np.zeros(len(occurrences), dtype=np.int64)
+    for number, column in enumerate(raw):
+        _, offsets, values = column.buffers()
+        widths[number] = 8 if _is_large(column) else 4
+        ends[number] = 0 if offsets is None else offsets.address + column.offset * widths[number]
+        data[number] = 0 if values is None else values.address
+        longest += np.asarray(pc.binary_length(column)) + 8
+    scratch = np.empty(int(longest.max(initial=0)) + 88, dtype=np.uint8)
+    out = np.empty(len(occurrences), dtype=np.uint64)
+    kernel.row_hashes(data, ends, widths, np.ascontiguousarray(occurrences), scratch.ctypes.data, out)
+    del raw  # the columns had to live until here
+    return out.view(np.int64)
+
+
+def _is_large(column: pa.Array) -> bool:
+    return bool(pa.types.is_large_binary(column.type) or pa.types.is_large_string(column.type))
+
+
+def splitmix64(value: int) -> int:
+    """Mix 64 bits (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014); unsigned in and out."""
+    z = (value + 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+def splitmix64_array(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """splitmix64 of each value: (n,) uint64 -> (n,) uint64."""
+    z = values + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def shard_key(sample: int, seed: int) -> int:
+    """The unsigned 64-bit key that orders a sample within its split: splitmix64(sample xor splitmix64(seed))."""
+    return splitmix64((sample & _MASK) ^ splitmix64(seed & _MASK))
+
+
+def shard_keys(samples: NDArray[np.int64], seed: int) -> NDArray[np.uint64]:
+    """shard_key of each sample: (n,) int64 -> (n,) uint64."""
+    return splitmix64_array(samples.view(np.uint64) ^ np.uint64(splitmix64(seed & _MASK)))
+
+
+def shard_of(key: int, num_shards: int) -> int:
+    """The shard of a key: floor(key * num_shards / 2**64)."""
+    return (key * num_shards) >> 64
+
+
+def unit_hash(value: bytes, seed: int) -> int:
+    """An unsigned 64-bit hash of a group's name, as uniform as SHA-256's; compared with split boundaries.
+
+    The plain form of unit_hashes and group_hashes, which tests hold these against.
+    """
+    digest = hashlib.sha256(b"split" + _UINT.pack(seed & _MASK) + value).digest()
+    return int(_UINT.unpack_from(digest)[0])
+
+
+def unit_hashes(ids: NDArray[np.int64], seed: int) -> NDArray[np.uint64]:
+    """unit_hash of each sample id as 8 little-endian bytes: (n,) int64 -> (n,) uint64."""
+    from lockstep.features import sample_id_kernel as kernel
+
+    scratch, out = np.empty(128, dtype=np.uint8), np.empty(len(ids), dtype=np.uint64)
+    kernel.unit_hashes(np.ascontiguousarray(ids), np.uint64(seed & _MASK), scratch.ctypes.data, out)
+    return out
+
+
+def group_hashes(names: pa.Array, seed: int) -> NDArray[np.uint64]:
+    """unit_hash of each name: (n,) strings or binaries without nulls -> (n,) uint64. Memory: the longest name twice."""
+    from lockstep.features import sample_id_kernel as kernel
+
+    _, offsets, values = names.buffers()
+    ends = np.frombuffer(offsets, dtype=np.int32, count=len(names) + 1, offset=names.offset * 4).astype(np.int64)
+    scratch = np.empty(int(np.diff(ends).max(initial=0)) + 96, dtype=np.uint8)
+    out = np.empty(len(names), dtype=np.uint64)
+    address = 0 if values is None else values.address
+    kernel.group_hashes(address, ends, np.uint64(seed & _MASK), scratch.ctypes.data, out)
+    del values  # the names had to live until here
+    return out
+
+
+def share_of(value: int, weights: Sequence[int]) -> int:
+    """Which of the shares `weights` an unsigned 64-bit hash falls into: the index of its share, in order."""
+    total, below = sum(weights), 0
+    place = (value * total) >> 64
+    for index, weight in enumerate(weights):
+        below += weight
+        if place < below:
+            return index
+    raise AssertionError(f"hash {value} lies in none of {weights}")  # place < total always holds

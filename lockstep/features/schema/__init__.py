@@ -1,0 +1,1 @@
+"""What a dataset declares: fields, encodings, signature, fitted statistics."""

@@ -1,0 +1,173 @@
+"""One declared field: what it is on disk and how it becomes a model's input."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pyarrow as pa
+
+from lockstep.features.schema.encodings import Encoding, check_encoding, fitted_part
+from lockstep.storage.errors import ConfigError
+
+ARROW_TYPES: dict[str, pa.DataType] = {
+    "int64": pa.int64(),
+    "float32": pa.float32(),
+    "float64": pa.float64(),
+    # Spark has no unsigned number of 64 bits and Petastorm leaves such columns out: both read decimals, digit by digit.
+    "uint64": pa.decimal128(20, 0),
+    "bool": pa.bool_(),
+    "string": pa.string(),
+    "bytes": pa.binary(),
+    "uint8": pa.uint8(),
+}
+KINDS = ("feature", "label", "id", "weight")
+TENSOR_DTYPES = ("uint8", "float32", "float64", "int64")
+_MAX_TENSOR_BYTES = (1 << 31) - 1  # what Arrow's offsets reach, and a forged manifest may name any number
+SAMPLE_ID = "sample_id"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Field:
+    """One column of a dataset.
+
+    `shape` is () for a scalar, (None,) for a list of any length, and all positive numbers for a tensor, which lies
+    on disk as its little-endian bytes in C order. `encoding` says what lockstep.features.encode.encoder makes of it
+    when read: None or an object of lockstep/features/schema/encodings.py. Raises ConfigError where these do not fit
+    together.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int | None, ...] = ()
+    kind: str = "feature"
+    nullable: bool = False
+    encoding: Encoding | None = None
+    num_classes: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check(bool(self.name) and not self.name.startswith("_"), repr(self.name), "a name not starting with `_`")
+        wider = "; string for whole numbers beyond uint64 and for decimals, which no other dtype holds exactly"
+        self._check(self.dtype in ARROW_TYPES, f"dtype {self.dtype!r}", ", ".join(ARROW_TYPES) + wider)
+        self._check(self.kind in KINDS, f"kind {self.kind!r}", ", ".join(KINDS))
+        fixed = all(isinstance(size, int) and size > 0 for size in self.shape)
+        flat = "(), (None,) for a list, or positive sizes"
+        if len(self.shape) > 1 and None in self.shape:
+            flat += "; of a list of lists one list of all values, and a second one of the lengths of its parts"
+        self._check(fixed or self.shape == (None,), f"shape {self.shape}", flat)
+        self._check(
+            not self.is_tensor or self.dtype in TENSOR_DTYPES, f"a tensor of {self.dtype}", ", ".join(TENSOR_DTYPES)
+        )
+        if self.is_tensor:
+            sizes = cast(tuple[int, ...], self.shape)
+            small = math.prod(sizes) * (ARROW_TYPES[self.dtype].bit_width // 8) <= _MAX_TENSOR_BYTES
+            self._check(small, f"shape {sizes} of {self.dtype}", f"tensors of at most {_MAX_TENSOR_BYTES} bytes")
+        self._check(
+            self.dtype != "uint8" or self.is_tensor,
+            "uint8 outside a tensor",
+            "uint8 in tensors only; int64 for numbers",
+        )
+        self._check(not (self.is_list and self.nullable), "a nullable list", "an empty list where there is nothing")
+        self._check(not (self.nullable and self.kind != "feature"), f"a nullable {self.kind}", "null in features only")
+        classes = self.num_classes
+        self._check(
+            classes is None or (self.kind == "label" and classes >= 2),
+            f"num_classes {classes}",
+            "2 or more, on a label",
+        )
+        plain = self.kind != "weight" or (self.dtype == "float32" and not self.shape)
+        self._check(plain, f"a weight of {self.dtype}, shape {self.shape}", "a scalar float32")
+        if self.encoding is not None:
+            self._check(self.kind == "feature", f"an encoding of a {self.kind}", "encodings of features")
+            check_encoding(self.name, self.dtype, shape=self.shape, nullable=self.nullable, encoding=self.encoding)
+
+    @property
+    def is_list(self) -> bool:
+        """Whether a row holds any number of values."""
+        return self.shape == (None,)
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether a row holds an array of fixed shape, as bytes on disk."""
+        return len(self.shape) > 0 and not self.is_list
+
+    @property
+    def fitted_file(self) -> str | None:
+        """The NAME.json of what is fitted for this field; None where nothing is."""
+        part = fitted_part(self.encoding)
+        return None if part is None else str(part["file"])
+
+    @property
+    def arrow_type(self) -> pa.DataType:
+        """The type of the column in Arrow and Parquet."""
+        return self._column_of(ARROW_TYPES[self.dtype])
+
+    @property
+    def record_type(self) -> pa.DataType:
+        """The type of the column where its values are as a record holds them: numbers of uint64 and no decimals."""
+        return self._column_of(pa.uint64() if self.dtype == "uint64" else ARROW_TYPES[self.dtype])
+
+    def _column_of(self, item: pa.DataType) -> pa.DataType:
+        if self.is_tensor:
+            return pa.binary()
+        # Spark and Parquet call a list's values so: with the same name, schemas compare equal everywhere.
+        return pa.list_(pa.field("element", item)) if self.is_list else item
+
+    def to_json(self) -> dict[str, Any]:
+        """The field as the manifest holds it."""
+        return {
+            "name": self.name,
+            "dtype": self.dtype,
+            "shape": list(self.shape),
+            "kind": self.kind,
+            "nullable": self.nullable,
+            "encoding": None if self.encoding is None else dict(self.encoding),
+            "num_classes": self.num_classes,
+        }
+
+    @classmethod
+    def from_json(cls, document: object) -> Field:
+        """Rebuild a field; raises ConfigError for missing or unknown keys and wrong types."""
+        wanted = {
+            "name": str,
+            "dtype": str,
+            "shape": list,
+            "kind": str,
+            "nullable": bool,
+            "encoding": dict | None,
+            "num_classes": int | None,
+        }
+        check_keys(document, wanted, "a field")
+        values = cast(dict[str, Any], document)
+        if not all(size is None or (isinstance(size, int) and not isinstance(size, bool)) for size in values["shape"]):
+            raise not_so("a field", f"shape {values['shape']!r}", "numbers or null")
+        return cls(**{**values, "shape": tuple(values["shape"])})
+
+    def _check(self, good: bool, got: str, allowed: str) -> None:
+        if not good:
+            raise not_so(f"field `{self.name}`", got, allowed)
+
+
+def sample_id_field() -> Field:
+    """The field that each dataset of ours has: the sample id, signed int64."""
+    return Field(name=SAMPLE_ID, dtype="int64", kind="id")
+
+
+def not_so(what: str, got: str, allowed: str) -> ConfigError:
+    """What a schema cannot say."""
+    return ConfigError(f"{what} cannot be declared so", got=got, allowed=allowed, next_step="Correct the schema.")
+
+
+def check_keys(document: object, wanted: Mapping[str, Any], what: str) -> None:
+    """Raise ConfigError unless `document` has exactly the keys of `wanted`, each of its type there."""
+    if not isinstance(document, Mapping) or set(document) != set(wanted):
+        got: Sequence[str] | str = (
+            sorted(map(str, document)) if isinstance(document, Mapping) else type(document).__name__
+        )
+        raise not_so(what, f"keys {got}", f"exactly {', '.join(wanted)}")
+    for key, kind in wanted.items():
+        value = document[key]
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise not_so(what, f"{key} = {value!r}", f"{key} of type {getattr(kind, '__name__', kind)}")

@@ -1,0 +1,156 @@
+"""The declared schema of a dataset: its fields, of which one is the sample id."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from dataclasses import field as declared
+from functools import cached_property
+from typing import Any, cast
+
+import pyarrow as pa
+
+from lockstep.features.schema.fields import ARROW_TYPES, SAMPLE_ID, Field, check_keys, not_so, sample_id_field
+from lockstep.features.schema.sampled import Sampled
+from lockstep.storage.errors import differences
+from lockstep.storage.urls import several
+
+__all__ = [
+    "ARROW_TYPES",
+    "EXAMPLE",
+    "SAMPLE_ID",
+    "SEQUENCE_EXAMPLE",
+    "Field",
+    "Schema",
+    "sample_id_field",
+]
+
+EXAMPLE, SEQUENCE_EXAMPLE = "example", "sequence_example"
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The fields of a dataset, in the order of its columns; exactly one `id` field, at most one label and one weight.
+
+    `record` says what a TFRecord shard's records are: Examples, or SequenceExamples, in which lists are feature lists.
+    `sampled` is set in the schema of an exported model that was trained on sampled classes; schemas are equal without.
+    """
+
+    fields: tuple[Field, ...]
+    record: str = EXAMPLE
+    sampled: Sampled | None = declared(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        names = [field.name for field in self.fields]
+        if len(set(names)) != len(names):
+            raise not_so("the schema", f"fields {names}", "each name once")
+        ids = [field for field in self.fields if field.kind == "id"]
+        if len(ids) != 1 or ids[0].dtype != "int64" or ids[0].shape:
+            raise not_so(
+                "the schema", f"id fields {[field.name for field in ids]}", "exactly one scalar int64 field of kind id"
+            )
+        if sum(field.kind == "label" for field in self.fields) > 1:
+            raise not_so("the schema", "several labels", "at most one")
+        files = [field.fitted_file for field in self.fitted_fields]
+        if len(set(files)) != len(files):
+            raise not_so("the schema", f"fitted files {files}", "a file for each field")
+        if sum(field.kind == "weight" for field in self.fields) > 1:
+            raise not_so("the schema", "several weights", "at most one")
+        if self.record not in (EXAMPLE, SEQUENCE_EXAMPLE):
+            raise not_so("the schema", f"record {self.record!r}", f"{EXAMPLE}, {SEQUENCE_EXAMPLE}")
+        if self.record == SEQUENCE_EXAMPLE and not any(field.is_list for field in self.fields):
+            got = f"record {self.record} without a list"
+            raise not_so("the schema", got, "a list field or more, or record example")
+
+    def __iter__(self) -> Iterator[Field]:
+        return iter(self.fields)
+
+    def __getitem__(self, name: str) -> Field:
+        for field in self.fields:
+            if field.name == name:
+                return field
+        raise not_so("the schema", f"no field `{name}`", ", ".join(field.name for field in self.fields))
+
+    @property
+    def id_field(self) -> Field:
+        """The field that holds the sample id."""
+        return next(field for field in self.fields if field.kind == "id")
+
+    @property
+    def label(self) -> Field | None:
+        """The field to predict, or None."""
+        return next((field for field in self.fields if field.kind == "label"), None)
+
+    @property
+    def features(self) -> tuple[Field, ...]:
+        """The fields that a model may see."""
+        return tuple(field for field in self.fields if field.kind == "feature")
+
+    @property
+    def weight(self) -> Field | None:
+        """The field that says how much a sample counts in training, or None."""
+        return next((field for field in self.fields if field.kind == "weight"), None)
+
+    @property
+    def fitted_fields(self) -> tuple[Field, ...]:
+        """The fields whose encoding needs statistics of the training split."""
+        return tuple(field for field in self.fields if field.fitted_file is not None)
+
+    @cached_property
+    def in_byte_order(self) -> tuple[Field, ...]:
+        """The fields in the byte order of their names: their order in a tf.Example."""
+        return tuple(sorted(self.fields, key=lambda field: field.name.encode()))
+
+    def arrow_schema(self) -> pa.Schema:
+        """The columns as Arrow and Parquet hold them."""
+        return pa.schema([pa.field(field.name, field.arrow_type, nullable=field.nullable) for field in self.fields])
+
+    @classmethod
+    def plain(cls, columns: Mapping[str, str], *, label: str | None = None, lists: str | Sequence[str] = ()) -> Schema:
+        """Columns by name and dtype, stored as they are and without an encoding; `lists` names those that hold lists.
+
+        All but the label may be null, lists excepted. The sample id comes first. A model can be fed with the numbers
+        among them only; the others need an encoding. Raises ConfigError as Field and Schema do.
+        """
+        lists = several(lists)
+        fields = [
+            Field(
+                name=name,
+                dtype=dtype,
+                shape=(None,) if name in lists else (),
+                kind="label" if name == label else "feature",
+                nullable=name != label and name not in lists,
+            )
+            for name, dtype in columns.items()
+        ]
+        return cls((sample_id_field(), *fields))
+
+    def differences(self, wanted: Schema) -> str:
+        """In what this schema is not `wanted`, field by field, at most 500 characters; "" where they are equal."""
+        mine, other = ({field.name: field.to_json() for field in schema} for schema in (self, wanted))
+        told = [f"no field `{name}`" for name in other if name not in mine]
+        told += [f"field `{name}` (not there)" for name in mine if name not in other]
+        for name in mine:
+            if name in other and (found := differences(mine[name], other[name])):
+                told.append(f"field `{name}`: {', '.join(found)}")
+        if not told and list(mine) != list(other):
+            told.append(f"fields in the order {', '.join(mine)} (not {', '.join(other)})")
+        if self.record != wanted.record:
+            told.append(f"record {self.record} (not {wanted.record})")
+        return "; ".join(told)[:500]
+
+    def to_json(self) -> dict[str, Any]:
+        """The schema as the manifest holds it; with `sampled` as an exported model has it."""
+        record = {} if self.record == EXAMPLE else {"record": self.record}
+        sampled = {} if self.sampled is None else {"sampled": self.sampled.to_json()}
+        return {"fields": [field.to_json() for field in self.fields], **record, **sampled}
+
+    @classmethod
+    def from_json(cls, document: object) -> Schema:
+        """Rebuild a schema; raises ConfigError for anything but what to_json gives."""
+        more = {"record": str, "sampled": dict}
+        extra = {key: kind for key, kind in more.items() if isinstance(document, Mapping) and key in document}
+        check_keys(document, {"fields": list, **extra}, "the schema")
+        values = cast(dict[str, Any], document)
+        sampled = Sampled.from_json(values["sampled"]) if "sampled" in values else None
+        return cls(tuple(Field.from_json(field) for field in values["fields"]), values.get("record", EXAMPLE), sampled)

@@ -1,0 +1,88 @@
+"""What a model is fed: names, shapes and dtypes of its inputs and label, without the batch dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.storage.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    """Shape of one row (batch dimension left out) and NumPy dtype name.
+
+    `ids` is set where the values are ids for an embedding: they lie in 0..ids-1, and 0 stands for nothing (null,
+    padding, unknown).
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    ids: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The spec as JSON; `ids` only where it is set."""
+        return {"shape": list(self.shape), "dtype": self.dtype} | ({} if self.ids is None else {"ids": self.ids})
+
+    @classmethod
+    def from_json(cls, document: object) -> TensorSpec:
+        """Rebuild a spec; raises ConfigError for anything but what to_json gives."""
+        if (
+            not isinstance(document, dict)
+            or set(document) - {"ids"} != {"shape", "dtype"}
+            or not isinstance(document["dtype"], str)
+        ):
+            raise _bad(repr(document)[:80], "an object of shape, dtype and perhaps ids")
+        shape, ids = document["shape"], document.get("ids")
+        if "ids" in document and (type(ids) is not int or ids < 1):
+            raise _bad(repr(ids)[:80], "ids from 1 up")
+        if not isinstance(shape, list) or not all(isinstance(size, int) and size > 0 for size in shape):
+            raise _bad(repr(shape)[:80], "positive sizes")
+        return cls(shape=tuple(shape), dtype=document["dtype"], ids=ids)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Signature:
+    """A model's inputs by name in byte order, its label (None where a dataset has none) and its number of classes.
+
+    `num_classes` is None for a yes-or-no label (float32 0 or 1) and for a number. `weight` is set where each sample
+    has one.
+    """
+
+    features: Mapping[str, TensorSpec]
+    label: TensorSpec | None
+    num_classes: int | None
+    weight: TensorSpec | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The signature as JSON, features in byte order of their names; `weight` only where there is one."""
+        weight = {} if self.weight is None else {"weight": self.weight.to_json()}
+        return {
+            "features": {name: self.features[name].to_json() for name in sorted(self.features, key=str.encode)},
+            "label": None if self.label is None else self.label.to_json(),
+            "num_classes": self.num_classes,
+            **weight,
+        }
+
+    @classmethod
+    def from_json(cls, document: object) -> Signature:
+        """Rebuild a signature; raises ConfigError for anything but what to_json gives."""
+        if not isinstance(document, dict) or set(document) - {"weight"} != {"features", "label", "num_classes"}:
+            raise _bad(repr(document)[:80], "an object of features, label, num_classes and perhaps weight")
+        features, classes = document["features"], document["num_classes"]
+        if not isinstance(features, dict) or not isinstance(classes, int | None):
+            raise _bad(repr(document)[:80], "features by name, num_classes a number or null")
+        label = document["label"]
+        return cls(
+            features={name: TensorSpec.from_json(features[name]) for name in sorted(features, key=str.encode)},
+            label=None if label is None else TensorSpec.from_json(label),
+            num_classes=classes,
+            weight=TensorSpec.from_json(document["weight"]) if "weight" in document else None,
+        )
+
+
+def _bad(got: str, allowed: str) -> ConfigError:
+    return ConfigError(
+        "this is not a model signature", got=got, allowed=allowed, next_step="Take the signature that the export wrote."
+    )

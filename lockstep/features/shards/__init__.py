@@ -1,0 +1,1 @@
+"""Ranges and blocks of shards to columns."""

@@ -1,0 +1,145 @@
+"""The blocks of whatever has a manifest, one by one and in any order, without a plan: for looking at data."""
+
+from __future__ import annotations
+
+import gzip
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import BinaryIO, cast
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lockstep.features.examples.column_checks import check_unsigned
+from lockstep.features.schema.fields import Field
+from lockstep.features.schema.foreign_schema import foreign_field
+from lockstep.features.schema.schema import Schema
+from lockstep.features.shards.foreign_files import pieces
+from lockstep.features.shards.ranges import ShardRange, cut
+from lockstep.features.shards.read import Decode, Lenient, read_range, strict
+from lockstep.storage.dataset.indexed import IndexedManifest
+from lockstep.storage.dataset.manifest import DatasetManifest
+from lockstep.storage.dataset.manifest_shards import ShardInfo
+from lockstep.storage.errors import CorruptionError
+from lockstep.storage.files.interface import FileSystem
+from lockstep.storage.formats.parquet_footer import read_published_footer
+from lockstep.storage.fs import filesystem
+from lockstep.storage.urls import join
+from lockstep.storage.verify.check import CHUNK_BYTES, HashedReader
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some neighbouring records; `read` gives them as batches."""
+
+    records: int
+    read: Callable[[], Iterator[pa.RecordBatch]]
+
+
+def dataset_blocks(url: str, manifest: DatasetManifest) -> dict[str, list[Block]]:
+    """The blocks of each split of the dataset at `url`; batches are of its Schema.arrow_schema().
+
+    Reading raises CorruptionError and DataError as shards do.
+    """
+    fs, schema = filesystem(url), Schema.from_json(manifest.schema)
+    found: dict[str, list[Block]] = {}
+    for name, info in manifest.splits.items():
+        found[name] = []
+        for shard in info.shards:
+            place = join(url, shard.path)
+            if manifest.format == "tfrecord":
+                found[name] += _ranges(fs, place, shard, info.block_records, strict(schema))
+                continue
+            for group, first in enumerate(shard.block_offsets):
+                count = min(info.block_records, shard.records - first)
+                found[name].append(Block(count, partial(_row_group, fs, place, shard, group)))
+    return found
+
+
+def indexed_fields(manifest: IndexedManifest) -> tuple[Field, ...]:
+    """The columns of indexed files as fields."""
+    return tuple(foreign_field(*column) for column in manifest.columns)
+
+
+def indexed_blocks(url: str, manifest: IndexedManifest) -> list[Block]:
+    """The blocks of the indexed files at `url`; a gzip file is one."""
+    fs, decode = filesystem(url), Lenient(indexed_fields(manifest))
+    found: list[Block] = []
+    for file in manifest.files:
+        place = join(url, file.path)
+        if file.path in manifest.gzip:
+            found.append(Block(file.records, partial(read_gzip, fs, place, file, decode)))
+        else:
+            found += _ranges(fs, place, file, manifest.block_records, decode)
+    return found
+
+
+def read_gzip(
+    fs: FileSystem, url: str, info: ShardInfo, decode: Decode, *, full: bool = False
+) -> Iterator[pa.RecordBatch]:
+    """The records of an indexed gzip file as batches that `decode` makes, its digest checked too if `full`.
+
+    Raises CorruptionError for a file of another length or number of records than `info` says, or another digest, and
+    what `pieces` raises.
+    """
+    size = fs.stat(url).size_bytes
+    if size != info.bytes:
+        raise CorruptionError(
+            "a file has another length than its manifest says",
+            file=url,
+            offset=min(size, info.bytes),
+            got=f"{size} bytes",
+            allowed=f"{info.bytes} bytes",
+        )
+    records = 0
+    with fs.open_read(url) as file:
+        hashed = HashedReader(file, lambda count: None)
+        packed = io.BufferedReader(hashed, CHUNK_BYTES) if full else file
+        with gzip.GzipFile(fileobj=packed) as unpacked:
+            for piece in pieces(cast(BinaryIO, unpacked), url):
+                records += piece.records
+                if records > info.records:
+                    break
+                yield decode(piece.data, url, piece.first_record, piece.base_offset)
+        if records != info.records:
+            raise CorruptionError(
+                "a file holds another number of records than its manifest says",
+                file=url,
+                got=f"at least {records}" if records > info.records else str(records),
+                allowed=str(info.records),
+            )
+        if full:
+            hashed.drain()
+            if hashed.sha256 != info.sha256:
+                raise CorruptionError(
+                    "a file does not match its digest", file=url, got=hashed.sha256, allowed=info.sha256
+                )
+
+
+def _ranges(fs: FileSystem, url: str, shard: ShardInfo, block_records: int, decode: Decode) -> list[Block]:
+    parts: list[ShardRange] = cut(url, shard, block_records, 1)  # a range of one byte or more is one block
+    return [Block(part.records, partial(read_range, fs, part, decode)) for part in parts]
+
+
+def _row_group(fs: FileSystem, url: str, shard: ShardInfo, group: int) -> Iterator[pa.RecordBatch]:
+    footer = read_published_footer(fs, url, shard)
+    try:
+        with fs.open_read(url) as file:
+            metadata = pq.read_metadata(pa.BufferReader(footer))
+            reader = pq.ParquetFile(file, metadata=metadata, page_checksum_verification=True)
+            for batch in reader.read_row_group(group).to_batches():
+                for name, column in zip(batch.schema.names, batch.columns, strict=True):
+                    if pa.types.is_decimal(getattr(column.type, "value_type", column.type)):
+                        check_unsigned(name, column, file=url, record=shard.block_offsets[group])
+                yield batch
+    except (pa.ArrowException, OSError) as error:
+        first = shard.block_offsets[group]
+        raise CorruptionError(
+            f"row group {group} cannot be read",
+            file=url,
+            record=first,
+            got=str(error).splitlines()[0],
+            allowed="pages that match their checksums",
+        ) from None

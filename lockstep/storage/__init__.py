@@ -1,0 +1,1 @@
+"""Files and formats: file systems, checksums, manifests, publication."""

@@ -1,0 +1,1 @@
+"""The layout of a dataset and its manifest."""

@@ -1,0 +1,99 @@
+"""Where each file of a dataset lies; nothing else puts dataset paths together."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from lockstep.storage.errors import ConfigError, DataError
+from lockstep.storage.urls import join, parent
+
+MANIFEST_NAME = "_manifest.json"
+FORMATS = ("tfrecord", "parquet")
+COMPRESSIONS = ("none", "gzip")  # as a call says them
+SUFFIXES = {None: "", "gzip": ".gz"}  # of shards, by their compression as the manifest has it
+_SPLIT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_FITTED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.json")
+_JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=-]{0,199}")
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetPaths:
+    """URLs of the files of the dataset at `root`."""
+
+    root: str
+
+    @property
+    def manifest(self) -> str:
+        """The manifest, written last."""
+        return join(self.root, MANIFEST_NAME)
+
+    @property
+    def quarantine(self) -> str:
+        """The directory of rejected input, mode 0700."""
+        return join(self.root, "_quarantine")
+
+    def shard(self, split: str, index: int, fmt: str, compression: str | None = None) -> str:
+        """Shard `index` of a split."""
+        return join(self.root, shard_path(split, index, fmt, compression))
+
+    def index(self, split: str, index: int) -> str:
+        """The offset index of a TFRecord shard."""
+        return join(self.root, index_path(split, index))
+
+    def fitted(self, name: str) -> str:
+        """A fitted file, such as "page.json"."""
+        return join(self.root, fitted_path(name))
+
+    def staging(self, job: str) -> str:
+        """The sibling directory in which the dataset is built."""
+        return join(parent(self.root), f"_staging-{_named(_JOB, job, 'job id')}")
+
+
+def shard_path(split: str, index: int, fmt: str, compression: str | None = None) -> str:
+    """The path of a shard relative to the dataset, as its manifest names it; `compression` is one of SUFFIXES."""
+    if fmt not in FORMATS:
+        raise ConfigError(
+            f"unknown shard format {fmt!r}", got=fmt, allowed=", ".join(FORMATS), next_step="Correct --format."
+        )
+    return f"split={split_name(split)}/part-{index:05d}.{fmt}{SUFFIXES[compression]}"
+
+
+def index_path(split: str, index: int) -> str:
+    """The path of a TFRecord shard's offset index relative to the dataset."""
+    return f"_index/{split_name(split)}/part-{index:05d}.idx"
+
+
+def fitted_path(name: str) -> str:
+    """The path of a fitted file relative to the dataset."""
+    return f"_fitted/{_named(_FITTED, name, 'fitted file name')}"
+
+
+def split_name(split: str) -> str:
+    """Return `split` if it can be a split's name, else raise ConfigError."""
+    return _named(_SPLIT, split, "split name")
+
+
+def safe_relative(path: object, *, where: str) -> str:
+    """Return `path` if it stays below the directory it is joined to, else raise DataError.
+
+    Paths come out of manifests, which are not trusted: only plain segments of letters, digits and ._=- pass, none
+    of them "." or "..", so no absolute path, escape, percent sign, backslash, newline or hidden file does.
+    """
+    if isinstance(path, str) and 0 < len(path) <= 1000 and all(map(_SEGMENT.fullmatch, path.split("/"))):
+        return path
+    raise DataError(
+        f"{where}: a path leads out of its directory or has characters that we never write",
+        got=repr(path)[:200],
+        allowed="relative segments of letters, digits, `.`, `_`, `=`, `-`, not starting with a dot",
+        next_step="Do not use this directory; build it anew.",
+    )
+
+
+def _named(pattern: re.Pattern[str], name: str, what: str) -> str:
+    if pattern.fullmatch(name) is None:
+        raise ConfigError(
+            f"{name!r} is no {what}", got=repr(name), allowed=f"the form {pattern.pattern}", next_step="Rename it."
+        )
+    return name

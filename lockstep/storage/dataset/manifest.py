@@ -1,0 +1,250 @@
+"""The manifest of a dataset: what it holds, byte by byte, and the digest that names it for training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from lockstep.storage import strict
+from lockstep.storage.dataset.layout import FORMATS, MANIFEST_NAME, SUFFIXES, DatasetPaths, index_path
+from lockstep.storage.dataset.manifest_entries import (
+    Counts,
+    FileInfo,
+    SourceInfo,
+    read_counts,
+    read_created_by,
+    read_file,
+    read_leakage,
+    read_parent,
+    read_source,
+)
+from lockstep.storage.dataset.manifest_shards import ShardInfo, SplitInfo, read_split, split_json
+from lockstep.storage.documents import canonical_bytes, sha256_hex
+from lockstep.storage.errors import CorruptionError, DataError, NotFoundError
+from lockstep.storage.files.interface import FileSystem
+from lockstep.storage.fs import filesystem
+from lockstep.storage.sealed import seal, unseal
+from lockstep.storage.urls import join
+
+__all__ = [
+    "Counts", "DatasetManifest", "FileInfo", "ShardInfo", "SourceInfo", "SplitInfo",
+    "dataset_digest", "load_dataset", "read_checked", "seal", "unseal",
+]  # fmt: skip
+
+FORMAT_VERSION = 2  # 2: `leakage`
+# 3: `compression` and the shards' `unpacked_offsets`. Without compression a manifest is of version 2, byte for byte.
+PACKED_VERSION = 3
+_KEYS = (
+    "format_version", "format", "created_by", "schema", "splits", "files", "counts", "leakage", "source", "parent",
+    "digest",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetManifest:
+    """All of `_manifest.json`. Make one with `build`, read one with `from_bytes` or `load_dataset`."""
+
+    format_version: int
+    format: str
+    created_by: Mapping[str, Any]
+    schema: Mapping[str, Any]
+    splits: Mapping[str, SplitInfo]
+    files: Mapping[str, FileInfo]
+    counts: Counts
+    leakage: Mapping[str, Any] | None
+    source: tuple[SourceInfo, ...]
+    parent: Mapping[str, Any] | None
+    digest: str
+    manifest_sha256: str
+    compression: str | None = None
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        format: str,
+        created_by: Mapping[str, Any],
+        schema: Mapping[str, Any],
+        splits: Mapping[str, SplitInfo],
+        files: Mapping[str, FileInfo],
+        counts: Counts,
+        source: tuple[SourceInfo, ...],
+        parent: Mapping[str, Any] | None = None,
+        leakage: Mapping[str, Any] | None = None,
+        compression: str | None = None,
+    ) -> Self:
+        """A manifest with both digests worked out and everything checked as if it were read.
+
+        `created_by` is {"version", "config", "seed"}; `files` is keyed by path relative to the dataset; `parent`
+        is {"url", "digest"} of the dataset that this one appends to; `leakage` is {"kind", "checked", "found"}: the
+        kind of split, what was looked for on two of its sides, and how many records were found. Where content was
+        looked for, {"by_chance", "distinct"} say how many chance would give and how many contents there are. None:
+        nobody looked.
+        `compression` is that of all shards: "gzip" (TFRecord alone, docs/decisions/068) or None.
+        """
+        made = cls(
+            format_version=FORMAT_VERSION if compression is None else PACKED_VERSION,
+            format=format,
+            created_by=dict(created_by),
+            schema=dict(schema),
+            splits=splits,
+            files=files,
+            counts=counts,
+            leakage=None if leakage is None else dict(leakage),
+            source=source,
+            parent=None if parent is None else dict(parent),
+            digest=dataset_digest(schema, files, splits),
+            manifest_sha256="",
+            compression=compression,
+        )
+        return cls.from_bytes(made.to_bytes(), MANIFEST_NAME)
+
+    def to_bytes(self) -> bytes:
+        """The file's bytes: sealed canonical JSON."""
+        return seal(self._json())
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> Self:
+        """Read a manifest strictly; `where` names it in errors.
+
+        Raises CorruptionError for changed bytes, DataError for content that we never write: another version,
+        unknown or missing keys, wrong types, paths out of the dataset, counts that do not add up.
+        """
+        doc = unseal(data, where)
+        if doc.get("kind") == "indexed":
+            raise DataError(
+                f"{where}: indexed files of others are no dataset",
+                got="files that jobs.index has indexed",
+                allowed="a dataset, whose records have sample ids and a split",
+                next_step='Read them by spark.read.format("tfrecord") and write a dataset by etl.write_dataset.',
+            )
+        version = doc.get("format_version")
+        if version not in (FORMAT_VERSION, PACKED_VERSION) or type(version) is not int:
+            raise DataError(
+                f"{where}: unknown version of the dataset format",
+                got=repr(version),
+                allowed=f"{FORMAT_VERSION}, or {PACKED_VERSION} of compressed shards",
+                next_step="Use the version of Lockstep that wrote the dataset, or build the dataset anew.",
+            )
+        packed = version == PACKED_VERSION
+        strict.obj(doc, (*_KEYS, "compression") if packed else _KEYS, where=where)
+        fmt = strict.string(doc["format"], where=f"{where}: format", choices=("tfrecord",) if packed else FORMATS)
+        compression = None
+        if packed:
+            known = [name for name in SUFFIXES if name is not None]
+            compression = strict.string(doc["compression"], where=f"{where}: compression", choices=known)
+        splits = {
+            name: read_split(name, value, fmt, where, compression) for name, value in _named(doc, "splits", where)
+        }
+        manifest = cls(
+            format_version=version,
+            format=fmt,
+            created_by=read_created_by(doc["created_by"], where),
+            schema=strict.mapping(doc["schema"], where=f"{where}: schema"),
+            splits=splits,
+            files={path: read_file(path, value, where) for path, value in _named(doc, "files", where)},
+            counts=read_counts(doc["counts"], splits, where),
+            leakage=read_leakage(doc["leakage"], where),
+            source=tuple(read_source(item, where) for item in strict.items(doc["source"], where=f"{where}: source")),
+            parent=read_parent(doc["parent"], where),
+            digest=strict.sha256(doc["digest"], where=f"{where}: digest"),
+            manifest_sha256=sha256_hex(canonical_bytes(doc)),
+            compression=compression,
+        )
+        actual = dataset_digest(manifest.schema, manifest.files, manifest.splits)
+        if actual != manifest.digest:
+            raise CorruptionError(
+                "the dataset digest does not follow from the manifest", file=where, got=actual, allowed=manifest.digest
+            )
+        manifest._check_files(where)
+        return manifest
+
+    def _json(self) -> dict[str, Any]:
+        counts = self.counts
+        return {
+            "format_version": self.format_version,
+            "format": self.format,
+            "created_by": self.created_by,
+            "schema": self.schema,
+            "splits": {name: split_json(split) for name, split in self.splits.items()},
+            "files": {path: {"bytes": info.bytes, "sha256": info.sha256} for path, info in self.files.items()},
+            "counts": {
+                "read": counts.read,
+                "written": counts.written,
+                "quarantined": counts.quarantined,
+                "dropped": dict(counts.dropped),
+            },
+            "leakage": self.leakage,
+            "source": [{"url": item.url, "bytes": item.bytes, "sha256": item.sha256} for item in self.source],
+            "parent": self.parent,
+            "digest": self.digest,
+            **({} if self.compression is None else {"compression": self.compression}),
+        }
+
+    def _check_files(self, where: str) -> None:
+        if self.format != "tfrecord":
+            return
+        plain = self.splits if self.compression is None else {}  # what is packed has no place for an index to name
+        wanted = {index_path(name, i) for name, split in plain.items() for i in range(len(split.shards))}
+        listed = {path for path in self.files if path.startswith("_index/")}
+        if wanted != listed:
+            raise DataError(
+                f"{where}: offset indexes and shards do not match",
+                got=f"{len(listed)} indexes listed, odd ones {sorted(wanted ^ listed)[:3]}",
+                allowed="one index a shard" if self.compression is None else "no index of compressed shards",
+                next_step="Build the dataset anew.",
+            )
+
+
+def dataset_digest(schema: Mapping[str, Any], files: Mapping[str, FileInfo], splits: Mapping[str, SplitInfo]) -> str:
+    """The identity for training: SHA-256 over canonical JSON of schema, fitted files (those of `files` under
+    `_fitted/`) and splits with their shards.
+    """
+    fitted = {
+        path: {"bytes": info.bytes, "sha256": info.sha256}
+        for path, info in files.items()
+        if path.startswith("_fitted/")
+    }
+    shards = {name: split_json(split) for name, split in splits.items()}
+    return sha256_hex(canonical_bytes({"schema": dict(schema), "fitted": fitted, "splits": shards}))
+
+
+def load_dataset(url: str) -> DatasetManifest:
+    """Read and check the manifest of the dataset at `url`. Raises NotFoundError where there is no dataset."""
+    fs = filesystem(url)
+    where = DatasetPaths(url).manifest
+    try:
+        data = fs.read_bytes(where)
+    except NotFoundError:
+        there = fs.exists(url)
+        raise NotFoundError(
+            f"no dataset at {url}",
+            got=f"{'a directory without ' + MANIFEST_NAME if there else 'nothing there'}",
+            allowed="a directory that jobs.etl_logs, etl_images or etl_table or write_dataset has published",
+            next_step="Check the path, or run the ETL job first.",
+        ) from None
+    return DatasetManifest.from_bytes(data, where)
+
+
+def read_checked(fs: FileSystem, root: str, path: str, info: FileInfo) -> bytes:
+    """Read a file that a manifest lists. Raises CorruptionError where length or SHA-256 differ."""
+    url = join(root, path)
+    data = fs.read_bytes(url)
+    if len(data) != info.bytes:
+        raise CorruptionError(
+            "a file has another length than its manifest says",
+            file=url,
+            offset=min(len(data), info.bytes),
+            got=f"{len(data)} bytes",
+            allowed=f"{info.bytes} bytes",
+        )
+    if sha256_hex(data) != info.sha256:
+        raise CorruptionError(
+            "a file does not match its digest", file=url, got=f"sha256 {sha256_hex(data)}", allowed=info.sha256
+        )
+    return data
+
+
+def _named(doc: dict[str, Any], key: str, where: str) -> list[tuple[str, Any]]:
+    return list(strict.mapping(doc[key], where=f"{where}: {key}").items())

@@ -1,0 +1,1 @@
+"""One interface over local, HDFS and WebHDFS files, with deadlines."""

@@ -1,0 +1,253 @@
+"""hdfs:// by hdfs-native, with what it leaves to its caller: deadlines, retries, settled renames, compared lengths."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from lockstep.storage.errors import (
+    ExistsError,
+    LockstepError,
+    NotFoundError,
+    RetryableStorageError,
+    StorageError,
+    StorageTimeoutError,
+)
+from lockstep.storage.files.hdfs_errors import translate
+from lockstep.storage.files.hdfs_streams import HdfsRaw, HdfsWriter
+from lockstep.storage.files.interface import Blocks, FileStat, HdfsBlock, Listing, Promises, Writer
+from lockstep.storage.files.remote import RemoteFileSystem
+from lockstep.storage.files.retry import with_retries
+from lockstep.storage.files.unanswered import Unanswered
+from lockstep.storage.settings import seconds
+from lockstep.storage.urls import join, split_url
+
+T = TypeVar("T")
+
+_DISCARD_S = 5.0
+_PROBE_S = 2.0
+_DATA_VERBS = ("read", "write", "sync", "close")  # calls in which DataNodes have a part
+
+
+class HdfsFileSystem(RemoteFileSystem):
+    """One HDFS, by authority ("host:port", a name service, or "" for fs.defaultFS) and settings.
+
+    Each call ends: `lockstep.storage.call-deadline-s` an attempt for the NameNode, `...data-deadline-s` for data,
+    `...give-up-s` in all. An attempt that timed out leaves its thread and its client behind.
+    """
+
+    promises = Promises(atomic_rename=True, durable_sync=True)
+
+    def __init__(self, authority: str, settings: Mapping[str, str]) -> None:
+        self._settings = dict(settings)
+        self._authority = authority
+        self.whom = _whom(authority, self._settings)
+        self.call_deadline_s = seconds(settings, "lockstep.storage.call-deadline-s")
+        self.data_deadline_s = seconds(settings, "lockstep.storage.data-deadline-s")
+        self.give_up_s = seconds(settings, "lockstep.storage.give-up-s")
+        self._lock = threading.Lock()
+        self._raw: Any = None
+        self._calls = Unanswered()
+
+    def raw(self, url: str, size: int, begin: int = 0) -> HdfsRaw:
+        return HdfsRaw(self, url, size)
+
+    def create(self, url: str, *, exclusive: bool = True) -> Writer:
+        from hdfs_native import WriteOptions
+
+        path = _path(url)
+        options = WriteOptions(overwrite=not exclusive, create_parent=True)
+
+        attempts = 0
+        lost: StorageTimeoutError | None = None
+
+        def attempt(left_s: float) -> Any:
+            nonlocal attempts, lost
+            attempts += 1
+            limit = min(left_s, self.call_deadline_s)
+            if lost is not None:
+                # A create that timed out may still happen, so only a new name is safe, and only the caller can
+                # choose one; it is told so as soon as the NameNode answers again.
+                self.once(lambda raw: raw.get_file_info("/"), "create", url, limit)
+                raise _Unsettled(lost)
+            try:
+                return self.once(lambda raw: raw.create(path, options), "create", url, limit)
+            except StorageTimeoutError as error:
+                lost = error
+                raise
+            except ExistsError as error:
+                if attempts == 1:
+                    raise
+                # Perhaps our own earlier attempt, whose answer was lost.
+                raise _Unsettled(RetryableStorageError(error.what, got=error.got)) from None
+
+        try:
+            inner = with_retries(attempt, what=f"`create {url}`", whom=self.whom, give_up_s=self.give_up_s)
+        except _Unsettled as unsettled:
+            raise unsettled.error from None
+        return HdfsWriter(self, url, inner)
+
+    def rename_new(self, src: str, dst: str) -> None:
+        self._rename(src, dst, overwrite=False)
+
+    def replace(self, src: str, dst: str) -> None:
+        self._rename(src, dst, overwrite=True)
+
+    def list(self, url: str) -> Listing:
+        path = _path(url)
+
+        found = self.call(lambda raw: [*raw.list_status(path, False)], "list", url)
+        if len(found) == 1 and not found[0].isdir and found[0].path.rstrip("/") == path:
+            raise StorageError(f"cannot list {url}", got="a file", allowed="a directory", next_step="Check the path.")
+        return sorted((_stat(join(url, _name(item.path)), item) for item in found), key=lambda entry: entry.name)
+
+    def stat(self, url: str) -> FileStat:
+        path = _path(url)
+        return _stat(url, self.call(lambda raw: raw.get_file_info(path), "find", url))
+
+    def stat_once(self, url: str, deadline_s: float) -> FileStat:
+        path = _path(url)
+        return _stat(url, self.once(lambda raw: raw.get_file_info(path), "find", url, deadline_s))
+
+    def mkdirs(self, url: str, *, mode: int = 0o755) -> None:
+        path = _path(url)
+        self.call(lambda raw: raw.mkdirs(path, mode, True), "make", url)
+
+    def delete(self, url: str, *, recursive: bool = False) -> bool:
+        path, attempts = _path(url), 0
+
+        def remove(raw: Any) -> bool:
+            nonlocal attempts
+            attempts += 1
+            return bool(raw.delete(path, recursive))
+
+        try:
+            # Where a second attempt finds nothing, the first one may have removed it without an answer.
+            return self.call(remove, "delete", url) or attempts > 1
+        except NotFoundError:
+            return False  # something above it is a file
+
+    def discard(self, url: str) -> bool:
+        path = _path(url)
+        try:
+            return bool(self.once(lambda raw: raw.delete(path, True), "delete", url, _DISCARD_S))
+        except LockstepError:
+            return False  # what lies under a temporary name may stay; the caller has a first error to tell
+
+    def block_locations(self, url: str) -> Blocks:
+        # hdfs-native tells the size of HDFS blocks but not where they lie, so there are no hosts.
+        path = _path(url)
+        status = self.call(lambda raw: raw.get_file_info(path), "find", url)
+        size, block = status.length, status.blocksize or status.length
+        return [HdfsBlock(start, min(block, size - start), ()) for start in range(0, size, block)] if size else []
+
+    def call(self, fn: Callable[[Any], T], verb: str, url: str, *, deadline_s: float | None = None) -> T:
+        """Run `fn(client)` until it succeeds, fails for good, or the total time is over."""
+        limit = self.call_deadline_s if deadline_s is None else deadline_s
+        return with_retries(
+            lambda left_s: self.once(fn, verb, url, min(left_s, limit)),
+            what=f"`{verb} {url}`",
+            whom=self.whom,
+            give_up_s=self.give_up_s,
+        )
+
+    def once(self, fn: Callable[[Any], T], verb: str, url: str, deadline_s: float) -> T:
+        """One attempt, ended at its deadline; hdfs-native's errors become ours."""
+        made: list[Any] = []
+
+        def run() -> T:
+            made.append(self._client())
+            return fn(made[0])
+
+        try:
+            return self._calls.call(run, deadline_s, what=f"cannot {verb} {url}", whom=self.whom)
+        except StorageTimeoutError as error:
+            # A client whose NameNode answers is kept: such a call may never come back, and would keep its own client's
+            # threads and connections too.
+            if verb in _DATA_VERBS and self._answers():
+                raise _frozen_datanode(verb, url, deadline_s, self.whom) from error
+            self._forget(made)
+            raise
+        except LockstepError:
+            raise
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:  # hdfs-native panics are BaseExceptions
+            if isinstance(error, OSError) and not isinstance(error, (FileNotFoundError, FileExistsError)):
+                self._forget(made)
+            raise translate(error, verb=verb, place=url, whom=self.whom) from error
+
+    def _answers(self) -> bool:
+        """Whether the NameNode answers now, if only by a refusal."""
+        try:
+            self.once(lambda raw: raw.get_file_info("/"), "find", "/", min(_PROBE_S, self.call_deadline_s))
+        except (StorageTimeoutError, RetryableStorageError):
+            return False
+        except LockstepError:
+            return True
+        return True
+
+    def _client(self) -> Any:
+        with self._lock:
+            if self._raw is None:
+                from hdfs_native import Client
+
+                url = f"hdfs://{self._authority}" if self._authority else None
+                config = {key: value for key, value in self._settings.items() if not key.startswith("lockstep.")}
+                # The inner client: the wrapper's writers close in their finaliser, which blocks 15 s after a failure.
+                self._raw = Client(url, config).inner
+            return self._raw
+
+    def _forget(self, clients: Sequence[Any]) -> None:
+        with self._lock:
+            if clients and self._raw is clients[0]:
+                self._raw = None
+
+    def _rename(self, src: str, dst: str, *, overwrite: bool) -> None:
+        source, target = _path(src), _path(dst)
+
+        def rename(limit_s: float) -> None:
+            self.once(lambda raw: raw.rename(source, target, overwrite), "rename", f"{src} to {dst}", limit_s)
+
+        self.rename_settled(
+            src, dst, replace=overwrite, rename=rename, earlier_may_have_happened=lambda attempt: attempt > 1
+        )
+
+
+class _Unsettled(Exception):
+    """Carries past the retries the failure of a create that may have happened, or may happen later."""
+
+    def __init__(self, error: StorageError) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+def _frozen_datanode(verb: str, url: str, deadline_s: float, whom: str) -> StorageTimeoutError:
+    # hdfs-native does not tell which DataNodes it talks to.
+    return StorageTimeoutError(
+        f"cannot {verb} {url}: no answer from a DataNode of it within {deadline_s:.3g} s",
+        got=f"an answer from {whom} alone",
+        allowed="an answer",
+        next_step="Look for a DataNode that is frozen or out of reach (`hdfs dfsadmin -report`: its last contact).",
+    )
+
+
+def _path(url: str) -> str:
+    return re.sub("/+", "/", split_url(url)[2]).rstrip("/") or "/"
+
+
+def _name(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]
+
+
+def _stat(url: str, status: Any) -> FileStat:
+    size = 0 if status.isdir else status.length
+    return FileStat(url, _name(_path(url)), status.isdir, size, status.modification_time)
+
+
+def _whom(authority: str, settings: Mapping[str, str]) -> str:
+    place = authority or split_url(settings.get("fs.defaultFS", "hdfs://(no fs.defaultFS is set)"))[1]
+    nodes = [settings[key] for key in sorted(settings) if key.startswith(f"dfs.namenode.rpc-address.{place}.")]
+    return f"the NameNode at {place}" if not nodes else f"the NameNodes of {place} at {', '.join(nodes)}"

@@ -1,0 +1,236 @@
+"""What a file system offers, whatever its kind; lockstep.storage.fs chooses one by a URL."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from types import TracebackType
+from typing import BinaryIO, Protocol, runtime_checkable
+
+from lockstep.storage.errors import CorruptionError, LockstepError, NotFoundError
+
+MAX_WHOLE_BYTES = 1 << 30  # manifests, indexes, fitted files; a sparse file of a TiB costs its maker nothing
+
+
+@dataclass(frozen=True, slots=True)
+class FileStat:
+    """One entry of a directory: `url` in the form in which it was asked for, size in bytes (0 for directories).
+
+    `is_special` is told by `list` alone: a symbolic link (also one that leads nowhere), pipe, socket or device.
+    """
+
+    url: str
+    name: str
+    is_dir: bool
+    size_bytes: int
+    mtime_ms: int
+    is_special: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HdfsBlock:
+    """A stretch of a file that lies together; `hosts` is empty where the backend cannot tell."""
+
+    offset: int
+    length: int
+    hosts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Promises:
+    """What a backend guarantees: a rename is seen whole or not at all; sync() survives a loss of power."""
+
+    atomic_rename: bool
+    durable_sync: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChecksum:
+    """A checksum that a storage keeps of a file: the name of its algorithm, and its bytes."""
+
+    algorithm: str
+    value: bytes
+
+
+# Inside FileSystem the name `list` is a method.
+Listing = list[FileStat]
+Blocks = list[HdfsBlock]
+
+
+class Writer(ABC):
+    """A new file being written. As a context manager it closes on success and aborts on an exception."""
+
+    @abstractmethod
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Append all of `data`; returns its length in bytes."""
+
+    def write_uncached(self, data: memoryview) -> int:
+        """As `write`, for long files: past what this host keeps of files in memory, where the backend can."""
+        return self.write(data)
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Return once everything written so far is on the disks; where the backend does not promise `durable_sync`,
+        once its servers have it.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish the file; only now is its length certain to readers. A second call does nothing."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Give the file up and remove it; never raises a StorageError of the removal."""
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.abort()
+            return
+        try:
+            self.close()
+        except BaseException:
+            self.abort()  # what could not be finished must not lie there as if it were
+            raise
+
+
+class RangeFile(Protocol):
+    """An open file that is read by ranges, by one thread at a time."""
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        """Exactly `length` bytes from `offset`. Raises CorruptionError where the file has fewer."""
+
+    def close(self) -> None:
+        """Let go of what the file is read through; never raises."""
+
+
+@runtime_checkable
+class IntoMemory(Protocol):
+    """A RangeFile that reads into memory of the caller's."""
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fill `target` from `offset` on. Raises as `read_at` does."""
+
+
+class FileSystem(ABC):
+    """Operations on full URLs. Missing paths raise NotFoundError, occupied targets ExistsError, other failures
+    StorageError, bytes that are not there CorruptionError.
+    """
+
+    promises: Promises
+
+    @abstractmethod
+    def open_read(self, url: str) -> BinaryIO:
+        """Open a file for buffered, seekable reading; `read(n)` gives n bytes unless the file ends."""
+
+    def open_uncached(self, url: str) -> BinaryIO:
+        """Open a file to be read to its end with `readinto` alone, past what this host keeps of files in memory where
+        the backend can.
+        """
+        return self.open_read(url)
+
+    @abstractmethod
+    def read_range(self, url: str, offset: int, length: int) -> bytes:
+        """Read exactly `length` bytes from `offset`. Raises CorruptionError where the file is shorter."""
+
+    def open_ranges(self, url: str, size_bytes: int) -> RangeFile:
+        """Open a file, whose first `size_bytes` must be readable, for many reads of ranges. It may be opened with the
+        first of them only, so a missing file may be told there.
+        """
+        return _Ranges(self, url)
+
+    def read_bytes(self, url: str) -> bytes:
+        """Read a whole file, as long as `stat` says it is. Raises CorruptionError where fewer bytes come, or where
+        it is longer than any file that is read in one piece.
+        """
+        status = self.stat(url)
+        if status.is_dir:
+            raise NotFoundError(
+                f"{url} is a directory", got="a directory", allowed="a file", next_step="Check the path."
+            )
+        if status.size_bytes > MAX_WHOLE_BYTES:
+            raise CorruptionError(
+                "a file is longer than any of its kind",
+                file=url,
+                got=f"{status.size_bytes} bytes",
+                allowed=f"{MAX_WHOLE_BYTES} bytes at most",
+            )
+        return self.read_range(url, 0, status.size_bytes)
+
+    @abstractmethod
+    def create(self, url: str, *, exclusive: bool = True) -> Writer:
+        """Create a file, its parents too. An existing file is refused (ExistsError), or replaced at once if not
+        `exclusive`; a directory of that name is always refused.
+        """
+
+    @abstractmethod
+    def rename_new(self, src: str, dst: str) -> None:
+        """Rename a file or directory onto a free name, in one step. Raises ExistsError where `dst` is a file or a
+        directory, NotFoundError where `src` or the parent of `dst` is missing.
+        """
+
+    @abstractmethod
+    def replace(self, src: str, dst: str) -> None:
+        """Rename a file over a file (or a free name), in one step. Directories are refused: StorageError, or
+        ExistsError for a directory as `dst`.
+        """
+
+    @abstractmethod
+    def list(self, url: str) -> Listing:
+        """List a directory, sorted by name. A file raises StorageError."""
+
+    @abstractmethod
+    def stat(self, url: str) -> FileStat:
+        """Describe a file or directory."""
+
+    @abstractmethod
+    def mkdirs(self, url: str, *, mode: int = 0o755) -> None:
+        """Make a directory and its parents; an existing directory is left as it is, a file raises ExistsError."""
+
+    @abstractmethod
+    def delete(self, url: str, *, recursive: bool = False) -> bool:
+        """Delete a file or directory; returns False where nothing was there. A directory with content raises
+        StorageError unless `recursive`.
+        """
+
+    @abstractmethod
+    def block_locations(self, url: str) -> Blocks:
+        """The HDFS blocks of a file, in order; one block for a local file."""
+
+    def stored_checksum(self, url: str) -> StoredChecksum | None:
+        """The checksum that the storage keeps of a file, told without its bytes being read; None where it keeps none,
+        or has no way to tell it.
+        """
+        return None
+
+    def discard(self, url: str) -> bool:
+        """Delete what nobody needs any more, content too; where that fails it stays (False) and nothing is raised."""
+        try:
+            return self.delete(url, recursive=True)
+        except LockstepError:
+            return False
+
+    def exists(self, url: str) -> bool:
+        """Whether a file or directory is there."""
+        try:
+            self.stat(url)
+        except NotFoundError:
+            return False
+        return True
+
+
+class _Ranges:
+    """A RangeFile of a backend that keeps nothing open."""
+
+    def __init__(self, fs: FileSystem, url: str) -> None:
+        self._fs, self._url = fs, url
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        return self._fs.read_range(self._url, offset, length)
+
+    def close(self) -> None:
+        """Nothing is open."""

@@ -1,0 +1,1 @@
+"""File formats: TFRecord, gzip blocks, Parquet footers, safetensors."""

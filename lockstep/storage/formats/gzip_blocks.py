@@ -1,0 +1,180 @@
+"""Gzip files that can be entered in the middle: each block of records is a stretch of deflate that stands alone.
+
+A file is one gzip member (RFC 1952), so that any reader of gzip takes it whole. Within it, no block refers back to
+another one and each ends on a byte, as after zlib's Z_FULL_FLUSH; so one that knows where blocks begin inflates just
+those that it needs. Members end to end would do that too, but TensorFlow loses some: docs/decisions/068-gzip-shards.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Protocol
+
+import google_crc32c
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.storage.errors import CorruptionError, DataError
+from lockstep.storage.formats.tfrecord import MAX_BLOCK_BYTES, record_offsets
+
+# A file:
+#   HEADER               gzip, deflate, no name, no time, no system
+#   block after block    deflate, not the last of its stream; ends in an empty stored block, whose last bytes are MARK
+#   b"\x03\x00"          an empty block, the last of the stream
+#   uint32 little-endian CRC-32 of all that it unpacks to
+#   uint32 little-endian length of that, modulo 2^32
+HEADER = bytes.fromhex("1f8b08000000000000ff")
+MARK = b"\x00\x00\xff\xff"
+_LAST = b"\x03\x00"
+TRAILER_BYTES = 10
+LEVEL = 6  # what gzip, Hadoop and TensorFlow take
+_RAW = -15  # zlib's number for deflate without a header, window of 32 KiB
+_NOTHING = ("", "", "")
+
+Buffer = bytes | bytearray | memoryview
+
+
+class _Sink(Protocol):
+    def write(self, data: bytes, /) -> int: ...
+
+
+def pack(data: Buffer) -> bytes:
+    """The stretch of deflate for one block. Raises DataError for more than MAX_BLOCK_BYTES.
+
+    The same data give the same bytes from one build of zlib: `zlib.ZLIB_RUNTIME_VERSION`.
+    """
+    if len(data) > MAX_BLOCK_BYTES:
+        raise DataError(
+            "a block of records is too long to be packed",
+            got=f"{len(data)} bytes",
+            allowed=f"{MAX_BLOCK_BYTES} bytes",
+            next_step="Write without compression, or leave out the records that are far longer than the others.",
+        )
+    packer = zlib.compressobj(LEVEL, zlib.DEFLATED, _RAW)
+    return packer.compress(data) + packer.flush(zlib.Z_FULL_FLUSH)
+
+
+def trailer(crc32: int, size: int) -> bytes:
+    """The end of a file whose blocks unpack to `size` bytes with the CRC-32 `crc32`."""
+    return _LAST + crc32.to_bytes(4, "little") + (size % (1 << 32)).to_bytes(4, "little")
+
+
+def unpack(block: Buffer, size: int, *, file: str, record: int, offset: int) -> bytes:
+    """What one block unpacks to, which must be `size` bytes; no more than one byte beyond them is ever made.
+
+    Nothing but the length is checked: the records have checksums of their own. Raises CorruptionError naming `file`,
+    the number of the first record and the block's offset for bytes that are no block, or one of more or fewer bytes.
+    """
+    data, wrong = b"", ("a block is longer than any", f"{size} bytes unpacked", f"{MAX_BLOCK_BYTES} bytes")
+    if size <= MAX_BLOCK_BYTES:
+        data, wrong = _unpacked(block, size)
+    if wrong != _NOTHING:
+        what, got, allowed = wrong
+        raise CorruptionError(what, file=file, record=record, offset=offset, got=got, allowed=allowed)
+    return data
+
+
+def unpack_blocks(
+    data: bytes, starts: Sequence[int], unpacked: Sequence[int], *, file: str, first_record: int, block_records: int
+) -> bytes:
+    """What neighbouring blocks hold, end to end. They lie in `file` from starts[0] to starts[-1], `data` being these
+    bytes, and their contents from unpacked[0] to unpacked[-1] in what the file unpacks to. Raises as `unpack` does.
+    """
+    view = memoryview(data)
+    places = zip(pairwise(starts), pairwise(unpacked), strict=True)
+    found = [
+        unpack(
+            view[start - starts[0] : stop - starts[0]],
+            end - place,
+            file=file,
+            record=first_record + number * block_records,
+            offset=start,
+        )
+        for number, ((start, stop), (place, end)) in enumerate(places)
+    ]
+    return found[0] if len(found) == 1 else b"".join(found)
+
+
+class GzipWriter:
+    """Writes records that are framed already as a gzip file that can be entered at each block; `finish` ends it.
+
+    Both checksums of each record are checked once more. Memory: one block, and its packed form.
+
+    Attributes: `records` and `bytes` written so far, `block_offsets` where blocks begin, `unpacked_offsets` where their
+    contents do in what the file unpacks to, and where they end (one number more).
+    """
+
+    def __init__(self, sink: _Sink, block_records: int) -> None:
+        self._sink, self._block_records = sink, block_records
+        self._sha256 = hashlib.sha256()
+        self._crc32c = self._unpacked_crc32 = 0
+        self._held, self._held_records = bytearray(), 0
+        self.records = self.bytes = 0
+        self.block_offsets: list[int] = []
+        self.unpacked_offsets = [0]
+        self._send(HEADER)
+
+    def write(self, data: NDArray[np.uint8]) -> None:
+        """Append whole framed records, end to end. Raises CorruptionError for anything else."""
+        place = self.unpacked_offsets[-1] + len(self._held)
+        number = self.records + self._held_records
+        offsets = record_offsets(data, file="the records of a task", first_record=number, base_offset=place)
+        first, count = 0, len(offsets) - 1
+        while first < count:
+            stop = min(count, first + self._block_records - self._held_records)
+            self._held += data[offsets[first] : offsets[stop]].data
+            self._held_records += stop - first
+            if self._held_records == self._block_records:
+                self._put()
+            first = stop
+
+    def finish(self) -> None:
+        """Write the last, shorter block, and the end of the file."""
+        if self._held_records:
+            self._put()
+        self._send(trailer(self._unpacked_crc32, self.unpacked_offsets[-1]))
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of all bytes written, in hex."""
+        return self._sha256.hexdigest()
+
+    @property
+    def crc32c(self) -> str:
+        """CRC-32C of all bytes written, 8 hex digits."""
+        return f"{self._crc32c:08x}"
+
+    def _put(self) -> None:
+        self.block_offsets.append(self.bytes)
+        self.unpacked_offsets.append(self.unpacked_offsets[-1] + len(self._held))
+        self._unpacked_crc32 = zlib.crc32(self._held, self._unpacked_crc32)
+        self._send(pack(self._held))
+        self.records += self._held_records
+        self._held, self._held_records = bytearray(), 0
+
+    def _send(self, data: bytes) -> None:
+        self._sink.write(data)
+        self._sha256.update(data)
+        self._crc32c = google_crc32c.extend(self._crc32c, data)
+        self.bytes += len(data)
+
+
+def _unpacked(block: Buffer, size: int) -> tuple[bytes, tuple[str, str, str]]:
+    """The content of a block, and what is wrong with it: what, got and allowed, or _NOTHING."""
+    inflater = zlib.decompressobj(_RAW)
+    try:
+        data = inflater.decompress(block, size + 1)
+    except zlib.error as error:
+        return b"", ("a gzip block is damaged", str(error), "deflate")
+    allowed = f"{size} bytes"
+    if len(data) > size:
+        return b"", ("a gzip block unpacks to more than its manifest says", f"more than {size} bytes", allowed)
+    if inflater.eof or block[-len(MARK) :] != MARK:
+        got = "the end of the stream" if inflater.eof else f"{len(data)} bytes unpacked, and no mark"
+        return b"", ("a gzip block does not end as one", got, f"{size} bytes unpacked, and the mark {MARK.hex()}")
+    if len(data) < size:
+        return b"", ("a gzip block unpacks to less than its manifest says", f"{len(data)} bytes", allowed)
+    return data, _NOTHING

@@ -1,0 +1,234 @@
+"""TFRecord framing: written with both checksums, and read with both checked."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from array import array
+from collections.abc import Iterable, Iterator
+from typing import BinaryIO, Protocol
+
+import google_crc32c
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.storage.errors import CorruptionError
+
+# A record on disk:
+#   offset 0          uint64 little-endian   n, the length of the data
+#   offset 8          uint32 little-endian   masked CRC-32C of the 8 length bytes
+#   offset 12         n bytes                the data
+#   offset 12 + n     uint32 little-endian   masked CRC-32C of the data
+# masked(crc) = rotate right by 15 bits, plus 0xa282ead8, modulo 2^32. A file is records end to end, nothing else.
+_LENGTH = struct.Struct("<Q")
+_CRC = struct.Struct("<I")
+_HEAD = struct.Struct("<QI")
+HEADER_BYTES = 12
+FOOTER_BYTES = 4
+FRAMING_BYTES = HEADER_BYTES + FOOTER_BYTES
+MAX_BLOCK_BYTES = 2 << 30  # ours have some MiB; a forged manifest over a sparse file may name any number
+_MASK_DELTA = 0xA282EAD8
+_CHUNK_BYTES = 1 << 22
+
+
+class _Sink(Protocol):
+    def write(self, data: bytes, /) -> int: ...
+
+
+def masked_crc32c(data: bytes) -> int:
+    """The CRC-32C of `data`, masked as TFRecord stores it."""
+    crc = google_crc32c.value(data)
+    return ((crc >> 15 | crc << 17) + _MASK_DELTA) & 0xFFFFFFFF
+
+
+def frame(record: bytes) -> bytes:
+    """The bytes of one record on disk: len(record) + 16."""
+    length = _LENGTH.pack(len(record))
+    return b"".join((length, _CRC.pack(masked_crc32c(length)), record, _CRC.pack(masked_crc32c(record))))
+
+
+class RecordWriter:
+    """Frames records into a sink and keeps what a manifest and an index need.
+
+    Attributes: `records` and `bytes` written so far, `offsets` (array of uint64: where each record begins).
+    """
+
+    def __init__(self, sink: _Sink) -> None:
+        self._sink = sink
+        self._sha256 = hashlib.sha256()
+        self._crc32c = 0
+        self.records = 0
+        self.bytes = 0
+        self.offsets = array("Q")
+
+    def write(self, record: bytes) -> int:
+        """Append one record; returns the byte offset at which it begins."""
+        start = self.bytes
+        self.write_many((record,))
+        return start
+
+    def write_many(self, records: Iterable[bytes]) -> None:
+        """Append records in one write to the sink."""
+        frames, position = [], self.bytes
+        for record in records:
+            self.offsets.append(position)
+            frames.append(frame(record))
+            position += len(record) + FRAMING_BYTES
+        data = b"".join(frames)
+        self._sink.write(data)
+        self._sha256.update(data)
+        self._crc32c = google_crc32c.extend(self._crc32c, data)
+        self.records += len(frames)
+        self.bytes = position
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of all bytes written, in hex."""
+        return self._sha256.hexdigest()
+
+    @property
+    def crc32c(self) -> str:
+        """CRC-32C of all bytes written, 8 hex digits."""
+        return f"{self._crc32c:08x}"
+
+    def block_offsets(self, block_records: int) -> list[int]:
+        """The byte offset of each block's first record, blocks being `block_records` records long."""
+        return list(self.offsets[::block_records])
+
+    def index_bytes(self) -> bytes:
+        """The offset index: a line "offset size" a record, size with framing."""
+        return index_bytes(self.offsets, self.bytes)
+
+
+def record_offsets(
+    buffer: bytes | bytearray | memoryview | NDArray[np.uint8],
+    *,
+    file: str,
+    first_record: int = 0,
+    base_offset: int = 0,
+    check_data: bool = True,
+) -> NDArray[np.int64]:
+    """Where each record of a buffer of whole records begins and the last one ends, (n + 1,) int64.
+
+    Checks as parse_records does, at the speed of memory, and raises the same CorruptionError. Without `check_data` the
+    caller checks the data's own checksums: they are the longer part.
+    """
+    from lockstep.storage.kernels import frames
+
+    data = np.frombuffer(buffer, dtype=np.uint8)
+    offsets = np.empty(len(data) // FRAMING_BYTES + 1, dtype=np.int64)
+    count = frames.scan(data.ctypes.data, len(data), offsets, check_data)
+    if count < 0:
+        parse_records(data.data, file=file, first_record=first_record, base_offset=base_offset)
+        raise AssertionError(f"{file}: two readers disagree on records behind offset {base_offset}")
+    return offsets[: count + 1].copy()  # a copy: the rest of the room for them is given back
+
+
+def index_bytes(offsets: Iterable[int], total_bytes: int) -> bytes:
+    """The offset index of a file of `total_bytes` whose records begin at `offsets`."""
+    starts = list(offsets)
+    ends = [*starts[1:], total_bytes]
+    return "".join(f"{start} {end - start}\n" for start, end in zip(starts, ends, strict=False)).encode("ascii")
+
+
+def parse_records(
+    buffer: bytes | bytearray | memoryview, *, file: str, first_record: int = 0, base_offset: int = 0
+) -> list[memoryview]:
+    """Take a buffer of whole records apart, both checksums checked; the views point into `buffer`.
+
+    `file`, `first_record` and `base_offset` (where the buffer lies in the file) only serve the message of the
+    CorruptionError that a cut or changed buffer raises.
+    """
+    view = memoryview(buffer).cast("B")
+    found: list[memoryview] = []
+    position, end = 0, len(view)
+    while position < end:
+        number, place = first_record + len(found), base_offset + position
+        length = _checked_length(bytes(view[position : position + HEADER_BYTES]), file, number, place)
+        start = position + HEADER_BYTES
+        if length > end - start - FOOTER_BYTES:
+            allowed = f"{length} data bytes and {FOOTER_BYTES} of checksum"
+            raise _cut(file, number, base_offset + end, allowed, f"{end - start} bytes")
+        data = view[start : start + length]
+        _check_data(bytes(data), bytes(view[start + length : start + length + FOOTER_BYTES]), file, number, place)
+        found.append(data)
+        position = start + length + FOOTER_BYTES
+    return found
+
+
+def read_records(source: BinaryIO | bytes, *, file: str) -> Iterator[bytes]:
+    """Yield the records of a file or buffer one by one, both checksums checked.
+
+    Memory is bounded by the largest record that is really there: a damaged length is refused by its checksum, and
+    a forged one ends with the bytes of the file. Raises CorruptionError naming `file`, record and offset. A file
+    cut at a record's end reads as a clean, shorter file: compare counts with the manifest.
+    """
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        yield from (bytes(view) for view in parse_records(source, file=file))
+        return
+    number = place = 0
+    while header := _read_up_to(source, HEADER_BYTES):
+        length = _checked_length(header, file, number, place)
+        data = _read_up_to(source, length)
+        footer = _read_up_to(source, FOOTER_BYTES) if len(data) == length else b""
+        if len(footer) < FOOTER_BYTES:
+            got = len(data) + len(footer)
+            allowed = f"{length} data bytes and {FOOTER_BYTES} of checksum"
+            raise _cut(file, number, place + HEADER_BYTES + got, allowed, f"{got} bytes")
+        _check_data(data, footer, file, number, place)
+        yield data
+        number += 1
+        place += length + FRAMING_BYTES
+
+
+def _read_up_to(source: BinaryIO, length: int) -> bytes:
+    # In pieces, so that a forged length of 2^60 costs no more memory than the file has bytes.
+    if length <= _CHUNK_BYTES:
+        data = source.read(length)
+        if len(data) == length or not data:
+            return data
+        pieces = [data]
+    else:
+        pieces = []
+    missing = length - sum(map(len, pieces))
+    while missing and (piece := source.read(min(missing, _CHUNK_BYTES))):
+        pieces.append(piece)
+        missing -= len(piece)
+    return b"".join(pieces)
+
+
+def _checked_length(header: bytes, file: str, record: int, offset: int) -> int:
+    if len(header) < HEADER_BYTES:
+        raise _cut(file, record, offset + len(header), f"{HEADER_BYTES} header bytes", f"{len(header)} bytes")
+    length, crc = _HEAD.unpack(header)
+    expected = masked_crc32c(header[:8])
+    if crc != expected:
+        raise CorruptionError(
+            "a record's length does not match its checksum",
+            file=file,
+            record=record,
+            offset=offset,
+            got=f"length {length}, checksum {crc:08x}",
+            allowed=f"checksum {expected:08x}",
+        )
+    return int(length)
+
+
+def _check_data(data: bytes, footer: bytes, file: str, record: int, offset: int) -> None:
+    crc = _CRC.unpack(footer)[0]
+    expected = masked_crc32c(data)
+    if crc != expected:
+        raise CorruptionError(
+            "a record's data does not match its checksum",
+            file=file,
+            record=record,
+            offset=offset,
+            got=f"checksum {crc:08x} over {len(data)} bytes",
+            allowed=f"checksum {expected:08x}",
+        )
+
+
+def _cut(file: str, record: int, offset: int, allowed: str, got: str) -> CorruptionError:
+    return CorruptionError(
+        "a file ends within a record", file=file, record=record, offset=offset, got=got, allowed=allowed
+    )

@@ -1,0 +1,210 @@
+"""Publication: a reader sees a file or directory whole or not at all, whatever dies on the way."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from collections.abc import Callable
+
+from lockstep.storage.dataset.layout import MANIFEST_NAME
+from lockstep.storage.documents import sha256_hex
+from lockstep.storage.errors import (
+    CorruptionError,
+    ExistsError,
+    LockstepError,
+    NotFoundError,
+    RetryableStorageError,
+    StorageError,
+    StorageTimeoutError,
+)
+from lockstep.storage.files.interface import FileSystem, Writer
+from lockstep.storage.files.retry import Backoff
+from lockstep.storage.settings import write_give_up_s
+from lockstep.storage.urls import basename, join, parent
+
+_READ_BACK_BYTES = 1 << 22
+_TEMPORARY = re.compile(r"\..*\.[0-9a-f]{16}\.tmp")
+
+
+def temporary_name(url: str) -> str:
+    """A fresh hidden sibling of `url`, which no reader, Spark or pyarrow takes for data."""
+    return join(parent(url), f".{basename(url)}.{secrets.token_hex(8)}.tmp")
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file's name is one of `temporary_name`: what a writer that was killed has left."""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+def write_file(
+    fs: FileSystem,
+    url: str,
+    data: bytes,
+    *,
+    exclusive: bool = True,
+    confirm: Callable[[], None] | None = None,
+) -> None:
+    """Publish `data` at `url`: temporary name, write, sync, close, rename, read back.
+
+    `confirm` is as in `write_stream`. Raises ExistsError where `url` exists and `exclusive`; StorageError or
+    CorruptionError where it cannot be written.
+    """
+    write_stream(fs, url, lambda writer: _write_all(writer, data), exclusive=exclusive, confirm=confirm)
+    if not exclusive:
+        return  # another writer may have replaced it since
+    written = fs.read_bytes(url)
+    if written != data:
+        raise CorruptionError(
+            "a file reads back otherwise than it was written",
+            file=url,
+            got=f"{len(written)} bytes, sha256 {sha256_hex(written)}",
+            allowed=f"{len(data)} bytes, sha256 {sha256_hex(data)}",
+        )
+
+
+def write_stream(
+    fs: FileSystem,
+    url: str,
+    produce: Callable[[Writer], None],
+    *,
+    exclusive: bool = True,
+    give_up_s: float | None = None,
+    confirm: Callable[[], None] | None = None,
+) -> int:
+    """Publish what `produce` writes; returns its length in bytes.
+
+    `produce` is called again, with a new temporary file, where the storage failed in a way that may pass (a dead
+    DataNode that the NameNode does not know of yet, safe mode, a failover), until `give_up_s` seconds are over (by
+    default `settings.write_give_up_s()`): it must write the same bytes each time.
+
+    `confirm` is called when only the rename is left, and raises where the file may not be published any more. One who
+    first revokes that right, and then calls `sweep_temporaries`, knows that no writer which was stopped after its
+    `confirm` publishes anything later: its rename finds nothing.
+    """
+    if exclusive and fs.exists(url):
+        raise occupied(url)
+    temporary, written = _write_temporary(
+        fs, url, produce, Backoff(write_give_up_s() if give_up_s is None else give_up_s)
+    )
+    try:
+        if confirm is not None:
+            confirm()
+        if exclusive:
+            fs.rename_new(temporary, url)
+        else:
+            fs.replace(temporary, url)
+    except ExistsError:
+        fs.discard(temporary)
+        raise occupied(url) from None
+    except LockstepError:
+        fs.discard(temporary)
+        raise
+    return written
+
+
+def sweep_temporaries(fs: FileSystem, directory: str) -> None:
+    """Delete all temporary files in a directory whose writers may publish nothing more there (see `write_stream`)."""
+    try:
+        entries = fs.list(directory)
+    except NotFoundError:
+        return
+    for entry in entries:
+        if not entry.is_dir and is_temporary(entry.name):
+            fs.delete(entry.url)
+
+
+def publish_directory(fs: FileSystem, staging_url: str, target_url: str) -> None:
+    """Give a finished directory its final name by one rename.
+
+    A rename whose answer was lost is settled by reading: where the staging directory is gone and the target holds
+    the same manifest, it has happened. Raises ExistsError where the target is someone else's, NotFoundError where
+    the staging directory is missing.
+    """
+    ours = _manifest_of(fs, staging_url)
+    try:
+        fs.rename_new(staging_url, target_url)
+    except ExistsError:
+        raise occupied(target_url) from None
+    except NotFoundError:
+        if ours is None or fs.exists(staging_url) or _manifest_of(fs, target_url) != ours:
+            raise
+    if ours is not None and _manifest_of(fs, target_url) != ours:
+        raise StorageError(
+            f"{target_url} does not hold what was published",
+            got="another manifest",
+            allowed=f"the manifest of {staging_url}",
+            next_step="Find out who else writes there; choose another output.",
+        )
+
+
+def occupied(url: str) -> ExistsError:
+    """The error for an output that exists already."""
+    return ExistsError(
+        f"{url} exists already",
+        got="an existing file or directory",
+        allowed="a name that is free",
+        next_step="Choose another output, or delete this one first.",
+    )
+
+
+def file_digest(fs: FileSystem, url: str) -> tuple[int, str]:
+    """Length in bytes and SHA-256 (hex) of a file, read once, in constant memory."""
+    digest, total = hashlib.sha256(), 0
+    with fs.open_read(url) as file:
+        while chunk := file.read(_READ_BACK_BYTES):
+            digest.update(chunk)
+            total += len(chunk)
+    return total, digest.hexdigest()
+
+
+class _Counting(Writer):
+    def __init__(self, inner: Writer) -> None:
+        self._inner = inner
+        self.bytes = 0
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        self.bytes += self._inner.write(data)
+        return len(data)
+
+    def write_uncached(self, data: memoryview) -> int:
+        self.bytes += self._inner.write_uncached(data)
+        return len(data)
+
+    def sync(self) -> None:
+        self._inner.sync()
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+
+def _write_temporary(fs: FileSystem, url: str, produce: Callable[[Writer], None], backoff: Backoff) -> tuple[str, int]:
+    while True:
+        temporary = temporary_name(url)
+        try:
+            return temporary, _write_once(fs, temporary, produce)
+        except (RetryableStorageError, StorageTimeoutError) as error:
+            fs.discard(temporary)
+            backoff.wait_or_raise(error, what=f"`write {url}`")
+
+
+def _write_once(fs: FileSystem, url: str, produce: Callable[[Writer], None]) -> int:
+    writer = _Counting(fs.create(url))
+    with writer:
+        produce(writer)
+        writer.sync()
+    return writer.bytes
+
+
+def _write_all(writer: Writer, data: bytes) -> None:
+    writer.write(data)
+
+
+def _manifest_of(fs: FileSystem, url: str) -> bytes | None:
+    try:
+        return fs.read_bytes(join(url, MANIFEST_NAME))
+    except NotFoundError:
+        return None

@@ -1,0 +1,135 @@
+"""Hadoop settings in effect: our defaults, then the files of HADOOP_CONF_DIR, then what the driver handed over."""
+
+from __future__ import annotations
+
+import getpass
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from xml.etree import ElementTree
+
+from lockstep.storage.errors import ConfigError
+
+# Chosen by the measurements in docs/decisions/001-hdfs-deadlines.md.
+DEFAULTS = {
+    "dfs.client.socket-timeout": "10000",
+    "dfs.client.failover.sleep.base.millis": "100",
+    "dfs.client.failover.sleep.max.millis": "1000",
+    "dfs.client.failover.max.attempts": "8",
+    "lockstep.storage.call-deadline-s": "20",
+    "lockstep.storage.data-deadline-s": "45",
+    "lockstep.storage.give-up-s": "60",
+}
+# What Hadoop's own defaults say. A driver hands them over with its settings though nobody chose them, and hdfs-native
+# fares badly with them: they do not win over ours.
+_HADOOP_DEFAULTS = {
+    "dfs.client.socket-timeout": "60000",
+    "dfs.client.failover.sleep.base.millis": "500",
+    "dfs.client.failover.sleep.max.millis": "15000",
+    "dfs.client.failover.max.attempts": "15",
+}
+_PREFIXES = ("fs.", "dfs.", "hadoop.security.", "hadoop.rpc.", "lockstep.storage.")
+WEBHDFS_TOKEN = "LOCKSTEP_WEBHDFS_TOKEN"
+_FILES = ("core-site.xml", "hdfs-site.xml")
+_handed_over: dict[str, str] = {}
+_from_files: tuple[str | None, dict[str, str]] = (None, {})
+
+
+def hadoop_settings() -> dict[str, str]:
+    """The settings in effect. Raises ConfigError where HADOOP_CONF_DIR holds a file that is not Hadoop's XML."""
+    return DEFAULTS | _conf_dir_settings() | _environment() | _handed_over
+
+
+def set_hadoop_settings(settings: Mapping[str, str]) -> None:
+    """Replace what was handed over: a driver's effective fs.*, dfs.* and lockstep.storage.* settings; others are
+    left out.
+    """
+    _handed_over.clear()
+    for key, value in settings.items():
+        if key.startswith(_PREFIXES) and _HADOOP_DEFAULTS.get(key) != str(value):
+            _handed_over[key] = str(value)
+
+
+def give_up_s() -> float:
+    """Seconds after which an operation that keeps failing is given up, such as on a NameNode out of reach."""
+    return seconds(hadoop_settings(), "lockstep.storage.give-up-s")
+
+
+def write_give_up_s() -> float:
+    """Seconds for which a write is begun anew when DataNodes fail: the time in which a NameNode takes a dead one out
+    of service (2 x recheck + 10 heartbeats: 630 s unless configured), and a little more.
+    """
+    settings = hadoop_settings()
+    if "lockstep.storage.write-give-up-s" in settings:
+        return seconds(settings, "lockstep.storage.write-give-up-s")
+    found = {"dfs.namenode.heartbeat.recheck-interval": "300000", "dfs.heartbeat.interval": "3"} | settings
+    recheck_s = seconds(found, "dfs.namenode.heartbeat.recheck-interval") / 1000
+    return max(give_up_s(), 2 * recheck_s + 10 * seconds(found, "dfs.heartbeat.interval") + 15)
+
+
+def hadoop_user() -> str:
+    """The user that an HDFS without Kerberos is told: HADOOP_USER_NAME, else who runs this process."""
+    return os.environ.get("HADOOP_USER_NAME") or getpass.getuser()
+
+
+def webhdfs_token() -> str | None:
+    """The delegation token for webhdfs:// from LOCKSTEP_WEBHDFS_TOKEN, None where it is not set.
+
+    It stays out of the settings, which are logged and travel with tasks: executors get it by
+    `--conf spark.executorEnv.LOCKSTEP_WEBHDFS_TOKEN=...`, which Spark hides in its page.
+    """
+    return os.environ.get(WEBHDFS_TOKEN) or None
+
+
+def seconds(settings: Mapping[str, str], key: str) -> float:
+    """A setting in seconds. Raises ConfigError unless it is a positive number."""
+    try:
+        value = float(settings[key].removesuffix("s"))
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise ConfigError(
+            f"setting {key} is not a time",
+            got=settings[key],
+            allowed="seconds above 0",
+            next_step="Correct the setting.",
+        )
+    return value
+
+
+def _environment() -> dict[str, str]:
+    # LOCKSTEP_STORAGE_GIVE_UP_S=10 sets lockstep.storage.give-up-s: the way into a job started by hand or a test.
+    keys = [*(key for key in DEFAULTS if key.startswith("lockstep.")), "lockstep.storage.write-give-up-s"]
+    names = {key: key.upper().replace(".", "_").replace("-", "_") for key in keys}
+    return {key: os.environ[name] for key, name in names.items() if name in os.environ}
+
+
+def _conf_dir_settings() -> dict[str, str]:
+    global _from_files
+    folder = os.environ.get("HADOOP_CONF_DIR")
+    if folder is None or folder == "":
+        return {}
+    if _from_files[0] != folder:
+        found: dict[str, str] = {}
+        for name in _FILES:
+            found |= _properties(Path(folder) / name)
+        _from_files = (folder, found)
+    return _from_files[1]
+
+
+def _properties(path: Path) -> dict[str, str]:
+    if not path.exists():
+        return {}
+    try:
+        root = ElementTree.parse(path).getroot()
+    except (ElementTree.ParseError, OSError) as error:
+        raise ConfigError(
+            f"{path} cannot be read as a Hadoop configuration",
+            got=str(error),
+            allowed="XML with <property> entries",
+            next_step="Mend the file or correct HADOOP_CONF_DIR.",
+        ) from error
+    entries = [(entry.findtext("name"), entry.findtext("value")) for entry in root.iter("property")]
+    return {
+        name.strip(): value.strip() for name, value in entries if name and value and name.strip().startswith(_PREFIXES)
+    }

@@ -1,0 +1,74 @@
+"""URLs and plain paths as text: taking them apart and putting them together, without asking a file system."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+
+from lockstep.storage.errors import ConfigError
+
+_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+):(//)?")
+
+
+def split_url(url: str) -> tuple[str, str, str]:
+    """Take a URL apart into (scheme, authority, path); a plain path has the scheme "file".
+
+    Nothing is percent-decoded: a name is what is written. Raises ConfigError for a URL without a path or host.
+    """
+    if not url or "\0" in url:
+        raise ConfigError(
+            "an empty or broken path", got=repr(url), allowed="a path or URL", next_step="Check the path."
+        )
+    found = _SCHEME.match(url)
+    if found is None:
+        return "file", "", url
+    scheme = found.group(1).lower()
+    rest = url[found.end() :]
+    if found.group(2) is None:
+        if scheme == "file" and rest.startswith("/"):
+            return "file", "", rest
+        if scheme in ("file", "hdfs", "webhdfs"):
+            raise ConfigError(
+                f"{url} is not a URL", got=url, allowed=f"{scheme}://HOST:PORT/PATH", next_step="Add `//`."
+            )
+        return "file", "", url  # a plain file name with a colon in it
+    authority, slash, path = rest.partition("/")
+    if scheme == "file":
+        if authority not in ("", "localhost") or not slash:
+            raise ConfigError(
+                f"{url} names a host", got=authority or url, allowed="file:///PATH", next_step="Write three slashes."
+            )
+        return "file", "", slash + path
+    return scheme, authority, slash + path if slash else "/"
+
+
+def absolute(url: str) -> str:
+    """`url` with a relative local path made absolute: executors and ranks have another working folder than the call."""
+    scheme, _, path = split_url(url)
+    return os.path.abspath(path) if scheme == "file" and not path.startswith("/") else url
+
+
+def several(names: str | os.PathLike[str] | Iterable[str]) -> tuple[str, ...]:
+    """URLs or names as a tuple: one that is given alone is a list of one, never one of its characters."""
+    return (os.fspath(names),) if isinstance(names, str | os.PathLike) else tuple(names)
+
+
+def join(url: str, *parts: str) -> str:
+    """Append path parts to a URL or path."""
+    return "/".join([url.rstrip("/") if url.strip("/") else "", *(part.strip("/") for part in parts)])
+
+
+def basename(url: str) -> str:
+    """The last part of a URL's path; "" for a root."""
+    return split_url(url)[2].rstrip("/").rpartition("/")[2]
+
+
+def parent(url: str) -> str:
+    """The URL of the directory that holds `url`; a root is its own parent, and "." that of a bare name."""
+    path = split_url(url)[2]
+    head = url[: len(url) - len(path)]
+    before, slash, _ = path.rstrip("/").rpartition("/")
+    if not slash:
+        return url if path.startswith("/") else "."
+    return head + (before.rstrip("/") or "/")

@@ -1,0 +1,104 @@
+"""Verification of a dataset, checkpoint or run: every listed byte by its digest, and nothing that is not listed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.storage.dataset.layout import MANIFEST_NAME
+from lockstep.storage.dataset.manifest import DatasetManifest
+from lockstep.storage.errors import ConfigError, DataError, NotFoundError
+from lockstep.storage.files.interface import FileSystem
+from lockstep.storage.fs import filesystem
+from lockstep.storage.sealed import unseal
+from lockstep.storage.urls import basename, join
+from lockstep.storage.verify.check import Check, Finding
+from lockstep.storage.verify.dataset import check_dataset
+from lockstep.storage.verify.verify_indexed import check_indexed
+from lockstep.storage.verify.verify_run import RUN_JSON, check_checkpoint, check_model, check_run
+
+__all__ = ["Finding", "kind_of", "total_bytes", "verify"]
+
+KINDS = ("dataset", "indexed", "checkpoint", "model", "run")
+
+
+def verify(
+    url: str,
+    *,
+    on_ok: Callable[[str, str], None] = lambda path, text: None,
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> list[Finding]:
+    """Read everything that belongs to the dataset, checkpoint, exported model or run at `url`.
+
+    Returns one finding for each fault, in the order found; none means whole. `on_ok(path, text)` is told each file
+    that is right, `on_bytes(n)` how many bytes were just read. Raises NotFoundError where nothing is at `url`,
+    ConfigError where it is none of the kinds, StorageError where the storage fails.
+    """
+    fs = filesystem(url)
+    check = Check(fs, url, on_ok, on_bytes)
+    kind = kind_of(fs, url)
+    if check.special_files():
+        return check.findings  # what lies behind a link is not ours to read
+    try:
+        CHECKS[kind](check)
+    except DataError as error:  # the manifest itself cannot be used, so nothing else can be held against it
+        check.caught(RUN_JSON if kind == "run" else MANIFEST_NAME, error)
+    except NotFoundError as error:
+        check.caught(RUN_JSON if kind == "run" else MANIFEST_NAME, error)
+    return check.findings
+
+
+def kind_of(fs: FileSystem, url: str) -> str:
+    """Which of KINDS lies at `url`, told by its files even where the manifest is damaged or missing."""
+    status = fs.stat(url)
+    if not status.is_dir:
+        raise ConfigError(f"{url} is a file", got="a file", allowed=_ALLOWED, next_step="Give the directory.")
+    names = {entry.name for entry in fs.list(url)}
+    if RUN_JSON in names or {"generations", "checkpoints"} <= names:
+        return "run"
+    if MANIFEST_NAME in names:
+        return _kind_of_manifest(fs, url)
+    if any(name.startswith("split=") for name in names):
+        return "dataset"
+    if basename(url).startswith("step-") and any(name.startswith("rank-") for name in names):
+        return "checkpoint"
+    raise ConfigError(
+        f"{url} is neither a dataset, a checkpoint nor a run",
+        got=f"a directory with {', '.join(sorted(names)[:5]) or 'nothing in it'}",
+        allowed=_ALLOWED,
+        next_step="Check the path.",
+    )
+
+
+def total_bytes(url: str) -> int | None:
+    """About how many bytes `verify` will read, for a progress display; None where the manifest does not tell."""
+    fs = filesystem(url)
+    try:
+        data = fs.read_bytes(join(url, MANIFEST_NAME))
+        if kind_of(fs, url) != "dataset":
+            return None
+        manifest = DatasetManifest.from_bytes(data, url)
+    except (NotFoundError, DataError):
+        return None
+    shards = sum(shard.bytes for split in manifest.splits.values() for shard in split.shards)
+    return shards + sum(info.bytes for info in manifest.files.values())
+
+
+CHECKS: dict[str, Callable[[Check], None]] = {
+    "dataset": check_dataset,
+    "indexed": check_indexed,
+    "checkpoint": check_checkpoint,
+    "model": check_model,
+    "run": check_run,
+}
+_ALLOWED = "a directory with _manifest.json (dataset, checkpoint, model, indexed files) or run.json (run)"
+
+
+def _kind_of_manifest(fs: FileSystem, url: str) -> str:
+    guess = "checkpoint" if basename(url).startswith("step-") else "dataset"
+    try:
+        doc: dict[str, Any] = unseal(fs.read_bytes(join(url, MANIFEST_NAME)), url)
+    except DataError:
+        return guess  # damaged: verification says how
+    kind = doc.get("kind", "dataset")
+    return kind if kind in KINDS else guess

@@ -1,0 +1,209 @@
+"""What a verification collects: findings with their place, and the digest check of one listed file."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, BinaryIO
+
+import google_crc32c
+
+from lockstep.storage.errors import ConfigError, CorruptionError, DataError, NotFoundError
+from lockstep.storage.files.interface import FileSystem
+from lockstep.storage.fs import walk
+from lockstep.storage.publish import is_temporary
+from lockstep.storage.urls import join
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+CHUNK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One fault: the file (relative to what is verified), record number and byte offset where known, and what."""
+
+    path: str
+    record: int | None
+    offset: int | None
+    what: str
+
+    def __str__(self) -> str:
+        place = self.path
+        if self.record is not None:
+            place += f", record {self.record}"
+        if self.offset is not None:
+            place += f", offset {self.offset}"
+        return f"{place}: {self.what}"
+
+
+class Check:
+    """A verification under way: where it looks, what it has found, whom it tells.
+
+    `on_ok(path, text)` is called for each file that is right, `on_bytes(n)` as bytes are read.
+    """
+
+    def __init__(
+        self,
+        fs: FileSystem,
+        root: str,
+        on_ok: Callable[[str, str], None],
+        on_bytes: Callable[[int], None],
+    ) -> None:
+        self.fs, self.root = fs, root.rstrip("/") or "/"
+        self.on_ok, self.on_bytes = on_ok, on_bytes
+        self.findings: list[Finding] = []
+
+    def url(self, path: str) -> str:
+        """The URL of a path below the root."""
+        return join(self.root, path)
+
+    def bad(self, path: str, what: str, *, record: int | None = None, offset: int | None = None) -> None:
+        """Note a fault."""
+        self.findings.append(Finding(path, record, offset, what))
+
+    def caught(self, path: str, error: ConfigError | DataError) -> None:
+        """Note a fault that reading `path` raised."""
+        if isinstance(error, NotFoundError):
+            self.bad(path, "missing")
+        elif isinstance(error, CorruptionError):
+            what = error.what.removesuffix(f": {error.file}").split(f": {error.file}, ")[0]
+            self.bad(path, what + _detail(error), record=error.record, offset=error.offset)
+        else:
+            self.bad(path, error.what + _detail(error))
+
+    def special_files(self) -> bool:
+        """Note every link, pipe, socket and device, which nothing published holds; returns whether there are any."""
+        before, pending = len(self.findings), [self.root]
+        while pending:
+            with suppress(NotFoundError):  # a run in progress moves its staging directories away
+                for entry in self.fs.list(pending.pop()):
+                    if entry.is_special:
+                        what = "a link, pipe, socket or device where only files and directories may be"
+                        self.bad(entry.url[len(self.root) :].lstrip("/"), what)
+                    elif entry.is_dir:
+                        pending.append(entry.url)
+        return len(self.findings) > before
+
+    def extra_files(self, expected: Iterable[str], below: str = "") -> None:
+        """Note every file under `below` that is not one of `expected` (both relative to the root)."""
+        wanted = set(expected)
+        top = self.url(below) if below else self.root
+        try:
+            found = [entry.url[len(self.root) :].lstrip("/") for entry in walk(self.fs, top)]
+        except NotFoundError:
+            return
+        for path in found:
+            if path not in wanted:
+                self.bad(path, "an extra file that no manifest lists")
+
+    def names(self, path: str) -> list[str]:
+        """The names in a directory; none where it is not there."""
+        try:
+            return [entry.name for entry in self.fs.list(self.url(path))]
+        except NotFoundError:
+            return []
+
+    def unexpected(self, path: str) -> None:
+        """Note a file that does not belong where it is, unless a writer that died has left it under such a name."""
+        name = path.rpartition("/")[2]
+        if not (is_temporary(name) or name.endswith(".part")):
+            self.bad(path, "an extra file that does not belong here")
+
+    def file(self, path: str, size: int, sha256: str, *, crc32c: str | None = None) -> bool:
+        """Read one listed file whole and compare length and digests; returns whether they are right."""
+        try:
+            with self.fs.open_read(self.url(path)) as file:
+                hashed = HashedReader(file, self.on_bytes)
+                if self.too_long(path, size):
+                    return False
+                hashed.drain()
+        except (NotFoundError, CorruptionError) as error:
+            self.caught(path, error)
+            return False
+        return self.compare(path, hashed, size, sha256, crc32c=crc32c)
+
+    def too_long(self, path: str, size: int) -> bool:
+        """Note a listed file that is longer than `size`, before it is read: a sparse TiB would be read for hours."""
+        actual = self.fs.stat(self.url(path)).size_bytes
+        if actual > size:
+            self._wrong_length(path, actual, size)
+        return actual > size
+
+    def _wrong_length(self, path: str, actual: int, size: int) -> None:
+        kind = "cut short" if actual < size else "longer than listed"
+        self.bad(path, f"{kind}: {actual} bytes instead of {size}", offset=min(actual, size))
+
+    def compare(
+        self,
+        path: str,
+        hashed: HashedReader,
+        size: int,
+        sha256: str,
+        *,
+        crc32c: str | None = None,
+        silent: bool = False,
+    ) -> bool:
+        """Compare what was read with what is listed; `silent` where a finer finding was noted already."""
+        if hashed.bytes != size:
+            self._wrong_length(path, hashed.bytes, size)
+            return False
+        if hashed.sha256 != sha256:
+            if not silent:
+                self.bad(path, f"changed: sha256 is {hashed.sha256}, listed is {sha256}")
+            return False
+        if crc32c is not None and hashed.crc32c != crc32c:
+            self.bad(path, f"crc32c is {hashed.crc32c}, the manifest says {crc32c}")
+            return False
+        return True
+
+
+class HashedReader(io.RawIOBase):
+    """Reads a file in order while its SHA-256 and CRC-32C are worked out; for use below io.BufferedReader."""
+
+    def __init__(self, file: BinaryIO, on_bytes: Callable[[int], None]) -> None:
+        super().__init__()
+        self._file, self._on_bytes = file, on_bytes
+        self._sha256 = hashlib.sha256()
+        self._crc32c = 0
+        self.bytes = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        view = memoryview(buffer).cast("B")
+        data = self._file.read(len(view))
+        view[: len(data)] = data
+        self._count(data)
+        return len(data)
+
+    def drain(self) -> None:
+        """Read what is left."""
+        while data := self._file.read(CHUNK_BYTES):
+            self._count(data)
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of the bytes so far, in hex."""
+        return self._sha256.hexdigest()
+
+    @property
+    def crc32c(self) -> str:
+        """CRC-32C of the bytes so far, 8 hex digits."""
+        return f"{self._crc32c:08x}"
+
+    def _count(self, data: bytes) -> None:
+        self._sha256.update(data)
+        self._crc32c = google_crc32c.extend(self._crc32c, data)
+        self.bytes += len(data)
+        self._on_bytes(len(data))
+
+
+def _detail(error: ConfigError | DataError) -> str:
+    parts = [text for text in (error.got and f"got {error.got}", error.allowed and f"allowed {error.allowed}") if text]
+    return f" ({', '.join(parts)})" if parts else ""

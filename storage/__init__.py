@@ -1,1 +1,0 @@
-"""How bytes lie: file systems, atomic publication, TFRecord, manifests and their verification."""

@@ -1,0 +1,1 @@
+"""From checked rows to the batches of a step."""

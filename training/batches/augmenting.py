@@ -1,0 +1,144 @@
+"""--augment on the batches of a rank: images, and under mixup labels, as a model in training is fed with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.features.images.augment import Draws
+from lockstep.features.images.mixup import SHARES, Mixup, mix_images, mix_labels, one_hot
+from lockstep.features.images.parse import parse
+from lockstep.features.schema.signature import Signature, TensorSpec
+from lockstep.storage.errors import ConfigError, DataError
+from training.batches.feed import Batch
+from training.config import TrainConfig
+from training.plan.mixture import Plan
+
+
+class Augmentation:
+    """What --augment makes of a Batch: a pure function of the batch, `seed` and the operations.
+
+    The one feature that is an image, (n, H, W, C) uint8 with C up to 4, is changed before the model sees it, as uint8
+    of the same shape; all else of a batch stays. Mixup mixes a row with others of its lane's `lane_rows` rows (G / L)
+    and makes class labels (n, classes) float32, those of yes-or-no labels and numbers (n,) float32; a row whose own or
+    whose partner's weight is 0 is not mixed, and else weighs its share of its own weight and the rest of the partner's;
+    its label is shared in the same proportion. `signature` is what a model is fed.
+    Raises ConfigError for what cannot be done with the dataset's signature or the plan's lanes.
+    """
+
+    def __init__(self, words: Sequence[str], seed: int, signature: Signature, lane_rows: int) -> None:
+        operations = parse(words)
+        self._operations, self._mixup = operations.single, operations.mixup
+        self._seed, self._lane_rows = seed, lane_rows
+        check_mixup(" ".join(words), lane_rows)
+        self._name = _image_of(signature)
+        spec = signature.features[self._name]
+        height, width, channels = spec.shape
+        for operation in self._operations:
+            operation.check((height, width, channels))
+        self._classes = signature.num_classes
+        self.signature = signature if self._mixup is None else _mixed(signature)
+
+    def __call__(self, batch: Batch) -> Batch:
+        """The batch augmented; its own arrays stay as they are."""
+        draws = Draws.of(self._seed, batch.epochs, batch.sample_ids)
+        images = np.ascontiguousarray(batch.x[self._name])
+        for slot, operation in enumerate(self._operations):
+            images = operation.apply(images, draws.at(slot))
+        if self._mixup is None:
+            return replace(batch, x={**batch.x, self._name: images})
+        return self._mix(batch, images, draws.at(len(self._operations)), self._mixup)
+
+    def _mix(self, batch: Batch, images: npt.NDArray[np.uint8], draws: Draws, mixup: Mixup) -> Batch:
+        if len(images) % self._lane_rows:
+            raise DataError(
+                "images cannot be mixed: a rank's rows are not whole lanes",
+                got=f"{len(images)} rows",
+                allowed=f"a multiple of {self._lane_rows}",
+                next_step="Feed the batches of the plan, unchanged.",
+            )
+        partners, shares = mixup.partners(draws, self._lane_rows), mixup.shares(draws)
+        weight = batch.weight
+        if weight is not None:
+            shares[(weight == 0) | (weight[partners] == 0)] = SHARES
+        assert batch.y is not None, "mixup without a label is refused"
+        soft = one_hot(batch.y, self._classes) if self._classes is not None else batch.y.astype(np.float32)
+        y, weight = mix_labels(soft, weight, partners, shares)
+        return replace(batch, x={**batch.x, self._name: mix_images(images, partners, shares)}, y=y, weight=weight)
+
+
+def augmentation_of(config: TrainConfig, plan: Plan, signature: Signature) -> Augmentation | None:
+    """The augmentation of a run's batches, None without --augment; raises as Augmentation does."""
+    if not config.augment:
+        return None
+    return Augmentation(config.augment.split(), config.seed, signature, plan.global_batch // plan.lanes)
+
+
+def labels_of(config: TrainConfig, signature: Signature) -> Signature:
+    """A dataset's signature with the labels that the loss of a run of `config` is made for: under mixup soft ones."""
+    return soft_signature(signature) if parse(config.augment.split()).mixup is not None else signature
+
+
+def check_mixup(augment: str, lane_rows: int) -> None:
+    """Raise ConfigError where --augment has mixup and a lane gives less than two rows to a global batch."""
+    if parse(augment.split()).mixup is not None and lane_rows < 2:
+        raise ConfigError(
+            "--augment mixup has no rows to mix",
+            got=f"lanes of {lane_rows} row of each global batch",
+            allowed="2 rows or more of each lane: samples are mixed within a lane, so that ranks do not matter",
+            next_step="Use fewer --lanes (half the global batch or less), or leave mixup out.",
+        )
+
+
+def soft_signature(signature: Signature) -> Signature:
+    """The signature with class labels as (classes,) float32 a row, as mixup gives them."""
+    if signature.num_classes is None or signature.label is None:
+        return signature
+    label = TensorSpec(shape=(signature.num_classes,), dtype="float32")
+    return replace(signature, label=label)
+
+
+def soft_labels(labels: npt.NDArray[Any] | None, signature: Signature) -> npt.NDArray[Any] | None:
+    """Labels as they lie in the dataset, (n,), in the form of `signature`'s label: one-hot where that has classes."""
+    if labels is None or signature.label is None or not signature.label.shape:
+        return labels
+    assert signature.num_classes is not None
+    return one_hot(labels.astype(np.int64), signature.num_classes)
+
+
+def _image_of(signature: Signature) -> str:
+    images = [name for name, spec in signature.features.items() if spec.dtype == "uint8" and len(spec.shape) == 3]
+    if len(images) != 1 or signature.features[images[0]].shape[2] > 4:
+        found = ", ".join(f"{name} {spec.dtype} {spec.shape}" for name, spec in signature.features.items())
+        raise ConfigError(
+            "--augment found no image to change",
+            got=found or "no feature",
+            allowed="one feature (height, width, channels) of uint8 with 1 to 4 channels, not normalised by its schema",
+            next_step="Leave --augment out, or build the dataset with jobs.etl_images.",
+        )
+    return images[0]
+
+
+def _mixed(signature: Signature) -> Signature:
+    """The signature under mixup, once it is known to be possible."""
+    if len(signature.features) > 1 or signature.label is None:
+        raise ConfigError(
+            "--augment mixup cannot mix what this dataset has",
+            got=f"features {', '.join(signature.features)}, label {signature.label and signature.label.dtype}",
+            allowed="one image and a label, which are mixed alike",
+            next_step="Leave mixup out.",
+        )
+    number = signature.num_classes is None and signature.label.dtype != "float32"
+    if number or math.prod(signature.label.shape) != 1:
+        raise ConfigError(
+            "--augment mixup cannot mix these labels",
+            got=f"{signature.label.dtype}, shape {signature.label.shape}, without a number of classes",
+            allowed="classes (--num-classes), yes or no, or a float32",
+            next_step="Build the dataset with the number of classes, or leave mixup out.",
+        )
+    return soft_signature(signature)

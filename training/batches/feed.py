@@ -1,0 +1,205 @@
+"""A rank's part of every global batch, and its share of a split for evaluation."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from lockstep.features.encode.encoder import Encoded, Encoder
+from lockstep.features.encode.refused_row import refused_row
+from lockstep.features.images.decode_many import BadImageError
+from lockstep.storage.errors import ConfigError, DataError
+from training.batches.assembly import Assembly
+from training.batches.place import of_batch_row, of_row_in_order, placed
+from training.plan.epoch_plan import EpochPlan
+from training.reading.read_ahead import ReadAhead
+from training.reading.reader import SplitReader
+from training.world import World
+
+READ_AHEAD_BYTES = 48 << 20
+DEADLINE_S = 300.0  # below the driver's stall limit of 600 s, so that the rank says itself what it waits for
+# What is encoded in one call: enough rows that calls cost little, no more bytes than caches hold a few times
+# (docs/decisions/074-batches-by-kernels.md).
+_CHUNK_ROWS = 4096
+_CHUNK_BYTES = 8 << 20
+_CHUNKS_IN_MEMORY = 3  # one being made, one finished, one in use
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One rank's rows of global batch `step` (the batches are counted from 0), lanes in order.
+
+    `x` by feature name, arrays of n_r rows; `y` (n_r,) or None; `sample_ids` and `epochs` (n_r,) int64; `weight` (n_r,)
+    float32 or None.
+    """
+
+    step: int
+    x: dict[str, npt.NDArray[Any]]
+    y: npt.NDArray[Any] | None
+    sample_ids: npt.NDArray[np.int64]
+    epochs: npt.NDArray[np.int64]
+    weight: npt.NDArray[np.float32] | None = None
+
+
+class RankFeed:
+    """The batches of one rank, from any step on, without reading what lies before.
+
+    `groups` are the lane groups of ghost BatchNorm, which ranks own whole. Raises ConfigError for more ranks than lanes
+    or groups. Memory: what training.batches.assembly says, and three chunks of encoded batches: `read_ahead_bytes` in
+    all at most, 24 MiB where one batch is smaller, but at least three batches.
+    """
+
+    def __init__(
+        self,
+        plan: EpochPlan,
+        reader: SplitReader,
+        encoder: Encoder,
+        world: World,
+        start_step: int = 0,
+        *,
+        groups: int | None = None,
+        read_ahead_bytes: int = READ_AHEAD_BYTES,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        if reader.split != plan.split or tuple(reader.table.shard_records.tolist()) != plan.shard_records:
+            raise ConfigError(
+                "a reader and a plan of different splits",
+                got=f"split `{reader.split}`",
+                allowed=f"split `{plan.split}`",
+                next_step="Open the reader on the plan's split.",
+            )
+        self.plan, self.encoder, self.start_step = plan, encoder, start_step
+        self.lanes = plan.rank_lanes(world.rank, world.num_ranks, groups)
+        self.rows = plan.rows(world.rank, world.num_ranks, groups)
+        chunk_bytes = min(_CHUNK_BYTES, read_ahead_bytes // _CHUNKS_IN_MEMORY)
+        chunk_rows = min(_CHUNK_ROWS, chunk_bytes // _row_bytes(encoder))
+        self._chunk_steps = max(1, chunk_rows // self.rows)
+        self._assembly = Assembly(plan, reader, encoder, self.lanes, self._chunk_steps)
+        self._reader = reader
+        self._told: set[int | None] = set()  # sample ids of bad images that the log has
+        self._deadline_s = deadline_s
+        self._lock = threading.Lock()  # one assembly: batch() may be called while a thread reads ahead
+
+    @property
+    def chunk_steps(self) -> int:
+        """Batches that are encoded in one call, and then there at once."""
+        return self._chunk_steps
+
+    def batch(self, step: int) -> Batch:
+        """This rank's rows of one global batch."""
+        with self._lock:
+            return self._next(step, step + 1)[0]
+
+    def batches(self, first_step: int, last_step: int) -> Generator[Batch, None, None]:
+        """Batches first_step..last_step-1, read ahead by a thread that ends with the iterator (exhausted or closed)."""
+
+        def chunks() -> Iterator[list[Batch]]:
+            step = first_step
+            while step < last_step:
+                with self._lock:
+                    chunk = self._next(step, last_step)
+                step += len(chunk)
+                yield chunk
+                with self._lock:
+                    if self._assembly.step == step:  # not where batch() was called meanwhile
+                        self._assembly.load_ahead(last_step)
+
+        with ReadAhead(chunks(), lambda: self._assembly.at, self._deadline_s) as ahead:
+            for chunk in ahead:
+                yield from chunk
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Batches from `start_step` on, without end."""
+        return self.batches(self.start_step, sys.maxsize)
+
+    def _next(self, step: int, last_step: int) -> list[Batch]:
+        """Batches step.. as far as they are encoded in one call."""
+        self._assembly.seek(step)
+        try:
+            steps, encoded, epochs = self._assembly.take(last_step)
+        except BadImageError as error:
+            raise error.at(self._place(step, error)) from None
+        for bad in encoded.bad:
+            if bad.sample_id not in self._told:
+                self._told.add(bad.sample_id)
+                print(f"weight 0: {bad.at(self._place(step, bad)).what} ({bad.detail})", flush=True)
+
+        def cut(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+            # (steps * n_r, ...) -> (steps, n_r, ...), whose parts NumPy gives out one after another at half the price
+            return array.reshape(steps, self.rows, *array.shape[1:])
+
+        names = tuple(encoded.x)
+        nothing = [None] * steps
+        rest = zip(
+            nothing if encoded.y is None else cut(encoded.y),
+            cut(encoded.sample_id),
+            cut(epochs),
+            nothing if encoded.weight is None else cut(encoded.weight),
+            strict=True,
+        )
+        rows = zip(*map(cut, encoded.x.values()), strict=True)
+        return [
+            Batch(number, dict(zip(names, x, strict=True)), *others)
+            for number, x, others in zip(range(step, step + steps), rows, rest, strict=True)
+        ]
+
+    def _place(self, step: int, error: BadImageError) -> str:
+        return of_batch_row(self.plan, self._reader, self.lanes, step, error.row)
+
+
+def eval_batches(
+    reader: SplitReader, encoder: Encoder, rank: int, num_ranks: int, batch_size: int
+) -> Iterator[Encoded]:
+    """A rank's share of the batches of a split, `batch_size` rows in the order of the files each.
+
+    Batches are the same at any number of ranks, and so is what a model computes of them. The split's last one is as
+    short as it comes: nothing is padded, and a rank without a batch yields nothing, so no collective may be called
+    before all ranks are done. All ranks together give each sample once.
+    """
+    start, stop = eval_rows(reader, rank, num_ranks, batch_size)
+    pending: list[pa.RecordBatch] = []
+    done = start
+
+    def encoded(rows: pa.RecordBatch) -> Encoded:
+        nonlocal done
+        done += len(rows)
+        try:
+            return encoder.encode(rows)
+        except BadImageError as error:
+            raise error.at(of_row_in_order(reader, done - len(rows) + error.row)) from None
+        except DataError:
+            row, wrong = refused_row(lambda start, stop: encoder.encode(rows.slice(start, stop - start)), len(rows))
+            raise placed(wrong, of_row_in_order(reader, done - len(rows) + row)) from None
+
+    for found in reader.sequence(reader.table.rows(start, stop)):  # the next blocks are fetched meanwhile
+        pending.append(found)
+        if sum(map(len, pending)) >= batch_size:
+            rows = pa.concat_batches(pending)
+            full = len(rows) // batch_size * batch_size
+            for start in range(0, full, batch_size):
+                yield encoded(rows.slice(start, batch_size))
+            pending = [rows.slice(full)] if full < len(rows) else []
+    if pending:
+        yield encoded(pa.concat_batches(pending))
+
+
+def eval_rows(reader: SplitReader, rank: int, num_ranks: int, batch_size: int) -> tuple[int, int]:
+    """The rows start..stop-1 of the split, in the order of the files, that `eval_batches` gives a rank."""
+    rows = int(reader.table.shard_records.sum())
+    batches = -(-rows // batch_size)
+    start, stop = (min(rows, number * batches // num_ranks * batch_size) for number in (rank, rank + 1))
+    return start, stop
+
+
+def _row_bytes(encoder: Encoder) -> int:
+    """Bytes of one encoded row: its arrays, and at most 28 of label, sample id, epoch and weight."""
+    specs = encoder.signature.features.values()
+    return 28 + sum(math.prod(spec.shape) * np.dtype(spec.dtype).itemsize for spec in specs)

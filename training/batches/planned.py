@@ -1,0 +1,223 @@
+"""The epoch plan's batches for any program: NumPy arrays, on any number of ranks, from any step on."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from lockstep.features.images.parse import canonical
+from lockstep.features.schema.signature import Signature
+from lockstep.storage.errors import ConfigError, DataError
+from lockstep.storage.urls import several
+from training.batches.augmenting import Augmentation
+from training.batches.feed import DEADLINE_S, Batch
+from training.batches.training_set import TrainingSet
+from training.config import CACHE_BYTES, BadImages, Verify
+from training.plan.epoch_plan import DEFAULT_WINDOW_BYTES
+from training.plan.mixture import MixedPlan, Plan
+from training.plan.planning import make_plan
+from training.reading.fetch import READ_AHEAD_BYTES
+from training.reading.read_ahead import ReadAhead
+from training.reading.read_options import ReadOptions
+from training.reading.reading import verify_share
+from training.world import World
+
+log = logging.getLogger(__name__)
+
+_LATER_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedBatches:
+    """One rank's part of every global batch of an epoch plan; `open` makes it.
+
+    Plain settings, so that it crosses processes; files are opened anew for each iteration.
+    """
+
+    datasets: tuple[str, ...]
+    plan: Plan
+    rank: int
+    num_ranks: int
+    steps: int | None
+    """Global batches of all epochs; None is without end."""
+    augment: str
+    bad_images: BadImages
+    signature: Signature
+    """What a batch holds: names, shapes and dtypes of a row."""
+    options: ReadOptions
+    """How the files are read; decides nothing of the batches."""
+
+    @classmethod
+    def open(
+        cls,
+        datasets: str | Sequence[str],
+        split: str = "train",
+        *,
+        global_batch: int,
+        epochs: int | None = None,
+        seed: int = 0,
+        rank: int = 0,
+        num_ranks: int = 1,
+        lanes: int | None = None,
+        window_bytes: int = DEFAULT_WINDOW_BYTES,
+        mix: Sequence[int] | None = None,
+        interleave: int = 1,
+        cache_groups: int | None = None,
+        cache_rotation: int | None = None,
+        augment: str | Sequence[str] = (),
+        bad_images: BadImages = "refuse",
+        read_ahead_bytes: int = READ_AHEAD_BYTES,
+        cache: str | None = None,
+        cache_bytes: int = CACHE_BYTES,
+        verify: Verify = "start",
+    ) -> PlannedBatches:
+        """Plan the batches of a split of one or more datasets. Options are what the flags of `jobs.train` are that have
+        their names; `augment` is a text or its words. With `verify` "full" every byte of this rank's share of the
+        shards is held against its digest here.
+
+        Batches are those of `jobs.train` with the same seed, global batch, lanes, window, mix, interleave and cache
+        groups (its run.json tells them). Raises ConfigError for what does not fit together, NotFoundError for a dataset
+        that is not there, CorruptionError for what a full verification finds.
+        """
+        urls = several(datasets)
+        words = canonical(augment.split() if isinstance(augment, str) else augment)
+        World.local(rank, num_ranks)
+        ratios = None if mix is None else _ratios(mix, len(urls))
+        _check_choices(bad_images=(bad_images, BadImages), verify=(verify, Verify))
+        options = ReadOptions(read_ahead_bytes=read_ahead_bytes, cache=cache, cache_bytes=cache_bytes, ranks=num_ranks)
+        with ExitStack() as stack:
+            opened = _open(urls, split, ratios, bad_images, None, stack)
+            plan = make_plan(
+                opened.manifest,
+                split,
+                ratios,
+                seed=seed,
+                global_batch=global_batch,
+                lanes=lanes,
+                window_bytes=window_bytes,
+                interleave=interleave,
+                cache_groups=cache_groups,
+                cache_rotation=cache_rotation,
+            )
+            plan.rows(rank, num_ranks)  # refused here, not in the first iteration
+            signature = opened.encoder.signature
+            if words:
+                signature = Augmentation(words, seed, signature, plan.global_batch // plan.lanes).signature
+            steps = None if epochs is None else plan.steps(epochs)
+            if verify == "full":
+                verify_share(opened.readers, rank, num_ranks, log.info)
+        return cls(urls, plan, rank, num_ranks, steps, " ".join(words), bad_images, signature, options)
+
+    def batches(self, start_step: int = 0, *, every: int = 1) -> Generator[Batch, None, None]:
+        """Batches `start_step`, `start_step + every`, ... up to the last epoch's end.
+
+        They are made ahead of their use by threads that end with the iterator (exhausted or closed). With `every` above
+        1 all is read, but only those batches are decoded, encoded and augmented. Raises CorruptionError for what does
+        not match its checksums, StorageTimeoutError for what does not come.
+        """
+        if start_step < 0 or every < 1:
+            raise ConfigError(
+                "batches cannot begin there",
+                got=f"start_step={start_step}, every={every}",
+                allowed="a start_step from 0 up, every 1 or more",
+                next_step="Start at the step that the state says.",
+            )
+        first = self.plan.parts[0] if isinstance(self.plan, MixedPlan) else self.plan
+        ratios = self.plan.ratios if isinstance(self.plan, MixedPlan) else None
+        stop = sys.maxsize if self.steps is None else self.steps
+        with ExitStack() as stack:
+            opened = _open(self.datasets, first.split, ratios, self.bad_images, self.options, stack)
+            plan = opened.plan(self.plan.identity())  # refused where the dataset is another one by now
+            feed = opened.feed(plan, World.local(self.rank, self.num_ranks))
+            if every == 1:
+                inner = feed.batches(start_step, stop)
+            else:
+                inner = (feed.batch(step) for step in range(start_step, stop, every))
+            stack.callback(_close, inner)
+            if not self.augment:
+                yield from inner
+                return
+            words, lane_rows = self.augment.split(), plan.global_batch // plan.lanes
+            augmentation = Augmentation(words, first.seed, opened.encoder.signature, lane_rows)
+            what = f"augmented batches of split `{first.split}`"
+            # Longer than the feed's own deadline, whose error says what is waited for.
+            with ReadAhead(map(augmentation, inner), lambda: what, DEADLINE_S + _LATER_S) as ahead:
+                yield from ahead
+
+    def identity(self) -> dict[str, Any]:
+        """JSON that is equal exactly where all global batches are."""
+        return {**self.plan.identity(), "augment": self.augment, "bad_images": self.bad_images}
+
+    def check(self, identity: object) -> None:
+        """Raise DataError naming the first field in which a stored `identity` is that of other batches."""
+        mine, stored = self.identity(), identity if isinstance(identity, dict) else {}
+        for name in sorted(mine.keys() | stored.keys()):
+            if mine.get(name) != stored.get(name):
+                raise DataError(
+                    f"the state belongs to batches with another `{name}`",
+                    got=repr(stored.get(name)),
+                    allowed=repr(mine.get(name)),
+                    next_step="Open the batches as they were opened when the state was saved; only ranks may differ.",
+                )
+
+
+def _close(batches: Generator[Batch, None, None]) -> None:
+    # A thread that waits in it for a batch lets go of it when that comes, or its deadline.
+    if inspect.getgeneratorstate(batches) != inspect.GEN_RUNNING:
+        batches.close()
+
+
+def _open(
+    urls: Sequence[str],
+    split: str,
+    mix: Sequence[int] | None,
+    bad_images: BadImages,
+    options: ReadOptions | None,
+    stack: ExitStack,
+) -> TrainingSet:
+    """What is read, whose files `stack` closes."""
+    opened = TrainingSet.at(urls, split, mix, options)
+    for reader in opened.readers:
+        stack.enter_context(closing(reader))
+    return opened if bad_images == "refuse" else opened.skipping_bad_images()
+
+
+def _ratios(mix: Sequence[int], datasets: int) -> tuple[int, ...]:
+    if len(mix) == datasets >= 2 and all(type(ratio) is int and ratio >= 1 for ratio in mix):
+        return tuple(mix)
+    raise ConfigError(
+        "mix does not fit the datasets",
+        got=f"{list(mix)} for {datasets} dataset" + "s" * (datasets != 1),
+        allowed="two datasets or more and an integer from 1 up for each of them",
+        next_step="Correct mix, or leave it out to read the datasets end to end.",
+    )
+
+
+def _check_choices(**options: tuple[str, Any]) -> None:
+    for name, (value, choices) in options.items():
+        if value not in get_args(choices):
+            raise ConfigError(
+                f"{name} cannot be so",
+                got=repr(value),
+                allowed=" or ".join(get_args(choices)),
+                next_step=f"Correct {name}.",
+            )
+
+
+def numpy_batches(
+    datasets: str | Sequence[str], split: str = "train", *, start_step: int = 0, **options: Any
+) -> Generator[Batch, None, None]:
+    """One rank's part of each global batch as NumPy arrays, from `start_step` on.
+
+    `options` are those of PlannedBatches.open: global_batch, epochs (default: without end), seed, rank, num_ranks,
+    lanes, window_bytes, mix, interleave, cache_groups, cache_rotation, augment, bad_images, read_ahead_bytes, cache,
+    cache_bytes, verify. All ranks together get each sample of an epoch once; batch k is the same
+    at any num_ranks and after any start. A Batch holds `x` by feature name, `y`, `sample_ids`, `epochs` and `weight`,
+    n_r rows each.
+    """
+    return PlannedBatches.open(datasets, split, **options).batches(start_step)

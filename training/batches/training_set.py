@@ -1,0 +1,77 @@
+"""What a run trains on, opened: one split, or one of each dataset of a mixture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from lockstep.features.encode.encoder import Encoder
+from lockstep.storage.dataset.manifest import DatasetManifest
+from training.batches.feed import RankFeed
+from training.batches.mixed_feed import MixedFeed
+from training.plan.datasets import open_mixture
+from training.plan.make_plan import plan_from
+from training.plan.mixture import MixedPlan, Plan
+from training.reading.open import OpenSplit
+from training.reading.read_options import ReadOptions
+from training.reading.reader import SplitReader
+from training.results.audit import AuditLog, left_over
+from training.world import World
+
+Feed = RankFeed | MixedFeed
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSet:
+    """Open splits, and the manifest that names them all; one encoder, the first's, which is the others' too."""
+
+    manifest: DatasetManifest
+    splits: tuple[OpenSplit, ...]
+
+    @classmethod
+    def at(
+        cls, datasets: Sequence[str], split: str, mix: Sequence[int] | None, options: ReadOptions | None = None
+    ) -> Self:
+        """Open datasets end to end or, with `mix`, side by side; everything that is checked at the start is."""
+        if mix is None:
+            opened = OpenSplit.at(datasets, split, training=True, options=options)
+            return cls(opened.manifest, (opened,))
+        manifest = open_mixture(datasets, split)[1]
+        each = None if options is None else options.shared_by(len(datasets))
+        return cls(manifest, tuple(OpenSplit.at(url, split, training=True, options=each) for url in datasets))
+
+    def skipping_bad_images(self) -> Self:
+        """The same set, whose images that cannot be decoded have weight 0; ConfigError where none are decoded."""
+        skips = self.encoder.skipping_bad_images()
+        return replace(self, splits=tuple(replace(split, encoder=skips) for split in self.splits))
+
+    @property
+    def encoder(self) -> Encoder:
+        """What encodes all samples."""
+        return self.splits[0].encoder
+
+    @property
+    def readers(self) -> tuple[SplitReader, ...]:
+        """One, or one for each dataset of a mixture."""
+        return tuple(split.reader for split in self.splits)
+
+    def plan(self, identity: Mapping[str, Any], where: str = "a stored plan") -> Plan:
+        """The plan that `identity`, of the file `where`, describes; DataError where it is another set's or damaged."""
+        return plan_from(identity, self.manifest, where)
+
+    def feed(self, plan: Plan, world: World, *, groups: int | None = None) -> Feed:
+        """A rank's batches."""
+        if isinstance(plan, MixedPlan):
+            return MixedFeed(plan, self.readers, self.encoder, world, groups=groups)
+        return RankFeed(plan, self.readers[0], self.encoder, world, groups=groups)
+
+    def audit_log(self, plan: Plan, rows: int) -> AuditLog:
+        """For the batches of a rank of `rows` rows."""
+        return AuditLog(plan.row_datasets(rows) if isinstance(plan, MixedPlan) else None)
+
+    def left_over(self, plan: Plan, epochs: int) -> list[tuple[int, int]]:
+        """(epoch, sample id) of the samples that whole epochs leave; of a mixture those of its first dataset, whose
+        passes they are: the others are in the midst of an epoch of their own.
+        """
+        return left_over(plan.parts[0] if isinstance(plan, MixedPlan) else plan, self.readers[0], epochs)

@@ -1,0 +1,185 @@
+"""Joining the ranks: TCP first, then who shares a host, whether memory can be shared there, and which plan holds."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from lockstep.storage.errors import CommunicationError, ConfigError
+from training.comm.base import Communicator
+from training.comm.calibrate import INNER_BUDGET_S, calibrate, calibrate_tcp, slowest
+from training.comm.comm_plan import HIERARCHICAL, CommPlan, key_of, make_plan
+from training.comm.cost import COUNTS, AlgorithmCosts
+from training.comm.hierarchical import HierarchicalCommunicator
+from training.comm.options import CommOptions
+from training.comm.tcp.communicator import TcpCommunicator
+from training.comm.tcp.programs import default_choice
+from training.comm.topology import Layout, agree_on_layout
+
+Share = Callable[[Communicator, Sequence[int], float], Communicator]
+"""Shared memory between the ranks of a communicator on one host, their ranks among all, joined within so many seconds.
+Raises CommunicationError where memory cannot be shared."""
+SHARE_S = 20.0  # for the ranks of a host, which are all there already
+
+
+class Joined(NamedTuple):
+    """What `join_ranks` returns on each rank."""
+
+    communicator: Communicator
+    plan: CommPlan | None
+    """None for one rank, and for a backend that has no choices of ours."""
+    calibrated: bool
+    """Whether the plan was made now, and none of `options.plans` followed."""
+
+
+def join_ranks(flat: TcpCommunicator, share: Share | None, identity: str, options: CommOptions, until: float) -> Joined:
+    """From a TCP communicator of all ranks to the one that fits where they are. A collective.
+
+    Takes over `flat`, which is closed where it is not needed any more. `until` is a monotonic time. Raises ConfigError,
+    on every rank alike, where `options` force what cannot be had here.
+    """
+    found = agree_on_layout(flat, identity)
+    backend, why = _wanted(options, found)
+    layout, inner = Layout.apart(flat.num_ranks), None
+    if backend != "tcp":
+        inner, failure = _shared(flat, found, share, until)
+        if failure is None:
+            layout = found
+        elif options.backend == "shm":
+            raise ConfigError(
+                "shared memory cannot be had between these ranks",
+                got=failure,
+                allowed="memfd and Unix sockets between all ranks of a host",
+                next_step="Leave --backend to auto, which then takes TCP, or mend what is told above.",
+            )
+        elif backend == HIERARCHICAL and HIERARCHICAL in (options.backend, options.algorithm):
+            layout, why = found, f"asked for; TCP within hosts, since shared memory cannot be had: {failure}"
+            mates = _mates(found, flat.rank)
+            inner = flat.group(mates) if len(mates) > 1 else None
+        else:
+            backend, why = "tcp", f"shared memory cannot be had: {failure}"
+    outer: Communicator | None = None
+    if backend == HIERARCHICAL:
+        leaders = [ranks[0] for ranks in layout.hosts]
+        outer = flat.group(leaders) if flat.rank in leaders else None
+    try:
+        for level in (inner, outer):
+            if isinstance(level, TcpCommunicator):  # now: who waits for a first call hears of no end elsewhere
+                level.connect_neighbours(max(1.0, until - time.monotonic()))
+        plan, calibrated = _plan(flat, inner, outer, layout, backend, options)
+    except BaseException:
+        if inner is not None:
+            inner.close()  # the others end with `flat`, of which they are groups
+        raise
+    if flat.rank == 0:
+        came = "calibrated now" if calibrated else "as frozen before" if options.plans else "nothing to measure"
+        print(
+            f"ranks talk by {plan.describe()} ({came}): backend {backend}, {found}; {why}",
+            file=sys.stderr,
+            flush=True,
+        )
+    comm: Communicator = flat
+    if backend == "shm":
+        assert inner is not None
+        comm = inner
+        flat.close()
+    elif backend == HIERARCHICAL:
+        comm = HierarchicalCommunicator(flat, inner, outer, layout, plan.choose)
+        # The flat one is asked where the plan names another algorithm, and by groups of ranks across hosts.
+        flat.choose = lambda nbytes: _flat_choice(plan.choose(nbytes), nbytes)
+        if isinstance(outer, TcpCommunicator):
+            outer.choose = plan.choose_between_leaders
+    else:
+        flat.choose = plan.choose
+    return Joined(comm, plan, calibrated)
+
+
+def _flat_choice(name: str, nbytes: int) -> str:
+    return default_choice(nbytes) if name == HIERARCHICAL else name
+
+
+def _wanted(options: CommOptions, found: Layout) -> tuple[str, str]:
+    """(backend, why) before shared memory has been tried."""
+    shared = max(found.sizes) > 1
+    several = len(found.sizes) > 1
+    if options.backend == "tcp":
+        return "tcp", "asked for"
+    if options.algorithm not in ("auto", HIERARCHICAL):
+        return "tcp", f"{options.algorithm} is an algorithm between TCP connections"
+    if HIERARCHICAL in (options.backend, options.algorithm):
+        if shared and several:
+            return HIERARCHICAL, "asked for"
+        raise _impossible(HIERARCHICAL, found, "several hosts, one of them with several ranks")
+    if options.backend == "shm":
+        if not several:
+            return "shm", "asked for"
+        raise _impossible("shm", found, "all ranks on one host")
+    if not several:
+        return "shm", "all ranks share a host"
+    if shared:
+        return HIERARCHICAL, "some ranks share a host"
+    return "tcp", "no two ranks share a host"
+
+
+def _impossible(name: str, found: Layout, allowed: str) -> ConfigError:
+    return ConfigError(
+        f"`{name}` does not fit where the ranks are",
+        got=f"{found}",
+        allowed=f"{allowed}, in one network namespace a host",
+        next_step="Leave --backend and --algorithm to auto, or start the ranks elsewhere.",
+    )
+
+
+def _shared(
+    flat: Communicator, found: Layout, share: Share | None, until: float
+) -> tuple[Communicator | None, str | None]:
+    """(this host's shared memory or None, why it cannot be had or None), the same reason on every rank."""
+    mates, inner, reason = _mates(found, flat.rank), None, ""
+    if len(mates) > 1:
+        if share is None:
+            reason = "this system has none"
+        else:
+            group = flat.group(mates)
+            try:
+                inner = share(group, mates, max(1.0, min(SHARE_S, until - time.monotonic())))
+            except CommunicationError as error:
+                reason = error.got or error.what
+            finally:
+                group.close()
+    reasons = [data.decode() for data in flat.all_gather_bytes(reason.encode())]
+    failed = next(((rank, told) for rank, told in enumerate(reasons) if told), None)
+    if failed is None:
+        return inner, None
+    if inner is not None:
+        inner.close()
+    return None, f"rank {failed[0]}: {failed[1]}"
+
+
+def _plan(
+    flat: TcpCommunicator,
+    inner: Communicator | None,
+    outer: Communicator | None,
+    layout: Layout,
+    backend: str,
+    options: CommOptions,
+) -> tuple[CommPlan, bool]:
+    key = key_of(layout, backend, options.algorithm)
+    for document in options.plans:
+        plan = CommPlan.from_json(document, where="the run's communication plan")
+        if plan.key == key:
+            return plan, False
+    if backend == "shm" or options.algorithm != "auto":
+        return make_plan(layout, backend, options.algorithm), False
+    through_all = calibrate_tcp(flat)
+    if backend == "tcp":
+        return make_plan(layout, backend, "auto", through_all), True
+    within = slowest(flat, calibrate(inner, INNER_BUDGET_S) if inner is not None else None)
+    measured = calibrate_tcp(outer).costs if isinstance(outer, TcpCommunicator) else {}
+    between = AlgorithmCosts({name: slowest(flat, measured.get(name)) for name in COUNTS})
+    return make_plan(layout, backend, "auto", through_all, between, within), True
+
+
+def _mates(layout: Layout, rank: int) -> tuple[int, ...]:
+    return layout.hosts[layout.host_of[rank]]

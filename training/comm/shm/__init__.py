@@ -1,0 +1,1 @@
+"""Collectives through shared memory, for ranks of one host."""

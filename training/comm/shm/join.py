@@ -1,0 +1,252 @@
+"""How the ranks of one host come to share a segment: an abstract Unix socket, proof of the key, then descriptors.
+
+The lowest rank listens. Who connects must be of the same user (SO_PEERCRED) and prove the generation's key; then it is
+handed the sealed file and one end of a socket to each other rank. These sockets stay open and silent: their end tells
+that a rank has ended. A group's segment and sockets are dealt in the same way over the sockets of the whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import queue
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lockstep.storage.errors import CommunicationError
+from training.comm import auth
+from training.comm.reception import BACKLOG, Reception, peer_of
+from training.comm.shm.atomics import FUTEX_CALL
+from training.comm.shm.segment import Segment, create_file
+from training.comm.shm.shm_layout import MAX_RANKS, Layout
+from training.comm.topology import host_identity
+
+JOIN_S = 20.0  # the ranks of one host are all there when they begin
+_HAND = struct.Struct("<8sQII16s")
+_MAGIC = b"LOCKSHM2"
+CHANNEL = 0x73686D  # none of TCP's: a handshake is worth nothing on the other kind of socket
+
+Links = list[socket.socket | None]  # to each rank, None at the own place
+Exchange = Callable[[bytes], list[bytes]]
+
+
+class SharedMemoryUnavailableError(CommunicationError):
+    """Ranks cannot share memory; raised on all of them alike, so that they can fall back to TCP."""
+
+
+def join(
+    rank: int,
+    num_ranks: int,
+    generation: int,
+    key: bytes,
+    exchange: Exchange,
+    arena_bytes: int,
+    deadline_s: float,
+) -> tuple[Segment, Links]:
+    """Share a segment; see `training.comm.shm.communicator.connect_shm`. Calls `exchange` twice on every rank,
+    whatever happens.
+    """
+    found: tuple[Segment, Links] | None = None
+    problem = ""
+    carriers: Links = []
+    with socket.socket(socket.AF_UNIX) as listener:
+        table = [json.loads(data) for data in exchange(_introduction(rank, num_ranks, arena_bytes, listener))]
+        _check_table(table)
+        until = time.monotonic() + min(deadline_s, JOIN_S)  # from when all are there
+        layout = Layout(num_ranks, table[0]["arena"])
+        try:
+            if rank == 0:
+                carriers = _admit(listener, num_ranks, generation, key, until)
+                found = deal(layout, carriers, range(num_ranks), until)
+            else:
+                carrier = _knock("\0" + table[0]["name"], rank, num_ranks, generation, key, until)
+                carriers = [carrier]
+                found = take(layout, rank, carrier, range(num_ranks), until)
+        except (OSError, auth.HandshakeError, CommunicationError) as error:
+            problem = (error.what if isinstance(error, CommunicationError) else str(error)) or type(error).__name__
+        finally:
+            close_all(carriers)
+    outcomes = [data.decode() for data in exchange(problem.encode())]
+    wrong = [f"rank {r}: {text}" for r, text in enumerate(outcomes) if text]
+    if wrong or found is None:
+        if found is not None:
+            found[0].close()
+            close_all(found[1])
+        raise _unavailable("; ".join(wrong))
+    return found
+
+
+def close_all(links: Links) -> None:
+    """Close the sockets of a rank."""
+    for link in links:
+        if link is not None:
+            link.close()
+
+
+def deal(layout: Layout, carriers: Links, names: Sequence[int], until: float) -> tuple[Segment, Links]:
+    """Rank 0's part: make the file and a socket for each pair of ranks, and hand them out over `carriers`.
+
+    `names` are the ranks in messages, and what those who `take` must expect too. Raises OSError or HandshakeError.
+    """
+    ranks = range(layout.num_ranks)
+    fd = create_file(layout.size)
+    try:
+        segment = Segment(fd, layout, 0)
+    except BaseException:
+        os.close(fd)
+        raise
+    ends: list[Links] = [[None] * layout.num_ranks for _ in ranks]
+    try:
+        for rank in ranks:
+            for later in ranks[rank + 1 :]:
+                ends[rank][later], ends[later][rank] = socket.socketpair()
+            if rank == 0:
+                continue
+            carrier = carriers[rank]
+            assert carrier is not None
+            carrier.settimeout(max(0.01, until - time.monotonic()))
+            head, mine = _head(layout, rank, names), [end.fileno() for end in ends[rank] if end is not None]
+            try:
+                socket.send_fds(carrier, [head], [fd, *mine])
+            except OSError as error:  # it has ended, or never took what it was handed before
+                raise auth.HandshakeError(f"rank {names[rank]} takes nothing: {error}") from error
+            close_all(ends[rank])  # at once: all together would be more than a process may hold
+        return segment, ends.pop(0)
+    except BaseException as error:
+        segment.end(f"rank {names[0]}: {error}")  # for those who have been handed theirs already
+        segment.close()
+        raise
+    finally:
+        for links in ends:  # without rank 0's own once all went well
+            close_all(links)
+
+
+def take(
+    layout: Layout, rank: int, carrier: socket.socket, names: Sequence[int], until: float
+) -> tuple[Segment, Links]:
+    """What `deal`, at the other end of `carrier`, hands to `rank`. Raises OSError or HandshakeError."""
+    count = layout.num_ranks  # the file, and a socket to each other rank
+    carrier.settimeout(max(0.01, until - time.monotonic()))
+    head, fds, flags, _ = _receive_fds(carrier, count)
+    links: Links = []
+    try:
+        if head != _head(layout, rank, names) or len(fds) != count or flags & socket.MSG_CTRUNC:
+            what = f"{len(fds)} descriptors of another group" if head else "nothing"
+            raise auth.HandshakeError(f"rank {names[0]} handed over {what}, not {count} of ranks {tuple(names)}")
+        while len(fds) > 1:
+            links.append(socket.socket(fileno=fds.pop(1)))
+        links.insert(rank, None)
+        return Segment(fds[0], layout, rank), links
+    except BaseException:
+        close_all(links)
+        for fd in fds:
+            os.close(fd)
+        raise
+
+
+def _head(layout: Layout, rank: int, names: Sequence[int]) -> bytes:
+    """What goes before the descriptors: groups that members make in different orders must not be mixed up."""
+    group = hashlib.sha256(repr(tuple(names)).encode()).digest()[:16]
+    return _HAND.pack(_MAGIC, layout.arena_bytes, layout.num_ranks, rank, group)
+
+
+def _receive_fds(carrier: socket.socket, count: int) -> tuple[bytes, list[int], int, Any]:
+    # With this flag no child that is started at this moment inherits them.
+    return socket.recv_fds(carrier, _HAND.size, count, socket.MSG_CMSG_CLOEXEC)
+
+
+def _introduction(rank: int, num_ranks: int, arena_bytes: int, listener: socket.socket) -> bytes:
+    """What this rank tells the others: where it runs, what keeps it from sharing; rank 0 also where it listens."""
+    mine: dict[str, Any] = {"host": "", "problem": "", "arena": arena_bytes}
+    try:
+        mine["host"] = host_identity()
+        if not mine["host"]:
+            raise OSError("this system does not tell in which network namespace a process is")
+        if FUTEX_CALL < 0:
+            raise OSError("this processor's way to sleep on shared memory is not known here")
+        if num_ranks > MAX_RANKS:
+            raise OSError(f"{num_ranks} ranks on a host, at most {MAX_RANKS} can share memory")
+        os.close(create_file(Layout(num_ranks, arena_bytes).size))
+        if rank == 0:
+            mine["name"] = f"lockstep-{secrets.token_hex(16)}"
+            listener.bind("\0" + mine["name"])
+            listener.listen(BACKLOG)
+    except OSError as error:
+        mine["problem"] = str(error)
+    return json.dumps(mine).encode()
+
+
+def _check_table(table: Sequence[dict[str, Any]]) -> None:
+    for rank, row in enumerate(table):
+        if row["problem"]:
+            raise _unavailable(f"rank {rank}: {row['problem']}")
+        if row["host"] != table[0]["host"]:
+            raise _unavailable(f"rank 0 runs in {table[0]['host']}, rank {rank} in {row['host']}")
+
+
+def _unavailable(reason: str) -> SharedMemoryUnavailableError:
+    return SharedMemoryUnavailableError(
+        "these ranks cannot share memory",
+        got=reason,
+        allowed="processes of one user on one host, in one network namespace, where memfd_create is allowed",
+        next_step="Let the communicator use TCP (backend auto or tcp), or put the ranks into one container.",
+    )
+
+
+def _admit(listener: socket.socket, num_ranks: int, generation: int, key: bytes, until: float) -> Links:
+    """Sockets to the ranks, each proved; until the listener is closed, others are turned away."""
+    carriers: Links = [None] * num_ranks
+    proved: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
+
+    def examine(sock: socket.socket, patience: float) -> None:
+        _check_user(sock)
+        rank, channel = auth.answer(sock, key, generation, num_ranks, 0, range(1, num_ranks), patience)
+        if channel != CHANNEL:
+            raise auth.HandshakeError(f"rank {rank} asks for channel {channel}: a handshake meant for another socket")
+        proved.put((rank, sock))
+
+    reception = Reception("the shared memory's socket", examine, until)
+    threading.Thread(target=reception.serve, args=(listener,), name="shm-door", daemon=True).start()
+    try:
+        while None in carriers[1:]:
+            try:
+                rank, sock = proved.get(timeout=max(0.001, until - time.monotonic()))
+            except queue.Empty:
+                seen = f"; refused: {reception.last}" if reception.last else ""
+                missing = carriers.index(None, 1)
+                raise auth.HandshakeError(f"rank {missing} did not come within {JOIN_S:g} s{seen}") from None
+            if carriers[rank] is None:
+                carriers[rank] = sock
+            else:
+                sock.close()
+    except BaseException:
+        close_all(carriers)
+        raise
+    finally:
+        reception.close()
+    return carriers
+
+
+def _knock(name: str, rank: int, num_ranks: int, generation: int, key: bytes, until: float) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.settimeout(max(0.01, until - time.monotonic()))
+        sock.connect(name)
+        _check_user(sock)
+        auth.call(sock, key, generation, num_ranks, rank, 0, CHANNEL, until)
+        return sock
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _check_user(sock: socket.socket) -> None:
+    _, user = peer_of(sock)
+    if user != os.geteuid():
+        raise auth.HandshakeError(f"it is a process of user {user}, not of {os.geteuid()}")

@@ -1,0 +1,1 @@
+"""Collectives of TensorFlow, with NCCL on GPUs."""

@@ -1,0 +1,177 @@
+"""TensorFlow's own servers, joined for its collective operations: one a process, for as long as the process lives.
+
+The ranks learn each other's addresses through the driver's control server. What flows between these servers, and
+between NCCL's sockets, cannot be authenticated, so it is had only on a network that `--trust-network` names. TensorFlow
+addresses its peers there, but its server listens on every interface of the host: keep strangers off by a firewall.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lockstep.storage.errors import CommunicationError, ConfigError
+from training import devices
+from training.comm.base import Communicator
+from training.comm.hosts import local_addresses
+from training.comm.tcp.communicator import TcpCommunicator
+
+JOB = "worker"
+HEALTH_LIMIT_MS = 1000
+ABORTED = 10  # tensorflow.error.Code
+LOOK_EVERY_S = 0.1  # 3 microseconds of work each time
+WORD_LIMIT_S = 1.0
+RESTART = "Start the ranks again: TensorFlow's collectives do not recover within a process. The launcher does so."
+
+_joined = threading.Lock()  # never released: a second server in one process cannot be had
+
+
+class Cluster:
+    """This process's server among those of all ranks; `ordinary` is their own communicator, watched until `close`."""
+
+    def __init__(self, ordinary: TcpCommunicator, backend: str) -> None:
+        self.rank, self.num_ranks = ordinary.rank, ordinary.num_ranks
+        self.hint = "nccl" if backend == "nccl" else "ring"
+        self.device = f"/job:{JOB}/replica:0/task:{self.rank}/device:{'GPU' if backend == 'nccl' else 'CPU'}:0"
+        self.ended: str | None = None
+        """Why nothing can be called any more."""
+        self.ordinary = ordinary
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        threading.Thread(target=self._watch, name="tensorflow-watch", daemon=True).start()
+
+    def end(self, reason: str) -> None:
+        """Abort what runs and refuse what comes, of all groups: one failed collective spoils all of the process."""
+        from tensorflow.python.eager import context
+
+        with self._lock:
+            if self.ended is not None:
+                return
+            self.ended = reason
+        self._over.set()
+        context.context().abort_collective_ops(ABORTED, reason)
+        self.ordinary.abort(reason.removeprefix(f"rank {self.rank}: "))  # which says itself who speaks
+
+    def close(self) -> None:
+        """Watch no more; the ordinary communicator is about to be closed."""
+        self._over.set()
+
+    def reason(self) -> str | None:
+        """Why TensorFlow's call has failed, where a rank has ended it: its word may come a little later."""
+        self._over.wait(WORD_LIMIT_S)
+        return None if self.ended is None else self.ended.removeprefix(f"rank {self.rank}: ")
+
+    def _watch(self) -> None:
+        """End what runs as soon as another rank has ended.
+
+        Who waits within TensorFlow reads no word of the others; their end reaches it late (gRPC) or never (NCCL).
+        """
+        while not self._over.wait(LOOK_EVERY_S):
+            reason = self.ordinary.look("a call of TensorFlow's")
+            if reason is not None and not self._over.is_set():
+                self.end(reason)
+
+    def silent(self, ranks: Sequence[int]) -> list[int]:
+        """Those of `ranks` whose server does not answer a health check."""
+        import tensorflow as tf
+        from tensorflow.python.eager import context
+
+        found = []
+        for rank in ranks:
+            try:
+                if rank != self.rank:
+                    task = f"/job:{JOB}/replica:0/task:{rank}"
+                    context.context().check_collective_ops_peer_health(task, HEALTH_LIMIT_MS)
+            except tf.errors.OpError:
+                found.append(rank)
+        return found
+
+
+def start(
+    rank: int,
+    num_ranks: int,
+    address: str,
+    rendezvous: Callable[[str, int], list[tuple[str, int]]],
+    ordinary: TcpCommunicator,
+    backend: str,
+) -> Cluster:
+    """Start this process's server at `address` and join it with the others.
+
+    `ordinary` is the ranks' authenticated communicator. Raises ConfigError where TensorFlow has been used in this
+    process before, and with `nccl` where a rank has no GPU of its own.
+    """
+    from tensorflow.python.eager import context
+
+    if context.context()._initialized or not _joined.acquire(blocking=False):
+        raise ConfigError(
+            f"the {backend} backend comes too late in this process",
+            got="a process in which TensorFlow has tensors or a server already",
+            allowed="one server a process, started before the first tensor",
+            next_step="Call context.communicator() first in the entry, before any model is built.",
+        )
+    if backend == "nccl":
+        _check_gpus(ordinary)
+        interface = next((name for name, found in local_addresses().items() if address in found), None)
+        if interface is not None:  # NCCL chooses an interface by itself, unless it is told
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as kept:
+        # Bound until TensorFlow listens there too, so that nobody else is given the port in between.
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        kept.bind((address, 0))
+        table = rendezvous(address, kept.getsockname()[1])
+        if len(table) != num_ranks:
+            raise CommunicationError(
+                f"rank {rank}: the rendezvous returned a wrong table",
+                got=f"{len(table)} addresses",
+                allowed=f"{num_ranks}",
+                next_step="Start the run again.",
+            )
+        os.environ["TF_GRPC_REUSE_PORT"] = "1"
+        # A proxy of the environment is for the world outside: peers are reached as they are.
+        os.environ["no_grpc_proxy"] = ",".join(host for host, _ in table)  # noqa: SIM112 (gRPC's own, in small letters)
+        _enable(context.context(), rank, table)
+    return Cluster(ordinary, backend)
+
+
+def _enable(context: Any, rank: int, table: Sequence[tuple[str, int]]) -> None:
+    import tensorflow as tf
+    from tensorflow.core.protobuf import tensorflow_server_pb2
+
+    context.configure_collective_ops(collective_leader=f"/job:{JOB}/replica:0/task:0")
+    addresses = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in table]
+    server = tensorflow_server_pb2.ServerDef(
+        cluster=tf.train.ClusterSpec({JOB: addresses}).as_cluster_def(),
+        job_name=JOB,
+        task_index=rank,
+        protocol="grpc",
+        port=table[rank][1],
+    )
+    server.default_session_config.CopyFrom(context.config)
+    context.enable_collective_ops(server)
+    context.ensure_initialized()
+
+
+def _check_gpus(ordinary: Communicator) -> None:
+    """Raise ConfigError, on every rank alike, unless each has a GPU that no other rank has."""
+    import tensorflow as tf
+
+    seen = tf.config.list_physical_devices("GPU")
+    mine = devices.identity(os.environ, socket.gethostname()) if seen else ""
+    everyone = [name.decode() for name in ordinary.all_gather_bytes(mine.encode())]
+    for rank, name in enumerate(everyone):
+        if not name:
+            raise _refused(f"TensorFlow sees no GPU on rank {rank}", "Give each rank a GPU: see docs/gpu.md.")
+        if (other := everyone.index(name)) != rank:
+            raise _refused(f"ranks {other} and {rank} share the GPU {name}", "Lower --num-ranks to the number of GPUs.")
+
+
+def _refused(got: str, next_step: str) -> ConfigError:
+    return ConfigError(
+        "the nccl backend cannot serve these ranks",
+        got=got,
+        allowed="one GPU for each rank: NCCL cannot have two ranks on one, nor on two slices of one",
+        next_step=f"{next_step} Or leave --backend to auto, which takes gradients through the hosts' memory.",
+    )

@@ -1,0 +1,75 @@
+"""What a rank is asked to do, and the deadlines it is watched by."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from lockstep.storage.errors import ConfigError
+
+Handler = Callable[[int, str, dict[str, Any]], dict[str, Any]]
+"""The driver's answer to a rank: handler(rank, kind, fields) -> reply; what it returns for a notice is dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankTask:
+    """One entry that all ranks of a launch call."""
+
+    entry: str
+    """`module:function`, called with a RankContext, returning a JSON-able dict."""
+    payload: dict[str, Any] = field(default_factory=dict)
+    """JSON object that the entry finds in `context.payload`; no secrets."""
+    hadoop: dict[str, str] = field(default_factory=dict)
+    """The driver's fs.* and dfs.* settings, set in each rank before the entry is called."""
+    logs: str | None = None
+    """URL of a directory for the ranks' logs; None keeps only the last lines, in memory."""
+    stream: bool = False
+    """Whether each line that a rank prints goes to the driver, for its handler's `on_output(rank, lines)`."""
+    tls: bool = False
+    """Whether connections between ranks on different hosts are encrypted; the launcher makes the certificates."""
+    preload: str | None = None
+    """`module:function` that a spare process calls, without arguments, while it waits for the next generation's order:
+    it imports what the entry needs. None: no spare processes."""
+
+    def __post_init__(self) -> None:
+        for name in (self.entry, self.preload):
+            module, _, function = ("none:none" if name is None else name).partition(":")
+            if not module or not function.isidentifier():
+                raise ConfigError(
+                    "a rank's entry cannot be right",
+                    got=repr(name),
+                    allowed="module:function",
+                    next_step="Name the function that each rank shall call.",
+                )
+        json.dumps(self.payload, allow_nan=False)  # a payload that is no JSON fails here, not in a far rank
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> RankTask:
+        """The inverse of `to_json`."""
+        return cls(**document)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Deadlines of a launch, in seconds."""
+
+    start_s: float = 300.0
+    """A rank that has not said hello so long after the start is absent."""
+    stall_s: float = 600.0
+    """A rank whose step and phase stay the same for so long is stalled."""
+    beat_s: float = 1.0
+    """Between two heartbeats of a rank."""
+    silent_s: float = 10.0
+    """A rank without a heartbeat for so long is lost; one that imports or opens the dataset is given `start_s`."""
+    stopped_s: float = 5.0
+    """A rank whose process is stopped by a signal (SIGSTOP) for so long is frozen, whatever it was doing."""
+    grace_s: float = 10.0
+    """From SIGTERM to SIGKILL."""
+    lost_s: float = 30.0
+    """A supervisor without the driver for so long kills its rank."""

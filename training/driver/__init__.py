@@ -1,0 +1,1 @@
+"""The driver of a run: claim, launch, commit, restart."""

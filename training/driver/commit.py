@@ -1,0 +1,219 @@
+"""Commits: ranks upload and report, the driver writes the manifest and renames."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from lockstep.storage.dataset.layout import MANIFEST_NAME, safe_relative
+from lockstep.storage.errors import CommunicationError, CorruptionError, LockstepError, NotFoundError
+from lockstep.storage.files.interface import FileSystem
+from lockstep.storage.publish import publish_directory, write_file
+from lockstep.storage.sealed import seal, unseal
+from lockstep.storage.urls import join
+from training.driver.retention import MetricValues, empty_trash, retire
+from training.keep import Keep, check_metric
+from training.run.checkpoint_parts import merge
+from training.run.lineage import CheckpointRef, Claim, check_newest
+from training.run.paths import RunPaths, staged_checkpoint, staged_model
+
+log = logging.getLogger(__name__)
+
+FORMAT_VERSION = 2  # of checkpoints: see training.run.checkpoint
+MODEL_FORMAT_VERSION = 1
+
+
+def _nothing() -> None:
+    """The default between manifest and rename; tests hold a driver there."""
+
+
+class CommitHandler:
+    """Commits of one generation; its methods are called by the control server's threads, one for each rank."""
+
+    def __init__(
+        self,
+        fs: FileSystem,
+        paths: RunPaths,
+        claim: Claim,
+        plan: dict[str, Any],
+        *,
+        keep: Keep,
+        deadline_s: float,
+        before_rename: Callable[[], None] = _nothing,
+        confirm: Callable[[], None] | None = None,
+    ) -> None:
+        """`confirm` raises SupersededError where this driver must delete nothing more; None: by the claims alone."""
+        self.tip = claim.parent
+        self._fs, self._paths, self._claim, self._plan = fs, paths, claim, plan
+        self._staging = paths.staging(claim.generation, claim.nonce)
+        self._keep, self._deadline_s, self._before_rename = keep, deadline_s, before_rename
+        self._values = MetricValues(keep)
+        self._confirm = confirm or (lambda: check_newest(fs, paths, claim.generation))
+        self._reports: dict[int, dict[int, dict[str, Any]]] = {}
+        self._failed: LockstepError | None = None
+        self._busy = False
+        self._changed = threading.Condition()
+
+    def checkpoint(self, rank: int, fields: dict[str, Any]) -> dict[str, Any]:
+        """One rank's report: {step, files, tensors, audit, state}. Returns when all have reported and it is committed.
+
+        Raises CommunicationError naming the ranks that did not report in time, or the error of the commit.
+        """
+        step, end = int(fields["step"]), time.monotonic() + self._deadline_s
+        with self._changed:
+            if self.tip is not None and self.tip.step == step:
+                return {"committed": True}  # the end of a run that was resumed at its end
+            if self._failed is not None:
+                raise self._failed  # a rank that is slow to end must not complete what the driver has given up
+            reports = self._reports.setdefault(step, {})
+            reports[rank] = fields
+            last = len(reports) == self._claim.num_ranks
+            if last:
+                self._busy = True
+        if last:
+            try:
+                self._commit(step, [reports[r] for r in sorted(reports)])
+            except LockstepError as error:
+                self.abort(error)
+                raise
+            finally:
+                with self._changed:
+                    self._busy = False
+                    self._reports.pop(step)  # a run has thousands of checkpoints, and each may have a MiB of reports
+                    self._changed.notify_all()
+            return {"committed": True}
+        with self._changed:
+            while self.tip is None or self.tip.step < step:
+                if self._failed is not None:
+                    raise self._failed
+                if not self._changed.wait(max(0.0, end - time.monotonic())) and time.monotonic() >= end:
+                    absent = ", ".join(str(r) for r in range(self._claim.num_ranks) if r not in reports)
+                    raise CommunicationError(
+                        f"the checkpoint of step {step} was not committed within {self._deadline_s:.0f} s",
+                        got=f"no report of rank {absent}" if absent else "a storage that takes longer",
+                        allowed="reports of all ranks",
+                        next_step="Look at the log of those ranks.",
+                    )
+        return {"committed": True}
+
+    def model(self, rank: int, fields: dict[str, Any]) -> dict[str, Any]:
+        """Rank 0's final export: {files}. Publishes models/gNNNN; returns when it has its name."""
+        staged, target = staged_model(self._staging), self._paths.model(self._claim.generation)
+        files = _files([fields], staged)
+        manifest = {
+            "format_version": MODEL_FORMAT_VERSION,
+            "kind": "model",
+            "generation": self._claim.generation,
+            "checkpoint": str(self.tip) if self.tip else None,
+            "plan": self._plan,
+            "files": files,
+        }
+        self._publish(staged, target, manifest)
+        return {"committed": True, "model": target}
+
+    def abort(self, error: LockstepError) -> None:
+        """Wake the ranks' waiting threads with an error."""
+        with self._changed:
+            self._failed = self._failed or error
+            self._changed.notify_all()
+
+    def close(self, wait_s: float) -> None:
+        """Wait for a commit that is under way; one that takes longer becomes an orphan of its generation."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._busy, wait_s)
+
+    def _commit(self, step: int, reports: list[dict[str, Any]]) -> None:
+        if self.tip is not None and step <= self.tip.step:
+            raise CommunicationError(
+                f"a checkpoint of step {step} does not follow {self.tip}",
+                got=f"step {step}",
+                allowed=f"a step above {self.tip.step}",
+                next_step="Look at the ranks' logs: they went back.",
+            )
+        generation = self._claim.generation
+        staged = staged_checkpoint(self._staging, step)
+        audit = self._audits(reports)
+        manifest = {
+            "format_version": FORMAT_VERSION,
+            "kind": "checkpoint",
+            "step": step,
+            "generation": generation,
+            "parent": self.tip.to_json() if self.tip else None,
+            "plan": self._plan,
+            "next_step": step,
+            "num_ranks": self._claim.num_ranks,
+            "files": _files(reports, staged),
+            "tensors": merge([report.get("tensors", {}) for report in reports], staged),
+            "audit": audit,
+            "state": reports[0].get("state", {}),
+        }
+        self._publish(staged, self._paths.checkpoint(step, generation), manifest)
+        with self._changed:
+            self.tip = CheckpointRef(step, generation)
+            self._changed.notify_all()
+        state = manifest["state"]
+        if not state.get("in_epoch", True):
+            check_metric(self._keep.best, state["metrics"])
+        # What the commits before this one have moved there: whoever reads a checkpoint has an interval to end.
+        empty_trash(self._fs, self._paths, generation, self._confirm)
+        retire(self._fs, self._paths, generation, self._keep, self._values)
+
+    def _publish(self, staged: str, target: str, manifest: dict[str, Any]) -> None:
+        check_newest(self._fs, self._paths, self._claim.generation)
+        self._check_uploads(staged, manifest["files"])
+        sealed = seal(manifest)
+        write_file(self._fs, join(staged, MANIFEST_NAME), sealed)
+        self._fs.mkdirs(target.rpartition("/")[0])
+        self._before_rename()
+        # What was written before this look is swept away by a newer claimant, so a driver that is stopped after it
+        # renames nothing: see training.driver.retention.drop_stagings.
+        check_newest(self._fs, self._paths, self._claim.generation)
+        try:
+            publish_directory(self._fs, staged, target)
+            where = join(target, MANIFEST_NAME)
+            unseal(self._fs.read_bytes(where), where)
+        finally:
+            # A driver that was held before the rename has left an orphan, or found its uploads swept away: either way
+            # it must not go on to retention or a result.
+            check_newest(self._fs, self._paths, self._claim.generation)
+
+    def _audits(self, reports: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        found = {}
+        for file in (file for report in reports for file in report.get("audit", [])):
+            path = safe_relative(file["path"], where=self._paths.root)
+            url, found[path] = join(self._paths.root, path), _digest(file)
+            if self._fs.stat(url).size_bytes != found[path]["bytes"]:
+                raise CorruptionError("an audit file is not what its rank reported", file=url, got="another length")
+        return found
+
+    def _check_uploads(self, staged: str, files: dict[str, dict[str, Any]]) -> None:
+        try:
+            there = {entry.name: entry.size_bytes for entry in self._fs.list(staged) if not entry.is_dir}
+        except NotFoundError:
+            there = {}
+        for name, info in files.items():
+            if there.get(name) != info["bytes"]:
+                raise CorruptionError(
+                    "a rank's upload is not what it reported",
+                    file=join(staged, name),
+                    got=f"{there.get(name, 'no')} bytes",
+                    allowed=f"{info['bytes']} bytes",
+                )
+
+
+def _files(reports: Iterable[dict[str, Any]], where: str) -> dict[str, dict[str, Any]]:
+    files: dict[str, dict[str, Any]] = {}
+    for report in reports:
+        for file in report["files"]:
+            name = safe_relative(file["name"], where=where)
+            if name in files:
+                raise CorruptionError("two ranks uploaded a file of one name", file=join(where, name))
+            files[name] = _digest(file)
+    return files
+
+
+def _digest(file: dict[str, Any]) -> dict[str, Any]:
+    return {"bytes": int(file["bytes"]), "sha256": str(file["sha256"])}

@@ -1,0 +1,172 @@
+"""What becomes of checkpoints that are no longer needed.
+
+A driver that was stopped may resume in the middle of a deletion and take what its successor starts from. So a
+checkpoint goes in three steps, and only what no successor uses is deleted: retention moves it into the trash of its own
+generation; at a later commit, lease and claims are asked once more, and it is renamed to what nobody takes for a
+checkpoint; that is deleted. A later claimant does the same outside its own chain (docs/decisions/081-one-driver.md).
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import replace
+
+from lockstep.storage.errors import DataError, ExistsError, NotFoundError, StorageError
+from lockstep.storage.files.interface import FileSystem
+from lockstep.storage.urls import basename, join, parent
+from training.keep import BEST, Keep, metric_of
+from training.run.chain import Checkpoint, checkpoints, lineage
+from training.run.checkpoint import read_manifest
+from training.run.lineage import CheckpointRef, check_newest, read_claims
+from training.run.paths import RunPaths, checkpoint_of, generation_of
+
+log = logging.getLogger(__name__)
+
+_SWEPT = "swept-"
+
+
+class MetricValues:
+    """The metric that `best` of a rule names, of each checkpoint; each manifest is read once."""
+
+    def __init__(self, keep: Keep) -> None:
+        found = BEST.fullmatch(keep.best) if keep.best is not None else None
+        self._metric = found["metric"] if found else None
+        self._known: dict[CheckpointRef, float | None] = {}
+
+    def of(self, ref: CheckpointRef, url: str) -> float | None:
+        """The metric of the checkpoint at `url`; None of one within an epoch, and of one that cannot be read."""
+        if self._metric is None:
+            return None
+        if ref not in self._known:
+            try:
+                self._known[ref] = metric_of(read_manifest(url)["state"], self._metric)
+            except (DataError, NotFoundError) as error:
+                log.warning("checkpoint %s is not judged by %s: %s", ref, self._metric, error.what)
+                return None
+        return self._known[ref]
+
+
+def retire(fs: FileSystem, paths: RunPaths, generation: int, keep: Keep, values: MetricValues | None = None) -> None:
+    """Move the checkpoints of the chain that `keep` does not name into this generation's trash.
+
+    `values` are those that are known from an earlier call. Raises SupersededError where a newer generation is claimed:
+    what may go is its business then.
+    """
+    urls = _committed(fs, paths)
+    chain = lineage(read_claims(fs, paths), urls)
+    judged = values or MetricValues(keep)
+    kept = keep.chosen(chain, lambda ref: judged.of(ref, urls[ref]))
+    for ref in (ref for ref in chain if ref not in kept):
+        check_newest(fs, paths, generation)
+        _trash(fs, paths, generation, urls[ref])
+
+
+def empty_trash(fs: FileSystem, paths: RunPaths, generation: int, confirm: Callable[[], None]) -> None:
+    """Delete what this generation has moved into its trash: it lies outside the set that retention keeps.
+
+    `confirm` is called before each checkpoint: it raises SupersededError where lease or claims are a newer driver's. A
+    driver that takes over holds the lease before it looks up its tip, so what it finds there is not deleted later.
+    """
+    for name in _names(fs, paths.trash(generation)):
+        confirm()
+        _remove_trash(fs, join(paths.trash(generation), name))
+
+
+def take_over(
+    fs: FileSystem, paths: RunPaths, generation: int, tip: Checkpoint | None, keep: Keep
+) -> Checkpoint | None:
+    """A new claimant's tidying; returns the tip where it then lies.
+
+    The tip comes back out of the trash, into which an older driver's retention may have moved it since it was looked
+    up; older trash outside the chain is deleted, orphans (late commits of older generations) are moved into the trash,
+    and so is what an older driver that was stopped in its retention would still move there: it finds nothing to move
+    when it wakes.
+    """
+    everything = checkpoints(fs, paths)
+    if tip is not None:
+        home = paths.checkpoint(tip.ref.step, tip.ref.generation)
+        if (lies := everything.get(tip.ref, home)) != home:
+            fs.mkdirs(paths.checkpoints)
+            fs.rename_new(lies, home)
+            everything[tip.ref] = home
+        tip = replace(tip, url=home)
+    chain = lineage(read_claims(fs, paths), everything)
+    judged = MetricValues(keep)
+    needed = keep.chosen(chain, lambda ref: judged.of(ref, everything[ref]))
+    for name in _names(fs, paths.trashes):
+        owner = generation_of(name)
+        if owner is None or owner >= generation:
+            continue
+        for entry in _names(fs, join(paths.trashes, name)):
+            place = checkpoint_of(entry)
+            if entry.startswith(_SWEPT) or (place is not None and CheckpointRef(*place) not in needed):
+                _remove_trash(fs, join(paths.trashes, name, entry))
+    for ref, url in _committed(fs, paths).items():
+        # A newer generation may have claimed and committed since the chain was read.
+        if ref not in chain and ref.generation < generation:
+            _trash(fs, paths, generation, url)
+    retire(fs, paths, generation, keep)
+    return tip
+
+
+def drop_stagings(fs: FileSystem, paths: RunPaths, before: int) -> None:
+    """Delete the staging directories of generations below `before`.
+
+    Each is renamed first: an older driver that was stopped just before its commit finds nothing to rename when it
+    resumes.
+    """
+    for name in _names(fs, paths.stagings):
+        owner = generation_of(name)
+        if name.startswith(_SWEPT) or (owner is not None and owner < before):
+            _remove(fs, join(paths.stagings, name))
+
+
+def _committed(fs: FileSystem, paths: RunPaths) -> dict[CheckpointRef, str]:
+    return {
+        CheckpointRef(*place): join(paths.checkpoints, name)
+        for name in _names(fs, paths.checkpoints)
+        if (place := checkpoint_of(name)) is not None
+    }
+
+
+def _trash(fs: FileSystem, paths: RunPaths, generation: int, url: str) -> None:
+    fs.mkdirs(paths.trash(generation))
+    try:
+        fs.rename_new(url, join(paths.trash(generation), basename(url)))
+    except (StorageError, NotFoundError, ExistsError) as error:
+        log.warning("%s stays where it is: %s", url, error.what)  # space is lost, nothing else
+
+
+def _remove_trash(fs: FileSystem, url: str) -> None:
+    try:
+        _remove(fs, url)
+    except StorageError as error:
+        log.warning("%s was not deleted: %s", url, error.what)  # space is lost, nothing else
+
+
+def _remove(fs: FileSystem, url: str) -> None:
+    """Delete a directory after a rename that takes it out of every other driver's sight; raises where that fails.
+
+    Where a newer driver was faster (it has brought the checkpoint back, or swept the staging directory), there is
+    nothing to rename. What was renamed is nobody's, however late its deletion ends.
+    """
+    gone = url
+    if not basename(url).startswith(_SWEPT):
+        gone = join(parent(url), f"{_SWEPT}{basename(url)}-{secrets.token_hex(4)}")
+        try:
+            fs.rename_new(url, gone)
+        except NotFoundError:
+            return
+    try:
+        fs.delete(gone, recursive=True)
+    except StorageError as error:
+        log.warning("%s was not deleted: %s", gone, error.what)  # space is lost, nothing else
+
+
+def _names(fs: FileSystem, url: str) -> list[str]:
+    try:
+        return [entry.name for entry in fs.list(url) if entry.is_dir]
+    except NotFoundError:
+        return []

@@ -1,0 +1,1 @@
+"""One sum of gradients a step, in NumPy."""

@@ -1,0 +1,225 @@
+"""The step's one exchange: buckets go to a thread that reduces them while later gradients are still computed.
+
+No TensorFlow here: `training.steps.reduction` calls `post`, `post_rows` and `finish` from the graph, with NumPy arrays.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.storage.errors import CommunicationError
+from training.comm.base import Communicator
+from training.exchange.agreement import CONTROL_WORDS, FLAGS, Agreement, NonFiniteError, Steps
+from training.exchange.buckets import Layout, Slot
+from training.exchange.compare_ranks import compare
+from training.exchange.lent_buffer import LentBuffer
+from training.exchange.non_finite import Inquiry
+from training.exchange.reducer import Reducer
+from training.exchange.scaled_copy import all_finite, copy_scaled, scaled
+from training.exchange.sparse import Rows, Table, sum_rows
+
+__all__ = ["CONTROL_WORDS", "FLAGS", "Agreement", "Exchange", "NonFiniteError"]
+Array = NDArray[Any]
+
+
+class Exchange(Steps):
+    """Sums of one optimizer step over all ranks.
+
+    `scale` is n_r / G (None: 1 / num_ranks, ranks with equal batches): this rank's mean gradients, statistics and loss
+    are multiplied by it before the sum, which is then the mean over the global batch. `step` counts optimizer steps
+    done and is set by whoever restores a run.
+    """
+
+    def __init__(self, communicator: Communicator, scale: float | None = None) -> None:
+        super().__init__(communicator.num_ranks)
+        self.communicator = communicator
+        self.scale = 1.0 / communicator.num_ranks if scale is None else scale
+        self.error: BaseException | None = None
+        self.waited_s = 0.0
+        """Seconds that the last step stood still for its sums."""
+        self.reduced_s = 0.0
+        """Seconds of the last step that the exchange's thread was at work, its waits for other ranks included."""
+        self._layout: Layout | None = None
+        self._tables: tuple[Table, ...] = ()
+        self._names: tuple[str, ...] = ()
+        self._pools: list[list[LentBuffer]] = []
+        self._current: list[LentBuffer] = []
+        self._rows: dict[int, Rows] = {}
+        self._reducer = Reducer(communicator)
+        self._safe = True  # this rank's part of the step makes no sum that is not finite
+        self._here: list[str] = []  # what is not finite in it
+        self.inquiry = Inquiry(communicator)
+        """Who is asked for the samples of a step that is not finite."""
+
+    def use(self, layout: Layout, names: Sequence[str], tables: Sequence[Table] = ()) -> None:
+        """Set the buckets and the tables that go by rows; `names` of gradients and statistics, for errors.
+
+        A graph traced again gives the same. The first call is a collective: ConfigError where ranks differ.
+        """
+        if self._layout is not None and (self._layout, self._tables) != (layout, tuple(tables)):
+            raise CommunicationError(
+                "the model's gradients changed their shapes or number during the run",
+                got=f"{len(layout.gradients)} gradients in {len(layout.sizes)} buckets, {len(tables)} by rows",
+                allowed=f"{len(self._layout.gradients)} in {len(self._layout.sizes)} buckets, {len(self._tables)} by "
+                "rows, as at the start",
+                next_step="Freeze or unfreeze layers between runs, not during one.",
+            )
+        if self._layout is None:
+            slots = (*layout.gradients, *layout.statistics)
+            dense = [
+                f"{_without_model(name)} {slot.shape} {layout.dtypes[slot.bucket]} in bucket {slot.bucket}"
+                for name, slot in zip(names, slots, strict=True)
+            ]
+            compare(
+                self.communicator,
+                [*dense, *(f"{_without_model(table.name)} {table.shape} {table.dtype}" for table in tables)],
+            )
+            self._layout, self._names, self._tables = layout, tuple(names), tuple(tables)
+            self._pools = [[] for _ in layout.sizes]
+
+    def post(self, bucket: int, *gradients: Array) -> None:
+        """Hand in the gradients of a bucket, in the order of `Layout.posted`; returns at once."""
+        try:
+            layout = self._of_layout()
+            while len(self._current) <= bucket:
+                self._current.append(self._free_buffer(len(self._current)))
+            flat = self._current[bucket]
+            for number, gradient in zip(layout.posted(bucket), gradients, strict=True):
+                self._fill(flat, layout.gradients[number], gradient, number)
+            if bucket < layout.first_tail:
+                self._reducer.sum(flat.data)  # its numbers were judged when they were copied, on every rank
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def post_rows(self, number: int, indices: Array, values: Array) -> None:
+        """Hand in the gradient of table `number`: indices (n,), values (n, *row); returns at once."""
+        try:
+            values = scaled(values, self.scale)
+            self._reducer.run(partial(self._reduce_rows, number, indices.reshape(-1), values))
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def finish(self, loss: Array, *statistics: Array) -> list[Array]:
+        """Hand in the rest and wait: the sums of all gradients, of all statistics, then indices and values of tables.
+
+        Gradients are views of buffers that stay untouched while anyone holds them. Raises NonFiniteError on every rank
+        alike, or what the communicator raises.
+        """
+        try:
+            layout = self._of_layout()
+            if self.error is not None:
+                raise self.error
+            while len(self._current) < len(layout.sizes):
+                self._current.append(self._free_buffer(len(self._current)))
+            for number, (slot, value) in enumerate(zip(layout.statistics, statistics, strict=True)):
+                self._fill(self._current[slot.bucket], slot, value, len(layout.gradients) + number)
+            words = self._current[layout.control.bucket].view(layout.control)
+            words[:] = self._words(loss)
+            words[0] *= self.scale
+            words[1] = not self._safe
+            for bucket in range(layout.first_tail, len(layout.sizes)):
+                self._reducer.sum(self._current[bucket].data)
+            began = time.perf_counter()
+            what = f"the exchange of step {self.step + 1}"
+            finite, self.reduced_s = self._reducer.wait(len(layout.sizes) + len(self._tables), what)
+            self.waited_s = time.perf_counter() - began
+            finite = finite and words[1] == 0
+            gradients = (*self._names[: len(layout.gradients)], *(table.name for table in self._tables))
+            self._agree(words.tolist(), [] if finite else self._names_of_wrong(), gradients, self._where(loss))
+            sums = [self._current[slot.bucket].lend(slot) for slot in layout.gradients]
+            # Copies: a variable that is assigned a statistic keeps its memory, and these are small.
+            sums += [self._current[slot.bucket].view(slot).reshape(slot.shape).copy() for slot in layout.statistics]
+            for number in range(len(self._tables)):
+                sums += [self._rows[number].indices, self._rows[number].values]
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            self._current, self._rows, self._safe, self._here = [], {}, True, []
+        return sums
+
+    def agree_alone(self, loss: Array, wrong: list[str], gradients: Sequence[str]) -> None:
+        """End the step of one rank, whose gradients stayed where they were; raises NonFiniteError."""
+        try:
+            if self.error is not None:
+                raise self.error
+            self._here = list(wrong)
+            self._agree(self._words(loss), wrong, gradients, self._where(loss))
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def fault(self) -> BaseException | None:
+        """What is behind a step's failure, as it was raised: TensorFlow repeats only an error's text."""
+        return self.error
+
+    def close(self) -> None:
+        """End the thread; the communicator stays open."""
+        self._reducer.close()
+
+    def _fill(self, flat: LentBuffer, slot: Slot, value: Array, number: int) -> None:
+        if not copy_scaled(value.reshape(-1), self.scale, flat.view(slot), self.communicator.num_ranks):
+            self._safe = False
+            if not np.isfinite(value).all():
+                self._here.append(self._names[number])
+
+    def _where(self, loss: Array) -> Callable[[bool], str]:
+        """What `_agree` asks once a step is not finite; a collective."""
+        step, names = self.step + 1, self._here if np.isfinite(loss) else ["the loss", *self._here]
+
+        def where(skipped: bool) -> str:
+            order = {name: number for number, name in enumerate(("the loss", *self._names))}
+            return self.inquiry.hold(step, sorted(names, key=lambda name: order.get(name, len(order))), skipped=skipped)
+
+        return where
+
+    def _of_layout(self) -> Layout:
+        assert self._layout is not None, "use() comes first"
+        return self._layout
+
+    def _fail(self, error: BaseException) -> None:
+        self.error = error
+        if not isinstance(error, NonFiniteError):  # which every rank raises by itself
+            self.communicator.abort(f"rank {self.communicator.rank}, step {self.step + 1}: {error}")
+
+    def _free_buffer(self, bucket: int) -> LentBuffer:
+        """A buffer of the bucket that nobody reads any more; TensorFlow frees the last step's a little late."""
+        pool = self._pools[bucket]
+        found = next((flat for flat in pool if not flat.is_lent()), None)
+        if found is None:
+            layout = self._of_layout()
+            # Zeroed: the gaps between slots are summed too. Aligned: TensorFlow takes it without a copy.
+            found = LentBuffer(self.communicator.allocate(layout.sizes[bucket], layout.dtypes[bucket]))
+            pool.append(found)
+        return found
+
+    def _names_of_wrong(self) -> list[str]:
+        """The sums that are not finite, of all gradients and statistics."""
+        layout = self._of_layout()
+        slots = (*layout.gradients, *layout.statistics)
+        sums = [self._current[slot.bucket].view(slot) for slot in slots]
+        sums += [self._rows[number].values for number in range(len(self._tables))]
+        names = (*self._names, *(table.name for table in self._tables))
+        return [name for name, value in zip(names, sums, strict=True) if not np.isfinite(value).all()]
+
+    def _reduce_rows(self, number: int, indices: Array, values: Array) -> bool:
+        rows = sum_rows(self.communicator, self._tables[number], indices, values)
+        self._rows[number] = rows
+        finite = all_finite(rows.values.reshape(-1))
+        if not finite and not np.isfinite(values).all():
+            self._here.append(self._tables[number].name)
+        return finite
+
+
+def _without_model(name: str) -> str:
+    """A name of the last two parts of a variable's path: one loaded with a Sequential lacks the first, its name."""
+    words, space, path = name.rpartition(" ")
+    return words + space + "/".join(path.split("/")[-2:])

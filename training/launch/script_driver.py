@@ -1,0 +1,178 @@
+"""Launching a user's script on N ranks from the driver: what the job `launch` does."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lockstep.storage.errors import CommunicationError, ConfigError, NotFoundError
+from lockstep.storage.urls import join, several
+from training.comm.options import Algorithm, Backend, CommOptions
+from training.control.failures import MemoryKillError, RankFailedError
+from training.control.task import Limits, RankTask
+from training.launch.launches import Launches
+from training.launch.output import OutputPrinter, Which
+from training.launch.script_rank import Script
+from training.launch.session import Launch
+from training.launch.signals import ended_in_order
+
+log = logging.getLogger(__name__)
+
+MAX_SCRIPT_BYTES = 1 << 20  # a script is text that somebody wrote; data goes by --files
+FILES = "LOCKSTEP_FILES"
+# A script may import libraries that hold Python's interpreter for tens of seconds, and no heartbeat leaves then. A
+# process that is stopped by a signal is seen by its supervisor within `Limits.stopped_s`.
+SILENT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScriptConfig:
+    """One launch of a script."""
+
+    script: str
+    """Path of the script, on this host."""
+    arguments: tuple[str, ...] = ()
+    """Its own, untouched."""
+    num_ranks: int
+    launcher: Literal["barrier", "local"] = "barrier"
+    """A Spark barrier stage, or processes of this host."""
+    files: tuple[str, ...] = ()
+    """Files of this host that ranks find in the folder $LOCKSTEP_FILES, which is on their import path."""
+    output: Which = "all"
+    """Whose lines are printed while the script runs."""
+    logs: str | None = None
+    """URL of a folder for the whole output of each rank; None keeps the last lines alone."""
+    start_limit_s: float = 300.0
+    stall_limit_s: float = 600.0
+    """Of a call that waits for other ranks; and of a rank that has made such calls, for the next call or line."""
+    tls: Literal["on", "off"] = "off"
+    """Whether ranks on different hosts encrypt what they say to each other."""
+    backend: Backend = "auto"
+    """What carries them; `nccl` and `tensorflow` want to be joined before the script's first tensor (docs/gpu.md)."""
+    algorithm: Algorithm = "auto"
+    """Of all_reduce."""
+    trust_network: str | None = None
+    """An interface that may carry what cannot be authenticated."""
+    max_restarts: int = 0
+    """How often all ranks are started anew after one has failed."""
+
+    def __post_init__(self) -> None:
+        for name in ("arguments", "files"):
+            object.__setattr__(self, name, several(getattr(self, name)))
+        _at_least("--num-ranks", self.num_ranks, 1)
+        _at_least("--max-restarts", self.max_restarts, 0)
+        for flag, value in (("--start-limit", self.start_limit_s), ("--stall-limit", self.stall_limit_s)):
+            if not 0 < value < float("inf"):
+                raise _wrong(flag, f"{value:g}", "seconds, above 0")
+        for path in (self.script, *self.files):
+            if not Path(path).is_file():
+                raise NotFoundError(
+                    f"there is no file {path}",
+                    got="a folder" if Path(path).is_dir() else "nothing at this path",
+                    allowed="the script after the flags, and files of this host after --files",
+                    next_step="Correct the path; flags of jobs.launch stand before the script, its own after it.",
+                )
+        names = [Path(path).name for path in self.files]
+        if len(set(names)) < len(names):
+            raise _wrong("--files", ", ".join(names), "files of different names: they come into one folder")
+        compile_script(self.script)
+        self.comm  # noqa: B018 - its own checks
+
+    @property
+    def comm(self) -> CommOptions:
+        """How the ranks shall talk to each other, once the script asks them to."""
+        return CommOptions(backend=self.backend, algorithm=self.algorithm, trust_network=self.trust_network)
+
+    @property
+    def limits(self) -> Limits:
+        """Deadlines of the ranks."""
+        return Limits(start_s=self.start_limit_s, stall_s=self.stall_limit_s, silent_s=SILENT_S)
+
+
+def compile_script(path: str) -> bytes:
+    """Read a script and look whether it is Python. Raises ConfigError naming the line."""
+    text = Path(path).read_bytes()
+    if len(text) > MAX_SCRIPT_BYTES:
+        raise _wrong(path, f"{len(text)} bytes", f"a script of up to {MAX_SCRIPT_BYTES} bytes; data go by --files")
+    try:
+        compile(text, path, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(
+            f"{path} is no Python script",
+            got=str(error),
+            allowed="what this Python compiles",
+            next_step="Mend the script.",
+        ) from None
+    return text
+
+
+class ScriptHandler:
+    """The driver's side of a launched script: its output; a script asks the driver nothing."""
+
+    def __init__(self, printer: OutputPrinter) -> None:
+        self.on_output = printer.take
+
+    def __call__(self, rank: int, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+        """Refuse: nothing of a script's libraries asks."""
+        raise CommunicationError(
+            f"rank {rank} asked for `{kind}`",
+            got=kind,
+            allowed="rendezvous",
+            next_step="A training of Lockstep's own is started by jobs.train.",
+        )
+
+
+def launch_script(config: ScriptConfig, launch: Launch, hadoop: dict[str, str] | None = None) -> None:
+    """Run the script on all ranks by `launch` (run_local or OnSpark) and print their output.
+
+    Raises what `ControlServer.wait` raises, after the restarts that are allowed; the caller's files are in place.
+    """
+    here = config.launcher == "local"
+    text = None if here else compile_script(config.script).decode("latin-1")
+    path = str(Path(config.script).resolve()) if here else None
+    script = Script(config.script, config.arguments, path, text)
+    comm = {"options": config.comm.to_json(), "freeze": False}
+    payload = {"script": script.to_json(), "start_s": config.start_limit_s, "comm": comm}
+    with ended_in_order(), Launches(launch, config.num_ranks, config.limits) as launches:
+        for generation in range(1, config.max_restarts + 2):
+            logs = join(config.logs, f"g{generation:04d}") if config.logs else None
+            task = RankTask("training.launch.script_rank:main", payload, hadoop or {}, logs, True, config.tls == "on")
+            try:
+                with OutputPrinter(config.output) as printer:
+                    launches.run(task, generation, ScriptHandler(printer))
+                return
+            except (RankFailedError, MemoryKillError) as error:
+                if generation > config.max_restarts:
+                    raise
+                log.warning("start %d of %d follows: %s", generation + 1, config.max_restarts + 1, error)
+
+
+@contextmanager
+def local_files(paths: tuple[str, ...]) -> Iterator[None]:
+    """A folder of links to the files for ranks of this host, told by $LOCKSTEP_FILES."""
+    if not paths:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="lockstep-files-") as folder:
+        for path in paths:
+            Path(folder, Path(path).name).symlink_to(Path(path).resolve())
+        os.environ[FILES] = folder
+        try:
+            yield
+        finally:
+            del os.environ[FILES]
+
+
+def _at_least(flag: str, value: int, least: int) -> None:
+    if value < least:
+        raise _wrong(flag, str(value), f"{least} or more")
+
+
+def _wrong(flag: str, got: str, allowed: str) -> ConfigError:
+    return ConfigError(f"{flag} cannot be right", got=got, allowed=allowed, next_step=f"Correct {flag}.")

@@ -1,0 +1,1 @@
+"""Which samples are in which batch."""

@@ -1,0 +1,186 @@
+"""What a run trains on: splits of one or more datasets laid end to end, as if they were one split of one dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
+from lockstep.storage.dataset.manifest_shards import SplitInfo
+from lockstep.storage.documents import canonical_bytes, sha256_hex
+from lockstep.storage.errors import ConfigError, LockstepError, differences
+from lockstep.storage.urls import several
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One split of one dataset."""
+
+    url: str
+    manifest: DatasetManifest
+    split: str
+
+
+@dataclass(frozen=True, slots=True)
+class MixedManifest(DatasetManifest):
+    """The first dataset's manifest, with the digest of the list of all; `mixed` holds each one's own."""
+
+    mixed: tuple[DatasetManifest, ...] = ()
+
+
+def open_mixture(urls: str | Sequence[str], split: str) -> tuple[tuple[Part, ...], MixedManifest]:
+    """The parts of datasets that are trained on side by side, by ratios, and their manifest.
+
+    They have one schema and the same fitted files, since one model and one encoder see all; format, compression and the
+    size of blocks may differ. Raises as `open_parts`.
+    """
+    urls = several(urls)
+    opened = [open_parts([url], split) for url in urls]
+    manifests = tuple(manifest for _, manifest in opened)
+    first = manifests[0]
+    for url, manifest in zip(urls, manifests, strict=True):
+        if split not in manifest.splits:
+            raise _unfit(url, f"no split `{split}`", ", ".join(manifest.splits), "Correct --split.")
+        _check_alike(url, manifest, urls[0], first)
+    if len({manifest.digest for manifest in manifests}) < len(urls):
+        raise _unfit(", ".join(urls), "a dataset twice", "each dataset once", "Name each dataset once.")
+    values = {field.name: getattr(first, field.name) for field in fields(DatasetManifest)}
+    values["digest"] = sha256_hex(canonical_bytes([manifest.digest for manifest in manifests]))
+    values["created_by"] = _created_by(manifests)
+    return tuple(part for parts, _ in opened for part in parts), MixedManifest(**values, mixed=manifests)
+
+
+def open_parts(urls: str | Sequence[str], split: str) -> tuple[tuple[Part, ...], DatasetManifest]:
+    """The parts that `urls` and `split` (names with `,` between them, such as fold-1,fold-2) say, and one manifest.
+
+    The manifest is the first dataset's; of several parts its split `split` holds all their shards, and of several
+    datasets its digest is that of the list of theirs. Any datasets will do that have one schema, one format, the same
+    fitted files and blocks of one size, whether or not one was appended to another. Sample ids are not compared: only
+    an append was checked against what it continues, and two appends of one parent may hold the same records. Raises
+    NotFoundError for a missing dataset, ConfigError for parts that do not fit together and for a dataset given twice.
+    """
+    urls = several(urls)
+    if not urls:
+        raise _unfit("nothing", "no dataset", "one or more", "Name a dataset.")
+    manifests = [load_dataset(url) for url in urls]
+    names = split.split(",")
+    first = manifests[0]
+    parts = tuple(Part(url, found, name) for url, found in zip(urls, manifests, strict=True) for name in names)
+    if len(parts) == 1:
+        return parts, first
+    missing = [part for part in parts if part.split not in part.manifest.splits]
+    if missing:
+        there = ", ".join(missing[0].manifest.splits)
+        raise _unfit(missing[0].url, f"no split `{missing[0].split}`", there, "Correct --split.")
+    if len({part.manifest.digest for part in parts}) < len(urls) or len(set(names)) < len(names):
+        way = "Correct --split." if len(urls) == 1 else "Name each dataset and each split once."
+        raise _unfit(", ".join(urls), f"the same records twice, split {split}", "each dataset and each split once", way)
+    for part in parts:
+        _check_alike(part.url, part.manifest, urls[0], first)
+        if part.manifest.format != first.format:
+            raise _unfit(part.url, f"another format: {part.manifest.format}", f"{first.format}, as of {urls[0]}")
+    sizes = {part.manifest.splits[part.split].block_records for part in parts}
+    if len(sizes) > 1:
+        raise _unfit(", ".join(urls), f"blocks of {', '.join(map(str, sorted(sizes)))} records", "blocks of one size")
+    shards = tuple(shard for part in parts for shard in part.manifest.splits[part.split].shards)
+    digest = first.digest if len(urls) == 1 else sha256_hex(canonical_bytes([found.digest for found in manifests]))
+    splits = {**first.splits, split: SplitInfo(sizes.pop(), shards)}
+    return parts, replace(first, splits=splits, digest=digest, created_by=_created_by(manifests))
+
+
+def split_of(manifest: DatasetManifest, split: str) -> SplitInfo:
+    """A split of a dataset; ConfigError names those that there are."""
+    if split not in manifest.splits:
+        raise ConfigError(
+            f"the dataset has no split `{split}`",
+            got=split,
+            allowed=", ".join(sorted(manifest.splits)),
+            next_step="Correct --split, or build the dataset with that split.",
+        )
+    return manifest.splits[split]
+
+
+def held_out(manifest: DatasetManifest, split: str, *, training: bool) -> str | None:
+    """The fold that what is fitted has not seen: the one that `split` leaves out in training, else `split` itself."""
+    names = split.split(",")
+    if len(names) == 1 and not training:
+        return split
+    rest = [name for name in manifest.splits if name not in names and name != split]
+    return rest[0] if len(rest) == 1 else None
+
+
+def what_differs(found: Sequence[DatasetManifest], urls: Sequence[str], digest: str) -> str:
+    """In what datasets are not those that were at `urls` when `digest` was theirs: their schemas, fitted files and
+    splits. Of those, only the digest is known where they are there no more, or no more what they were.
+    """
+    try:
+        was = [load_dataset(url) for url in urls]
+    except LockstepError as error:  # the caller raises what is wrong; this only adds to it
+        return f"another digest; in what is not known, as {error.what}"
+    if digest not in (was[0].digest, sha256_hex(canonical_bytes([manifest.digest for manifest in was]))):
+        return f"another digest; in what is not known, as {', '.join(urls)} has been replaced since"
+    if len(found) not in (1, len(was)):
+        return f"{len(found)} datasets (not {len(was)})"
+    told = [
+        f"{url}: {manifest_differences(manifest, wanted)}"
+        for url, manifest, wanted in zip(urls, found, was, strict=False)
+        if manifest.digest != wanted.digest
+    ]
+    return "; ".join(told) or f"datasets in another order, or not all {len(was)}"
+
+
+def manifest_differences(found: DatasetManifest, wanted: DatasetManifest) -> str:
+    """In what a dataset is not `wanted`, as far as its digest says: schema, fitted files, splits and their shards."""
+    told = [
+        Schema.from_json(found.schema).differences(Schema.from_json(wanted.schema)),
+        _fitted_differences(found, wanted),
+    ]
+    for name in [*wanted.splits, *(name for name in found.splits if name not in wanted.splits)]:
+        if name not in found.splits or name not in wanted.splits:
+            told.append(f"no split {name}" if name not in found.splits else f"split {name} (not there)")
+            continue
+        mine, other = found.splits[name], wanted.splits[name]
+        if sizes := differences(_sizes(mine), _sizes(other)):
+            told.append(f"split {name}: {', '.join(sizes)}")
+        elif mine != other:
+            told.append(f"split {name}: as many records, of other content")
+    return "; ".join(filter(None, told))[:500]
+
+
+def _sizes(split: SplitInfo) -> dict[str, int]:
+    return {"records": split.records, "block_records": split.block_records, "shards": len(split.shards)}
+
+
+def _check_alike(url: str, manifest: DatasetManifest, first_url: str, first: DatasetManifest) -> None:
+    if manifest.schema != first.schema:
+        told = Schema.from_json(manifest.schema).differences(Schema.from_json(first.schema))
+        raise _unfit(url, f"another schema: {told}", f"that of {first_url}")
+    if told := _fitted_differences(manifest, first):
+        raise _unfit(url, f"another set of fitted files: {told}", f"that of {first_url}")
+
+
+def _fitted_differences(found: DatasetManifest, wanted: DatasetManifest) -> str:
+    mine, other = (
+        {path: info for path, info in manifest.files.items() if path.startswith("_fitted/")}
+        for manifest in (found, wanted)
+    )
+    told = [f"no {path}" for path in other if path not in mine]
+    told += [f"{path} (not there)" for path in mine if path not in other]
+    return "; ".join(
+        [*told, *(f"{path} of other content" for path in mine if mine[path] != other.get(path, mine[path]))]
+    )
+
+
+def _created_by(manifests: Sequence[DatasetManifest]) -> dict[str, Any]:
+    """The first one's, without what was sampled where others were sampled otherwise: then no share holds for all."""
+    first = dict(manifests[0].created_by)
+    if any(other.created_by["config"].get("sampled") != first["config"].get("sampled") for other in manifests):
+        first["config"] = {key: value for key, value in first["config"].items() if key != "sampled"}
+    return first
+
+
+def _unfit(where: str, got: str, allowed: str, way: str = "") -> ConfigError:
+    way = way or "Build the later ones with --append-to the first, or the splits with --split kfold:K."
+    return ConfigError(f"{where} cannot be trained on as one", got=got, allowed=allowed, next_step=way)

@@ -1,0 +1,241 @@
+"""The epoch plan: which samples are in which global batch, at any number of ranks (picture: docs/epoch-plan.md).
+
+Pure functions of the dataset's digest and shard table, seed, global batch G, lanes L and window W: no state, no I/O,
+memory O(shards). Nothing here knows of a number of ranks but `rank_lanes` and `rows`, which only say who reads what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.storage.dataset.manifest import DatasetManifest
+from lockstep.storage.errors import ConfigError
+from training.plan.cache_groups import CacheGroups
+from training.plan.datasets import split_of
+from training.plan.interleave import InterleavedLanes
+from training.plan.lane_count import check_lanes, default_lanes
+from training.plan.order import BlockTable, Run
+from training.plan.orders import EveryOrder, Orders
+from training.plan.permutation import derive_key, shuffled, shuffled_each
+from training.plan.plan_checks import PLAN_VERSION, check_plan
+
+__all__ = ["EpochPlan", "Run", "default_lanes"]
+
+DEFAULT_WINDOW_BYTES = 8 << 20
+LATER_KEYS = ("cache_groups", "cache_rotation", "interleave")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochPlan:
+    """All that decides the order of samples. Raises ConfigError for numbers that cannot be together."""
+
+    dataset_digest: str
+    """sha256 of the dataset, 64 hex digits."""
+    split: str
+    """The split that is trained on."""
+    shard_records: tuple[int, ...]
+    """Records in each shard of the split, in order."""
+    block_records: int
+    """Records in a full block."""
+    seed: int
+    """Chooses the order; any integer."""
+    global_batch: int
+    """G: samples of one optimizer step over all ranks."""
+    lanes: int
+    """L: streams of samples; a divisor of G."""
+    window_records: int
+    """W: a lane shuffles its samples in windows of so many."""
+    cache_groups: int | None = None
+    """C: blocks stay in C groups, each read by L / C neighbouring lanes (training.plan.cache_groups); None is no
+    groups.
+    """
+    cache_rotation: int | None = None
+    """K: every K epochs the groups are made anew; None is never."""
+    interleave: int | None = None
+    """B, from 2 up: a lane reads in so many places of its span at once (training.plan.interleave); None is one
+    place.
+    """
+    version: int = PLAN_VERSION
+    """Of the rules below; another version gives other batches."""
+    total: int = field(init=False, compare=False)
+    """T: samples in an epoch."""
+    _table: BlockTable = field(init=False, repr=False, compare=False)
+    _root: bytes = field(init=False, repr=False, compare=False)
+    _orders: EveryOrder = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "total", sum(self.shard_records))
+        check_plan(self)
+        table = BlockTable(self.shard_records, self.block_records)
+        root = derive_key(self.dataset_digest.encode(), f"plan {self.version} {self.split}", self.seed)
+        orders: EveryOrder = Orders(table, root)
+        if self.cache_groups is not None:
+            orders = CacheGroups(table, root, self.group_starts, self.cache_rotation)
+        if self.interleave is not None:
+            piece = max(1, self.window_records // self.interleave)
+            orders = InterleavedLanes(orders, self.lane_span, self.lanes, self.interleave, piece)
+        object.__setattr__(self, "_table", table)
+        object.__setattr__(self, "_root", root)
+        object.__setattr__(self, "_orders", orders)
+
+    @classmethod
+    def for_dataset(
+        cls,
+        manifest: DatasetManifest,
+        split: str,
+        *,
+        seed: int,
+        global_batch: int,
+        lanes: int | None = None,
+        groups: int | None = None,
+        window_bytes: int = DEFAULT_WINDOW_BYTES,
+        cache_groups: int | None = None,
+        cache_rotation: int | None = None,
+        interleave: int | None = None,
+    ) -> Self:
+        """The plan for a split. `lanes` None means `default_lanes`; `groups` are the lane groups of ghost BatchNorm.
+
+        `window_bytes` is shared by all lanes: W = window_bytes / (L * mean record size on disk), at least 1. A record
+        of a gzip shard counts as what it unpacks to.
+        """
+        info = split_of(manifest, split)
+        if lanes is None:
+            lanes = default_lanes(global_batch, groups, max(info.records, 1), cache_groups)
+        check_lanes(global_batch, lanes, groups)
+        disk_bytes = max(sum(shard.unpacked_bytes for shard in info.shards), 1)
+        return cls(
+            dataset_digest=manifest.digest,
+            split=split,
+            shard_records=tuple(shard.records for shard in info.shards),
+            block_records=info.block_records,
+            seed=seed,
+            global_batch=global_batch,
+            lanes=lanes,
+            window_records=max(1, window_bytes * info.records // (lanes * disk_bytes)),
+            cache_groups=cache_groups,
+            cache_rotation=cache_rotation,
+            interleave=interleave,
+        )
+
+    @property
+    def table(self) -> BlockTable:
+        """The blocks of the split in the order of its files."""
+        return self._table
+
+    def identity(self) -> dict[str, Any]:
+        """JSON that is equal exactly where all batches are; kept in run.json and in every checkpoint.
+
+        What later versions can do stands in it only where it is used, so that runs from before go on.
+        """
+        later = {name: getattr(self, name) for name in LATER_KEYS}
+        return {
+            "version": self.version,
+            "dataset_digest": self.dataset_digest,
+            "split": self.split,
+            "records": self.total,
+            "block_records": self.block_records,
+            "seed": self.seed,
+            "global_batch": self.global_batch,
+            "lanes": self.lanes,
+            "window_records": self.window_records,
+            **{name: value for name, value in later.items() if value is not None},
+        }
+
+    # Steps and epochs
+
+    def first_step(self, epoch: int) -> int:
+        """The step with which an epoch begins: floor(epoch * T / G)."""
+        return epoch * self.total // self.global_batch
+
+    def steps(self, epochs: int) -> int:
+        """Steps of a run of so many epochs. Raises ConfigError where not one global batch fills."""
+        steps = self.first_step(epochs)
+        if steps < 1:
+            raise ConfigError(
+                "the whole run has not one full global batch",
+                got=f"{epochs} epochs of {self.total} samples, global batch {self.global_batch}",
+                allowed="epochs * samples >= global batch",
+                next_step=f"Use --global-batch {max(epochs * self.total, 1)} or less, or more epochs.",
+            )
+        return steps
+
+    def epoch_of_step(self, step: int) -> int:
+        """The epoch (as Keras counts them) in which step `step` lies: the last one with first_step(epoch) <= step."""
+        return ((step + 1) * self.global_batch - 1) // self.total
+
+    # Lanes
+
+    def received(self, lane: int, epochs: int) -> int:
+        """Samples that a lane has been given in the first `epochs` epochs; lanes never differ by more than one."""
+        given = epochs * self.total
+        return given * (lane + 1) // self.lanes - given * lane // self.lanes
+
+    def lane_span(self, epoch: int, lane: int) -> tuple[int, int]:
+        """Positions start..stop-1 of the epoch's order that are this lane's. The spans of all lanes tile 0..T-1."""
+        before, after = epoch * self.total, (epoch + 1) * self.total
+        start = after * lane // self.lanes - before * lane // self.lanes
+        return start, start + self.received(lane, epoch + 1) - self.received(lane, epoch)
+
+    def lane_at(self, lane: int, n: int) -> tuple[int, int]:
+        """Sample n of a lane's endless stream: (epoch, offset within the lane's span of that epoch)."""
+        epoch = max(0, n * self.lanes // self.total - 1)
+        while self.received(lane, epoch + 1) <= n:
+            epoch += 1
+        return epoch, n - self.received(lane, epoch)
+
+    def group_starts(self, epoch: int) -> list[int]:
+        """Where each cache group's positions begin in an epoch, and T: those of its L / C lanes."""
+        assert self.cache_groups is not None
+        width = self.lanes // self.cache_groups
+        return [self.lane_span(epoch, lane)[0] for lane in range(0, self.lanes, width)] + [self.total]
+
+    def runs(self, epoch: int, start: int, stop: int) -> list[Run]:
+        """The records at positions start..stop-1 of an epoch, one run a block, or a piece where lanes interleave."""
+        return self._orders.runs(epoch, start, stop)
+
+    def window_order(self, epoch: int, lane: int, window: int) -> npt.NDArray[np.int64]:
+        """Order of a window's samples: (n,) int64, n <= W; sample i is the order[i]-th record of the window's part."""
+        start, stop = self.lane_span(epoch, lane)
+        count = max(0, min(self.window_records, stop - start - window * self.window_records))
+        return shuffled(derive_key(self._root, "window", epoch, lane, window), count)
+
+    def window_orders(self, windows: Sequence[tuple[int, int, int]], count: int) -> npt.NDArray[np.int64]:
+        """`window_order` of several windows (epoch, lane, window), all of `count` samples: (n, count) int64."""
+        return shuffled_each([derive_key(self._root, "window", *window) for window in windows], count)
+
+    def lane_positions(self, lane: int, start: int, stop: int) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+        """Samples start..stop-1 of a lane's stream, a part a window: (epoch, positions (n,) int64 in that epoch)."""
+        while start < stop:
+            epoch, offset = self.lane_at(lane, start)
+            window, within = divmod(offset, self.window_records)
+            order = self.window_order(epoch, lane, window)[within : within + stop - start]
+            yield epoch, self.lane_span(epoch, lane)[0] + window * self.window_records + order
+            start += len(order)
+
+    def leftover(self, epochs: int, steps: int | None = None) -> list[tuple[int, int]]:
+        """(epoch, position) of the samples of `epochs` epochs that the first `steps` steps (default: all) leave."""
+        used = (self.first_step(epochs) if steps is None else steps) * (self.global_batch // self.lanes)
+        return sorted(
+            (epoch, int(position))
+            for lane in range(self.lanes)
+            for epoch, positions in self.lane_positions(lane, used, self.received(lane, epochs))
+            for position in positions
+        )
+
+    # Ranks
+
+    def rank_lanes(self, rank: int, num_ranks: int, groups: int | None = None) -> range:
+        """The contiguous lanes of one rank; runs may be uneven. With `groups`, ranks own whole lane groups."""
+        check_lanes(self.global_batch, self.lanes, groups, num_ranks)
+        units = groups or self.lanes
+        width = self.lanes // units
+        return range(rank * units // num_ranks * width, (rank + 1) * units // num_ranks * width)
+
+    def rows(self, rank: int, num_ranks: int, groups: int | None = None) -> int:
+        """n_r: samples of each global batch that are this rank's."""
+        return len(self.rank_lanes(rank, num_ranks, groups)) * (self.global_batch // self.lanes)

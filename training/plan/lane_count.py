@@ -1,0 +1,66 @@
+"""How many lanes a global batch may have, and the refusal of what cannot be: each names a G or L that would do."""
+
+from __future__ import annotations
+
+import math
+
+from lockstep.storage.errors import ConfigError
+
+MAX_DEFAULT_LANES = 64
+MOST = 1 << 31  # samples of a global batch stay below it
+
+
+def default_lanes(
+    global_batch: int, groups: int | None = None, total: int = MAX_DEFAULT_LANES, cache_groups: int | None = None
+) -> int:
+    """The largest divisor of G that is at most 64 and at most `total` samples, and a multiple of `groups` and of
+    `cache_groups` if given.
+
+    Raises ConfigError where G is no multiple of these, naming one that is.
+    """
+    check_lanes(global_batch, groups or 1, groups)
+    units = math.lcm(groups or 1, cache_groups or 1)
+    if global_batch % units:
+        hint = f"--cache-groups {math.gcd(global_batch, units)} or --global-batch {-(-global_batch // units) * units}"
+        raise _refuse(f"{cache_groups} cache groups for a global batch of {global_batch}", hint)
+    return units * largest_divisor(global_batch // units, max(1, min(MAX_DEFAULT_LANES, total) // units))
+
+
+def check_lanes(global_batch: int, lanes: int, groups: int | None = None, num_ranks: int = 1) -> None:
+    """Raise ConfigError where L does not divide G, is no multiple of `groups`, or is smaller than num_ranks.
+
+    With `groups` (ghost BatchNorm) ranks own whole lane groups, so num_ranks is at most `groups`.
+    """
+    if not (1 <= global_batch < MOST and 1 <= lanes < MOST):
+        raise _refuse(f"{lanes} lanes, a global batch of {global_batch}", "numbers from 1 to 2^31 - 1")
+    if global_batch % lanes:
+        near = max(lanes, round(global_batch / lanes) * lanes)
+        fewer = "" if groups else f"--lanes {largest_divisor(global_batch, lanes)} or "
+        hint = f"{fewer}--global-batch {near}"
+        raise _refuse(f"{lanes} lanes do not divide a global batch of {global_batch}", hint)
+    if groups is not None and lanes % groups:
+        more = -(-lanes // groups) * groups
+        hint = f"--lanes {more} with a --global-batch that is a multiple of {more}"
+        raise _refuse(f"{lanes} lanes are not {groups} groups of equal size", hint)
+    if num_ranks > (groups or lanes):
+        units, enough = f"{groups} lane groups" if groups else f"{lanes} lanes", num_ranks <= global_batch
+        more = global_batch // largest_divisor(global_batch, global_batch // num_ranks) if enough else num_ranks
+        hint = f"--num-ranks {groups} or fewer, or --batchnorm sync or local" if groups else f"--lanes {more}"
+        if not groups and global_batch % more:
+            hint += f" with --global-batch {-(-global_batch // more) * more}"
+        raise _refuse(f"{num_ranks} ranks are more than the {units}", hint)
+
+
+def _refuse(what: str, hint: str) -> ConfigError:
+    return ConfigError(
+        "ranks, lanes and global batch do not fit together",
+        got=what,
+        allowed="G a multiple of L, L of the lane groups and cache groups, num_ranks at most L and the lane groups",
+        next_step=f"Use {hint}.",
+    )
+
+
+def largest_divisor(number: int, at_most: int) -> int:
+    """The largest divisor of `number` that is at most `at_most` (both >= 1). Takes some ms for one of 31 bits."""
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return max(size for part in small for size in (part, number // part) if size <= at_most)

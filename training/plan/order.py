@@ -1,0 +1,149 @@
+"""One epoch's order of blocks: from a position 0..T-1 to a record of a shard, by arithmetic.
+
+All blocks hold `block_records` records except the last of each shard. So the place of a position would be a division,
+were it not for the short blocks before it: at most one a shard, which is why memory is O(shards), never O(blocks).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from training.plan.permutation import BlockPermutation
+
+I64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`count` consecutive records of one shard within one block, from `first_record` (both counted in records)."""
+
+    shard: int
+    first_record: int
+    count: int
+
+
+class BlockTable:
+    """The blocks of a split, numbered shard after shard; the same for every epoch."""
+
+    def __init__(self, shard_records: tuple[int, ...], block_records: int) -> None:
+        self.block_records = block_records
+        self.shard_records = np.asarray(shard_records, dtype=np.int64)
+        blocks = -(-self.shard_records // block_records)
+        # (shards + 1,) int64: first_block[s] is the number of shard s's first block, the last entry the count of all.
+        self.first_block = np.concatenate([[0], np.cumsum(blocks)]).astype(np.int64)
+        self.num_blocks = int(self.first_block[-1])
+        short_shards = np.flatnonzero(self.shard_records % block_records)
+        self.short_blocks: I64 = self.first_block[short_shards + 1] - 1
+        self.short_by: I64 = block_records - self.shard_records[short_shards] % block_records
+
+    def locate(self, blocks: I64) -> tuple[I64, I64]:
+        """Shard and first record of each block: (n,) int64 -> two (n,) int64."""
+        shards = np.searchsorted(self.first_block, blocks, side="right") - 1
+        return shards, (blocks - self.first_block[shards]) * self.block_records
+
+    def sizes(self, blocks: I64) -> I64:
+        """Records in each block: (n,) int64 -> (n,) int64."""
+        shards, first = self.locate(blocks)
+        return np.minimum(self.block_records, self.shard_records[shards] - first)
+
+    def runs(self, blocks: I64, cut: I64, counts: I64) -> list[Run]:
+        """`counts` records of each block after its first `cut`: three (n,) int64, one run a block."""
+        shards, first_records = self.locate(blocks)
+        columns = (shards.tolist(), (first_records + cut).tolist(), counts.tolist())
+        return [Run(shard, first, count) for shard, first, count in zip(*columns, strict=True)]
+
+    def rows(self, start: int, stop: int) -> list[Run]:
+        """The records start..stop-1 of the split, in the order of the files, one run a block."""
+        if start >= stop:
+            return []
+        return self.runs(*Line(self.block_records, self.short_blocks, self.short_by).cut(start, stop))
+
+    def run(self, block: int) -> Run:
+        """The whole of one block."""
+        numbers = np.asarray([block], dtype=np.int64)
+        shard, first = self.locate(numbers)
+        return Run(int(shard[0]), int(first[0]), int(self.sizes(numbers)[0]))
+
+
+class Line:
+    """Pieces laid end to end: each of `full` records but those at the places `short`, which lack `lacks` records."""
+
+    def __init__(self, full: int, short: I64, lacks: I64) -> None:
+        self._full = full
+        order = np.argsort(short)
+        self.short: I64 = short[order]
+        self.lacks: I64 = lacks[order]
+        # (short + 1,) int64: how many records are missing before the i-th short piece.
+        self._missing = np.concatenate([[0], np.cumsum(self.lacks)]).astype(np.int64)
+        self._short_stops: I64 = (self.short + 1) * full - self._missing[1:]
+
+    def place_of(self, position: int) -> int:
+        """Which piece (0 = the first) holds this position."""
+        before = int(np.searchsorted(self._short_stops, position, side="right"))
+        return (position + int(self._missing[before])) // self._full
+
+    def starts(self, places: I64) -> I64:
+        """First position of the pieces at these places, one past the last included: (n,) int64 -> (n,) int64."""
+        before = np.searchsorted(self.short, places, side="left")
+        return places * self._full - self._missing[before]
+
+    def cut(self, start: int, stop: int) -> tuple[I64, I64, I64]:
+        """The pieces of positions start..stop-1 (start < stop): places, records cut off before, records: (n,) int64."""
+        places = np.arange(self.place_of(start), self.place_of(stop - 1) + 2, dtype=np.int64)
+        starts = self.starts(places)
+        cut = np.maximum(start - starts[:-1], 0)
+        return places[:-1], cut, np.minimum(starts[1:], stop) - starts[:-1] - cut
+
+
+class EpochOrder:
+    """The blocks of a split laid end to end in the order of a permutation."""
+
+    def __init__(self, table: BlockTable, permutation: BlockPermutation) -> None:
+        self.table, self._permutation = table, permutation
+        self.line = Line(table.block_records, permutation.inverse(table.short_blocks), table.short_by)
+
+    def blocks(self, places: I64) -> I64:
+        """The blocks at these places: (n,) int64 -> (n,) int64."""
+        return self._permutation.forward(places)
+
+    def runs(self, start: int, stop: int) -> list[Run]:
+        """The records at positions start..stop-1, in order, one run a block."""
+        if start >= stop:
+            return []
+        places, cut, counts = self.line.cut(start, stop)
+        return self.table.runs(self.blocks(places), cut, counts)
+
+
+class GroupOrder:
+    """The records at positions start..stop-1 (start < stop) of an order, their blocks in another order by `key`.
+
+    A block that the ends cut is in this group with the records on this side alone.
+    """
+
+    def __init__(self, base: EpochOrder, start: int, stop: int, key: bytes) -> None:
+        self._base, line = base, base.line
+        self._first = line.place_of(start)
+        last = line.place_of(stop - 1)
+        first_start, last_stop = (int(n) for n in line.starts(np.asarray([self._first, last + 1], dtype=np.int64)))
+        self._head = start - first_start
+        self._permutation = BlockPermutation(key, last + 1 - self._first)
+        # Pieces by their number in the group. The ends lack what is cut off, and what their blocks lack by themselves.
+        inside = slice(*np.searchsorted(line.short, [self._first, last + 1]).tolist())
+        short, numbers = np.unique(
+            np.concatenate([line.short[inside] - self._first, [0, last - self._first]]), return_inverse=True
+        )
+        lacks = np.zeros(len(short), dtype=np.int64)
+        np.add.at(lacks, numbers, np.concatenate([line.lacks[inside], [self._head, last_stop - stop]]))
+        self._line = Line(base.table.block_records, self._permutation.inverse(short), lacks)
+
+    def runs(self, start: int, stop: int) -> list[Run]:
+        """The records at positions start..stop-1 of the group's own order, one run a block."""
+        if start >= stop:
+            return []
+        places, cut, counts = self._line.cut(start, stop)
+        pieces = self._permutation.forward(places)
+        head = np.where(pieces == 0, self._head, 0)
+        return self._base.table.runs(self._base.blocks(self._first + pieces), head + cut, counts)

@@ -1,0 +1,235 @@
+"""How fast the ranks' all_reduce is, by size, backend and algorithm, and whether it is right, in nccl-tests' terms.
+
+Ranks are started by the ordinary launchers; what they measure is told row by row, so a caller sees it grow.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from lockstep.storage.errors import CommunicationError, ConfigError
+from training.comm.comm_plan import HIERARCHICAL
+from training.comm.cost import COUNTS
+from training.comm.options import ALGORITHMS_OF, CommOptions
+from training.control.task import Limits, RankTask
+
+if TYPE_CHECKING:
+    from training.comm.base import Communicator
+    from training.control.context import RankContext
+    from training.launch.session import Launch
+
+ENTRY = "training.profiling.bench_comm:main"
+DTYPE = np.dtype(np.float32)
+MAX_BYTES = 1 << 31
+MAX_CALLS = 2000  # of one round: tiny buffers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchConfig:
+    """What is measured."""
+
+    num_ranks: int
+    """Processes."""
+    sizes: tuple[int, ...]
+    """Bytes of the buffers, float32."""
+    backends: tuple[str, ...] = ("auto",)
+    """As CommOptions.backend."""
+    algorithms: tuple[str, ...] = ()
+    """As CommOptions.algorithm; empty: `auto` and all that the backend found has."""
+    trust_network: str | None = None
+    """As CommOptions.trust_network."""
+    tls: Literal["on", "off"] = "off"
+    """Whether ranks on different hosts encrypt; within a host nothing is measured by it."""
+    rounds: int = 5
+    """In turns over backends and algorithms, so that a disturbance meets all."""
+    round_s: float = 0.05
+    """About so long a round repeats a call."""
+
+    def __post_init__(self) -> None:
+        for name in ("sizes", "backends", "algorithms"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        self._check("num_ranks", self.num_ranks >= 2, "an integer from 2 up")
+        right = all(0 < size <= MAX_BYTES and size % DTYPE.itemsize == 0 for size in self.sizes)
+        self._check("sizes", bool(self.sizes) and right, f"multiples of {DTYPE.itemsize} up to {MAX_BYTES} bytes")
+        self._check("rounds", self.rounds >= 1, "an integer from 1 up")
+        self._check("round_s", self.round_s > 0, "seconds above 0")
+        for backend in self.backends:
+            for algorithm in self.algorithms or ("auto",):
+                self.options(backend, algorithm)
+
+    def options(self, backend: str, algorithm: str) -> CommOptions:
+        """How ranks join for one case."""
+        return CommOptions(
+            backend=backend,  # type: ignore[arg-type] # what it checks
+            algorithm=algorithm,  # type: ignore[arg-type] # likewise
+            trust_network=self.trust_network,
+        )
+
+    def _check(self, name: str, right: bool, allowed: str) -> None:
+        if not right:
+            flag = "--" + name.removesuffix("_s").replace("_", "-")
+            raise ConfigError(
+                f"the measurement's `{name}` cannot be right",
+                got=f"{name} = {getattr(self, name)!r}",
+                allowed=allowed,
+                next_step=f"Correct {flag}.",
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One size by one backend and algorithm."""
+
+    nbytes: int
+    backend: str
+    """That was used."""
+    algorithm: str
+    """That was used at this size."""
+    asked: str
+    """`auto` or the algorithm's name."""
+    median_s: float
+    """Of the rounds, each the slowest rank's."""
+    fastest_s: float
+    slowest_s: float
+    wrong: int
+    """Elements, over all ranks and rounds, that were not the sum."""
+
+    @property
+    def algorithm_bytes_per_s(self) -> float:
+        """Buffer by time."""
+        return self.nbytes / self.median_s
+
+    def bus_bytes_per_s(self, num_ranks: int) -> float:
+        """What crosses each rank's link by time: 2(N-1)/N of the buffer, whatever the algorithm (as nccl-tests)."""
+        return self.algorithm_bytes_per_s * 2 * (num_ranks - 1) / num_ranks
+
+
+def bench(
+    config: BenchConfig, launch: Launch, on_row: Callable[[Row, int], None] = lambda row, total: None
+) -> list[Row]:
+    """Start the ranks and measure; `on_row(row, rows in all)` is called as each row comes.
+
+    Raises ConfigError for a backend or algorithm that the ranks' hosts cannot have, CommunicationError for a lost rank.
+    """
+    rows: list[Row] = []
+
+    def handle(rank: int, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+        if kind != "row":
+            raise CommunicationError(
+                f"rank {rank} asked for `{kind}`", got=kind, allowed="row", next_step="Ship one version."
+            )
+        rows.append(Row(**fields["row"]))
+        on_row(rows[-1], int(fields["total"]))
+        return {}
+
+    task = RankTask(ENTRY, {"bench": asdict(config)}, tls=config.tls == "on")
+    launch(task, config.num_ranks, limits=Limits(), handler=handle)
+    return rows
+
+
+def check(rows: Sequence[Row]) -> None:
+    """Raise CommunicationError if any sum was wrong."""
+    if wrong := sum(row.wrong for row in rows):
+        raise CommunicationError(
+            "all_reduce returned wrong sums",
+            got=f"{wrong} elements, see the column `wrong`",
+            allowed="none",
+            next_step="Look at the hosts' memory and network cards; report it with the table.",
+        )
+
+
+def main(context: RankContext) -> dict[str, Any]:
+    """A rank's part: the payload is {bench: BenchConfig}."""
+    config = BenchConfig(**context.payload["bench"])
+    cases = _cases(context, config)
+    leader = context.world.is_leader
+    for number, nbytes in enumerate(config.sizes):
+        context.control.beat(number, f"all_reduce of {nbytes} bytes")
+        times: list[list[float]] = [[] for _ in cases]
+        wrong = [0 for _ in cases]
+        buffers = [case.comm.allocate(nbytes // DTYPE.itemsize, DTYPE) for case in cases]
+        calls = [_calls(case.comm, buf, config.round_s) for case, buf in zip(cases, buffers, strict=True)]
+        for _ in range(config.rounds):
+            for place, (case, buf) in enumerate(zip(cases, buffers, strict=True)):
+                times[place].append(timed(case.comm, buf, calls[place]))
+                wrong[place] += _wrong(case.comm, buf)
+        if leader:
+            for place, case in enumerate(cases):
+                row = Row(
+                    nbytes=nbytes,
+                    backend=case.backend,
+                    algorithm=case.choose(nbytes),
+                    asked=case.asked,
+                    median_s=statistics.median(times[place]),
+                    fastest_s=min(times[place]),
+                    slowest_s=max(times[place]),
+                    wrong=wrong[place],
+                )
+                context.control.request("row", 60.0, row=asdict(row), total=len(cases) * len(config.sizes))
+    for case in cases:
+        case.comm.close()
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    comm: Communicator
+    backend: str
+    asked: str
+    choose: Callable[[int], str]
+
+
+def _cases(context: RankContext, config: BenchConfig) -> list[_Case]:
+    cases: list[_Case] = []
+    for backend in config.backends:
+        names = list(config.algorithms)
+        if not names:
+            first = _case(context, config, backend, "auto")
+            cases.append(first)
+            mine: Mapping[str, tuple[str, ...]] = {"tcp": tuple(COUNTS), "hierarchical": (HIERARCHICAL,)}
+            names = [name for name in mine.get(first.backend, ()) if name in ALGORITHMS_OF.get(backend, ())]
+        cases += [_case(context, config, backend, name) for name in names]
+    return cases
+
+
+def _case(context: RankContext, config: BenchConfig, backend: str, algorithm: str) -> _Case:
+    joined = context.join(config.options(backend, algorithm))
+    plan = joined.plan
+    if plan is None:  # a backend with its own way
+        return _Case(joined.communicator, backend, algorithm, lambda nbytes: backend)
+    return _Case(joined.communicator, plan.backend, algorithm, plan.choose)
+
+
+def _calls(comm: Communicator, buf: np.ndarray, round_s: float) -> int:
+    """Calls that fill a round, the same on every rank."""
+    comm.all_reduce(buf)
+    return max(1, min(MAX_CALLS, int(round_s / timed(comm, buf, 2))))
+
+
+def timed(comm: Communicator, buf: np.ndarray, calls: int) -> float:
+    """Seconds a call on zeros, of the slowest rank. A collective."""
+    buf[:] = 0
+    comm.barrier()
+    began = time.perf_counter()
+    for _ in range(calls):
+        comm.all_reduce(buf)
+    seconds = np.array([(time.perf_counter() - began) / calls])
+    comm.all_reduce(seconds, "max")
+    return float(seconds[0])
+
+
+def _wrong(comm: Communicator, buf: np.ndarray) -> int:
+    """Elements that are not the sum, over all ranks; the numbers are integers that float32 holds exactly."""
+    ramp = np.arange(buf.size, dtype=np.int64) % 997
+    buf[:] = ramp + comm.rank
+    comm.all_reduce(buf)
+    expected = ramp * comm.num_ranks + comm.num_ranks * (comm.num_ranks - 1) // 2
+    wrong = np.array([np.count_nonzero(buf != expected)], np.int64)
+    comm.all_reduce(wrong)
+    return int(wrong[0])

@@ -1,0 +1,154 @@
+"""One rank's process: `python -m training.rank.__main__`, started by a supervisor.
+
+Its order (one line of JSON: task, place, key) comes on standard input, which then stays open: its end means that the
+supervisor is gone. A spare process gets a line before it, which says what to import while it waits. Exit codes: 0 the
+entry returned, 2 a ConfigError or DataError that a restart would meet again, 1 anything else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from typing import Any
+
+from lockstep.storage.errors import ConfigError, LockstepError, TrainingFailedError
+from training import devices
+from training.comm.hosts import route_address
+from training.comm.tls import Credentials
+from training.control.carry import error_to_json, is_final
+from training.control.client import ControlClient, open_channel
+from training.control.context import RankContext
+from training.control.protocol import Role, Tag
+from training.control.task import RankTask
+from training.rank.parent import end_with_stopped_parent
+from training.world import World
+
+EXIT_CRASHED, EXIT_FINAL = 1, 2
+PR_SET_PDEATHSIG = 1
+CONNECT_DEADLINE_S = 30.0
+PRELOAD_NICE = 10
+
+
+def main() -> int:
+    """Run the ordered entry; returns the exit code."""
+    faulthandler.enable()  # a crash in native code then leaves a trace in the rank's log
+    _die_with_parent()
+    # A terminal's Ctrl-C reaches the whole process group; the driver alone decides what it means for ranks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    order = _order()
+    if order is None:
+        return EXIT_CRASHED
+    threading.Thread(target=_watch_stdin, name="stdin-watch", daemon=True).start()
+    watch = (order["parent"], order["lost_s"])
+    threading.Thread(target=end_with_stopped_parent, args=watch, name="parent-watch", daemon=True).start()
+    world, task, key = World.from_json(order["world"]), RankTask.from_json(order["task"]), bytes.fromhex(order["key"])
+    channel = open_channel(tuple(order["control"]), key, world.generation, Role.RANK, world.rank, CONNECT_DEADLINE_S)
+    host = route_address(tuple(order["control"]))
+    control = ControlClient(channel, host, order["beat_s"])
+    tls = Credentials.from_json(order["tls"]) if order["tls"] else None
+    try:
+        devices.expose(order["devices"], os.environ, order["host"])
+        result = _call(task, RankContext(world, control, task.payload, key, host, order["stall_s"], tls))
+        control.give_result(result)
+    except (Exception, SystemExit) as error:  # every failure is told to the driver and becomes the exit code
+        if not getattr(error, "quiet", False):
+            traceback.print_exc()
+        try:
+            control.send(Tag.ERROR, {"error": error_to_json(_left(error) if isinstance(error, SystemExit) else error)})
+        except LockstepError as lost:
+            print(f"the driver was not told: {lost}", file=sys.stderr)
+        return EXIT_FINAL if is_final(error) else EXIT_CRASHED
+    return 0
+
+
+def _order() -> dict[str, Any] | None:
+    """The order; None when there is no supervisor any more. A spare process imports before it waits for its order."""
+    preloading: threading.Thread | None = None
+    while line := sys.stdin.buffer.readline():
+        document: dict[str, Any] = json.loads(line)
+        if os.getppid() != document["parent"]:
+            return None  # the parent died before the death signal was set
+        if "preload" not in document:
+            if preloading is not None:
+                preloading.join()
+            return document
+        devices.expose(document["devices"], os.environ, document["host"])
+        preloading = threading.Thread(target=_preload, args=(document["preload"],), name="preload", daemon=True)
+        preloading.start()
+    return None  # the end of standard input: a spare that is not needed
+
+
+def _preload(name: str) -> None:
+    # This thread alone steps back behind the ranks that train: who may lower a whole process may not raise it again.
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), PRELOAD_NICE)
+    try:
+        module, function = name.split(":")
+        getattr(importlib.import_module(module), function)()
+    except Exception:  # the entry meets the same when it imports, and tells the driver then
+        traceback.print_exc()
+
+
+def _call(task: RankTask, context: RankContext) -> dict[str, Any]:
+    if task.hadoop:
+        from lockstep.storage.settings import set_hadoop_settings
+
+        set_hadoop_settings(task.hadoop)
+    module, function = task.entry.split(":")
+    try:
+        entry = getattr(importlib.import_module(module), function)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise ConfigError(
+            f"the ranks' entry {task.entry} cannot be imported",
+            got=str(error),
+            allowed="module:function, importable on the executors",
+            next_step="Ship the module with --py-files or put it on PYTHONPATH.",
+        ) from error
+    with context:
+        result = entry(context)
+    if not isinstance(result, dict):
+        raise ConfigError(
+            f"the ranks' entry {task.entry} returned no result",
+            got=type(result).__name__,
+            allowed="a dict of JSON values",
+            next_step="Return a dict.",
+        )
+    return result
+
+
+def _left(end: SystemExit) -> TrainingFailedError:
+    """A model's or callback's `sys.exit`: the other ranks still wait for this one, so it is no quiet end."""
+    return TrainingFailedError(
+        "the code that a rank runs called sys.exit",
+        got=f"SystemExit({end.code!r})",
+        allowed="a return, or an exception that says what is wrong",
+        next_step="Raise an error instead; to end a training early set model.stop_training in a callback.",
+    )
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _watch_stdin() -> None:
+    while sys.stdin.buffer.read(4096):
+        pass
+    os._exit(EXIT_CRASHED)
+
+
+if __name__ == "__main__":
+    try:
+        code = main()
+    except BaseException:  # no driver to tell it to: the log has it (Python's own way out waits for our threads)
+        traceback.print_exc()
+        code = EXIT_CRASHED
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # not sys.exit: a library's thread or exit hook must not keep a finished rank alive

@@ -1,0 +1,107 @@
+"""The user's callbacks over a run that Keras sees as one `fit` call an epoch.
+
+Steps an epoch differ by one and a run may begin in the middle of one, which a single `fit` cannot do. This list is
+handed to every call, so that callbacks see one training: on_train_begin and on_train_end once, their state kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import keras
+
+from training.steps.model_state import as_floats
+
+
+class Loop(Protocol):
+    """What the run does at the boundaries that Keras tells the list of."""
+
+    def epoch_begins(self, epoch: int) -> bool:
+        """Called after Keras has reset the metrics; False where the epoch began before this process did."""
+
+    def step_begins(self) -> None:
+        """Called before each step."""
+
+    def step_ends(self, epoch: int) -> None:
+        """Called after each optimizer step, once the callbacks have seen it."""
+
+    def epoch_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
+        """This rank's logs of the epoch as those of all ranks."""
+
+    def epoch_ends(self, epoch: int, logs: dict[str, Any]) -> None:
+        """Called once the callbacks have seen the end of the epoch."""
+
+
+class RunCallbacks(keras.callbacks.CallbackList):
+    """Keras' CallbackList whose training begins and ends when `begin` and `end` say so.
+
+    At the end of an epoch callbacks get the metrics over all ranks, the same on each; after a batch loss and
+    metrics are those of this rank so far. Callbacks without batch hooks cost nothing a step. A batch is an optimizer
+    step, of `micro_batches` calls.
+    """
+
+    def __init__(
+        self, callbacks: list[Any], model: keras.Model, loop: Loop, *, epochs: int, steps: int, micro_batches: int = 1
+    ) -> None:
+        super().__init__(callbacks, add_history=True, model=model, epochs=epochs, steps=steps, verbose=0)
+        self._loop, self._epoch, self._micro_batches = loop, 0, micro_batches
+        self._first_batch = 0
+        self._on_begin_of_batch = [c for c in self.callbacks if _has(c, "on_train_batch_begin", "on_batch_begin")]
+        self._on_end_of_batch = [c for c in self.callbacks if _has(c, "on_train_batch_end", "on_batch_end")]
+
+    def begin(self) -> None:
+        """The training begins."""
+        super().on_train_begin()
+
+    def end(self, logs: dict[str, Any]) -> None:
+        """The training is over; `logs` are the last epoch's."""
+        super().on_train_end(logs)
+
+    def starts_at(self, batch: int) -> None:
+        """The next epoch goes on with its batch number `batch`."""
+        self._first_batch = batch
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """A `fit` call of an epoch begins: nothing."""
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """A `fit` call of an epoch is over: nothing."""
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Passed on, unless the epoch goes on after a restart."""
+        self._epoch = epoch
+        if self._loop.epoch_begins(epoch):
+            super().on_epoch_begin(epoch, logs)
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Passed on to callbacks that have a hook for it, then the step begins; not for its later micro-batches."""
+        batch, micro = divmod(batch, self._micro_batches)
+        if micro:
+            return
+        for callback in self._on_begin_of_batch:
+            callback.on_train_batch_begin(batch + self._first_batch, logs={})
+        self._loop.step_begins()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Passed on to callbacks that have a hook for it, then the step's own work; after its last micro-batch."""
+        batch, micro = divmod(batch, self._micro_batches)
+        if micro + 1 < self._micro_batches:
+            return
+        if self._on_end_of_batch:
+            values = as_floats(logs or {})
+            for callback in self._on_end_of_batch:
+                callback.on_train_batch_end(batch + self._first_batch, logs=values)
+        self._loop.step_ends(self._epoch)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Passed on with the metrics over all ranks."""
+        values = self._loop.epoch_logs(dict(logs or {}))
+        for callback in self.callbacks:  # one dict for all: ReduceLROnPlateau adds the learning rate to it
+            callback.on_epoch_end(epoch, values)
+        self._loop.epoch_ends(epoch, values)
+
+
+def _has(callback: Any, *hooks: str) -> bool:
+    """Whether a callback has one of these hooks: its class's own, or set on itself as LambdaCallback does it."""
+    plain = keras.callbacks.Callback
+    return any(getattr(getattr(callback, hook), "__func__", None) is not getattr(plain, hook) for hook in hooks)

@@ -1,0 +1,110 @@
+"""A run's model, ready to train: built, its learning rate scaled, its optimizer told of micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from lockstep.features.schema.signature import Signature
+from lockstep.storage.errors import ConfigError
+from training.config import TrainConfig
+from training.keep import check_metric
+from training.models import ModelOptions, build
+from training.plan.mixture import Plan
+from training.steps.accumulate import steps_of
+from training.steps.batchnorm import normalisations
+from training.steps.model_state import build_all
+from training.steps.optimizers import Scaled, scale_learning_rate
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A compiled model with all its variables."""
+
+    model: keras.Model
+    callbacks: list[Any]
+    group_rows: int | None
+    """Rows of a lane group where batch statistics are over these."""
+    learning_rate: Scaled | None
+    """What was done to the learning rate, None where nothing was."""
+
+
+def prepare(config: TrainConfig, plan: Plan, signature: Signature, rows: int, groups: int | None) -> Prepared:
+    """Build the model of `config` for ranks of `rows` rows. Raises ConfigError for what cannot run on ranks."""
+    steps, micro = plan.steps(config.epochs), config.micro_batches
+    group_rows = plan.global_batch // groups if groups else None
+    options = ModelOptions(
+        seed=config.seed,
+        group_rows=group_rows,
+        learning_rate=config.learning_rate,
+        global_batch=plan.global_batch,
+        steps=steps,
+    )
+    model, callbacks = build(config.model, signature, options)
+    if model.steps_per_execution != 1:
+        raise ConfigError(
+            f"the model {config.model} takes several steps at once",
+            got=f"steps_per_execution={model.steps_per_execution}",
+            allowed="1: ranks agree after each step",
+            next_step="Compile the model without steps_per_execution.",
+        )
+    model.jit_compile = False  # the exchange calls Python; and XLA makes these models slower on a CPU
+    if group_rows is not None and (rows // micro) % group_rows and normalisations(model):
+        raise ConfigError(
+            f"micro-batches of {rows // micro} rows do not hold whole lane groups",
+            got=f"{micro} micro-batches of a rank's {rows} rows, lane groups of {group_rows} for BatchNormalization",
+            allowed=f"micro-batches of a multiple of {group_rows} rows",
+            next_step="Use fewer --micro-batches, or --batchnorm local.",
+        )
+    if micro > 1:
+        _accumulate(model, micro)
+    elif steps_of(getattr(model.optimizer, "inner_optimizer", model.optimizer)) > 1:
+        raise ConfigError(
+            f"the model {config.model} accumulates gradients by itself",
+            got="gradient_accumulation_steps of its optimizer",
+            allowed="a step of the optimizer for each global batch: ranks agree, and checkpoints lie, between these",
+            next_step="Leave it out of the model, and use a larger --global-batch with --micro-batches.",
+        )
+    learning_rate = None
+    if config.learning_rate_scaling != "none" or config.warm_up_epochs or micro > 1:
+        learning_rate = scale_learning_rate(
+            model,
+            config.learning_rate_scaling,
+            global_batch=plan.global_batch,
+            base_batch=config.base_batch,
+            warm_up_steps=round(config.warm_up_epochs * plan.total / plan.global_batch),
+            calls_per_step=micro,
+        )
+    build_all(model, signature, rows // micro)
+    if type(model).train_step is keras.Model.train_step:  # another one may return other metrics: an epoch's end tells
+        check_metric(config.keep_best, model.get_metrics_result())
+    return Prepared(model, callbacks, group_rows, learning_rate)
+
+
+def split(dataset: tf.data.Dataset, micro_batches: int) -> tf.data.Dataset:
+    """Each batch as so many smaller ones of equal size, in order; static shapes stay."""
+    if micro_batches == 1:
+        return dataset
+
+    def parts(*batch: Any) -> Any:
+        cut = tf.nest.map_structure(
+            lambda x: tf.reshape(x, (micro_batches, x.shape[0] // micro_batches, *x.shape[1:])), batch
+        )
+        return cut if len(cut) > 1 else cut[0]
+
+    return dataset.map(parts).unbatch()
+
+
+def _accumulate(model: keras.Model, micro_batches: int) -> None:
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    if optimizer.gradient_accumulation_steps or optimizer.built or hasattr(optimizer, "optimizers"):
+        raise ConfigError(
+            f"{type(optimizer).__name__} cannot take --micro-batches",
+            got=f"gradient_accumulation_steps={optimizer.gradient_accumulation_steps}, built={optimizer.built}",
+            allowed="one optimizer without gradient accumulation of its own, which is not built yet",
+            next_step="Leave gradient_accumulation_steps out of the model's function, or use --micro-batches 1.",
+        )
+    optimizer.gradient_accumulation_steps = micro_batches

@@ -1,0 +1,210 @@
+"""Checkpoints of a rank: what is in them, how they are handed to the driver, and the way back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import keras
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.storage.fs import filesystem
+from lockstep.storage.urls import join, split_url
+from training.comm.base import Communicator
+from training.config import TrainConfig
+from training.control.carry import json_safe
+from training.control.context import RankContext
+from training.rank import callback_state
+from training.rank.in_flight import InFlight, Tell
+from training.rank.low_priority import at_low_priority
+from training.rank.saved import Saved
+from training.results.audit import AuditLog
+from training.run import checkpoint_parts
+from training.run.checkpoint import Tensors, file_name, read_resumable, write_bytes
+from training.run.paths import RunPaths, staged_checkpoint
+from training.run.rank_file import HostBuffer, file_bytes, sha256_of, upload
+from training.run.read_parts import read_parts, whole_tensors
+from training.steps import model_state
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a run is."""
+
+    step: int
+    """Optimizer steps done."""
+    stopped: bool
+    """Whether a callback has ended the training."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """Of the last whole epoch, over all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A checkpoint to go on from."""
+
+    url: str
+    manifest: dict[str, Any]
+    parts: dict[int, Tensors]
+    """The file of each rank that wrote it."""
+
+
+class Saver:
+    """Writes and restores checkpoints of one rank; every rank calls `save` at the same steps.
+
+    What all ranks hold alike (weights, optimizer) is divided over them; the rest of a file is this rank's own.
+    """
+
+    def __init__(
+        self,
+        context: RankContext,
+        config: TrainConfig,
+        model: keras.Model,
+        communicator: Communicator,
+        callbacks: list[Any],
+        audit: AuditLog | None,
+    ) -> None:
+        self._context, self._config, self._model = context, config, model
+        self._comm, self._callbacks, self._audit = communicator, callbacks, audit
+        self._metrics: Callable[[], None] = model.reset_metrics
+        self._specs = model_state.specs_of(model, model_state.WEIGHTS, model_state.OPTIMIZER)
+        self._share = checkpoint_parts.divide(self._specs, communicator.num_ranks)[communicator.rank]
+        self._buffer = HostBuffer()
+        self._flight: InFlight[Saved] = InFlight()
+        self._touching: threading.Thread | None = None
+        self.staging = ""
+        self.last_step: int | None = None
+        """Of the last checkpoint that was begun or restored."""
+
+    def find(self) -> Found | None:
+        """Ask the driver where to go on, and read it; None at the start of a run. A collective."""
+        reply = self._context.control.request("restore", self._config.start_limit_s)
+        self.staging = str(reply["staging"])
+        url = reply["checkpoint"]
+        if url is None:
+            return None
+        manifest = read_resumable(url, self._context.payload["plan"])
+        return Found(url, manifest, read_parts(url, manifest, self._comm))
+
+    def restore(self, found: Found) -> Progress:
+        """Put the checkpoint into model, optimizer, seed generators and callbacks, which have begun their training.
+
+        Raises ConfigError for another model, DataError for tensors that do not fit.
+        """
+        world, saved, url = self._context.world, found.manifest["state"], found.url
+        kinds = (model_state.WEIGHTS, model_state.OPTIMIZER)
+        model_state.load(self._model, whole_tensors(url, found.manifest, found.parts, kinds), kinds, url)
+        callback_state.load(self._callbacks, saved["callbacks"], found.parts[0], url)
+        same = found.manifest["num_ranks"] == world.num_ranks
+        if same:
+            parts = [found.parts[world.rank]]
+            model_state.load(self._model, parts[0], (model_state.SEEDS,), url)
+        else:
+            parts = [found.parts[rank] for rank in sorted(found.parts)]
+            model_state.derive_seeds(self._model, self._config.seed, int(found.manifest["step"]), world.rank)
+        if saved["in_epoch"]:
+            own = [{k: v.copy() for k, v in part.items() if k.startswith(model_state.METRICS)} for part in parts]
+            self._metrics = partial(model_state.load_metrics, self._model, own, url, takes_sums=same or world.is_leader)
+        self.last_step = int(found.manifest["step"])
+        stopped = bool(saved["stopped"]) and self._config.epochs <= int(saved["epochs"])
+        return Progress(self.last_step, stopped, dict(saved["metrics"]))
+
+    def restore_metrics(self) -> None:
+        """Put the metrics of the epoch that goes on into the model, which Keras has just reset."""
+        self._metrics()
+
+    def make_ready(self) -> None:
+        """Have memory for the copies touched, beside the training, before the first of them is due."""
+        size = file_bytes(self._tensors([model_state.SEEDS, model_state.METRICS]))
+        self._touching = threading.Thread(target=self._buffer.reserve, args=(size,), daemon=True)
+        self._touching.start()
+
+    def save(self, progress: Progress, *, in_epoch: bool = False) -> None:
+        """Copy this rank's part, and have it written and committed while the training goes on.
+
+        Not while one is in flight. Where the writing fails, `look` and `wait` raise its error.
+        """
+        control, step = self._context.control, progress.step
+        control.beat(step, "checkpoint")
+        tensors = self._tensors([model_state.SEEDS, model_state.METRICS] if in_epoch else [model_state.SEEDS])
+        document: dict[str, Any] = {}
+        if self._context.world.is_leader:
+            callbacks, arrays = callback_state.save(self._callbacks)
+            tensors |= arrays
+            document = {
+                "in_epoch": in_epoch,
+                "stopped": progress.stopped,
+                "epochs": self._config.epochs,
+                "metrics": json_safe(progress.metrics),
+                "callbacks": callbacks,
+            }
+        if self._touching is not None:
+            self._touching.join()
+        file = self._buffer.fill(tensors)
+        self.last_step = step
+        what = f"rank {self._context.world.rank}'s part of the checkpoint of step {step}"
+        self._flight.begin(what, partial(self._write, step, file, document))
+        control.beat(step, "train")
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a checkpoint is still being written or not committed."""
+        return self._flight.busy
+
+    def look(self) -> Saved | None:
+        """What was committed since the last look; raises the error of a writing that failed."""
+        return self._flight.look()
+
+    def wait(self, deadline_s: float) -> Saved | None:
+        """Wait for what is in flight, then as `look`. Raises StorageTimeoutError naming rank, step and what it does."""
+        return self._flight.wait(deadline_s)
+
+    def _tensors(self, own: list[str]) -> Tensors:
+        """This rank's share of what all hold alike, and its own state of these kinds, as they lie in memory."""
+        mine = {piece.name for piece in self._share}
+        views = model_state.views_of(self._model, model_state.WEIGHTS, model_state.OPTIMIZER, only=mine)
+        tensors = {}
+        for piece in self._share:
+            name = checkpoint_parts.key_of(piece, self._specs[piece.name])
+            whole = views[piece.name]
+            tensors[name] = whole if name == piece.name else whole.reshape(-1)[piece.start : piece.stop]
+        return tensors | model_state.views_of(self._model, *own)
+
+    def _write(self, step: int, file: NDArray[np.uint8], document: dict[str, Any], tell: Tell) -> Saved:
+        began, directory, rank = time.perf_counter(), staged_checkpoint(self.staging, step), self._context.world.rank
+        url, fs = join(directory, file_name(rank)), filesystem(directory)
+        tell("hashing it")
+        digest = at_low_priority(partial(sha256_of, file))
+        report = {"name": file_name(rank), "bytes": file.size, "sha256": digest}
+        tell(f"writing {url}")
+        fs.mkdirs(directory)
+        if split_url(url)[0] == "file":
+            at_low_priority(lambda: upload(fs, url, file))
+        else:  # its calls are made by threads that read batches later on, and would inherit the priority
+            upload(fs, url, file)
+        audit = self._write_audit(step)
+        tell("waiting for the driver to commit what all ranks report")
+        self._context.control.request(
+            "checkpoint",
+            self._config.stall_limit_s,
+            step=step,
+            files=[report],
+            tensors=checkpoint_parts.report(self._share, self._specs),
+            audit=audit,
+            state=document,
+        )
+        return Saved(step, int(file.size), time.perf_counter() - began)
+
+    def _write_audit(self, step: int) -> list[dict[str, Any]]:
+        if self._audit is None:
+            return []
+        paths, world = RunPaths(self._config.run), self._context.world
+        url = paths.audit(world.generation, world.rank, step)
+        directory, _, name = url.rpartition("/")
+        report = write_bytes(directory, name, self._audit.take(step))
+        return [{"path": paths.relative(url), "bytes": report["bytes"], "sha256": report["sha256"]}]

@@ -1,0 +1,1 @@
+"""Shards to checked rows."""

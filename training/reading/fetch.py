@@ -1,0 +1,261 @@
+"""Bytes of a split's shards fetched ahead of their use: in the background, in large ranges, within one budget."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from lockstep.storage.errors import LockstepError, StorageError, StorageTimeoutError
+from training.reading.background import JOIN_S, end_at_exit
+from training.reading.held_ranges import Buffer, HeldRanges, Range
+from training.reading.read_hints import Hint, Key, ReadHints
+
+READ_AHEAD_BYTES = 64 << 20
+RANGE_BYTES = 4 << 20  # the most that neighbours are put together to: more gains nothing (docs/decisions/072)
+SMALLEST_RANGE_BYTES = 128 << 10
+THREADS = 4
+SOON_A_THREAD = 4  # hints for which a thread looks up the bytes while others read
+DEADLINE_S = 150.0  # more than one storage call may take in all, less than the feed waits for a batch
+
+
+class Extents(Protocol):
+    """What the fetcher asks of a shard; `extent` may read an index, and is called in any thread."""
+
+    def extent(self, first_record: int, count: int) -> tuple[int, int]:
+        """First byte of what must be read for some records, and the one after its last."""
+
+    def unit(self, first_record: int, count: int) -> tuple[int, int]:
+        """The records that are read for these: themselves, or the block that can only be read whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchCounts:
+    """What a fetcher did so far; `waited_s` is the time that readers stood still for bytes."""
+
+    ahead: int
+    """Reads whose bytes were there, or on their way."""
+    direct: int
+    """Reads of bytes that nobody had asked for ahead, or no more."""
+    dropped: int
+    """Ranges fetched and not used."""
+    fetched_bytes: int
+    waited_s: float
+
+
+class BlockFetcher:
+    """Fetches what `hint` says will be read, by `load(shard, start, stop)` in threads; `take` gives it out.
+
+    At most `budget_bytes` are on their way or held (one range more where it alone is larger). `take` never waits for a
+    hint that has no place in the budget: what lies there longest, and was passed over, goes. A failure to fetch ahead
+    is raised by the `take` of its bytes; where it may be a neighbour's, the bytes are loaded again alone.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Extents],
+        load: Callable[[int, int, int], Buffer],
+        *,
+        name_of: Callable[[int], str],
+        budget_bytes: int = READ_AHEAD_BYTES,
+        threads: int = THREADS,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        self._shards, self._load, self._name_of = shards, load, name_of
+        self._threads, self._deadline_s = threads, deadline_s
+        self.range_bytes = min(RANGE_BYTES, max(1, budget_bytes // 4))
+        self._lock = threading.Lock()
+        self._come = threading.Condition(self._lock)  # for readers: bytes, or a failure
+        self._work_there = threading.Condition(self._lock)  # for threads: hints, extents, room in the budget
+        self._hints, self._ranges = ReadHints(), HeldRanges(budget_bytes)
+        self._ahead = self._direct = self._fetched_bytes = 0
+        self._waited_s = 0.0
+        self._workers: list[threading.Thread] = []
+        self._closed = False
+
+    @property
+    def counts(self) -> FetchCounts:
+        """Numbers since the beginning."""
+        with self._lock:
+            return FetchCounts(self._ahead, self._direct, self._ranges.dropped, self._fetched_bytes, self._waited_s)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that are on their way or held now."""
+        return self._ranges.held_bytes
+
+    def share_among(self, streams: int) -> None:
+        """Cut ranges so small that each of `streams` places that are read in turn has two of them in the budget."""
+        budget_bytes = self._ranges.budget_bytes
+        share = max(SMALLEST_RANGE_BYTES, budget_bytes // (2 * max(1, streams)))
+        self.range_bytes = max(1, min(RANGE_BYTES, budget_bytes // 4, share))
+
+    def hint(self, shard: int, first: int, count: int) -> None:
+        """Say that these records will be read, after what was said before. Returns at once."""
+        first, count = self._shards[shard].unit(first, count)
+        with self._lock:
+            if not self._closed and self._hints.add(shard, first, count):
+                self._start()
+                self._work_there.notify()
+
+    def forget(self) -> None:
+        """Drop all hints, and what was fetched for them: reading goes on elsewhere."""
+        with self._lock:
+            self._hints.clear()
+            self._ranges.dropped += len(self._ranges)
+            self._ranges.clear()
+            self._work_there.notify()
+            self._come.notify_all()
+
+    def take(self, shard: int, first: int, count: int) -> tuple[Buffer, int]:
+        """The bytes of some records, and where they begin in the shard.
+
+        Raises what reading raises, StorageTimeoutError where bytes that are on their way do not come.
+        """
+        began = time.monotonic()
+        start, stop = self._shards[shard].extent(first, count)
+        key = (shard, self._shards[shard].unit(first, count)[0])
+        try:
+            with self._lock:
+                data = self._fetched(key, shard, start, stop, began + self._deadline_s)
+            if data is None:
+                data = self._load(shard, start, stop)
+                with self._lock:
+                    self._direct += 1
+                    self._fetched_bytes += len(data)
+            return data, start
+        finally:
+            with self._lock:
+                self._waited_s += time.monotonic() - began
+
+    def stop(self) -> None:
+        """End the threads, without waiting for those that read: each ends with its read, which has a deadline."""
+        with self._lock:
+            self._closed = True
+            self._hints.clear()
+            self._ranges.clear()
+            self._work_there.notify_all()
+            self._come.notify_all()
+
+    def close(self, limit_s: float = JOIN_S) -> None:
+        """`stop`, and wait a little for the threads."""
+        self.stop()
+        end = time.monotonic() + limit_s
+        for worker in self._workers:
+            if worker is not threading.current_thread():
+                worker.join(max(0.0, end - time.monotonic()))
+
+    # Below, the lock is held, except in the threads while they read.
+
+    def _fetched(self, key: Key, shard: int, start: int, stop: int, deadline: float) -> Buffer | None:
+        """These bytes, where they were fetched ahead; None where they must be loaded alone."""
+        found = self._await(key, shard, start, stop, deadline)
+        if found is None:
+            return None
+        data = None
+        if found.error is None:
+            data = self._ranges.use(found, start, stop)
+            self._ahead += 1
+        else:
+            self._ranges.remove(found)
+        self._hints.discard(key)  # said again since: whoever reads these records now keeps what others need of them
+        self._work_there.notify()  # there may be room in the budget now
+        # All attempts at a storage that fails were made. Bytes that are wrong may be a neighbour's: we look at ours.
+        if isinstance(found.error, StorageError) or not isinstance(found.error, LockstepError | None):
+            raise found.error
+        return data
+
+    def _await(self, key: Key, shard: int, start: int, stop: int, deadline: float) -> Range | None:
+        """The range that holds these bytes, finished; None where nobody fetches them."""
+        while True:
+            found = self._ranges.covering(shard, start, stop)
+            if found is not None and found.done:
+                return found
+            if found is None:
+                if self._closed or not self._hints.urge(key):
+                    return None
+                self._work_there.notify()
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not self._come.wait(left_s):
+                raise StorageTimeoutError(
+                    f"bytes {start} to {stop} of {self._name_of(shard)} did not come in {self._deadline_s:g} s",
+                    got="a read that has not ended" if found is not None else f"{len(self._ranges)} reads before it",
+                    allowed=f"a range of {self.range_bytes} bytes within {self._deadline_s:g} s",
+                    next_step="Look at the file system's health (`python -m jobs.doctor`), then start again.",
+                )
+
+    def _start(self) -> None:
+        if self._workers:
+            return
+        self._workers = [
+            threading.Thread(target=self._work, name=f"block-fetch-{number}", daemon=True)
+            for number in range(self._threads)
+        ]
+        for worker in self._workers:
+            worker.start()
+        end_at_exit(self)
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                while True:
+                    if self._closed:
+                        return
+                    hint = self._hints.to_place(SOON_A_THREAD * self._threads)
+                    job = self._hints.next_range(self._ranges, self.range_bytes)
+                    if hint is not None or job is not None:
+                        break
+                    self._work_there.wait()
+                if job is None:
+                    assert hint is not None
+                    hint.asked = True
+                if self._hints:
+                    self._work_there.notify()  # there may be more for another one
+            if job is not None:
+                self._read(job)
+            elif hint is not None:
+                self._place(hint)
+
+    def _place(self, first: Hint) -> None:
+        """Find the bytes of a hint and of those that go on from it, as far as a range may reach.
+
+        Without the lock, since an index may have to be read; and told all at once, so that they come in one range.
+        """
+        placed: list[tuple[Hint, tuple[int, int] | None]] = []
+        hint: Hint | None = first
+        size = 0
+        while hint is not None:
+            try:
+                extent = self._shards[hint.shard].extent(hint.first, hint.count)
+            except BaseException:  # who reads these records asks again, and is told what is wrong
+                placed.append((hint, None))
+                break
+            placed.append((hint, extent))
+            size += extent[1] - extent[0]
+            with self._lock:
+                hint = self._hints.after(hint) if size < self.range_bytes else None
+                if hint is not None:
+                    hint.asked = True
+        with self._lock:
+            for told, place in placed:
+                told.extent = place
+                # A block that two lanes share is hinted at twice; the second time it is there or on its way.
+                if place is None or self._ranges.covering(told.shard, *place) is not None:
+                    self._hints.drop(told)
+            self._work_there.notify()
+            self._come.notify_all()
+
+    def _read(self, job: Range) -> None:
+        data: Buffer = b""
+        error: BaseException | None = None
+        try:
+            data = self._load(job.shard, job.start, job.stop)
+        except BaseException as caught:  # raised in the reader of these bytes, nowhere lost
+            error = caught
+        with self._lock:
+            self._fetched_bytes += len(data)
+            self._ranges.come(job, data, error)
+            self._work_there.notify()
+            self._come.notify_all()

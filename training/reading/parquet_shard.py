@@ -1,0 +1,190 @@
+"""One Parquet shard: a block is a row group, fetched by one range read, its page checksums checked."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lockstep.features.examples.column_checks import check_unsigned
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.dataset.manifest_shards import ShardInfo
+from lockstep.storage.errors import CorruptionError
+from lockstep.storage.files.interface import FileSystem
+from lockstep.storage.formats.parquet_footer import MAGIC, damaged_footer, read_published_footer
+
+
+class ParquetShard:
+    """Reads blocks of one shard. The footer is read once, held against its digest, and only then parsed.
+
+    What it says is held against manifest and schema, which may contradict it: row groups and their sizes, the types,
+    and that column chunks lie within the file; what is in them is covered by page checksums.
+    """
+
+    def __init__(self, fs: FileSystem, url: str, info: ShardInfo, block_records: int, schema: Schema) -> None:
+        self._fs, self._url, self._info, self._block_records = fs, url, info, block_records
+        self._schema = schema.arrow_schema()
+        self._unsigned = frozenset(field.name for field in schema if field.dtype == "uint64")
+        self._metadata = self._read_footer()
+        self._check_footer()
+
+    @property
+    def edges(self) -> tuple[int, ...]:
+        """Where row groups begin, and where the last one ends; none where they do not lie in their order."""
+        edges = (*self._extents[:, 0].tolist(), *self._extents[-1:, 1].tolist())
+        return edges if all(a < b for a, b in pairwise(edges)) else ()
+
+    def unit(self, first_record: int, count: int) -> tuple[int, int]:
+        """First record and number of those that are read for some of a block: all of it."""
+        first = first_record - first_record % self._block_records
+        return first, min(self._block_records, self._info.records - first)
+
+    def extent(self, first_record: int, count: int) -> tuple[int, int]:
+        """First byte of the row group of these records, and the one after its last. Safe for several threads."""
+        start, stop = self._extents[first_record // self._block_records].tolist()
+        return start, stop
+
+    def read_block(self, block: int) -> pa.RecordBatch:
+        """All rows of a block, read now; raises what `extent` and `decode_block` raise."""
+        start, stop = self.extent(block * self._block_records, 1)
+        return self.decode_block(self._fs.read_range(self._url, start, stop - start), start, block)
+
+    def decode_block(self, data: bytes | memoryview, start: int, block: int) -> pa.RecordBatch:
+        """All rows of a block out of its bytes, which begin at byte `start`; checksums of pages are checked.
+
+        Raises CorruptionError naming file, first record of the block and offset.
+        """
+        first = block * self._block_records
+        size = min(self._block_records, self._info.records - first)
+        source = pa.PythonFile(_Stretch(data, start, self._info.bytes), mode="r")
+        try:
+            with pq.ParquetFile(source, metadata=self._metadata, page_checksum_verification=True) as file:
+                table = file.read_row_group(block, use_threads=False)
+        # Arrow reports a failed checksum or an undecodable page as any of these.
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise self._unreadable(first, start, error) from error
+        if table.num_rows != size:
+            raise self._footer_error(f"{table.num_rows} rows in row group {block}", f"{size} rows")
+        # Nearly always of one chunk, which Arrow would copy all the same.
+        chunks = [column.chunk(0) if column.num_chunks == 1 else column.combine_chunks() for column in table.columns]
+        return self._declared(chunks, first)
+
+    def batches(self, rows: int) -> Iterator[pa.RecordBatch]:
+        """All rows from the first to the last, about `rows` at a time; raises as read_block does."""
+        done = 0
+        try:
+            with (
+                self._fs.open_read(self._url) as opened,
+                pa.PythonFile(opened, mode="r") as source,
+                pq.ParquetFile(source, metadata=self._metadata, page_checksum_verification=True) as file,
+            ):
+                for batch in file.iter_batches(rows, use_threads=False):
+                    yield self._declared(batch.columns, done)
+                    done += batch.num_rows
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise self._unreadable(done, None, error) from error
+        if done != self._info.records:
+            raise self._footer_error(f"{done} rows", f"{self._info.records} rows")
+
+    def _declared(self, columns: list[pa.Array], first: int) -> pa.RecordBatch:
+        """Columns of the file as a batch of the schema; `first` is the number of its first record."""
+        found = [
+            column if column.type == field.type else column.cast(field.type)
+            for field, column in zip(self._schema, columns, strict=True)
+        ]
+        for field, column in zip(self._schema, found, strict=True):
+            if field.name in self._unsigned:
+                check_unsigned(field.name, column, file=self._url, record=first)
+            if column.null_count and not field.nullable:
+                raise self._footer_error(f"nulls in `{field.name}`, records from {first} on", "none")
+        return pa.RecordBatch.from_arrays(found, schema=self._schema)
+
+    def _unreadable(self, first: int, offset: int | None, error: Exception) -> CorruptionError:
+        return CorruptionError(
+            "a block of rows cannot be read",
+            file=self._url,
+            record=first,
+            offset=offset,
+            got=str(error).splitlines()[0],
+            allowed="pages that match their checksums",
+        )
+
+    def _read_footer(self) -> pq.FileMetaData:
+        footer = read_published_footer(self._fs, self._url, self._info)
+        try:
+            return pq.read_metadata(pa.BufferReader(footer))
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise self._footer_error(str(error).splitlines()[0], "a Parquet footer") from error
+
+    def _check_footer(self) -> None:
+        metadata, rows = self._metadata, self._info.records
+        wanted = [min(self._block_records, rows - first) for first in range(0, rows, self._block_records)]
+        groups = range(metadata.num_row_groups)
+        try:
+            found = [metadata.row_group(number).num_rows for number in groups]
+            schema = metadata.schema.to_arrow_schema()
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise self._footer_error(str(error).splitlines()[0], "a readable schema") from error
+        if found != wanted or metadata.num_rows != rows:
+            raise self._footer_error(f"row groups of {found[:5]}... rows", f"{len(wanted)} of {wanted[:1]}... rows")
+        columns = [(field.name, _plain(field.type)) for field in schema]
+        declared = [(field.name, _plain(field.type)) for field in self._schema]
+        if columns != declared:
+            raise self._footer_error(f"columns {columns}", f"columns {declared}")
+        # (row groups, 2) int64: first byte and the one after the last, which the footer is slow to tell.
+        self._extents = np.array([self._extent(number) for number in groups], dtype=np.int64).reshape(-1, 2)
+
+    def _extent(self, block: int) -> tuple[int, int]:
+        """First byte of a row group and the one after its last; CorruptionError where it is not in the file."""
+        group = self._metadata.row_group(block)
+        chunks = [group.column(number) for number in range(group.num_columns)]
+        starts = [chunk.dictionary_page_offset or chunk.data_page_offset for chunk in chunks]
+        stops = [start + chunk.total_compressed_size for start, chunk in zip(starts, chunks, strict=True)]
+        if min(starts) < len(MAGIC) or max(stops) > self._info.bytes or max(starts) > max(stops):
+            raise self._footer_error(f"row group {block} at bytes {min(starts)} to {max(stops)}", "a place in the file")
+        return min(starts), max(stops)
+
+    def _footer_error(self, got: str, allowed: str) -> CorruptionError:
+        return damaged_footer(self._url, got, allowed)
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    # Element names and nullability of lists differ between writers: what matters is what the elements are.
+    return pa.list_(kind.value_type) if pa.types.is_list(kind) else kind
+
+
+class _Stretch(io.RawIOBase):
+    """The bytes `data` at `offset` of a file of `size` bytes, as a file; nothing else of it can be read."""
+
+    def __init__(self, data: bytes | memoryview, offset: int, size: int) -> None:
+        super().__init__()
+        self._data, self._offset, self._size, self._position = pa.py_buffer(data), offset, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence] + offset
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        return self.read_buffer(size).to_pybytes()
+
+    def read_buffer(self, size: int = -1) -> pa.Buffer:
+        """What Arrow calls in place of `read`, for a view instead of a copy."""
+        start = self._position - self._offset
+        stop = len(self._data) if size < 0 else start + size
+        if start < 0 or stop > len(self._data):
+            raise OSError(f"bytes {self._position} to {self._position + size} lie outside the row group")
+        self._position += stop - start
+        return self._data[start:stop]

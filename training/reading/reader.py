@@ -1,0 +1,302 @@
+"""A split read by the epoch plan's runs; everything that is read is checked against the dataset's manifest."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import pyarrow as pa
+
+from lockstep.features.encode.encoder import Encoder
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.dataset.manifest import DatasetManifest
+from lockstep.storage.dataset.manifest_shards import ShardInfo
+from lockstep.storage.errors import CorruptionError, StorageError
+from lockstep.storage.files.interface import FileSystem
+from lockstep.storage.files.local import LocalFileSystem
+from lockstep.storage.fs import filesystem
+from lockstep.storage.urls import join
+from training.plan.datasets import split_of
+from training.plan.order import BlockTable, Run
+from training.reading.background import end_beside
+from training.reading.cache import BlockCache, CacheCounts
+from training.reading.fetch import BlockFetcher, FetchCounts
+from training.reading.files import ShardFiles
+from training.reading.held_ranges import Buffer
+from training.reading.parquet_shard import ParquetShard
+from training.reading.read_options import ReadOptions
+from training.reading.shard_bytes import CachedBytes, CachedShard
+from training.reading.shards import Shard, ShardOpener
+from training.reading.tfrecord_shard import TFRecordShard
+
+log = logging.getLogger(__name__)
+
+_RUNS_AHEAD = 8  # in `sequence`: with blocks of 1 to 4 MiB as much as four threads read at once, twice
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A block that can only be read whole, decoded."""
+
+    rows: pa.RecordBatch
+    unread: int
+    """How many of its rows no run that was read had."""
+    hinted: int = 0
+    """Rows that hints named since it is kept, less those that were read: it must still be there for them."""
+    unit: object = None
+    """What training.batches.decode made of its rows; kept with them, since the block is read strip by strip."""
+
+
+class SplitReader:
+    """Reads runs of records of one split; `read` is not safe for several threads at once, hints may come from any.
+
+    At the start the length of every shard, TFRecord indexes and Parquet footers by digest are checked, so that a
+    dataset that was cut or exchanged is refused before the first step; checksums of records and pages while reading.
+    Memory: O(blocks) for the block tables, `keep_blocks` decoded Parquet row groups or gzip blocks (of TFRecord, the
+    places of the records of twice as many), KEPT_INDEX_BYTES of indexes, and once `prefetch` was called
+    `read_ahead_bytes` that are on their way or wait for `read`.
+    """
+
+    def __init__(
+        self,
+        dataset_url: str,
+        manifest: DatasetManifest,
+        split: str,
+        encoder: Encoder | Schema,
+        *,
+        options: ReadOptions | None = None,
+    ) -> None:
+        self.split = split
+        self.schema = encoder if isinstance(encoder, Schema) else encoder.schema
+        self._blocks: OrderedDict[tuple[int, int], Block] = OrderedDict()  # the longest unused first
+        self._shards: list[Shard] = []
+        self._records: list[int] = []
+        self.stored: list[tuple[FileSystem, str, ShardInfo]] = []
+        """Where each shard lies, and what its manifest says of it."""
+        self._bytes = 0
+        self._opener = ShardOpener(self.schema)
+        self._files = ShardFiles()
+        self._local = True
+        self._options = options or ReadOptions()
+        cache = self._options.open_cache()
+        self._cached = None if cache is None else CachedBytes(self._files, cache)
+        self._fetcher = BlockFetcher(
+            self._shards,
+            self._files.read if self._cached is None else self._cached.read,
+            name_of=self._files.url,
+            budget_bytes=self._options.read_ahead_bytes,
+        )
+        weakref.finalize(self, _let_go, self._fetcher, self._files, cache).atexit = False
+        self.keep_blocks = 2
+        self.add(dataset_url, manifest, split)
+
+    @property
+    def keep_blocks(self) -> int:
+        """How many blocks are read in turn: so many are kept decoded, and share what is read ahead."""
+        return self._keep_blocks
+
+    @keep_blocks.setter
+    def keep_blocks(self, blocks: int) -> None:
+        self._keep_blocks = blocks
+        self._opener.starts.blocks = 2 * blocks + 8
+        self._fetcher.share_among(blocks)
+
+    @property
+    def cached(self) -> CacheCounts | None:
+        """What came from the node's cache since the beginning; None where there is none."""
+        return None if self._cached is None else replace(self._cached.cache.counts)
+
+    @property
+    def whole_blocks(self) -> bool:
+        """Whether only whole blocks can be read, not their parts."""
+        return bool(self._shards) and not isinstance(self._shards[0], TFRecordShard)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all shards lie on this machine's disk."""
+        return self._local
+
+    @property
+    def record_bytes(self) -> int:
+        """The mean size of a record in the shards, at least 1."""
+        return max(1, self._bytes // max(1, sum(self._records)))
+
+    @property
+    def fetched(self) -> FetchCounts:
+        """What was read ahead and what was not, since the beginning."""
+        return self._fetcher.counts
+
+    def add(self, dataset_url: str, manifest: DatasetManifest, split: str) -> None:
+        """Lay the shards of another split behind those that are there: training.plan.datasets says which fit
+        together.
+        """
+        info = split_of(manifest, split)
+        self._records += [shard.records for shard in info.shards]
+        self._bytes += sum(shard.bytes for shard in info.shards)
+        self.table = BlockTable(tuple(self._records), info.block_records)
+        fs = filesystem(dataset_url)
+        for number, shard in enumerate(info.shards):
+            url = join(dataset_url, shard.path)
+            opened = self._opener.open(fs, dataset_url, manifest, split, number)
+            self._files.add(fs, url, shard.bytes)
+            self._local = self._local and isinstance(fs, LocalFileSystem)
+            self.stored.append((fs, url, shard))
+            self._shards.append(opened)
+            if self._cached is not None:
+                self._cached.add(CachedShard(manifest.digest, shard.path, opened.edges))
+                self._cached.epoch_bytes += shard.bytes // self._options.ranks
+
+    def prefetch(self, runs: Iterable[Run]) -> None:
+        """A hint that these runs will be read soon, in this order, after those of earlier hints: their bytes are
+        fetched in the background as far as the budget goes. Returns at once, whatever the storage does; say each run
+        once. What goes wrong is told by the `read` of the run.
+        """
+        for run in runs:
+            block = self._blocks.get((run.shard, run.first_record // self.table.block_records))
+            if block is None:
+                self._fetcher.hint(run.shard, run.first_record, run.count)
+            else:
+                block.hinted += run.count
+
+    def forget_hints(self) -> None:
+        """Drop what `prefetch` was told and has fetched: reading goes on at another place. Nobody has to call this:
+        bytes that nobody takes also make room for those that a `read` waits for.
+        """
+        self._fetcher.forget()
+        for block in self._blocks.values():
+            block.hinted = 0
+
+    def close(self) -> None:
+        """End what is under way in the background, and close the files; reading opens them anew."""
+        self._fetcher.close()
+        self._files.close()
+        if self._cached is not None:
+            self._cached.cache.close()
+
+    def sequence(self, runs: Iterable[Run]) -> Iterator[pa.RecordBatch]:
+        """`read` of one run after another, the next ones fetched meanwhile."""
+        waiting: deque[Run] = deque()
+        for run in runs:
+            self.prefetch([run])
+            waiting.append(run)
+            if len(waiting) > _RUNS_AHEAD:
+                yield self.read(waiting.popleft())
+        while waiting:
+            yield self.read(waiting.popleft())
+
+    def read(self, run: Run) -> pa.RecordBatch:
+        """The records of a run (within one block) as columns of the dataset's schema.
+
+        Raises CorruptionError naming file, record and offset.
+        """
+        shard = self._shards[run.shard]
+        if isinstance(shard, TFRecordShard):
+            return self._checked(run, lambda data, start: shard.decode(data, start, run.first_record, run.count))
+        skip = run.first_record % self.table.block_records
+        return self.kept_block(run).rows.slice(skip, run.count)
+
+    def kept_block(self, run: Run) -> Block:
+        """The block that holds a run, as `block` reads it where it is not kept.
+
+        It is kept until runs had all its rows, as one of the last `keep_blocks`: strips, windows and lanes cut blocks,
+        and no block may be fetched and decoded for each of its parts.
+        """
+        key = run.shard, run.first_record // self.table.block_records
+        block = self._blocks.pop(key, None)
+        if block is None:
+            rows = self.block(run)
+            block = Block(rows, len(rows))
+        block.unread, block.hinted = block.unread - run.count, max(0, block.hinted - run.count)
+        if block.unread > 0 or block.hinted:
+            self._blocks[key] = block
+        while len(self._blocks) > self.keep_blocks:
+            self._blocks.popitem(last=False)
+        return block
+
+    def block(self, run: Run) -> pa.RecordBatch:
+        """All records of the block that holds a run, of a shard that is only read by whole blocks; kept nowhere. Raises
+        as `read` does.
+        """
+        shard = self._shards[run.shard]
+        assert not isinstance(shard, TFRecordShard), "records are read by themselves: `raw`"
+        number = run.first_record // self.table.block_records
+        return self._checked(run, lambda data, start: shard.decode_block(data, start, number))
+
+    def raw(self, run: Run) -> Buffer | None:
+        """The framed records of a run as they lie in the shard; None where only whole blocks are read.
+
+        Nothing of them is checked yet: where they do not decode, `read` says what is wrong, and reads them once more.
+        """
+        if not isinstance(self._shards[run.shard], TFRecordShard):
+            return None
+        with self._named(run):
+            return self._fetcher.take(run.shard, run.first_record, run.count)[0]
+
+    def _checked(self, run: Run, decode: Callable[[Buffer, int], pa.RecordBatch]) -> pa.RecordBatch:
+        """What `decode` makes of a run's bytes; bytes that do not match their checksums are read once more, by a file
+        opened for them and past the cache: a bit may have flipped on the way, or in one replica.
+        """
+        with self._named(run):
+            try:
+                return decode(*self._fetcher.take(run.shard, run.first_record, run.count))
+            except CorruptionError as error:
+                start, stop = self._shards[run.shard].extent(run.first_record, run.count)
+                if self._cached is not None:
+                    self._cached.drop(run.shard, start, stop)
+                batch = decode(self._files.read(run.shard, start, stop, fresh=True), start)
+                log.warning("%s (%s): read again, the bytes are right", error.what, error.got)
+                return batch
+
+    @contextmanager
+    def _named(self, run: Run) -> Iterator[None]:
+        """Name file, records and block in the error of a storage that does not give them."""
+        try:
+            yield
+        except StorageError as error:
+            block = run.first_record // self.table.block_records
+            raise type(error)(
+                f"records {run.first_record} to {run.first_record + run.count} (block {block}) of"
+                f" {self._files.url(run.shard)} cannot be read: {error.what}",
+                got=error.got,
+                allowed=error.allowed,
+                next_step=error.next_step,
+            ) from error
+
+    def in_order(self, batch_rows: int) -> Iterator[pa.RecordBatch]:
+        """All records in the order of the shards, in batches of any size up to about `batch_rows` or a block.
+
+        A Parquet shard is read in one stream, without regard to its row groups.
+        """
+        block = 0
+        for number, shard in enumerate(self._shards):
+            stop = block + -(-self._records[number] // self.table.block_records)
+            if isinstance(shard, ParquetShard):
+                yield from shard.batches(batch_rows)
+            else:
+                yield from self.sequence(map(self.table.run, range(block, stop)))
+            block = stop
+
+    def read_all(self, runs: list[Run]) -> pa.RecordBatch:
+        """Several runs, one after another, in one batch."""
+        batches = [self.read(run) for run in runs]
+        if len(batches) == 1:
+            return batches[0]
+        if not batches:
+            return pa.RecordBatch.from_pylist([], schema=self.schema.arrow_schema())
+        return pa.concat_batches(batches)
+
+
+def _let_go(fetcher: BlockFetcher, files: ShardFiles, cache: BlockCache | None) -> None:
+    """End what a reader leaves that nobody closed."""
+
+    def end() -> None:
+        fetcher.stop()
+        files.close()
+        if cache is not None:
+            cache.close()
+
+    end_beside(end)

@@ -1,0 +1,1 @@
+"""After a run: evaluation, export, audit, report."""

@@ -1,0 +1,123 @@
+"""Any checkpoint of a run as a model directory: model.keras, schema, fitted files and signature."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lockstep.storage.dataset.layout import MANIFEST_NAME
+from lockstep.storage.errors import ConfigError, DataError
+from lockstep.storage.files.interface import FileSystem
+from lockstep.storage.fs import filesystem
+from lockstep.storage.publish import occupied, publish_directory, write_file
+from lockstep.storage.sealed import seal, unseal
+from lockstep.storage.settings import hadoop_settings
+from lockstep.storage.urls import absolute, join, parent
+from training.config import TrainConfig
+from training.control.context import RankContext
+from training.control.task import RankTask
+from training.driver.retention import MetricValues
+from training.launch.session import Launch
+from training.launch.signals import ended_in_order
+from training.rank import runtime
+from training.run.chain import checkpoints, lineage, read_checkpoint
+from training.run.lineage import CheckpointRef, read_claims
+from training.run.paths import RunPaths
+
+ENTRY = "training.results.export_run:main"
+FORMAT_VERSION = 1
+Which = int | Literal["last", "best"]
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written."""
+
+    output: str
+    checkpoint: CheckpointRef
+
+
+def export_run(run: str, output: str, launch: Launch, *, checkpoint: Which = "last") -> Exported:
+    """Write the weights of a checkpoint of the run's chain as a model, under a name that must be free.
+
+    `checkpoint` is `last`, `best` (by the run's --keep-best) or a step. The checkpoint is read and checked whole
+    first. Raises ConfigError for one that is not there and for an output within the run, CorruptionError for a changed
+    one, ExistsError for an output that is there.
+    """
+    run, output = absolute(run), absolute(output)
+    fs, paths, out = filesystem(run), RunPaths(run), filesystem(output)
+    if f"{output}/".startswith(f"{paths.root}/"):
+        raise ConfigError(
+            "a model is not exported into a run",
+            got=output,
+            allowed=f"a directory outside of {paths.root}, whose own names later generations take",
+            next_step="Choose another --output.",
+        )
+    config = TrainConfig.from_json(unseal(fs.read_bytes(paths.run_json), paths.run_json)["config"])
+    if out.exists(output):
+        raise occupied(output)
+    urls = checkpoints(fs, paths)
+    ref = _chosen(fs, paths, config, urls, checkpoint)
+    manifest = read_checkpoint(fs, urls[ref], ref)
+    staging = join(parent(output), f"_staging-export-{secrets.token_hex(4)}")
+    try:
+        with ended_in_order():  # by SIGTERM too nothing half done is left
+            payload = {"config": config.to_json(), "checkpoint": urls[ref], "directory": staging}
+            task = RankTask(ENTRY, payload, hadoop=hadoop_settings(), tls=config.tls == "on")
+            files = launch(task, 1)[0]["files"]
+            document = {
+                "format_version": FORMAT_VERSION,
+                "kind": "model",
+                "generation": ref.generation,
+                "checkpoint": str(ref),
+                "plan": manifest["plan"],
+                "files": {file["name"]: {"bytes": file["bytes"], "sha256": file["sha256"]} for file in files},
+            }
+            write_file(out, join(staging, MANIFEST_NAME), seal(document))
+            publish_directory(out, staging, output)
+    finally:
+        if out.exists(staging):
+            out.delete(staging, recursive=True)
+    return Exported(output, ref)
+
+
+def main(context: RankContext) -> dict[str, Any]:
+    """Build the run's model, give it the checkpoint's weights and write it; returns {files}."""
+    config = TrainConfig.from_json(context.payload["config"])
+    runtime.configure(context.world, precision=config.precision, seed=config.seed)
+    from training.results.exporting import run  # TensorFlow is imported now that its settings are made
+
+    return run(context, config)
+
+
+def _chosen(
+    fs: FileSystem, paths: RunPaths, config: TrainConfig, urls: dict[CheckpointRef, str], which: Which
+) -> CheckpointRef:
+    chain = lineage(read_claims(fs, paths), urls)
+    if not chain:
+        raise DataError(
+            f"{paths.root} has no checkpoint",
+            got="none",
+            allowed="a run that has written one",
+            next_step="Let the run go on: `python -m jobs.train` with the same flags.",
+        )
+    if which == "last":
+        return chain[0]
+    if which == "best":
+        values = MetricValues(config.keep)
+        best = config.keep.best_of(chain, lambda ref: values.of(ref, urls[ref]))
+        if best is None:
+            raise _no_such(paths, f"--keep-best {config.keep_best}, and no checkpoint with that metric", chain)
+        return best
+    found = [ref for ref in chain if ref.step == which]
+    if not found:
+        raise _no_such(paths, f"step {which}", chain)
+    return found[0]
+
+
+def _no_such(paths: RunPaths, got: str, chain: list[CheckpointRef]) -> ConfigError:
+    steps = ", ".join(str(ref.step) for ref in chain[:20])
+    return ConfigError(
+        f"{paths.root} has no such checkpoint", got=got, allowed=f"last, or a step: {steps}", next_step="Choose one."
+    )

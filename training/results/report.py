@@ -1,0 +1,226 @@
+"""A run's report: one HTML file with its curves, readable without a network and without Lockstep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jinja2 import Environment
+
+from lockstep.storage.errors import DataError, LockstepError, NotFoundError
+from lockstep.storage.files.interface import FileSystem
+from lockstep.storage.fs import filesystem
+from lockstep.storage.publish import write_file
+from training.launch.restarts import told
+from training.plan.datasets import open_mixture, open_parts
+from training.results.report_curves import epoch_curve, loss_curve
+from training.results.report_rows import checkpoint_rows, reading_rows, time_rows
+from training.run.chain import chain_of, find_result
+from training.run.history import History, read_history
+from training.run.lineage import Claim, read_claims
+from training.run.paths import RunPaths
+from training.run.run_json import read_run
+
+Rows = Sequence[tuple[str, object]]
+
+# The headings are the sections of a run's life; everything that comes from data is escaped by the template engine.
+_PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string("""\
+<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1"><title>{{ title }}</title>
+<style>
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
+table { border-collapse: collapse; margin: 1rem 0 }
+td, th { border: 1px solid #ccc; padding: .2rem .6rem; text-align: left }
+td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere } svg { max-width: 100%; height: auto }
+</style></head><body>
+<h1>{{ title }}</h1>
+<p>{{ where }}</p>
+{% for name, rows in tables %}
+<h2>{{ name }}</h2>
+<table>{% for key, value in rows %}<tr><th>{{ key }}</th><td>{{ value }}</td></tr>{% endfor %}</table>
+{% endfor %}
+{% for name, svg in curves %}
+<h2>{{ name }}</h2>
+{{ svg }}
+{% endfor %}
+</body></html>
+""")
+
+
+def write_report(run: str, evaluation: Mapping[str, Any] | None = None) -> str:
+    """Write the report of the run at URL `run`, as far as it has got; returns its URL, of the newest generation.
+
+    `evaluation` is what training.results.evaluate returned. A report that is there already is replaced. Raises
+    NotFoundError where there is no run, or one that no generation has begun, CorruptionError for a bad part of its
+    metrics.
+    """
+    fs, paths = filesystem(run), RunPaths(run)
+    history, document, claims = read_history(run), read_run(fs, paths), read_claims(fs, paths)
+    if not claims:
+        raise NotFoundError(
+            f"{run} has nothing to report",
+            got="a run that no generation has begun",
+            allowed="a run whose ranks were started",
+            next_step="Run jobs.train with this --run.",
+        )
+    newest, result = max(claims), find_result(fs, paths)
+    done = result if result is not None and result["generation"] == newest else None
+    about = about_run(document, claims, done or {"generation": newest})
+    training = _result_rows(done, history) if done else _unfinished_rows(fs, paths, history)
+    page = render(run, about, training, history, _data_rows(document), evaluation)
+    url = paths.report(newest)
+    fs.mkdirs(url.rpartition("/")[0])
+    write_file(fs, url, page.encode(), exclusive=False)
+    return url
+
+
+def about_run(
+    document: Mapping[str, Any], claims: Mapping[int, Claim], result: Mapping[str, Any]
+) -> list[tuple[str, str]]:
+    """What was trained, how and when, as rows of text: of run.json, the claims and the result, not of this moment."""
+    config = document["config"]
+    versions = document.get("versions", {})
+    rows = [
+        ("model", config.get("model")),
+        ("datasets", ", ".join(map(str, config.get("datasets", [])))),
+        ("split", config.get("split")),
+        ("ranks", _over_steps(claims, result, lambda claim: claim.num_ranks)),
+        ("global batch", config.get("global_batch")),
+        ("epochs asked for", _over_steps(claims, result, lambda claim: claim.epochs)),
+        ("learning rate", config.get("learning_rate") or "the model's own"),
+        ("its scaling", _scaling(config)),
+        ("micro-batches", config.get("micro_batches")),
+        *((name, config.get(name)) for name in ("batchnorm", "precision", "seed", "launcher")),
+        ("begun", document.get("created_at")),
+        ("finished", result.get("finished_at")),
+        ("versions", ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))),
+        ("git revision", document.get("git_revision")),
+    ]
+    return [(name, str(value)) for name, value in rows if value not in (None, "")]
+
+
+def _scaling(config: Mapping[str, Any]) -> str:
+    """`linear from a global batch of 128, 5 epochs of warm-up`, as far as that was asked for."""
+    rule, warm_up = config.get("learning_rate_scaling", "none"), config.get("warm_up_epochs")
+    parts = [] if rule == "none" else [f"{rule} from a global batch of {config.get('base_batch')}"]
+    return ", ".join([*parts, *([f"{warm_up:g} epochs of warm-up"] if warm_up else [])])
+
+
+def _over_steps(claims: Mapping[int, Claim], result: Mapping[str, Any], value: Callable[[Claim], int]) -> str:
+    """`2`, or `2, from step 400 on 4` where the generations that lead to the result differ."""
+    chain: list[Claim] = []
+    claim = claims.get(int(result["generation"]))
+    while claim is not None:
+        chain.append(claim)
+        claim = claims.get(claim.parent.generation) if claim.parent else None
+    told: list[str] = []
+    last: int | None = None
+    for claim in reversed(chain):
+        if value(claim) != last:
+            last = value(claim)
+            told.append(f"from step {claim.parent.step} on {last}" if told and claim.parent else str(last))
+    return ", ".join(told)
+
+
+def render(
+    run: str,
+    about: Rows,
+    training: Rows,
+    history: History,
+    data: Rows,
+    evaluation: Mapping[str, Any] | None,
+) -> str:
+    """The page's HTML; `about` are the rows of `about_run`, `training` and `data` those below their headings."""
+    tables: list[tuple[str, Rows]] = [("Run", about), ("Data", data), ("Training", training)]
+    if history.times:
+        tables.append(("Where each rank's time went", time_rows(history)))
+    if history.checkpoints:
+        tables.append(("Checkpoints", checkpoint_rows(history)))
+    if history.reading:
+        tables.append(("What each rank read", reading_rows(history)))
+    if evaluation is not None:
+        tables.append((f"Evaluation on {evaluation['split']}, with 95 % intervals", _evaluation_rows(evaluation)))
+    metrics = sorted({name for row in history.epochs for name in row["metrics"]} - {"loss"})
+    curves = [("Loss over the global batch", loss_curve(history))] if history.steps else []
+    curves += [(f"{name} by epoch", epoch_curve(history, name)) for name in metrics]
+    return _PAGE.render(title="Lockstep: report of a run", where=run, tables=tables, curves=curves)
+
+
+def _data_rows(document: Mapping[str, Any]) -> Rows:
+    """Of the run's first dataset, as far as it can still be read; `document` is run.json."""
+    config, digest = document["config"], ("digest", document.get("dataset_digest"))
+    try:
+        opener = open_parts if config.get("mix") is None else open_mixture
+        manifest = opener(config["datasets"], config["split"])[1]
+    except (LockstepError, KeyError) as error:
+        return [("cannot be read now", str(error)), digest]
+    counts = manifest.counts
+    return [
+        ("read", counts.read),
+        ("written", counts.written),
+        ("quarantined", counts.quarantined),
+        *((f"dropped: {reason}", n) for reason, n in sorted(counts.dropped.items())),
+        *((f"split {name}", f"{split.records} records") for name, split in sorted(manifest.splits.items())),
+        digest,
+    ]
+
+
+def _result_rows(result: Mapping[str, Any], history: History) -> Rows:
+    return [
+        ("steps", result["steps"]),
+        ("epochs", result["epochs"]),
+        ("samples/s", f"{result['samples_per_s']:.0f}"),
+        _starts(history),
+        *((f"restart: generation {each['generation']}", told(each)) for each in result.get("restart_log", [])),
+        ("samples left over (they fill no last global batch)", len(result["left_over"])),
+        *((f"last epoch: records of class {n}", count) for n, count in enumerate(result.get("class_counts") or ())),
+        *((f"last epoch: {name}", _number(value)) for name, value in sorted(result["metrics"].items())),
+        ("checkpoint", result["checkpoint"]),
+        ("model", result["model"]),
+    ]
+
+
+def _unfinished_rows(fs: FileSystem, paths: RunPaths, history: History) -> Rows:
+    metrics = history.epochs[-1]["metrics"] if history.epochs else {}
+    try:
+        chain, _ = chain_of(fs, paths)
+        checkpoint = str(chain[0]) if chain else "none yet"
+    except DataError as error:
+        checkpoint = str(error)
+    return [
+        ("state", "not finished: it is running, or jobs.train with the same flags resumes it"),
+        ("steps so far", history.steps[-1]["step"] if history.steps else 0),
+        ("epochs so far", len(history.epochs)),
+        _starts(history),
+        *((f"last epoch: {name}", _number(value)) for name, value in sorted(metrics.items())),
+        ("newest checkpoint", checkpoint),
+    ]
+
+
+def _starts(history: History) -> tuple[str, object]:
+    return "starts (one, and one for each restart or resumption)", history.generations
+
+
+def _evaluation_rows(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
+    rows = [("records", str(evaluation["samples"]))]
+    counts, baseline = evaluation["class_counts"], evaluation["baseline"]
+    rows += [(f"records of class {number}", str(count)) for number, count in enumerate(counts or ())]
+    for name, value in sorted(evaluation["metrics"].items()):
+        text = _number(value) + _interval(evaluation["intervals"].get(name))
+        if baseline and name in baseline["metrics"]:
+            text += f"   (baseline {baseline['name']}: {_number(baseline['metrics'][name])}"
+            difference = evaluation["difference"].get(name)
+            if difference:
+                text += f"; difference {_number(difference['value'])}{_interval(difference['interval'])}"
+            text += ")"
+        rows.append((name, text))
+    return rows
+
+
+def _interval(interval: Sequence[float] | None) -> str:
+    return "" if interval is None else f" [{interval[0]:.4f} to {interval[1]:.4f}]"
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)

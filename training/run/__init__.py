@@ -1,0 +1,1 @@
+"""A run directory: its names, its formats, and which checkpoint counts."""

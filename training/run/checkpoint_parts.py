@@ -1,0 +1,137 @@
+"""Which rank writes which part of the state that all ranks hold alike, and how the parts are put together again.
+
+Tensors are laid end to end in the order of their names and cut into num_ranks stretches of equal bytes. A cut within a
+tensor of up to a MiB moves to its nearer end, so that small tensors stay whole; only large ones lie in two files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lockstep.storage import strict
+from lockstep.storage.errors import CorruptionError
+from lockstep.storage.formats.tensor_parts import check_whole, part_name, read_divided
+from training.run.checkpoint import Tensors, TensorSpec, file_name
+
+WHOLE_BYTES = 1 << 20  # tensors up to here are never cut
+
+
+class Piece(NamedTuple):
+    """Elements `start` to `stop` of a tensor laid flat in C order."""
+
+    name: str
+    start: int
+    stop: int
+
+
+def divide(specs: Mapping[str, TensorSpec], num_ranks: int) -> list[list[Piece]]:
+    """The pieces of each rank, by names, sizes and `num_ranks` alone.
+
+    Every element is in one piece; no rank has more than 1 / num_ranks of the bytes and a MiB. A rank has at most one
+    piece of a tensor. Tensors without elements go to rank 0.
+    """
+    shares: list[list[Piece]] = [[] for _ in range(num_ranks)]
+    total = sum(_elements(spec) * _itemsize(spec) for spec in specs.values())
+    begin, rank = 0, 0
+    for name in sorted(specs):
+        elements, itemsize = _elements(specs[name]), _itemsize(specs[name])
+        end, start = begin + elements * itemsize, 0
+        if not elements:
+            shares[0].append(Piece(name, 0, 0))
+        while start < elements:
+            stop = elements
+            if rank + 1 < num_ranks:
+                stop = min(elements, max(start, _cut(total * (rank + 1) // num_ranks - begin, elements, itemsize)))
+            if stop > start:
+                shares[rank].append(Piece(name, start, stop))
+            start = stop
+            if start < elements:
+                rank += 1
+        begin = end
+    return shares
+
+
+def key_of(piece: Piece, spec: TensorSpec) -> str:
+    """The piece's name in a rank's file: the tensor's own where it is whole, else with its elements behind."""
+    return part_name(piece.name, piece.start, piece.stop, _elements(spec))
+
+
+def report(pieces: Sequence[Piece], specs: Mapping[str, TensorSpec]) -> dict[str, list[Any]]:
+    """What a rank tells the driver of its share: name -> [dtype, shape, start, stop]."""
+    return {p.name: [specs[p.name].dtype, list(specs[p.name].shape), p.start, p.stop] for p in pieces}
+
+
+def merge(reports: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
+    """The manifest's `tensors` by all ranks' reports: name -> {dtype, shape, parts: [[rank, start, stop], ...]}.
+
+    Raises CorruptionError where an element is in no rank's share or in two, or ranks differ in a dtype or shape.
+    """
+    tensors: dict[str, Any] = {}
+    for rank, told in enumerate(reports):
+        for name, (dtype, shape, start, stop) in told.items():
+            entry = tensors.setdefault(name, {"dtype": dtype, "shape": shape, "parts": []})
+            if (entry["dtype"], entry["shape"]) != (dtype, shape):
+                raise CorruptionError(
+                    f"rank {rank} has another {name} than the ranks before it",
+                    file=where,
+                    got=f"{dtype} {shape}",
+                    allowed=f"{entry['dtype']} {entry['shape']}",
+                )
+            entry["parts"].append([rank, start, stop])
+    for name, entry in tensors.items():
+        entry["parts"].sort(key=lambda part: (part[1], part[0]))
+        check_whole(name, entry["shape"], entry["parts"], where)
+    return tensors
+
+
+def assemble(manifest: Mapping[str, Any], parts: Mapping[int, Tensors], where: str, kinds: Sequence[str]) -> Tensors:
+    """The whole tensors of these kinds (first parts of names) by the ranks' files `parts`: rank -> its tensors.
+
+    Raises CorruptionError naming file and tensor where a part is missing or not what the manifest says.
+    """
+    found: Tensors = {}
+    for name, entry in strict.mapping(manifest.get("tensors"), where=f"{where}: tensors").items():
+        if name.split("/")[0] not in kinds:
+            continue
+        dtype, shape, places = read_divided(name, entry, where)
+        spec = TensorSpec(tuple(shape), dtype)
+        values = [_part(parts, rank, Piece(name, start, stop), spec, where) for rank, start, stop in places]
+        whole = values[0] if len(values) == 1 else np.concatenate([value.reshape(-1) for value in values])
+        found[name] = whole.reshape(spec.shape)
+    return found
+
+
+def _part(parts: Mapping[int, Tensors], rank: int, piece: Piece, spec: TensorSpec, where: str) -> Any:
+    key, file = key_of(piece, spec), f"{where}/{file_name(rank)}"
+    value = parts.get(rank, {}).get(key)
+    if value is None:
+        raise CorruptionError("a tensor that the manifest lists is not in its file", file=file, got=f"no {key}")
+    shape = spec.shape if key == piece.name else (piece.stop - piece.start,)  # a stretch of one lies flat
+    if (value.shape, value.dtype.name) != (shape, spec.dtype):
+        raise CorruptionError(
+            "a tensor is not what the manifest says",
+            file=file,
+            got=f"{key}: {value.dtype.name} {value.shape}",
+            allowed=f"{spec.dtype} {shape}",
+        )
+    return value
+
+
+def _cut(offset: int, elements: int, itemsize: int) -> int:
+    """The element before which a cut at byte `offset` of a tensor falls: any of a large one, an end of a small one."""
+    size = elements * itemsize
+    if size <= WHOLE_BYTES:
+        return elements if 2 * offset >= size else 0
+    return max(0, min(elements, offset // itemsize))
+
+
+def _elements(spec: TensorSpec) -> int:
+    return math.prod(spec.shape)
+
+
+def _itemsize(spec: TensorSpec) -> int:
+    return np.dtype(spec.dtype).itemsize

@@ -1,0 +1,69 @@
+"""How a run's ranks add up, frozen by its first start: a restart that added in another order would change last bits.
+
+A plan belongs to a number of ranks on such a layout of hosts, with what was asked for; each has a file of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lockstep.storage.errors import CommunicationError, DataError, ExistsError, NotFoundError
+from lockstep.storage.files.interface import FileSystem
+from lockstep.storage.publish import write_file
+from lockstep.storage.sealed import seal, unseal_as
+from training.comm.comm_plan import CommPlan
+from training.run.lineage import check_newest
+from training.run.paths import RunPaths, comm_plan_name, is_comm_plan_of
+
+FORMAT_VERSION = 1
+
+
+def read_plans(fs: FileSystem, paths: RunPaths, num_ranks: int) -> list[dict[str, Any]]:
+    """The run's plans for so many ranks, as CommPlan's `to_json` gives them.
+
+    Raises CorruptionError or DataError naming a file that was changed: to go on without it could change the result.
+    """
+    try:
+        names = sorted(entry.name for entry in fs.list(paths.comm_plans))
+    except NotFoundError:
+        return []
+    urls = [f"{paths.comm_plans}/{name}" for name in names if is_comm_plan_of(name, num_ranks)]
+    return [_read(fs, url).to_json() for url in urls]
+
+
+def freeze_plan(fs: FileSystem, paths: RunPaths, generation: int, document: Any) -> str:
+    """Write the plan that the ranks of `generation` have made; returns its URL.
+
+    Raises SupersededError for an older driver's, CommunicationError where another driver froze a different one in the
+    meantime: these ranks must not go on with theirs.
+    """
+    plan = CommPlan.from_json(document, where="the ranks' communication plan")
+    check_newest(fs, paths, generation)
+    url = paths.comm_plan(len(plan.layout.host_of), plan.key)
+    content = {"format_version": FORMAT_VERSION, "kind": "comm_plan", "generation": generation, "plan": plan.to_json()}
+    try:
+        write_file(fs, url, seal(content), confirm=lambda: check_newest(fs, paths, generation))
+    except ExistsError:
+        if _read(fs, url) != plan:
+            raise CommunicationError(
+                "the run's ranks would add in another order than it has frozen",
+                got=f"a plan of another driver in {url}",
+                allowed="one plan for these ranks",
+                next_step="Nothing: the ranks start again and follow the plan that is there.",
+            ) from None
+    return url
+
+
+def _read(fs: FileSystem, url: str) -> CommPlan:
+    document = unseal_as("comm_plan", fs.read_bytes(url), url, version=FORMAT_VERSION)
+    plan = CommPlan.from_json(document.get("plan"), where=url)
+    ranks = len(plan.layout.host_of)
+    # Ranks look for theirs by what is in it: one under a wrong name would be passed over, and a new one never written.
+    if not url.endswith(comm_plan_name(ranks, plan.key)):
+        raise DataError(
+            f"{url} holds a plan of other ranks than its name says",
+            got=f"a plan for {ranks} ranks, which is called {comm_plan_name(ranks, plan.key)}",
+            allowed="files as the run wrote them",
+            next_step="Rename it, or restore the folder from a backup.",
+        )
+    return plan

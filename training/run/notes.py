@@ -1,0 +1,86 @@
+"""What a person must know before trusting a run's numbers: each a line that ends with what to do next."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+# Shares of a class are far apart as jobs.etl_* says it of splits: by more than a tenth of the smaller one and by more
+# than five standard deviations of chance.
+FAR, FAR_DEVIATIONS = 0.1, 5.0
+
+
+def show(notes: Iterable[str]) -> None:
+    """Print each as a line on standard error."""
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr, flush=True)
+
+
+def of_classes(counts: Sequence[int] | None, where: str) -> list[str]:
+    """One class alone; `where` is such as "split `train`"."""
+    present = [number for number, rows in enumerate(counts or ()) if rows]
+    if len(present) != 1 or counts is None:
+        return []
+    return [
+        f"all {counts[present[0]]} labels of {where} are {present[0]}, so no metric says whether a model tells classes "
+        "apart; next: check the label with jobs.describe, or build the dataset with --split stratified:LABEL:..."
+    ]
+
+
+def of_metrics(metrics: Mapping[str, Any], where: str) -> list[str]:
+    """Metrics that are no finite number; `where` is such as "epoch 3"."""
+    names = [name for name, value in sorted(metrics.items()) if not _finite(value)]
+    if not names:
+        return []
+    return [
+        f"no finite number in {where}: {', '.join(f'{name} {metrics[name]}' for name in names)}; next: look for a "
+        "class without a row, for inputs that are not finite (jobs.describe) and for a learning rate that is too high"
+    ]
+
+
+def of_base_rates(trained: Sequence[int] | None, evaluated: Sequence[int] | None, split: str) -> list[str]:
+    """Shares of a class that are far apart between what was trained on and `split`; of several the farthest."""
+    if not trained or not evaluated or len(trained) != len(evaluated) or not sum(trained) or not sum(evaluated):
+        return []
+    far = []
+    for number, (before, after) in enumerate(zip(trained, evaluated, strict=True)):
+        shares = before / sum(trained), after / sum(evaluated)
+        common = (before + after) / (sum(trained) + sum(evaluated))
+        error = math.sqrt(common * (1 - common) * (1 / sum(trained) + 1 / sum(evaluated)))
+        low, high = sorted(shares)
+        if high - low > FAR_DEVIATIONS * error and high - low > FAR * low:
+            far.append(((high - low) / error, number, shares))
+    if not far:
+        return []
+    # Of two classes both are as far apart: the yes is the one that people speak of.
+    _, number, (before_share, after_share) = max(far, key=lambda one: (round(one[0], 6), one[1]))
+    return [
+        f"class {number} is {after_share:.2%} of split `{split}` and {before_share:.2%} of what was trained on: "
+        "probabilities, log loss and accuracy do not carry over; next: compare the splits with jobs.describe, "
+        "and see whether --sample has left rows out"
+    ]
+
+
+def of_baseline(result: Mapping[str, Any]) -> list[str]:
+    """A model that is worse than its baseline, or not told apart from it; `result` as of training.results.evaluate."""
+    baseline, name = result["baseline"], result["compared_by"]
+    if baseline is None or name is None or result["difference"][name]["interval"] is None:
+        return []
+    low, high = result["difference"][name]["interval"]
+    if low > 0:
+        return []
+    is_, rows = ("is worse than", "") if high < 0 else ("cannot be told apart from", "evaluate on more rows, ")
+    return [
+        f"the model {is_} its baseline {baseline['name']}: {name} {result['metrics'][name]:.4f} and "
+        f"{baseline['metrics'][name]:.4f}, a difference of {low:.4f} to {high:.4f} (95 % interval); next: {rows}"
+        "train longer, or give the model other inputs"
+    ]
+
+
+def _finite(value: Any) -> bool:
+    if isinstance(value, str):  # "nan" and "inf", as JSON has them
+        return False
+    values = value if isinstance(value, list) else [value]
+    return all(isinstance(one, int | float) and math.isfinite(one) for one in values)

@@ -1,0 +1,192 @@
+"""What a run was begun with, and whether a later call may go on with it."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import subprocess
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from lockstep.storage import strict
+from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
+from lockstep.storage.errors import ConfigError, NotFoundError
+from lockstep.storage.files.interface import FileSystem
+from lockstep.storage.publish import write_file
+from lockstep.storage.sealed import seal, unseal_as
+from lockstep.storage.urls import parent
+from training.config import TrainConfig, flag_of
+from training.plan.datasets import what_differs
+from training.plan.mixture import Plan
+from training.run.chain import checkpoints, find_result
+from training.run.lineage import epochs_asked, read_claims
+from training.run.paths import RunPaths
+
+FORMAT_VERSION = 1
+PACKAGES = ("lockstep", "pyspark", "numpy", "pyarrow", "keras", "tensorflow", "safetensors", "hdfs-native")
+# With the plan, what decides every weight. A run from before a field was there had its default.
+MODEL_FIELDS = ("model", "batchnorm", "precision", "learning_rate")
+LATER_FIELDS = {
+    "learning_rate_scaling": "none",
+    "base_batch": None,
+    "warm_up_epochs": 0.0,
+    "micro_batches": 1,
+    "canonical": False,
+    "augment": "",
+    "bad_images": "refuse",
+    "init_from": None,
+    # Others add in another order. What encrypts or may be trusted changes no sum: `tls` and `trust_network` are free.
+    "algorithm": "auto",
+    "backend": "auto",
+}
+PLAN_FIELDS = {
+    "dataset_digest": "datasets",
+    "records": "datasets",
+    "block_records": "datasets",
+    "window_records": "window_bytes",
+    "ratios": "mix",
+    "parts": "datasets",
+}
+
+
+def check_run(fs: FileSystem, paths: RunPaths, config: TrainConfig, plan: Plan) -> bool:
+    """Whether there is a run to go on with; changes nothing.
+
+    Raises ConfigError naming the first field in which the call contradicts the run, and where the directory holds
+    something else than a run. A run that has no checkpoint contradicts no call: its first one may have been wrong (a
+    model's name), and the corrected one must not be refused for it.
+    """
+    try:
+        found = read_run(fs, paths)
+    except NotFoundError:
+        _refuse_strange_directory(fs, paths)
+        return False
+    try:
+        _check_same(fs, paths, found, config, plan)
+    except ConfigError:
+        if checkpoints(fs, paths) or find_result(fs, paths) is not None:
+            raise
+        return False
+    return True
+
+
+def _check_same(fs: FileSystem, paths: RunPaths, found: dict[str, Any], config: TrainConfig, plan: Plan) -> None:
+    identity, stored = plan.identity(), found["plan"]
+    names = sorted(identity.keys() | stored.keys())
+    for name in ("split", "ratios"):  # first: another one has other records, of which nobody said anything
+        _same(paths, PLAN_FIELDS.get(name, name), name, stored.get(name), identity.get(name))
+    if stored.get("dataset_digest") != identity["dataset_digest"]:
+        urls = found["config"].get("datasets") or config.datasets
+        told = what_differs([load_dataset(url) for url in config.datasets], urls, str(stored.get("dataset_digest")))
+        got = f"dataset_digest = {identity['dataset_digest']!r}: {told}"
+        _differ(paths, "dataset_digest", got, f"dataset_digest = {stored.get('dataset_digest')!r}", "datasets")
+    for name in names:
+        _same(paths, PLAN_FIELDS.get(name, name), name, stored.get(name), identity.get(name))
+    # The audit changes no weight, but a run with gaps in it proves nothing, and nobody would notice before the end.
+    for name in (*MODEL_FIELDS, "audit"):
+        _same(paths, name, name, found["config"].get(name), getattr(config, name))
+    for name, default in LATER_FIELDS.items():
+        _same(paths, name, name, found["config"].get(name, default), getattr(config, name))
+    epochs = epochs_asked(read_claims(fs, paths))
+    if config.epochs < epochs:
+        _differ(paths, "epochs", f"epochs = {config.epochs}", f"epochs = {epochs} or more", "epochs")
+
+
+def read_run(fs: FileSystem, paths: RunPaths) -> dict[str, Any]:
+    """run.json, with its objects `plan` and `config`. Raises NotFoundError, CorruptionError or DataError naming it."""
+    found = unseal_as("run", fs.read_bytes(paths.run_json), paths.run_json, version=FORMAT_VERSION)
+    for name in ("plan", "config"):
+        strict.mapping(found.get(name), where=f"{paths.run_json}: {name}")
+    return found
+
+
+def open_run(
+    fs: FileSystem,
+    paths: RunPaths,
+    config: TrainConfig,
+    manifest: DatasetManifest,
+    plan: Plan,
+    confirm: Callable[[], None] | None = None,
+) -> None:
+    """Write run.json for a new run, or over one that never got to a checkpoint; check it as `check_run` does.
+
+    `confirm` is asked at the last moment whether this driver may still do so (lockstep.storage.publish.write_stream).
+    """
+    if not check_run(fs, paths, config, plan):
+        fs.mkdirs(paths.root)
+        again = fs.exists(paths.run_json)
+        document = seal(_document(config, manifest, plan))
+        write_file(fs, paths.run_json, document, exclusive=not again, confirm=confirm)
+
+
+def _same(paths: RunPaths, field: str, name: str, stored: Any, given: Any) -> None:
+    if stored != given:
+        _differ(paths, name, f"{name} = {given!r}", f"{name} = {stored!r}", field)
+
+
+def _differ(paths: RunPaths, name: str, got: str, allowed: str, field: str) -> None:
+    raise ConfigError(
+        f"{paths.root} was begun with another `{name}`",
+        got=got,
+        allowed=allowed,
+        next_step=f"Give the run's own {flag_of(field)}, or a --run that does not exist yet.",
+    )
+
+
+def _refuse_strange_directory(fs: FileSystem, paths: RunPaths) -> None:
+    try:
+        if not fs.stat(paths.root).is_dir:
+            raise ConfigError(
+                f"{paths.root} is no directory",
+                got="a file",
+                allowed="a directory with run.json, an empty one or none",
+                next_step="Choose another --run.",
+            )
+        names = [entry.name for entry in fs.list(paths.root)]
+    except NotFoundError:
+        return
+    # A driver that died between its first lease and run.json leaves a lease (and temporary names) alone.
+    strange = [name for name in names if name != "lease.json" and not name.startswith(".")]
+    if strange:
+        raise ConfigError(
+            f"{paths.root} exists and is no run",
+            got=f"a directory with {', '.join(strange[:5])}",
+            allowed="a directory with run.json, an empty one or none",
+            next_step="Choose another --run.",
+        )
+
+
+def _document(config: TrainConfig, manifest: DatasetManifest, plan: Plan) -> dict[str, Any]:
+    return {
+        "format_version": FORMAT_VERSION,
+        "kind": "run",
+        "config": config.to_json(),
+        "dataset_digest": manifest.digest,
+        "plan": plan.identity(),
+        "versions": {"python": platform.python_version(), **_versions()},
+        "git_revision": _git_revision(),
+        "created_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue  # what is not installed here has no version to record
+    return found
+
+
+def _git_revision() -> str | None:
+    root = parent(parent(str(Path(__file__).resolve())))
+    try:
+        done = subprocess.run(
+            ["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None

@@ -1,0 +1,1 @@
+"""One Keras step on N ranks."""

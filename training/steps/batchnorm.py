@@ -1,0 +1,166 @@
+"""Batch normalisation on ranks: over lane groups (ghost), over all ranks (sync) or over each rank's rows (local).
+
+"Ghost" batches are from Hoffer, Hubara and Soudry, "Train longer, generalize better" (2017): the same statistics at any
+number of ranks, without communication. `batchnorm_as` makes a model's own BatchNormalization layers so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import keras
+from keras import ops
+
+from lockstep.storage.errors import ConfigError
+from training.steps.fused_batchnorm import Normalised, can_fuse, normalise
+from training.steps.patching import swapped_class
+from training.steps.sync_batchnorm import SyncMoments
+
+PLAIN = keras.layers.BatchNormalization
+
+
+class _Fused(keras.layers.BatchNormalization):
+    """Mixed in before a layer's own class: the same over the whole batch, in one operation where there is one."""
+
+    def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
+        """inputs (n, ..., channels) -> the same shape and dtype."""
+        if not training or not self.trainable or not can_fuse(self, inputs, mask):
+            return super().call(inputs, training=training, mask=mask)
+        return self._moved(normalise(self, inputs, inputs.shape[0]))
+
+    def _moved(self, normalised: Normalised) -> Any:
+        """The result, once the moving averages have taken its statistics."""
+        for moving, value in ((self.moving_mean, normalised.mean), (self.moving_variance, normalised.variance)):
+            moving.assign(moving * self.momentum + value * (1.0 - self.momentum))
+        return normalised.y
+
+
+class _Ghost(_Fused):
+    """Mixed in before a layer's own class: batch statistics of each run of `group_rows` rows by itself."""
+
+    group_rows: int
+
+    def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
+        """inputs (n, ..., channels) -> the same shape and dtype; in training n is a multiple of group_rows."""
+        if not training or not self.trainable:
+            return super().call(inputs, training=training, mask=mask)
+        rows = inputs.shape[0]
+        if mask is not None or (rows is not None and rows % self.group_rows):
+            raise ConfigError(
+                f"{self.name} needs batches of whole groups of {self.group_rows} rows without a mask",
+                got=f"{rows} rows{'' if mask is None else ' and a mask'}",
+                allowed=f"multiples of {self.group_rows} rows",
+                next_step="Use --batchnorm sync.",
+            )
+        if can_fuse(self, inputs, mask):
+            return self._moved(normalise(self, inputs, self.group_rows))
+        x = ops.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
+        shape = ops.shape(x)
+        x = ops.reshape(x, (-1, self.group_rows, *shape[1:]))  # (groups, group_rows, ..., channels)
+        channel = self.axis % len(inputs.shape) + 1
+        axes = [axis for axis in range(1, len(x.shape)) if axis != channel]
+        mean, variance = ops.moments(x, axes=axes, keepdims=True)  # (groups, 1, ..., channels)
+        self._move(self.moving_mean, mean)
+        self._move(self.moving_variance, variance)
+        factor = ops.rsqrt(variance + self.epsilon)
+        broadcast = [1] * len(x.shape)
+        broadcast[channel] = -1
+        if self.scale:
+            factor = factor * ops.reshape(ops.cast(self.gamma, x.dtype), broadcast)
+        offset = -mean * factor
+        if self.center:
+            offset = offset + ops.reshape(ops.cast(self.beta, x.dtype), broadcast)
+        return ops.cast(ops.reshape(x * factor + offset, shape), self.compute_dtype)
+
+    def _move(self, moving: keras.Variable, value: Any) -> None:
+        """Towards the mean over this rank's groups; value (groups, 1, ..., channels)."""
+        channels = moving.shape[0]
+        mean = ops.mean(ops.reshape(value, (-1, channels)), axis=0)
+        old = ops.cast(moving, mean.dtype)
+        moving.assign(old * self.momentum + mean * (1.0 - self.momentum))
+
+
+@keras.saving.register_keras_serializable("lockstep")
+class GhostBatchNormalization(_Ghost):
+    """Keras' BatchNormalization, its batch statistics taken over each run of `group_rows` rows by itself.
+
+    Rows of a lane group lie together in a batch, and a rank has whole groups, so a sample is normalised alike at any
+    number of ranks. The moving averages take the mean over this rank's groups; `training.steps.distribute` makes it
+    the mean over all groups after each step. A batch in training must be a multiple of `group_rows`.
+    """
+
+    def __init__(self, group_rows: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if group_rows < 1 or self.renorm or self.synchronized:
+            raise ConfigError(
+                "GhostBatchNormalization cannot be made so",
+                got=f"group_rows={group_rows}, renorm={self.renorm}, synchronized={self.synchronized}",
+                allowed="group_rows from 1 up, without renorm or synchronized",
+                next_step="Use keras.layers.BatchNormalization for these.",
+            )
+        self.group_rows = group_rows
+
+    def get_config(self) -> dict[str, Any]:
+        """Keras' own and group_rows."""
+        return {**super().get_config(), "group_rows": self.group_rows}
+
+
+class _Sync(keras.layers.BatchNormalization):
+    """Mixed in before a layer's own class: mean and variance over all ranks' rows."""
+
+    _of_ranks: SyncMoments
+
+    def _moments(self, inputs: Any, mask: Any) -> Any:
+        return self._of_ranks.moments(inputs, self._reduction_axes, mask, f"the layer {self.name}")
+
+
+@contextmanager
+def batchnorm_as(
+    model: keras.Model, *, group_rows: int | None = None, of_ranks: SyncMoments | None = None
+) -> Iterator[None]:
+    """While this is open, the model's own BatchNormalization layers, nested ones too, are `ghost` or `sync`.
+
+    Neither argument leaves their results as they are, to rounding. Variables, names and what is saved stay Keras' own:
+    nothing of a layer changes but the class, and that only while a step is traced. Layers that are ghost by themselves
+    stay so. Raises ConfigError naming a layer whose batch statistics are its own affair.
+    """
+    with ExitStack() as stack:
+        for layer in normalisations(model):
+            if isinstance(layer, GhostBatchNormalization):
+                continue
+            if group_rows is None and of_ranks is None:
+                if type(layer) is PLAIN:
+                    stack.enter_context(swapped_class(layer, _Fused))
+                continue
+            _check(layer, ghost=of_ranks is None)
+            mixin: type = _Ghost if of_ranks is None else _Sync
+            stack.enter_context(swapped_class(layer, mixin, group_rows=group_rows, _of_ranks=of_ranks))
+        yield
+
+
+def normalisations(model: keras.Model) -> list[Any]:
+    """All batch normalisation layers of a model, nested ones too, which the public `layers` leaves out."""
+    return [layer for layer in model._flatten_layers() if isinstance(layer, PLAIN)]
+
+
+def _check(layer: Any, *, ghost: bool) -> None:
+    own = [name for name in ("call", "_moments") if getattr(type(layer), name) is not getattr(PLAIN, name)]
+    if ghost and (layer.renorm or layer.synchronized):
+        own.append("renorm" if layer.renorm else "synchronized")
+    if "_moments" in own or (ghost and own):
+        raise ConfigError(
+            f"the layer {layer.name} ({type(layer).__name__}) takes its batch statistics in its own way",
+            got=f"{', '.join(own)} of its own",
+            allowed="keras.layers.BatchNormalization" + (" without renorm or synchronized" if ghost else ""),
+            next_step=f"Use {'--batchnorm sync or ' if ghost and '_moments' not in own else ''}--batchnorm local.",
+        )
+
+
+def statistics_of(model: keras.Model) -> list[keras.Variable]:
+    """The moving averages of all trainable batch normalisations: what ranks must agree on after each step."""
+    layers = [layer for layer in normalisations(model) if layer.trainable]
+    found = [variable for layer in layers for variable in (layer.moving_mean, layer.moving_variance)]
+    renorms = [layer for layer in layers if layer.renorm]
+    return found + [v for layer in renorms for v in (layer.moving_stddev, layer.renorm_mean, layer.renorm_stddev)]

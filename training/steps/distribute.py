@@ -1,0 +1,241 @@
+"""`distribute(optimizer, ...)`: the user's Keras optimizer, reducing gradients over all ranks before it applies them.
+
+The object stays the user's own; its class becomes a subclass whose `apply` exchanges first. So it is the outermost
+optimizer: finiteness, loss scale, clipping, decay and averages see the global gradients, equal bit for bit on every
+rank; accumulation adds on each rank alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar, cast
+from weakref import WeakSet, ref
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from lockstep.storage.errors import ConfigError
+from training.comm.base import Communicator
+from training.control.current import report_faults_of
+from training.exchange.buckets import BUCKET_BYTES
+from training.exchange.exchange import Exchange
+from training.exchange.sparse import ROWS_FROM_BYTES
+from training.steps import accumulate, fused, loss_scale
+from training.steps.distribute_checks import check_step, check_wish, compare_start
+from training.steps.graph_exchange import exchange_for
+from training.steps.reduction import Reduction
+
+OptimizerT = TypeVar("OptimizerT", bound=keras.optimizers.Optimizer)
+_USED: WeakSet[Communicator] = WeakSet()  # those that an exchange's thread works with
+_ENDED: WeakSet[Exchange] = WeakSet()
+
+
+def distribute(
+    optimizer: OptimizerT,
+    communicator: Communicator,
+    scale: float | None = None,
+    *,
+    statistics: Sequence[keras.Variable] = (),
+    bucket_bytes: int = BUCKET_BYTES,
+    rows_from_bytes: int = ROWS_FROM_BYTES,
+    auto_scale_loss: bool = True,
+    finalizes: bool = True,
+    compression: Any = None,
+    same_start: bool = True,
+) -> OptimizerT:
+    """Make `optimizer` reduce gradients over the ranks of `communicator`; returns the same object.
+
+    `scale` is n_r / G, this rank's share of the global batch (None: all ranks have batches of one size). `statistics`
+    are float variables that the forward pass updates on each rank (moving averages): after each step they hold their
+    mean, weighted by the shares. Gradients by rows (embeddings) of variables from `rows_from_bytes` on travel by rows
+    while that is fewer bytes. Under the policy mixed_float16 an optimizer without loss scaling comes back in a
+    LossScaleOptimizer, as `compile` would wrap it, unless `auto_scale_loss` is false. `finalizes`: whether the end of
+    `fit` is the end of the run, where `use_ema` makes the averages the weights; else `finalize` does it. `compression`
+    makes whole gradients smaller before they are summed (see `Reduction`). `same_start`: ranks compare weights and the
+    optimizer's settings before the first sum, and add up their shares; without it somebody else sees to that.
+
+    A collective where `communicator` has an exchange already: the new one gets a group of its own. `exchange_of` gives
+    the exchange. Raises ConfigError for what cannot be the outermost optimizer, and for arguments that cannot be right.
+    """
+    statistics = tuple(statistics)  # which may be an iterator
+    check_wish(optimizer, communicator, scale, statistics, bucket_bytes, rows_from_bytes)
+    inner = [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", ())]
+    if tf.distribute.has_strategy() or any(isinstance(one, _Distributed) for one in (optimizer, *inner)):
+        raise ConfigError(
+            "this optimizer is distributed already",
+            got=f"{type(optimizer).__name__} under {type(tf.distribute.get_strategy()).__name__}",
+            allowed="one way to distribute",
+            next_step="Call distribute once, on the outermost optimizer, outside any tf.distribute scope.",
+        )
+    outermost = loss_scale.scaled(optimizer, automatic=auto_scale_loss)
+    plain = type(outermost)
+    if communicator in _USED:
+        communicator = communicator.group(range(communicator.num_ranks))
+    _USED.add(communicator)
+    exchange = exchange_for(communicator, scale)
+    known = ref(exchange)
+    report_faults_of(lambda: None if (still := known()) is None or still in _ENDED else still.fault())
+    exchange.skips_non_finite = isinstance(outermost, keras.optimizers.LossScaleOptimizer)
+    reduction = Reduction(exchange, statistics, bucket_bytes, rows_from_bytes, compression)
+    # Saved models name the class and its module: those of the plain class, so that they load without Lockstep.
+    names = {"__module__": plain.__module__, "__doc__": plain.__doc__}
+    object.__setattr__(outermost, "_lockstep", _State(reduction, plain, finalizes, same_start))  # past Keras' tracking
+    object.__setattr__(outermost, "__class__", type(plain.__name__, (_Distributed, plain), names))
+    return cast(OptimizerT, outermost)
+
+
+def undistribute(optimizer: keras.optimizers.Optimizer) -> None:
+    """Give the optimizer its own class back and end its exchange; a model that was trained with it: compile it anew."""
+    state = _state(optimizer)
+    _ENDED.add(state.reduction.exchange)
+    state.reduction.exchange.error = ConfigError(
+        "this step was traced with an exchange that has ended",
+        got=f"a {state.plain.__name__} that was given to undistribute since",
+        allowed="steps traced after distribute",
+        next_step="Compile the model again after undistribute, or set model.train_function = None.",
+    )
+    object.__setattr__(optimizer, "__class__", state.plain)
+    object.__delattr__(optimizer, "_lockstep")
+    state.reduction.exchange.close()
+    _USED.discard(state.reduction.exchange.communicator)
+
+
+def exchange_of(optimizer: keras.optimizers.Optimizer) -> Exchange:
+    """The exchange of a distributed optimizer."""
+    return _state(optimizer).reduction.exchange
+
+
+def skipped_of(optimizer: keras.optimizers.Optimizer) -> Any:
+    """Within the step that is being traced, after `apply`: int32 (), 1 where the ranks have agreed to skip it."""
+    return tf.reshape(_state(optimizer).reduction.skipped, ())
+
+
+def own_class(optimizer: keras.optimizers.Optimizer) -> type[keras.optimizers.Optimizer]:
+    """The optimizer's own class, distributed or not."""
+    state: _State | None = getattr(optimizer, "_lockstep", None)
+    return type(optimizer) if state is None else state.plain
+
+
+def finalize(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> None:
+    """What Keras does once at the end of `fit`: with `use_ema`, the averages become the weights."""
+    _state(optimizer)  # a plain one is refused by name
+    super(_Distributed, optimizer).finalize_variable_values(variables)
+
+
+class _State:
+    def __init__(self, reduction: Reduction, plain: type, finalizes: bool, same_start: bool) -> None:
+        self.reduction, self.plain, self.finalizes, self.compares = reduction, plain, finalizes, same_start
+        self.loss: tf.Tensor | None = None
+
+
+def _state(optimizer: Any) -> _State:
+    state: _State | None = getattr(optimizer, "_lockstep", None)
+    if state is None:
+        raise ConfigError(
+            "this optimizer is not distributed",
+            got=f"a plain {type(optimizer).__name__}",
+            allowed="an optimizer that distribute has returned; undistribute makes it a plain one again",
+            next_step="Compile the model with distribute(optimizer, communicator).",
+        )
+    return state
+
+
+class _Distributed:
+    """Mixed in before the optimizer's own class, which `super()` is here and mypy cannot know: hence type: ignore."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "loss_scale_factor" and value is None:  # what an optimizer around another one does first
+            raise ConfigError(
+                "a distributed optimizer cannot be inside another one",
+                got=f"{type(self).__name__}, taken into a LossScaleOptimizer or MultiOptimizer (`compile` does so for "
+                "a model of the policy mixed_float16)",
+                allowed="the outermost optimizer: one around it would judge finiteness on one rank alone",
+                next_step="Call distribute on the outer optimizer, or on model.optimizer after compile.",
+            )
+        super().__setattr__(name, value)
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], **more: Any) -> Any:
+        """A plain optimizer of the same settings, as from any saved one."""
+        return cls.__mro__[2].from_config(config, **more)  # type: ignore[attr-defined] # Keras' class comes behind this mixin
+
+    @tf.autograph.experimental.do_not_convert
+    def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
+        """Keras hands in the step's local mean loss here; it travels with the last bucket."""
+        _state(self).loss = loss
+        return super().scale_loss(loss)  # type: ignore[misc] # Keras' class comes behind this mixin
+
+    # Plain Python while a user's tf.function is traced: nothing of it depends on tensors' values.
+    @tf.autograph.experimental.do_not_convert
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Reduce, then apply; with accumulation only on the last micro-batch of each cycle."""
+        me = cast(keras.optimizers.Optimizer, self)
+        state, grads = _state(self), list(grads)
+        if not grads:  # as Keras has it
+            return
+        variables = list(me._trainable_variables if trainable_variables is None else trainable_variables)
+        if not me.built:
+            me.build(variables)
+        loss, state.loss = state.loss, None
+        if loss is None:  # a train_step of the user's that does not call scale_loss: nothing to report
+            loss = tf.zeros((), tf.float32)
+        elif loss.dtype.size < 4:
+            loss = tf.cast(loss, tf.float32)
+        check_step(variables, state.reduction.exchange.communicator.num_ranks)
+        if state.compares:
+            compare_start(state.reduction.exchange.communicator, state.reduction.exchange.scale, me, variables)
+            state.compares = False
+        exchange, scaling = state.reduction.exchange, isinstance(me, keras.optimizers.LossScaleOptimizer)
+        counts = me.inner_optimizer if scaling else me
+        apply = super().apply  # type: ignore[misc]  # Keras' own, of the class that this one is mixed into
+
+        def reduce(local: list[Any]) -> list[Any]:
+            return state.reduction(local, variables, loss, rows=me.loss_scale_factor is None)
+
+        def hold() -> tf.Tensor:
+            return tf.numpy_function(_holding(exchange), [loss], tf.int32, name="hold")
+
+        if all(grad is None for grad in grads):
+            reduce(grads)  # ranks that have some hear of it
+            apply(grads, trainable_variables)  # which says so in Keras' own words
+        elif exchange.skips_any:
+            _apply_unless_skipped(apply, reduce(grads), trainable_variables, state.reduction)
+        elif accumulate.steps_of(counts) == 1:
+            apply(reduce(grads), trainable_variables)
+        elif scaling:
+            loss_scale.apply_in_cycles(me, grads, variables, reduce, hold)
+        else:
+            sums = accumulate.reduced_at_last(me, grads, variables, reduce, hold)
+            apply(sums, trainable_variables)
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """One variable's update, when all that comes before it is done."""
+        if fused.can_fuse(_state(self).plain, self, gradient, variable):
+            fused.update(self, gradient, variable, learning_rate)
+        else:
+            super().update_step(gradient, variable, learning_rate)  # type: ignore[misc] # Keras' class comes behind this mixin
+
+    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
+        """At the end of a `fit` that is the end of the run."""
+        if _state(self).finalizes:
+            super().finalize_variable_values(var_list)  # type: ignore[misc] # Keras' class comes behind this mixin
+
+
+def _apply_unless_skipped(apply: Any, sums: list[Any], variables: Any, reduction: Reduction) -> None:
+    """Keras' own update of weights, its state and its count of steps; nothing of it where the ranks skip the step."""
+
+    def update() -> tf.Tensor:
+        apply(sums, variables)
+        return tf.constant(0)
+
+    skipped = tf.reshape(reduction.skipped, ())  # a numpy_function's result has no shape
+    tf.cond(tf.equal(skipped, 1), lambda: tf.constant(0), update)
+
+
+def _holding(exchange: Exchange) -> Any:
+    def hold(loss: Any) -> Any:
+        exchange.hold(loss)
+        return np.int32(0)
+
+    return hold

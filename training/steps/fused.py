@@ -1,0 +1,77 @@
+"""One variable's update in one operation of TensorFlow, where it has one for the optimizer at hand.
+
+Keras 3 builds an update from a handful of operations, each of which goes over the whole variable and most of which
+leave a new tensor behind; TensorFlow's kernel goes over it once or twice. docs/decisions/051-fused-updates.md has the
+figures. The optimizer's variables, and all that Keras does before and after the update, stay as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras import ops
+
+from training.steps.optimizers import CorrectedSGD
+
+# Exactly these: a subclass of anybody else's may have changed what an update is made of.
+_SGD = (keras.optimizers.SGD, CorrectedSGD)
+_ADAM = (keras.optimizers.Adam, keras.optimizers.AdamW)
+
+
+def can_fuse(plain: type, optimizer: Any, gradient: Any, variable: Any) -> bool:
+    """Whether TensorFlow has a kernel for this update; `plain` is the optimizer's own class.
+
+    That is: SGD, Adam and AdamW of Keras but for amsgrad, a gradient that is a whole tensor of the variable's shape,
+    float32 or float64 both.
+    """
+    known = plain in _SGD or (plain in _ADAM and not optimizer.amsgrad)
+    if not known or not isinstance(gradient, tf.Tensor) or not isinstance(variable, tf.Variable):
+        return False
+    fits = gradient.shape.is_fully_defined() and gradient.shape == variable.shape  # Keras would broadcast
+    return bool(fits and gradient.dtype == variable.dtype and variable.dtype in (tf.float32, tf.float64))
+
+
+def update(optimizer: Any, gradient: tf.Tensor, variable: tf.Variable, learning_rate: Any) -> None:
+    """What `optimizer.update_step` does, to rounding, where `can_fuse`."""
+    index = optimizer._get_variable_index(variable)
+    rate = ops.cast(learning_rate, variable.dtype)
+    if isinstance(optimizer, keras.optimizers.SGD):
+        _descend(optimizer, index, gradient, variable, rate)
+    else:
+        _adapt(optimizer, index, gradient, variable, rate)
+
+
+def _descend(optimizer: Any, index: int, gradient: tf.Tensor, variable: tf.Variable, rate: tf.Tensor) -> None:
+    if optimizer.momentum == 0:
+        tf.raw_ops.ResourceApplyGradientDescent(var=variable.handle, alpha=rate, delta=gradient)
+        return
+    tf.raw_ops.ResourceApplyKerasMomentum(
+        var=variable.handle,
+        accum=optimizer.momentums[index].value.handle,
+        lr=rate,
+        grad=gradient,
+        momentum=ops.cast(optimizer.momentum, variable.dtype),
+        use_nesterov=bool(optimizer.nesterov),
+    )
+
+
+def _adapt(optimizer: Any, index: int, gradient: tf.Tensor, variable: tf.Variable, rate: tf.Tensor) -> None:
+    dtype, betas = variable.dtype, (optimizer.beta_1, optimizer.beta_2)
+    step = ops.cast(optimizer.iterations + 1, dtype)
+    # As Keras has them: `cast` rounds a number to float32 first, which its powers are made of and nothing else.
+    power1, power2 = (ops.power(ops.cast(beta, dtype), step) for beta in betas)
+    beta1, beta2, epsilon = (ops.convert_to_tensor(number, dtype) for number in (*betas, optimizer.epsilon))
+    tf.raw_ops.ResourceApplyAdam(
+        var=variable.handle,
+        m=optimizer._momentums[index].value.handle,
+        v=optimizer._velocities[index].value.handle,
+        beta1_power=power1,
+        beta2_power=power2,
+        lr=rate,
+        beta1=beta1,
+        beta2=beta2,
+        epsilon=epsilon,  # added to the root, in Keras too
+        grad=gradient,
+    )

@@ -1,0 +1,150 @@
+"""Losses of a rank's rows, scaled so that their sum over ranks is the loss of the whole global batch.
+
+The exchange multiplies each rank's gradients by n_r / G and adds them: exact for a mean over rows. Keras divides by
+other numbers too: by the entries that a mask leaves (`sum_over_batch_size`), by the sum of the weights
+(`mean_with_sample_weight`), by nothing (`sum`, `none`). The global number is reduced in the forward pass, and the
+rank's loss multiplied by what makes its part of the sum right. A plain mean costs nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+# Not public; to write them again would be to follow what Keras makes of masks and weights by hand.
+from keras.src.losses.loss import apply_mask, reduce_weighted_values
+from numpy.typing import NDArray
+
+from lockstep.storage.errors import ConfigError
+from training.steps.compiled_losses import changed_losses
+from training.steps.ordered import OrderedCalls
+from training.steps.patching import swapped
+
+Divides = Literal["rows", "mask", "weights", "nothing"]
+LOSS_BASE = keras.losses.Loss
+log = logging.getLogger(__name__)
+
+
+def divides_by(reduction: str | None, *, masked: bool, weighted: bool) -> Divides:
+    """What Keras divides the sum of a loss's values by, beyond constants that are equal on all ranks."""
+    if reduction in (None, "none", "sum"):
+        return "nothing"
+    if reduction == "mean_with_sample_weight":
+        return "weights" if masked or weighted else "rows"
+    return "mask" if masked else "rows"
+
+
+class Denominators:
+    """The losses of one rank. `scale` is n_r / G, by which the exchange multiplies its gradients.
+
+    With `micro_batches` the optimizer takes the mean over so many calls before: sums make up for it, denominators of
+    masks and weights, which are not known before the last micro-batch, are refused. So they are without `calls`, where
+    a rank takes its rows unit by unit and `scale` is a unit's share.
+    """
+
+    def __init__(self, calls: OrderedCalls | None, scale: float, micro_batches: int = 1) -> None:
+        self._calls, self._scale, self._micro_batches = calls, scale, micro_batches
+
+    @contextmanager
+    def of(self, model: keras.Model) -> Iterator[None]:
+        """While a training step of `model` is traced, its losses are those of the global batch.
+
+        What `add_loss` and regularisers add is taken for means over rows, as Keras makes it of activity regularisers.
+        """
+
+        def changes(losses: Any) -> Iterator[AbstractContextManager[None]]:
+            yield swapped(losses, "_flat_losses", self._of_all(losses._flat_losses))
+
+        with changed_losses(model, changes):
+            yield
+
+    def _of_all(self, entries: list[Any]) -> list[Any]:
+        none = next((entry for entry in entries if entry.loss.reduction in (None, "none")), None)
+        if none is not None and len(entries) > 1:
+            raise ConfigError(
+                f"the loss {none.name} without a reduction stands beside others",
+                got=f"reduction none, {len(entries)} losses",
+                allowed="reduction none for the only loss: Keras adds the others once for each of its values",
+                next_step="Use reduction `sum`.",
+            )
+        return [entry._replace(loss=self._loss(entry.loss)) for entry in entries]
+
+    def _loss(self, loss: Any) -> Any:
+        def of_all(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+            return self._global(loss, y_true, y_pred, sample_weight)
+
+        return of_all
+
+    def _global(self, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> Any:
+        """The loss of this rank's rows as Keras computes it, times this rank's correction."""
+        mask = keras.src.backend.get_keras_mask(y_pred)
+        if type(loss).__call__ is not LOSS_BASE.__call__:
+            return _unknown(loss, loss(y_true, y_pred, sample_weight), mask, sample_weight)
+        with tf.name_scope(loss.name):
+            y_pred, y_true = (
+                keras.tree.map_structure(lambda x: keras.ops.convert_to_tensor(x, dtype=loss.dtype), y)
+                for y in (y_pred, y_true)
+            )
+            values = loss.call(y_true, y_pred)
+            of_values = keras.src.backend.get_keras_mask(values)
+            if of_values is not None:
+                mask = of_values if mask is None else mask & of_values
+            local = reduce_weighted_values(values, sample_weight, mask, loss.reduction, loss.dtype)
+            if len(values.shape) == 0:
+                return _unknown(loss, local, mask, sample_weight)
+            divides = divides_by(loss.reduction, masked=mask is not None, weighted=sample_weight is not None)
+            if divides == "rows":
+                return local
+            if divides == "nothing":
+                total = tf.reduce_sum(local) * self._micro_batches / self._scale
+                # `none` leaves a value for each entry, whose gradients Keras adds; their mean is what it reports.
+                return total if loss.reduction == "sum" else total + tf.stop_gradient(tf.reduce_mean(local) - total)
+            if self._micro_batches > 1 or self._calls is None:
+                parts = "--canonical" if self._calls is None else "--micro-batches"
+                raise ConfigError(
+                    f"the loss {loss.name} cannot be split into {'units' if self._calls is None else 'micro-batches'}",
+                    got=f"a sum divided by the batch's {divides}, and {parts}",
+                    allowed="losses that are divided by rows, or by nothing",
+                    next_step=f"Leave out {parts}, or use reduction `sum` with weights that are divided before.",
+                )
+            if divides == "mask":
+                return self._corrected(local, tf.reduce_sum(tf.cast(mask, tf.float64)), loss.name)
+            weights = apply_mask(sample_weight, mask, dtype=loss.dtype, reduction=loss.reduction)
+            return self._corrected(local, tf.reduce_sum(tf.cast(weights, tf.float64)), loss.name)
+
+    def _corrected(self, local: Any, part: Any, name: str) -> Any:
+        """local * (part / sum of parts) / scale; 0 where no rank has a part."""
+
+        calls = self._calls
+        assert calls is not None, "refused before"
+
+        def correction(part: NDArray[np.float64]) -> np.float64:
+            total = np.array([part])
+            calls.communicator.all_reduce(total)
+            return np.float64(0 if total[0] == 0 or self._scale == 0 else part / total[0] / self._scale)
+
+        (factor,) = calls.call(correction, [part], [tf.float64], f"the loss {name}")
+        factor.set_shape(())
+        return local * tf.cast(factor, local.dtype)
+
+
+def _unknown(loss: Any, local: Any, mask: Any, sample_weight: Any) -> Any:
+    """A loss that makes one number of its rows by itself: a mean over rows, unless that cannot be."""
+    function = getattr(loss, "fn", None)
+    of_keras = (type(loss) if function is None else function).__module__.startswith("keras.")
+    if of_keras or mask is not None or sample_weight is not None:
+        raise ConfigError(
+            f"the loss {loss.name} cannot be split over ranks",
+            got="one number for a whole batch" + ("" if of_keras else ", with a mask or sample weights"),
+            allowed="one value a row (for Dice and Tversky an `axis` that leaves out the rows'), "
+            "without a mask and weights a mean over rows",
+            next_step="Return one value a row from `call` and leave the reduction to Keras.",
+        )
+    log.warning("the loss %s returns one number: it is taken for a mean over its rows", loss.name)
+    return local

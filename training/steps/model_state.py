@@ -1,0 +1,178 @@
+"""A model's state as named tensors, and back: weights, optimizer, metrics, seed generators."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Container, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.features.schema.signature import Signature
+from lockstep.storage.documents import canonical_bytes, sha256_hex
+from lockstep.storage.errors import ConfigError
+from training.comm.base import Communicator
+from training.exchange.variable_view import view_of
+from training.run.checkpoint import Tensors, TensorSpec, take
+from training.steps.label_columns import show_labels_as_columns
+
+WEIGHTS, OPTIMIZER, METRICS, SEEDS = "weights", "optimizer", "metrics", "seeds"
+
+
+def build_all(model: keras.Model, signature: Signature, rows: int) -> None:
+    """Create every variable that training will need, so that a checkpoint can be loaded before the first step."""
+    show_labels_as_columns(model)
+    # Keras has no public way to build metrics and loss; this one is what its JAX and PyTorch trainers use.
+    x = {name: np.zeros((rows, *spec.shape), spec.dtype) for name, spec in signature.features.items()}
+    specs = [spec for spec in (signature.label, signature.weight) if spec is not None]
+    others = [np.zeros((rows, *spec.shape), spec.dtype) for spec in specs]
+    model._symbolic_build(data_batch=(x, *others) if others else x)
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+
+
+def variables_of(model: keras.Model, kind: str) -> list[keras.Variable]:
+    """The variables of one kind, in Keras' order, which is the order of construction."""
+    if kind == WEIGHTS:
+        return list(model.weights)
+    if kind == OPTIMIZER:
+        return list(model.optimizer.variables)
+    if kind == METRICS:
+        return list(model.metrics_variables)
+    others = {id(variable) for other in (WEIGHTS, METRICS) for variable in variables_of(model, other)}
+    return [variable for variable in model.variables if id(variable) not in others]
+
+
+def tensors_of(model: keras.Model, *kinds: str) -> Tensors:
+    """Name -> array of every variable of these kinds; names are kind, number and Keras path."""
+    return {name: np.asarray(variable.numpy()) for kind in kinds for name, variable in _named(model, kind).items()}
+
+
+def views_of(model: keras.Model, *kinds: str, only: Container[str] | None = None) -> Tensors:
+    """As `tensors_of`, of these names alone, where they lie in memory if that is the host's: to be read at once."""
+    named = {name: variable for kind in kinds for name, variable in _named(model, kind).items()}
+    return {name: view_of(variable) for name, variable in named.items() if only is None or name in only}
+
+
+def specs_of(model: keras.Model, *kinds: str) -> dict[str, TensorSpec]:
+    """Name -> shape and dtype of every variable of these kinds."""
+    return {name: _spec(variable) for kind in kinds for name, variable in _named(model, kind).items()}
+
+
+def load(model: keras.Model, tensors: Tensors, kinds: Sequence[str], where: str) -> None:
+    """Assign what `tensors_of` gave. Raises DataError for a name, shape or dtype that differs; then nothing changed."""
+    variables = {name: variable for kind in kinds for name, variable in _named(model, kind).items()}
+    expected = {name: _spec(variable) for name, variable in variables.items()}
+    for variable, value in zip(variables.values(), take(tensors, expected, where), strict=True):
+        variable.assign(value)
+
+
+def load_metrics(model: keras.Model, parts: Sequence[Tensors], where: str, *, takes_sums: bool) -> None:
+    """Set metric states to what the ranks of `parts` had together, for a run that goes on with other ranks.
+
+    A sum goes to the one rank that `takes_sums`, others begin it anew; what another `aggregation` says is the mean or
+    rank 0's goes to all. Of one part everything is taken as it is by the rank that wrote it.
+    """
+    expected = {name: _spec(variable) for name, variable in _named(model, METRICS).items()}
+    columns = list(zip(*(take(part, expected, where) for part in parts), strict=True))
+    if not takes_sums:
+        model.reset_metrics()
+    for variable, values in zip(variables_of(model, METRICS), columns, strict=True):
+        dtype, wide = values[0].dtype, _wide(values[0].dtype)
+        if variable.aggregation == "only_first_replica":
+            variable.assign(values[0])
+        elif variable.aggregation == "mean":
+            variable.assign(np.mean(np.stack(values), axis=0, dtype=np.float64).astype(dtype))
+        elif takes_sums:
+            variable.assign(np.sum(np.stack(values), axis=0, dtype=wide).astype(dtype))
+
+
+def derive_seeds(model: keras.Model, seed: int, step: int, rank: int) -> None:
+    """Give each seed generator a state of its own for this rank, derived from (seed, step, rank, its number).
+
+    Ranks that draw equal dropout masks for different samples would train on less randomness than one rank.
+    """
+    for number, variable in enumerate(variables_of(model, SEEDS)):
+        digest = hashlib.sha256(f"seed generator {seed} {step} {rank} {number}".encode()).digest()
+        state = np.frombuffer(digest, np.uint32)[: int(np.prod(variable.shape))]
+        variable.assign(state.reshape(variable.shape).astype(variable.dtype))
+
+
+def summed_metrics(model: keras.Model, communicator: Communicator) -> None:
+    """Replace metric states by their sums over ranks: AUC or R2 of all samples is no mean of the ranks' values."""
+    sum_variables(variables_of(model, METRICS), communicator)
+
+
+def sum_variables(variables: Sequence[keras.Variable], communicator: Communicator) -> None:
+    """Replace each variable by its sum over ranks, formed in float64 or int64.
+
+    A state that says another `aggregation` to Keras' add_variable is taken so: `mean`, or `only_first_replica`, rank
+    0's. Raises ConfigError naming one with `none`.
+    """
+    shares = {"sum": 1.0, "mean": 1.0 / communicator.num_ranks, "only_first_replica": float(communicator.rank == 0)}
+    for variable in variables:
+        if (variable.aggregation or "none") not in shares and communicator.num_ranks > 1:
+            raise ConfigError(
+                f"the state {variable.path} of a metric cannot be put together from several ranks",
+                got=f"aggregation {variable.aggregation}",
+                allowed=", ".join(shares),
+                next_step="Make the metric's variables with add_variable(..., aggregation='sum'), and such states.",
+            )
+    values = [_times(variable.numpy(), shares.get(variable.aggregation, 1.0)) for variable in variables]
+    for dtype in sorted({_wide(value.dtype) for value in values}, key=str):
+        chosen = [i for i, value in enumerate(values) if _wide(value.dtype) == dtype]
+        flat = np.concatenate([values[i].reshape(-1).astype(dtype) for i in chosen])
+        communicator.all_reduce(flat)
+        start = 0
+        for i in chosen:
+            part = flat[start : start + values[i].size].reshape(values[i].shape)
+            variables[i].assign(part.astype(values[i].dtype))
+            start += values[i].size
+
+
+def _times(value: Any, factor: float) -> NDArray[Any]:
+    """An array times a factor, of its own dtype; 0 also of what is not finite."""
+    array: NDArray[Any] = np.asarray(value)
+    if factor == 1.0:
+        return array
+    return np.zeros_like(array) if factor == 0.0 else (array * factor).astype(array.dtype)
+
+
+def weights_digest(model: keras.Model) -> str:
+    """sha256 over all weights' names and bytes: equal where two models are, bit for bit."""
+    digest = hashlib.sha256()
+    for name, value in tensors_of(model, WEIGHTS).items():
+        digest.update(name.encode() + b"\0")
+        digest.update(np.ascontiguousarray(value).data)
+    return digest.hexdigest()
+
+
+def model_identity(model: keras.Model, signature: Signature) -> str:
+    """sha256 over names, shapes and dtypes of weights and optimizer state, and over what the model is fed."""
+    variables = {name: list(_spec(v)) for kind in (WEIGHTS, OPTIMIZER) for name, v in _named(model, kind).items()}
+    document: dict[str, Any] = {"variables": variables, "signature": signature.to_json()}
+    return sha256_hex(canonical_bytes(document))
+
+
+def _named(model: keras.Model, kind: str) -> dict[str, keras.Variable]:
+    return {f"{kind}/{i:04d}/{variable.path}": variable for i, variable in enumerate(variables_of(model, kind))}
+
+
+def _spec(variable: keras.Variable) -> TensorSpec:
+    return TensorSpec(tuple(variable.shape), str(variable.dtype))
+
+
+def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return np.dtype(np.float64 if np.issubdtype(dtype, np.floating) else np.int64)
+
+
+def as_floats(logs: dict[str, Any]) -> dict[str, Any]:
+    """Logs with NumPy and TensorFlow scalars as Python numbers; arrays (one value an output) as lists."""
+
+    def plain(value: Any) -> Any:
+        array: NDArray[Any] = np.asarray(value)
+        return array.item() if array.size == 1 else array.tolist()
+
+    return {name: plain(value) for name, value in logs.items()}

@@ -1,0 +1,189 @@
+"""Learning rates for larger global batches: scaling rules, gradual warm-up and momentum that follows the rate.
+
+Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour" (2017): the linear rule (section 2.1),
+gradual warm-up (2.2), momentum correction (3). The square-root rule is Krizhevsky's, "One weird trick for parallelizing
+convolutional neural networks" (2014). docs/learning-rate.md has the traps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import keras
+import numpy as np
+from keras import ops
+
+from lockstep.storage.errors import ConfigError
+
+Rule = Literal["none", "linear", "sqrt"]
+
+
+def factor_of(rule: Rule, global_batch: int, base_batch: int) -> float:
+    """What the rate that was good at `base_batch` is multiplied by at `global_batch`."""
+    share = global_batch / base_batch
+    return {"none": 1.0, "linear": share, "sqrt": share**0.5}[rule]
+
+
+@keras.saving.register_keras_serializable("lockstep")
+class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
+    """`base` (a number, or a schedule of the step) times a factor that is reached over `warm_up_steps` steps.
+
+    The factor of step i (from 0) rises linearly from `start` to `factor`: start + (factor - start) * (i + 1) /
+    warm_up_steps, so step warm_up_steps - 1 is the first with the whole rate. `calls_per_step` are the micro-batches of
+    a step: Keras hands a schedule the number of calls, not that of steps.
+    """
+
+    def __init__(
+        self, base: Any, factor: float = 1.0, *, start: float = 0.0, warm_up_steps: int = 0, calls_per_step: int = 1
+    ) -> None:
+        super().__init__()
+        if not (factor > 0 and start >= 0 and warm_up_steps >= 0 and calls_per_step >= 1):
+            raise ConfigError(
+                "a learning rate cannot warm up so",
+                got=f"factor={factor}, start={start}, warm_up_steps={warm_up_steps}, calls_per_step={calls_per_step}",
+                allowed="factor above 0, start and warm_up_steps from 0, calls_per_step from 1 up",
+                next_step="Correct the schedule.",
+            )
+        self.base, self.factor, self.start = base, factor, start
+        self.warm_up_steps, self.calls_per_step = warm_up_steps, calls_per_step
+
+    def __call__(self, step: Any) -> Any:
+        """The rate of a step, floatx."""
+        dtype = keras.config.floatx()
+        step = ops.floor_divide(ops.cast(step, "int64"), self.calls_per_step)
+        rate = ops.convert_to_tensor(self.base(step) if callable(self.base) else self.base, dtype)
+        if not self.warm_up_steps:
+            return rate * self.factor
+        done = ops.minimum(ops.cast(step + 1, dtype) / self.warm_up_steps, ops.ones((), dtype))
+        return rate * (self.start + (self.factor - self.start) * done)
+
+    def get_config(self) -> dict[str, Any]:
+        """What the constructor takes."""
+        base = self.base
+        schedule = isinstance(base, keras.optimizers.schedules.LearningRateSchedule)
+        return {
+            "base": keras.saving.serialize_keras_object(base) if schedule else base,
+            "factor": self.factor,
+            "start": self.start,
+            "warm_up_steps": self.warm_up_steps,
+            "calls_per_step": self.calls_per_step,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> WarmUp:
+        """The inverse of `get_config`."""
+        base = config["base"]
+        return cls(
+            **{**config, "base": keras.saving.deserialize_keras_object(base) if isinstance(base, dict) else base}
+        )
+
+
+@keras.saving.register_keras_serializable("lockstep")
+class CorrectedSGD(keras.optimizers.SGD):
+    """Keras' SGD whose momentum follows the learning rate.
+
+    Keras gathers velocity = momentum * velocity - rate * gradient: the rates of earlier steps are in it. Where the rate
+    changes, the velocity is first multiplied by new / old, or a rising rate would lag behind and a falling one
+    overshoot. With a rate that never changes it is SGD, bit for bit.
+    """
+
+    def build(self, variables: Any) -> None:
+        """Keras', and the rate of the step before, 0 at the start."""
+        if self.built:
+            return
+        super().build(variables)
+        self.last_rate = self.add_variable(shape=(), dtype=keras.config.floatx(), name="last_rate")
+
+    def _backend_update_step(self, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
+        rate = ops.cast(learning_rate, self.last_rate.dtype)
+        changed = ops.logical_and(self.last_rate > 0, self.last_rate != rate)
+        ratio = ops.where(changed, rate / ops.maximum(self.last_rate, keras.config.epsilon() ** 2), 1.0)
+        for velocity in self.momentums:
+            self.assign(velocity, velocity * ops.cast(ratio, velocity.dtype))
+        super()._backend_update_step(grads, trainable_variables, learning_rate)
+        self.assign(self.last_rate, rate)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scaled:
+    """What was done to a model's learning rate; a row of the run's metrics."""
+
+    rule: Rule
+    global_batch: int
+    base_batch: int | None
+    base_rate: float | dict[str, Any]
+    """As the model has it: a number, or the configuration of its schedule."""
+    factor: float
+    peak: float | None
+    """base_rate * factor; None where the model has a schedule of its own."""
+    warm_up_steps: int
+    momentum_correction: bool
+    notes: tuple[str, ...]
+    """Traps that this optimizer has."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as a JSON object."""
+        return {**asdict(self), "notes": list(self.notes)}
+
+
+def scale_learning_rate(
+    model: keras.Model,
+    rule: Rule,
+    *,
+    global_batch: int,
+    base_batch: int | None,
+    warm_up_steps: int = 0,
+    calls_per_step: int = 1,
+) -> Scaled:
+    """Scale the learning rate of a compiled model whose optimizer is not built yet, and let it warm up.
+
+    With a rule the warm-up goes from the base rate to the scaled one, without a rule from nearly 0 to the model's own.
+    A plain SGD with momentum becomes a CorrectedSGD where the rate changes. Without warm-up and schedules the rate
+    stays a variable, which callbacks may set. Raises ConfigError for a MultiOptimizer and a rate that is a function.
+    """
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    rate = getattr(optimizer, "_learning_rate", None)
+    schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
+    if optimizer.built or not (schedule or isinstance(rate, keras.Variable)):
+        raise ConfigError(
+            f"the learning rate of {type(optimizer).__name__} cannot be scaled",
+            got=f"{type(rate).__name__}{', built already' if optimizer.built else ''}",
+            allowed="one optimizer that is not built yet, with a number or a Keras schedule as its rate",
+            next_step="Scale the rates in the model's function, and leave out --learning-rate-scaling.",
+        )
+    factor = 1.0 if base_batch is None else factor_of(rule, global_batch, base_batch)
+    base: Any = rate if schedule else float(str(np.asarray(rate)))  # 0.05, not what float32 makes of it
+    if warm_up_steps or (schedule and (factor != 1.0 or calls_per_step > 1)):
+        start = 0.0 if rule == "none" else min(1.0, factor)
+        warm = WarmUp(base, factor, start=start, warm_up_steps=warm_up_steps, calls_per_step=calls_per_step)
+        changes = warm_up_steps > 0 or factor != 1.0
+        if changes and type(optimizer) is keras.optimizers.SGD and optimizer.momentum:
+            # In place: what `compile` was given, which is saved with the model, is this object.
+            object.__setattr__(optimizer, "__class__", CorrectedSGD)
+        optimizer.learning_rate = warm
+    elif not schedule:
+        optimizer.learning_rate = base * factor
+    return Scaled(
+        rule=rule,
+        global_batch=global_batch,
+        base_batch=base_batch,
+        base_rate=keras.saving.serialize_keras_object(base)["config"] if schedule else base,
+        factor=factor,
+        peak=None if schedule else base * factor,
+        warm_up_steps=warm_up_steps,
+        momentum_correction=isinstance(optimizer, CorrectedSGD),
+        notes=_notes(optimizer, rule, factor),
+    )
+
+
+def _notes(optimizer: Any, rule: Rule, factor: float) -> tuple[str, ...]:
+    notes = []
+    if optimizer.weight_decay and factor != 1.0:
+        decay = "as much an epoch as before" if rule == "linear" else f"{1 / factor:.3g} times as much an epoch"
+        notes.append(f"decoupled weight decay is multiplied by the rate: {decay}")
+    if getattr(optimizer, "momentum", 0) and not isinstance(optimizer, CorrectedSGD):
+        notes.append("momentum holds the rates of earlier steps")
+    if rule == "linear" and not isinstance(optimizer, keras.optimizers.SGD):
+        notes.append("the linear rule was found for SGD; for adaptive optimizers sqrt is the usual one")
+    return tuple(notes)

@@ -1,0 +1,230 @@
+"""`fit`, `evaluate` and `predict` of a user's own on several ranks: the same numbers and decisions on each.
+
+    comm = context().communicator()
+    model.optimizer = distribute(model.optimizer, comm)
+    rank_step(model, comm, batchnorm="sync")
+    model.fit(mine, callbacks=callbacks_on_ranks(callbacks, model, comm), validation_data=my_validation)
+    evaluate(model, comm, x_test, y_test)
+
+jobs.train does all this by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+from weakref import WeakKeyDictionary
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from lockstep.storage.errors import ConfigError
+from training.comm.base import Communicator, part_bounds
+from training.steps.distribute import exchange_of
+from training.steps.model_state import as_floats, summed_metrics
+from training.steps.output_losses import weigh_tests
+from training.steps.rank_step import RankStep
+
+Statistics = Literal["sync", "local"]
+WRITERS = (
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.OrbaxCheckpoint,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.TensorBoard,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.ProgbarLogger,
+)
+_INSTALLED: WeakKeyDictionary[keras.Model, RankStep] = WeakKeyDictionary()
+
+
+def rank_step(model: keras.Model, communicator: Communicator, *, batchnorm: Statistics = "sync") -> RankStep:
+    """Have `model`, compiled with a distributed optimizer, train on masks, weights and batch statistics of all ranks.
+
+    A collective: it makes a group of the communicator. Call it again after another `compile`. Returns what it
+    installed, whose `remove` takes it back. Raises ConfigError for another word in `batchnorm`.
+    """
+    if batchnorm not in get_args(Statistics):
+        raise ConfigError(
+            "rank_step does not know such a batch normalisation",
+            got=f"batchnorm={batchnorm!r}",
+            allowed=" or ".join(get_args(Statistics)),
+            next_step="Correct it; ghost needs the lane groups of jobs.train.",
+        )
+    before = _INSTALLED.pop(model, None)
+    if before is not None and "train_step" in vars(model):  # compiled anew since; two of them would undo each other
+        before.remove(model)
+    step = _INSTALLED[model] = RankStep(exchange_of(model.optimizer).scale, sync=batchnorm == "sync")
+    step.install(model, communicator.group(range(communicator.num_ranks)))
+    return step
+
+
+def evaluate(
+    model: keras.Model,
+    communicator: Communicator,
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    *,
+    batch_size: int = 32,
+) -> dict[str, Any]:
+    """Loss and metrics over all ranks' rows, the same on each rank, by summed states of the metrics.
+
+    Arrays hold all rows and each rank takes its part of them, which may be none; a tf.data.Dataset or PyDataset is a
+    rank's own part, in batches. Ranks meet once, at the end. Losses, of single outputs too, are means over rows of
+    batches' losses: where masks or the weights' sum divide them, they depend on where batches end, as in Keras.
+    """
+    weigh_tests(model)
+    model.reset_metrics()
+    if isinstance(x, tf.data.Dataset | keras.utils.PyDataset):
+        model.evaluate(x, verbose=0)
+    else:
+        data = tuple(part for part in (x, y, sample_weight) if part is not None)
+        mine = share_of(data, communicator.rank, communicator.num_ranks)
+        if _rows(mine):
+            more = dict(zip(("y", "sample_weight"), mine[1:], strict=False))
+            model.evaluate(mine[0], **more, batch_size=batch_size, verbose=0)
+        else:  # metrics make their variables at the first batch, which never comes here
+            first = keras.tree.map_structure(lambda array: np.asarray(array)[:1], data)
+            model._symbolic_build(data_batch=first if len(first) > 1 else first[0])
+    summed_metrics(model, communicator)
+    return as_floats(model.get_metrics_result())
+
+
+def predict(model: keras.Model, communicator: Communicator, x: Any, *, batch_size: int = 32) -> Any:
+    """Predictions for all rows of arrays `x`, on each rank; a rank computes its part, which may be none.
+
+    Returns what `model.predict` does: arrays in the structure of the model's output. Every rank holds all of them.
+    """
+    mine = share_of(x, communicator.rank, communicator.num_ranks)
+    if _rows(mine):
+        outputs = model.predict(mine, batch_size=batch_size, verbose=0)
+    else:
+        outputs = keras.tree.map_structure(
+            lambda array: array[:0], model.predict(share_of(x, 0, _rows(x)), batch_size=1, verbose=0)
+        )
+    return keras.tree.map_structure(lambda array: _gathered(array, communicator), outputs)
+
+
+def callbacks_on_ranks(callbacks: Sequence[Any], model: keras.Model, communicator: Communicator) -> list[Any]:
+    """The callbacks of a `fit` of one's own: all see the epoch's logs of all ranks, writers write on rank 0 alone.
+
+    EarlyStopping or ReduceLROnPlateau decide alike on all ranks then; one that stops for its own rank's reasons stops
+    all after the next step, at the latest with the epoch. Raises ConfigError for BackupAndRestore, which would restore
+    rank 0 alone.
+    """
+    kept = [only_on_leader(callback, communicator.rank) for callback in callbacks]
+    return [LogsOfAllRanks(communicator), *kept, AgreedStop(communicator)]
+
+
+def only_on_leader(callback: Any, rank: int) -> Any:
+    """The callback itself; on other ranks than 0 one that does nothing in place of one that writes files.
+
+    Raises ConfigError for BackupAndRestore.
+    """
+    if isinstance(callback, keras.callbacks.BackupAndRestore):
+        raise ConfigError(
+            "BackupAndRestore cannot restore several ranks",
+            got=type(callback).__name__,
+            allowed="callbacks that leave weights alone",
+            next_step="Leave it out of jobs.train, whose runs go on from checkpoints; else load weights on every rank.",
+        )
+    if rank == 0 or not isinstance(callback, WRITERS):
+        return callback
+    # Of the same name: a checkpoint compares the names of callbacks.
+    return type(type(callback).__name__, (keras.callbacks.Callback,), {"__doc__": "Rank 0 writes."})()
+
+
+class LogsOfAllRanks(keras.callbacks.Callback):
+    """Stands first: an epoch's logs become those over all ranks' rows, training's and validation's."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        super().__init__()
+        self._comm = communicator
+        self._training: dict[str, Any] = {}
+        self._validation: dict[str, Any] = {}
+        self._fitting = False
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._training, self._validation, self._fitting = {}, {}, True
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        if self._fitting:  # the states are still the epoch's; Keras resets them next
+            self._training = self._summed()
+
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        if self._fitting:
+            self._validation = {f"val_{name}": value for name, value in self._summed().items()}
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._fitting = False
+        values = {**(self._training or self._summed()), **self._validation}
+        mine = {} if logs is None else logs
+        strange = sorted(name for name in mine if name not in values)
+        if strange:
+            raise ConfigError(
+                "the logs of an epoch hold values that are no metric's",
+                got=", ".join(strange),
+                allowed=", ".join(sorted(values)),
+                next_step="Return metrics' results from train_step, so that ranks can add up their states.",
+            )
+        mine.update(values)
+
+    def _summed(self) -> dict[str, Any]:
+        summed_metrics(self.model, self._comm)
+        return as_floats(self.model.get_metrics_result())
+
+
+class AgreedStop(keras.callbacks.Callback):
+    """Stands last: what one rank's callback wants to end, all ranks end after the same step."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        super().__init__()
+        self._comm = communicator
+        self._asked = False
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        exchange = exchange_of(self.model.optimizer)
+        if self.model.stop_training:
+            self.model.stop_training, self._asked = False, True
+            exchange.want("stop")
+        agreement = exchange.agreement
+        if agreement is not None and agreement.stop and not exchange.pending:  # of this step, not of an earlier fit's
+            self.model.stop_training = True
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        stop = np.array([self.model.stop_training or self._asked], np.uint8)
+        self._comm.all_reduce(stop, "max")
+        self.model.stop_training, self._asked = bool(stop[0]), False
+        exchange_of(self.model.optimizer).withdraw("stop")  # a wish that no step has carried is heard here
+
+
+def share_of(data: Any, rank: int, num_ranks: int) -> Any:
+    """A rank's rows of nested arrays that have equally many: neighbours, of sizes that differ by one at most."""
+    if not (rows := _rows(data)):
+        raise _no_rows("0 rows")
+    start, stop = part_bounds(rows, num_ranks)[rank]
+    return keras.tree.map_structure(lambda array: array[start:stop], data)
+
+
+def _rows(data: Any) -> int:
+    first = keras.tree.flatten(data)[0]
+    if not hasattr(first, "shape"):
+        raise _no_rows(type(first).__name__)
+    return len(first)
+
+
+def _no_rows(got: str) -> ConfigError:
+    return ConfigError(
+        "there are no rows to give each rank a part of",
+        got=got,
+        allowed="arrays in any structure; for evaluate also a rank's own tf.data.Dataset or PyDataset",
+        next_step="Hand in arrays, or call the model's own method with this rank's part.",
+    )
+
+
+def _gathered(array: Any, communicator: Communicator) -> Any:
+    """All ranks' rows of one output, in rank order."""
+    array = np.ascontiguousarray(array)
+    parts = communicator.all_gather_ragged(array.reshape(-1))
+    return np.concatenate([part.reshape(-1, *array.shape[1:]) for part in parts])

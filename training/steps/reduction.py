@@ -1,0 +1,191 @@
+"""The exchange as operations of the step's graph: gradients in, their sums over all ranks out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from training.exchange.agreement import CONTROL_WORDS
+from training.exchange.alone import Alone
+from training.exchange.buckets import BUCKET_BYTES, Layout, lay_out
+from training.exchange.exchange import Exchange
+from training.exchange.sparse import ROWS_FROM_BYTES, Table, added_up
+from training.steps.graph_exchange import GraphExchange
+from training.steps.ordered import put_last, tail
+
+Gradient = Any  # tf.Tensor, tf.IndexedSlices or None
+
+
+@dataclass(eq=False, slots=True)
+class Reduction:
+    """What one optimizer's gradients pass through.
+
+    `statistics` are averaged with the last bucket; a tensor of at least `rows_from_bytes` whose gradient comes by rows
+    is exchanged by rows. `compression` has `compress(tensor)` -> (tensor, context) and `decompress(tensor, context)`,
+    as training.horovod.Compression; sums are made of, and judged by, what it makes of whole gradients.
+    """
+
+    exchange: Exchange
+    statistics: tuple[keras.Variable, ...] = ()
+    bucket_bytes: int = BUCKET_BYTES
+    rows_from_bytes: int = ROWS_FROM_BYTES
+    compression: Any = None
+    skipped: Any = None
+    """Of the step that is traced (or was run, in eager mode) last: int32 (), 1 where the ranks have agreed to skip it.
+    """
+
+    def __call__(
+        self, grads: Sequence[Gradient], variables: Sequence[Any], loss: tf.Tensor, *, rows: bool = True
+    ) -> list[Gradient]:
+        """Sums over all ranks, scaled, None where None; `rows`: whether the optimizer takes gradients by rows.
+
+        Every rank's operations are in one order: posts in a chain, then the await, which also comes after whatever
+        else of the step waits for other ranks.
+        """
+        present = [i for i, grad in enumerate(grads) if grad is not None]
+        slices = [i for i in present if isinstance(grads[i], tf.IndexedSlices)]
+        by_rows = [i for i in slices if self._is_large(variables[i], _dtype(grads[i].values))]
+        if isinstance(self.exchange, GraphExchange):
+            by_rows = []  # TensorFlow's collectives take whole tensors alone
+        whole = [i for i in present if i not in by_rows]
+        dense = [tf.convert_to_tensor(grads[i]) for i in whole]  # a small table's rows become a whole tensor
+        contexts: list[Any] = []
+        alone = self.exchange.communicator.num_ranks == 1 and self.exchange.scale == 1.0
+        if self.compression is not None and not alone:
+            packed = [self.compression.compress(grad) for grad in dense]
+            dense, contexts = [grad for grad, _ in packed], [context for _, context in packed]
+        sparse = [grads[i] for i in by_rows]
+        values = [variable.value for variable in self.statistics]  # read after the forward pass assigned them
+        names = [f"the gradient of {_path(variables[i])}" for i in whole]
+        statistics = [f"the statistic {variable.path}" for variable in self.statistics]
+        tables = [
+            Table(f"the gradient of {_path(variables[i])}", _shape(variables[i]), _dtype(grads[i].values))
+            for i in by_rows
+        ]
+        layout = lay_out(
+            [(_shape(grad), _dtype(grad)) for grad in dense],
+            [(_shape(value), _dtype(value)) for value in values],
+            CONTROL_WORDS,
+            self.bucket_bytes,
+        )
+        self.exchange.use(layout, names + statistics, tables)
+        if not present:
+            return list(grads)
+        if alone:
+            judge = Alone(self.exchange, [*names, *(table.name for table in tables)], statistics)
+            summed, pairs = self._alone(judge, layout, dense, sparse, [loss, *values])
+        elif isinstance(self.exchange, GraphExchange):
+            summed, means, self.skipped = self.exchange.reduce(layout, dense, loss, values, tail())
+            for variable, value in zip(self.statistics, means, strict=True):
+                value.set_shape(variable.shape)
+                variable.assign(value)
+            pairs = []
+        else:
+            summed, pairs = self._over_ranks(layout, dense, sparse, [loss, *values])
+        if contexts:
+            summed = [self.compression.decompress(*pair) for pair in zip(summed, contexts, strict=True)]
+        result: list[Gradient] = [None] * len(grads)
+        for i, total in zip(whole, summed, strict=True):
+            result[i] = total
+        for i, (indices, totals), table in zip(by_rows, pairs, tables, strict=True):
+            indices.set_shape((None,))
+            totals.set_shape((None, *table.shape[1:]))
+            total = tf.IndexedSlices(totals, indices, tf.constant(table.shape, indices.dtype))
+            result[i] = total if rows else tf.convert_to_tensor(total)
+        return result
+
+    def _over_ranks(
+        self, layout: Layout, dense: list[Any], sparse: list[Any], rest: list[Any]
+    ) -> tuple[list[Any], list[tuple[Any, Any]]]:
+        chain: list[Any] = []
+        for bucket in range(len(layout.sizes)):
+            if posted := [dense[i] for i in layout.posted(bucket)]:
+                chain = _then(chain, _posting(self.exchange.post, bucket), posted, f"post_{bucket}")
+        for number, grad in enumerate(sparse):
+            pair = [grad.indices, grad.values]
+            chain = _then(chain, _posting(self.exchange.post_rows, number), pair, f"post_rows_{number}")
+        statistics = rest[1:]
+        dtypes = [tf.int32, *(tensor.dtype for tensor in (*dense, *statistics))]
+        for grad in sparse:
+            dtypes += [tf.int64, grad.values.dtype]
+        with tf.control_dependencies([*chain, *tail()]):
+            # Flattened, since in eager mode a single result comes without its list.
+            found = tf.nest.flatten(tf.numpy_function(self._await, rest, dtypes, name="await"))
+        self.skipped, *sums = found
+        put_last(found[0])  # another optimizer's await comes after it on every rank
+        for tensor, total in zip((*dense, *statistics), sums, strict=False):
+            total.set_shape(tensor.shape)
+        for variable, value in zip(self.statistics, sums[len(dense) :], strict=False):
+            variable.assign(value)
+        pairs = sums[len(dense) + len(statistics) :]
+        return sums[: len(dense)], list(zip(pairs[::2], pairs[1::2], strict=True))
+
+    def _await(self, *rest: np.ndarray) -> list[np.ndarray]:
+        sums = self.exchange.finish(*rest)
+        return [_skipped(self.exchange), *sums]
+
+    def _alone(
+        self, judge: Alone, layout: Layout, dense: list[Any], sparse: list[Any], rest: list[Any]
+    ) -> tuple[list[Any], list[tuple[Any, Any]]]:
+        chain: list[Any] = []
+        for bucket in range(len(layout.sizes)):
+            if numbers := layout.posted(bucket):
+                chain = _then(chain, judge.look_at(numbers), [dense[i] for i in numbers], f"look_{bucket}")
+        pairs = []
+        for number, grad in enumerate(sparse):
+            dtypes = [tf.int64, grad.values.dtype]
+            indices, values = tf.numpy_function(_added_up, [grad.indices, grad.values], dtypes, stateful=False)
+            chain = _then(chain, judge.look_at([len(dense) + number]), [values], f"look_at_rows_{number}")
+            pairs.append((indices, values))
+        chain = _then([*chain, *tail()], judge.finish, rest, "agree")
+        (self.skipped,) = chain
+        with tf.control_dependencies(chain):  # nothing is applied before all is known to be finite
+            return [tf.identity(grad) for grad in dense], [(tf.identity(i), tf.identity(v)) for i, v in pairs]
+
+    def _is_large(self, variable: Any, dtype: np.dtype[Any]) -> bool:
+        return math.prod(_shape(variable)) * dtype.itemsize >= self.rows_from_bytes
+
+
+def _then(chain: list[Any], function: Callable[..., Any], inputs: list[Any], name: str) -> list[Any]:
+    """The chain, one operation longer."""
+    if tf.executing_eagerly():  # where TensorFlow makes no array of a scalar in bfloat16
+        inputs = [tf.reshape(x, [1]) if x.dtype == tf.bfloat16 and x.shape.rank == 0 else x for x in inputs]
+    with tf.control_dependencies(chain):
+        return [tf.numpy_function(function, inputs, tf.int32, name=name)]
+
+
+def _posting(post: Callable[..., None], number: int) -> Callable[..., np.int32]:
+    """A function of arrays for the graph, which needs a value to order operations by."""
+
+    def posting(*gradients: np.ndarray) -> np.int32:
+        post(number, *gradients)
+        return np.int32(0)
+
+    return posting
+
+
+def _skipped(exchange: Exchange) -> np.ndarray:
+    assert exchange.agreement is not None
+    return np.array(exchange.agreement.skipped, np.int32)
+
+
+def _added_up(indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return added_up(indices.astype(np.int64, copy=False), values)
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    return tuple(tensor.shape)
+
+
+def _dtype(tensor: Any) -> np.dtype[Any]:
+    return np.dtype(tensor.dtype.as_numpy_dtype)
+
+
+def _path(variable: Any) -> str:
+    return str(getattr(variable, "path", variable.name))  # Keras' variables have a path, TensorFlow's a name
