@@ -13,7 +13,7 @@ from lockstep.features.examples.column_checks import tensor_bytes
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import load_dataset
-from lockstep.storage.dataset.manifest_shards import SplitInfo
+from lockstep.storage.dataset.manifest_entries import SplitInfo
 from lockstep.storage.errors import ConfigError, DataError
 from training.reading.reader import SplitReader
 

@@ -27,9 +27,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from lockstep.features.images.augment import Draws
-from lockstep.features.images.mixup import mix_images
-from lockstep.features.images.parse import parse
+from lockstep.features.images.augment import Draws, mix_images, parse
 
 BATCH = 256
 LANE_ROWS = 16

@@ -28,8 +28,8 @@ from tests.training._tiny import write_table
 from training.config import TrainConfig
 from training.driver.train import Hooks, train
 from training.launch.local import run_local
-from training.run.history import History, read_history
-from training.run.rank_file import HostBuffer, sha256_of, upload
+from training.run.checkpoint import HostBuffer, sha256_of, upload
+from training.run.metrics import History, read_history
 
 STATE_BYTES = 400_000_000
 BATCH = 32

@@ -24,11 +24,10 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.shapes import cpu_seconds, image_rows, image_schema, interleaved, machine, tab_rows, tab_schema, told
-from lockstep.features.examples.encoder import RecordEncoder
+from lockstep.features.examples.codec import RecordEncoder
 from lockstep.features.examples.foreign import decode_foreign_frames
 from lockstep.features.schema.schema import Schema
-from lockstep.storage.formats.framed_writer import FramedWriter
-from lockstep.storage.formats.tfrecord import record_offsets
+from lockstep.storage.formats.tfrecord import FramedWriter, record_offsets
 from lockstep.storage.kernels import frames
 
 BATCH_ROWS = 4096

@@ -9,7 +9,7 @@ interleaved, the first dropped:
          Image.open(...).convert("RGB") and numpy.asarray, nothing kept
   ours   the same with lockstep.features.images.decode, which the job uses
   job    etl.images.job.run in a session that is warm: scan, decode, split, sort, encode, checksums, manifest
-  rows   the same, all rows through Spark, as for what etl.images.planned_rows refuses (with --all)
+  rows   the same, all rows through Spark, as for what etl.images.planned refuses (with --all)
   early  the same, images as pixels from the first task on (with --all)
 What carries over is the loop's share of a job: of its wall time, and of the processors' time, which other work on the
 machine changes less. The jobs must give one and the same manifest. With --upscale N the JPEGs are N times as tall and

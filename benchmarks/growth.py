@@ -24,7 +24,7 @@ import psutil
 
 from benchmarks.shapes import FLOATS, INTS, machine
 from benchmarks.write_job import all_cpu_seconds
-from etl.write.write import write_dataset
+from etl.write.dataset import write_dataset
 from jobs._session import spark_session
 
 if TYPE_CHECKING:

@@ -25,11 +25,11 @@ import pyarrow as pa
 
 from benchmarks.arrays import split_arrays
 from benchmarks.shapes import cpu_seconds, image_rows, image_schema, interleaved, machine, tab_rows, tab_schema, told
-from lockstep.features.examples.encoder import RecordEncoder
+from lockstep.features.examples.codec import RecordEncoder
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
-from lockstep.storage.formats.framed_writer import FramedWriter
 from lockstep.storage.formats.gzip_blocks import GzipWriter
+from lockstep.storage.formats.tfrecord import FramedWriter
 from tests.storage.repacked import repacked
 from tests.training._tiny import write_rows
 

@@ -31,8 +31,8 @@ import numpy as np
 import PIL
 
 from lockstep.features.images import decode_many
-from lockstep.features.images.aligned import aligned_empty
 from lockstep.features.images.decode import decode
+from lockstep.features.images.decode_many import aligned_empty
 from training.batches.planned import PlannedBatches
 from training.reading.open import OpenSplit
 
@@ -84,7 +84,7 @@ def zeros(_data: Any, offsets: Any, size: tuple[int, int], channels: int, *_: An
 
 def without_decoding(planned: PlannedBatches) -> None:
     """One epoch of which no file is decoded."""
-    with mock.patch("lockstep.features.encode.tensor_transforms.decode_files", zeros):
+    with mock.patch("lockstep.features.encode.transforms.decode_files", zeros):
         batches(planned)
 
 

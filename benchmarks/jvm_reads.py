@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyspark
 
 from benchmarks.tfx_reads import SCHEMA, list_type, rows, wanted
-from lockstep.features.examples.encoder import RecordEncoder
+from lockstep.features.examples.codec import RecordEncoder
 
 PEER = Path(__file__).with_name("JvmReads.java")
 FORMS = {"INT": "i", "FLOAT": "f", "BYTES": "b"}

@@ -24,10 +24,10 @@ from tests.storage.repacked import repacked
 from tests.training._tiny import write_images
 from training.batches.feed import RankFeed
 from training.plan.epoch_plan import EpochPlan
+from training.rank.metrics import resident_bytes
 from training.reading.open import OpenSplit
-from training.reading.read_options import ReadOptions
-from training.reading.reading import resident_bytes
-from training.run.history import read_history
+from training.reading.reader import ReadOptions
+from training.run.metrics import read_history
 from training.world import World
 
 CACHE_BYTES = 1 << 30

@@ -30,13 +30,11 @@ from benchmarks.arrays import split_arrays
 from benchmarks.arrow_peer import arrow_batches, fixed_batches, split_files
 from benchmarks.shapes import image_rows, image_schema, interleaved, machine, seconds, tab_rows, tab_schema, told
 from etl.petastorm import enable
-from etl.write.parquet_shard import parquet_options
-from etl.write.place import BLOCK_BYTES
+from etl.write.shards import BLOCK_BYTES, parquet_options
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.layout import shard_path
 from lockstep.storage.dataset.manifest import DatasetManifest
-from lockstep.storage.dataset.manifest_entries import Counts
-from lockstep.storage.dataset.manifest_shards import ShardInfo, SplitInfo
+from lockstep.storage.dataset.manifest_entries import Counts, ShardInfo, SplitInfo
 from lockstep.storage.documents import crc32c_hex, sha256_hex
 from lockstep.storage.formats.parquet_footer import read_footer
 

@@ -31,9 +31,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.storage.fs import filesystem
-from training.run.chain import checkpoints, find_result, find_tip, read_checkpoint
+from training.run.checkpoint_parts import read_whole
+from training.run.lineage import checkpoints, find_tip, read_checkpoint
 from training.run.paths import RunPaths
-from training.run.read_parts import read_whole
+from training.run.result import find_result
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS, EPOCHS, STEP_S = 400, 12, 0.02

@@ -36,7 +36,7 @@ from tests.training._tiny import write_rows
 from training.plan.epoch_plan import EpochPlan
 from training.plan.order import Run
 from training.reading.open import OpenSplit
-from training.reading.read_options import ReadOptions
+from training.reading.reader import ReadOptions
 
 RECORD_BYTES, BLOCK_RECORDS, SHARD_MB = 3000, 512, 64
 PIECE_BYTES = 4 << 20

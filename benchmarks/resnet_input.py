@@ -36,11 +36,10 @@ from tests.training._tiny import write_rows
 from training.config import TrainConfig
 from training.driver.train import Hooks, train
 from training.launch.local import run_local
-from training.profiling.profile import Profile, profile
-from training.profiling.profile_data import drop_pages
-from training.profiling.profile_table import table
+from training.profiling.profile import Profile, profile, table
+from training.profiling.profile_rank import drop_pages
 from training.profiling.verdict import COLD, Spread
-from training.run.history import read_history
+from training.run.metrics import read_history
 
 PICTURES = Path(__file__).resolve().parent.parent / "data" / "fashion-mnist"
 RANKS, BATCH, EPOCHS = 2, 128, 2

@@ -5,7 +5,7 @@
 A real run of two ranks by `training.driver.train.train` on a small set of 32x32x3 images, for each launcher without
 and with `--spare`. Level 1: one rank is killed; level 2 (barrier, local[2]): the Spark task that supervises it is. Each
 generation is killed some steps after its first one. "noticed" is from the kill to the driver's first sight of it; the
-other parts are the driver's own account (training.launch.restarts). Printed: each part's median over the kills, and the
+other parts are the driver's own account (training.launch.session). Printed: each part's median over the kills, and the
 whole's median and range. Three minutes on an idle machine; a rank takes a core, so two are wanted.
 """
 
@@ -38,8 +38,8 @@ from training.control.task import Limits
 from training.driver.train import train
 from training.launch.barrier import OnSpark
 from training.launch.local import OnHost
-from training.launch.restarts import ANEW, IN_PLACE, Restart
-from training.launch.session import Session, SessionLauncher
+from training.launch.session import Restart, Session, SessionLauncher
+from training.run.result import ANEW, IN_PLACE
 
 RANKS = 2
 EPOCHS = 10_000  # more than there is time for: the run ends with its last kill

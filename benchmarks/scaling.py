@@ -28,8 +28,8 @@ from tests.network.hosts import Hosts
 from tests.network.run_hosts import run_hosts
 from training.comm.cost import COUNTS, Counts, LinkCosts, predict_s, work_of
 from training.comm.options import CommOptions
+from training.comm.tcp.algorithms import ProgramKey, program_of
 from training.comm.tcp.communicator import TcpCommunicator
-from training.comm.tcp.programs import ProgramKey, program_of
 from training.control.context import RankContext
 from training.control.task import RankTask
 from training.launch.local import run_local

@@ -21,12 +21,11 @@ from pyspark.sql import DataFrame, SparkSession
 
 from benchmarks.shapes import image_rows, image_schema, interleaved, machine, seconds, tab_rows, tab_schema, told
 from jobs._session import spark_session
-from lockstep.features.examples.encoder import RecordEncoder
+from lockstep.features.examples.codec import RecordEncoder
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.layout import DatasetPaths, index_path, shard_path
 from lockstep.storage.dataset.manifest import DatasetManifest
-from lockstep.storage.dataset.manifest_entries import Counts, FileInfo, SourceInfo
-from lockstep.storage.dataset.manifest_shards import ShardInfo, SplitInfo
+from lockstep.storage.dataset.manifest_entries import Counts, FileInfo, ShardInfo, SourceInfo, SplitInfo
 from lockstep.storage.documents import crc32c_hex, sha256_hex
 from lockstep.storage.formats.tfrecord import index_bytes
 from lockstep.storage.fs import filesystem

@@ -27,11 +27,9 @@ import numpy as np
 from hdfs import InsecureClient
 
 from lockstep.storage.fs import filesystem
-from lockstep.storage.hdfs_checksum import same_as
 from lockstep.storage.publish import file_digest
 from lockstep.storage.settings import hadoop_user
-from lockstep.storage.upload import upload
-from lockstep.storage.upload_plan import find_files
+from lockstep.storage.upload import find_files, same_as, upload
 from lockstep.storage.urls import join
 from tests.cluster.daemons import Cluster
 from tests.cluster.jars import hadoop_jars, hadoop_version, java_home

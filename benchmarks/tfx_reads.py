@@ -26,7 +26,7 @@ import pyarrow as pa
 from pyspark.sql import SparkSession
 
 from etl import columns as c
-from etl.write.write import write_dataset
+from etl.write.dataset import write_dataset
 from jobs._session import spark_session
 from lockstep.features.schema.fields import SAMPLE_ID, Field, sample_id_field
 from lockstep.features.schema.schema import Schema

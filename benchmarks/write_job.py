@@ -28,20 +28,18 @@ import pyarrow.parquet as pq
 
 from benchmarks.shapes import image_rows, image_schema, interleaved, machine, seconds, tab_rows, tab_schema, told
 from etl import columns as c
-from etl.spark.attempts import upload
-from etl.split.assign import Assign
-from etl.split.stored import Stored
+from etl.spark.tasks import upload
+from etl.split.assign import Assign, Stored
+from etl.write.dataset import write_dataset
 from etl.write.shards import RESULT, WriteShards
-from etl.write.write import write_dataset
 from jobs._session import spark_session
-from lockstep.features.examples.encoder import RecordEncoder
+from lockstep.features.examples.codec import RecordEncoder
 from lockstep.features.examples.example import encode_batch
 from lockstep.features.sample_id import shard_keys
 from lockstep.features.schema.fields import SAMPLE_ID
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.layout import shard_path
-from lockstep.storage.formats.framed_writer import FramedWriter
-from lockstep.storage.formats.tfrecord import frame
+from lockstep.storage.formats.tfrecord import FramedWriter, frame
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -187,14 +185,14 @@ def job(df: DataFrame, schema: Schema, folder: str) -> Callable[[], object]:
 
 
 def patched(work: Callable[[], object], **classes: type) -> Callable[[], object]:
-    """The same with other classes in etl.write.write."""
+    """The same with other classes in etl.write.dataset."""
 
     def run() -> None:
         with contextlib.ExitStack() as stack:
             for name, kind in classes.items():
-                stack.enter_context(mock.patch(f"etl.write.write.{name}", kind))
+                stack.enter_context(mock.patch(f"etl.write.dataset.{name}", kind))
             stack.enter_context(
-                mock.patch("etl.write.place.shard_path", lambda split, n, *_: shard_path(split, n, "tfrecord"))
+                mock.patch("etl.write.shards.shard_path", lambda split, n, *_: shard_path(split, n, "tfrecord"))
             )
             work()
 

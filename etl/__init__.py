@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from etl.write.write import write_dataset
+    from etl.write.dataset import write_dataset
 
 __all__ = ["VERSION", "write_dataset"]
 
@@ -15,7 +15,7 @@ VERSION = "0.1.0"
 def __getattr__(name: str) -> Any:
     # Loaded when asked for: tasks import modules of this package, and the writer's would all come with each.
     if name == "write_dataset":
-        from etl.write.write import write_dataset
+        from etl.write.dataset import write_dataset
 
         return write_dataset
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

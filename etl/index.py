@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, cast
 
 from etl import VERSION
-from etl.spark.attempts import upload
 from etl.spark.errors import in_task, translated
+from etl.spark.tasks import upload
 from lockstep.features.shards.foreign_files import (
     ForeignFile,
     files_of_others,
@@ -24,12 +24,10 @@ from lockstep.features.shards.foreign_files import (
 )
 from lockstep.storage.dataset.indexed import INDEX_FOLDER, IndexedManifest, index_name, is_indexed
 from lockstep.storage.dataset.layout import MANIFEST_NAME, safe_relative
-from lockstep.storage.dataset.manifest_entries import FileInfo
-from lockstep.storage.dataset.manifest_shards import ShardInfo
+from lockstep.storage.dataset.manifest_entries import FileInfo, ShardInfo
 from lockstep.storage.errors import ConfigError, DataError, ExistsError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
-from lockstep.storage.formats.framed_writer import FramedWriter
-from lockstep.storage.formats.tfrecord import FRAMING_BYTES, record_offsets
+from lockstep.storage.formats.tfrecord import FRAMING_BYTES, FramedWriter, record_offsets
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.settings import set_hadoop_settings

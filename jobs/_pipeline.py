@@ -18,7 +18,7 @@ from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError, CorruptionError, nearest
 from lockstep.storage.urls import join
 from lockstep.storage.verify import verify
-from training.driver.precheck import check as check_training
+from training.driver.preflight import check as check_training
 from training.driver.train import train as train_run
 from training.launch.barrier import OnSpark
 from training.launch.local import run_local

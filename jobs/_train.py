@@ -7,11 +7,19 @@ from collections.abc import Callable, Collection
 from typing import Any, get_args
 
 from jobs._cli import JobParser, check_master, joined, refuse_idle
-from lockstep.features.images.parse import forms
+from lockstep.features.images.augment import forms
 from training.comm.options import Algorithm, Backend
-from training.config import BadImages, BatchNorm, NonFinite, Precision, ScalingRule, TrainConfig, Verify
-from training.rank.checkpoint_schedule import AUTO
-from training.reading.fetch import READ_AHEAD_BYTES
+from training.config import (
+    AUTO,
+    READ_AHEAD_BYTES,
+    BadImages,
+    BatchNorm,
+    NonFinite,
+    Precision,
+    ScalingRule,
+    TrainConfig,
+    Verify,
+)
 
 
 def parser(description: str, job_name: str = "train", without: Collection[str] = ()) -> JobParser:

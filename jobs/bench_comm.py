@@ -23,8 +23,7 @@ from training.comm.options import Algorithm, Backend
 from training.launch.barrier import OnSpark
 from training.launch.local import run_local
 from training.launch.session import Launch
-from training.profiling.bench_comm import BenchConfig, Row, bench, check
-from training.profiling.bench_table import document, size, table
+from training.profiling.bench_comm import BenchConfig, Row, bench, check, document, size, table
 
 SIZES = ("4K", "64K", "1M", "16M", "64M")
 

@@ -11,8 +11,7 @@ if sys.path[0] != ROOT:
     sys.path[:1] = [ROOT]
 
 from etl.describe.dataset import MAX_RECORDS, describe
-from etl.describe.describe_text import as_text, shown
-from etl.describe.render import PAGE_START, as_page
+from etl.describe.render import PAGE_START, as_page, as_text, shown
 from jobs._cli import JobParser, run_job
 from lockstep.storage.errors import ExistsError, NotFoundError
 from lockstep.storage.files.interface import FileSystem

@@ -13,7 +13,7 @@ if sys.path[0] != ROOT:
 
 from etl import tables
 from etl.split.splits import ALLOWED
-from etl.table_config import TableConfig
+from etl.tables import TableConfig
 from jobs._cli import JobParser, names, run_job
 from jobs._etl import add_label_window, add_write_flags, summary, write_values
 from jobs._session import hadoop_settings_of, spark_session

@@ -14,9 +14,9 @@ if sys.path[0] != ROOT:
 from etl.index import check, index_directory
 from jobs._cli import JobParser, run_job
 from jobs._session import hadoop_settings_of, spark_session
-from lockstep.features.schema.foreign_schema import DATA_GLOB, SAMPLE_RECORDS
+from lockstep.features.schema.schema import DATA_GLOB, SAMPLE_RECORDS
 from lockstep.storage.dataset.indexed import IndexedManifest
-from lockstep.storage.flags import check_flag
+from lockstep.storage.errors import check_flag
 from lockstep.storage.settings import set_hadoop_settings
 
 

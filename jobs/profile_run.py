@@ -23,8 +23,7 @@ from training.driver.preflight import near_ranks
 from training.launch.barrier import OnSpark
 from training.launch.local import run_local
 from training.launch.session import Launch
-from training.profiling.profile import NO_RUN, ROUNDS, Profile, profile
-from training.profiling.profile_table import table
+from training.profiling.profile import NO_RUN, ROUNDS, Profile, profile, table
 
 # What belongs to a run and changes no step of it.
 NOT_OF_A_STEP = (

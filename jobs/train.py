@@ -17,8 +17,7 @@ from jobs._session import hadoop_settings_of, spark_session
 from jobs._train import config_of
 from lockstep.storage.fs import filesystem
 from lockstep.storage.settings import set_hadoop_settings
-from training.driver.precheck import check
-from training.driver.preflight import near_ranks
+from training.driver.preflight import check, near_ranks
 from training.driver.train import train
 from training.launch.barrier import OnSpark
 from training.launch.local import run_local

@@ -14,8 +14,7 @@ from jobs._cli import JobParser, run_job
 from jobs._upload import line, summary, target
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.progress import Progress
-from lockstep.storage.upload import upload
-from lockstep.storage.upload_plan import find_files
+from lockstep.storage.upload import find_files, upload
 
 MAX_PARALLEL = 32
 

@@ -15,7 +15,7 @@ from lockstep.storage.errors import CorruptionError, DataError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.progress import Progress
 from lockstep.storage.verify import kind_of, total_bytes, verify
-from training.results.audit_run import NotAuditedError, check_run_audit
+from training.results.audit import NotAuditedError, check_run_audit
 
 
 def parser() -> JobParser:

@@ -34,7 +34,7 @@ from lockstep.storage.dataset.layout import DatasetPaths
 from training.config import TrainConfig
 from training.driver.train import train
 from training.results.evaluate import evaluate
-from training.run.history import read_history
+from training.run.metrics import read_history
 from training.launch.barrier import OnSpark
 from training.launch.local import run_local
 

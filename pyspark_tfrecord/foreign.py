@@ -11,13 +11,13 @@ from pyspark.sql.datasource import InputPartition
 from pyspark.sql.types import StructType
 
 from lockstep.features.schema.fields import Field
-from lockstep.features.schema.foreign_schema import foreign_field
+from lockstep.features.schema.schema import foreign_field
 from lockstep.features.shards.blocks import read_gzip
 from lockstep.features.shards.foreign_files import ForeignFile, find_files, infer_columns, read_file, sample
 from lockstep.features.shards.ranges import ShardRange, cut
 from lockstep.features.shards.read import Lenient, read_range
 from lockstep.storage.dataset.indexed import IndexedManifest
-from lockstep.storage.dataset.manifest_shards import ShardInfo
+from lockstep.storage.dataset.manifest_entries import ShardInfo
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import join

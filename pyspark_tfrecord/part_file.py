@@ -11,9 +11,9 @@ from typing import IO, cast
 import numpy as np
 import pyarrow as pa
 
-from lockstep.features.examples.encoder import RecordEncoder
+from lockstep.features.examples.codec import RecordEncoder
 from lockstep.features.schema.fields import Field
-from lockstep.features.schema.foreign_schema import foreign_schema
+from lockstep.features.schema.schema import foreign_schema
 from lockstep.storage.errors import DataError
 from lockstep.storage.files.interface import Writer
 from lockstep.storage.formats.gzip_blocks import LEVEL

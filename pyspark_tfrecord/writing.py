@@ -12,7 +12,7 @@ from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
 from lockstep.features.schema.fields import Field
-from lockstep.features.schema.foreign_schema import foreign_field
+from lockstep.features.schema.schema import foreign_field
 from lockstep.storage.dataset.layout import MANIFEST_NAME
 from lockstep.storage.errors import ConfigError, ExistsError, LockstepError, NotFoundError, StorageError
 from lockstep.storage.files.interface import FileSystem

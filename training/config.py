@@ -2,17 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
-from lockstep.features.images.parse import canonical
+from lockstep.features.images.augment import canonical
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.urls import several
 from training.comm.options import UNAUTHENTICATED, Algorithm, Backend, CommOptions
-from training.keep import BEST, BEST_ALLOWED, Keep
-from training.rank.checkpoint_schedule import ALLOWED, MEAN_TIME_BETWEEN_FAILURES_S, CheckpointEvery
-from training.reading.fetch import READ_AHEAD_BYTES
+from training.run.lineage import CheckpointRef
+
+BEST = re.compile(r"(?P<metric>.+):(?P<way>min|max)")
+BEST_ALLOWED = "METRIC:min or METRIC:max, such as loss:min or auc:max"
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """The rule. A checkpoint stays if any part of it holds."""
+
+    last: int = 3
+    """The newest ones of the chain."""
+    every_steps: int | None = None
+    """The first one at or after each multiple of so many steps."""
+    best: str | None = None
+    """METRIC:min or METRIC:max: the best one at the end of an epoch, of equal ones the earliest."""
+
+    def chosen(
+        self, chain: Sequence[CheckpointRef], value_of: Callable[[CheckpointRef], float | None]
+    ) -> set[CheckpointRef]:
+        """Those of `chain` (newest first) that stay. `value_of` is a checkpoint's metric, None where it has none."""
+        kept = set(chain[: self.last])
+        if self.every_steps is not None:
+            reached = 0
+            for ref in reversed(chain):
+                if ref.step // self.every_steps > reached:
+                    reached = ref.step // self.every_steps
+                    kept.add(ref)
+        if (best := self.best_of(chain, value_of)) is not None:
+            kept.add(best)
+        return kept
+
+    def best_of(
+        self, chain: Sequence[CheckpointRef], value_of: Callable[[CheckpointRef], float | None]
+    ) -> CheckpointRef | None:
+        """The best checkpoint of `chain` (newest first); None without a rule for it or a value."""
+        if self.best is None:
+            return None
+        sign = 1.0 if self.best.endswith(":min") else -1.0
+        values = [(sign * value, ref.step, ref) for ref in chain if (value := value_of(ref)) is not None]
+        return min(values)[2] if values else None
+
+
+def check_metric(best: str | None, metrics: dict[str, Any]) -> None:
+    """Raise ConfigError where a rule names a metric that an epoch's `metrics` lack."""
+    found = BEST.fullmatch(best) if best is not None else None
+    if found is not None and metrics and found["metric"] not in metrics:
+        raise ConfigError(
+            f"there is no metric `{found['metric']}` to keep the best checkpoint by",
+            got=f"--keep-best {best}",
+            allowed=", ".join(f"{name}:min, {name}:max" for name in sorted(metrics)),
+            next_step="Correct --keep-best, or compile the model with that metric.",
+        )
+
+
+# A guess on the careful side for a shared cluster, where executors are preempted and nodes drained. It need not be
+# good: a mean time that is 6 times off, either way, makes the cost of checkpoints and lost steps 1.43 times the least,
+# which itself is sqrt(2 * cost / mean time), 0.8 % of the time for a checkpoint that costs half a second.
+MEAN_TIME_BETWEEN_FAILURES_S = 4 * 3600.0
+_SECONDS = re.compile(r"([0-9]+(?:\.[0-9]+)?)s")
+AUTO = "auto"
+ALLOWED = "steps from 1 up (200), seconds above 0 (60s) or auto"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointEvery:
+    """`steps`, or `seconds`, or neither: as often as is best (`auto`)."""
+
+    steps: int | None = None
+    seconds: float | None = None
+
+    @classmethod
+    def parse(cls, value: int | str) -> CheckpointEvery:
+        """Of 200 or `200`, `60s`, `auto`; ValueError for anything else."""
+        text = str(value)
+        if text == AUTO:
+            return cls()
+        if text.isascii() and text.isdigit() and int(text) >= 1:
+            return cls(steps=int(text))
+        found = _SECONDS.fullmatch(text)
+        if found is None or float(found[1]) <= 0:
+            raise ValueError(ALLOWED)
+        return cls(seconds=float(found[1]))
+
+
+READ_AHEAD_BYTES = 64 << 20
+
 
 BatchNorm = Literal["ghost", "sync", "local"]
 Precision = Literal["float32", "float64", "mixed_float16", "mixed_bfloat16"]
@@ -170,7 +255,7 @@ class TrainConfig:
         self._check("non_finite", self.non_finite in get_args(NonFinite), " or ".join(get_args(NonFinite)))
         alone = self.non_finite == "stop" or self.micro_batches == 1
         self._check("non_finite", alone, "stop with --micro-batches: what is added up cannot be skipped in part")
-        if self.canonical:  # which of these divide its lane groups or lanes, training.plan.canonical tells
+        if self.canonical:  # which of these divide its lane groups or lanes, training.plan.lane_count tells
             power_of_two = self.num_ranks.bit_count() == 1
             self._check("num_ranks", power_of_two, "with --canonical 1, 2, 4, ...: ranks add up whole subtrees")
             self._check("batchnorm", self.batchnorm != "sync", "with --canonical: ghost or local")
@@ -242,3 +327,11 @@ class TrainConfig:
                 allowed=", ".join(sorted(known)),
                 next_step="Resume the run with the version that began it.",
             ) from None
+
+
+LANE_GROUPS = 8  # of ghost BatchNorm: its statistics are over G / 8 samples, whatever the number of ranks
+
+
+def lane_groups(config: TrainConfig) -> int | None:
+    """The number of lane groups that ranks own whole; None where ranks may own any lanes."""
+    return LANE_GROUPS if config.batchnorm == "ghost" else None

@@ -2,27 +2,242 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from etl.columns import class_field
-from etl.describe.describe_tables import Table, dataset_tables, indexed_tables, quarantine_table
-from etl.describe.sample_images import Picture, image_field, pictures
 from etl.describe.statistics import ColumnStats, ColumnSummary
 from etl.split.warnings import label_lines
+from lockstep.features.encode.bake import is_baked, raw_field
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.sampled import sampled_of
 from lockstep.features.schema.schema import Schema
 from lockstep.features.shards.blocks import Block, dataset_blocks, indexed_blocks, indexed_fields
-from lockstep.storage.dataset.indexed import is_indexed, read_indexed
+from lockstep.storage.dataset.indexed import IndexedManifest, is_indexed, read_indexed
 from lockstep.storage.dataset.layout import MANIFEST_NAME
-from lockstep.storage.dataset.manifest import load_dataset
-from lockstep.storage.errors import ConfigError, NotFoundError
+from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset, read_checked
+from lockstep.storage.errors import ConfigError, CorruptionError, NotFoundError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import join
+
+MAX_SOURCES = 20  # of many input files the first are named
+Rows = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A titled table: the names of its columns (none where a row is a name and a value) and its rows."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: Rows
+
+
+def dataset_tables(manifest: DatasetManifest) -> Iterator[Table]:
+    """What a dataset's manifest says: counts, splits, schema, leakage, fitted files, input, configuration."""
+    counts = manifest.counts
+    shards = [shard for split in manifest.splits.values() for shard in split.shards]
+    dropped = [(f"dropped: {why}", str(count)) for why, count in sorted(counts.dropped.items())]
+    facts = [
+        ("format", manifest.format if manifest.compression is None else f"{manifest.format}, {manifest.compression}"),
+        ("digest", manifest.digest),
+        ("made by version", str(manifest.created_by["version"])),
+        ("seed", str(manifest.created_by["seed"])),
+        ("read", str(counts.read)),
+        ("written", str(counts.written)),
+        ("quarantined", str(counts.quarantined)),
+        *dropped,
+        ("size of shards", size(sum(shard.bytes for shard in shards))),
+    ]
+    if manifest.compression is not None:
+        facts.append(("size unpacked", size(sum(shard.unpacked_bytes for shard in shards))))
+    if manifest.parent is not None:
+        facts.append(("appends to", f"{manifest.parent['url']} ({manifest.parent['digest']})"))
+    yield Table("Dataset", (), tuple(facts))
+    head = ("split", "records", "size", "shards", "records a shard (least / mean / most)", "bytes a shard")
+    rows = [
+        (
+            name,
+            str(split.records),
+            size(sum(shard.bytes for shard in split.shards)),
+            str(len(split.shards)),
+            spread([shard.records for shard in split.shards] or [0]),
+            spread([shard.bytes for shard in split.shards] or [0]),
+        )
+        for name, split in sorted(manifest.splits.items())
+    ]
+    yield Table("Splits", head, tuple(rows))
+    yield Table("Schema", ("field", "dtype", "shape", "kind", "nullable", "encoding"), tuple(_fields(manifest.schema)))
+    baked = tuple(_baked(manifest.schema))
+    if baked:
+        yield Table("Baked: stored as a model is fed", ("field", "encoding", "stored", "ids", "fitted", "on"), baked)
+    if manifest.leakage is not None:
+        more = [manifest.leakage.get(key, {}) for key in ("by_chance", "distinct")]
+        found = tuple(
+            (name, str(count), *(str(values.get(name, "")) for values in more))
+            for name, count in sorted(manifest.leakage["found"].items())
+        )
+        title = f"Leakage: on two sides of the split ({manifest.leakage['kind']})"
+        yield Table(title, ("what", "found", "by chance", "distinct"), found)
+    fitted = [(path, size(info.bytes)) for path, info in sorted(manifest.files.items()) if path.startswith("_fitted/")]
+    if fitted:
+        yield Table("Fitted files", ("file", "size"), tuple(fitted))
+    named = [(source.url, size(source.bytes)) for source in manifest.source[:MAX_SOURCES]]
+    if len(manifest.source) > MAX_SOURCES:
+        named.append((f"and {len(manifest.source) - MAX_SOURCES} more", ""))
+    yield Table("Input", ("file", "size"), tuple(named))
+    config = [
+        (key, json.dumps(value, ensure_ascii=False)) for key, value in sorted(manifest.created_by["config"].items())
+    ]
+    if config:
+        yield Table("Configuration", (), tuple(config))
+
+
+def _fields(schema: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    for field in schema["fields"]:
+        shape = "x".join("any" if size is None else str(size) for size in field["shape"]) or "one value"
+        encoding = "" if field["encoding"] is None else json.dumps(field["encoding"], sort_keys=True)
+        yield field["name"], field["dtype"], shape, field["kind"], "yes" if field["nullable"] else "no", encoding
+
+
+def _baked(schema: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    for field in Schema.from_json(schema):
+        if is_baked(field):
+            assert field.encoding is not None
+            declared, ids = raw_field(field).encoding or {}, field.encoding.get("ids")
+            kinds = [one["kind"] for one in (declared, declared.get("of", {})) if one]
+            fitted = field.encoding.get("fitted", {"file": "", "splits": []})
+            stored = f"{field.dtype} list" if field.is_list else field.dtype
+            told = "" if ids is None else str(ids)
+            yield field.name, " of ".join(kinds) or "none", stored, told, fitted["file"], ", ".join(fitted["splits"])
+
+
+def indexed_tables(manifest: IndexedManifest) -> list[Table]:
+    """What the manifest of an indexed directory says."""
+    sizes = [file.bytes for file in manifest.files]
+    facts = (
+        ("kind", "TFRecord files of somebody else, with an index"),
+        ("files", str(len(sizes))),
+        ("gzip files", str(len(manifest.gzip))),
+        ("records", str(sum(file.records for file in manifest.files))),
+        ("size", size(sum(sizes))),
+        ("records a file (least / mean / most)", spread([file.records for file in manifest.files])),
+        ("bytes a file", spread(sizes)),
+        ("schema inferred from", f"{manifest.sampled} records"),
+    )
+    columns = tuple((name, dtype, "any number" if many else "one value") for name, dtype, many in manifest.columns)
+    return [Table("Files", (), facts), Table("Schema", ("feature", "dtype", "values"), columns)]
+
+
+def quarantine_table(url: str, manifest: DatasetManifest) -> list[Table]:
+    """Why input was rejected; the files hold raw bytes of the input too, of which nothing is told."""
+    reasons: Counter[str] = Counter()
+    for path, info in sorted(manifest.files.items()):
+        if not path.startswith("_quarantine/"):
+            continue
+        data = read_checked(filesystem(url), url, path, info)
+        try:
+            reasons.update(pq.read_table(pa.BufferReader(data), columns=["reason"]).column("reason").to_pylist())
+        except (pa.ArrowException, OSError, KeyError) as error:
+            raise CorruptionError(
+                "a quarantine file cannot be read",
+                file=join(url, path),
+                got=str(error).splitlines()[0],
+                allowed="Parquet with a column `reason`",
+            ) from None
+    rows = sorted(reasons.items(), key=lambda item: (-item[1], str(item[0])))
+    return [Table("Quarantine", ("reason", "records"), tuple((str(why), str(n)) for why, n in rows))] if rows else []
+
+
+def size(count: int) -> str:
+    """A number of bytes, exactly and in words."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if count >= unit:
+            return f"{count} ({count / unit:.1f} {name})"
+    return str(count)
+
+
+def spread(sizes: Sequence[int]) -> str:
+    """Least, mean and greatest of some sizes, and how far the greatest is above the mean."""
+    mean = sum(sizes) / len(sizes)
+    over = f", the largest {100 * (max(sizes) / mean - 1):.1f} % above the mean" if mean and len(sizes) > 1 else ""
+    return f"{min(sizes)} / {mean:.0f} / {max(sizes)}{over}"
+
+
+MAX_STORED_BYTES = 256 << 10  # a larger picture would make the page heavy
+MAX_SIDE = 1024
+# What a browser shows as a picture and nothing else: no SVG, which may hold scripts.
+_STORED = ((b"\xff\xd8\xff", "jpeg"), (b"\x89PNG\r\n\x1a\n", "png"), (b"GIF8", "gif"))
+_CHANNELS = (1, 3, 4)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One picture as a data URL, and the words below it."""
+
+    url: str
+    caption: str
+
+
+def image_field(fields: Sequence[Field]) -> Field | None:
+    """The first field that may hold pictures: a uint8 tensor of (height, width) or (height, width, channels), else a
+    scalar of bytes.
+    """
+    for field in fields:
+        sides = [size for size in field.shape if size is not None]
+        flat = len(sides) == 2 or (len(sides) == 3 and sides[2] in _CHANNELS)
+        if field.is_tensor and field.dtype == "uint8" and flat and min(sides[:2]) >= 2 and max(sides[:2]) <= MAX_SIDE:
+            return field
+    return next((field for field in fields if field.dtype == "bytes" and not field.shape), None)
+
+
+def pictures(batch: pa.RecordBatch, field: Field, label: str | None, split: str, count: int) -> list[Picture]:
+    """Up to `count` pictures of a batch, one from each stretch of it; values that are none are passed over."""
+    if count <= 0 or not len(batch):
+        return []
+    step = max(1, len(batch) // count)
+    rows = batch.slice(0, step * count).take(pa.array(range(0, min(len(batch), step * count), step)))
+    found = []
+    labels = rows.column(label).to_pylist() if label is not None else [None] * len(rows)
+    for value, told in zip(rows.column(field.name).to_pylist(), labels, strict=True):
+        url = None if value is None else data_url(value, field)
+        if url is not None:
+            found.append(Picture(url, split if label is None else f"{split}: {told}"))
+    return found[:count]
+
+
+def data_url(value: bytes, field: Field) -> str | None:
+    """A value as a data URL, or None for one that is no picture."""
+    if field.is_tensor:
+        sides = [size for size in field.shape if size is not None]
+        pixels = np.frombuffer(value, np.uint8).reshape(sides[0], sides[1], -1)
+        return f"data:image/png;base64,{base64.b64encode(png(pixels)).decode('ascii')}"
+    kind = next((name for magic, name in _STORED if value.startswith(magic)), None)
+    if value[:4] == b"RIFF" and value[8:12] == b"WEBP":
+        kind = "webp"
+    if kind is None or len(value) > MAX_STORED_BYTES:
+        return None
+    return f"data:image/{kind};base64,{base64.b64encode(value).decode('ascii')}"
+
+
+def png(pixels: npt.NDArray[np.uint8]) -> bytes:
+    """A PNG file of pixels (height, width, channels) uint8: 1 channel is grey, 3 are red, green, blue, 4 have alpha."""
+    from PIL import Image
+
+    target = io.BytesIO()
+    Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels).save(target, "PNG")
+    return target.getvalue()
+
 
 MAX_RECORDS = 100_000
 MAX_IMAGES = 24

@@ -18,8 +18,8 @@ import pyarrow as pa
 from etl import columns as c
 from etl.spark.errors import in_task
 from etl.spark.tasks import mapped
+from etl.split.assign import Stored
 from etl.split.splits import SplitSpec
-from etl.split.stored import Stored
 from lockstep.features.encode.bake import Baker, check_bakeable
 from lockstep.features.schema.fitted import Fitted, read_fitted
 from lockstep.features.schema.schema import Schema

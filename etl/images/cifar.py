@@ -14,14 +14,11 @@ import numpy as np
 import pyarrow as pa
 
 from etl import columns as c
-from etl.images import image_rows as r
-from etl.images.intake import Intake
-from etl.images.pieces import ImagePlan, Piece, step_bytes
-from etl.images.places import split_word
+from etl.images import source as r
+from etl.images.source import ImagePlan, Intake, Piece, split_word, step_bytes
 from etl.images.tar_format import read_members
-from etl.input.forward import Forward
-from etl.input.ranges import Source, find_sources, source_name
-from etl.input.unpack import PLAIN
+from etl.input.files import Source, find_sources, source_name
+from etl.input.unpack import PLAIN, Forward
 from lockstep.storage.errors import DataError, NotFoundError
 from lockstep.storage.urls import absolute, basename
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from etl.images.cifar import NUM_CLASSES
-from etl.images.intake import Intake
+from etl.images.source import Intake
 from etl.write.config import OutputConfig
 from lockstep.features.images.decode import Limits
 from lockstep.features.images.resize import FITS, ROTATIONS
-from lockstep.storage.flags import check_flag
+from lockstep.storage.errors import check_flag
 
 SOURCES = ("idx", "cifar10", "cifar100", "folder", "tar", "parquet")
 ENCODED = ("folder", "tar", "parquet")

@@ -7,15 +7,24 @@ behind     the values in C order, nothing else
 
 from __future__ import annotations
 
+import hashlib
 import math
+import re
 import struct
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from etl.input.forward import Forward
-from etl.input.ranges import Source
-from etl.input.unpack import PLAIN
-from lockstep.storage.errors import DataError
+import numpy as np
+import pyarrow as pa
+
+from etl import columns as c
+from etl.images import source as r
+from etl.images.source import ImagePlan, Intake, Piece, step_bytes
+from etl.input.files import Source, find_sources, source_name
+from etl.input.unpack import PLAIN, Forward
+from lockstep.storage.errors import ConfigError, DataError, NotFoundError
+from lockstep.storage.urls import absolute, parent
 
 _UNSIGNED_BYTE = 0x08
 MAX_SIDE = 4096
@@ -109,3 +118,208 @@ def _short(url: str, got: int, allowed: str, more: str = "") -> DataError:
 
 def _bad(url: str, got: str, allowed: str, what: str) -> DataError:
     return DataError(f"{url} is not {what}", got=got, allowed=allowed, next_step="Check --input and --source.")
+
+
+_KIND = re.compile(r"(images|labels)(.*?)idx\d")
+_GIVEN = {"train": "train", "t10k": "test", "test": "test"}
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """An image file and its label file, by their places among the sources, and the split that their name gives."""
+
+    images: IdxFile
+    labels: IdxFile
+    source: int
+    labels_source: int
+    occurrence: int
+    split: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class IdxPiece(Piece):
+    """`count` records of a pair from the record `first` on."""
+
+    images_url: str
+    images_codec: str
+    shape: tuple[int, ...]
+    source: int
+    labels_url: str
+    labels_codec: str
+    labels_source: int
+    name: str
+    occurrence: int
+    split: str | None
+    first: int
+    count: int
+
+    def read(self, intake: Intake, num_classes: int | None) -> Iterator[pa.RecordBatch]:
+        """Raises DataError for files that are not as long as their headers say."""
+        assert num_classes is not None
+        images = IdxFile(self.images_url, self.images_codec, tuple(self.shape))
+        labels = IdxFile(self.labels_url, self.labels_codec, (images.shape[0],))
+        step = max(1, r.BATCH_BYTES // images.record_bytes)
+        pixels = read_records(images, self.first, self.count, step)
+        classes = read_records(labels, self.first, self.count, step)
+        start = self.first
+        for data, label_bytes in zip(pixels, classes, strict=True):
+            label = np.frombuffer(label_bytes, dtype=np.uint8)
+            good = label < num_classes
+            numbers = np.arange(start, start + len(label))
+            # (n * H * W * C,) -> (n, H, W, C), one channel where the file has none
+            stack = np.frombuffer(data, dtype=np.uint8).reshape(len(label), *images.shape[1:3], -1)
+            if good.any():
+                yield self._records(images, intake.stack(stack[good]), label[good], numbers[good])
+            if not good.all():
+                yield self._bad(labels, label[~good], numbers[~good])
+            start += len(label)
+
+    def _records(self, images: IdxFile, stack: np.ndarray, label: np.ndarray, numbers: np.ndarray) -> pa.RecordBatch:
+        return r.rows(
+            len(stack),
+            {
+                "kind": r.RECORD,
+                c.SOURCE: self.source,
+                c.POSITION: numbers * images.record_bytes + images.header_bytes,
+                c.OCCURRENCE: self.occurrence,
+                c.SPLIT: self.split,
+                "name": self.name,
+                "number": numbers,
+                "image": r.pixel_rows(stack),
+                "label": label,
+            },
+        )
+
+    def _bad(self, labels: IdxFile, label: np.ndarray, numbers: np.ndarray) -> pa.RecordBatch:
+        raw = [bytes([value]) for value in label.tolist()]
+        return r.rows(
+            len(label),
+            {
+                "kind": r.BAD,
+                c.SOURCE: self.labels_source,
+                c.POSITION: numbers + labels.header_bytes,
+                "reason": r.LABEL_OUT_OF_RANGE,
+                "raw": raw,
+                "length": np.ones(len(label), dtype=np.int64),
+                "sha256": [hashlib.sha256(value).hexdigest() for value in raw],
+            },
+        )
+
+
+def plan(inputs: Sequence[str], *, given: bool, num_classes: int, split_bytes: int) -> ImagePlan:
+    """Pair the files by name and check headers and lengths.
+
+    Raises ConfigError for names that are none, NotFoundError for half a pair, DataError for headers that do not fit.
+    """
+    sources = find_sources(inputs)
+    pairs = pair_up(sources, given)
+    height, width, *channels = pairs[0].images.shape[1:]
+    return ImagePlan(
+        sources=sources,
+        pieces=_pieces(pairs, step_bytes(split_bytes)),
+        shape=(height, width, channels[0] if channels else 1),
+        num_classes=num_classes,
+        records=sum(pair.images.shape[0] for pair in pairs),
+    )
+
+
+def pair_up(sources: Sequence[Source], given: bool) -> list[Pair]:
+    """The pairs among `sources`; with `given` each must name its split."""
+    found: dict[tuple[str, str], dict[str, int]] = {}
+    for number, source in enumerate(sources):
+        name = source_name(source.url)
+        kind = _KIND.search(name)
+        if kind is None:
+            raise ConfigError(
+                f"input {source.url} is not named like an IDX file",
+                got=name,
+                allowed="*images*idx3* and *labels*idx1*, plain, .gz, .bz2 or .zst",
+                next_step="Name the files as MNIST does, or leave this one out.",
+            )
+        key = (parent(source.url), _KIND.sub(r"*\2idx", name))
+        if kind.group(1) in found.setdefault(key, {}):
+            raise ConfigError(
+                f"input {source.url} is there twice",
+                got="the same name plain and packed, or given twice",
+                allowed="one of them",
+                next_step="Take one of them out.",
+            )
+        found[key][kind.group(1)] = number
+    pairs: list[Pair] = []
+    seen: Counter[str] = Counter()
+    for numbers in found.values():
+        pair = _pair(sources, numbers, given, seen)
+        if pairs and pairs[0].images.shape[1:] != pair.images.shape[1:]:
+            raise DataError(
+                f"{pair.images.url} holds images of another size",
+                got=str(pair.images.shape[1:]),
+                allowed=f"{pairs[0].images.shape[1:]} as in {pairs[0].images.url}",
+                next_step="Build a dataset from each.",
+            )
+        pairs.append(pair)
+    return pairs
+
+
+def _pair(sources: Sequence[Source], numbers: dict[str, int], given: bool, seen: Counter[str]) -> Pair:
+    if len(numbers) < 2:
+        there = sources[next(iter(numbers.values()))].url
+        missing = "labels" if "images" in numbers else "images"
+        raise NotFoundError(
+            f"input {there} has no file of {missing}",
+            got="one file of a pair",
+            allowed="images and labels in one folder, named alike",
+            next_step="Give --input both files, or their folder.",
+        )
+    images, labels = (read_header(sources[numbers[kind]]) for kind in ("images", "labels"))
+    for file, dimensions in ((images, (3, 4)), (labels, (1,))):
+        if len(file.shape) not in dimensions or (len(file.shape) == 4 and file.shape[3] not in (1, 3)):
+            raise DataError(
+                f"{file.url} has the wrong number of dimensions",
+                got=str(file.shape),
+                allowed=" or ".join(map(str, dimensions)) + ", of a fourth 1 or 3 channels",
+                next_step="Check which file holds images and which labels.",
+            )
+    if images.shape[0] != labels.shape[0]:
+        raise DataError(
+            f"{images.url} and {labels.url} do not belong together",
+            got=f"{images.shape[0]} images, {labels.shape[0]} labels",
+            allowed="a label for each image",
+            next_step="Fetch both files again from one origin.",
+        )
+    name = source_name(images.url)
+    seen[name] += 1
+    split = _GIVEN.get(re.split(r"[-_.]", name)[0])
+    if given and split is None:
+        raise ConfigError(
+            f"{images.url} does not name its split",
+            got=name,
+            allowed="train-*, t10k-* or test-*",
+            next_step="Use --split 80/20.",
+        )
+    return Pair(images, labels, numbers["images"], numbers["labels"], seen[name] - 1, split if given else None)
+
+
+def _pieces(pairs: Sequence[Pair], step: int) -> list[IdxPiece]:
+    """A packed file of images is one piece, a plain one is cut after about `step` bytes."""
+    pieces = []
+    for pair in pairs:
+        images, labels = pair.images, pair.labels
+        records = images.shape[0] if images.codec != PLAIN else max(1, step // images.record_bytes)
+        for first in range(0, images.shape[0], records):
+            pieces.append(
+                IdxPiece(
+                    images_url=absolute(images.url),
+                    images_codec=images.codec,
+                    shape=images.shape,
+                    source=pair.source,
+                    labels_url=absolute(labels.url),
+                    labels_codec=labels.codec,
+                    labels_source=pair.labels_source,
+                    name=source_name(images.url),
+                    occurrence=pair.occurrence,
+                    split=pair.split,
+                    first=first,
+                    count=min(records, images.shape[0] - first),
+                )
+            )
+    return pieces

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+import re
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from etl import columns as c
+from etl.input.files import Source
+from etl.input.lines import RAW_BYTES
+from etl.split.splits import TEST, TRAIN, VALIDATION
+from lockstep.features.images.decode import Limits, checked_header, decode
+from lockstep.features.images.resize import fit, rotate, set_channels
 
 # About 100 bytes each of the driver's memory. In the message that starts a shard's task, which Spark allows 128 MiB by
 # default, they are 52 bytes each: even if all of them lie in one shard, they fit.
@@ -29,7 +43,7 @@ _CHUNK_ROWS = 1 << 12  # as Python objects: more would only give the collector o
 @dataclass(frozen=True)
 class ImageFiles:
     """`files` has a row of FILES for each file that should be an image, in order of source and position; `other` the
-    rows of etl.images.image_rows of what is rejected or left out by its header.
+    rows of etl.images.source of what is rejected or left out by its header.
     """
 
     files: pa.Table
@@ -68,3 +82,273 @@ class FileList:
             arrays = [pa.array(values, field.type) for field, values in columns]
             self._batches.append(pa.RecordBatch.from_arrays(arrays, schema=FILES))
             self._rows = []
+
+
+RECORD, BAD, DROPPED = 0, 1, 2
+ID_COLUMNS = ("name", "number")  # what a sample id is made of
+LABEL_OUT_OF_RANGE = "label_out_of_range"
+NO_LABEL = "no_label"
+LABEL_TOO_LONG = "label_too_long"
+NO_IMAGE = "no_image"
+NO_CLASS = "no_class"
+NOT_A_FILE = "not_a_regular_file"
+UNSAFE_NAME = "unsafe_name"
+NOT_AN_IMAGE = "not_an_image"  # dropped: its name says so
+PACKED, PLACE = "_packed", "place"  # whether the image is still a file; the path below the source, of a folder
+BATCH_BYTES = 4 << 20
+BATCH_ROWS = 4096
+# `place` is what stands behind the source's URL where a source is a folder; `class` the name that becomes a label.
+OUTPUT = pa.schema(
+    [
+        ("kind", pa.int32()),
+        (c.SOURCE, pa.int32()),
+        (c.POSITION, pa.int64()),
+        ("place", pa.string()),
+        (c.OCCURRENCE, pa.int64()),
+        (c.SPLIT, pa.string()),
+        ("name", pa.string()),
+        ("number", pa.int64()),
+        ("image", pa.binary()),
+        (PACKED, pa.bool_()),
+        ("label", pa.int64()),
+        ("class", pa.string()),
+        ("reason", pa.string()),
+        ("raw", pa.binary()),
+        ("length", pa.int64()),
+        ("sha256", pa.string()),
+    ]
+)
+OUTPUT_DDL = (
+    f"kind int, {c.SOURCE} int, {c.POSITION} bigint, place string, {c.OCCURRENCE} bigint, {c.SPLIT} string,"
+    f" name string, number bigint, image binary, {PACKED} boolean, label bigint, class string, reason string,"
+    " raw binary, length bigint, sha256 string"
+)
+
+
+def rows(count: int, columns: dict[str, Any]) -> pa.RecordBatch:
+    """A batch of `count` rows of OUTPUT; a single value stands for all rows, a column not given is null."""
+    arrays = []
+    for declared in OUTPUT:
+        value = columns.get(declared.name)
+        if isinstance(value, str | int) or value is None:
+            arrays.append(pa.repeat(pa.scalar(value, declared.type), count))
+        else:
+            arrays.append(value if isinstance(value, pa.Array) else pa.array(value, type=declared.type))
+    return pa.RecordBatch.from_arrays(arrays, schema=OUTPUT)
+
+
+def pixel_rows(stack: np.ndarray) -> pa.Array:
+    """Equal images (n, H, W, C) uint8, n at least 1, as n binary values without a copy."""
+    stack = np.ascontiguousarray(stack)
+    offsets = pa.py_buffer(np.arange(len(stack) + 1, dtype=np.int32) * np.int32(stack[0].size))
+    return pa.Array.from_buffers(pa.binary(), len(stack), [None, offsets, pa.py_buffer(stack)])
+
+
+class Gather:
+    """Collects one row after another and hands out batches of about BATCH_BYTES.
+
+    `columns` are those in which images differ, besides the image; `fixed` columns are the same in all rows.
+    """
+
+    def __init__(self, columns: tuple[str, ...], **fixed: Any) -> None:
+        self._columns, self._fixed = columns, fixed
+        self._bytes = 0
+        self._images: list[bytes] = []
+        self._values: list[tuple[Any, ...]] = []
+        self._other: list[dict[str, Any]] = []
+
+    def record(self, image: bytes, *values: Any) -> None:
+        """Add an image, with its values in the order of `columns`."""
+        self._images.append(image)
+        self._values.append(values)
+        self._bytes += len(image)
+
+    def bad(self, reason: str, position: int, raw: bytes, place: str | None = None) -> None:
+        """Add a rejected record whose bytes are all there."""
+        self.bad_part(reason, position, raw[:RAW_BYTES], len(raw), hashlib.sha256(raw).hexdigest(), place)
+
+    def bad_part(
+        self, reason: str, position: int, raw: bytes, length: int, sha256: str, place: str | None = None
+    ) -> None:
+        """Add a rejected record by the first bytes, the length and the SHA-256 of the whole."""
+        told = {"kind": BAD, "reason": reason, "raw": raw, "length": length, "sha256": sha256}
+        self._other.append({**told, c.POSITION: position, "place": place})
+        self._bytes += len(raw)
+
+    def drop(self, reason: str, position: int, place: str | None = None) -> None:
+        """Add what is read and left out by a rule that `reason` names."""
+        self._other.append({"kind": DROPPED, "reason": reason, c.POSITION: position, "place": place})
+
+    def full(self) -> Iterator[pa.RecordBatch]:
+        """The batches that are due: none before enough has come together."""
+        if self._bytes >= BATCH_BYTES or len(self._images) + len(self._other) >= BATCH_ROWS:
+            yield from self.rest()
+
+    def rest(self) -> Iterator[pa.RecordBatch]:
+        """What has come together since the last batch."""
+        if self._images:
+            values = dict(zip(self._columns, map(list, zip(*self._values, strict=True)), strict=True))
+            yield rows(len(self._images), {**self._fixed, "kind": RECORD, "image": self._images, **values})
+        if self._other:
+            names = dict.fromkeys(name for row in self._other for name in row)
+            columns = {name: [row.get(name) for row in self._other] for name in names}
+            yield rows(len(self._other), {**self._fixed, **columns})
+        self._images, self._values, self._other, self._bytes = [], [], [], 0
+
+
+_MAX_GROWTH = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Intake:
+    """The operations, in this order: decode and EXIF orientation, channels, `degrees` clockwise, `how` to `size`.
+
+    `size` is (height, width), None for the size that images have; `channels` 1 or 3, None for what they have;
+    `keep` leaves encoded images as they are once they are known to decode; `late` leaves those to the task that writes
+    them that are shorter than their pixels.
+    """
+
+    size: tuple[int, int] | None
+    channels: int | None
+    how: str = "resize"
+    degrees: int = 0
+    keep: bool = False
+    late: bool = False
+    limits: Limits = field(default_factory=Limits)
+
+    def shape(self, height: int, width: int, channels: int) -> tuple[int, int, int]:
+        """(height, width, channels) of what becomes of an image."""
+        turned = (width, height) if self.degrees in (90, 270) else (height, width)
+        return (*(self.size or turned), self.channels or channels)
+
+    def stack(self, images: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Images of one size, decoded already: (n, H, W, C) uint8 -> (n, *shape) uint8."""
+        if self.channels is not None:
+            images = set_channels(images, self.channels)
+        images = rotate(images, self.degrees)
+        return images if self.size is None else fit(images, *self.size, self.how)
+
+    def hand_on(self, data: bytes) -> tuple[bytes, bool]:
+        """An encoded image in the form in which it travels, and whether that is `data`, to be taken later. Raises
+        ImageError where its header or, if it is taken now, all of it is not what it should be.
+        """
+        if self.late and self.size is not None:
+            assert self.channels is not None
+            pixels = self.size[0] * self.size[1] * self.channels
+            header = checked_header(data, self.limits)
+            # A large picture is made small here: few tasks write, and each would decode for a long time.
+            sides = (header.height or self.limits.max_pixels) * (header.width or 1)
+            if len(data) < pixels and sides * self.channels <= _MAX_GROWTH * pixels:
+                return data, True
+        return self.take(data), False
+
+    def take(self, data: bytes) -> bytes:
+        """An encoded image: its pixels in C order, or `data` itself where it is kept. Raises ImageError."""
+        assert self.channels is not None
+        pixels = decode(data, self.channels, self.limits)
+        if self.keep:
+            return data
+        if not self.degrees and pixels.shape[:2] == self.size:
+            return pixels.tobytes()
+        return self.stack(pixels[None]).tobytes()
+
+
+MAX_STEP_BYTES = 8 << 20  # decoding takes ten times as long as reading: smaller pieces keep all cores busy to the end
+
+
+class Piece(ABC):
+    """A part of the input; a frozen dataclass of plain values, since it travels as JSON."""
+
+    source: int
+    """The number of the file that it is read from (of two, the one with the images)."""
+
+    @abstractmethod
+    def read(self, intake: Intake, num_classes: int | None) -> Iterator[pa.RecordBatch]:
+        """The rows of etl.images.source. Labels that are numbers go to quarantine from `num_classes` on.
+
+        Raises DataError for a file that is damaged or not as long as planned.
+        """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImagePlan:
+    """Sources, pieces and what is known already.
+
+    `shape` is (height, width, channels) before any operation, None for files of any size. `num_classes` is None where
+    classes are names, which come to light when all is read; `class_names` are those of labels that are numbers.
+    `records` is what the headers promise, None where they promise nothing. `trees` says that sources are folders.
+    `files` are those in plain archives, where they were listed.
+    """
+
+    sources: Sequence[Source]
+    pieces: Sequence[Piece]
+    shape: tuple[int, int, int] | None = None
+    num_classes: int | None = None
+    class_names: tuple[str, ...] = ()
+    records: int | None = None
+    trees: bool = False
+    names_may_repeat: bool = False
+    files: ImageFiles | None = None
+
+    def piece_bytes(self) -> list[int]:
+        """About how many bytes of input each piece has: its share of its file."""
+        counts = Counter(piece.source for piece in self.pieces)
+        return [self.sources[piece.source].size_bytes // counts[piece.source] for piece in self.pieces]
+
+
+def step_bytes(split_bytes: int) -> int:
+    """Bytes of input for a task: what the caller asks for, or less."""
+    return min(split_bytes, MAX_STEP_BYTES)
+
+
+SPLITS = {"train": TRAIN, "training": TRAIN, "test": TEST, "testing": TEST, "t10k": TEST}
+SPLITS |= dict.fromkeys(("val", "valid", "validation", "dev"), VALIDATION)
+_TEXTS = ("txt", "md", "csv", "tsv", "json", "jsonl", "xml", "html", "yaml", "yml", "toml", "ini", "log", "py", "sh")
+_SIDE = ("__MACOSX", "Thumbs.db", "desktop.ini")
+_OTHERS = frozenset((*_TEXTS, "pdf", "mat", "npy", "npz", "pkl", "bin", "db", "gz", "zip", "tar", "mp4", "avi"))
+
+
+class Place(NamedTuple):
+    """The split that a place names (or None), the class (or None), and the name by which the sample is known."""
+
+    split: str | None
+    label: str | None
+    name: str
+
+
+def split_word(text: str) -> str | None:
+    """The split that a file's or folder's name tells by one of its words, the first that does: `cifar10_train.tar`."""
+    return next((SPLITS[word] for word in re.split(r"[^a-z0-9]+", text.lower()) if word in SPLITS), None)
+
+
+def place_of(parts: Sequence[str], hint: str | None = None) -> Place:
+    """Read a relative path. The first folder named like a split is the split, and the folder in it the class; without
+    one, the class is the folder that the file lies in and the split `hint`, which the archive's or root's name gave.
+    """
+    split, label, hinted = _of_folders(tuple(parts[:-1]), hint)
+    name = "/".join(parts)
+    # With the hint in front, a sample has the same name whether its split is a folder or an archive of its own.
+    return Place(split, label, f"{split}/{name}" if hinted and split else name)
+
+
+@lru_cache(maxsize=1 << 12)  # images come class by class
+def _of_folders(folders: tuple[str, ...], hint: str | None) -> tuple[str | None, str | None, bool]:
+    """(split, class, whether the split is the hint's)."""
+    for number, folder in enumerate(folders):
+        split = SPLITS.get(folder.lower())
+        if split is not None:
+            return split, next(iter(folders[number + 1 :]), None), False
+    return hint, folders[-1] if folders else None, True
+
+
+def is_left_out(parts: Sequence[str]) -> bool:
+    """Whether a name says that there is no image: hidden, of another kind (.txt, .csv, ...), a system's side file."""
+    if parts[-1].startswith(".") or parts[-1] in _SIDE or _is_hidden(tuple(parts[:-1])):
+        return True
+    stem, dot, suffix = parts[-1].rpartition(".")
+    return bool(stem and dot) and suffix.lower() in _OTHERS
+
+
+@lru_cache(maxsize=1 << 12)
+def _is_hidden(folders: tuple[str, ...]) -> bool:
+    return any(folder.startswith(".") or folder in _SIDE for folder in folders)

@@ -10,16 +10,24 @@ from dataclasses import dataclass, replace
 import pyarrow as pa
 
 from etl import columns as c
-from etl.images import image_rows as r
-from etl.images.intake import Intake
-from etl.images.pieces import ImagePlan, Piece, step_bytes
-from etl.images.places import Place, is_left_out, place_of, split_word
-from etl.images.source import MAX_FILES, FileList, ImageFiles
+from etl.images import source as r
+from etl.images.source import (
+    MAX_FILES,
+    FileList,
+    ImageFiles,
+    ImagePlan,
+    Intake,
+    Piece,
+    Place,
+    is_left_out,
+    place_of,
+    split_word,
+    step_bytes,
+)
 from etl.images.tar_format import BLOCK, Member, cut_error, plan_stretches, read_members
-from etl.input.forward import CHUNK_BYTES, Forward
+from etl.input.files import Source, find_sources, source_name
 from etl.input.lines import RAW_BYTES
-from etl.input.ranges import Source, find_sources, source_name
-from etl.input.unpack import PLAIN
+from etl.input.unpack import CHUNK_BYTES, PLAIN, Forward
 from lockstep.features.images.decode import TOO_LONG, ImageError, Limits
 from lockstep.storage.urls import absolute
 

@@ -4,22 +4,231 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import translate
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import pyarrow as pa
 
-from etl.input.ranges import DEFAULT_SPLIT_BYTES, Source
+from etl.input.unpack import MAGIC_BYTES, PLAIN, SUFFIXES, codec_of, foreign_codec, unpacked
 from etl.spark.session import described
 from etl.spark.tasks import EachSlice, sliced
 from lockstep.storage.dataset.manifest_entries import SourceInfo
-from lockstep.storage.errors import DataError
+from lockstep.storage.errors import ConfigError, DataError, NotFoundError
+from lockstep.storage.files.interface import FileStat, FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.settings import hadoop_settings
-from lockstep.storage.urls import absolute
+from lockstep.storage.urls import absolute, basename, join, split_url
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+_WILD = re.compile(r"[*?\[]")
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a name is nobody's data: Spark's and our own side files, and half-written files of `hdfs dfs -put`."""
+    return name.startswith(("_", ".")) or name.endswith("._COPYING_")
+
+
+def is_pattern(url: str) -> bool:
+    """Whether a URL holds a wildcard: `*`, `?` or `[...]`, each within one part of the path."""
+    return _WILD.search(split_url(url)[2]) is not None
+
+
+def expand(url: str) -> list[str]:
+    """The files and directories that a pattern names, in order of their names; hidden ones only where it asks for them.
+
+    Raises NotFoundError where there is none.
+    """
+    path = split_url(url)[2]
+    fs = filesystem(url)
+    root = url[: len(url) - len(path)]
+    parts = [part for part in path.split("/") if part]
+    base, parts = _fixed_part(root + ("/" if path.startswith("/") else ""), parts)
+    found = [base] if fs.exists(base) and fs.stat(base).is_dir else []
+    for number, part in enumerate(parts):
+        found = [entry for folder in found for entry in _matches(fs, folder, part, last=number == len(parts) - 1)]
+    if not found:
+        raise NotFoundError(
+            f"input {url} names no file",
+            got="a pattern that nothing fits",
+            allowed="a pattern that fits a file or more; `*` and `?` never fit a `/`",
+            next_step="Check --input; quote the pattern, so that the shell leaves it as it is.",
+        )
+    return [entry.removeprefix("./") for entry in found]
+
+
+def visible_files(fs: FileSystem, url: str) -> Iterator[FileStat]:
+    """The files below a directory, depth first, sorted by name in each directory, without what is hidden.
+
+    Raises DataError for a link to a directory, which may lead elsewhere or in a circle.
+    """
+    pending = [entry for entry in fs.list(url) if not is_hidden(entry.name)][::-1]
+    while pending:
+        entry = pending.pop()
+        if entry.is_dir and entry.is_special:
+            raise DataError(
+                f"input {entry.url} is a link to a folder",
+                got="a link",
+                allowed="files, links to files and folders",
+                next_step="Take the link out, or give --input the folder that it leads to.",
+            )
+        if entry.is_dir:
+            pending += [below for below in fs.list(entry.url) if not is_hidden(below.name)][::-1]
+        else:
+            yield entry
+
+
+def _fixed_part(root: str, parts: list[str]) -> tuple[str, list[str]]:
+    """The directory in front of the first wildcard, and the parts from there on."""
+    while parts and _WILD.search(parts[0]) is None:
+        root, parts = (join(root, parts[0]) if root else parts[0]), parts[1:]
+    return root or ".", parts
+
+
+def _matches(fs: FileSystem, folder: str, part: str, *, last: bool) -> list[str]:
+    if _WILD.search(part) is None:
+        return [url for url in [join(folder, part)] if fs.exists(url)]
+    fits = re.compile(translate(part))
+    hidden = part.startswith(("_", "."))
+    return [
+        entry.url
+        for entry in fs.list(folder)
+        if fits.fullmatch(entry.name) and (hidden or not is_hidden(entry.name)) and (last or entry.is_dir)
+    ]
+
+
+DEFAULT_SPLIT_BYTES = 64 << 20
+HEAD_BYTES = 4 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One input file: its URL, size in bytes on disk, and codec (gzip, bzip2, zstd or none)."""
+
+    url: str
+    size_bytes: int
+    codec: str
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Bytes of one file; `start` and `length` count bytes on disk, a packed file is one range. `whole` says that they
+    are all that the file has.
+    """
+
+    source_index: int
+    url: str
+    start: int
+    length: int
+    codec: str
+    whole: bool = False
+
+
+def find_sources(urls: Sequence[str], check: Callable[[Source, bytes], None] | None = None) -> list[Source]:
+    """The input files, in the order given; directories and patterns give theirs in order of names. `check` is called
+    with each file and its first HEAD_BYTES.
+
+    Raises NotFoundError for a missing path, for a directory without files and for a pattern that nothing fits,
+    DataError for an empty file and one of another packer, ConfigError for a file that is named twice.
+    """
+    sources: list[Source] = []
+    seen: dict[str, str] = {}
+    for url in urls:
+        # A name that holds a wildcard and is there as it stands is meant.
+        for named in expand(url) if is_pattern(url) and not filesystem(url).exists(url) else [url]:
+            for file in _files(named):
+                place = _place(file.url)
+                if place in seen:
+                    raise ConfigError(
+                        f"input {file.url} is there twice",
+                        got=f"named by {seen[place]} and by {url}",
+                        allowed="each file once",
+                        next_step="Take one of them out of --input.",
+                    )
+                seen[place] = url
+                sources.append(_source(file, check))
+    return sources
+
+
+def plan_ranges(sources: Sequence[Source], split_bytes: int, *, whole: bool = False) -> list[Range]:
+    """Cut plain files at each `split_bytes` bytes; a packed file, which can only be read from its start, stays whole,
+    and so does every file where `whole` is asked for.
+    """
+    ranges = []
+    for index, source in enumerate(sources):
+        step = source.size_bytes if whole or source.codec != PLAIN else split_bytes
+        for start in range(0, source.size_bytes, step):
+            length = min(step, source.size_bytes - start)
+            whole = length == source.size_bytes
+            ranges.append(Range(index, absolute(source.url), start, length, source.codec, whole))
+    return ranges
+
+
+def source_name(url: str) -> str:
+    """A file's name without `.gz`, `.bz2` or `.zst`: what stays when files move or are packed."""
+    name = basename(url)
+    suffix = next((suffix for suffix in SUFFIXES.values() if name.endswith(suffix)), "")
+    return name.removesuffix(suffix)
+
+
+def _files(url: str) -> list[FileStat]:
+    fs = filesystem(url)
+    try:
+        status = fs.stat(url)
+    except NotFoundError:
+        raise NotFoundError(
+            f"input {url} does not exist",
+            got="nothing there",
+            allowed="a file, a directory or a pattern such as 'logs/2015-*.gz'",
+            next_step="Check --input.",
+        ) from None
+    files = list(visible_files(fs, url)) if status.is_dir else [status]
+    if not files:
+        raise NotFoundError(
+            f"input {url} holds no file",
+            got="an empty directory",
+            allowed="a file or more",
+            next_step="Check --input.",
+        )
+    return files
+
+
+def _source(file: FileStat, check: Callable[[Source, bytes], None] | None) -> Source:
+    if file.size_bytes == 0:
+        raise DataError(
+            f"input {file.url} is empty",
+            got="0 bytes",
+            allowed="content",
+            next_step="Take the file out or fetch it again.",
+        )
+    head = filesystem(file.url).read_range(file.url, 0, min(HEAD_BYTES if check else MAGIC_BYTES, file.size_bytes))
+    foreign = foreign_codec(head)
+    if foreign is not None:
+        raise DataError(
+            f"input {file.url} is packed in a way that is not read",
+            got=foreign,
+            allowed="plain files, gzip, bzip2 and zstd",
+            next_step="Unpack it, or pack it anew by one of these.",
+        )
+    source = Source(file.url, file.size_bytes, codec_of(head))
+    if check is not None:
+        check(source, head)
+    return source
+
+
+def _place(url: str) -> str:
+    """The same text for every way of writing one file's URL; a local link counts as what it leads to."""
+    scheme, authority, path = split_url(url)
+    if scheme == "file":
+        return os.path.realpath(path)
+    return f"{scheme}://{authority}{os.path.normpath(path)}"
+
 
 DDL = "number int, bytes bigint, sha256 string"
 _READ_BYTES = 4 << 20
@@ -98,3 +307,78 @@ class HashedFile(io.RawIOBase):
                 next_step="Run again when nothing writes to the input.",
             )
         return self._digest.hexdigest()
+
+
+LOOK_BYTES = 1 << 20
+PACKED_BYTES = 512  # of content, which a packed file's first bytes nearly always hold
+_BOMS = {  # the longer ones first, since UTF-32's begins with UTF-16's
+    b"\xff\xfe\0\0": "UTF-32",
+    b"\0\0\xfe\xff": "UTF-32",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}
+_PRINTS = {PLAIN: "cat", "gzip": "zcat", "bzip2": "bzcat", "zstd": "zstdcat"}
+
+
+def check_lines(source: Source, head: bytes) -> None:
+    """Raise DataError for a file of UTF-16 or UTF-32, or whose lines end with carriage returns only. `head` are the
+    first bytes of the file as it is stored, packed or not.
+    """
+    start = _unpacked(source, head)
+    wide = next((name for bom, name in _BOMS.items() if start.startswith(bom)), None) or _by_zeros(start)
+    if wide is not None:
+        raise DataError(
+            f"input {source.url} is not in UTF-8",
+            got=f"{wide}, by its first bytes {start[:8].hex(' ')}",
+            allowed="text in UTF-8, of which ASCII is a part",
+            next_step=f"Convert it: {_print(source)} | iconv -f {wide} -t UTF-8 > NEW, and give NEW to --input.",
+        )
+    if _returns(start) and _returns(_more(source)):
+        raise DataError(
+            f"input {source.url} has lines that end with a carriage return only",
+            got="\\r and no \\n, as old Macs and some spreadsheets write",
+            allowed="lines that end with \\n, or \\r\\n",
+            next_step=f"Convert it: {_print(source)} | tr '\\r' '\\n' > NEW, and give NEW to --input.",
+        )
+
+
+def _by_zeros(start: bytes) -> str | None:
+    """UTF-16 without a byte order mark: Latin letters have a zero for their other byte, text in UTF-8 has none."""
+    even, odd = start[::2], start[1::2]
+    for zeros, letters, name in ((odd, even, "UTF-16LE"), (even, odd, "UTF-16BE")):
+        if len(zeros) > 1 and 2 * zeros.count(0) > len(zeros) and 20 * letters.count(0) < len(letters):
+            return name
+    return None
+
+
+def _returns(start: bytes) -> bool:
+    return b"\n" not in start and b"\r" in start[:-1]
+
+
+def _unpacked(source: Source, head: bytes) -> bytes:
+    """The first bytes of the content; of a packed file whose head does not suffice, from the file."""
+    if source.codec == PLAIN:
+        return head
+    try:
+        return next(unpacked(source.url, io.BytesIO(head), source.codec, PACKED_BYTES), b"")
+    except DataError:  # such as bzip2, whose blocks are larger than a head
+        return _more(source, PACKED_BYTES)
+
+
+def _more(source: Source, size: int = LOOK_BYTES) -> bytes:
+    with filesystem(source.url).open_read(source.url) as file:
+        if source.codec == PLAIN:
+            return file.read(size)
+        try:
+            return next(unpacked(source.url, file, source.codec, size), b"")
+        except DataError:  # damage is reported where the file is read
+            return b""
+
+
+def _print(source: Source) -> str:
+    """A command that prints the file's content."""
+    scheme = source.url.partition("://")[0] if "://" in source.url else "file"
+    name = shlex.quote(source.url.removeprefix("file://"))
+    if scheme == "file":
+        return f"{_PRINTS[source.codec]} {name}"
+    return f"hdfs dfs -cat {name}" + ("" if source.codec == PLAIN else f" | {_PRINTS[source.codec]}")

@@ -16,8 +16,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from etl.input.files import HashedFile
-from etl.input.ranges import Range
+from etl.input.files import HashedFile, Range
 from etl.input.unpack import PLAIN, unpacked
 from lockstep.storage.errors import DataError
 from lockstep.storage.fs import filesystem

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from etl.input.files import digest_sources
-from etl.input.ranges import DEFAULT_SPLIT_BYTES
-from etl.logs import records, weblog
-from etl.logs.log_plan import Plan, plan_of
+from etl.input.files import DEFAULT_SPLIT_BYTES, digest_sources
+from etl.logs import records, web
 from etl.logs.parse import (
     BAD,
     DIGEST,
@@ -24,17 +22,15 @@ from etl.logs.parse import (
     ddl_of,
     output_ddl,
 )
+from etl.logs.plan import Plan, plan_of
 from etl.logs.records import RecordLines
 from etl.spark.errors import translated
-from etl.spark.session import described, tuned
+from etl.spark.session import described, tuned, watched
 from etl.spark.tasks import sliced
-from etl.spark.watch import watched
-from etl.write.beside import Origin
-from etl.write.checks import check_label
+from etl.write.checks import check_label, check_output
 from etl.write.config import DEFAULT_LABEL, LABEL_WINDOW_S, LogsConfig
-from etl.write.output import check_output
-from etl.write.quality import check_bad
-from etl.write.write import write_dataset
+from etl.write.dataset import write_dataset
+from etl.write.quarantine import Origin, check_bad
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import DataError
 from lockstep.storage.settings import hadoop_settings
@@ -118,7 +114,7 @@ def _check_label(spark: SparkSession, config: LogsConfig, plan: Plan) -> None:
     if config.label is None:
         return
     if not isinstance(plan.parser, RecordLines):
-        check_label(spark, config.label, weblog.label_columns(plan.told), weblog.LABEL_TYPES, weblog.LABEL_ALLOWED)
+        check_label(spark, config.label, web.label_columns(plan.told), web.LABEL_TYPES, web.LABEL_ALLOWED)
     else:
         kinds = records.label_kinds(plan.schema)
         columns = ddl_of(plan.parser.schema)
@@ -129,7 +125,7 @@ def _labelled(rows: DataFrame, config: LogsConfig, plan: Plan, log_end: int) -> 
     if isinstance(plan.parser, RecordLines):
         by_place = plan.id_columns == records.PLACE_COLUMNS
         return records.rows_of(rows, plan.schema, plan.parser, config.label, by_place)
-    return weblog.rows_of(rows, config.label or DEFAULT_LABEL, log_end, plan.told)
+    return web.rows_of(rows, config.label or DEFAULT_LABEL, log_end, plan.told)
 
 
 def _totals(spark: SparkSession, rows: DataFrame) -> _Totals:

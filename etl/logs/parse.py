@@ -15,11 +15,10 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from etl.columns import quoted
+from etl.input.files import Range
 from etl.input.lines import CHUNK_BYTES, RAW_BYTES, LongLine, read_lines
-from etl.input.ranges import Range
-from etl.logs.table_lines import Form
-from etl.logs.text import without_bom
-from etl.logs.values import Reasons
+from etl.logs.fields import Form
+from etl.logs.values import Reasons, without_bom
 from etl.spark.tasks import MIN_ROWS, EachSlice
 
 ROW, BAD, SUMMARY, DIGEST = 0, 1, 2, 3

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from etl import columns as c
+from etl.logs.fields import Column, Form, read_table
 from etl.logs.parse import Found
-from etl.logs.table_lines import Column, Form, read_table
 from etl.logs.values import Reasons
 from lockstep.features.schema.fields import SAMPLE_ID, Field
 from lockstep.features.schema.schema import Schema

@@ -5,15 +5,21 @@ from __future__ import annotations
 import builtins
 import importlib
 import importlib.util
+import runpy
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lockstep.storage.errors import ConfigError
+import pyarrow as pa
+
+from lockstep.storage.errors import ConfigError, LockstepError
 
 PETASTORM = "petastorm"
 
@@ -55,7 +61,6 @@ class _Loader(SourceFileLoader):
         # Python takes `import` from the `__builtins__` of the module whose code runs; its functions keep them.
         module.__dict__["__builtins__"] = {**vars(builtins), "__import__": _import}
         super().exec_module(module)
-        from etl.petastorm.repairs import repair
 
         repair(module)
 
@@ -116,7 +121,8 @@ def _given() -> dict[str, dict[str, Any]]:
     import numpy as np
     from packaging.version import Version
 
-    from etl.petastorm import old_pyarrow, parquet, workers
+    from etl.petastorm import old_pyarrow
+    from etl.petastorm import old_pyarrow as parquet
 
     return {
         "distutils.version": {"LooseVersion": Version},
@@ -134,5 +140,114 @@ def _given() -> dict[str, dict[str, Any]]:
             "ParquetDatasetPiece": parquet.ParquetDatasetPiece,
             "PartitionSet": parquet.PartitionSet,
         },
-        "subprocess": {"Popen": workers.start_worker},
+        "subprocess": {"Popen": start_worker},
     }
+
+
+def repair(module: ModuleType) -> None:
+    """Set right what is wrong in a module of Petastorm that was just imported; most are left as they are."""
+    if module.__name__ == "petastorm.arrow_reader_worker":
+        module.ArrowReaderWorker._load_rows_with_predicate = _load_rows_with_predicate
+    elif module.__name__ == "petastorm.workers_pool.thread_pool":
+        _wait_for_work(module.ThreadPool)
+    elif module.__name__ == "petastorm.workers_pool.process_pool":
+        _end_late(module.ProcessPool)
+
+
+def _wait_for_work(pool_class: Any) -> None:
+    """Let a worker of the thread pool be done only once all work was handed out.
+
+    Petastorm asks whether its threads are idle and then whether all work was handed out: where all of it is handed out
+    in between, the reader ends at once and the rows are lost. And it passes over a thread that has no work yet, so that
+    one seed gives several orders. On a loaded machine each of the two made tests of Petastorm's own fail.
+    """
+    plain = pool_class.current_worker_done
+
+    def current_worker_done(pool: Any, worker_id: int) -> bool:
+        # Work and results go round the threads in one order: who has no work yet is the next to get some.
+        handed_out = pool._ventilator is None or pool._ventilator.completed()
+        return handed_out and plain(pool, worker_id)
+
+    pool_class.current_worker_done = current_worker_done
+
+
+def _end_late(pool_class: Any) -> None:
+    """The same for the end of the process pool, which looks at its own counts first."""
+    plain = pool_class.start
+
+    def start(pool: Any, worker_class: Any, worker_args: Any = None, ventilator: Any = None) -> None:
+        plain(pool, worker_class, worker_args, ventilator and _LateVentilator(pool, ventilator))
+
+    pool_class.start = start
+
+
+class _LateVentilator:
+    def __init__(self, pool: Any, ventilator: Any) -> None:
+        self._pool, self._ventilator = pool, ventilator
+
+    def completed(self) -> bool:
+        """Whether all work was handed out and, asked after that, all of it is done."""
+        handed_out = bool(self._ventilator.completed())
+        return handed_out and self._pool._ventilated_items == self._pool._ventilated_items_processed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ventilator, name)
+
+
+def _load_rows_with_predicate(worker: Any, file: object, piece: Any, predicate: Any, drop: tuple[int, int]) -> Any:
+    """The rows of a piece that a predicate takes, with the values that lie in the file.
+
+    Petastorm sets the other rows to None before it drops them, which turns integers into floats (a sample id loses its
+    last bits), and it shuffles the columns of the predicate otherwise than the rest. Returns a table, or [] where no
+    row matches. Raises ValueError for fields that the schema lacks.
+    """
+    known = {field.name for field in worker._schema.fields.values()}
+    wanted = set(predicate.get_fields())
+    if not wanted or wanted - known:
+        raise ValueError(
+            f"At least one field of the schema must be named by a predicate, and no others that are not valid schema"
+            f" names: got {sorted(wanted)}, the schema has {sorted(known)}"
+        )
+    partitions = worker._dataset.partitions
+    in_files = known - (partitions.partition_names if partitions else set())
+    mask = predicate.do_include(piece.read(columns=wanted & in_files, partitions=partitions).to_pandas())
+    if not mask.any():
+        return []
+    rows = piece.read(columns=in_files, partitions=partitions).filter(pa.array(mask, type=pa.bool_()))
+    return worker._load_rows(file, _Rows(rows), drop)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows in place of a piece of the dataset."""
+
+    table: pa.Table
+
+    def read(self, columns: object, partitions: object) -> pa.Table:
+        """What was read and filtered already; the caller drops what it did not ask for."""
+        return self.table
+
+
+ROOT = str(Path(__file__).resolve().parents[2])
+_BOOT = "import sys; sys.path.insert(0, sys.argv.pop(1)); from etl.petastorm.imports import main; main()"
+
+
+def start_worker(args: Sequence[str], executable: str) -> subprocess.Popen[bytes]:
+    """Petastorm's `Popen([PYTHON, "-m", MODULE, FILE])` for a worker of its process pool, with the names enabled."""
+    if args[1] != "-m":
+        raise LockstepError(
+            "Petastorm starts a process that is not one of its workers",
+            got=" ".join(args)[:200],
+            allowed="PYTHON -m MODULE FILE, as Petastorm 0.13.1 does",
+            next_step="Install petastorm==0.13.1, or read without its process pool.",
+        )
+    return subprocess.Popen([executable, "-c", _BOOT, ROOT, *args[2:]])
+
+
+def main() -> None:
+    """Run the module that the command line names, as `python -m` would."""
+
+    enable()
+    module = sys.argv[1]
+    del sys.argv[0]
+    runpy.run_module(module, run_name="__main__")

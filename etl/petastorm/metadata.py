@@ -11,8 +11,9 @@ import io
 import keyword
 import pickle
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,7 @@ import pyarrow.parquet as pq
 
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.schema import Schema
-from lockstep.storage.dataset.manifest_entries import FileInfo
-from lockstep.storage.dataset.manifest_shards import SplitInfo
+from lockstep.storage.dataset.manifest_entries import FileInfo, SplitInfo
 from lockstep.storage.documents import canonical_bytes, sha256_hex
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.files.interface import FileSystem
@@ -109,7 +109,7 @@ def _numpy_type(field: Field) -> type:
     if pa.types.is_string(kind):
         return np.str_
     if pa.types.is_binary(kind):
-        return np.bytes_  # tensors too: Petastorm has no codec for plain bytes, see etl.petastorm.petastorm_tensors
+        return np.bytes_  # tensors too: Petastorm has no codec for plain bytes, see etl.petastorm.metadata
     return np.dtype(kind.to_pandas_dtype()).type
 
 
@@ -117,3 +117,31 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         # numpy 1 knows its bool by this name only, which numpy 2 has too.
         return "bool_" if obj is np.bool_ else NotImplemented
+
+
+def tensors(schema: Schema, columns: Sequence[str] | None = None) -> Any:
+    """A TransformSpec for make_reader or make_batch_reader that makes arrays of the tensors of `schema`.
+
+    Each becomes an array of its declared dtype and shape, (n, *shape) in a batch. `columns` are the names that the
+    reader gets as `schema_fields`, None where it gets none. Call etl.petastorm.enable() before. Raises
+    ConfigError for a column that the schema lacks.
+    """
+    from petastorm import TransformSpec
+
+    wanted = list(schema) if columns is None else [schema[name] for name in columns]
+    shapes = {field.name: (np.dtype(field.dtype), field.shape) for field in wanted if field.is_tensor}
+    return TransformSpec(
+        partial(_decode, shapes),
+        edit_fields=[(name, dtype.type, shape, False) for name, (dtype, shape) in shapes.items()],
+    )
+
+
+def _decode(shapes: dict[str, tuple[np.dtype[Any], tuple[int | None, ...]]], rows: Any) -> Any:
+    """The same for a row (dict) of make_reader and for the rows (DataFrame) of make_batch_reader."""
+    for name, (dtype, shape) in shapes.items():
+        if isinstance(rows, dict):
+            rows[name] = np.frombuffer(rows[name], dtype.newbyteorder("<")).astype(dtype).reshape(shape)
+            continue
+        data = b"".join(rows[name])
+        rows[name] = list(np.frombuffer(data, dtype.newbyteorder("<")).astype(dtype).reshape(len(rows), *shape))
+    return rows

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from etl.spark.errors import in_task
-from lockstep.storage.errors import DataError
+from lockstep.storage.errors import DataError, StorageError
+from lockstep.storage.files.interface import Writer
+from lockstep.storage.fs import filesystem
+from lockstep.storage.publish import write_stream
 from lockstep.storage.settings import set_hadoop_settings
+from lockstep.storage.urls import join
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
@@ -24,8 +29,6 @@ if TYPE_CHECKING:
 MAX_TASKS = 10_000
 OPEN_BYTES = 64 << 10
 MIN_ROWS, MIN_BYTES = 1024, 4 << 20
-
-
 Batches = Iterable[pa.RecordBatch]
 
 
@@ -198,3 +201,36 @@ def spark_hash(values: NDArray[np.uint32]) -> NDArray[np.int32]:
 
 def _rotated(values: NDArray[np.uint32], bits: int) -> NDArray[np.uint32]:
     return (values << np.uint32(bits)) | (values >> np.uint32(32 - bits))
+
+
+COPY_BYTES = 4 << 20
+
+
+def partition_of_task(settings: dict[str, str]) -> int:
+    """The number of the partition that this task works on; the Hadoop `settings` are in force from now on."""
+    from pyspark import TaskContext
+
+    context = TaskContext.get()
+    assert context is not None
+    set_hadoop_settings(settings)
+    return context.partitionId()
+
+
+def upload(folder: str, name: str, file: IO[bytes]) -> str:
+    """Copy a local file into the attempts' folder under a name that no other attempt has; returns its URL."""
+
+    def produce(writer: Writer) -> None:
+        file.seek(0)
+        while data := file.read(COPY_BYTES):
+            writer.write(data)
+
+    fs, url = filesystem(folder), join(folder, f"{name}-{secrets.token_hex(8)}")
+    if not fs.exists(folder):  # a task that outlives its job must not bring a removed staging folder back
+        raise StorageError(
+            f"{folder} is gone",
+            got="no folder",
+            allowed="the folder that the driver made",
+            next_step="Run the job again.",
+        )
+    write_stream(fs, url, produce)
+    return url

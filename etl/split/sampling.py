@@ -13,12 +13,26 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from etl import columns as c
-from etl.split.shares import parse_share
 from etl.split.splits import SplitSpec, texts_of
 from lockstep.features.sample_id import shard_keys, splitmix64
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.sampled import Sampled
-from lockstep.storage.errors import ConfigError
+from lockstep.storage.errors import ConfigError, check_flag
+
+_SHARE = re.compile(r"(?P<number>[0-9]{1,20}([.][0-9]{0,20}|/[0-9]{1,20})?|[.][0-9]{1,20})(?P<percent>%?)")
+
+
+def parse_share(text: str, flag: str = "--max-bad") -> Fraction:
+    """Read "1%" or "0.01" exactly. Raises ConfigError, naming `flag`, outside 0 to 1."""
+    # Fraction reads more forms than these; 1e99999999 it would work out digit by digit.
+    found = _SHARE.fullmatch(text)
+    try:
+        share = Fraction(found["number"]) / (100 if found["percent"] else 1) if found else Fraction(-1)
+    except ZeroDivisionError:
+        share = Fraction(-1)
+    check_flag(0 <= share <= 1, flag, text, "0% to 100%, or 0 to 1")
+    return share
+
 
 SAMPLED_OUT = "sampled_out"
 WEIGHT = "weight"

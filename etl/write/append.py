@@ -13,13 +13,13 @@ from etl.spark.errors import in_task
 from etl.split.sampling import Sampling
 from etl.split.splits import SplitSpec
 from etl.write.config import WriteConfig
-from lockstep.features.encode.baked import is_baked, raw_schema
+from lockstep.features.encode.bake import is_baked, raw_schema
 from lockstep.features.examples.foreign import decode_foreign_frames
 from lockstep.features.schema.fields import SAMPLE_ID, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.features.shards.foreign_files import open_unpacked, pieces
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset, read_checked
-from lockstep.storage.dataset.manifest_shards import ShardInfo
+from lockstep.storage.dataset.manifest_entries import ShardInfo
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.formats.parquet_footer import read_published_footer

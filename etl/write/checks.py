@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lockstep.storage.errors import ConfigError
+from etl.fit.bake import check_bake
+from etl.petastorm.metadata import check_petastorm
+from etl.split.sampling import Sampling, weight_field
+from etl.write.append import Parent, open_parent
+from etl.write.config import NOT_KEPT, WriteConfig
+from etl.write.staging import is_unfinished
+from lockstep.features.encode.bake import check_declared
+from lockstep.features.schema.fields import Field
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.errors import ConfigError, ExistsError
+from lockstep.storage.fs import filesystem
+from lockstep.storage.publish import occupied
+from lockstep.storage.urls import absolute, parent
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -42,3 +56,95 @@ def check_label(spark: SparkSession, label: str, columns: str, kinds: tuple[str,
         raise bad("an expression that depends on the clock")
     if plan.containsPattern(patterns.GENERATE()) or plan.containsPattern(patterns.PLAN_EXPRESSION()):
         raise bad("an expression that makes rows or asks another table")
+
+
+__all__ = ["NOT_KEPT", "check_columns", "check_output", "check_schema", "refuse_existing"]
+
+
+def refuse_existing(url: str) -> None:
+    """Raise ExistsError where the output, or a file in place of a directory above it, is there already.
+
+    Asked before Spark starts, so that nobody waits for what cannot be published.
+    """
+    fs, above = filesystem(url), parent(absolute(url))
+    if fs.exists(url):
+        raise occupied(url)
+    while not fs.exists(above) and parent(above) != above:
+        above = parent(above)
+    if fs.exists(above) and not fs.stat(above).is_dir:
+        raise ExistsError(
+            f"{url} cannot be made: {above} is a file",
+            got="a file",
+            allowed="directories above the output",
+            next_step="Correct --output.",
+        )
+
+
+def check_output(config: WriteConfig) -> None:
+    """What can be told of an output before Spark starts: it and the place of rejected input are free (or --clean will
+    see to it), and what it continues is there and made alike. Raises ExistsError, NotFoundError, ConfigError and
+    DataError.
+    """
+    refuse_existing(config.output)
+    if config.quarantine not in (None, NOT_KEPT):
+        place = str(config.quarantine)
+        if not (config.clean and is_unfinished(filesystem(place), place, config.output)):
+            refuse_existing(place)
+    if config.append_to is not None:
+        open_parent(config.append_to, config, None)
+
+
+def check_schema(config: WriteConfig, schema: Schema) -> tuple[Schema, Parent | None]:
+    """The schema as it will be written, with the field that --weights adds, and what the output continues.
+
+    Raises ConfigError for a schema that --bake, weights, Petastorm or the parent do not go with, and what open_parent
+    raises.
+    """
+    check_declared(schema)
+    if config.bake:
+        check_bake(schema, config.split_spec)
+    if config.weights == "balanced":
+        schema = replace(schema, fields=(*schema.fields, _weight(schema)))
+    if config.petastorm:
+        check_petastorm(schema, config.fmt)
+    return schema, None if config.append_to is None else open_parent(config.append_to, config, schema)
+
+
+def check_columns(config: WriteConfig, schema: Schema, kinds: Mapping[str, str]) -> None:
+    """Raise ConfigError where --split or --sample name a column that rows do not have, or one whose type or classes do
+    not go with it. `kinds` are the types of the columns, in Spark's notation.
+    """
+    split, sample = config.split_spec, None if config.sample is None else Sampling.parse(config.sample)
+    for flag, name in (("--split", split.column), ("--sample", None if sample is None else sample.column)):
+        if name is not None and name not in kinds:
+            raise ConfigError(
+                f"{flag} names the column `{name}`",
+                got="no such column",
+                allowed=", ".join(kinds)[:500],
+                next_step=f"Correct {flag}.",
+            )
+    if split.column is not None:
+        split.check(kinds[split.column])
+    if sample is not None:
+        label = schema.label
+        is_label = label is not None and label.name == sample.column
+        sample.check(kinds[sample.column], label.num_classes if is_label and label is not None else None)
+
+
+def _weight(schema: Schema) -> Field:
+    label = schema.label
+    if schema.weight is not None:
+        raise ConfigError(
+            "--weights balanced makes the weights that the schema has already",
+            got=f"the field `{schema.weight.name}`",
+            allowed="one weight for each record",
+            next_step="Leave --weights or that field out.",
+        )
+    if label is None or label.shape or label.dtype not in ("bool", "int64", "string"):
+        raise ConfigError(
+            "--weights needs classes to weigh",
+            got="no label" if label is None else f"a label of {label.dtype}, shape {label.shape}",
+            allowed="a label that is a boolean, a whole number or text",
+            next_step="Name the label, or leave --weights out.",
+        )
+    return weight_field()

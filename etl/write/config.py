@@ -8,12 +8,11 @@ from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Any
 
-from etl.input.ranges import DEFAULT_SPLIT_BYTES
-from etl.split.sampling import Sampling
-from etl.split.shares import parse_share
+from etl.input.files import DEFAULT_SPLIT_BYTES
+from etl.split.sampling import Sampling, parse_share
 from etl.split.splits import TIME_COLUMN, SplitSpec
 from lockstep.storage.dataset.layout import COMPRESSIONS, FORMATS
-from lockstep.storage.flags import check_flag
+from lockstep.storage.errors import check_flag
 from lockstep.storage.urls import absolute, several, split_url
 
 DEFAULT_SHARD_BYTES = 128 << 20

@@ -3,30 +3,48 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
 
 from etl import VERSION
+from etl import columns as c
+from etl.fit.bake import Bake, baked_rows, fitted_of
+from etl.fit.statistics import class_counts, fit_all
+from etl.images.source import PACKED, PLACE
 from etl.petastorm.metadata import write_petastorm_metadata
-from etl.split.leakage import Leakage
-from etl.split.splits import SplitSpec
-from etl.split.warnings import label_lines
-from etl.write.append import CLASS_COUNTS, Parent
-from etl.write.beside import Origin, forget_refused, place_quarantine, quarantine_apart, write_fitted
-from etl.write.clean import clean as clean_beside
-from etl.write.config import NOT_KEPT, WriteConfig
-from etl.write.shards import RUN_AGAIN
+from etl.spark.errors import SameIdError, translated
+from etl.spark.session import at_once, bounded
+from etl.spark.tasks import mapped
+from etl.split.assign import Assign
+from etl.split.leakage import GROUP, Leakage, Values, check_leakage, leak_key
+from etl.split.sampling import Sampling, balanced
+from etl.split.splits import COUNTED, SplitSpec, span_of
+from etl.split.time_and_strata import settle
+from etl.split.warnings import far_from_shares, label_lines, percent
+from etl.write.append import CLASS_COUNTS, Parent, check_new_ids
+from etl.write.checks import check_columns, check_output, check_schema
+from etl.write.config import DEFAULT_SHARD_BYTES, NOT_KEPT, WriteConfig
+from etl.write.frame import named_repeats, prepared
+from etl.write.late import AssignLate, Late, write_late
+from etl.write.quarantine import Origin, forget_refused, place_quarantine, quarantine_apart, write_fitted
+from etl.write.shards import RUN_AGAIN, WriteShards, plan_shards, sizes_of, write_shards
 from etl.write.staging import Staging, publish_beside
-from etl.write.write_late import Late
+from etl.write.staging import clean as clean_beside
 from lockstep.features.schema.sampled import Sampled
 from lockstep.features.schema.schema import Schema
-from lockstep.storage.dataset.layout import DatasetPaths
+from lockstep.storage.dataset.layout import DatasetPaths, split_name
 from lockstep.storage.dataset.manifest import DatasetManifest
-from lockstep.storage.dataset.manifest_entries import Counts, FileInfo
-from lockstep.storage.dataset.manifest_shards import SplitInfo
-from lockstep.storage.errors import DataError
+from lockstep.storage.dataset.manifest_entries import Counts, FileInfo, SplitInfo
+from lockstep.storage.documents import canonical_bytes
+from lockstep.storage.errors import ConfigError, DataError
+from lockstep.storage.settings import hadoop_settings
+from lockstep.storage.urls import absolute, several
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +67,7 @@ class Job:
 @dataclass(frozen=True, kw_only=True)
 class Done:
     """What was written: shards and indexes at their places, and what the manifest says of them; `classes` are those of
-    etl.write.place.Sizes.
+    etl.write.shards.Sizes.
     """
 
     schema: Schema
@@ -136,3 +154,244 @@ def _created(job: Job) -> dict[str, Any]:
     counted = {} if job.class_counts is None else {CLASS_COUNTS: dict(job.class_counts)}
     sampled = {} if job.sampled is None else {"sampled": job.sampled.to_json()}
     return {**(job.origin.created_config or own), **counted, **sampled}
+
+
+__all__ = ["Origin", "write_dataset"]
+MAX_SPLITS = 100
+
+
+def write_dataset(
+    df: DataFrame,
+    url: str,
+    *,
+    id_columns: str | Sequence[str],
+    schema: Schema | None = None,
+    label: str | None = None,
+    fmt: str = "tfrecord",
+    compression: str = "none",
+    split: SplitSpec | str = "80/20",
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    row_group_bytes: int | None = None,
+    seed: int = 0,
+    sample: str | None = None,
+    weights: str = "none",
+    quarantine: str | None = None,
+    append_to: str | None = None,
+    clean: bool = False,
+    petastorm: bool = False,
+    bake: bool = False,
+    label_window: int | None = None,
+    origin: Origin | None = None,
+    late: Late | None = None,
+) -> DatasetManifest:
+    """Split, order, encode and publish the rows of a data frame as the dataset `url`.
+
+    `id_columns` name a record; where `df` has no `_source` (int) and `_position` (bigint) that say where a row comes
+    from, they must be unique. `schema` None takes all columns by the rules of etl.write.frame, `label` among them. The
+    other arguments are those of WriteConfig. `df` may hold `_occurrence` (bigint: which repetition of its id columns a
+    row is), `_dropped` (string: why a row is not written) and, for the split `given`, `_split`; it is read more than
+    once and must give the same rows each time. `origin` is what an ETL job says of its input, `late` of images that
+    become pixels in the task that writes them.
+
+    Nothing is seen at `url` before all of it is there. Raises ExistsError for an existing output, ConfigError for
+    arguments and columns that do not fit, DataError where a split would be empty, a group or time lies on two
+    sides of the split, or two records have one id (SameIdError).
+    """
+    text, id_columns = split if isinstance(split, str) else split.text, several(id_columns)
+    config = WriteConfig(
+        output=absolute(url), fmt=fmt, compression=compression, split=text, shard_bytes=shard_bytes,
+        row_group_bytes=row_group_bytes, seed=seed,
+        sample=sample, weights=weights, quarantine=quarantine, append_to=append_to, clean=clean,
+        petastorm=petastorm, bake=bake, label_window=label_window,
+    )  # fmt: skip
+    spec = config.split_spec
+    if late is not None:
+        _check_late(config, spec)
+    check_output(config)
+    picked = () if sample is None else (Sampling.parse(sample).column,)
+    picked = picked if late is None else (*picked, PACKED, PLACE)
+    rows, schema = prepared(df, schema, id_columns, spec, label, picked)
+    check_columns(config, schema, dict(rows.dtypes))
+    full, above = check_schema(config, schema)
+    window = None if label_window is None else span_of(dict(df.dtypes).get(str(spec.column), ""), label_window)
+    sampled = None
+    if sample is not None:
+        sampling = Sampling.parse(sample)
+        sampled = sampling.sampled(dict(rows.dtypes)[sampling.column], spec)
+    job = Job(config, full, id_columns, spec, origin or Origin(), above, late, sampled)
+    spark = df.sparkSession
+    try:
+        with translated(spark, "writing the dataset"), bounded(spark):
+            return _written(rows, job, schema, window)
+    except SameIdError as error:
+        if c.POSITION in df.columns:
+            raise
+        with translated(spark, "looking for equal ids"):
+            # Rows without a place cannot be named by it, so equal ids are told by their columns.
+            raise named_repeats(df, id_columns) or error from None
+
+
+def _check_late(config: WriteConfig, split: SplitSpec) -> None:
+    """Raise ConfigError where more than the sizes of splits follows from how many records there are."""
+    if config.weights != "none" or config.bake or split.counted:
+        raise ConfigError(
+            "images cannot be made late for this dataset",
+            got=f"weights {config.weights}, bake {config.bake}, split {split.text}",
+            allowed=f"no weights, no bake, no split of {', '.join(COUNTED)}: those count records before all are made",
+            next_step="Make the images first, and leave `late` out.",
+        )
+
+
+def _written(df: DataFrame, job: Job, unweighed: Schema, window: int | None) -> DatasetManifest:
+    config, split, schema = job.config, job.split, job.schema
+    late = job.late
+    df = df.withColumn(c.LEAK, leak_key(df, split, schema, late=late is not None and late.images.content))
+    sample = None if config.sample is None else Sampling.parse(config.sample)
+    # What is baked is needed as it came until there are statistics: no record is encoded before.
+    fmt = "parquet" if config.bake else config.fmt
+    assign = Assign(schema, job.id_columns, split, config.seed, fmt, sample)
+    if config.weights == "balanced":
+        # An append has its parent's weights, as it has its fitted files: a class weighs the same in all of a chain.
+        counts = class_counts(df, unweighed, assign, window) if job.parent is None else job.parent.class_counts
+        job = replace(job, class_counts=counts)
+        assert schema.label is not None
+        assign = replace(assign, weights=balanced(schema.label.name, counts))
+    full = None
+    if late is None:
+        rows = mapped(df, assign, assign.ddl()).persist()
+    else:
+        # Counted without the images, which are handed on where they are written and kept nowhere in between.
+        whole = AssignLate.of(assign, late.images)
+        thin = replace(whole, carry=False)
+        rows = mapped(df.drop(late.images.field.name, PACKED, PLACE), thin, thin.ddl()).persist()
+        full = mapped(df, whole, whole.ddl())
+    try:
+        return published(job, lambda staging, stack: _built(staging, df, settle(rows, split, window), full, job, stack))
+    finally:
+        rows.unpersist()
+
+
+def _built(
+    staging: Staging, df: DataFrame, rows: DataFrame, full: DataFrame | None, job: Job, stack: ExitStack
+) -> Done:
+    from pyspark.sql import functions as f
+
+    config, schema, origin, paths = job.config, job.schema, job.origin, DatasetPaths(staging.root)
+    found = sizes_of(rows, c.class_field(schema))
+    sizes, dropped = found.splits, {**origin.dropped, **found.dropped}
+    written = sum(count for count, _ in sizes.values())
+    counted = written + origin.quarantined + sum(dropped.values())
+    names = _names(job.split, sizes, counted if origin.read is None else origin.read, origin.quarantined, dropped)
+    kept = rows.where(f.col(c.DROPPED).isNull())
+    # Of late images the features are known only when they are written.
+    if job.sampled is not None:
+        _check_sampled(job.sampled, names)
+    records = {name: sizes[name][0] for name in names}
+    spark = rows.sparkSession
+    leakage, fitted = at_once(
+        spark,
+        lambda: check_leakage(kept, job.split, schema, records) if full is None else None,
+        lambda: _fitted(kept, rows, job, names),
+    )
+    if config.bake:
+        bake = Bake(schema, config.fmt, fitted_of(schema, fitted))
+        rows, schema = stack.enter_context(baked_rows(rows, bake)), bake.baker.schema
+        sizes = sizes_of(rows).splits
+    blocks = None if job.parent is None else job.parent.block_records
+    table = plan_shards(sizes, config.shard_bytes, config.row_group_bytes, blocks, alike=job.split.kind == "kfold")
+    urls, compression = urls_of(origin), compression_of(config)
+    write = WriteShards(schema, config.fmt, table, staging.attempts, urls, hadoop_settings(), compression)
+    if full is None:
+        splits, files = write_shards(staging.fs, paths, rows, table, write)
+    else:
+        assert job.late is not None
+        late = write_late(staging.fs, paths, full, table, write, job.late, origin, stack)
+        splits, files = late.splits, late.files
+        written -= late.origin.quarantined - origin.quarantined
+        origin = late.origin
+        records = {name: splits[name].records for name in names}
+        leakage = check_leakage(late.rows, job.split, schema, records)
+    assert leakage is not None
+    _warn_of_groups(df, job.split, records, leakage.values.get(GROUP))
+    done = Done(
+        schema=schema, splits=splits, files=files, origin=origin, dropped=dropped, leakage=leakage, fitted=fitted,
+        classes=found.classes,
+    )  # fmt: skip
+    if written != done.written:
+        raise DataError(
+            "rows were lost on their way to the shards",
+            got=f"{done.written} records in shards",
+            allowed=f"{written}, as were split",
+            next_step=RUN_AGAIN,
+        )
+    return done
+
+
+def _fitted(kept: DataFrame, rows: DataFrame, job: Job, names: Sequence[str]) -> dict[str, bytes]:
+    """The fitted files: of an append, whose records must be new, its parent's."""
+    if job.parent is None:
+        return {name: canonical_bytes(found) for name, found in fit_all(rows, job.schema, names).items()}
+    check_new_ids(kept, job.parent)
+    return job.parent.fitted()
+
+
+def _check_sampled(sampled: Sampled, names: Sequence[str]) -> None:
+    """Raise DataError where no split is sampled; log that folds are."""
+    if not set(sampled.splits) & set(names):
+        raise DataError(
+            "--sample leaves out records for training, and no split is there to train on",
+            got=f"splits {', '.join(names)}"[:500],
+            allowed=f"a split {sampled.splits[0]}",
+            next_step="Name that split train in the input, or leave --sample out.",
+        )
+    if set(sampled.splits) == set(names):
+        log.warning(
+            "sample: all folds are sampled, so a model is tested on a fold without those records too: correct its"
+            " predictions (lockstep.features.schema.sampled), or use --weights balanced in place of --sample"
+        )
+
+
+def _warn_of_groups(df: DataFrame, split: SplitSpec, records: Mapping[str, int], groups: Values | None) -> None:
+    """Log that whole groups gave other shares than were asked for; the largest group is named by a pass over `df`."""
+    from pyspark.sql import functions as f
+
+    line = far_from_shares(split, records)
+    if line is None or groups is None or split.column is None:
+        return
+    of_group = df.where(f.col(c.LEAK) == groups.largest)
+    name = of_group.agg(f.min(c.quoted(split.column)).alias("name")).collect()[0]["name"]
+    log.warning(
+        "split: %s; of %d groups the largest, `%s` = %s, has %s: leave it out, or split by a column of smaller groups",
+        line,
+        sum(groups.counts.values()),
+        split.column,
+        repr(name)[:100],
+        percent(Fraction(max(groups.counts), groups.records)),
+    )
+
+
+def _names(
+    split: SplitSpec, sizes: Mapping[str, object], read: int, quarantined: int, dropped: Mapping[str, int]
+) -> tuple[str, ...]:
+    """The names of all splits in their order. Raises DataError for one without records or one that is no name."""
+    names = split.names or tuple(sizes)
+    missing = [name for name in names if name not in sizes]
+    if missing or not names:
+        left_out = ", ".join([f"{quarantined} quarantined", *(f"{n} {why}" for why, n in sorted(dropped.items()))])
+        raise DataError(
+            "no record was left to write" if not sizes else f"split {missing[0]} would be empty",
+            got=f"{read} records read, {left_out}; records in {', '.join(sizes) or 'no split'}",
+            allowed=f"records in each of {', '.join(names) or 'the splits that are given'}",
+            next_step="Look at the input, the label and its window; give more input or another --split.",
+        )
+    if len(names) > MAX_SPLITS:
+        raise DataError(
+            f"column `{c.SPLIT}` names too many splits",
+            got=f"{len(names)}, such as {', '.join(names[:3])}",
+            allowed=f"{MAX_SPLITS} at most",
+            next_step="Name splits such as train and test there.",
+        )
+    try:
+        return tuple(split_name(name) for name in names)
+    except ConfigError as error:
+        raise DataError(error.what, got=error.got, allowed=error.allowed, next_step="Rename that split.") from None

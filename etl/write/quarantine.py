@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import tempfile
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from etl.spark.attempts import COPY_BYTES, partition_of_task, upload
+from etl.logs.server_log import NOT_COMBINED_LOG, NOT_COMMON_LOG
 from etl.spark.errors import in_task
 from etl.spark.session import described
-from etl.spark.tasks import by_partition
-from etl.write.shards import RUN_AGAIN
-from lockstep.storage.dataset.manifest_entries import FileInfo
+from etl.spark.tasks import COPY_BYTES, by_partition, partition_of_task, upload
+from etl.write.checks import refuse_existing
+from etl.write.config import NOT_KEPT, OutputConfig, WriteConfig
+from etl.write.shards import RUN_AGAIN, move
+from etl.write.staging import Staging, clean, clean_quarantine, remove_refused
+from lockstep.storage.dataset.layout import DatasetPaths, fitted_path
+from lockstep.storage.dataset.manifest_entries import FileInfo, SourceInfo
+from lockstep.storage.documents import sha256_hex
 from lockstep.storage.errors import DataError
+from lockstep.storage.fs import filesystem
+from lockstep.storage.publish import write_file
 from lockstep.storage.settings import hadoop_settings
-from lockstep.storage.urls import join
+from lockstep.storage.urls import absolute, basename, join, parent
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -122,3 +131,136 @@ def _groups(batches: Iterable[pa.RecordBatch], urls: tuple[str, ...]) -> Iterato
                 held = []
     if held:
         yield pa.Table.from_pylist(held, schema=SCHEMA)
+
+
+log = logging.getLogger(__name__)
+REFUSED_RECORDS = 1000  # enough to see what is wrong; with RAW_BYTES of each they are one file
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where a data frame's rows come from, for counts, quarantine and the manifest; `read` None: as many as it has."""
+
+    sources: tuple[SourceInfo, ...] = ()
+    read: int | None = None
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    quarantined: int = 0
+    quarantined_raw_bytes: int = 0
+    quarantine: DataFrame | None = None
+    created_config: Mapping[str, Any] = field(default_factory=dict)
+
+
+def write_fitted(staging: Staging, documents: Mapping[str, bytes]) -> dict[str, FileInfo]:
+    """Write fitted files by name below `_fitted/`; returns what the manifest lists."""
+    files = {}
+    for name, data in sorted(documents.items()):
+        write_file(staging.fs, DatasetPaths(staging.root).fitted(name), data)
+        files[fitted_path(name)] = FileInfo(len(data), sha256_hex(data))
+    return files
+
+
+def quarantine_apart(config: WriteConfig) -> Staging:
+    """The folder of rejected input at the place of its own that `config` names; with `clean`, after what killed jobs
+    left there is gone. Raises ExistsError where the place is not free.
+    """
+    apart = Staging(str(config.quarantine), mode=0o700, part_of=config.output)
+    if config.clean:
+        with Staging(apart.url) as clock:  # its sign tells the time of that file system
+            now_ms = clock.signed_ms()
+            clean(apart.fs, apart.url, now_ms)
+            clean_quarantine(apart.fs, apart.url, config.output, now_ms)
+        refuse_existing(apart.url)
+    return apart
+
+
+def place_quarantine(staging: Staging, folder: str, origin: Origin, urls: tuple[str, ...]) -> dict[str, FileInfo]:
+    """Write the rejected input of `origin` as files of `folder`, which nobody else may read; returns their digests."""
+    assert origin.quarantine is not None
+    staging.fs.mkdirs(folder, mode=0o700)
+    written = write_quarantine(
+        origin.quarantine,
+        count=origin.quarantined,
+        raw_bytes=origin.quarantined_raw_bytes,
+        attempts=staging.attempts,
+        source_urls=urls,
+    )
+    files = {}
+    for number, (attempt, info) in enumerate(written):
+        name = f"part-{number:05d}.parquet"
+        move(staging.fs, attempt, join(folder, name))
+        files[f"_quarantine/{name}"] = info
+    return files
+
+
+def keep_refused(config: WriteConfig, bad_rows: DataFrame, urls: Sequence[str], bad: int) -> str | None:
+    """Keep the first REFUSED_RECORDS of the `bad` records in `bad_rows`, for which a job is refused, as a quarantine
+    beside its output, or beside the place that --quarantine names; returns the URL.
+
+    The folder is published whole by one rename, only its owner may read it (mode 0700), and it replaces the one that an
+    earlier job kept for the same output; `forget_refused` removes it. None where rejected input is not kept, or where
+    this fails, which is logged: the job then ends with the error of its input all the same.
+    """
+    if config.quarantine == NOT_KEPT:
+        return None
+    url = _refused(config)
+    named = [name for name in ("source", "place", "position") if name in bad_rows.columns]
+    rows = bad_rows.orderBy(*named).limit(REFUSED_RECORDS)
+    try:
+        with Staging(url, mode=0o700, part_of=config.output) as staging:
+            origin = Origin(quarantine=rows, quarantined=min(bad, REFUSED_RECORDS), quarantined_raw_bytes=PART_BYTES)
+            place_quarantine(staging, staging.root, origin, tuple(urls))
+            remove_refused(staging.fs, url, config.output)
+            staging.publish(None)
+    except Exception as error:  # of storage or of Spark; the error that says what is wrong with the input comes next
+        log.warning("the rejected records were not kept in %s: %s", url, error)
+        return None
+    return url
+
+
+def forget_refused(config: WriteConfig) -> None:
+    """Remove what an earlier job kept of the input that this one, whose dataset is published, has read."""
+    url = _refused(config)
+    remove_refused(filesystem(url), url, config.output)
+
+
+def _refused(config: WriteConfig) -> str:
+    place = absolute(config.output if config.quarantine in (None, NOT_KEPT) else str(config.quarantine))
+    return join(parent(place), f"_quarantine-{basename(place)}")
+
+
+def check_bad(config: OutputConfig, bad_rows: DataFrame, urls: Sequence[str], bad: int, read: int) -> None:
+    """Raise DataError where more of the records than --max-bad is bad, naming the first three places, and where the
+    first of these records are kept.
+
+    `bad_rows` has source (an index into `urls`), position, reason, raw, length and sha256, and where a source is a
+    folder `place`, the path of the file below it.
+    """
+    if bad == 0 or Fraction(bad, read) <= config.max_bad_share:
+        return
+    named = [name for name in ("source", "place", "position") if name in bad_rows.columns]
+    first = bad_rows.orderBy(*named).select(*named, "reason").limit(3).collect()
+    places = "; ".join(_place(urls, row.asDict()) for row in first)
+    step = way_out({row["reason"] for row in first}, all_bad=bad == read)
+    kept = keep_refused(config, bad_rows, urls, bad)
+    if kept is not None:
+        which = "the bad records" if bad <= REFUSED_RECORDS else f"the first {REFUSED_RECORDS} bad records"
+        step = f"{step} {kept} holds {which} until this output is written again."
+    raise DataError(
+        f"{bad} of {read} records are bad, more than --max-bad allows",
+        got=f"{100 * bad / read:.2f} %, first {places}",
+        allowed=config.max_bad,
+        next_step=step,
+    )
+
+
+def way_out(reasons: Set[str], *, all_bad: bool) -> str:
+    """What to do about records that are bad for `reasons`. Where no line has its format, the format is not theirs."""
+    if all_bad and reasons <= {NOT_COMMON_LOG, NOT_COMBINED_LOG}:
+        return "Say by --log-format what the input is (common is what it is read as by itself), or check --input."
+    return "Check that the input is what the job reads; raise --max-bad to go on with the rest."
+
+
+def _place(urls: Sequence[str], row: Mapping[str, Any]) -> str:
+    url = urls[row["source"]]
+    below = row.get("place")
+    return f"{url if below is None else join(url, below)} at byte {row['position']}: {row['reason']}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import google_crc32c
@@ -84,3 +86,129 @@ def _check_keys(value: Any) -> None:
             stack.extend(item.values())
         elif isinstance(item, (list, tuple)):
             stack.extend(item)
+
+
+SEAL = "manifest_sha256"
+
+
+def seal(doc: Mapping[str, Any]) -> bytes:
+    """Canonical JSON of `doc` with the key `manifest_sha256` added, the digest of the JSON without it."""
+    if SEAL in doc:
+        raise DataError(
+            f"a document holds {SEAL} already", got=repr(doc[SEAL]), allowed="no such key", next_step="Seal it once."
+        )
+    return canonical_bytes({**doc, SEAL: sha256_hex(canonical_bytes(dict(doc)))})
+
+
+def unseal(data: bytes, where: str) -> dict[str, Any]:
+    """The document that `seal` wrote, without the seal. Raises CorruptionError naming `where` if it was changed."""
+    doc = parse_canonical(data, file=where)
+    if not isinstance(doc, dict) or not isinstance(doc.get(SEAL), str):
+        raise CorruptionError(
+            "a manifest without its digest", file=where, got=type(doc).__name__, allowed=f"a key {SEAL}"
+        )
+    stated = doc.pop(SEAL)
+    actual = sha256_hex(canonical_bytes(doc))
+    if actual != stated:
+        raise CorruptionError(
+            "a manifest does not match its own digest", file=where, got=f"sha256 {actual}", allowed=f"sha256 {stated}"
+        )
+    return doc
+
+
+def unseal_as(kind: str, data: bytes, where: str, *, version: int | tuple[int, ...] = 1) -> dict[str, Any]:
+    """`unseal`, for a document that says its kind; raises DataError for another kind or a version unknown here."""
+    doc = unseal(data, where)
+    told, known = doc.get("format_version"), (version,) if isinstance(version, int) else version
+    if doc.get("kind") != kind or told not in known or type(told) is not int:  # Python takes true and 1.0 for 1
+        raise DataError(
+            f"{where} is no {kind} that this version reads",
+            got=f"kind {doc.get('kind')!r}, format_version {told!r}",
+            allowed=f"kind {kind!r}, format_version {' or '.join(map(str, known))}",
+            next_step=f"Give a {kind} of this version of Lockstep.",
+        )
+    return doc
+
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_CRC32C = re.compile(r"[0-9a-f]{8}")
+
+
+def obj(value: Any, keys: Iterable[str], *, where: str) -> dict[str, Any]:
+    """`value` as an object with exactly `keys`; else DataError naming `where`."""
+    found = mapping(value, where=where)
+    wanted = set(keys)
+    if set(found) != wanted:
+        unknown, missing = sorted(set(found) - wanted), sorted(wanted - set(found))
+        raise _bad(where, f"unknown keys {unknown}, missing keys {missing}", f"exactly {sorted(wanted)}")
+    return found
+
+
+def mapping(value: Any, *, where: str) -> dict[str, Any]:
+    """`value` as an object with any keys."""
+    if not isinstance(value, dict):
+        raise _bad(where, _show(value), "an object")
+    return value
+
+
+def items(value: Any, *, where: str) -> list[Any]:
+    """`value` as a list."""
+    if not isinstance(value, list):
+        raise _bad(where, _show(value), "a list")
+    return value
+
+
+def count(value: Any, *, where: str, least: int = 0) -> int:
+    """`value` as an integer of at least `least` (and below 2^63); true and 1.0 are none."""
+    if type(value) is not int or not least <= value < 1 << 63:
+        raise _bad(where, _show(value), f"an integer from {least} up")
+    return value
+
+
+def number(value: Any, *, where: str) -> float:
+    """`value` as a number that is not negative; true is none."""
+    if type(value) not in (int, float) or not value >= 0:
+        raise _bad(where, _show(value), "a number from 0 up")
+    return float(value)
+
+
+def string(value: Any, *, where: str, choices: Iterable[str] | None = None) -> str:
+    """`value` as a string, one of `choices` if given."""
+    if not isinstance(value, str) or (choices is not None and value not in choices):
+        raise _bad(where, _show(value), "a string" if choices is None else f"one of {sorted(choices)}")
+    return value
+
+
+def null(value: Any, *, where: str) -> None:
+    """`value` as null, where no other value has a meaning."""
+    if value is not None:
+        raise _bad(where, _show(value), "null")
+
+
+def sha256(value: Any, *, where: str) -> str:
+    """`value` as 64 lower-case hex digits."""
+    return _digest(value, _SHA256, 64, where)
+
+
+def crc32c(value: Any, *, where: str) -> str:
+    """`value` as 8 lower-case hex digits."""
+    return _digest(value, _CRC32C, 8, where)
+
+
+def _digest(value: Any, pattern: re.Pattern[str], digits: int, where: str) -> str:
+    if not isinstance(value, str) or pattern.fullmatch(value) is None:
+        raise _bad(where, _show(value), f"{digits} lower-case hex digits")
+    return value
+
+
+def _bad(where: str, got: str, allowed: str) -> DataError:
+    return DataError(
+        f"{where} is not as it must be",
+        got=got,
+        allowed=allowed,
+        next_step="It was written by another version or changed; build it anew or use the version that wrote it.",
+    )
+
+
+def _show(value: Any) -> str:
+    return f"{type(value).__name__} {value!r}"[:200]

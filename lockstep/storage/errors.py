@@ -118,3 +118,14 @@ class CommunicationError(LockstepError):
 
 class TrainingFailedError(LockstepError):
     """A run ended without its result; `what` names rank, host, step and phase."""
+
+
+def check_flag(good: bool, what: str, got: str, allowed: str) -> None:
+    """Raise ConfigError, naming the flag `what`, unless its value is `good`."""
+    if not good:
+        raise ConfigError(
+            f"{what} cannot be right",
+            got=got or "nothing",
+            allowed=allowed,
+            next_step="Correct it; --help lists the flags.",
+        )

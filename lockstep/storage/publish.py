@@ -18,8 +18,8 @@ from lockstep.storage.errors import (
     StorageError,
     StorageTimeoutError,
 )
+from lockstep.storage.files.deadlines import Backoff
 from lockstep.storage.files.interface import FileSystem, Writer
-from lockstep.storage.files.retry import Backoff
 from lockstep.storage.settings import write_give_up_s
 from lockstep.storage.urls import basename, join, parent
 

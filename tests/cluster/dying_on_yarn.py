@@ -98,5 +98,5 @@ if __name__ == "__main__":
         job.run(spark, config("one", 2))
         assert spark.sparkContext._jsc.sc().requestExecutors(2)  # two in all: the first one was not asked for this way
         wait_for_executors(spark, 2)
-        with mock.patch("etl.logs.job.ParseLog", DyingParse), mock.patch("etl.write.write.WriteShards", DyingWrite):
+        with mock.patch("etl.logs.job.ParseLog", DyingParse), mock.patch("etl.write.dataset.WriteShards", DyingWrite):
             job.run(spark, config("two", 5))

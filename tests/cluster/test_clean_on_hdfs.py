@@ -9,8 +9,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from etl.write.clean import clean, leftovers, remove_refused
-from etl.write.staging import Staging
+from etl.write.staging import Staging, clean, leftovers, remove_refused
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import join
 

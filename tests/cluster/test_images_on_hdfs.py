@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from etl.images import cifar, folders, tar
-from etl.images.image_rows import RECORD
-from etl.images.pieces import ImagePlan
 from etl.images.planned_task import read_files
+from etl.images.source import RECORD, ImagePlan
 from lockstep.features.images.decode import Limits
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import join

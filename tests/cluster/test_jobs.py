@@ -23,9 +23,9 @@ from lockstep.storage.fs import filesystem
 from lockstep.storage.settings import set_hadoop_settings
 from tests.cluster.daemons import Cluster
 from training.launch.executors import RANK_MIB, container_of
-from training.results.audit_run import check_run_audit
-from training.run.chain import find_result
+from training.results.audit import check_run_audit
 from training.run.paths import RunPaths
+from training.run.result import find_result
 
 ROOT = Path(__file__).resolve().parents[2]
 LOG = ROOT / "data" / "weblogs" / "nasa_access_log_1995-07-09.log.gz"

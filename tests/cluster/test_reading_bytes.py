@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from lockstep.storage.files.hdfs_streams import HdfsRaw
+from lockstep.storage.files.hdfs import HdfsRaw
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import join
 from tests.cluster.daemons import Cluster
@@ -20,7 +20,7 @@ from training.batches import assembly
 from training.batches.feed import RankFeed
 from training.plan.epoch_plan import EpochPlan
 from training.reading.open import OpenSplit
-from training.reading.read_options import ReadOptions
+from training.reading.reader import ReadOptions
 from training.world import World
 
 pytestmark = pytest.mark.cluster

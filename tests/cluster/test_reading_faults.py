@@ -17,8 +17,7 @@ from lockstep.storage.urls import join
 from tests.cluster.daemons import Cluster
 from tests.training._tiny import write_images
 from training.reading.open import OpenSplit
-from training.reading.read_options import ReadOptions
-from training.reading.reader import SplitReader
+from training.reading.reader import ReadOptions, SplitReader
 
 pytestmark = pytest.mark.cluster
 

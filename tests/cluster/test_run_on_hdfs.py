@@ -29,7 +29,7 @@ from tests.training._tiny import write_table
 from training.config import TrainConfig
 from training.driver.train import Hooks, train
 from training.launch.local import run_local
-from training.run.chain import find_tip
+from training.run.lineage import find_tip
 from training.run.paths import RunPaths
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,7 +17,7 @@ from lockstep.storage.errors import LockstepError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.files.webhdfs import WebHdfsFileSystem
 from lockstep.storage.files.webhdfs_http import path_of
-from lockstep.storage.files.webhdfs_replicas import locate
+from lockstep.storage.files.webhdfs_streams import locate
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.urls import join

@@ -17,8 +17,7 @@ import pytest
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import file_digest
-from lockstep.storage.upload import upload
-from lockstep.storage.upload_plan import find_files
+from lockstep.storage.upload import find_files, upload
 from lockstep.storage.urls import join
 from tests.cluster.daemons import Cluster
 

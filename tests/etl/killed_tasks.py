@@ -56,7 +56,7 @@ if __name__ == "__main__":
     )
     with (
         mock.patch("etl.logs.job.ParseLog", DyingParse),
-        mock.patch("etl.write.write.WriteShards", DyingWrite),
+        mock.patch("etl.write.dataset.WriteShards", DyingWrite),
         spark_session("killed tasks", "local[2,3]") as spark,
     ):
         job.run(spark, config)

@@ -19,7 +19,7 @@ from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import SEQUENCE_EXAMPLE, Schema
 from lockstep.storage.dataset.layout import DatasetPaths
 from lockstep.storage.dataset.manifest import DatasetManifest
-from lockstep.storage.dataset.manifest_shards import ShardInfo
+from lockstep.storage.dataset.manifest_entries import ShardInfo
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError, NotFoundError
 from lockstep.storage.formats.tfrecord import frame
 from lockstep.storage.fs import filesystem

@@ -14,15 +14,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from etl.describe.describe_tables import dataset_tables
+from etl.describe.dataset import dataset_tables
 from etl.fit.bake import check_bake, fitted_of
 from etl.images import job as image_sets
 from etl.images.config import ImagesConfig
 from etl.logs import job as logs
 from etl.split.splits import SplitSpec
+from etl.write.checks import check_schema
 from etl.write.config import LogsConfig, WriteConfig
-from etl.write.output import check_schema
-from etl.write.write import write_dataset
+from etl.write.dataset import write_dataset
 from lockstep.features.encode.bake import Baker
 from lockstep.features.encode.encoder import Encoder
 from lockstep.features.sample_id import sample_ids

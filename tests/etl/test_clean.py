@@ -12,16 +12,15 @@ from typing import Any
 
 import pytest
 
-from etl.write.beside import quarantine_apart
-from etl.write.clean import clean, is_unfinished, leftovers
+from etl.write.checks import check_output
 from etl.write.config import WriteConfig
-from etl.write.output import check_output
-from etl.write.staging import SIGN_NAME, Staging, publish_beside
+from etl.write.quarantine import quarantine_apart
+from etl.write.staging import SIGN_NAME, Staging, clean, is_unfinished, leftovers, publish_beside
+from lockstep.storage.documents import SEAL, seal
 from lockstep.storage.errors import ExistsError, NotFoundError, StorageError, StorageTimeoutError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
-from lockstep.storage.sealed import SEAL, seal
 from tests.storage.make_dataset import make_dataset
 
 

@@ -8,11 +8,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from etl.logs import combined
-from etl.logs.combined import NOT_COMBINED_LOG
-from etl.logs.server_log import BAD_TIME, NOT_COMMON_LOG, parse
+from etl.logs import server_log
+from etl.logs.server_log import BAD_TIME, NOT_COMBINED_LOG, NOT_COMMON_LOG, parse_common
 from etl.logs.values import NOT_UTF8
-from etl.logs.weblog import is_page
+from etl.logs.web import is_page
 
 STAMP = "09/Jul/1995:00:00:07 -0400"
 SECONDS = int(datetime(1995, 7, 9, 4, 0, 7, tzinfo=UTC).timestamp())
@@ -25,7 +24,7 @@ def line(
 
 
 def parsed(*lines: bytes):
-    return parse(pa.array(list(lines), type=pa.binary()))
+    return parse_common(pa.array(list(lines), type=pa.binary()))
 
 
 @pytest.mark.parametrize(
@@ -158,7 +157,7 @@ def test_odd_lines(text: bytes, host: str, page: str, status: int) -> None:
     ],
 )
 def test_combined_lines(behind: bytes, referrer: str | None, agent: str | None) -> None:
-    found = combined.parse(pa.array([line() + b" " + behind, line() + b' "r" "a"'], type=pa.binary()))
+    found = server_log.parse_combined(pa.array([line() + b" " + behind, line() + b' "r" "a"'], type=pa.binary()))
     assert found.reasons.tolist() == [NOT_COMBINED_LOG if agent is None else None, None]
     assert found.referrer is not None and found.agent is not None
     assert (found.referrer.to_pylist(), found.agent.to_pylist()) == ([referrer, "r"], [agent, "a"])

@@ -12,9 +12,9 @@ import pytest
 import etl
 from etl.images.config import ImagesConfig
 from etl.spark.errors import from_text, to_wire
-from etl.split.shares import parse_share
+from etl.split.sampling import parse_share
 from etl.split.splits import SplitSpec
-from etl.table_config import TableConfig
+from etl.tables import TableConfig
 from etl.write.config import LogsConfig, WriteConfig, parse_size
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError, LockstepError
 

@@ -11,7 +11,7 @@ import pytest
 from etl.describe.dataset import describe
 from etl.write.append import ids_of
 from etl.write.config import WriteConfig
-from etl.write.write import write_dataset
+from etl.write.dataset import write_dataset
 from jobs import etl_table
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError

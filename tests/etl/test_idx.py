@@ -12,10 +12,9 @@ import pyarrow as pa
 import pytest
 
 from etl.images.config import ImagesConfig
-from etl.images.idx import IdxFile, read_header, read_records
-from etl.images.idx_images import pair_up
+from etl.images.idx import IdxFile, pair_up, read_header, read_records
 from etl.images.job import check
-from etl.input.ranges import find_sources
+from etl.input.files import find_sources
 from lockstep.storage.errors import ConfigError, DataError, NotFoundError
 
 PACK: dict[str, Callable[[bytes], bytes]] = {

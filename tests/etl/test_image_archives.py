@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from etl.images.tar import _passed
 from etl.images.tar_format import MAX_PADDING_BYTES, Member, plan_stretches, read_members
-from etl.input.forward import Forward
+from etl.input.unpack import Forward
 from lockstep.storage.errors import DataError
 
 LONG = "train/" + "d" * 90 + "/" + "f" * 120 + ".jpg"

@@ -21,11 +21,8 @@ from PIL import Image
 
 from etl.images import cifar, folders, parquet
 from etl.images import tar as tar_images
-from etl.images.image_rows import BAD, DROPPED, RECORD
-from etl.images.intake import Intake
-from etl.images.parse_images import from_json, to_json
-from etl.images.pieces import ImagePlan
-from etl.images.places import Place, is_left_out, place_of, split_word
+from etl.images.job import from_json, to_json
+from etl.images.source import BAD, DROPPED, RECORD, ImagePlan, Intake, Place, is_left_out, place_of, split_word
 from lockstep.features.images.decode import Limits
 from lockstep.storage.errors import ConfigError, DataError, NotFoundError
 

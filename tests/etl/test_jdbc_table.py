@@ -9,7 +9,7 @@ import pyarrow.dataset as ds
 import pytest
 
 from etl import tables
-from etl.table_config import TableConfig
+from etl.tables import TableConfig
 from lockstep.storage.errors import ConfigError, NotFoundError
 
 if TYPE_CHECKING:

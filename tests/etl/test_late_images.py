@@ -18,15 +18,13 @@ from PIL import Image
 from etl import columns as c
 from etl.images import job
 from etl.images.config import ImagesConfig
-from etl.images.image_rows import PACKED, PLACE
-from etl.images.intake import Intake
+from etl.images.source import PACKED, PLACE, Intake
 from etl.split.assign import Assign
 from etl.split.splits import SplitSpec
-from etl.write.late import AssignLate, LateImages, WriteLate
-from etl.write.quality import check_bad
+from etl.write.dataset import write_dataset
+from etl.write.late import AssignLate, Late, LateImages, WriteLate
+from etl.write.quarantine import check_bad
 from etl.write.shards import ShardTable, WriteShards
-from etl.write.write import write_dataset
-from etl.write.write_late import Late
 from lockstep.storage.errors import ConfigError, DataError
 from lockstep.storage.verify import verify
 

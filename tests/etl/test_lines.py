@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from etl.input import lines
+from etl.input.files import Range, find_sources, plan_ranges
 from etl.input.lines import Lines, LongLine, read_lines
-from etl.input.ranges import Range, find_sources, plan_ranges
 from lockstep.storage.errors import DataError, NotFoundError
 
 Found = list[tuple[int, bytes | LongLine]]

@@ -17,8 +17,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 
-from etl.input.ranges import Source
-from etl.input.text_files import check_lines
+from etl.input.files import Source, check_lines
 from etl.logs import job
 from etl.write.config import LogsConfig
 from jobs import etl_logs

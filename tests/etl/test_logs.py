@@ -16,12 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from etl.logs import job as logs
-from etl.logs import weblog
-from etl.logs.log_plan import plan_of
+from etl.logs import web
 from etl.logs.parse import ROW
+from etl.logs.plan import plan_of
 from etl.write.config import DEFAULT_LABEL, LogsConfig
 from lockstep.features.encode.encoder import Encoder
-from lockstep.features.examples.example_reader import decode_batch
+from lockstep.features.examples.example import decode_batch
 from lockstep.features.schema.fitted import Vocabulary
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import DatasetManifest
@@ -214,7 +214,7 @@ def test_other_readers_need_no_help(spark: SparkSession, small: Path, parquet: P
 
     manifest = DatasetManifest.from_bytes((parquet / "_manifest.json").read_bytes(), "manifest")
     count = manifest.splits["train"].records
-    columns = [field.name for field in weblog.schema()]
+    columns = [field.name for field in web.schema()]
     by_spark = spark.read.parquet(str(parquet / "split=train")).select(*columns).toPandas()
     by_arrow = ds.dataset(parquet / "split=train").to_table().to_pylist()
     assert len(by_spark) == len(by_arrow) == count
@@ -262,7 +262,7 @@ def test_the_default_label(spark: SparkSession) -> None:
     )
     found = {
         (row["visitor"], row["_position"]): (row["stays"], row["_dropped"])
-        for row in weblog.rows_of(pages, DEFAULT_LABEL, end).collect()
+        for row in web.rows_of(pages, DEFAULT_LABEL, end).collect()
     }
     yes, no, unknown = (True, None), (False, None), (None, "censored")
     assert [found[key] for key in sorted(found)] == [yes, no, no, no, no, no, unknown, yes, unknown, unknown]
@@ -276,7 +276,7 @@ def test_features_of_a_small_log(spark: SparkSession) -> None:
         ("a", START + 3610, "/"),
         ("a", START + 3650, "/"),
     )
-    rows = sorted(weblog.rows_of(pages, "true", START).collect(), key=lambda row: row["_position"])
+    rows = sorted(web.rows_of(pages, "true", START).collect(), key=lambda row: row["_position"])
     assert rows[0]["page_tokens"] == ["/a/", "/a/b-c/", "/a/b-c/d.html/", "a", "b", "c", "d", "html"]
     assert [row["requests_so_far"] for row in rows] == [0, 0, 1, 2]
     assert [row["prev_page"] for row in rows] == [None, None, "/A/b-c/d.html", "/"]
@@ -294,7 +294,7 @@ def test_nothing_later_than_a_request_enters_its_features(spark: SparkSession, t
     for path in (whole, cut):
         plan = plan_of(config(path, tmp_path / "out"))
         parsed = logs.parsed(spark, plan.work, plan.parser)
-        rows = weblog.rows_of(parsed.where(f"_kind = {ROW}"), DEFAULT_LABEL, START).drop("stays", "_dropped").collect()
+        rows = web.rows_of(parsed.where(f"_kind = {ROW}"), DEFAULT_LABEL, START).drop("stays", "_dropped").collect()
         found.append({row["_position"]: row for row in rows})
     later, earlier = found
     assert len(earlier) > 300 and len(later) > 1.5 * len(earlier)

@@ -11,10 +11,10 @@ from typing import IO, TYPE_CHECKING, Any
 import pyarrow as pa
 import pytest
 
-from etl.logs.text import flat
+from etl.logs.values import flat
 from etl.spark.tasks import narrowed
+from etl.write.dataset import write_dataset
 from etl.write.shards import WriteShards
-from etl.write.write import write_dataset
 from lockstep.storage.errors import DataError
 from tests.etl.conftest import ROOT
 
@@ -44,8 +44,8 @@ RecordDecoder(NULLABLE, in_place=["n"])
 CHILD = f"""
 import json, sys, tempfile
 import numpy as np, pyarrow as pa
-from etl.input.forward import Forward
-from etl.write.place import placed
+from etl.input.unpack import Forward
+from etl.write.shards import placed
 from etl.write.shards import ShardTable, WriteShards
 from lockstep.features.images.augment import Draws
 from lockstep.features.examples.codec import RecordDecoder
@@ -57,7 +57,7 @@ from lockstep.storage.dataset.layout import DatasetPaths
 from lockstep.storage.files.local import LocalFileSystem
 from lockstep.storage.formats.tfrecord import frame
 from training.exchange.agreement import Steps
-from training.comm.tcp.halving_doubling import all_reduce_short
+from training.comm.tcp.algorithms import halving_all_reduce_short as all_reduce_short
 from training.comm.tcp.schedule import even_grid
 from training.run.paths import RunPaths
 
@@ -141,7 +141,7 @@ def test_rows_that_a_writer_made_to_lose_some_lost_are_missed(spark: SparkSessio
         return (batch.slice(1) for batch in rows)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("etl.write.write.WriteShards", losing)
+        patch.setattr("etl.write.dataset.WriteShards", losing)
         with pytest.raises(DataError, match="rows were lost"):
             write_dataset(spark.range(100).toDF("n"), str(tmp_path / "out"), id_columns=["n"], fmt="parquet")
     assert not list(tmp_path.iterdir())

@@ -13,10 +13,9 @@ import pytest
 
 from etl.images import job
 from etl.images.config import ImagesConfig
-from etl.write.beside import forget_refused
+from etl.write.checks import check_columns, check_schema
 from etl.write.config import LogsConfig, WriteConfig
-from etl.write.output import check_columns, check_schema
-from etl.write.quality import check_bad
+from etl.write.quarantine import check_bad, forget_refused
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError, DataError

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from etl.petastorm import enable, imports
-from etl.petastorm.parquet import ParquetDataset
+from etl.petastorm.old_pyarrow import ParquetDataset
 from lockstep.features.sample_id import sample_id
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.schema import Schema

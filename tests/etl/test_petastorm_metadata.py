@@ -14,8 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from etl.petastorm import enable
-from etl.petastorm.metadata import ROW_GROUPS, UNISCHEMA, check_petastorm, write_petastorm_metadata
-from etl.petastorm.petastorm_tensors import tensors
+from etl.petastorm.metadata import ROW_GROUPS, UNISCHEMA, check_petastorm, tensors, write_petastorm_metadata
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import DatasetManifest

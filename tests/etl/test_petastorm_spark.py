@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from etl.petastorm import enable
-from etl.petastorm.metadata import write_petastorm_metadata
-from etl.petastorm.petastorm_tensors import tensors
-from etl.write.write import write_dataset
+from etl.petastorm.metadata import tensors, write_petastorm_metadata
+from etl.write.dataset import write_dataset
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.fs import filesystem

@@ -19,11 +19,8 @@ from etl import columns as c
 from etl.images import job, planned_task
 from etl.images import tar as tar_images
 from etl.images.config import ImagesConfig
-from etl.images.image_rows import RECORD
-from etl.images.pieces import ImagePlan
-from etl.images.planned import on_two_sides
-from etl.images.planned_rows import shards_of
-from etl.images.source import LENGTH, OFFSET
+from etl.images.planned import on_two_sides, shards_of
+from etl.images.source import LENGTH, OFFSET, RECORD, ImagePlan
 from lockstep.features.images.decode import Limits
 from lockstep.features.sample_id import shard_of
 from lockstep.storage.dataset.manifest_entries import Counts

@@ -12,7 +12,7 @@ import pytest
 
 from etl.spark.errors import _LOUD, _LOUD_IN_PYTHON, translated
 from etl.spark.session import BATCHES, bounded, changed
-from etl.write.write import write_dataset
+from etl.write.dataset import write_dataset
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etl.fit.weighing import counts_of
+from etl.fit.statistics import counts_of
 from etl.split.assign import Assign
 from etl.split.sampling import Sampling, balanced
 from etl.split.splits import SplitSpec, shares_of, span_of, texts_of, times_of

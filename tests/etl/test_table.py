@@ -21,9 +21,9 @@ from etl.split.leakage import by_chance, check_leakage, leak_key
 from etl.split.sampling import Sampling
 from etl.split.splits import SplitSpec
 from etl.split.time_and_strata import settle
-from etl.table_config import TableConfig
+from etl.tables import TableConfig
 from etl.write.frame import infer_schema, prepared
-from etl.write.place import sizes_of
+from etl.write.shards import sizes_of
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.features.shards.blocks import dataset_blocks

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etl.logs.fields import split_fields
-from etl.logs.table_lines import Column, Form, read_table
+from etl.logs.fields import Column, Form, read_table, split_fields
 from etl.logs.values import Reasons
 
 NAMES = ("a", "b", "c")

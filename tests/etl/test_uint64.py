@@ -11,9 +11,9 @@ import pytest
 
 import etl
 from benchmarks.arrays import split_arrays
+from etl.logs.fields import Column, Form
 from etl.logs.parse import output_ddl
 from etl.logs.records import RecordLines
-from etl.logs.table_lines import Column, Form
 from etl.petastorm import enable
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from etl.input.ranges import find_sources, plan_ranges, source_name
+from etl.input.files import find_sources, plan_ranges, source_name
 from etl.input.unpack import codec_of, unpacked
 from lockstep.storage.errors import DataError
 

@@ -14,16 +14,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from etl.input.ranges import find_sources
+from etl.input.files import find_sources
 from etl.input.unpack import unpacked
 from etl.logs import server_log
-from etl.logs.log_plan import MAX_LISTED, Plan, columns_differ, names_asked, plan_of
+from etl.logs.fields import Form
 from etl.logs.parse import BAD, ROW, SUMMARY, parse_range
-from etl.logs.plan import kinds_in, names_in
-from etl.logs.stamps import seconds_of_text
-from etl.logs.table_lines import Form
+from etl.logs.plan import MAX_LISTED, Plan, columns_differ, kinds_in, names_asked, names_in, plan_of
+from etl.logs.server_log import seconds_of_text
 from etl.logs.values import Reasons
-from etl.logs.webtable import read_requests, roles
+from etl.logs.web import read_requests, roles
 from etl.write.config import LogsConfig
 from lockstep.storage.errors import DataError
 
@@ -67,7 +66,7 @@ def rows_of(found: Plan) -> tuple[list[dict[str, Any]], list[dict[str, Any]], di
 
 def nasa_table(count: int) -> list[tuple[str, ...]]:
     """The first requests of the NASA day as the fields of HEADER."""
-    found = server_log.parse(pa.array(nasa_lines(count).splitlines(), pa.binary()))
+    found = server_log.parse_common(pa.array(nasa_lines(count).splitlines(), pa.binary()))
     asked = zip(found.page.to_pylist(), found.query.to_pylist(), strict=True)
     urls = [f"{page}?{query}" if query else page for page, query in asked]
     columns = (found.visitor.to_pylist(), found.time.tolist(), found.method.to_pylist(), urls, found.status.tolist())

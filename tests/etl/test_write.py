@@ -18,12 +18,11 @@ from etl.spark.errors import SameIdError, from_text, to_wire
 from etl.split.assign import Assign
 from etl.split.sampling import Sampling
 from etl.split.splits import SplitSpec
-from etl.write.beside import Origin
-from etl.write.output import refuse_existing
-from etl.write.place import block_records, plan_shards
-from etl.write.shards import ShardTable
+from etl.write.checks import refuse_existing
+from etl.write.dataset import write_dataset
+from etl.write.quarantine import Origin
+from etl.write.shards import ShardTable, block_records, plan_shards
 from etl.write.staging import SIGN_NAME, Staging
-from etl.write.write import write_dataset
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import load_dataset

@@ -11,13 +11,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.features.images import moves
-from lockstep.features.images.augment import Draws
-from lockstep.features.images.looks import Colour, Cutout
-from lockstep.features.images.mixup import Mixup, _steps, mix_images, mix_labels, one_hot
-from lockstep.features.images.moves import ONE, Crop, Flip, Rotate, Rotate90, Scale
-from lockstep.features.images.operation import Operation
-from lockstep.features.images.parse import canonical, forms, parse
+from lockstep.features.images import augment
+from lockstep.features.images.augment import (
+    ONE,
+    Colour,
+    Crop,
+    Cutout,
+    Draws,
+    Flip,
+    Mixup,
+    Operation,
+    Rotate,
+    Rotate90,
+    Scale,
+    _steps,
+    canonical,
+    forms,
+    mix_images,
+    mix_labels,
+    one_hot,
+    parse,
+)
 from lockstep.storage.errors import ConfigError
 
 Pixels = np.ndarray[Any, Any]
@@ -214,7 +228,7 @@ def test_settings_that_do_nothing_leave_each_byte(word: str, shape: tuple[int, i
 def test_a_quarter_by_angle_is_a_quarter_by_turning() -> None:
     images = some(2, 9, 9, 2)
     zero, one = np.zeros(2, dtype=np.int64), np.full(2, ONE)
-    assert np.array_equal(moves._affine(images, zero, one, -one, zero), np.rot90(images, -1, axes=(1, 2)))
+    assert np.array_equal(augment._affine(images, zero, one, -one, zero), np.rot90(images, -1, axes=(1, 2)))
 
 
 def test_the_table_of_angles_is_the_same_with_any_library() -> None:

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.features.encode.bake import Baker, check_bakeable, check_declared
-from lockstep.features.encode.baked import is_baked, raw_schema
+from lockstep.features.encode.bake import Baker, check_bakeable, check_declared, is_baked, raw_schema
 from lockstep.features.encode.encoder import Encoder
 from lockstep.features.schema.declare import load_schema
 from lockstep.features.schema.fitted import Fitted, Moments, Vocabulary

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from lockstep.features.images import decode as d
-from lockstep.features.images.decode import ImageError, Limits, decode
-from lockstep.features.images.image_header import read_header
+from lockstep.features.images.decode import ImageError, Limits, decode, read_header
 
 RNG = np.random.default_rng(0)
 PIXELS = RNG.integers(0, 256, (6, 9, 3), dtype=np.uint8)

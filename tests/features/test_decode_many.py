@@ -19,9 +19,8 @@ from PIL import Image
 
 from lockstep.features.encode.encoder import Encoder
 from lockstep.features.images import decode_many
-from lockstep.features.images.decode import ImageError, decode
+from lockstep.features.images.decode import ImageError, decode, read_header
 from lockstep.features.images.decode_many import BadImageError, decode_files, set_decode_threads
-from lockstep.features.images.image_header import read_header
 from lockstep.features.images.resize import fit
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.schema import Schema

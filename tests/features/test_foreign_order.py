@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lockstep.features.examples import foreign_plain
+from lockstep.features.examples import foreign
 from lockstep.features.examples.example import encode_batch
 from lockstep.features.examples.foreign import records_between
-from lockstep.features.examples.foreign_order import Order
+from lockstep.features.examples.foreign_kernels import Order
 from lockstep.features.schema.fields import Field
-from lockstep.features.schema.foreign_schema import foreign_field, foreign_schema
+from lockstep.features.schema.schema import foreign_field, foreign_schema
 from lockstep.features.shards.foreign_files import ForeignFile, infer_columns
 from lockstep.features.shards.read import Lenient
 from lockstep.storage.errors import DataError
@@ -72,7 +72,7 @@ RECORDS = st.one_of(
 
 
 def by_python(fields: list[Field], data: NDArray[np.uint8], offsets: NDArray[np.int64]) -> pa.RecordBatch:
-    return foreign_plain.decode_foreign(fields, records_between(data, offsets))
+    return foreign.decode_foreign(fields, records_between(data, offsets))
 
 
 def outcome(lenient: Lenient, data: bytes) -> tuple[Any, str]:
@@ -135,7 +135,9 @@ def test_hundreds_of_lists_that_no_record_has_take_bounded_memory(monkeypatch: p
         taken.append(found.base.nbytes)
         return found
 
-    monkeypatch.setattr("lockstep.features.examples.foreign_order.Order.rewritten", lambda order, *args: watched(*args))
+    monkeypatch.setattr(
+        "lockstep.features.examples.foreign_kernels.Order.rewritten", lambda order, *args: watched(*args)
+    )
     monkeypatch.setattr("lockstep.features.shards.read.decode_foreign_frames", None)
     batch = lenient(b"".join(map(frame, records)), "f", 0, 0)
     assert batch.column("b").to_pylist() == list(range(500)) and batch.column("list_0300")[499].as_py() == []

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lockstep.features.shards.ranges import ShardRange, cut
 from lockstep.features.shards.read import PIECE_BYTES, _pieces, read_range, strict
 from lockstep.storage.dataset.manifest import load_dataset
-from lockstep.storage.dataset.manifest_shards import ShardInfo
+from lockstep.storage.dataset.manifest_entries import ShardInfo
 from lockstep.storage.errors import CorruptionError
 from lockstep.storage.formats.gzip_blocks import GzipWriter
 from lockstep.storage.fs import filesystem

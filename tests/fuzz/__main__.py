@@ -27,7 +27,7 @@ INSTRUMENTED = ["lockstep", "etl", "tests.fuzz"]
 COMPILED = [
     "lockstep.storage.kernels",
     "lockstep.features.images.kernels",
-    "lockstep.features.examples.foreign_order",
+    "lockstep.features.examples.foreign_kernels",
     "lockstep.features.encode.hash_kernels",
     "lockstep.features.examples",
 ]

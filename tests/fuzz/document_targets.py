@@ -16,10 +16,8 @@ from lockstep.features.shards.ranges import cut
 from lockstep.storage.dataset.indexed import IndexedManifest, is_indexed, read_indexed
 from lockstep.storage.dataset.layout import index_path, shard_path
 from lockstep.storage.dataset.manifest import DatasetManifest
-from lockstep.storage.dataset.manifest_entries import Counts, FileInfo, SourceInfo
-from lockstep.storage.dataset.manifest_shards import ShardInfo, SplitInfo
-from lockstep.storage.documents import canonical_bytes, parse_canonical, sha256_hex
-from lockstep.storage.sealed import SEAL, seal
+from lockstep.storage.dataset.manifest_entries import Counts, FileInfo, ShardInfo, SourceInfo, SplitInfo
+from lockstep.storage.documents import SEAL, canonical_bytes, parse_canonical, seal, sha256_hex
 from tests.fuzz.target import Take, Target, refused
 
 _DIGEST = sha256_hex(b"")

@@ -18,13 +18,10 @@ from PIL import Image
 
 from etl.images import cifar, idx, parquet
 from etl.images import tar as tar_images
-from etl.images.image_rows import RECORD
-from etl.images.intake import Intake
-from etl.images.pieces import ImagePlan
+from etl.images.source import RECORD, ImagePlan, Intake
 from etl.images.tar_format import BLOCK
-from etl.input.ranges import find_sources
-from lockstep.features.images.decode import ImageError, Limits, checked_header, decode
-from lockstep.features.images.image_header import read_header
+from etl.input.files import find_sources
+from lockstep.features.images.decode import ImageError, Limits, checked_header, decode, read_header
 from tests.fuzz.target import Target, refused, scratch
 
 LIMITS = Limits(max_file_bytes=1 << 20, max_pixels=1 << 20)

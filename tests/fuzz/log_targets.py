@@ -9,17 +9,15 @@ from collections.abc import Callable
 
 import pyarrow as pa
 
-from etl.input.ranges import Range, find_sources
+from etl.input.files import Range, find_sources
 from etl.input.unpack import PLAIN, codec_of, unpacked
+from etl.logs.fields import Column, Form
 from etl.logs.json_lines import read_objects
-from etl.logs.log_plan import names_asked
 from etl.logs.parse import BAD, DIGEST, ROW, SUMMARY, LineParser, Work, parse_range
-from etl.logs.plan import kinds_in, names_in
+from etl.logs.plan import kinds_in, names_asked, names_in
 from etl.logs.records import RecordLines
-from etl.logs.stamps import seconds_of_text
-from etl.logs.table_lines import Column, Form
-from etl.logs.text import as_text
-from etl.logs.values import Reasons
+from etl.logs.server_log import seconds_of_text
+from etl.logs.values import Reasons, as_text
 from etl.logs.web import WebLines
 from etl.split.sampling import Sampling
 from etl.split.splits import SplitSpec

@@ -14,14 +14,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from lockstep.features.examples import foreign_plain
+from lockstep.features.examples import foreign
 from lockstep.features.examples.codec import RecordDecoder
-from lockstep.features.examples.example import encode_batch
-from lockstep.features.examples.example_reader import decode_batch
-from lockstep.features.examples.foreign_plain import infer_schema, refuse_sequences
+from lockstep.features.examples.example import decode_batch, encode_batch
+from lockstep.features.examples.foreign import infer_schema, refuse_sequences
 from lockstep.features.schema.fields import Field, sample_id_field
-from lockstep.features.schema.foreign_schema import foreign_field
-from lockstep.features.schema.schema import SEQUENCE_EXAMPLE, Schema
+from lockstep.features.schema.schema import SEQUENCE_EXAMPLE, Schema, foreign_field
 from lockstep.features.shards.foreign_files import is_gzip, pieces
 from lockstep.features.shards.read import Lenient
 from lockstep.storage.errors import LockstepError
@@ -139,7 +137,7 @@ def foreign_records(data: bytes) -> None:
     """Three readers agree on Examples of others; what a sample shows can be read as what it shows."""
     records = split(data)
     framed = b"".join(map(frame, records))
-    plain = verdict(lambda: foreign_plain.decode_foreign(FOREIGN, records))
+    plain = verdict(lambda: foreign.decode_foreign(FOREIGN, records))
     _agree(verdict(lambda: decode_foreign(FOREIGN, records)), plain)
     lenient = verdict(lambda: Lenient(FOREIGN)(framed, "f", 0, 0))
     if isinstance(lenient, type) and isinstance(plain, pa.RecordBatch):  # it refuses SequenceExamples besides

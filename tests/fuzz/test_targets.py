@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.features.images.image_header import read_header
+from lockstep.features.images.decode import read_header
 from lockstep.storage.errors import CorruptionError, DataError
 from lockstep.storage.formats.tfrecord import frame, parse_records
 from tests.fuzz import __main__ as fuzzing

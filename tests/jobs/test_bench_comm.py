@@ -9,8 +9,7 @@ import pytest
 
 from jobs.bench_comm import main, parser
 from lockstep.storage.errors import CommunicationError, ConfigError, ExistsError
-from training.profiling.bench_comm import Row
-from training.profiling.bench_table import size, table
+from training.profiling.bench_comm import Row, size, table
 
 
 @pytest.mark.parametrize(("text", "nbytes"), [("4096", 4096), ("4K", 4096), ("1M", 1 << 20), ("2G", 2 << 30)])

@@ -12,11 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from etl.describe.dataset import Description, describe
-from etl.describe.describe_tables import Table, quarantine_table
-from etl.describe.describe_text import as_text, shown
-from etl.describe.render import as_page
-from etl.describe.sample_images import Picture, data_url, image_field
+from etl.describe.dataset import Description, Picture, Table, data_url, describe, image_field, quarantine_table
+from etl.describe.render import as_page, as_text, shown
 from etl.describe.statistics import ColumnSummary, Histogram
 from jobs import describe as job
 from jobs import index

@@ -15,17 +15,17 @@ from etl.index import Scan
 from jobs import index
 from lockstep.features.examples.example import encode_example
 from lockstep.features.schema.declare import load_schema
-from lockstep.features.schema.foreign_schema import foreign_field, foreign_schema
+from lockstep.features.schema.schema import foreign_field, foreign_schema
 from lockstep.features.shards.blocks import indexed_blocks, indexed_fields, read_gzip
 from lockstep.features.shards.foreign_files import find_files
 from lockstep.features.shards.read import Lenient
 from lockstep.storage.dataset.indexed import IndexedManifest, read_indexed
 from lockstep.storage.dataset.manifest import load_dataset
-from lockstep.storage.dataset.manifest_shards import ShardInfo
+from lockstep.storage.dataset.manifest_entries import ShardInfo
+from lockstep.storage.documents import seal, unseal
 from lockstep.storage.errors import CorruptionError, DataError, ExistsError, LockstepError, NotFoundError, StorageError
 from lockstep.storage.formats.tfrecord import frame
 from lockstep.storage.fs import filesystem
-from lockstep.storage.sealed import seal, unseal
 from lockstep.storage.verify import verify
 from pyspark_tfrecord import DefaultSource
 from tests.pyspark_tfrecord.published import publish

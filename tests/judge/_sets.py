@@ -15,7 +15,7 @@ from etl.images import job as image_sets
 from etl.images.config import ImagesConfig
 from etl.logs import job as logs
 from etl.write.config import LogsConfig
-from etl.write.write import write_dataset
+from etl.write.dataset import write_dataset
 from lockstep.features.sample_id import sample_id
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from etl.write.write import write_dataset
+from etl.write.dataset import write_dataset
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.sampled import corrected, sampled_of
 from lockstep.features.schema.schema import Schema

@@ -16,7 +16,7 @@ from sklearn.model_selection import StratifiedShuffleSplit
 from sklearn.preprocessing import StandardScaler, TargetEncoder
 from sklearn.utils.class_weight import compute_class_weight
 
-from etl.write.write import write_dataset
+from etl.write.dataset import write_dataset
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import load_dataset

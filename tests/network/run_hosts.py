@@ -13,7 +13,7 @@ from training.comm.tls import issue
 from training.control.protocol import new_key
 from training.control.server import ControlServer
 from training.control.task import Handler, Limits, RankTask
-from training.launch.order import Order
+from training.launch.process import Order
 from training.launch.supervisor import Supervisor
 from training.world import World
 

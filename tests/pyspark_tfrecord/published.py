@@ -11,8 +11,7 @@ from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.layout import DatasetPaths, index_path, shard_path
 from lockstep.storage.dataset.manifest import DatasetManifest
-from lockstep.storage.dataset.manifest_entries import Counts, FileInfo, SourceInfo
-from lockstep.storage.dataset.manifest_shards import ShardInfo, SplitInfo
+from lockstep.storage.dataset.manifest_entries import Counts, FileInfo, ShardInfo, SourceInfo, SplitInfo
 from lockstep.storage.documents import sha256_hex
 from lockstep.storage.formats.tfrecord import RecordWriter
 from lockstep.storage.fs import filesystem

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from etl.logs import job
 from etl.write.config import LogsConfig
-from etl.write.write import write_dataset
+from etl.write.dataset import write_dataset
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError

@@ -9,8 +9,7 @@ import pyarrow.parquet as pq
 
 from lockstep.storage.dataset.layout import DatasetPaths, fitted_path, index_path, shard_path
 from lockstep.storage.dataset.manifest import DatasetManifest
-from lockstep.storage.dataset.manifest_entries import Counts, FileInfo, SourceInfo
-from lockstep.storage.dataset.manifest_shards import ShardInfo, SplitInfo
+from lockstep.storage.dataset.manifest_entries import Counts, FileInfo, ShardInfo, SourceInfo, SplitInfo
 from lockstep.storage.documents import crc32c_hex, sha256_hex
 from lockstep.storage.formats.parquet_footer import read_footer
 from lockstep.storage.formats.tfrecord import RecordWriter

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.storage.documents import canonical_bytes, sha256_hex
+from lockstep.storage.documents import canonical_bytes, seal, sha256_hex
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
-from lockstep.storage.sealed import seal
 from lockstep.storage.urls import join
 
 STEPS = ((100, 1), (200, 2))

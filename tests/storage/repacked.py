@@ -9,7 +9,7 @@ import numpy as np
 
 from lockstep.storage.dataset.layout import DatasetPaths, shard_path
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
-from lockstep.storage.dataset.manifest_shards import ShardInfo
+from lockstep.storage.dataset.manifest_entries import ShardInfo
 from lockstep.storage.formats.gzip_blocks import GzipWriter
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.storage.dataset.manifest_shards import GZIP_EDGE_BYTES
+from lockstep.storage.dataset.manifest_entries import GZIP_EDGE_BYTES
 from lockstep.storage.documents import crc32c_hex, sha256_hex
 from lockstep.storage.errors import CorruptionError, DataError
 from lockstep.storage.formats import gzip_blocks

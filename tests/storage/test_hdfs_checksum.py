@@ -7,7 +7,7 @@ import io
 import pytest
 
 from lockstep.storage.files.interface import StoredChecksum
-from lockstep.storage.hdfs_checksum import same_as
+from lockstep.storage.upload import same_as
 
 
 def content(size: int) -> bytes:

@@ -16,8 +16,7 @@ import pytest
 
 from lockstep.storage.errors import ConfigError, ExistsError, NotFoundError, RetryableStorageError, StorageError
 from lockstep.storage.files.deadlines import left_behind
-from lockstep.storage.files.hdfs import HdfsFileSystem
-from lockstep.storage.files.hdfs_errors import translate
+from lockstep.storage.files.hdfs import HdfsFileSystem, translate
 from lockstep.storage.publish import write_file
 from lockstep.storage.settings import DEFAULTS, hadoop_settings, set_hadoop_settings, write_give_up_s
 from tests.storage.fake_hdfs import FakeClient

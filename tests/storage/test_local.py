@@ -9,8 +9,7 @@ import pytest
 
 from lockstep.storage.errors import ConfigError, ExistsError, NotFoundError, StorageError
 from lockstep.storage.files.interface import FileSystem
-from lockstep.storage.files.local import LocalFileSystem
-from lockstep.storage.files.local_rename import rename_noreplace_portable
+from lockstep.storage.files.local import LocalFileSystem, rename_noreplace_portable
 from lockstep.storage.fs import filesystem, walk
 from lockstep.storage.urls import absolute, basename, join, parent, split_url
 from tests.fs_contract import FileSystemContract, put

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from lockstep.storage.dataset.layout import DatasetPaths, fitted_path, safe_relative, shard_path, split_name
 from lockstep.storage.dataset.manifest import DatasetManifest, dataset_digest, load_dataset
-from lockstep.storage.documents import canonical_bytes, parse_canonical, sha256_hex
+from lockstep.storage.documents import SEAL, canonical_bytes, parse_canonical, seal, sha256_hex, unseal
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError, NotFoundError
-from lockstep.storage.sealed import SEAL, seal, unseal
 from tests.storage.make_dataset import make_dataset
 
 JSON = st.recursive(

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from lockstep.storage.errors import StorageTimeoutError
-from lockstep.storage.files import unanswered
-from lockstep.storage.files.unanswered import FREE, Unanswered
+from lockstep.storage.files import deadlines
+from lockstep.storage.files.deadlines import FREE, Unanswered
 
 
 def give_up(calls: Unanswered, wake: threading.Event, seconds: float = 0.005) -> None:
@@ -18,7 +18,7 @@ def give_up(calls: Unanswered, wake: threading.Event, seconds: float = 0.005) ->
 
 
 def test_calls_are_held_back_while_many_are_unanswered_and_go_on_when_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unanswered, "LATER_S", 600.0)  # longer than any of this takes on a loaded machine
+    monkeypatch.setattr(deadlines, "LATER_S", 600.0)  # longer than any of this takes on a loaded machine
     calls, wake = Unanswered(), threading.Event()
     try:
         for _ in range(FREE):
@@ -51,7 +51,7 @@ def test_calls_that_never_end_count_no_more_after_a_success(monkeypatch: pytest.
         for _ in range(FREE):
             give_up(calls, wake)
         assert calls.call(lambda: 2, 120.0, what="cannot ask", whom="the server") == 2  # one now and then looks
-        monkeypatch.setattr(unanswered, "LATER_S", 60.0)  # what is held back from here on is not answered in time
+        monkeypatch.setattr(deadlines, "LATER_S", 60.0)  # what is held back from here on is not answered in time
         give_up(calls, wake)  # begun at once
         assert calls.left == FREE + 1
     finally:

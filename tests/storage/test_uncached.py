@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.storage.files import uncached
-from lockstep.storage.files.uncached import PAGE_BYTES, whole_pages, write_uncached
+from lockstep.storage.files import local
+from lockstep.storage.files.local import PAGE_BYTES, whole_pages, write_uncached
 from lockstep.storage.fs import filesystem
 
 PIECE = 2 * PAGE_BYTES
@@ -52,7 +52,7 @@ def test_pieces_come_back_as_they_were(tmp_path: Path, size: int, monkeypatch: p
     with monkeypatch.context() as patch:  # a file system whose files cannot be opened so
         patch.setattr(fcntl, "fcntl", lambda fd, what, *more: refuse() if more and more[0] & os.O_DIRECT else 0)
         check(str(tmp_path / "refused"), memory(size))
-    monkeypatch.setattr(uncached, "_O_DIRECT", 0)  # a system without it
+    monkeypatch.setattr(local, "_O_DIRECT", 0)  # a system without it
     check(str(tmp_path / "without"), memory(size))
 
 

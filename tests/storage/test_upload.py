@@ -23,8 +23,7 @@ from lockstep.storage.errors import (
     StorageError,
 )
 from lockstep.storage.files.local import LocalFileSystem
-from lockstep.storage.upload import upload
-from lockstep.storage.upload_plan import find_files, temporary_name
+from lockstep.storage.upload import find_files, temporary_name, upload
 
 
 def files(folder: Path, **contents: bytes) -> Path:

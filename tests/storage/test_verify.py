@@ -17,11 +17,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs.verify import main
-from lockstep.storage.documents import canonical_bytes, crc32c_hex, sha256_hex
+from lockstep.storage.documents import canonical_bytes, crc32c_hex, seal, sha256_hex, unseal
 from lockstep.storage.errors import ConfigError, NotFoundError
 from lockstep.storage.formats.parquet_footer import columns_can_be_told
 from lockstep.storage.formats.tfrecord import frame
-from lockstep.storage.sealed import seal, unseal
 from lockstep.storage.verify import verify
 from lockstep.storage.verify.check import Finding
 from tests.storage.make_dataset import footer_of, make_dataset

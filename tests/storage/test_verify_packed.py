@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from lockstep.storage.dataset.manifest import DatasetManifest
+from lockstep.storage.documents import seal, unseal
 from lockstep.storage.errors import DataError
-from lockstep.storage.sealed import seal, unseal
 from lockstep.storage.verify import verify
 from tests.storage.make_dataset import make_dataset
 from tests.storage.repacked import repacked

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from jobs.verify import main
+from lockstep.storage.documents import seal, unseal
 from lockstep.storage.fs import filesystem
-from lockstep.storage.sealed import seal, unseal
 from lockstep.storage.verify import kind_of, verify
 from tests.storage.make_run import make_run
 

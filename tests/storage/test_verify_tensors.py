@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from lockstep.storage.documents import sha256_hex
-from lockstep.storage.sealed import seal
+from lockstep.storage.documents import seal, sha256_hex
 from lockstep.storage.verify import verify
 
 WHOLE = {"dtype": "float32", "shape": [2, 3], "parts": [[0, 0, 6]]}

@@ -19,11 +19,10 @@ from lockstep.storage.errors import (
     StorageError,
     StorageTimeoutError,
 )
-from lockstep.storage.files.remote_errors import not_there
+from lockstep.storage.files.remote import not_there
 from lockstep.storage.files.webhdfs import WebHdfsFileSystem
 from lockstep.storage.files.webhdfs_http import as_hdfs, as_webhdfs, http_addresses
-from lockstep.storage.files.webhdfs_streams import WebHdfsRaw, open_at
-from lockstep.storage.files.webhdfs_write import WebHdfsWriter, _Append
+from lockstep.storage.files.webhdfs_streams import WebHdfsRaw, WebHdfsWriter, _Append, open_at
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.settings import DEFAULTS

@@ -99,7 +99,7 @@ def test_a_listing_is_long_where_a_directory_is_large(
     told = {"FileStatuses": {"FileStatus": [entry | {"pathSuffix": f"{number:0100}"} for number in range(3000)]}}
     fake.before["LISTSTATUS"] = [lambda handler: bool(handler.tell(told)) or True] * 2
     assert len(fs.list(url("d"))) == 3000
-    monkeypatch.setattr("lockstep.storage.files.webhdfs_client._MAX_LIST_BYTES", 3000 * 100)
+    monkeypatch.setattr("lockstep.storage.files.webhdfs_http._MAX_LIST_BYTES", 3000 * 100)
     with pytest.raises(ConfigError, match="over 300000 bytes"):
         fs.list(url("d"))
 

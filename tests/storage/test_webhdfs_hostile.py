@@ -12,8 +12,7 @@ import pytest
 from lockstep.storage.errors import ConfigError, CorruptionError, LockstepError, StorageError
 from lockstep.storage.files.webhdfs import WebHdfsFileSystem
 from lockstep.storage.settings import DEFAULTS
-from lockstep.storage.upload import upload
-from lockstep.storage.upload_plan import find_files
+from lockstep.storage.upload import find_files, upload
 from tests.storage.fake_webhdfs import FakeWebHdfs, serving
 
 # Attempts that a loaded machine does not end before their answers, which are to be seen; few of them.

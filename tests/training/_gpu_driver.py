@@ -20,7 +20,7 @@ from lockstep.storage.errors import ConfigError, TrainingFailedError
 from tests.training._ranks import HERE
 from training.control.task import Limits, RankTask
 from training.launch.barrier import OnSpark, run_barrier
-from training.launch.launches import Launches
+from training.launch.session import Launches
 
 ROOT = Path(__file__).resolve().parents[2]
 DISCOVERY = """#!/bin/sh

@@ -24,9 +24,9 @@ from lockstep.storage.urls import join
 from training.config import TrainConfig
 from training.control.context import RankContext
 from training.control.failures import RankState, failure_of
+from training.driver.preflight import plan_for
 from training.plan.epoch_plan import EpochPlan
-from training.plan.planning import plan_for
-from training.rank.in_flight import InFlight
+from training.rank.saver import InFlight
 from training.run.paths import staged_checkpoint, staged_model
 
 HERE = str(Path(__file__).parent)

@@ -20,15 +20,15 @@ from tests.training._ring import KEY, PATIENCE_S, Table
 from training.comm import Communicator, SoloCommunicator
 from training.comm.tcp.communicator import connect_tcp
 from training.config import TrainConfig
-from training.control.carry import json_safe
+from training.control.protocol import json_safe
 from training.control.task import Handler, Limits, RankTask
 from training.driver.train import Hooks, train
 from training.exchange.agreement import NonFiniteError
 from training.rank.runtime import set_precision
-from training.run.chain import find_tip
 from training.run.checkpoint import Tensors, read_rank_file
+from training.run.checkpoint_parts import read_whole
+from training.run.lineage import find_tip
 from training.run.paths import RunPaths
-from training.run.read_parts import read_whole
 from training.run.result import RunResult
 from training.world import World
 
@@ -78,9 +78,9 @@ def run_threads(
 
     from training.profiling.profile_rank import ProfileRank
     from training.rank.fit import Fit
-    from training.results import evaluate_rank, exporting
+    from training.results import evaluate_rank, export_run
 
-    makers: dict[str, Any] = {"training.rank.fit_part:main": Fit, "training.profiling.profile:main": ProfileRank}
+    makers: dict[str, Any] = {"training.rank.runtime:main": Fit, "training.profiling.profile:main": ProfileRank}
     config = TrainConfig.from_json(task.payload["config"])
     set_precision(config.precision)
     comms = _join(num_ranks, generation)
@@ -99,7 +99,7 @@ def run_threads(
     def one(comm: Communicator) -> dict[str, Any]:
         try:
             if not fits:
-                alone = exporting.run if task.entry == "training.results.export_run:main" else evaluate_rank.run
+                alone = export_run.run if task.entry == "training.results.export_run:main" else evaluate_rank.run
                 return alone(contexts[comm.rank], config)
             with fits[comm.rank] as fit:
                 return fit.run()

@@ -9,19 +9,18 @@ from typing import Any
 import pytest
 
 from lockstep.storage.dataset.manifest import load_dataset
-from lockstep.storage.documents import sha256_hex
+from lockstep.storage.documents import seal, sha256_hex
 from lockstep.storage.errors import DataError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import temporary_name, write_file
-from lockstep.storage.sealed import seal
 from tests.training._tiny import write_table
 from tests.training.test_fitted_files import write as write_folds
+from training.batches.audit_log import AuditLog
 from training.batches.feed import RankFeed
 from training.config import TrainConfig
 from training.plan.epoch_plan import EpochPlan
 from training.reading.open import OpenSplit
-from training.results.audit import AuditLog
-from training.results.audit_run import audit_files, check_run_audit
+from training.results.audit import audit_files, check_run_audit
 from training.run.lineage import CheckpointRef, claim_next
 from training.run.paths import RunPaths
 from training.run.run_json import open_run

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lockstep.features.images.aligned import aligned_empty
+from lockstep.features.images.decode_many import aligned_empty
 from lockstep.storage.errors import CorruptionError
 from tests.training._tiny import write_images, write_table
 from training.batches.feed import Batch, RankFeed

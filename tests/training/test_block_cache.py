@@ -27,13 +27,11 @@ from tests.storage.repacked import repacked
 from tests.training._tiny import write_images, write_table
 from training.plan.order import Run
 from training.reading import cache as block_cache
-from training.reading import cache_folder
-from training.reading.cache import BlockCache, BlockPlace
-from training.reading.cache_folder import FOLDER, LIVE, LOCK, TEMPORARY
+from training.reading import cache as cache_folder
+from training.reading.cache import FOLDER, LIVE, LOCK, TEMPORARY, BlockCache, BlockPlace
 from training.reading.files import ShardFiles
 from training.reading.open import OpenSplit
-from training.reading.read_options import ReadOptions
-from training.reading.reader import SplitReader
+from training.reading.reader import ReadOptions, SplitReader
 
 DATA = np.random.default_rng(0).integers(0, 256, 600_000, dtype=np.uint8).tobytes()
 

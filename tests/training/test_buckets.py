@@ -10,10 +10,9 @@ import pytest
 from lockstep.storage.errors import CommunicationError
 from tests.training._ring import run_ring
 from training.comm import Communicator, SoloCommunicator
-from training.exchange.agreement import CONTROL_WORDS, MAX_SKIPS, Agreement, NonFiniteError
+from training.exchange.agreement import CONTROL_WORDS, MAX_SKIPS, Agreement, FedBatches, NonFiniteError
 from training.exchange.buckets import ALIGN_BYTES, Layout, Slot, Spec, lay_out
 from training.exchange.exchange import Exchange
-from training.exchange.non_finite import FedBatches
 
 F4, F8 = np.dtype("float32"), np.dtype("float64")
 

@@ -17,7 +17,8 @@ from tests.training._tiny import write_images, write_table
 from training.comm import Communicator
 from training.comm.tree_sums import TreeSums
 from training.config import TrainConfig
-from training.plan.canonical import ADD, KEEP, NOTHING, allowed_ranks, carries
+from training.plan.lane_count import allowed_ranks
+from training.steps.canonical import ADD, KEEP, NOTHING, carries
 
 OWN = "tests.training._models"
 

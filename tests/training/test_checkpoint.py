@@ -8,15 +8,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.storage.documents import sha256_hex
+from lockstep.storage.documents import seal, sha256_hex
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
-from lockstep.storage.sealed import seal
 from lockstep.storage.urls import join
 from training.rank import callback_state
-from training.run.checkpoint import STATE_KEYS, Tensors, TensorSpec, read_manifest, read_rank_file, read_resumable, take
-from training.run.rank_file import HostBuffer, sha256_of, upload
+from training.run.checkpoint import (
+    STATE_KEYS,
+    HostBuffer,
+    Tensors,
+    TensorSpec,
+    read_manifest,
+    read_rank_file,
+    read_resumable,
+    sha256_of,
+    take,
+    upload,
+)
 
 TENSORS: Tensors = {
     "weights/0001/b": np.arange(6, dtype=np.float64).reshape(2, 3),

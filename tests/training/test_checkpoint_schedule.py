@@ -13,12 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.storage.errors import DataError, StorageTimeoutError
-from training.config import TrainConfig
+from training.config import CheckpointEvery, TrainConfig
 from training.exchange.agreement import Agreement, NonFiniteError, Steps
-from training.rank.checkpoint_schedule import FIRST_S, CheckpointEvery, Schedule, best_interval_s
-from training.rank.checkpointing import Checkpoints
-from training.rank.in_flight import InFlight, Tell
-from training.rank.saved import Saved
+from training.rank.checkpointing import FIRST_S, Checkpoints, Schedule, best_interval_s
+from training.rank.metrics import Saved
+from training.rank.saver import InFlight, Tell
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 
+from lockstep.storage.documents import seal
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError, NotFoundError
 from lockstep.storage.fs import filesystem
-from lockstep.storage.sealed import seal
 from lockstep.storage.urls import join
-from training.driver.lease import Lease
+from training.config import Keep
+from training.driver.ownership import Lease
 from training.driver.retention import empty_trash, retire, take_over
-from training.keep import Keep
-from training.run.chain import find_model, find_result, find_tip, lineage
 from training.run.lineage import (
     MAX_GENERATION,
     CheckpointRef,
@@ -26,10 +25,13 @@ from training.run.lineage import (
     SupersededError,
     check_newest,
     claim_next,
+    find_tip,
+    lineage,
     read_claims,
     superseded,
 )
 from training.run.paths import RunPaths
+from training.run.result import find_model, find_result
 
 Ref = CheckpointRef
 

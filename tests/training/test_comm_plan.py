@@ -13,8 +13,8 @@ from lockstep.storage.errors import CommunicationError, ConfigError, CorruptionE
 from lockstep.storage.fs import filesystem
 from training.comm.comm_plan import CommPlan, make_plan
 from training.comm.cost import COUNTS, LARGEST_BYTES, AlgorithmCosts, LinkCosts
+from training.comm.hosts import Layout, host_identity
 from training.comm.options import CommOptions
-from training.comm.topology import Layout, host_identity
 from training.run.comm_plans import freeze_plan, read_plans
 from training.run.lineage import SupersededError, claim_next
 from training.run.paths import RunPaths

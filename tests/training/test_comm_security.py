@@ -23,7 +23,7 @@ from tests.training._proxy import Proxy
 from tests.training._ranks import rank_path
 from tests.training._ring import KEY, PATIENCE_S, SLACK_S, Table
 from training.comm import Communicator, auth
-from training.comm.reception import MAX_CALLERS
+from training.comm.auth import MAX_CALLERS
 from training.comm.tcp.communicator import TcpCommunicator, connect_tcp
 from training.comm.tls import Credentials, Tls, issue
 from training.control.failures import RankFailedError

@@ -25,9 +25,8 @@ from tests.training._ring import run_ring
 from tests.training._tf_ranks import Ranks
 from training.comm import CommOptions, Communicator
 from training.comm.base import DTYPES, FLOATS
-from training.comm.tf.communicator import join_servers
-from training.comm.tf.meeting import Meeting
-from training.comm.tf.tf_calls import key_of
+from training.comm.tf.cluster import key_of
+from training.comm.tf.communicator import Meeting, join_servers
 from training.control.failures import RankFailedError
 from training.control.task import Limits, RankTask
 from training.launch.local import run_local
@@ -231,7 +230,7 @@ def test_an_interrupt_in_tensorflows_call_ends_the_others_calls(ranks: Ranks) ->
     """Rank 0 is interrupted while it waits within TensorFlow, rank 1 waits there too, rank 2 has just met them."""
 
     def work(comm: Any) -> str:
-        from training.steps.graph_exchange import GraphExchange
+        from training.steps.reduction import GraphExchange
 
         if comm.rank == 2:
             meet = comm._meeting.all

@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 
+from lockstep.storage.documents import unseal
 from lockstep.storage.errors import CommunicationError, CorruptionError, LockstepError, StorageTimeoutError
 from lockstep.storage.files.local import LocalFileSystem
 from lockstep.storage.fs import filesystem
-from lockstep.storage.sealed import unseal
+from training.config import Keep
 from training.driver.commit import CommitHandler
 from training.driver.retention import drop_stagings
-from training.keep import Keep
-from training.run.chain import find_tip, read_checkpoint
-from training.run.lineage import CheckpointRef, Claim, SupersededError, claim_next
+from training.run.lineage import CheckpointRef, Claim, SupersededError, claim_next, find_tip, read_checkpoint
 from training.run.metrics import PartWriter
 from training.run.paths import RunPaths, staged_checkpoint, staged_model
 

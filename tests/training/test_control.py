@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 
 from lockstep.storage.errors import CommunicationError, ConfigError, LockstepError, StorageError
-from training.control.carry import error_from_json, error_to_json
-from training.control.client import ControlClient, open_channel
+from training.control.client import ControlClient, Line, open_channel
 from training.control.failures import Failure, RankFailedError, RankState, Weight, all_alike, failure_of
-from training.control.line import Line
 from training.control.protocol import (
     HEADER,
     HELLO,
@@ -27,13 +25,13 @@ from training.control.protocol import (
     STARTING,
     Role,
     Tag,
+    error_from_json,
+    error_to_json,
     present,
     try_send,
 )
-from training.control.rendezvous import Rendezvous
-from training.control.roster import Roster
-from training.control.sealed_orders import open_order, seal_order
-from training.control.server import ControlServer
+from training.control.roster import Roster, open_order, seal_order
+from training.control.server import ControlServer, Rendezvous
 from training.control.task import Limits
 from training.world import World
 
@@ -181,7 +179,7 @@ def test_noise_is_refused_without_allocating(server: ControlServer) -> None:
 
 
 def test_many_silent_strangers_are_limited_and_a_rank_gets_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("training.comm.reception.MAX_CALLERS", 4)
+    monkeypatch.setattr("training.comm.auth.MAX_CALLERS", 4)
     monkeypatch.setattr("training.control.protocol.HELLO_DEADLINE_S", PATIENCE_S)
     server = ControlServer(KEY, 7, 2, Limits(), lambda rank, kind, fields: {"kind": kind}, "127.0.0.1")
     strangers = [dial(server) for _ in range(6)]

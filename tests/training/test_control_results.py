@@ -6,9 +6,8 @@ import json
 
 import pytest
 
-from training.control.carry import RESULT_PART_CHARS, result_parts
 from training.control.client import ControlClient, open_channel
-from training.control.protocol import MAX_BODY_BYTES, Role
+from training.control.protocol import MAX_BODY_BYTES, RESULT_PART_CHARS, Role, result_parts
 from training.control.server import ControlServer
 from training.control.task import Limits
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from lockstep.storage.errors import ConfigError
-from training.control import current
+from training.control import context
 
 
 def test_a_script_that_was_started_by_itself_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(current.NUM_RANKS, raising=False)
-    comm = current.communicator()
-    assert comm is current.communicator(), "distribute tells by the object whether it needs a group of its own"
+    monkeypatch.delenv(context.NUM_RANKS, raising=False)
+    comm = context.communicator()
+    assert comm is context.communicator(), "distribute tells by the object whether it needs a group of its own"
     assert (comm.rank, comm.num_ranks) == (0, 1)
     numbers = np.arange(3.0)
     comm.all_reduce(numbers, "mean")
@@ -21,6 +21,6 @@ def test_a_script_that_was_started_by_itself_is_one_rank(monkeypatch: pytest.Mon
 
 def test_a_child_of_a_rank_is_not_taken_for_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would train on by itself on a part of the rows."""
-    monkeypatch.setenv(current.NUM_RANKS, "2")
+    monkeypatch.setenv(context.NUM_RANKS, "2")
     with pytest.raises(ConfigError, match="no rank, but was started by one"):
-        current.communicator()
+        context.communicator()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lockstep.storage.errors import ConfigError
 from training import devices
 from training.devices import Gpu, expose, host_gpus, identity, listed, of_host, share_out
-from training.exchange.same_run import processor
+from training.exchange.compare_ranks import processor
 from training.launch.barrier import other_resources
 
 SLICE = "MIG-5d2f0c1e-1111-2222-3333-444444444444"

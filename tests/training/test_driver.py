@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lockstep.storage.documents import seal, unseal
 from lockstep.storage.errors import ConfigError, DataError, LockstepError
 from lockstep.storage.fs import filesystem, walk
-from lockstep.storage.sealed import seal, unseal
 from lockstep.storage.verify import verify
 from tests.training._ranks import HERE, lives, living_ranks, rank_path
 from tests.training._tiny import write_images, write_table
@@ -28,10 +28,9 @@ from training.control.failures import RankFailedError
 from training.control.task import Limits
 from training.driver.train import Hooks, train
 from training.launch.local import run_local
-from training.run.chain import find_model, find_result, find_tip
-from training.run.lineage import read_claims
+from training.run.lineage import find_tip, read_claims
 from training.run.paths import RunPaths
-from training.run.result import RunResult
+from training.run.result import RunResult, find_model, find_result
 
 pytestmark = pytest.mark.slow
 

@@ -25,8 +25,7 @@ from training.control.failures import LauncherError
 from training.control.task import Limits, RankTask
 from training.driver.ownership import Standing
 from training.driver.train import Hooks, train
-from training.launch.launches import Launches
-from training.launch.session import Session, SessionLauncher
+from training.launch.session import Launches, Session, SessionLauncher
 from training.run.lineage import CheckpointRef, Claim, SupersededError, read_claims, superseded
 from training.run.paths import RunPaths
 

@@ -24,7 +24,7 @@ from training.control.task import RankTask
 from training.reading.open import OpenSplit
 from training.results.evaluate import evaluate, summary
 from training.results.export_run import export_run
-from training.results.row_metrics import OutputForm, output_columns
+from training.results.scores import OutputForm, output_columns
 from training.run import notes
 from training.run.weights_source import weights_at
 

@@ -17,10 +17,8 @@ from tests.storage.repacked import repacked
 from tests.training._tiny import write_table
 from training.batches.feed import RankFeed
 from training.plan.epoch_plan import EpochPlan
-from training.reading.open import OpenSplit
-from training.reading.read_options import ReadOptions
-from training.reading.reader import SplitReader
-from training.reading.reading import verify_share
+from training.reading.open import OpenSplit, verify_share
+from training.reading.reader import ReadOptions, SplitReader
 from training.world import World
 
 BLOCK = 2

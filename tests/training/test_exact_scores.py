@@ -11,13 +11,16 @@ from sklearn.metrics import average_precision_score, log_loss, roc_auc_score
 
 from tests.training._ring import run_ring
 from training.comm import Communicator
-from training.results.row_metrics import OutputForm, RowMetric, gathered_on_first, measure
 from training.results.scores import (
     Estimate,
+    OutputForm,
+    RowMetric,
     average_precision,
     binary_log_losses,
     class_log_losses,
+    gathered_on_first,
     means,
+    measure,
     roc_auc,
     sorted_rows,
     wilson,

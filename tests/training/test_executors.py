@@ -9,9 +9,8 @@ import pytest
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.progress import Progress
-from training.driver.commit import CommitHandler
-from training.driver.handler import RunHandler
-from training.keep import Keep
+from training.config import Keep
+from training.driver.commit import CommitHandler, RunHandler
 from training.launch.executors import RANK_MIB, ExecutorMemory, container_of, killed_for_memory
 from training.run.lineage import claim_next
 from training.run.paths import RunPaths

@@ -11,7 +11,7 @@ from training.config import TrainConfig
 from training.control.failures import RankFailedError, RankState, failure_of
 from training.control.protocol import SCRIPT
 from training.control.task import Limits
-from training.driver.rank_task import limits_of
+from training.driver.train import limits_of
 
 
 def told(state: RankState, now: float = 0.0) -> RankFailedError:

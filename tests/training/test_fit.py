@@ -15,15 +15,15 @@ from lockstep.storage.errors import ConfigError, CorruptionError, DataError, Loc
 from lockstep.storage.verify import verify
 from tests.training._threads import final_state, final_tensors, rows_of, run, run_threads
 from tests.training._tiny import write_images, write_table
+from training.batches.audit_log import sample_hex
 from training.config import TrainConfig
 from training.driver.train import Hooks
 from training.exchange.agreement import NonFiniteError
-from training.rank.checkpoint_schedule import Schedule
-from training.results.audit import sample_hex
-from training.results.audit_run import check_run_audit
+from training.rank.checkpointing import Schedule
+from training.results.audit import check_run_audit
 from training.results.evaluate import evaluate
-from training.run.history import read_history
-from training.run.rank_file import upload
+from training.run.checkpoint import upload
+from training.run.metrics import read_history
 from training.run.result import RunResult
 
 pytestmark = pytest.mark.slow

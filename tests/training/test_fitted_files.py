@@ -15,8 +15,7 @@ from tests.training._tiny import write_rows
 from training.batches.feed import RankFeed
 from training.config import TrainConfig
 from training.plan.epoch_plan import EpochPlan
-from training.reading.dataset_encoder import load_encoder
-from training.reading.open import OpenSplit
+from training.reading.open import OpenSplit, load_encoder
 from training.world import World
 
 SCHEMA = load_schema("""

@@ -14,7 +14,7 @@ from lockstep.storage.verify import verify
 from tests.training._ranks import rank_path
 from tests.training._tiny import write_table
 from training.comm.comm_plan import make_plan
-from training.comm.topology import Layout
+from training.comm.hosts import Layout
 from training.config import TrainConfig
 from training.control.task import Limits
 from training.driver.train import Hooks, train

@@ -36,8 +36,8 @@ def trained(group_rows: int | None, fuses: bool, **options: Any) -> tuple[list[n
     """Weights after four steps, and how often the kernel stands in the step's graph."""
     from training.comm import SoloCommunicator
     from training.steps.distribute import distribute
-    from training.steps.fused_batchnorm import can_fuse
-    from training.steps.fused_batchnorm import normalise as plain
+    from training.steps.fused import can_fuse_batchnorm
+    from training.steps.fused import normalise as plain
     from training.steps.rank_step import RankStep
 
     rng = np.random.default_rng(2)
@@ -52,7 +52,7 @@ def trained(group_rows: int | None, fuses: bool, **options: Any) -> tuple[list[n
         made.append(args)
         return plain(*args)
 
-    can = can_fuse if fuses else lambda *args: False
+    can = can_fuse_batchnorm if fuses else lambda *args: False
     with (
         mock.patch("training.steps.batchnorm.normalise", normalise),
         mock.patch("training.steps.batchnorm.can_fuse", can),
@@ -82,15 +82,17 @@ def test_what_the_kernel_cannot_do_stays_keras() -> None:
     import keras
     import tensorflow as tf
 
-    from training.steps.fused_batchnorm import can_fuse
+    from training.steps.fused import can_fuse_batchnorm
 
     layer = keras.layers.BatchNormalization()
     batch = tf.zeros((4, 3, 3, 2))
-    assert can_fuse(layer, batch, None)
-    assert not can_fuse(layer, batch, tf.ones((4, 3, 3)))
-    assert not can_fuse(layer, tf.zeros((4, 2)), None)
-    assert not can_fuse(layer, tf.zeros((0, 3, 3, 2)), None)
-    assert not can_fuse(keras.layers.BatchNormalization(axis=1), batch, None)
-    assert not can_fuse(keras.layers.BatchNormalization(renorm=True), batch, None)
-    assert not can_fuse(keras.layers.BatchNormalization(dtype="mixed_float16"), tf.cast(batch, tf.float16), None)
-    assert not can_fuse(keras.layers.BatchNormalization(dtype="float64"), tf.cast(batch, tf.float64), None)
+    assert can_fuse_batchnorm(layer, batch, None)
+    assert not can_fuse_batchnorm(layer, batch, tf.ones((4, 3, 3)))
+    assert not can_fuse_batchnorm(layer, tf.zeros((4, 2)), None)
+    assert not can_fuse_batchnorm(layer, tf.zeros((0, 3, 3, 2)), None)
+    assert not can_fuse_batchnorm(keras.layers.BatchNormalization(axis=1), batch, None)
+    assert not can_fuse_batchnorm(keras.layers.BatchNormalization(renorm=True), batch, None)
+    assert not can_fuse_batchnorm(
+        keras.layers.BatchNormalization(dtype="mixed_float16"), tf.cast(batch, tf.float16), None
+    )
+    assert not can_fuse_batchnorm(keras.layers.BatchNormalization(dtype="float64"), tf.cast(batch, tf.float64), None)

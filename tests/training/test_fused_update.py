@@ -87,7 +87,7 @@ def test_what_no_kernel_does_stays_keras() -> None:
     import keras
     import tensorflow as tf
 
-    from training.steps.fused import can_fuse
+    from training.steps.fused import can_fuse_update
 
     class Own(keras.optimizers.SGD):
         """It might assign in its own way."""
@@ -96,12 +96,12 @@ def test_what_no_kernel_does_stays_keras() -> None:
     gradient = tf.ones((3, 2), tf.float64)
     half = tf.Variable(np.ones((3, 2), np.float16))
     rows = tf.IndexedSlices(gradient[:1], tf.constant([1]), tf.constant([3, 2]))
-    assert can_fuse(keras.optimizers.SGD, sgd, gradient, w)
-    assert not can_fuse(Own, Own(0.1), gradient, w)
-    assert not can_fuse(keras.optimizers.SGD, sgd, rows, w)
-    assert not can_fuse(keras.optimizers.SGD, sgd, tf.ones((3, 2)), w), "Keras casts"
-    assert not can_fuse(keras.optimizers.SGD, sgd, tf.ones((1, 2), tf.float64), w), "Keras broadcasts"
-    assert not can_fuse(keras.optimizers.SGD, sgd, tf.ones((3, 2), tf.float16), half)
+    assert can_fuse_update(keras.optimizers.SGD, sgd, gradient, w)
+    assert not can_fuse_update(Own, Own(0.1), gradient, w)
+    assert not can_fuse_update(keras.optimizers.SGD, sgd, rows, w)
+    assert not can_fuse_update(keras.optimizers.SGD, sgd, tf.ones((3, 2)), w), "Keras casts"
+    assert not can_fuse_update(keras.optimizers.SGD, sgd, tf.ones((1, 2), tf.float64), w), "Keras broadcasts"
+    assert not can_fuse_update(keras.optimizers.SGD, sgd, tf.ones((3, 2), tf.float16), half)
 
 
 def test_a_value_read_before_an_update_stays() -> None:

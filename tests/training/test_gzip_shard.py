@@ -18,8 +18,8 @@ from tests.storage.repacked import repacked
 from tests.training._tiny import write_images, write_table
 from training.batches.feed import RankFeed
 from training.plan.epoch_plan import EpochPlan
-from training.reading.gzip_shard import GzipShard
 from training.reading.open import OpenSplit
+from training.reading.shards import GzipShard
 from training.world import World
 
 

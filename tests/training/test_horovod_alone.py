@@ -22,8 +22,8 @@ from lockstep.storage.errors import ConfigError, TrainingFailedError
 from tests.training._ring import run_ring
 from training.comm import Communicator
 from training.horovod import ABSENT
-from training.horovod.agreement import agree
-from training.horovod.objects import _decode, _encode
+from training.horovod.gather import _decode, _encode
+from training.horovod.place import agree
 
 pytestmark = pytest.mark.slow  # TensorFlow's import
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from tests.training._tiny import write_table
 from training.batches.feed import RankFeed
 from training.plan.epoch_plan import EpochPlan
-from training.plan.interleave import Interleaving
-from training.plan.order import Run
+from training.plan.order import Interleaving, Run
 from training.reading.open import OpenSplit
 from training.world import World
 

@@ -35,8 +35,8 @@ from training.batches.feed import Batch, RankFeed, eval_batches
 from training.batches.planned import PlannedBatches, numpy_batches
 from training.batches.training_set import TrainingSet
 from training.config import TrainConfig
+from training.driver.preflight import plan_for
 from training.plan.epoch_plan import EpochPlan
-from training.plan.planning import plan_for
 from training.reading.open import OpenSplit
 from training.reading.reader import SplitReader
 from training.world import World
@@ -189,7 +189,7 @@ def test_an_iterator_is_closed_while_a_read_stands_still(root: str, monkeypatch:
         stands.set()
         go_on.wait(120)
 
-    monkeypatch.setattr("training.reading.read_ahead._JOIN_S", 0.05)
+    monkeypatch.setattr("training.reading.background._JOIN_S", 0.05)
     monkeypatch.setattr(RankFeed, "batches", stuck)
     batches = PlannedBatches.open(root, augment=AUGMENT, **OPTIONS).batches()
     try:

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.storage.errors import ConfigError
-from training.keep import Keep, check_metric, metric_of
+from training.config import Keep, check_metric
+from training.driver.retention import metric_of
 from training.run.lineage import CheckpointRef as Ref
 
 NONE: dict[int, float] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from training.batches.lanes import LaneStream, Strip
+from training.batches.assembly import LaneStream, Strip
 from training.plan.epoch_plan import EpochPlan
 
 

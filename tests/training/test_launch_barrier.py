@@ -18,9 +18,16 @@ from training.config import TrainConfig
 from training.control.failures import LauncherGoneError, RankFailedError
 from training.control.task import Limits, RankTask
 from training.driver.train import Hooks, train
-from training.launch.barrier import BarrierSession, KeepPostOnTask, OnSpark, run_barrier
+from training.launch.barrier import (
+    BarrierSession,
+    KeepPostOnTask,
+    OnSpark,
+    check_slots,
+    classic_context,
+    run_barrier,
+    slots_now,
+)
 from training.launch.script_driver import ScriptConfig, launch_script
-from training.launch.slots import check_slots, classic_context, slots_now
 from training.run.lineage import SupersededError, superseded
 
 if TYPE_CHECKING:
@@ -219,7 +226,7 @@ class FakeContext:
 
 
 def test_executors_on_their_way_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("training.launch.slots.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("training.launch.barrier.LOOK_EVERY_S", 0.01)
     check_slots(FakeContext(**{"spark.executor.instances": "3"}), 3, 10.0)  # type: ignore[arg-type]  # a stand-in
     with pytest.raises(ConfigError, match="exceeds"):  # two were asked for: three never come
         check_slots(FakeContext(**{"spark.executor.instances": "2"}), 3, 10.0)  # type: ignore[arg-type]  # a stand-in

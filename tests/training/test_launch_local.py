@@ -16,7 +16,7 @@ from tests.training._ranks import judge_when, lives, living_ranks, rank_path
 from training.control.failures import RankFailedError, RankState
 from training.control.task import Limits, RankTask
 from training.launch.local import run_local
-from training.launch.order import Order
+from training.launch.process import Order
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from training.launch.signals import ended_in_order
+from training.launch.session import ended_in_order
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

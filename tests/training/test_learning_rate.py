@@ -86,7 +86,7 @@ def test_lars_is_its_formula() -> None:
     """Also a variable and a gradient of zeros, and what is left out of the adaptation."""
     import keras
 
-    from training.steps.lars import LARS
+    from training.steps.optimizers import LARS
 
     rng = np.random.default_rng(1)
     weights = [rng.standard_normal((3, 2)), rng.standard_normal(2), rng.standard_normal((2, 2)), np.zeros((2, 2))]
@@ -126,7 +126,7 @@ def linear_model(optimizer: Any) -> Any:
 def test_lars_on_uneven_ranks_and_in_a_file(tmp_path: Path) -> None:
     import keras
 
-    from training.steps.lars import LARS
+    from training.steps.optimizers import LARS
 
     rng = np.random.default_rng(3)
     x, y = rng.standard_normal((12, 5)), rng.standard_normal((12, 1))

@@ -16,9 +16,9 @@ from lockstep.storage.dataset.manifest_entries import FileInfo
 from lockstep.storage.errors import ConfigError, NotFoundError
 from tests.training._tiny import write_images, write_table
 from training.config import TrainConfig
+from training.driver.preflight import plan_for
 from training.plan import datasets
 from training.plan.datasets import held_out, open_mixture, open_parts
-from training.plan.planning import plan_for
 from training.reading.open import OpenSplit
 
 

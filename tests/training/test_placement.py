@@ -19,10 +19,9 @@ from tests.training._tiny import write_table
 from training.config import TrainConfig
 from training.control.task import Limits
 from training.driver.preflight import near_ranks
-from training.launch import barrier, spark_blocks
-from training.launch.order import Place
-from training.launch.placement import Near, bytes_near, ranks_of_tasks
-from training.launch.spark_blocks import blocks_by_spark, near_or_none
+from training.launch import barrier, placement
+from training.launch.placement import Near, blocks_by_spark, bytes_near, near_or_none, ranks_of_tasks
+from training.launch.process import Place
 from training.plan.epoch_plan import EpochPlan
 
 
@@ -138,7 +137,7 @@ def test_blocks_are_told_by_names_and_addresses_of_their_hosts() -> None:
 def test_where_nobody_tells_of_blocks_ranks_start_all_the_same(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
-    monkeypatch.setattr(spark_blocks, "_LIMIT_S", 0.1 if fault == "hangs" else 20.0)
+    monkeypatch.setattr(placement, "_LIMIT_S", 0.1 if fault == "hangs" else 20.0)
     go_on = threading.Event()
 
     def near(num_ranks: int, blocks_of: Callable[[str], Any]) -> Near:
@@ -149,7 +148,7 @@ def test_where_nobody_tells_of_blocks_ranks_start_all_the_same(
     assert near_or_none(near, spark_over([]), 2) is None
     go_on.set()
     assert "ranks are not placed near their blocks" in caplog.text
-    monkeypatch.setattr(spark_blocks, "_LIMIT_S", 20.0)
+    monkeypatch.setattr(placement, "_LIMIT_S", 20.0)
     assert near_or_none(lambda num_ranks, _: [{"a": num_ranks}], spark_over([]), 2) == [{"a": 2}]
 
 

@@ -16,8 +16,7 @@ from lockstep.storage.documents import canonical_bytes
 from lockstep.storage.errors import ConfigError, DataError
 from training.plan.epoch_plan import EpochPlan
 from training.plan.lane_count import check_lanes, default_lanes
-from training.plan.order import BlockTable
-from training.plan.orders import Orders
+from training.plan.order import BlockTable, Orders
 
 Record = tuple[int, int]  # shard, record
 

@@ -14,11 +14,9 @@ from tests.training._tiny import write_images
 from training.batches import feed as batches
 from training.batches.training_set import Feed
 from training.config import TrainConfig
-from training.driver.precheck import open_dataset
-from training.plan.planning import plan_for
-from training.profiling.profile import NO_RUN, Profile, profile
-from training.profiling.profile_data import ProfileData, drop_pages
-from training.profiling.profile_table import table
+from training.driver.preflight import open_dataset, plan_for
+from training.profiling.profile import NO_RUN, Profile, profile, table
+from training.profiling.profile_rank import ProfileData, drop_pages
 from training.reading.fetch import BlockFetcher
 from training.reading.files import ShardFiles
 from training.world import World

@@ -9,9 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.profiling.profile_advice import Setting, advice
-from training.profiling.profile_verdict import COMPUTING_SHARE, PARTS, judge
-from training.profiling.verdict import ALONE, KINDS, Measured, Spread, put_together
+from training.profiling.verdict import (
+    ALONE,
+    COMPUTING_SHARE,
+    KINDS,
+    PARTS,
+    Measured,
+    Setting,
+    Spread,
+    advice,
+    judge,
+    put_together,
+)
 
 SETTING = Setting(
     num_ranks=2,

@@ -16,9 +16,8 @@ from tests.training._ring import run_ring
 from training.comm import Communicator
 from training.exchange.agreement import CONTROL_WORDS
 from training.exchange.buckets import Spec, lay_out
-from training.exchange.compare_ranks import compare, counted_from_0
+from training.exchange.compare_ranks import compare, compare_runs, counted_from_0, versions
 from training.exchange.exchange import Exchange
-from training.exchange.same_run import compare_runs, versions
 from training.exchange.sparse import Table
 
 F4 = np.dtype(np.float32)

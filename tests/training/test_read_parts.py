@@ -9,21 +9,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.storage.documents import parse_canonical
+from lockstep.storage.documents import SEAL, parse_canonical, seal
 from lockstep.storage.errors import CorruptionError, DataError, LockstepError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
-from lockstep.storage.sealed import SEAL, seal
 from lockstep.storage.urls import join
 from lockstep.storage.verify import verify
 from tests.training._ring import run_ring, run_solo
 from training.comm import Communicator
 from training.run import checkpoint_parts
-from training.run.chain import read_checkpoint
-from training.run.checkpoint import STATE_KEYS, Tensors, TensorSpec, file_name, read_manifest
-from training.run.lineage import CheckpointRef
-from training.run.rank_file import HostBuffer, sha256_of, upload
-from training.run.read_parts import read_parts, read_whole, whole_tensors
+from training.run.checkpoint import (
+    STATE_KEYS,
+    HostBuffer,
+    Tensors,
+    TensorSpec,
+    file_name,
+    read_manifest,
+    sha256_of,
+    upload,
+)
+from training.run.checkpoint_parts import read_parts, read_whole, whole_tensors
+from training.run.lineage import CheckpointRef, read_checkpoint
 
 ALIKE = ("weights", "optimizer")
 RNG = np.random.default_rng(5)

@@ -24,7 +24,7 @@ from training.plan.order import Run
 from training.reading.open import OpenSplit
 from training.reading.parquet_shard import ParquetShard
 from training.reading.reader import SplitReader
-from training.reading.tfrecord_shard import TFRecordShard
+from training.reading.shards import TFRecordShard
 
 Write = Callable[..., DatasetManifest]
 FORMATS = ("tfrecord", "parquet")

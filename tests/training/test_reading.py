@@ -11,9 +11,10 @@ from lockstep.storage.files.local import LocalFileSystem
 from tests.storage.repacked import repacked
 from tests.training._tiny import write_table
 from training.batches.training_set import TrainingSet
+from training.rank.metrics import reading_row
 from training.reading.files import ShardFiles
-from training.reading.read_options import ReadOptions
-from training.reading.reading import reading_row, verify_share
+from training.reading.open import verify_share
+from training.reading.reader import ReadOptions
 
 
 @pytest.mark.parametrize("fmt", ["tfrecord", "parquet", "gzip"])

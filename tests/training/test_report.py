@@ -10,15 +10,13 @@ from typing import Any
 import pytest
 
 from jobs import report, train
+from lockstep.storage.documents import seal
 from lockstep.storage.errors import CorruptionError, NotFoundError
 from lockstep.storage.fs import filesystem
-from lockstep.storage.sealed import seal
 from tests.training._tiny import write_table
-from training.results.report import about_run, render, write_report
-from training.results.report_curves import loss_curve
-from training.results.report_rows import checkpoint_rows, reading_rows
-from training.run.history import read_history
+from training.results.report import about_run, checkpoint_rows, loss_curve, reading_rows, render, write_report
 from training.run.lineage import CheckpointRef, Claim, claim_next
+from training.run.metrics import read_history
 from training.run.paths import RunPaths
 from training.run.result import RunResult
 

@@ -19,11 +19,10 @@ from training.control.failures import LauncherError, RankFailedError, RankState
 from training.control.protocol import new_key
 from training.control.roster import Roster
 from training.control.task import Limits, RankTask
-from training.launch.launches import Launches
 from training.launch.local import LocalSession, OnHost, run_local
-from training.launch.order import Place
-from training.launch.post import keep_post
-from training.launch.session import Session
+from training.launch.process import Place
+from training.launch.session import Launches, Session
+from training.launch.supervisor import keep_post
 
 pytestmark = pytest.mark.slow
 

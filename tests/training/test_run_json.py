@@ -13,7 +13,7 @@ from lockstep.storage.errors import ConfigError
 from lockstep.storage.fs import filesystem
 from tests.training._tiny import write_table
 from training.config import TrainConfig, flag_of
-from training.plan.planning import plan_for
+from training.driver.preflight import plan_for
 from training.run import run_json
 from training.run.paths import RunPaths
 

@@ -14,9 +14,8 @@ from hypothesis.extra.numpy import arrays
 from tests.training._ring import run_ring
 from training.comm import Communicator
 from training.exchange.agreement import CONTROL_WORDS
-from training.exchange.buckets import lay_out
+from training.exchange.buckets import all_finite, copy_scaled, lay_out, scaled
 from training.exchange.exchange import Exchange
-from training.exchange.scaled_copy import all_finite, copy_scaled, scaled
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 

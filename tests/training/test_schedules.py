@@ -14,18 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from training.comm.base import part_bounds
-from training.comm.tcp import algorithms, double_tree, halving_doubling, spread
+from training.comm.tcp import algorithms
+from training.comm.tcp import algorithms as double_tree
+from training.comm.tcp import algorithms as halving_doubling
+from training.comm.tcp import algorithms as spread
 from training.comm.tcp.schedule import Grid, Program, Send, even_grid, grid_of
 
 REDUCE = {
-    "ring": algorithms.all_reduce,
-    "halving-doubling": halving_doubling.all_reduce,
-    "short": halving_doubling.all_reduce_short,
-    "double-tree": double_tree.all_reduce,
+    "ring": algorithms.ring_all_reduce,
+    "halving-doubling": halving_doubling.halving_all_reduce,
+    "short": halving_doubling.halving_all_reduce_short,
+    "double-tree": double_tree.double_tree_all_reduce,
 }
-SCATTER = {"ring": algorithms.reduce_scatter, "halving": halving_doubling.reduce_scatter}
-GATHER = {"ring": algorithms.all_gather, "doubling": halving_doubling.all_gather}
-SPREAD = {"tree": spread.tree, "chain": spread.chain}
+SCATTER = {"ring": algorithms.ring_reduce_scatter, "halving": halving_doubling.halving_reduce_scatter}
+GATHER = {"ring": algorithms.ring_all_gather, "doubling": halving_doubling.halving_all_gather}
+SPREAD = {"tree": spread.broadcast_tree, "chain": spread.broadcast_chain}
 RANKS = range(1, 10)
 SIZES = [0, 1, 2, 7, 23]
 Values = list[Any]  # an element: a rank's name, or (first, second) of a sum

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError
 from lockstep.storage.fs import filesystem
 from training.run import checkpoint_parts
-from training.run.checkpoint import Tensors, TensorSpec
-from training.run.rank_file import HostBuffer, file_bytes, sha256_of, upload
+from training.run.checkpoint import HostBuffer, Tensors, TensorSpec, file_bytes, sha256_of, upload
 
 SHAPES = st.dictionaries(
     st.text("abc/", min_size=1, max_size=4).map(lambda name: f"weights/{name}"),
@@ -170,11 +169,11 @@ def test_a_file_that_reads_back_otherwise_is_refused(
 ) -> None:
     file = HostBuffer().fill(TENSORS)
     fs = filesystem(str(tmp_path))
-    monkeypatch.setattr("training.run.rank_file.PIECE_BYTES", file.size)
+    monkeypatch.setattr("training.run.checkpoint.PIECE_BYTES", file.size)
 
     def changes(_fs: object, url: str, _produce: object) -> None:
         Path(url).write_bytes(change(file.tobytes()))
 
-    monkeypatch.setattr("training.run.rank_file.write_stream", changes)
+    monkeypatch.setattr("training.run.checkpoint.write_stream", changes)
     with pytest.raises(CorruptionError, match="reads back otherwise"):
         upload(fs, str(tmp_path / "file"), file)

@@ -29,8 +29,7 @@ from training.comm.shm import atomics, join
 from training.comm.shm import segment as shm_segment
 from training.comm.shm.communicator import ShmCommunicator, connect_shm
 from training.comm.shm.join import SharedMemoryUnavailableError
-from training.comm.shm.segment import create_file
-from training.comm.shm.shm_layout import PAGE_BYTES, Layout
+from training.comm.shm.segment import PAGE_BYTES, Layout, create_file
 
 Work = Callable[[Communicator], Any]
 

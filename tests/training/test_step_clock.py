@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from training.rank.step_clock import PARTS, StepClock
+from training.rank.metrics import StepClock
+from training.run.metrics import PARTS
 
 
 class Clock:

@@ -28,7 +28,7 @@ TWO = (slice(0, 3), slice(3, 12))
 )
 def test_merged_moments_are_those_of_all_rows(rows: list[int], offset: float, seed: int) -> None:
     """Also far from zero, where a sum of squares would lose every digit, and with ranks that have no row."""
-    from training.steps.sync_batchnorm import merged
+    from training.steps.batchnorm import merged
 
     parts = [offset + np.random.default_rng([seed, i]).standard_normal((n, 3)) for i, n in enumerate(rows)]
     everything = np.concatenate(parts)
@@ -111,8 +111,8 @@ def test_a_layer_over_ranks_is_the_layer_over_all_rows(
 ) -> None:
     import keras
 
+    from training.steps.batchnorm import SyncMoments
     from training.steps.ordered import OrderedCalls
-    from training.steps.sync_batchnorm import SyncMoments
 
     low = "dtype" in options
     dtype = np.float32 if low else np.float64
@@ -150,9 +150,8 @@ def test_what_is_refused() -> None:
     import keras
     import tensorflow as tf
 
-    from training.steps.batchnorm import batchnorm_as
+    from training.steps.batchnorm import SyncMoments, batchnorm_as
     from training.steps.ordered import OrderedCalls
-    from training.steps.sync_batchnorm import SyncMoments
 
     calls = OrderedCalls(SoloCommunicator())
     moments = SyncMoments(calls, 1.0)
@@ -218,7 +217,7 @@ def test_micro_batches_move_averages_once_a_step() -> None:
     import keras
     import tensorflow as tf
 
-    from training.steps.micro_statistics import MicroStatistics
+    from training.steps.rank_step import MicroStatistics
 
     layer = keras.layers.BatchNormalization(momentum=0.5)
     model = keras.Sequential([keras.Input((3,)), layer])
@@ -242,7 +241,7 @@ def test_a_run_of_three_ranks_with_sync_is_the_run_of_one(tmp_path: Path) -> Non
     from tests.training._tiny import write_images
     from tests.training.test_fit import assert_same
     from training.config import TrainConfig
-    from training.plan.planning import plan_for
+    from training.driver.preflight import plan_for
 
     manifest = write_images(tmp_path / "images", records={"train": 48, "test": 8})
     tensors = []

@@ -23,11 +23,10 @@ from tests.training import _ranks
 from tests.training._driver_alone import drive
 from tests.training._tiny import write_table
 from training.config import TrainConfig
-from training.driver.lease import Lease
-from training.driver.ownership import Standing
-from training.run.chain import find_result
+from training.driver.ownership import Lease, Standing
 from training.run.lineage import Claim, SupersededError, claim_next, read_claims
 from training.run.paths import RunPaths, generation_name
+from training.run.result import find_result
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 240.0

@@ -22,12 +22,12 @@ from cryptography.x509.oid import ExtensionOID
 from jobs.train import parser
 from lockstep.storage.errors import ConfigError
 from training.comm.auth import HandshakeError
-from training.comm.tcp.wire import held, receive_some, send_some
+from training.comm.tcp.link import held, receive_some, send_some
 from training.comm.tls import VALID_DAYS, Credentials, Tls, issue, leaves_host, name_of
 from training.config import TrainConfig
 from training.control.task import Limits, RankTask
 from training.launch.barrier import KeepPostOnTask
-from training.launch.order import Order, Place
+from training.launch.process import Order, Place
 from training.world import World
 
 GENERATION = 7

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.training._ring import run_ring, run_solo
 from training.comm import Communicator
-from training.exchange.weight_check import DivergedError, WeightCheck, checksums
+from training.exchange.compare_ranks import DivergedError, WeightCheck, checksums
 
 
 @dataclass

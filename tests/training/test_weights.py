@@ -19,7 +19,7 @@ from tests.training._tiny import write_rows
 from tests.training.test_fit import assert_same
 from training.config import TrainConfig
 from training.reading.open import OpenSplit
-from training.results.audit_run import check_run_audit
+from training.results.audit import check_run_audit
 from training.results.evaluate import evaluate
 from training.run.result import RunResult
 

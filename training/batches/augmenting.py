@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.features.images.augment import Draws
-from lockstep.features.images.mixup import SHARES, Mixup, mix_images, mix_labels, one_hot
-from lockstep.features.images.parse import parse
+from lockstep.features.images.augment import SHARES, Draws, Mixup, mix_images, mix_labels, one_hot, parse
 from lockstep.features.schema.signature import Signature, TensorSpec
 from lockstep.storage.errors import ConfigError, DataError
 from training.batches.feed import Batch

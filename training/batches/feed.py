@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +15,14 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from lockstep.features.encode.encoder import Encoded, Encoder
-from lockstep.features.encode.refused_row import refused_row
+from lockstep.features.encode.transforms import refused_row
 from lockstep.features.images.decode_many import BadImageError
 from lockstep.storage.errors import ConfigError, DataError
 from training.batches.assembly import Assembly
-from training.batches.place import of_batch_row, of_row_in_order, placed
+from training.batches.decode import of_batch_row, of_row_in_order, placed
 from training.plan.epoch_plan import EpochPlan
-from training.reading.read_ahead import ReadAhead
+from training.plan.mixture import MixedPlan
+from training.reading.background import ReadAhead
 from training.reading.reader import SplitReader
 from training.world import World
 
@@ -203,3 +205,81 @@ def _row_bytes(encoder: Encoder) -> int:
     """Bytes of one encoded row: its arrays, and at most 28 of label, sample id, epoch and weight."""
     specs = encoder.signature.features.values()
     return 28 + sum(math.prod(spec.shape) * np.dtype(spec.dtype).itemsize for spec in specs)
+
+
+class MixedFeed:
+    """Same use as a RankFeed, which it has one of for each dataset; `read_ahead_bytes` are shared as the batch is.
+
+    `epochs` of a batch are those of each row's own dataset.
+    """
+
+    def __init__(
+        self,
+        plan: MixedPlan,
+        readers: Sequence[SplitReader],
+        encoder: Encoder,
+        world: World,
+        start_step: int = 0,
+        *,
+        groups: int | None = None,
+        read_ahead_bytes: int = READ_AHEAD_BYTES,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        self.plan, self.encoder, self.start_step = plan, encoder, start_step
+        self.lanes = plan.rank_lanes(world.rank, world.num_ranks, groups)
+        self.rows = plan.rows(world.rank, world.num_ranks, groups)
+        self._feeds = [
+            RankFeed(
+                part,
+                reader,
+                encoder,
+                world,
+                start_step,
+                groups=groups,
+                read_ahead_bytes=read_ahead_bytes * part.global_batch // plan.global_batch,
+                deadline_s=deadline_s,
+            )
+            for part, reader in zip(plan.parts, readers, strict=True)
+        ]
+        # Of a lane's rows in a batch, which are each dataset's.
+        ends = np.cumsum([part.global_batch // plan.lanes for part in plan.parts]).tolist()
+        self._columns = [slice(start, stop) for start, stop in zip([0, *ends[:-1]], ends, strict=True)]
+
+    @property
+    def chunk_steps(self) -> int:
+        """Batches that are encoded in one call, of the dataset of which they are most."""
+        return max(feed.chunk_steps for feed in self._feeds)
+
+    def batch(self, step: int) -> Batch:
+        """This rank's rows of one global batch."""
+        return self._join([feed.batch(step) for feed in self._feeds])
+
+    def batches(self, first_step: int, last_step: int) -> Generator[Batch, None, None]:
+        """Batches first_step..last_step-1, each dataset's read ahead by a thread that ends with the iterator."""
+        with ExitStack() as stack:
+            streams = [stack.enter_context(closing(feed.batches(first_step, last_step))) for feed in self._feeds]
+            for parts in zip(*streams, strict=True):
+                yield self._join(parts)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Batches from `start_step` on, without end."""
+        return self.batches(self.start_step, sys.maxsize)
+
+    def _join(self, parts: Sequence[Batch]) -> Batch:
+        first = parts[0]
+        return Batch(
+            step=first.step,
+            x={name: self._rows([part.x[name] for part in parts]) for name in first.x},
+            y=None if first.y is None else self._rows([part.y for part in parts]),
+            sample_ids=self._rows([part.sample_ids for part in parts]),
+            epochs=self._rows([part.epochs for part in parts]),
+            weight=None if first.weight is None else self._rows([part.weight for part in parts]),
+        )
+
+    def _rows(self, arrays: Sequence[Any]) -> npt.NDArray[Any]:
+        """Rows of each dataset, lane after lane, to the rows of the batch, lane after lane."""
+        shape = arrays[0].shape[1:]
+        rows = np.empty((len(self.lanes), self.rows // len(self.lanes), *shape), arrays[0].dtype)
+        for columns, array in zip(self._columns, arrays, strict=True):
+            rows[:, columns] = array.reshape(len(self.lanes), -1, *shape)  # (lanes * each, ...) -> (lanes, each, ...)
+        return rows.reshape(self.rows, *shape)

@@ -49,7 +49,7 @@ def place(
     """Where the records of some pieces of windows go, and the epoch of each there.
 
     pieces (p, 7) int64: the lane's number among this rank's, epoch, first sample, size, skip and count of
-    training.batches.lanes.Piece, and where its window's order begins in `orders`. A step takes `each` samples of a
+    training.batches.assembly.Piece, and where its window's order begins in `orders`. A step takes `each` samples of a
     lane and has `rows` rows; a chunk has `chunk_steps` steps, and step `base` is the first of chunk 0. chunk_of and
     row_of (n,) int64 get the place of each record, piece after piece; -1 for samples before `start`. Epochs go to the
     arrays at epoch_targets (chunks,).

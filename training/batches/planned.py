@@ -10,21 +10,20 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from lockstep.features.images.parse import canonical
+from lockstep.features.images.augment import canonical
 from lockstep.features.schema.signature import Signature
 from lockstep.storage.errors import ConfigError, DataError
 from lockstep.storage.urls import several
 from training.batches.augmenting import Augmentation
 from training.batches.feed import DEADLINE_S, Batch
 from training.batches.training_set import TrainingSet
-from training.config import CACHE_BYTES, BadImages, Verify
+from training.config import CACHE_BYTES, READ_AHEAD_BYTES, BadImages, Verify
 from training.plan.epoch_plan import DEFAULT_WINDOW_BYTES
+from training.plan.make_plan import make_plan
 from training.plan.mixture import MixedPlan, Plan
-from training.plan.planning import make_plan
-from training.reading.fetch import READ_AHEAD_BYTES
-from training.reading.read_ahead import ReadAhead
-from training.reading.read_options import ReadOptions
-from training.reading.reading import verify_share
+from training.reading.background import ReadAhead
+from training.reading.open import verify_share
+from training.reading.reader import ReadOptions
 from training.world import World
 
 log = logging.getLogger(__name__)

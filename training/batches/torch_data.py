@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.features.images.decode_many import set_decode_threads
-from lockstep.storage import strict
+from lockstep.storage import documents
 from lockstep.storage.errors import ConfigError
 from training.batches.feed import Batch
 from training.batches.planned import PlannedBatches
@@ -80,7 +80,7 @@ class PlannedDataset(IterableDataset):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the state's next step, at any number of ranks. Raises DataError for that of other batches."""
         self.planned.check(state.get(IDENTITY))
-        self._next_step = strict.count(state.get(NEXT_STEP), where=f"the state: {NEXT_STEP}", least=0)
+        self._next_step = documents.count(state.get(NEXT_STEP), where=f"the state: {NEXT_STEP}", least=0)
 
     def _tensors(self, batch: Batch) -> dict[str, Any]:
         parts = {"y": batch.y, "sample_ids": batch.sample_ids, "epochs": batch.epochs, "weight": batch.weight}

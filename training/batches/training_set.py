@@ -2,22 +2,51 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+import numpy as np
+import numpy.typing as npt
+
 from lockstep.features.encode.encoder import Encoder
 from lockstep.storage.dataset.manifest import DatasetManifest
-from training.batches.feed import RankFeed
-from training.batches.mixed_feed import MixedFeed
+from training.batches.audit_log import AuditLog
+from training.batches.feed import MixedFeed, RankFeed
 from training.plan.datasets import open_mixture
+from training.plan.epoch_plan import EpochPlan
 from training.plan.make_plan import plan_from
 from training.plan.mixture import MixedPlan, Plan
+from training.plan.order import Run
 from training.reading.open import OpenSplit
-from training.reading.read_options import ReadOptions
-from training.reading.reader import SplitReader
-from training.results.audit import AuditLog, left_over
+from training.reading.reader import ReadOptions, SplitReader
 from training.world import World
+
+
+def left_over(plan: EpochPlan, reader: SplitReader, epochs: int, steps: int | None = None) -> list[tuple[int, int]]:
+    """(epoch, sample id) of the samples that `epochs` epochs leave after `steps` steps, by default all of them."""
+    left = plan.leftover(epochs, steps)
+    places = [(epoch, run) for epoch, position in left for run in plan.runs(epoch, position, position + 1)]
+    records: dict[tuple[int, int], list[int]] = defaultdict(list)  # by block, read once: there may be nearly G of them
+    for _, run in places:
+        records[run.shard, run.first_record // plan.block_records].append(run.first_record)
+    ids: dict[tuple[int, int], int] = {}
+    for (shard, _), wanted in records.items():
+        first = min(wanted)
+        rows = reader.read(Run(shard, first, max(wanted) - first + 1))
+        found = _ids(rows.column(_id_column(reader)))
+        ids |= {(shard, record): int(found[record - first]) for record in wanted}
+    return [(epoch, ids[run.shard, run.first_record]) for epoch, run in places]
+
+
+def _id_column(reader: SplitReader) -> str:
+    return reader.schema.id_field.name
+
+
+def _ids(column: object) -> npt.NDArray[np.int64]:
+    return np.asarray(column, dtype=np.int64)
+
 
 Feed = RankFeed | MixedFeed
 

@@ -9,14 +9,12 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from training.comm.base import CALL_DEADLINE_S, Communicator, Op
-from training.comm.hosts import trusted_address
+from training.comm.base import CALL_DEADLINE_S, Communicator, Op, SoloCommunicator
+from training.comm.hosts import host_identity, trusted_address
 from training.comm.join import Joined, join_ranks
 from training.comm.options import CommOptions
-from training.comm.solo import SoloCommunicator
 from training.comm.tcp.communicator import TcpCommunicator, connect_tcp
 from training.comm.tls import Credentials, Tls
-from training.comm.topology import host_identity
 
 __all__ = ["CommOptions", "Communicator", "Joined", "Op", "SoloCommunicator", "TcpCommunicator", "connect", "join"]
 

@@ -13,11 +13,15 @@ of the two ranks (the whole one or a group) the connection belongs to.
 from __future__ import annotations
 
 import hmac
+import logging
 import secrets
 import socket
 import struct
+import threading
 import time
-from collections.abc import Container
+from collections import Counter
+from collections.abc import Callable, Container
+from contextlib import suppress
 
 _HELLO = struct.Struct("<8sQQIII32s")
 _MAGIC = b"LOCKSTP2"
@@ -101,3 +105,124 @@ def _left(until: float) -> float:
     if left <= 0:
         raise TimeoutError("the handshake took too long")
     return left
+
+
+log = logging.getLogger(__name__)
+HANDSHAKE_S = 5.0  # for one caller; a real one needs milliseconds
+PATIENCE_S = 0.25  # nobody is sent away for others before that: of many ranks at once each has its turn
+ACCEPT_S = 0.2  # a closed listener does not wake accept() everywhere
+MAX_CALLERS = 32  # at once, a thread and one fixed-size hello each
+BACKLOG = 1024  # callers whom the kernel holds meanwhile: those beyond would try again after a second
+LOG_EVERY_S = 1.0
+_CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
+
+
+class Reception:
+    """Examines each caller in a thread of its own.
+
+    `examine(sock, until)` returns when the caller has proved who it is (and keeps the socket), or raises
+    HandshakeError or OSError, upon which the socket is closed and the refusal logged. When MAX_CALLERS are being
+    examined, a new caller takes the place of the one that has been there longest among those of the address that most
+    of them come from: a stranger with hundreds of connections drives out its own.
+    """
+
+    def __init__(self, whom: str, examine: Callable[[socket.socket, float], None], until: float) -> None:
+        self._whom, self._examine, self._until = whom, examine, until
+        self._callers: dict[socket.socket, tuple[str, float]] = {}  # address, time; in the order in which they came
+        self._slots = threading.BoundedSemaphore(MAX_CALLERS)
+        self._lock = threading.Lock()
+        self._logged_at, self._unlogged = -LOG_EVERY_S, 0
+        self.refused = 0
+        """Callers turned away so far."""
+        self.last = ""
+        """Why the last one was, in words; empty before that."""
+
+    def serve(self, listener: socket.socket) -> None:
+        """Admit whoever calls, until `listener` is closed."""
+        with suppress(OSError):  # closed before this thread came to it
+            listener.settimeout(ACCEPT_S)
+        while listener.fileno() >= 0:
+            try:
+                sock, address = listener.accept()
+                self.admit(sock, address[0] if address else f"process {peer_of(sock)[0]}")
+            except TimeoutError:
+                continue
+            except OSError as error:
+                if listener.fileno() >= 0:  # not the end: the network failed, or there are no descriptors just now
+                    self._refuse("somewhere", str(error))
+                    time.sleep(ACCEPT_S)
+
+    def admit(self, sock: socket.socket, address: str) -> None:
+        """Begin to examine a caller; returns at once, or as soon as the caller that had to leave is gone."""
+        wait_s = 0.0
+        while not self._slots.acquire(timeout=wait_s):
+            wait_s = self._make_room()
+        handle: socket.socket | None = None
+        try:
+            handle = sock.dup()  # TLS takes the caller's own socket away from under us
+            with self._lock:
+                self._callers[handle] = address, time.monotonic()
+            threading.Thread(target=self._run, args=(sock, handle, address), name="handshake", daemon=True).start()
+        except (OSError, RuntimeError) as error:  # no descriptor, or no thread, to be had just now
+            sock.close()
+            self._done_with(handle)
+            raise OSError(str(error)) from error
+
+    def close(self) -> None:
+        """Turn away all who have not proved themselves."""
+        with self._lock:
+            for handle in self._callers:
+                _hang_up(handle)
+
+    def _make_room(self) -> float:
+        """Send one away, if it has had its time; returns for how long to wait for a slot."""
+        with self._lock:
+            crowd = Counter(address for address, _ in self._callers.values()).most_common(1)
+            for handle, (address, came_at) in self._callers.items():
+                if address == crowd[0][0]:
+                    left = came_at + PATIENCE_S - time.monotonic()
+                    if left > 0:
+                        return left
+                    _hang_up(handle)
+                    del self._callers[handle]
+                    break
+        return 0.5  # for its thread to end
+
+    def _run(self, sock: socket.socket, handle: socket.socket, address: str) -> None:
+        try:
+            self._examine(sock, min(self._until, time.monotonic() + HANDSHAKE_S))
+        except (OSError, HandshakeError) as error:
+            sock.close()
+            self._refuse(address, str(error) or type(error).__name__)
+        finally:
+            self._done_with(handle)
+
+    def _done_with(self, handle: socket.socket | None) -> None:
+        if handle is not None:
+            with self._lock:
+                self._callers.pop(handle, None)
+            handle.close()
+        self._slots.release()
+
+    def _refuse(self, address: str, reason: str) -> None:
+        with self._lock:
+            self.refused += 1
+            self.last = f"{address}: {reason}"
+            now = time.monotonic()
+            if now - self._logged_at < LOG_EVERY_S:
+                self._unlogged += 1
+                return
+            more, self._logged_at, self._unlogged = self._unlogged, now, 0
+        and_more = f" ({more} more before it)" if more else ""
+        log.warning("%s refused a caller from %s%s", self._whom, self.last, and_more)
+
+
+def peer_of(sock: socket.socket) -> tuple[int, int]:
+    """(process, user) at the other end of a Unix socket, which has no addresses."""
+    process, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return process, user
+
+
+def _hang_up(handle: socket.socket) -> None:
+    with suppress(OSError):  # it was faster
+        handle.shutdown(socket.SHUT_RDWR)

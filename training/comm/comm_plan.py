@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from lockstep.storage import strict
+from lockstep.storage import documents
 from lockstep.storage.documents import canonical_bytes
 from lockstep.storage.errors import DataError
 from training.comm.cost import (
@@ -26,8 +26,8 @@ from training.comm.cost import (
     predict_s,
     table_of,
 )
-from training.comm.tcp.programs import default_choice
-from training.comm.topology import Layout
+from training.comm.hosts import Layout
+from training.comm.tcp.algorithms import default_choice
 
 HIERARCHICAL = "hierarchical"
 NAMES = (*COUNTS, HIERARCHICAL)
@@ -93,13 +93,14 @@ class CommPlan:
     @classmethod
     def from_json(cls, document: Any, *, where: str) -> CommPlan:
         """The inverse of `to_json`; raises DataError naming `where` for anything else."""
-        doc = strict.obj(
+        doc = documents.obj(
             document, ("host_of", "backend", "asked", "table", "leaders", "flat", "outer", "inner"), where=where
         )
         host_of = tuple(
-            strict.count(v, where=f"{where}: host_of") for v in strict.items(doc["host_of"], where=f"{where}: host_of")
+            documents.count(v, where=f"{where}: host_of")
+            for v in documents.items(doc["host_of"], where=f"{where}: host_of")
         )
-        backend = strict.string(doc["backend"], where=f"{where}: backend", choices=BACKENDS)
+        backend = documents.string(doc["backend"], where=f"{where}: backend", choices=BACKENDS)
         flat_names = tuple(COUNTS)
         table = _table(doc["table"], NAMES if backend == HIERARCHICAL else flat_names, where=f"{where}: table")
         # Numbered by first rank, as Layout.of does.
@@ -108,7 +109,7 @@ class CommPlan:
         return cls(
             layout=Layout(host_of),
             backend=backend,
-            asked=strict.string(doc["asked"], where=f"{where}: asked", choices=("auto", *NAMES)),
+            asked=documents.string(doc["asked"], where=f"{where}: asked", choices=("auto", *NAMES)),
             table=table,
             leaders=_table(doc["leaders"], flat_names, where=f"{where}: leaders"),
             flat=_algorithm_costs(doc["flat"], where=f"{where}: flat"),
@@ -164,10 +165,10 @@ def make_plan(
 
 
 def _table(document: Any, names: Sequence[str], *, where: str) -> Table:
-    rows = [strict.items(row, where=where) for row in strict.items(document, where=where)]
+    rows = [documents.items(row, where=where) for row in documents.items(document, where=where)]
     _check(all(len(row) == 2 for row in rows), rows, where)
     table = tuple(
-        (strict.count(most, where=where), strict.string(name, where=where, choices=names)) for most, name in rows
+        (documents.count(most, where=where), documents.string(name, where=where, choices=names)) for most, name in rows
     )
     _check(all(first[0] < second[0] for first, second in pairwise(table)), rows, where)
     return table
@@ -186,15 +187,15 @@ def _check(right: Any, got: Any, where: str) -> None:
 def _algorithm_costs(document: Any, *, where: str) -> AlgorithmCosts | None:
     if document is None:
         return None
-    found = {name: _costs(each, where=where) for name, each in strict.obj(document, COUNTS, where=where).items()}
+    found = {name: _costs(each, where=where) for name, each in documents.obj(document, COUNTS, where=where).items()}
     return AlgorithmCosts({name: costs for name, costs in found.items() if costs is not None})
 
 
 def _costs(document: Any, *, where: str) -> LinkCosts | None:
     if document is None:
         return None
-    doc: Mapping[str, Any] = strict.obj(document, ("alpha_s", "beta_s_per_byte", "gamma_s_per_byte"), where=where)
-    return LinkCosts(**{name: strict.number(value, where=f"{where}: {name}") for name, value in doc.items()})
+    doc: Mapping[str, Any] = documents.obj(document, ("alpha_s", "beta_s_per_byte", "gamma_s_per_byte"), where=where)
+    return LinkCosts(**{name: documents.number(value, where=f"{where}: {name}") for name, value in doc.items()})
 
 
 def _size(nbytes: int) -> str:

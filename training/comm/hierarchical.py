@@ -19,7 +19,7 @@ from lockstep.storage.errors import CommunicationError
 from training.comm.base import Communicator, Op, check_buffer, check_peer, check_rank, divide_by_ranks, part_bounds
 from training.comm.comm_plan import HIERARCHICAL
 from training.comm.cost import pieces_of
-from training.comm.topology import Layout
+from training.comm.hosts import Layout
 
 LATER_S = 5.0  # for ranks to come to one call, and to tell each other what they wait for (2.5 s)
 

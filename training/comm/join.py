@@ -13,10 +13,10 @@ from training.comm.calibrate import INNER_BUDGET_S, calibrate, calibrate_tcp, sl
 from training.comm.comm_plan import HIERARCHICAL, CommPlan, key_of, make_plan
 from training.comm.cost import COUNTS, AlgorithmCosts
 from training.comm.hierarchical import HierarchicalCommunicator
+from training.comm.hosts import Layout, agree_on_layout
 from training.comm.options import CommOptions
+from training.comm.tcp.algorithms import default_choice
 from training.comm.tcp.communicator import TcpCommunicator
-from training.comm.tcp.programs import default_choice
-from training.comm.topology import Layout, agree_on_layout
 
 Share = Callable[[Communicator, Sequence[int], float], Communicator]
 """Shared memory between the ranks of a communicator on one host, their ranks among all, joined within so many seconds.

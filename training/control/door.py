@@ -8,8 +8,7 @@ import threading
 from collections.abc import Callable
 
 from lockstep.storage.errors import CommunicationError
-from training.comm.auth import HandshakeError
-from training.comm.reception import BACKLOG, Reception
+from training.comm.auth import BACKLOG, HandshakeError, Reception
 from training.control.protocol import Channel, Role, greet
 
 SEND_DEADLINE_S = 10

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from lockstep.storage.errors import CommunicationError, LockstepError, StorageError, TrainingFailedError
-from training.control.carry import is_final
-from training.control.protocol import HOROVOD, OPENING, SCRIPT, STARTING
+from training.control.protocol import HOROVOD, OPENING, SCRIPT, STARTING, is_final
 from training.control.task import Limits
 
 # How native code ends a process. Arrow aborts over some Parquet footers that were forged together with their digests.

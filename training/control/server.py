@@ -11,23 +11,107 @@ from types import TracebackType
 from typing import Any
 
 from lockstep.storage.errors import CommunicationError
-from training.control.answers import Answers
-from training.control.carry import error_from_json, is_final
 from training.control.door import Door
-from training.control.failures import (
-    Failure,
-    LauncherError,
-    RankFailedError,
-    RankState,
-    Weight,
-    all_alike,
-    failure_of,
+from training.control.failures import Failure, LauncherError, RankFailedError, RankState, Weight, all_alike, failure_of
+from training.control.protocol import (
+    HOROVOD,
+    SCRIPT,
+    STARTING,
+    Channel,
+    Role,
+    Tag,
+    error_from_json,
+    error_to_json,
+    is_final,
+    try_send,
 )
-from training.control.protocol import HOROVOD, SCRIPT, STARTING, Channel, Role, Tag, try_send
 from training.control.task import Handler, Limits
 
-log = logging.getLogger(__name__)
 
+class Rendezvous:
+    """Rounds of meetings: the n-th call of a rank belongs to the n-th round."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._rounds: list[dict[int, tuple[str, int]]] = []
+        self._calls = [0] * num_ranks
+        self._changed = threading.Condition()
+        self._aborted: str | None = None
+
+    def meet(self, rank: int, host: str, port: int, within_s: float) -> list[tuple[str, int]]:
+        """Add one rank's address and wait for all; raises CommunicationError naming the absent ranks."""
+        end = time.monotonic() + within_s
+        with self._changed:
+            number = self._calls[rank]
+            self._calls[rank] += 1
+            while len(self._rounds) <= number:
+                self._rounds.append({})
+            table = self._rounds[number]
+            table[rank] = (host, port)
+            self._changed.notify_all()
+            while len(table) < self._num_ranks:
+                left = end - time.monotonic()
+                if left <= 0 or self._aborted is not None:
+                    absent = ", ".join(str(r) for r in range(self._num_ranks) if r not in table)
+                    raise CommunicationError(
+                        f"rank {rank} waited in vain for rank {absent} at the rendezvous",
+                        got=self._aborted or f"{len(table)} of {self._num_ranks} ranks within {within_s:.0f} s",
+                        allowed="all ranks",
+                        next_step="Look at the absent ranks' logs.",
+                    )
+                self._changed.wait(left)
+            return [table[r] for r in range(self._num_ranks)]
+
+    def abort(self, reason: str) -> None:
+        """Wake all who wait, with an error."""
+        with self._changed:
+            self._aborted = reason
+            self._changed.notify_all()
+
+
+class Answers:
+    """Of one generation; `fault(error)` is told what the handler has raised. Thread-safe where the handler is."""
+
+    def __init__(self, handler: Handler | None, num_ranks: int, fault: Callable[[BaseException], None]) -> None:
+        self._handler, self._fault = handler, fault
+        self._rendezvous = Rendezvous(num_ranks)
+
+    def reply(self, rank: int, channel: Channel, document: dict[str, Any]) -> None:
+        """Answer one request, however long that takes; an error is told to the rank."""
+        kind, fields = str(document["kind"]), dict(document["fields"])
+        answer: dict[str, Any] = {"id": int(document["id"])}
+        try:
+            if kind == "rendezvous":
+                within_s = float(fields["within_s"])
+                table = self._rendezvous.meet(rank, str(fields["host"]), int(fields["port"]), within_s)
+                answer["reply"] = {"table": table}
+            else:
+                answer["reply"] = self.handle(rank, kind, fields)
+        except Exception as error:  # told to the rank; the driver's own faults also end the launch, in `handle`
+            answer["error"] = error_to_json(error)
+        try_send(channel, Tag.REPLY, answer)
+
+    def handle(self, rank: int, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+        """What the handler says. What it raises is raised, and ends the launch."""
+        try:
+            if self._handler is None:
+                raise CommunicationError(
+                    f"rank {rank} asked for `{kind}`, which this launch does not serve",
+                    got=kind,
+                    allowed="rendezvous",
+                    next_step="Give the launcher a handler.",
+                )
+            return self._handler(rank, kind, fields)
+        except Exception as error:
+            self._fault(error)
+            raise
+
+    def abort(self, reason: str) -> None:
+        """Wake all who wait for other ranks, with an error."""
+        self._rendezvous.abort(reason)
+
+
+log = logging.getLogger(__name__)
 PING_EVERY_S = 2.0
 SETTLE_S = 1.0  # a dead rank's neighbours report first now and then: wait for the cause to be heard
 SAME_S = 3.0  # before the first step others may come to the same error: a user's model that raises on all ranks

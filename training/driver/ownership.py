@@ -8,18 +8,219 @@ nothing, one that came before the removal also came before the new driver looked
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-from lockstep.storage.errors import LockstepError, NotFoundError, StorageError
+from lockstep.storage.documents import canonical_bytes
+from lockstep.storage.errors import ConfigError, LockstepError, NotFoundError, StorageError
 from lockstep.storage.files.interface import FileSystem
-from lockstep.storage.publish import sweep_temporaries
-from lockstep.storage.urls import join
-from training.driver.lease import REWRITE_EVERY_S, WATCH_S, Lease
-from training.run.lineage import CheckpointRef, Claim, SupersededError, check_newest, claim_next, newest_claimed
+from lockstep.storage.publish import sweep_temporaries, write_file
+from lockstep.storage.urls import join, parent
+from training.run.lineage import (
+    CheckpointRef,
+    Claim,
+    SupersededError,
+    check_newest,
+    claim_next,
+    newest_claimed,
+    superseded,
+)
 from training.run.paths import RunPaths, generation_of
 
 log = logging.getLogger(__name__)
+REWRITE_EVERY_S = 5.0
+WATCH_S = 15.0
+LOOK_EVERY_S = 0.5
+
+
+def _nothing() -> None:
+    """The default of what else is looked at."""
+
+
+class Lease:
+    """Held from `with` to its end; entering raises ConfigError when another driver's counter moves.
+
+    A closed lease, and one whose driver ran on this host and is dead, is taken at once; any other is watched for
+    `watch_s` seconds, or with `take_over` not at all. Each taker counts the `turn` up by one, so that two drivers which
+    see each other's lease agree on who came later: that one rewrites it, and the other is overtaken and ends.
+
+    `look` is called each time the lease is rewritten, and raises SupersededError where something else tells of a newer
+    driver.
+    """
+
+    def __init__(
+        self,
+        fs: FileSystem,
+        url: str,
+        watch_s: float = WATCH_S,
+        every_s: float = REWRITE_EVERY_S,
+        *,
+        take_over: bool = False,
+        look: Callable[[], None] = _nothing,
+    ) -> None:
+        self._fs, self._url, self._watch_s, self._every_s = fs, url, watch_s, every_s
+        self._take_over, self._look = take_over, look
+        self._nonce = secrets.token_hex(8)
+        self._turn = self._counter = 0
+        self._lost: SupersededError | None = None
+        self._ended = threading.Event()
+        self._io = threading.Lock()  # between `sweep` and our own temporary files
+        self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
+
+    def __enter__(self) -> Lease:
+        found = self._wait_until_free()
+        self._turn = _turn_of(found) + 1
+        try:
+            self._write(closed=False, confirm=partial(self._check_same, found))
+        except NotFoundError:  # swept away by a driver that has begun since
+            raise self._at_work(self._read() or {}) from None
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+        try:
+            document = self._read()
+            if document is None or document.get("nonce") == self._nonce:
+                self._write(closed=True, confirm=self.stand)
+        except LockstepError as failure:
+            log.warning("the lease is left open: %s", failure.what)  # the next driver watches it for a while
+
+    @property
+    def lost(self) -> SupersededError | None:
+        """Why this driver must end: another one has taken the run over; None while it has not, as far as was heard."""
+        return self._lost
+
+    def stand(self) -> None:
+        """Read the lease; raise SupersededError where it is a later taker's."""
+        if self._lost is not None:
+            raise self._lost
+        document = self._read()
+        # An earlier taker's, written by a driver that was stopped in the middle of its call, is written over.
+        if document is not None and (_turn_of(document), str(document.get("nonce"))) > (self._turn, self._nonce):
+            whom = f"process {document.get('pid')} on {document.get('host')}"
+            raise superseded(parent(self._url), f"{self._url}, rewritten by {whom}")
+
+    def sweep(self) -> None:
+        """Delete what older drivers that were stopped would still rename into the lease's directory.
+
+        To be called when they have lost the right to do so: after the claim.
+        """
+        with self._io:
+            sweep_temporaries(self._fs, parent(self._url))
+
+    def _wait_until_free(self) -> dict[str, Any] | None:
+        first = self._read()
+        if first is None or first.get("closed") or _surely_dead(first):
+            return first
+        if self._take_over:
+            log.warning("%s: taken over from process %s on %s", self._url, first.get("pid"), first.get("host"))
+            return first
+        log.warning("%s is open: watching for %.0f s whether its driver lives", self._url, self._watch_s)
+        now: dict[str, Any] | None = first
+        end = time.monotonic() + self._watch_s
+        while time.monotonic() < end:
+            time.sleep(LOOK_EVERY_S)
+            now = self._read()
+            if now is None or now.get("closed"):
+                break
+            if (now.get("nonce"), now.get("counter")) != (first.get("nonce"), first.get("counter")):
+                raise self._at_work(now)
+        return now
+
+    def _check_same(self, found: dict[str, Any] | None) -> None:
+        """Raise ConfigError where another driver has taken the lease since it was found free."""
+        now = self._read()
+        if now is not None and now.get("nonce") != (found or {}).get("nonce"):
+            raise self._at_work(now)
+
+    def _at_work(self, lease: dict[str, Any]) -> ConfigError:
+        return ConfigError(
+            "another driver is at work on this run",
+            got=f"{self._url} is rewritten by process {lease.get('pid')} on {lease.get('host')}",
+            allowed="one driver at a time",
+            next_step="Wait for it to end, or stop it and start again; with --take-over this call goes on in its "
+            "place, and that driver ends.",
+        )
+
+    def _keep(self) -> None:
+        while not self._ended.wait(self._every_s):
+            try:
+                self._look()
+                self._write(closed=False, confirm=self.stand)
+            except SupersededError as error:
+                self._lost = error  # nothing is written any more: two drivers must not fight over a sign
+                return
+            except NotFoundError:
+                continue  # a later taker has swept it away while this process was stopped: looked at next time
+            except LockstepError as error:
+                log.warning("the lease was not rewritten: %s", error.what)
+
+    def _read(self) -> dict[str, Any] | None:
+        try:
+            document = json.loads(self._fs.read_bytes(self._url))
+        except (NotFoundError, ValueError, RecursionError):
+            return None  # no JSON is no living driver
+        return document if isinstance(document, dict) else None
+
+    def _write(self, *, closed: bool, confirm: Callable[[], None]) -> None:
+        self._counter += 1
+        document = {
+            "kind": "lease",
+            "nonce": self._nonce,
+            "turn": self._turn,
+            "counter": self._counter,
+            "closed": closed,
+            "host": socket.gethostname(),
+            "boot": _boot_id(),
+            "pid": os.getpid(),
+            "started": _start_time(os.getpid()),
+        }
+        with self._io:
+            write_file(self._fs, self._url, canonical_bytes(document), exclusive=False, confirm=confirm)
+
+
+def _turn_of(lease: dict[str, Any] | None) -> int:
+    turn = (lease or {}).get("turn")
+    return turn if isinstance(turn, int) else 0
+
+
+def _surely_dead(lease: dict[str, Any]) -> bool:
+    boot = _boot_id()
+    if boot is None or lease.get("host") != socket.gethostname() or lease.get("boot") != boot:
+        return False
+    pid = lease.get("pid")
+    return isinstance(pid, int) and (lease.get("started") is None or _start_time(pid) != lease["started"])
+
+
+def _boot_id() -> str | None:
+    # Of this boot and this process name space: in two containers of one host the same number is two processes.
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return None
+
+
+def _start_time(pid: int) -> str | None:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return status.rpartition(")")[2].split()[19]
 
 
 class Standing:

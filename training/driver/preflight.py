@@ -2,15 +2,79 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
-from lockstep.storage.files.interface import Blocks
+from lockstep.features.encode.encoder import Encoder
+from lockstep.storage.dataset.manifest import DatasetManifest
+from lockstep.storage.errors import ConfigError
+from lockstep.storage.files.interface import Blocks, FileSystem
+from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import join, split_url
-from training.config import TrainConfig
+from training.batches.augmenting import augmentation_of, check_mixup
+from training.config import TrainConfig, lane_groups
 from training.launch.placement import MOST_SHARDS, Near, bytes_near
-from training.plan.datasets import open_parts
+from training.models import check_name, scales_learning_rate
+from training.plan.datasets import held_out, open_mixture, open_parts, split_of
 from training.plan.epoch_plan import EpochPlan
-from training.plan.planning import lane_groups, plan_for
+from training.plan.lane_count import check_canonical, check_lanes, largest_divisor
+from training.plan.make_plan import make_plan
+from training.plan.mixture import Plan
+from training.reading.open import load_encoder
+from training.run.paths import RunPaths
+from training.run.result import RunResult, find_result
+from training.run.run_json import check_run
+from training.run.weights_source import weights_at
+
+
+def plan_for(manifest: DatasetManifest, config: TrainConfig) -> Plan:
+    """The plan of `config` over the dataset; raises ConfigError where lanes, groups and ranks do not fit together."""
+    _check_learning_rate(config)
+    groups = lane_groups(config)
+    plan = make_plan(
+        manifest,
+        config.split,
+        config.mix,
+        seed=config.seed,
+        global_batch=config.global_batch,
+        lanes=config.lanes,
+        groups=groups,
+        window_bytes=config.window_bytes,
+        cache_groups=config.cache_groups,
+        cache_rotation=config.cache_rotation,
+        interleave=config.interleave,
+    )
+    check_lanes(plan.global_batch, plan.lanes, groups, config.num_ranks)
+    _check_micro_batches(plan, config, groups)
+    check_canonical(config, plan.lanes, groups)
+    check_mixup(config.augment, plan.global_batch // plan.lanes)
+    return plan
+
+
+def _check_learning_rate(config: TrainConfig) -> None:
+    if not scales_learning_rate(config.model):
+        return
+    scaled = config.learning_rate_scaling != "none" and config.learning_rate is None
+    if scaled or config.warm_up_epochs:
+        raise ConfigError(
+            f"the model {config.model} scales its learning rate and warms up by itself",
+            got="--warm-up-epochs" if config.warm_up_epochs else "--learning-rate-scaling without --learning-rate",
+            allowed="its own, or --learning-rate with a rule of scaling",
+            next_step="Leave these flags out, or say --learning-rate.",
+        )
+
+
+def _check_micro_batches(plan: Plan, config: TrainConfig, groups: int | None) -> None:
+    """Raise ConfigError where a rank's rows are not equal micro-batches: a mean of unequal means would be wrong."""
+    rows = [plan.rows(rank, config.num_ranks, groups) for rank in range(config.num_ranks)]
+    if any(count % config.micro_batches for count in rows):
+        common = math.gcd(*rows)
+        raise ConfigError(
+            f"a rank's rows are no {config.micro_batches} equal micro-batches",
+            got=f"--micro-batches {config.micro_batches}, ranks of {min(rows)} to {max(rows)} rows",
+            allowed=f"divisors of {common}",
+            next_step=f"Use --micro-batches {largest_divisor(common, config.micro_batches)} or another --global-batch.",
+        )
 
 
 def near_ranks(config: TrainConfig, num_ranks: int, blocks_of: Callable[[str], Blocks]) -> Near | None:
@@ -27,3 +91,47 @@ def near_ranks(config: TrainConfig, num_ranks: int, blocks_of: Callable[[str], B
         return None
     urls = [join(part.url, shard.path) for part in parts for shard in part.manifest.splits[part.split].shards]
     return bytes_near(plan, urls, [shard.bytes for shard in shards], num_ranks, lane_groups(config), blocks_of)
+
+
+def check(config: TrainConfig) -> RunResult | None:
+    """What `train` would refuse or return at once, as far as local paths tell it: before anything is started.
+
+    Other file systems may need Spark's settings, so there `train` itself tells.
+    """
+    check_name(config.model, here=config.launcher == "local")
+    if all(map(_is_local, config.datasets)):
+        plan = plan_for(open_dataset(config)[0], config)
+        plan.steps(config.epochs)
+        if _is_local(config.run) and check_run(filesystem(config.run), RunPaths(config.run), config, plan):
+            return finished_result(filesystem(config.run), RunPaths(config.run), config)
+        if config.init_from is not None and _is_local(config.init_from) and _is_local(config.run):
+            weights_at(config.init_from)
+    return None
+
+
+def open_dataset(config: TrainConfig) -> tuple[DatasetManifest, Encoder]:
+    """Manifest and encoder of what is trained on; what its ranks would refuse in it is refused here: one fold of three,
+    images to skip or to augment where there are none.
+    """
+    open_them = open_parts if config.mix is None else open_mixture
+    parts, manifest = open_them(config.datasets, config.split)
+    first = parts[0]
+    split_of(manifest, config.split)
+    encoder = load_encoder(first.url, first.manifest, held_out(first.manifest, config.split, training=True))
+    if config.bad_images == "skip":
+        encoder.skipping_bad_images()
+    if config.augment:
+        augmentation_of(config, plan_for(manifest, config), encoder.signature)
+    return manifest, encoder
+
+
+def finished_result(fs: FileSystem, paths: RunPaths, config: TrainConfig) -> RunResult | None:
+    """The result that counts, where it is of as many epochs as are asked for."""
+    done = find_result(fs, paths)
+    if done is None or int(done["epochs"]) < config.epochs:
+        return None
+    return RunResult(**{name: done[name] for name in RunResult.__dataclass_fields__})
+
+
+def _is_local(url: str) -> bool:
+    return split_url(url)[0] == "file"

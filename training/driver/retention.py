@@ -9,21 +9,28 @@ checkpoint; that is deleted. A later claimant does the same outside its own chai
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from lockstep.storage.errors import DataError, ExistsError, NotFoundError, StorageError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.urls import basename, join, parent
-from training.keep import BEST, Keep, metric_of
-from training.run.chain import Checkpoint, checkpoints, lineage
+from training.config import BEST, Keep
 from training.run.checkpoint import read_manifest
-from training.run.lineage import CheckpointRef, check_newest, read_claims
+from training.run.lineage import Checkpoint, CheckpointRef, check_newest, checkpoints, lineage, read_claims
 from training.run.paths import RunPaths, checkpoint_of, generation_of
 
-log = logging.getLogger(__name__)
 
+def metric_of(state: dict[str, Any], metric: str) -> float | None:
+    """A metric in a checkpoint's state: of the epoch that it ends; None within an epoch and for what is not finite."""
+    value = None if state.get("in_epoch", True) else state.get("metrics", {}).get(metric)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+log = logging.getLogger(__name__)
 _SWEPT = "swept-"
 
 

@@ -10,41 +10,75 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lockstep.storage.documents import seal
 from lockstep.storage.errors import ConfigError, LockstepError, TrainingFailedError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.progress import Progress
 from lockstep.storage.publish import write_file
-from lockstep.storage.sealed import seal
+from lockstep.storage.settings import hadoop_settings
 from lockstep.storage.urls import absolute
+from training.comm.options import CommOptions
 from training.config import TrainConfig
-from training.control.carry import is_final
 from training.control.failures import LauncherGoneError, MemoryKillError, RankFailedError
+from training.control.protocol import is_final
 from training.control.task import Limits, RankTask
-from training.driver.commit import CommitHandler
-from training.driver.handler import RunHandler
-from training.driver.lease import REWRITE_EVERY_S, WATCH_S
-from training.driver.ownership import Standing
-from training.driver.precheck import finished_result, open_dataset
-from training.driver.rank_task import PRELOAD, limits_of, task_of
+from training.driver.commit import CommitHandler, RunHandler
+from training.driver.ownership import REWRITE_EVERY_S, WATCH_S, Standing
+from training.driver.preflight import finished_result, open_dataset, plan_for
 from training.driver.retention import drop_stagings, empty_trash, take_over
 from training.launch.executors import ExecutorMemory
-from training.launch.launches import Launches
-from training.launch.session import Launch
-from training.launch.signals import ended_in_order
+from training.launch.session import Launch, Launches, ended_in_order
 from training.models import may_follow_length
 from training.plan.mixture import Plan
-from training.plan.planning import plan_for
-from training.run.chain import checkpoints, find_tip
-from training.run.lineage import CheckpointRef, Claim, SupersededError, epochs_asked, read_claims
+from training.run.comm_plans import read_plans
+from training.run.lineage import CheckpointRef, Claim, SupersededError, checkpoints, epochs_asked, find_tip, read_claims
 from training.run.paths import RunPaths
 from training.run.result import RunResult
 from training.run.run_json import check_run, open_run
 from training.run.weights_source import located, weights_at
 
-log = logging.getLogger(__name__)
+PRELOAD = "training.rank.runtime:preload"
 
-ENTRY = "training.rank.fit_part:main"
+
+def task_of(
+    config: TrainConfig, plan: Plan, fs: FileSystem, paths: RunPaths, claim: Claim, entry: str, preload: str
+) -> RankTask:
+    """The task of the generation that `claim` names; the communication plans that are frozen by now go with it."""
+    options = CommOptions(
+        backend=config.backend,
+        algorithm=config.algorithm,
+        trust_network=config.trust_network,
+        plans=read_plans(fs, paths, config.num_ranks),
+    )
+    payload = {
+        "config": config.to_json(),
+        "plan": plan.identity(),
+        "comm": {"options": options.to_json(), "freeze": True},
+    }
+    return RankTask(
+        entry,
+        payload,
+        hadoop=hadoop_settings(),
+        logs=paths.logs(claim.generation),
+        tls=config.tls == "on",
+        preload=preload if config.spare else None,
+    )
+
+
+def limits_of(config: TrainConfig, base: Limits) -> Limits:
+    """`base` with the deadlines that the configuration names."""
+    silent = config.heartbeat_limit_s
+    return replace(
+        base,
+        start_s=config.start_limit_s,
+        stall_s=config.stall_limit_s,
+        silent_s=base.silent_s if silent is None else silent,
+    )
+
+
+log = logging.getLogger(__name__)
+ENTRY = "training.rank.runtime:main"
 COMMIT_WAIT_S = 60.0
 HOUR_S = 3600.0
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from lockstep.storage.documents import canonical_bytes, parse_canonical
 from lockstep.storage.errors import ConfigError, DataError
+from training.comm.base import Communicator
 
 FLAGS = ("stop", "checkpoint", "busy")
 CONTROL_WORDS = 2 + len(FLAGS)  # loss, whether a rank has what might not be finite, then the flags
@@ -110,3 +116,92 @@ class Steps:
         flags = dict(zip(FLAGS, (bool(word > 0) for word in words[2:]), strict=True))
         self.step = step
         self.agreement = Agreement(step, loss, **flags, skipped=skipped, batches=batches)
+
+
+SHOWN_SAMPLES = 16  # of each rank, in an error's message; its log has them all
+SHOWN_RANKS, SHOWN_NAMES = 4, 3
+ROW_SAMPLES = 4096  # of each rank, in a row of the metrics
+log = logging.getLogger(__name__)
+
+
+class FedBatches:
+    """Which samples lie in the batches that a rank was fed and has not done with; for two threads.
+
+    `first_lane` and `rows_a_lane` are the rank's: its rows lie lane after lane.
+    """
+
+    def __init__(self, first_lane: int, rows_a_lane: int) -> None:
+        self._first_lane, self._rows_a_lane = first_lane, rows_a_lane
+        self._lock = threading.Lock()
+        self._ids: dict[int, NDArray[np.int64]] = {}
+
+    def add(self, batch: int, sample_ids: NDArray[np.int64]) -> None:
+        """Batch number `batch`, from 0, which optimizer step `batch` + 1 takes, has these rows."""
+        with self._lock:
+            self._ids[batch] = sample_ids.copy()
+
+    def forget(self, step: int) -> None:
+        """Optimizer step `step` is done, and all before it."""
+        with self._lock:
+            for batch in [batch for batch in self._ids if batch < step]:
+                del self._ids[batch]
+
+    def of_step(self, step: int, rows: slice = slice(None)) -> dict[str, Any]:
+        """{lanes: [first, last], samples: hex ids in order} of `rows` of optimizer step `step`; empty if not known."""
+        with self._lock:
+            ids = self._ids.get(step - 1)
+        if ids is None:
+            return {}
+        start, stop, _ = rows.indices(len(ids))
+        lanes = [self._first_lane + start // self._rows_a_lane, self._first_lane + (stop - 1) // self._rows_a_lane]
+        return {"lanes": lanes, "samples": [f"{int(one) & (1 << 64) - 1:016x}" for one in ids[rows]]}
+
+
+@dataclass(slots=True)
+class Inquiry:
+    """What an exchange asks once a step is not finite; without `fed` ranks tell only what was not."""
+
+    communicator: Communicator
+    fed: FedBatches | None = None
+    report: Callable[[dict[str, Any]], None] | None = None
+    """Takes a row {kind: non_finite, step, rank, what, skipped, lanes, samples} of this rank, for the metrics."""
+
+    def hold(self, step: int, here: Sequence[str], *, skipped: bool, rows: slice = slice(None)) -> str:
+        """A collective: what each rank found not finite in its own part of `step`, in words, the same on all ranks.
+
+        `here` names what was so on this rank, in its `rows`. The rank's log and metrics get all of its samples.
+        """
+        mine: dict[str, Any] = {"what": list(here)}
+        if here and self.fed is not None:
+            mine |= self.fed.of_step(step, rows)
+        if here:
+            self._tell(step, mine, skipped)
+        short = mine | {"samples": mine.get("samples", [])[:SHOWN_SAMPLES], "count": len(mine.get("samples", []))}
+        short["what"] = [*mine["what"][:SHOWN_NAMES], *["..."] * (len(mine["what"]) > SHOWN_NAMES)]
+        parts = [parse_canonical(data, file="a rank") for data in self._everyones(canonical_bytes(short))]
+        found = [_words(rank, part) for rank, part in enumerate(parts) if part["what"]]
+        if not found:
+            return "finite on each rank alone, but not their sum"
+        return "; ".join([*found[:SHOWN_RANKS], *["..."] * (len(found) > SHOWN_RANKS)])
+
+    def _everyones(self, data: bytes) -> list[bytes]:
+        comm = self.communicator.on_host
+        return [data] if comm.num_ranks == 1 else comm.all_gather_bytes(data)
+
+    def _tell(self, step: int, mine: dict[str, Any], skipped: bool) -> None:
+        samples = mine.get("samples", [])
+        words = f"; lanes {mine['lanes'][0]} to {mine['lanes'][1]}, samples {' '.join(samples)}" if samples else ""
+        log.warning("step %d: not finite on this rank: %s%s", step, ", ".join(mine["what"]), words)
+        if self.report is not None:
+            row = {"kind": "non_finite", "step": step, "rank": self.communicator.rank, "skipped": skipped}
+            self.report({**row, **mine, "samples": samples[:ROW_SAMPLES]})
+
+
+def _words(rank: int, part: dict[str, Any]) -> str:
+    words = f"rank {rank}: {', '.join(part['what'])}"
+    if part["samples"]:
+        lanes, more = part["lanes"], part["count"] - len(part["samples"])
+        of = f"lane {lanes[0]}" if lanes[0] == lanes[1] else f"lanes {lanes[0]} to {lanes[1]}"
+        words += f", of {of}, samples {' '.join(part['samples'])}"
+        words += f" and {more} more, which the rank's log lists" if more else ""
+    return words

@@ -5,7 +5,10 @@ No TensorFlow here: `training.steps.reduction` calls `post`, `post_rows` and `fi
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,17 +18,120 @@ from numpy.typing import NDArray
 
 from lockstep.storage.errors import CommunicationError
 from training.comm.base import Communicator
-from training.exchange.agreement import CONTROL_WORDS, FLAGS, Agreement, NonFiniteError, Steps
-from training.exchange.buckets import Layout, Slot
+from training.exchange.agreement import CONTROL_WORDS, FLAGS, Agreement, Inquiry, NonFiniteError, Steps
+from training.exchange.buckets import Layout, Slot, all_finite, copy_scaled, scaled
 from training.exchange.compare_ranks import compare
-from training.exchange.lent_buffer import LentBuffer
-from training.exchange.non_finite import Inquiry
-from training.exchange.reducer import Reducer
-from training.exchange.scaled_copy import all_finite, copy_scaled, scaled
 from training.exchange.sparse import Rows, Table, sum_rows
 
-__all__ = ["CONTROL_WORDS", "FLAGS", "Agreement", "Exchange", "NonFiniteError"]
 Array = NDArray[Any]
+
+
+class LentBuffer:
+    """A flat, aligned buffer that knows which views of it are still held."""
+
+    def __init__(self, data: Array) -> None:
+        self.data = data
+        self._lent: list[weakref.ref[Array]] = []
+
+    def view(self, slot: Slot) -> Array:
+        return self.data[slot.start : slot.start + slot.size]
+
+    def lend(self, slot: Slot) -> Array:
+        view = self.view(slot).reshape(slot.shape)
+        self._lent.append(weakref.ref(view))
+        return view
+
+    def is_lent(self) -> bool:
+        self._lent = [view for view in self._lent if view() is not None]
+        return bool(self._lent)
+
+
+GRACE_S = 30.0  # beyond the communicator's own deadline, which has the better message
+Task = Callable[[], bool]
+
+
+class Reducer:
+    """Posts come from one thread; what they give or raise is handed out by `wait`, in their order."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._posted: queue.SimpleQueue[Array | Task | None] = queue.SimpleQueue()
+        self._put_back: list[Task | None] = []  # at most one
+        self._reduced: queue.SimpleQueue[BaseException | bool] = queue.SimpleQueue()
+        self._busy_s, self._began = 0.0, 0.0
+        self._thread = threading.Thread(target=self._work, name="exchange", daemon=True)
+        self._thread.start()
+
+    def sum(self, flat: Array) -> None:
+        """Post a buffer (n,), to be replaced by its sum over all ranks; gives True. Several may be under way."""
+        self._posted.put(flat)
+        self._communicator.look_again()
+
+    def run(self, task: Task) -> None:
+        """Post something else, which begins when all before it is done."""
+        self._posted.put(task)
+
+    def wait(self, posts: int, what: str) -> tuple[bool, float]:
+        """Wait for the oldest `posts`: (whether all gave True, seconds that the thread was at work for them).
+
+        Raises what the first that failed raised, or CommunicationError saying that `what` did not end.
+        """
+        patience_s = self._communicator.deadline_s + GRACE_S
+        well = True
+        for _ in range(posts):
+            try:
+                reduced = self._reduced.get(timeout=min(patience_s, threading.TIMEOUT_MAX))
+            except queue.Empty:
+                raise CommunicationError(
+                    f"rank {self._communicator.rank}: {what} did not end",
+                    got=f"silence for {patience_s:.0f} s",
+                    allowed="an end or an error from the communicator by then",
+                    next_step="Look at the other ranks' logs.",
+                ) from None
+            if isinstance(reduced, BaseException):
+                raise reduced
+            well = well and reduced
+        busy_s, self._busy_s = self._busy_s, 0.0
+        return well, busy_s
+
+    def close(self) -> None:
+        """End the thread; the communicator stays open."""
+        self._posted.put(None)
+        self._thread.join(GRACE_S)
+
+    def _work(self) -> None:
+        while (posted := self._put_back.pop() if self._put_back else self._posted.get()) is not None:
+            self._began = time.perf_counter()
+            try:
+                if callable(posted):
+                    self._done(posted())
+                else:
+                    self._communicator.all_reduce_each(partial(self._take, [posted]), self._done)
+            except BaseException as error:  # raised again where the step waits
+                self._done(error)
+
+    def _take(self, first: list[Array]) -> Array | None:
+        if first:
+            return first.pop()
+        if self._put_back:
+            return None
+        try:
+            posted = self._posted.get_nowait()
+        except queue.Empty:
+            return None
+        if posted is None or callable(posted):
+            self._put_back.append(posted)
+            return None
+        return posted
+
+    def _done(self, result: BaseException | bool = True) -> None:
+        now = time.perf_counter()
+        self._busy_s += now - self._began
+        self._began = now
+        self._reduced.put(result)
+
+
+__all__ = ["CONTROL_WORDS", "FLAGS", "Agreement", "Exchange", "NonFiniteError"]
 
 
 class Exchange(Steps):
@@ -223,3 +329,33 @@ def _without_model(name: str) -> str:
     """A name of the last two parts of a variable's path: one loaded with a Sequential lacks the first, its name."""
     words, space, path = name.rpartition(" ")
     return words + space + "/".join(path.split("/")[-2:])
+
+
+class Alone:
+    """Functions of arrays for the graph of one rank; `names` of the gradients, then of the statistics."""
+
+    def __init__(self, exchange: Exchange, gradients: Sequence[str], statistics: Sequence[str]) -> None:
+        self._exchange, self._gradients, self._statistics = exchange, tuple(gradients), tuple(statistics)
+        self._wrong: set[str] = set()
+
+    def look_at(self, numbers: Sequence[int]) -> Callable[..., np.int32]:
+        """Notes which of the gradients with these numbers are not finite."""
+        names = [self._gradients[number] for number in numbers]
+
+        def look(*gradients: Array) -> np.int32:
+            self._note(names, gradients)
+            return np.int32(0)
+
+        return look
+
+    def finish(self, loss: Array, *statistics: Array) -> np.int32:
+        """End the step: 1 where it is skipped; raises NonFiniteError."""
+        self._note(self._statistics, statistics)
+        wrong = [name for name in (*self._gradients, *self._statistics) if name in self._wrong]
+        self._wrong.clear()
+        self._exchange.agree_alone(loss, wrong, self._gradients)
+        agreement = self._exchange.agreement
+        return np.int32(agreement is not None and agreement.skipped)
+
+    def _note(self, names: Sequence[str], values: Sequence[Array]) -> None:
+        self._wrong.update(name for name, value in zip(names, values, strict=True) if not all_finite(value.reshape(-1)))

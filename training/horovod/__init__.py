@@ -9,14 +9,20 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import Any
 
-from training.horovod.arguments import absent
-from training.horovod.compression import Compression
-from training.horovod.gather import allgather, broadcast, broadcast_variables
-from training.horovod.objects import allgather_object, barrier, broadcast_object
-from training.horovod.optimizer import DistributedOptimizer, load_model
+from training.horovod.gather import (
+    allgather,
+    allgather_object,
+    barrier,
+    broadcast,
+    broadcast_object,
+    broadcast_variables,
+)
+from training.horovod.optimizer import DistributedGradientTape, DistributedOptimizer, load_model
 from training.horovod.place import (
+    absent,
     cross_rank,
     cross_size,
+    global_process_set,
     init,
     is_homogeneous,
     is_initialized,
@@ -27,9 +33,7 @@ from training.horovod.place import (
     shutdown,
     size,
 )
-from training.horovod.process_set import global_process_set
-from training.horovod.reduce import Adasum, Average, Max, Min, Sum, allreduce, grouped_allreduce
-from training.horovod.tape import DistributedGradientTape
+from training.horovod.reduce import Adasum, Average, Compression, Max, Min, Sum, allreduce, grouped_allreduce
 
 # What scripts ask before they choose a way of Horovod's.
 mpi_threads_supported = mpi_enabled = mpi_built = gloo_enabled = gloo_built = not_built

@@ -10,9 +10,8 @@ import keras
 import numpy as np
 
 from lockstep.storage.errors import ConfigError
-from training.horovod.arguments import absent, check
 from training.horovod.gather import broadcast_variables
-from training.horovod.place import rank, size
+from training.horovod.place import absent, check, rank, size
 from training.horovod.reduce import Average, Min, allreduce
 from training.steps.optimizers import CorrectedSGD
 

@@ -5,22 +5,86 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from lockstep.storage.errors import ConfigError
-from training.comm.base import Communicator
+import numpy as np
+import tensorflow as tf
+
+from lockstep.storage.errors import ConfigError, TrainingFailedError
+from training.comm.base import Communicator, SoloCommunicator
 from training.comm.options import UNAUTHENTICATED, CommOptions
-from training.comm.solo import SoloCommunicator
-from training.control import current
+from training.control import context as current
 from training.control.protocol import HOROVOD, SCRIPT
-from training.horovod.agreement import agree
-from training.horovod.arguments import check
 from training.horovod.gpus import Seat, line_up
 from training.world import World
 
 if TYPE_CHECKING:
     from training.control.context import RankContext
+
+
+def agree(communicator: Communicator, number: int, text: str, extra: int = 0) -> list[int]:
+    """Compare call `number` of this rank with the others'; returns every rank's `extra`.
+
+    Raises TrainingFailedError on every rank alike, naming rank 0's call and the first that differs.
+    """
+    if communicator.num_ranks == 1:
+        return [extra]
+    digest = int.from_bytes(blake2b(f"{number} {text}".encode(), digest_size=8).digest(), "big", signed=True)
+    rows = communicator.all_gather(np.array([digest, extra], np.int64))
+    if (rows[:, 0] != rows[0, 0]).any():
+        told = [part.decode() for part in communicator.all_gather_bytes(f"{text} (call {number})".encode())]
+        other = next(rank for rank in range(len(told)) if told[rank] != told[0])
+        raise TrainingFailedError(
+            f"ranks 0 and {other} make different calls",
+            got=f"rank 0: {told[0]}; rank {other}: {told[other]}",
+            allowed="the same calls in the same order on all ranks, with equal shapes and dtypes",
+            next_step="Look for a call under `if rank() == 0`, or for ranks with different numbers of batches.",
+        )
+    return [int(row) for row in rows[:, 1]]
+
+
+HINTS = {
+    "device_dense": str,
+    "device_sparse": str,
+    "device": str,
+    "use_locking": bool,
+    "num_groups": int,
+    "groups": int | list,
+}
+"""Where, and how many at a time, Horovod sends tensors; what is summed is the same without. Their types."""
+
+
+def check(call: str, **given: Any) -> None:
+    """Take hints, and the set of all ranks as `process_set`; refuse any other argument that is not at its default.
+
+    None, "", False, 0 and empty lists are defaults. Raises ConfigError for an argument that has no meaning here, and
+    for a hint that cannot be one: a value that was meant for another argument.
+    """
+    for name, value in given.items():
+        if value is None or (name == "process_set" and getattr(value, "process_set_id", None) == 0):
+            continue
+        if name not in HINTS:
+            if value not in ("", False, 0, []):
+                absent(f"{call}({name}=...)", repr(value))
+        elif not isinstance(value, HINTS[name]):
+            raise ConfigError(
+                f"hvd.{call} got a `{name}` that cannot be right",
+                got=repr(value),
+                allowed=f"{getattr(HINTS[name], '__name__', HINTS[name])}, which changes nothing here",
+                next_step="Pass arguments by keyword: Horovod's modules have them in different orders.",
+            )
+
+
+def absent(what: str, got: str = "", instead: str = "") -> NoReturn:
+    """Raise ConfigError for a part of Horovod that is not here."""
+    raise ConfigError(
+        f"training.horovod has no {what}",
+        got=got or what,
+        allowed="what docs/launch.md lists",
+        next_step=instead or "Leave it out, or see docs/launch.md for what stands in its place.",
+    )
 
 
 class Place:
@@ -193,3 +257,62 @@ def _fault() -> BaseException | None:
         return None
     errors = [_place.error, *(exchange.fault() for exchange in _place.exchanges)]
     return next((error for error in errors if error is not None), None)
+
+
+class AllRanks:
+    """What Horovod's `process_set` arguments may name."""
+
+    process_set_id = 0
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks in it."""
+        return list(range(size()))
+
+    def included(self) -> bool:
+        """Whether this rank is in it."""
+        return True
+
+    def size(self) -> int:
+        """The number of ranks in it."""
+        return size()
+
+    def rank(self) -> int:
+        """This rank's number in it."""
+        return rank()
+
+
+global_process_set = AllRanks()
+
+
+_turns: list[tf.Variable] = []
+
+
+def run(
+    function: Callable[..., Sequence[Any]], tensors: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec]
+) -> list[tf.Tensor]:
+    """`function(*arrays)` -> arrays as `specs` say; runs at once in eager mode, else when the graph runs."""
+    if tf.executing_eagerly():
+        results = function(*map(np.asarray, tensors))  # views: nothing here writes to its arguments
+        return [tf.convert_to_tensor(value, spec.dtype) for value, spec in zip(results, specs, strict=True)]
+
+    def taken(turn: Any, *arrays: Any) -> list[Any]:
+        return [turn + 1, *function(*arrays)]
+
+    order = _turn()
+    # Ranks wait here: nothing of it may be on a device whose kernels run in their own order.
+    with tf.device("CPU:0"):
+        turn, *results = tf.numpy_function(
+            taken, [order.read_value(), *tensors], [tf.int64, *(spec.dtype for spec in specs)], name="horovod"
+        )
+        order.assign(turn)
+    for result, spec in zip(results, specs, strict=True):
+        result.set_shape(spec.shape)
+    return results
+
+
+def _turn() -> tf.Variable:
+    if not _turns:
+        with tf.init_scope(), tf.device("CPU:0"):
+            _turns.append(tf.Variable(0, trainable=False, dtype=tf.int64, name="horovod_turn"))
+    return _turns[0]

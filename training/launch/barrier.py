@@ -7,34 +7,122 @@ import os
 import re
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from lockstep.storage.errors import ConfigError
 from training.control.failures import LauncherError, LauncherGoneError, MemoryKillError, RankFailedError, RankState
 from training.control.task import Handler, Limits, RankTask
 from training.devices import shares_of_host
-from training.launch.encryption import check_spark_encrypts
 from training.launch.executors import (
     RANK_MIB,
     ExecutorMemory,
     executor_memory,
     killed_for_memory,
     lost_executors,
+    ranks_of_executor,
 )
-from training.launch.order import Place
-from training.launch.placement import Near, ranks_of_tasks
-from training.launch.post import keep_post
+from training.launch.placement import Near, NearOf, near_or_none, ranks_of_tasks
+from training.launch.process import Place
 from training.launch.session import Session, SessionLauncher
-from training.launch.slots import check_slots, classic_context, in_driver
-from training.launch.spark_blocks import NearOf, near_or_none
+from training.launch.supervisor import keep_post
 
 if TYPE_CHECKING:
+    from pyspark import SparkContext
     from pyspark.sql import SparkSession
 
-log = logging.getLogger(__name__)
+LOOK_EVERY_S = 1.0
 
+
+def classic_context(spark: SparkSession) -> SparkContext:
+    """The session's SparkContext; raises ConfigError for Spark Connect, whose client has none."""
+    if type(spark).__module__.startswith("pyspark.sql.connect"):
+        raise ConfigError(
+            "ranks cannot be started over Spark Connect",
+            got="a Spark Connect session: no SparkContext, and no way from executors to this process' control server",
+            allowed="a classic session (local, YARN, Kubernetes, standalone)",
+            next_step="Start the job by spark-submit or with --master, without a remote URL; or use --launcher local.",
+        )
+    return spark.sparkContext
+
+
+def in_driver(master: str) -> bool:
+    """Whether tasks are threads of the driver's own JVM (local, local[N]): no executors, and no GPUs from Spark."""
+    return master.startswith("local") and not master.startswith("local-cluster")
+
+
+def check_slots(
+    context: SparkContext, num_ranks: int, wait_s: float, ended: Callable[[], BaseException | None] = lambda: None
+) -> None:
+    """Raise ConfigError unless `num_ranks` tasks fit at once.
+
+    On a cluster, executors that are still being started are waited for up to `wait_s`, unless what was asked for
+    cannot be enough, or `ended()` gives an error to end by: another driver may have taken the run over meanwhile.
+    """
+    settings = context.getConf()
+    if settings.get("spark.dynamicAllocation.enabled", "false") == "true":
+        raise ConfigError(
+            "a barrier stage cannot run under dynamic allocation",
+            got="spark.dynamicAllocation.enabled=true",
+            allowed="a fixed number of executors",
+            next_step="Set spark.dynamicAllocation.enabled=false and spark.executor.instances.",
+        )
+    master = context.master or ""
+    local = in_driver(master)
+    end = time.monotonic() + (0.0 if local else wait_s)
+    while (slots := slots_now(context)) < num_ranks:
+        if (error := ended()) is not None:
+            raise error
+        asked = settings.get("spark.executor.instances")
+        each = ranks_of_executor(settings)
+        gpus, per_task = (float(settings.get(f"spark.{of}.resource.gpu.amount", "0")) for of in ("executor", "task"))
+        each = min(each, int(gpus / per_task)) if per_task else each
+        hopeless = asked is not None and int(asked) * each < num_ranks
+        if hopeless or time.monotonic() >= end:
+            how = (
+                f"give --master 'local[{num_ranks}]'"
+                if local
+                else "raise --num-executors (spark.executor.instances) or --executor-cores (spark.executor.cores)"
+            )
+            raise ConfigError(
+                f"num_ranks={num_ranks} exceeds the {slots} task slots of this Spark session",
+                got=f"{slots} slots on {context.master}",
+                allowed="a slot for every rank at once, as a barrier stage needs",
+                next_step=f"Lower --num-ranks to {slots} or fewer, or {how}."
+                + (f" Each task also takes {per_task:g} of an executor's {gpus:g} GPUs." if per_task else ""),
+            )
+        time.sleep(LOOK_EVERY_S)
+
+
+def slots_now(context: SparkContext) -> int:
+    """Tasks of one stage that the registered executors can run at once, as Spark's own barrier check counts them."""
+    scala = context._jsc.sc()  # neither pyspark nor its Java API has a public accessor for this count
+    return int(scala.maxNumConcurrentTasks(scala.resourceProfileManager().defaultResourceProfile()))
+
+
+ENCRYPTS = ("spark.network.crypto.enabled", "spark.ssl.rpc.enabled")
+
+
+def check_spark_encrypts(master: str, settings: Mapping[str, str]) -> None:
+    """Raise ConfigError where TLS is asked for and Spark would send the secrets that it rests on in the clear.
+
+    Executors on this host (local masters) are reached over loopback, which nobody else hears.
+    """
+    if master.startswith("local") or any(settings.get(name, "false").lower() == "true" for name in ENCRYPTS):
+        return
+    raise ConfigError(
+        "--tls on protects nothing while Spark sends the ranks' keys in the clear",
+        got=", ".join(f"{name}={settings.get(name, 'false')}" for name in ENCRYPTS),
+        allowed=f"{ENCRYPTS[0]}=true (with spark.authenticate=true) or {ENCRYPTS[1]}=true",
+        next_step="Give spark-submit --conf spark.authenticate=true --conf spark.network.crypto.enabled=true, "
+        "or leave --tls off (docs/security.md).",
+    )
+
+
+log = logging.getLogger(__name__)
 ANY_HOST = "0.0.0.0"
 LOOPBACK = "127.0.0.1"
 GPU = "gpu"  # Spark's name for them, which its own settings for YARN and Kubernetes know

@@ -10,9 +10,9 @@ from lockstep.storage.errors import LockstepError
 from training import devices
 from training.control.failures import LauncherError
 from training.control.task import Limits, RankTask
-from training.launch.order import Place
-from training.launch.post import keep_post
+from training.launch.process import Place
 from training.launch.session import Session, SessionLauncher
+from training.launch.supervisor import keep_post
 
 LOOPBACK = "127.0.0.1"
 

@@ -5,12 +5,130 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from training.launch.leftovers import MARK
-from training.launch.order import Order
+from training.comm.tls import Credentials
+from training.control.task import Limits, RankTask
+from training.world import World
+
+MARK = "LOCKSTEP_PROCESS"
+_PASSES = 5  # a process may start another one while they are looked for
+_BETWEEN_S = 0.02
+
+
+def new_mark() -> str:
+    """A value of `MARK` that no other rank on this host has."""
+    return f"{os.getpid()}-{secrets.token_hex(8)}"
+
+
+def scratch_folder(mark: str) -> str:
+    """Where the rank with this mark keeps its temporary files, if it keeps any; its supervisor removes the folder."""
+    return os.path.join(tempfile.gettempdir(), f"lockstep-rank-{mark}")
+
+
+def end_left(group: int, mark: str) -> None:
+    """Kill what is left of a rank that has ended, its process group and all that bears its mark; remove its scratch."""
+    _kill_left(group, mark)
+    shutil.rmtree(scratch_folder(mark), ignore_errors=True)
+
+
+def _kill_left(group: int, mark: str) -> None:
+    with contextlib.suppress(ProcessLookupError):  # nothing is left of it, as a rule
+        os.killpg(group, signal.SIGKILL)
+    end_marked(MARK, mark)
+
+
+def end_marked(name: str, value: str) -> None:
+    """Kill every process of this user in whose environment the variable `name` has this value."""
+    for _ in range(_PASSES):
+        if not (found := _marked(f"{name}={value}".encode())):
+            return
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_BETWEEN_S)
+
+
+def _marked(wanted: bytes) -> list[int]:
+    found = []
+    for place in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if wanted in place.read_bytes().split(b"\0"):
+                found.append(int(place.parent.name))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """All that a supervisor needs; `host` is what the launcher calls this host, for messages."""
+
+    task: RankTask
+    world: World
+    host: str
+    control: tuple[str, int]
+    key: bytes = field(repr=False)
+    limits: Limits
+    devices: tuple[str, ...] = ()
+    """The GPUs that the rank sees (training.devices); it sees no others, and none where this is empty."""
+    tls: Credentials | None = None
+    """What the rank shows to ranks on other hosts; None: they talk in the clear."""
+    mark: str = field(default_factory=new_mark)
+    """In the rank's environment, and so in that of all that it starts (training.launch.process)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one supervisor of a session stands; what stays the same through its generations."""
+
+    rank: int
+    hosts: tuple[str, ...]
+    """Of all ranks, as the launcher calls them."""
+    control: tuple[str, int]
+    """Where the driver's roster listens; its servers of generations have the same host."""
+    secret: bytes = field(repr=False)
+    """Of the session: it opens orders, and no rank gets it."""
+    limits: Limits
+    devices: tuple[str, ...] = ()
+    """As in Order."""
+
+    def order(self, document: Mapping[str, Any], mark: str) -> Order:
+        """The order of one generation, from what `order_to_json` has made."""
+        world = World.from_hosts(self.rank, self.hosts, int(document["generation"]))
+        tls = Credentials.from_json(document["tls"]) if document["tls"] else None
+        return Order(
+            RankTask.from_json(document["task"]),
+            world,
+            self.hosts[self.rank],
+            (self.control[0], int(document["port"])),
+            bytes.fromhex(document["key"]),
+            self.limits,
+            self.devices,
+            tls,
+            mark,
+        )
+
+
+def order_to_json(task: RankTask, generation: int, port: int, key: bytes, tls: Credentials | None) -> dict[str, Any]:
+    """What differs from generation to generation; holds secrets."""
+    return {
+        "task": task.to_json(),
+        "generation": generation,
+        "port": port,
+        "key": key.hex(),
+        "tls": tls.to_json() if tls else None,
+    }
+
 
 RankProcess = subprocess.Popen[bytes]
 
@@ -70,3 +188,85 @@ def start_rank(order: Order) -> RankProcess:
     process = start_process(order.mark, order.world.ranks_per_node)
     hand_over(process, order)
     return process
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A spare process."""
+
+    process: RankProcess
+    mark: str
+
+    def end(self) -> None:
+        """Kill it and what it has started."""
+        self.process.kill()
+        self.process.wait()
+        end_left(self.process.pid, self.mark)
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+class Spares:
+    """At most one spare process of a supervisor; used as a context manager, at whose end it is killed."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._ranks_per_node = place.hosts.count(place.hosts[place.rank])
+        self._preload: str | None = None
+        self._wanted = self._closed = False
+        self._waiting: Waiting | None = None
+        self._changed = threading.Condition()
+        # The kernel ends a rank's process with the thread that has started it, so this one stays to the end.
+        self._thread = threading.Thread(target=self._keep, name="spare-keeper", daemon=True)
+
+    def __enter__(self) -> Spares:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+        if (left := self.take()) is not None:
+            left.end()
+
+    def follows(self, preload: str | None) -> None:
+        """What the next spare shall import: `module:function`, called in it; None for no spare."""
+        self._preload = preload
+
+    def ask(self) -> None:
+        """Have one started, unless one waits already."""
+        with self._changed:
+            self._wanted = self._preload is not None
+            self._changed.notify_all()
+
+    def take(self) -> Waiting | None:
+        """The spare that waits; None where there is none, or it has died."""
+        with self._changed:
+            taken, self._waiting, self._wanted = self._waiting, None, False
+        if taken is not None and taken.process.poll() is not None:
+            taken.end()
+            return None
+        return taken
+
+    def _keep(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or (self._wanted and self._waiting is None))
+                if self._closed:
+                    return
+                mark = new_mark()
+                process = start_process(mark, self._ranks_per_node)
+                self._waiting, self._wanted = Waiting(process, mark), False
+            place = self._place
+            write_line(
+                process,
+                {
+                    "parent": os.getpid(),
+                    "preload": self._preload,
+                    "devices": list(place.devices),
+                    "host": place.hosts[place.rank],
+                },
+            )

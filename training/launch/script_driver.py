@@ -16,11 +16,9 @@ from lockstep.storage.urls import join, several
 from training.comm.options import Algorithm, Backend, CommOptions
 from training.control.failures import MemoryKillError, RankFailedError
 from training.control.task import Limits, RankTask
-from training.launch.launches import Launches
 from training.launch.output import OutputPrinter, Which
 from training.launch.script_rank import Script
-from training.launch.session import Launch
-from training.launch.signals import ended_in_order
+from training.launch.session import Launch, Launches, ended_in_order
 
 log = logging.getLogger(__name__)
 

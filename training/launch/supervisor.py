@@ -9,16 +9,16 @@ import signal
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import IO
 
-from training.control.client import SupervisorClient, open_channel
+from training.control.client import Line, SupervisorClient, open_channel
 from training.control.protocol import Role, Tag
-from training.launch.leftovers import end_left
-from training.launch.order import Order
+from training.control.task import RankTask
 from training.launch.output import LineBuffer, read_lines
-from training.launch.process import RankProcess, hand_over, start_rank
-from training.rank.parent import is_stopped
+from training.launch.process import Order, Place, RankProcess, Spares, end_left, hand_over, new_mark, start_rank
+from training.rank.__main__ import is_stopped
 from training.run.metrics import PartWriter
 from training.run.paths import rank_name
 
@@ -33,7 +33,7 @@ DRAIN_S = 2.0  # for the last lines of a dead rank whose own children keep its o
 class Supervisor:
     """Supervises one rank; `run` returns when its process has ended and has been reported.
 
-    `waiting` is a process that waits for its order (training.launch.spare); None: one is started.
+    `waiting` is a process that waits for its order (training.launch.process); None: one is started.
     """
 
     def __init__(self, order: Order, waiting: RankProcess | None = None) -> None:
@@ -133,3 +133,34 @@ class Supervisor:
         while self._stream is not None and (lines := self._stream.take()) is not None:
             while not client.report(Tag.OUTPUT, {"lines": lines}) and not client.dead.is_set():
                 time.sleep(POLL_S)  # it reconnects; until then the buffer fills, and what is dropped is counted
+
+
+def keep_post(place: Place, prepare: Callable[[RankTask], None] | None = None) -> int:
+    """Carry out the driver's orders, one generation after the other, until it says that none follows.
+
+    `prepare(task)` is called before each. A driver that is gone, or silent for `limits.lost_s`, ends the post too,
+    once the rank has ended (which its own connection sees to). Returns the last rank's exit code, 0 before the first.
+    Raises CommunicationError when the driver cannot be reached at the start of the session or of a generation.
+    """
+    limits, code = place.limits, 0
+    with Spares(place) as spares:
+        deadline_s = min(CONNECT_DEADLINE_S, limits.start_s)
+        line = Line(
+            place.control, place.secret, place.rank, deadline_s=deadline_s, lost_s=limits.lost_s, on_spare=spares.ask
+        )
+        try:
+            while (document := line.next_order()) is not None:
+                waiting = spares.take()
+                order = place.order(document, waiting.mark if waiting else new_mark())
+                spares.follows(order.task.preload)
+                if prepare is not None:
+                    prepare(order.task)
+                try:
+                    code = Supervisor(order, waiting.process if waiting else None).run()
+                finally:
+                    if waiting is not None:
+                        waiting.end()
+                line.say_idle()
+        finally:
+            line.close()
+    return code

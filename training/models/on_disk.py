@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import tempfile
+import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,20 +15,26 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep.features.encode.baked import is_baked, raw_schema
+from lockstep.features.encode.bake import is_baked, raw_schema
 from lockstep.features.schema.sampled import sampled_of
 from lockstep.features.schema.schema import Schema
 from lockstep.features.schema.signature import Signature
-from lockstep.storage.dataset.layout import fitted_path
+from lockstep.storage.dataset.layout import MANIFEST_NAME, fitted_path
 from lockstep.storage.dataset.manifest import DatasetManifest, read_checked
-from lockstep.storage.documents import canonical_bytes
-from lockstep.storage.errors import CorruptionError
+from lockstep.storage.documents import canonical_bytes, parse_canonical, unseal
+from lockstep.storage.errors import ConfigError, CorruptionError, LockstepError
 from lockstep.storage.files.interface import Writer
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import file_digest, write_stream
 from lockstep.storage.urls import join
-from training.run.checkpoint import write_bytes
-from training.run.weights_source import MODEL_FILE, SCHEMA_FILE
+from training import models
+from training.config import TrainConfig, lane_groups
+from training.models import ModelOptions
+from training.plan.datasets import what_differs
+from training.run.checkpoint import read_manifest, write_bytes
+from training.run.checkpoint_parts import read_whole
+from training.run.weights_source import MODEL_FILE, SCHEMA_FILE, checked_file, checked_model, weights_at
+from training.steps import model_state
 from training.steps.batchnorm import GhostBatchNormalization
 from training.steps.distribute import own_class
 from training.steps.optimizers import CorrectedSGD, WarmUp
@@ -118,3 +127,105 @@ def _plain_optimizer(model: keras.Model) -> Iterator[None]:
     compiled = {**model.get_compile_config(), "optimizer": keras.saving.serialize_keras_object(plain)}
     with swapped(model, "optimizer", plain), swapped(model, "get_compile_config", lambda: compiled):
         yield
+
+
+def load_export(url: str, config: TrainConfig, dataset: DatasetManifest) -> keras.Model:
+    """The model of an export. Raises ConfigError for a dataset with another schema or other fitted files,
+    CorruptionError for a file that does not match its digest, LockstepError for a model that Keras cannot make.
+    """
+    where = join(url, MANIFEST_NAME)
+    files = unseal(filesystem(url).read_bytes(where), where)["files"]
+    # Baked or not, the same declared schema and fitted files give the same inputs.
+    trained = Schema.from_json(parse_canonical(checked_file(url, SCHEMA_FILE), file=join(url, SCHEMA_FILE)))
+    if told := raw_schema(Schema.from_json(dataset.schema)).differences(raw_schema(trained)):
+        raise _other_data("schema", told)
+    for name in sorted(files):
+        if name.startswith(FITTED_PREFIX):
+            path = fitted_path(name.removeprefix(FITTED_PREFIX))
+            if path not in dataset.files:
+                raise _other_data("set of fitted files", f"no {path}")
+            if dataset.files[path].sha256 != files[name]["sha256"]:
+                raise _other_data("set of fitted files", f"{path} of other content")
+    if ":" in config.model:
+        models.function_of(config.model)  # importing it registers its layers and metrics
+    with tempfile.TemporaryDirectory() as folder:
+        path_of_model = Path(folder, MODEL_FILE)
+        path_of_model.write_bytes(checked_model(url))
+        try:
+            return keras.models.load_model(path_of_model)
+        except (TypeError, ValueError) as error:
+            raise LockstepError(
+                f"the model {url} cannot be loaded",
+                got=str(error).splitlines()[0],
+                allowed="layers and metrics that Keras knows, or that the model's module registers",
+                next_step="Decorate own classes with keras.saving.register_keras_serializable().",
+            ) from error
+
+
+def load_checkpoint(url: str, config: TrainConfig, dataset: DatasetManifest, signature: Signature) -> keras.Model:
+    """The model of `config` with a checkpoint's weights. Raises ConfigError for another dataset, as Encoder sees it."""
+    manifest = read_manifest(url)
+    plan = manifest["plan"]
+    # Any dataset of a mixture has the schema and fitted files of all.
+    if dataset.digest not in (plan["dataset_digest"], *(part["dataset_digest"] for part in plan.get("parts", ()))):
+        raise _other_data("digest", what_differs([dataset], config.datasets, plan["dataset_digest"]))
+    groups = lane_groups(config)
+    options = ModelOptions(seed=config.seed, group_rows=config.global_batch // groups if groups else None)
+    model = models.build(config.model, signature, options).model
+    model_state.load(model, read_whole(url, manifest, (model_state.WEIGHTS,)), (model_state.WEIGHTS,), url)
+    return model
+
+
+def _other_data(what: str, got: str) -> ConfigError:
+    return ConfigError(
+        f"the model was trained on data with another {what}",
+        got=got,
+        allowed="the dataset of the run, or one with the same schema and fitted files",
+        next_step="Correct --dataset.",
+    )
+
+
+WEIGHTS_FILE = "model.weights.h5"  # as it is called in an archive of Keras', and as Keras wants its name to end
+HDF5 = b"\x89HDF\r\n\x1a\n"
+
+
+def load_initial(model: keras.Model, url: str) -> None:
+    """Put the weights at `url` (training.run.weights_source) into a built model; all of them or none.
+
+    No code that lies in a model's file is run: layers are the model's own. Raises ConfigError for weights of another
+    model, CorruptionError for a file that cannot be read.
+    """
+    source = weights_at(url)
+    if source.checkpoint is not None:
+        manifest = read_manifest(source.checkpoint)
+        tensors = read_whole(source.checkpoint, manifest, (model_state.WEIGHTS,))
+        model_state.load(model, tensors, (model_state.WEIGHTS,), source.checkpoint)
+        return
+    assert source.file is not None
+    before = model.get_weights()
+    with tempfile.TemporaryDirectory() as folder, plain_layers(model):
+        path = Path(folder, WEIGHTS_FILE)
+        try:
+            path.write_bytes(_weights_in(source.file))
+            model.load_weights(path, objects_to_skip=[model.optimizer])
+        # What is no archive or a damaged one. RuntimeError: HDF5's names are broken, an archive is of a later version.
+        except (OSError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error, EOFError) as error:
+            model.set_weights(before)
+            got = (str(error) or repr(error)).splitlines()[0]
+            raise CorruptionError("a model's file cannot be read", file=url, got=got) from error
+        except ValueError as error:
+            model.set_weights(before)  # Keras may have loaded some of them
+            raise ConfigError(
+                f"the weights in {url} are another model's",
+                got=" ".join(str(error).split())[:500],
+                allowed="the weights of the model that --model builds, by layer, name and shape",
+                next_step="Give the --model that those weights come from, or leave out --init-from.",
+            ) from error
+
+
+def _weights_in(data: bytes) -> bytes:
+    """The HDF5 file in a .keras archive; what is HDF5 already is returned as it is."""
+    if data.startswith(HDF5):
+        return data
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        return archive.read(WEIGHTS_FILE)

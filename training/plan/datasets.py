@@ -8,7 +8,7 @@ from typing import Any
 
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
-from lockstep.storage.dataset.manifest_shards import SplitInfo
+from lockstep.storage.dataset.manifest_entries import SplitInfo
 from lockstep.storage.documents import canonical_bytes, sha256_hex
 from lockstep.storage.errors import ConfigError, LockstepError, differences
 from lockstep.storage.urls import several

@@ -14,18 +14,52 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.storage.dataset.manifest import DatasetManifest
-from lockstep.storage.errors import ConfigError
-from training.plan.cache_groups import CacheGroups
+from lockstep.storage.errors import ConfigError, DataError
 from training.plan.datasets import split_of
-from training.plan.interleave import InterleavedLanes
-from training.plan.lane_count import check_lanes, default_lanes
-from training.plan.order import BlockTable, Run
-from training.plan.orders import EveryOrder, Orders
+from training.plan.lane_count import check_lanes, default_lanes, largest_divisor
+from training.plan.order import BlockTable, CacheGroups, EveryOrder, InterleavedLanes, Orders, Run, check_cache_groups
 from training.plan.permutation import derive_key, shuffled, shuffled_each
-from training.plan.plan_checks import PLAN_VERSION, check_plan
+
+PLAN_VERSION = 1
+MOST = 1 << 63  # numbers below it are read again out of run.json and checkpoints
+
+
+def check_plan(plan: EpochPlan) -> None:
+    """Raise ConfigError where the plan's numbers cannot be right, DataError for a split without records."""
+    _check(plan, "version", plan.version == PLAN_VERSION, f"{PLAN_VERSION}, the only plan of this version")
+    for name in ("block_records", "global_batch", "lanes", "window_records"):
+        _check(plan, name, 1 <= getattr(plan, name) < MOST, "an integer from 1 to 2^63 - 1")
+    if plan.total == 0:
+        raise DataError(
+            f"split `{plan.split}` holds no records",
+            got="0 records",
+            allowed="at least one",
+            next_step="Train on another split, or build the dataset with other --split shares.",
+        )
+    check_lanes(plan.global_batch, plan.lanes)
+    if plan.total < plan.lanes:
+        raise ConfigError(
+            f"{plan.lanes} lanes are more than the samples of split `{plan.split}`",
+            got=f"{plan.total} samples",
+            allowed="at least one sample a lane",
+            next_step=f"Use --lanes {largest_divisor(plan.global_batch, plan.total)} or more data.",
+        )
+    right = plan.interleave is None or 2 <= plan.interleave < MOST
+    _check(plan, "interleave", right, "an integer from 2 up, below 2^63, or none")
+    check_cache_groups(plan.global_batch, plan.lanes, plan.cache_groups, plan.cache_rotation)
+
+
+def _check(plan: EpochPlan, name: str, right: bool, allowed: str) -> None:
+    if not right:
+        raise ConfigError(
+            f"the epoch plan's {name} cannot be right",
+            got=f"{name} = {getattr(plan, name)!r}",
+            allowed=allowed,
+            next_step=f"Correct {name}.",
+        )
+
 
 __all__ = ["EpochPlan", "Run", "default_lanes"]
-
 DEFAULT_WINDOW_BYTES = 8 << 20
 LATER_KEYS = ("cache_groups", "cache_rotation", "interleave")
 
@@ -51,13 +85,13 @@ class EpochPlan:
     window_records: int
     """W: a lane shuffles its samples in windows of so many."""
     cache_groups: int | None = None
-    """C: blocks stay in C groups, each read by L / C neighbouring lanes (training.plan.cache_groups); None is no
+    """C: blocks stay in C groups, each read by L / C neighbouring lanes (training.plan.order); None is no
     groups.
     """
     cache_rotation: int | None = None
     """K: every K epochs the groups are made anew; None is never."""
     interleave: int | None = None
-    """B, from 2 up: a lane reads in so many places of its span at once (training.plan.interleave); None is one
+    """B, from 2 up: a lane reads in so many places of its span at once (training.plan.order); None is one
     place.
     """
     version: int = PLAN_VERSION

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from lockstep.storage.errors import ConfigError
+from training.config import TrainConfig
 
 MAX_DEFAULT_LANES = 64
 MOST = 1 << 31  # samples of a global batch stay below it
@@ -64,3 +65,27 @@ def largest_divisor(number: int, at_most: int) -> int:
     """The largest divisor of `number` that is at most `at_most` (both >= 1). Takes some ms for one of 31 bits."""
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
     return max(size for part in small for size in (part, number // part) if size <= at_most)
+
+
+def units_of(config: TrainConfig, lanes: int, groups: int | None) -> int:
+    """How many units a global batch is made of."""
+    return groups or lanes
+
+
+def allowed_ranks(units: int) -> list[int]:
+    """World sizes at which each rank owns one whole subtree: the powers of two that divide `units`."""
+    return [1 << power for power in range(units.bit_length()) if units % (1 << power) == 0]
+
+
+def check_canonical(config: TrainConfig, lanes: int, groups: int | None) -> None:
+    """Raise ConfigError where ranks would own parts of subtrees, naming the numbers of ranks that would do."""
+    units = units_of(config, lanes, groups)
+    allowed = allowed_ranks(units)
+    if config.canonical and config.num_ranks not in allowed:
+        what = f"{units} {'lane groups' if groups else 'lanes'}"
+        raise ConfigError(
+            f"{config.num_ranks} ranks cannot add up {what} as one rank does",
+            got=f"--canonical with --num-ranks {config.num_ranks}, {what}",
+            allowed=f"powers of two that divide {units}: {', '.join(map(str, allowed))}",
+            next_step="Use one of these; --batchnorm local and more --lanes allow more ranks.",
+        )

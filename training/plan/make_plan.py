@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lockstep.storage import strict
+from lockstep.storage import documents
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError, DataError, differences
 from training.plan.datasets import MixedManifest, split_of
@@ -26,11 +26,15 @@ def plan_from(identity: Mapping[str, Any], manifest: DatasetManifest, where: str
 
 
 def _epoch_plan(identity: Any, manifest: DatasetManifest, where: str) -> EpochPlan:
-    identity = strict.mapping(identity, where=where)
-    split = strict.string(identity.get("split"), where=f"{where}: split")
-    numbers = {name: strict.count(identity.get(name), where=f"{where}: {name}", least=n) for name, n in NUMBERS.items()}
+    identity = documents.mapping(identity, where=where)
+    split = documents.string(identity.get("split"), where=f"{where}: split")
+    numbers = {
+        name: documents.count(identity.get(name), where=f"{where}: {name}", least=n) for name, n in NUMBERS.items()
+    }
     later = {
-        name: strict.count(identity[name], where=f"{where}: {name}", least=1) for name in LATER_KEYS if name in identity
+        name: documents.count(identity[name], where=f"{where}: {name}", least=1)
+        for name in LATER_KEYS
+        if name in identity
     }
     try:
         info = split_of(manifest, split)
@@ -107,3 +111,14 @@ def _other_datasets(what: str) -> DataError:
         allowed="the datasets and ratios that the run began with",
         next_step="Give the run's own --dataset and --mix, in its order.",
     )
+
+
+def make_plan(
+    manifest: DatasetManifest, split: str, mix: Sequence[int] | None, *, interleave: int = 1, **numbers: Any
+) -> Plan:
+    """The plan over what TrainingSet.at opened with the same `mix`; `numbers` are those of EpochPlan.for_dataset."""
+    numbers["interleave"] = interleave if interleave != 1 else None  # one place is no interleaving, and 0 is refused
+    if mix is None:
+        return EpochPlan.for_dataset(manifest, split, **numbers)
+    assert isinstance(manifest, MixedManifest)
+    return MixedPlan.for_datasets(manifest.mixed, manifest.digest, split, mix, **numbers)

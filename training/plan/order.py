@@ -6,12 +6,17 @@ were it not for the short blocks before it: at most one a shard, which is why me
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from training.plan.permutation import BlockPermutation
+from lockstep.storage.errors import ConfigError
+from training.plan.lane_count import largest_divisor
+from training.plan.permutation import BlockPermutation, derive_key
 
 I64 = npt.NDArray[np.int64]
 
@@ -147,3 +152,155 @@ class GroupOrder:
         pieces = self._permutation.forward(places)
         head = np.where(pieces == 0, self._head, 0)
         return self._base.table.runs(self._base.blocks(self._first + pieces), head + cut, counts)
+
+
+class EveryOrder(Protocol):
+    """Every epoch's order. Safe to ask from several threads."""
+
+    def runs(self, epoch: int, start: int, stop: int) -> list[Run]:
+        """The records at positions start..stop-1 of an epoch."""
+
+
+class Orders:
+    """Every epoch's order; the one last made and its neighbours are kept. Safe to ask from several threads."""
+
+    def __init__(self, table: BlockTable, root: bytes, purpose: str = "blocks") -> None:
+        self._table, self._root, self._purpose = table, root, purpose
+        self._kept: dict[int, EpochOrder] = {}
+
+    def order(self, epoch: int) -> EpochOrder:
+        """One epoch's order."""
+        order = self._kept.get(epoch)
+        if order is None:
+            key = derive_key(self._root, self._purpose, epoch)
+            order = EpochOrder(self._table, BlockPermutation(key, self._table.num_blocks))
+            # Lanes are at most one sample apart, so two neighbours are in use at a time; others only cost memory.
+            for old in list(self._kept):
+                if abs(old - epoch) > 1:
+                    self._kept.pop(old, None)
+            self._kept[epoch] = order
+        return order
+
+    def runs(self, epoch: int, start: int, stop: int) -> list[Run]:
+        """The records at positions start..stop-1 of an epoch."""
+        return self.order(epoch).runs(start, stop)
+
+
+_MOST_LANES = 4096  # that are looked at for an advice
+
+
+def check_cache_groups(global_batch: int, lanes: int, groups: int | None, rotation: int | None) -> None:
+    """Raise ConfigError where C does not divide L, or K is without C or not from 1 up."""
+    if groups is None and rotation is not None:
+        raise _refuse("a rotation without groups", f"--cache-groups with --cache-rotation {rotation}")
+    if groups is not None and (groups < 1 or lanes % groups):
+        units = max(1, groups)
+        first = -(-lanes // units) * units
+        near = range(first, min(global_batch, _MOST_LANES) + 1, units)
+        more = next((f"{number}" for number in near if global_batch % number == 0), None)
+        more = more or f"{first} with a --global-batch that is a multiple of {first}"
+        hint = f"--cache-groups {largest_divisor(lanes, units)} or --lanes {more}"
+        raise _refuse(f"{groups} cache groups of {lanes} lanes", hint)
+    if rotation is not None and not 1 <= rotation < 1 << 63:
+        raise _refuse(f"a rotation every {rotation} epochs", "--cache-rotation 1 or more, below 2^63, or none")
+
+
+class CacheGroups:
+    """Every epoch's order, group after group. `starts(epoch)` are the groups' first positions and T.
+
+    Safe to ask from several threads.
+    """
+
+    def __init__(
+        self, table: BlockTable, root: bytes, starts: Callable[[int], list[int]], rotation: int | None
+    ) -> None:
+        self._base = Orders(table, root, "cache groups")
+        self._root, self._starts, self._rotation = root, starts, rotation
+        self._kept: dict[tuple[int, int], GroupOrder] = {}
+
+    def runs(self, epoch: int, start: int, stop: int) -> list[Run]:
+        """The records at positions start..stop-1 of an epoch."""
+        starts, found = self._starts(epoch), []
+        while start < stop:
+            group = bisect_right(starts, start) - 1
+            first, end = starts[group], min(stop, starts[group + 1])
+            found += self._order(epoch, group, first, starts[group + 1]).runs(start - first, end - first)
+            start = end
+        return found
+
+    def _order(self, epoch: int, group: int, start: int, stop: int) -> GroupOrder:
+        order = self._kept.get((epoch, group))
+        if order is None:
+            base = self._base.order(epoch // self._rotation if self._rotation else 0)
+            order = GroupOrder(base, start, stop, derive_key(self._root, "group's blocks", epoch, group))
+            for old in list(self._kept):
+                if abs(old[0] - epoch) > 1:  # lanes are at most one sample apart: never two epochs
+                    self._kept.pop(old, None)
+            self._kept[epoch, group] = order
+        return order
+
+
+def _refuse(got: str, hint: str) -> ConfigError:
+    return ConfigError(
+        "cache groups and lanes do not fit together",
+        got=got,
+        allowed="cache groups that divide the lanes, made anew every 1 or more epochs",
+        next_step=f"Use {hint}.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Interleaving:
+    """Of a span of `size` positions in `parts` parts, `piece` records at a time."""
+
+    size: int
+    parts: int
+    piece: int
+
+    def pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Positions (first, last + 1) within the span, one after another those of offsets start..stop-1."""
+        turn = self.parts * self.piece
+        turns, rest = divmod(self.size, turn)
+        while start < stop:
+            number, within = divmod(start, turn)
+            if number < turns:
+                part, skip = divmod(within, self.piece)
+                place, length = number * self.piece + skip, self.piece - skip
+            else:
+                part = ((within + 1) * self.parts - 1) // rest  # the last one with rest * part // parts <= within
+                begins, ends = (rest * edge // self.parts for edge in (part, part + 1))
+                place, length = turns * self.piece + within - begins, ends - within
+            first = part * turns * self.piece + rest * part // self.parts + place
+            length = min(length, stop - start)
+            yield first, first + length
+            start += length
+
+
+class InterleavedLanes:
+    """Every epoch's order: in each lane's span that of `orders`, interleaved. `span(epoch, lane)` are its ends."""
+
+    def __init__(
+        self, orders: EveryOrder, span: Callable[[int, int], tuple[int, int]], lanes: int, parts: int, piece: int
+    ) -> None:
+        self._orders, self._span, self._lanes, self._parts, self._piece = orders, span, lanes, parts, piece
+
+    def runs(self, epoch: int, start: int, stop: int) -> list[Run]:
+        """The records at positions start..stop-1 of an epoch, one run a piece."""
+        found: list[Run] = []
+        while start < stop:
+            begin, end = self._span_of(epoch, start)
+            pieces = Interleaving(end - begin, self._parts, self._piece).pieces(start - begin, min(stop, end) - begin)
+            for first, last in pieces:
+                found += self._orders.runs(epoch, begin + first, begin + last)
+            start = end
+        return found
+
+    def _span_of(self, epoch: int, position: int) -> tuple[int, int]:
+        """The ends of the lane that holds a position: spans are even but for one sample."""
+        total = self._span(epoch, self._lanes - 1)[1]
+        lane = min(self._lanes - 1, position * self._lanes // total)
+        while self._span(epoch, lane)[0] > position:
+            lane -= 1
+        while self._span(epoch, lane)[1] <= position:
+            lane += 1
+        return self._span(epoch, lane)

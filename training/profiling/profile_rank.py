@@ -3,31 +3,216 @@
 from __future__ import annotations
 
 import os
+import shutil
 import statistics
+import tempfile
 import time
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from lockstep.storage.errors import ConfigError, LockstepError
+from lockstep.storage.urls import split_url
 from training.batches.augmenting import augmentation_of, labels_of
 from training.batches.tf_dataset import PREFETCH_BATCHES, FeedPipeline, to_device
-from training.batches.training_set import Feed
-from training.config import TrainConfig
+from training.batches.training_set import Feed, TrainingSet
+from training.config import TrainConfig, lane_groups
+from training.control.client import ControlClient
 from training.control.context import RankContext
 from training.control.protocol import OPENING
-from training.plan.planning import lane_groups
-from training.profiling.profile_data import ProfileData
-from training.profiling.profile_loop import ProfileLoop
+from training.exchange.exchange import Exchange
 from training.profiling.verdict import CACHED, CACHED_ALONE, COLD, COLD_ALONE, SYNTHETIC
+from training.rank.callbacks import RunCallbacks
 from training.rank.memory import arena_bytes
-from training.rank.prepare import prepare, split
-from training.rank.run_step import distributed
-from training.run.rank_file import HostBuffer
+from training.rank.metrics import StepClock
+from training.rank.prepare import distributed, prepare, split
+from training.reading.reader import ReadOptions
+from training.run.checkpoint import HostBuffer
+from training.run.metrics import PARTS
 from training.steps import model_state
 from training.steps.distribute import exchange_of
+from training.world import World
+
+
+class ProfileLoop:
+    """Times steps `settling` + 1 .. `settling` + `steps` of one `fit` call, whose first batch is number `first`."""
+
+    def __init__(
+        self, control: ControlClient, rank: int, exchange: Exchange, kind: str, first: int, settling: int, steps: int
+    ) -> None:
+        self._control, self._exchange, self._kind = control, exchange, kind
+        self._first, self._settling, self._steps = first, settling, steps
+        self._rows: list[dict[str, Any]] = []
+        self.clock = StepClock(self, rank, lambda: exchange.waited_s)
+        self._done = 0
+        self._began = self._ended = (0.0, 0.0)
+
+    @property
+    def all_steps(self) -> int:
+        """Of the `fit` call."""
+        return self._settling + self._steps
+
+    def notify(self, kind: str, **fields: Any) -> None:
+        """What the clock tells."""
+        self._rows += fields["rows"]
+
+    def callbacks(self, model: Any, micro_batches: int) -> RunCallbacks:
+        """For the `fit` call; the model's own callbacks are not asked."""
+        callbacks = RunCallbacks([], model, self, epochs=1, steps=self.all_steps, micro_batches=micro_batches)
+        callbacks.begin()
+        return callbacks
+
+    def result(self) -> dict[str, float]:
+        """{steps, seconds, cpu_s (of the process), data_s, compute_s, exchange_s, checkpoint_s, other_s}."""
+        sums = {part: sum(float(row[part]) for row in self._rows) for part in PARTS}
+        return {
+            "steps": float(self._steps),
+            "seconds": self._ended[0] - self._began[0],
+            "cpu_s": self._ended[1] - self._began[1],
+            **sums,
+        }
+
+    # What RunCallbacks tells
+
+    def epoch_begins(self, epoch: int) -> bool:
+        """Nothing is kept of the metrics."""
+        return True
+
+    def step_begins(self) -> None:
+        """The step's time runs."""
+        self.clock.begins()
+
+    def step_ends(self, epoch: int) -> None:
+        """Count it; the measuring begins and ends here."""
+        agreement = self._exchange.agreement
+        if agreement is None or agreement.step != self._exchange.step:
+            raise LockstepError(
+                "a step was not exchanged between the ranks",
+                got="a train_step that does not call optimizer.apply_gradients once",
+                allowed="one call a step",
+                next_step="Call self.optimizer.apply_gradients or apply once in the model's train_step.",
+            )
+        self._done += 1
+        self.clock.ends(self._first + self._done)
+        self._control.beat(agreement.step, f"measure steps: {self._kind}")
+        if self._done == self._settling:
+            self.clock.flush()
+            self._rows.clear()
+            self._began = _now()
+        elif self._done == self._settling + self._steps:
+            self._ended = _now()
+            self.clock.flush()
+
+    def epoch_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
+        """As they are: nobody reads them."""
+        return logs
+
+    def epoch_ends(self, epoch: int, logs: dict[str, Any]) -> None:
+        """Nothing is written."""
+
+
+def _now() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+class ProfileData(AbstractContextManager["ProfileData"]):
+    """One rank's. `near` is the feed to read the same batches from again and again: out of the page cache where the
+    dataset lies on this host's disk and no --cache is named, else out of a cache of blocks in a folder that goes again.
+
+    Raises ConfigError for a --cache that cannot be written, DataError where the payload's plan is another dataset's.
+    """
+
+    def __init__(self, config: TrainConfig, world: World, identity: dict[str, Any]) -> None:
+        self._config, self._world = config, world
+        self._stack = ExitStack()
+        self._folder: str | None = None
+        self._far: TrainingSet | None = None
+        self._far_folder: str | None = None
+        self.local = all(split_url(url)[0] == "file" for url in config.datasets)
+        """Whether all shards lie on this host's disk."""
+        try:
+            if config.cache is not None or not self.local:
+                self._folder = self._stack.enter_context(_folder_on(config.cache))
+            opened = self._open(self._folder and f"{self._folder}/near")
+            self.plan = opened.plan(identity)
+            self.signature = opened.encoder.signature
+            self.near = self._feed(opened)
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def far(self) -> Feed:
+        """A feed whose blocks are in no cache of this host, so far as that can be had: the shards' pages are given back
+        where they are local, and a cache is an empty one, which is filled as in a run's first epoch. What an earlier
+        call gave is used no more.
+        """
+        if self._far is None or self._config.cache is not None:
+            self._let_go()
+            cache = None
+            if self._config.cache is not None:
+                assert self._folder is not None
+                cache = self._far_folder = tempfile.mkdtemp(prefix="far-", dir=self._folder)
+            self._far = self._open(cache)
+        if self.local:
+            for reader in self._far.readers:
+                for _, url, _ in reader.stored:
+                    drop_pages(split_url(url)[2])
+        return self._feed(self._far)
+
+    def _let_go(self) -> None:
+        if self._far is not None:
+            for reader in self._far.readers:
+                reader.close()
+        if self._far_folder is not None:
+            shutil.rmtree(self._far_folder)  # each cold round has as much room as a run
+
+    def _feed(self, opened: TrainingSet) -> Feed:
+        return opened.feed(self.plan, self._world, groups=lane_groups(self._config))
+
+    def _open(self, cache: str | None) -> TrainingSet:
+        config = self._config
+        options = replace(ReadOptions.of(config, self._world.num_ranks), cache=cache, cache_bytes=config.cache_bytes)
+        opened = TrainingSet.at(config.datasets, config.split, config.mix, options)
+        for reader in opened.readers:
+            self._stack.callback(reader.close)
+        return opened.skipping_bad_images() if config.bad_images == "skip" else opened
+
+
+def drop_pages(path: str) -> None:
+    """Have the kernel forget what it keeps of a file; what was not written to the disk yet is written first."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fdatasync(descriptor)  # only pages that are on the disk can be dropped
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def _folder_on(cache: str | None) -> tempfile.TemporaryDirectory[str]:
+    """A folder of this rank on the disk of --cache (in the nearest folder above it that is there), else where temporary
+    files lie.
+    """
+    place = None if cache is None else next(str(p) for p in (Path(cache), *Path(cache).parents) if p.is_dir())
+    try:
+        return tempfile.TemporaryDirectory(prefix="lockstep-profile-", dir=place)
+    except OSError as error:
+        raise ConfigError(
+            f"{place or 'the folder of temporary files'} cannot hold a cache",
+            got=error.strerror or str(error),
+            allowed="a folder on a local disk that this user may write",
+            next_step="Give --cache another folder, or set TMPDIR.",
+        ) from error
+
 
 # A batch that no reading ahead reaches: what is measured lies amid the reading, not at its end.
 _NO_END = 1 << 40

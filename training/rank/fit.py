@@ -7,38 +7,109 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
+from numpy.typing import NDArray
 
+from lockstep.features.schema.signature import Signature
 from lockstep.storage.errors import LockstepError
+from training.batches.audit_log import sample_hex
 from training.batches.augmenting import augmentation_of, labels_of
 from training.batches.feed import Batch
 from training.batches.tf_dataset import FeedPipeline, to_device
 from training.batches.training_set import TrainingSet
-from training.config import TrainConfig
-from training.control.carry import json_safe
+from training.comm.base import Communicator
+from training.config import TrainConfig, lane_groups
 from training.control.context import RankContext
-from training.control.protocol import OPENING
-from training.exchange.non_finite import FedBatches
-from training.exchange.weight_check import WeightCheck
-from training.models.initial_weights import load_initial
-from training.plan.planning import lane_groups
+from training.control.protocol import OPENING, json_safe
+from training.exchange.agreement import FedBatches
+from training.exchange.compare_ranks import WeightCheck, compare_runs, processor, versions
+from training.models.on_disk import export, load_initial
+from training.plan.mixture import Plan
 from training.rank.callbacks import RunCallbacks
 from training.rank.checkpointing import Checkpoints
-from training.rank.label_counts import LabelCounts
 from training.rank.memory import arena_bytes, reckoned_bytes, resident_bytes
-from training.rank.metrics import StepReports
-from training.rank.prepare import prepare, split
-from training.rank.run_ends import compare_ranks, export_model, left_over_ids
-from training.rank.run_step import distributed
+from training.rank.metrics import StepClock, StepReports, reading_row
+from training.rank.prepare import distributed, prepare, split
 from training.rank.saver import Progress, Saver
-from training.rank.step_clock import StepClock
-from training.reading.read_options import ReadOptions
-from training.reading.reading import reading_row, verify_share
+from training.reading.open import verify_share
+from training.reading.reader import ReadOptions
+from training.run.paths import staged_model
 from training.steps.distribute import exchange_of, finalize
-from training.steps.epoch_logs import of_all_ranks
-from training.steps.model_state import as_floats, derive_seeds
-from training.steps.own_fit import only_on_leader
+from training.steps.distribute_checks import settings_of
+from training.steps.model_state import as_floats, derive_seeds, model_identity, weights_digest
+from training.steps.own_fit import of_all_ranks, only_on_leader
+
+
+def compare_ranks(
+    communicator: Communicator,
+    data: TrainingSet,
+    plan: Plan,
+    model: keras.Model,
+    signature: Signature,
+    step: int,
+) -> None:
+    """Raise ConfigError, on every rank alike, unless all ranks run the same on the same."""
+    compare_runs(
+        communicator,
+        {
+            **versions(),
+            "processor": processor(),
+            "dataset": data.manifest.digest,
+            "plan": plan.identity(),
+            "model": model_identity(model, signature),
+            "optimizer": settings_of(model.optimizer),
+            "weights": weights_digest(model),
+            "step": step,
+        },
+    )
+
+
+def export_model(
+    context: RankContext, config: TrainConfig, data: TrainingSet, model: keras.Model, signature: Signature, staging: str
+) -> None:
+    """Upload the final model and have the driver publish it; rank 0 alone."""
+    files: list[dict[str, Any]] = export(model, staged_model(staging), config.datasets[0], data.manifest, signature)
+    context.control.request("model", config.stall_limit_s, files=files)
+
+
+def left_over_ids(data: TrainingSet, plan: Plan, step: int) -> list[str]:
+    """The samples, in hex, that the epochs up to `step` have left over; none where the last one was cut short."""
+    epochs = plan.epoch_of_step(step - 1) + 1
+    if step != plan.first_step(epochs):
+        return []
+    return [sample_hex(sample) for _, sample in data.left_over(plan, epochs)]
+
+
+class LabelCounts:
+    """Rows of each class since the last `taken`; of labels without a number of classes those of 0 and of 1."""
+
+    def __init__(self, signature: Signature) -> None:
+        self._classes = signature.num_classes
+        # Without classes the third is of other numbers. Float, since mixup makes shares of classes.
+        self._counts = np.zeros(self._classes or 3)
+
+    def add(self, labels: NDArray[Any] | None) -> None:
+        """Labels (n,), or shares of classes (n, classes)."""
+        if labels is None:
+            return
+        if self._classes is None:
+            self._counts += [(labels == 0).sum(), (labels == 1).sum(), ((labels != 0) & (labels != 1)).sum()]
+        elif labels.ndim == 2:
+            self._counts += labels.sum(axis=0)
+        else:
+            self._counts += np.bincount(labels.astype(np.int64), minlength=self._classes)
+
+    def taken(self, communicator: Communicator) -> list[int] | None:
+        """Rows of each class on all ranks, which begin again at 0; None of labels that are no classes. A collective."""
+        counts, self._counts = self._counts, np.zeros_like(self._counts)
+        communicator.all_reduce(counts)
+        if self._classes is None:
+            if counts[2] or not counts.any():
+                return None
+            counts = counts[:2]
+        return [round(float(count)) for count in counts]
 
 
 class Fit(AbstractContextManager["Fit"]):

@@ -2,11 +2,108 @@
 
 from __future__ import annotations
 
+import os
 import time
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from training.control.client import ControlClient
-from training.rank.saved import Saved
+from training.reading.reader import SplitReader
+from training.run.metrics import PARTS, READING
+
+ROW_EVERY_S = 1.0  # a row at most so often: it must not cost steps
+
+
+class Told(Protocol):
+    """Who takes the rows: a ControlClient does."""
+
+    def notify(self, kind: str, **fields: Any) -> None:
+        """`kind` is metrics, `fields` {rows: [row]}."""
+
+
+class StepClock:
+    """Rows {kind: time, rank, step, steps, data_s, compute_s, exchange_s, checkpoint_s, other_s} of one rank, seconds.
+
+    `step` is the last one of the row, `steps` how many it sums up. `data_s` is how long a step had begun before its
+    batch was there, `exchange_s` how long the step stood still for the all-reduce (what ran beside the backward pass
+    costs nothing and is not in it), `compute_s` the rest of the steps, `other_s` what lay between them: callbacks,
+    ends of epochs. `waited()` returns the exchange's wait of the last step in seconds.
+    """
+
+    def __init__(
+        self,
+        control: Told,
+        rank: int,
+        waited: Callable[[], float],
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._control, self._rank, self._waited, self._now = control, rank, waited, now
+        self._ready: dict[int, float] = {}
+        self._begun: float | None = None
+        self._steps = self._last_step = 0
+        self._start_row()
+
+    def batch_is_ready(self, number: int) -> None:
+        """Batch `number` (from 0) was handed to TensorFlow; called by the thread that reads ahead."""
+        self._ready[number] = self._now()
+
+    def begins(self) -> None:
+        """A step begins: it now waits for its batch, if that is not there yet."""
+        self._begun = self._now()
+
+    def ends(self, step: int) -> None:
+        """Step `step` (from 1), which took batch `step - 1`, is done."""
+        now, begun = self._now(), self._begun
+        if begun is None:  # a loop that does not say when its steps begin
+            return
+        self._begun = None
+        ready = self._ready.pop(step - 1, begun)
+        data = min(max(0.0, ready - begun), now - begun)
+        exchange = min(self._waited(), now - begun - data)
+        self._sums["data_s"] += data
+        self._sums["exchange_s"] += exchange
+        self._sums["compute_s"] += now - begun - data - exchange
+        self._steps, self._last_step = self._steps + 1, step
+        if now - self._row_began >= ROW_EVERY_S:
+            self.flush()
+
+    @contextmanager
+    def checkpoint(self) -> Iterator[None]:
+        """The time inside is a checkpoint's."""
+        began = self._now()
+        try:
+            yield
+        finally:
+            self._sums["checkpoint_s"] += self._now() - began
+
+    def flush(self) -> None:
+        """Send what there is."""
+        if self._steps:
+            elapsed = self._now() - self._row_began
+            self._sums["other_s"] = max(0.0, elapsed - sum(self._sums.values()))
+            rounded = {name: round(seconds, 6) for name, seconds in self._sums.items()}
+            row: dict[str, Any] = {"kind": "time", "rank": self._rank, "step": self._last_step, "steps": self._steps}
+            self._control.notify("metrics", rows=[row | rounded])
+            self._start_row()
+
+    def _start_row(self) -> None:
+        self._row_began = self._now()
+        self._sums = dict.fromkeys(PARTS, 0.0)
+        self._steps, self._last_step = 0, 0
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint that is committed."""
+
+    step: int
+    bytes: int
+    """Of this rank's file."""
+    written_s: float
+    """How long hash, upload and commit took beside it."""
+
 
 ROWS, SECONDS = 20, 1.0  # a message at most so often: it must not cost steps
 
@@ -72,3 +169,27 @@ class StepReports:
 
     def _add(self, row: dict[str, Any]) -> None:
         self._rows.append({**row, "seconds": round(time.monotonic() - self._began, 3)})
+
+
+def reading_row(readers: Sequence[SplitReader], rank: int, step: int) -> dict[str, Any]:
+    """Row {kind: reading, rank, step, ahead, direct, dropped, fetched_bytes, waited_s} of a rank since it began, and
+    with a cache {cache_hits, cache_hit_bytes, cache_misses, cache_kept_bytes, cache_damaged}: reads of blocks;
+    `resident_bytes` is the process's memory now.
+    """
+    fetched = [reader.fetched for reader in readers]
+    names = ("ahead", "direct", "dropped", "fetched_bytes")
+    row: dict[str, Any] = {"kind": READING, "rank": rank, "step": step}
+    row |= {name: sum(getattr(counts, name) for counts in fetched) for name in names}
+    row["waited_s"] = round(sum(counts.waited_s for counts in fetched), 6)
+    caches = [counts for counts in (reader.cached for reader in readers) if counts is not None]
+    if caches:
+        of_cache = ("hits", "hit_bytes", "misses", "kept_bytes", "damaged")
+        row |= {f"cache_{name}": sum(getattr(counts, name) for counts in caches) for name in of_cache}
+    row["resident_bytes"] = resident_bytes()
+    return row
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

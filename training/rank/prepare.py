@@ -10,14 +10,18 @@ import tensorflow as tf
 
 from lockstep.features.schema.signature import Signature
 from lockstep.storage.errors import ConfigError
-from training.config import TrainConfig
-from training.keep import check_metric
+from training.comm.base import Communicator
+from training.comm.tree_sums import TreeSums
+from training.config import TrainConfig, check_metric
 from training.models import ModelOptions, build
+from training.plan.lane_count import units_of
 from training.plan.mixture import Plan
-from training.steps.accumulate import steps_of
-from training.steps.batchnorm import normalisations
+from training.steps.batchnorm import normalisations, statistics_of
+from training.steps.canonical import CanonicalStep
+from training.steps.distribute import distribute, steps_of
 from training.steps.model_state import build_all
 from training.steps.optimizers import Scaled, scale_learning_rate
+from training.steps.rank_step import RankStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,3 +112,42 @@ def _accumulate(model: keras.Model, micro_batches: int) -> None:
             next_step="Leave gradient_accumulation_steps out of the model's function, or use --micro-batches 1.",
         )
     optimizer.gradient_accumulation_steps = micro_batches
+
+
+def distributed(
+    config: TrainConfig, plan: Plan, prepared: Prepared, communicator: Communicator, rows: int, groups: int | None
+) -> RankStep | CanonicalStep:
+    """The step of a rank of `rows` rows, to be installed; the model's optimizer is distributed over the ranks."""
+    model, scale = prepared.model, rows / plan.global_batch
+    statistics = tuple(statistics_of(model))
+    step: RankStep | CanonicalStep
+    if config.canonical:
+        units = units_of(config, plan.lanes, groups)
+        count = units // communicator.num_ranks
+        step = CanonicalStep(
+            model,
+            units=units,
+            first=communicator.rank * count,
+            count=count,
+            seed=config.seed,
+            group_rows=prepared.group_rows,
+        )
+        communicator, scale, statistics = TreeSums(communicator), 1.0, (*statistics, *step.metric_sums)
+    else:
+        step = RankStep(
+            scale,
+            group_rows=prepared.group_rows,
+            sync=config.batchnorm == "sync",
+            micro_batches=config.micro_batches,
+            seed=config.seed,
+        )
+    distribute(
+        model.optimizer,
+        communicator,
+        scale,
+        statistics=statistics,
+        auto_scale_loss=False,  # compile has decided
+        finalizes=False,  # one fit call is one epoch
+        same_start=not config.canonical,  # shares of 1 add up to no whole; the run compares weights by itself
+    )
+    return step

@@ -8,12 +8,18 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from lockstep.features.images.decode_many import set_decode_threads
 from lockstep.storage.kernels.jit import cache_folder
+from training.comm.options import UNAUTHENTICATED
+from training.config import TrainConfig
 from training.devices import listed
-from training.launch.leftovers import MARK, scratch_folder
+from training.launch.process import MARK, scratch_folder
 from training.world import World
+
+if TYPE_CHECKING:
+    from training.control.context import RankContext
 
 # Set here, before the first import of TensorFlow: it reads them once. Level 3 keeps fatal errors alone; what matters
 # reaches Python as an exception.
@@ -138,3 +144,19 @@ def _quiet() -> Iterator[None]:
 def threads_of(world: World, cores: int) -> int:
     """Threads for one rank's arithmetic: its share of `cores`, at least 1."""
     return max(1, cores // world.ranks_per_node)
+
+
+def main(context: RankContext) -> dict[str, Any]:
+    """Train from the chain's tip to the end of the configured epochs; the payload is {config, plan}.
+
+    Returns {steps, epochs, metrics (last epoch's, over all ranks), samples, seconds, left_over (hex, rank 0 alone)}.
+    Raises ConfigError and DataError for what a restart would meet again, CommunicationError for a lost rank.
+    """
+    config = TrainConfig.from_json(context.payload["config"])
+    configure(context.world, precision=config.precision, seed=config.seed, canonical=config.canonical)
+    if config.backend in UNAUTHENTICATED:
+        context.communicator()  # TensorFlow's server must be there before its first tensor
+    from training.rank.fit import Fit  # TensorFlow is imported now that its settings are made
+
+    with Fit(context, config) as fit:
+        return fit.run()

@@ -2,34 +2,148 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import keras
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.storage.errors import LockstepError, StorageTimeoutError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import join, split_url
+from training.batches.audit_log import AuditLog
 from training.comm.base import Communicator
 from training.config import TrainConfig
-from training.control.carry import json_safe
 from training.control.context import RankContext
+from training.control.protocol import json_safe
 from training.rank import callback_state
-from training.rank.in_flight import InFlight, Tell
-from training.rank.low_priority import at_low_priority
-from training.rank.saved import Saved
-from training.results.audit import AuditLog
+from training.rank.metrics import Saved
 from training.run import checkpoint_parts
-from training.run.checkpoint import Tensors, file_name, read_resumable, write_bytes
+from training.run.checkpoint import (
+    HostBuffer,
+    Tensors,
+    file_bytes,
+    file_name,
+    read_resumable,
+    sha256_of,
+    upload,
+    write_bytes,
+)
+from training.run.checkpoint_parts import read_parts, whole_tensors
 from training.run.paths import RunPaths, staged_checkpoint
-from training.run.rank_file import HostBuffer, file_bytes, sha256_of, upload
-from training.run.read_parts import read_parts, whole_tensors
 from training.steps import model_state
+
+T = TypeVar("T")
+Tell = Callable[[str], None]
+
+
+class InFlight(Generic[T]):
+    """Work in a thread of its own, which ends with the process. All calls come from one thread."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._what, self._stage = "", ""
+        self._result: T | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether work is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def begin(self, what: str, work: Callable[[Tell], T]) -> None:
+        """Start `work`, which tells by its argument how far it is; `what` names it in errors. Not while it is busy."""
+        if self._thread is not None:
+            raise LockstepError(
+                f"{what} cannot begin",
+                got="earlier work whose end was not looked at",
+                allowed="look() or wait() before the next begin()",
+                next_step="Resume the run; what is incomplete is not used.",
+            )
+
+        def run() -> None:
+            try:
+                self._result = work(self._tell)
+            except BaseException as error:  # raised where the training sees it, by look() or wait()
+                self._error = error
+
+        self._what = what
+        self._tell("beginning")
+        self._thread = threading.Thread(target=run, name=what, daemon=True)
+        self._thread.start()
+
+    def look(self) -> T | None:
+        """The result of work that has ended since it was begun, once; None before and after. Raises its error."""
+        if self._thread is None or self._thread.is_alive():
+            return None
+        self._thread = None
+        result, error, self._result, self._error = self._result, self._error, None, None
+        if error is not None:
+            raise error
+        return result
+
+    def wait(self, deadline_s: float) -> T | None:
+        """Wait for what is under way, then as `look`. Raises StorageTimeoutError naming the work and how far it is."""
+        if self._thread is not None:
+            self._thread.join(deadline_s)
+            if self._thread.is_alive():
+                raise StorageTimeoutError(
+                    f"{self._what} did not end",
+                    got=f"{self._stage}, for {time.monotonic() - self._since:.0f} s",
+                    allowed=f"its end within {deadline_s:.0f} s",
+                    next_step="Look at the storage that it writes to, and at the driver's log.",
+                )
+        return self.look()
+
+    def _tell(self, stage: str) -> None:
+        self._stage, self._since = stage, time.monotonic()
+
+
+# A tenth of a core that others want all the time, all of it in the moments when they do not: a step has such moments
+# (between its batches, while it waits for another rank). 19 would be a seventieth: a checkpoint's half second of
+# processor time must not take half a minute on a host that is always busy, since what it holds is lost until it ends.
+NICE = 10
+_LOWEST = 19
+
+
+def at_low_priority(work: Callable[[], T]) -> T:
+    """What `work()` returns, or raises what it raises; the caller waits, at its own priority.
+
+    For work that seldom holds the interpreter's lock: who holds it and is not scheduled holds up the others. It must
+    start no thread that lives on: threads inherit the priority, and none may raise it again. Only Linux has priorities
+    of single threads; elsewhere the work is done at the priority of the process.
+    """
+    result: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            _step_back()
+            result.append(work())
+        except BaseException as error:  # raised below, where the caller waits
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name=f"{threading.current_thread().name}, low priority", daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return result[0]
+
+
+def _step_back() -> None:
+    if sys.platform == "linux":
+        thread = threading.get_native_id()  # one thread: PRIO_PROCESS means that on Linux, and the process elsewhere
+        with suppress(OSError):  # a sandbox may refuse even this; the work is the same at any priority
+            os.setpriority(os.PRIO_PROCESS, thread, min(_LOWEST, os.getpriority(os.PRIO_PROCESS, thread) + NICE))
 
 
 @dataclass(slots=True)

@@ -4,16 +4,201 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 from lockstep.storage.errors import LockstepError, StorageError, StorageTimeoutError
+from training.config import READ_AHEAD_BYTES
 from training.reading.background import JOIN_S, end_at_exit
-from training.reading.held_ranges import Buffer, HeldRanges, Range
-from training.reading.read_hints import Hint, Key, ReadHints
 
-READ_AHEAD_BYTES = 64 << 20
+Buffer = bytes | memoryview
+
+
+@dataclass(slots=True, eq=False)
+class Range:
+    """Bytes start..stop-1 of a shard; once it is `done`, its `data` or the `error` that reading them ended with."""
+
+    shard: int
+    start: int
+    stop: int
+    data: Buffer = b""
+    error: BaseException | None = None
+    done: bool = False
+    forgotten: bool = False
+    """Nobody will take it any more; on its way, it keeps its place in the budget until it has come."""
+    used_bytes: int = 0
+
+    @property
+    def size(self) -> int:
+        """How many bytes it has in the budget."""
+        return self.stop - self.start
+
+
+class HeldRanges:
+    """Ranges of at most `budget_bytes` together, or a single larger one. Not safe for several threads at once."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self.held_bytes = 0
+        """Bytes that are on their way or there."""
+        self.dropped = 0
+        """Ranges that went before they were used up."""
+        self._ranges: OrderedDict[int, Range] = OrderedDict()  # by id, oldest first
+        self._of_shard: dict[int, list[Range]] = {}
+
+    def __len__(self) -> int:
+        return len(self._ranges)
+
+    def room(self, size: int, *, urgent: bool) -> bool:
+        """Whether so many bytes fit into the budget; where they are `urgent`, what lies there longest makes room."""
+        while self.held_bytes and self.held_bytes + size > self.budget_bytes:
+            oldest = next((found for found in self._ranges.values() if found.done), None) if urgent else None
+            if oldest is None:
+                return False
+            self.dropped += 1
+            self.remove(oldest)
+        return True
+
+    def begin(self, shard: int, start: int, stop: int) -> Range:
+        """A range that will be read from now on."""
+        found = Range(shard, start, stop)
+        self._ranges[id(found)] = found
+        self._of_shard.setdefault(shard, []).append(found)
+        self.held_bytes += found.size
+        return found
+
+    def come(self, found: Range, data: Buffer, error: BaseException | None) -> None:
+        """The end of a range's read."""
+        found.done = True
+        if found.forgotten:
+            self.held_bytes -= found.size
+        else:
+            found.data, found.error = data, error
+
+    def covering(self, shard: int, start: int, stop: int) -> Range | None:
+        """The range that holds, or will hold, these bytes."""
+        for found in self._of_shard.get(shard, ()):
+            if found.start <= start and stop <= found.stop:
+                return found
+        return None
+
+    def use(self, found: Range, start: int, stop: int) -> Buffer:
+        """Bytes start..stop-1 of the shard, out of a range that has come; it goes once as many as it has were used."""
+        found.used_bytes += stop - start
+        if found.used_bytes >= found.size:
+            self.remove(found)
+        return memoryview(found.data)[start - found.start : stop - found.start]
+
+    def remove(self, found: Range) -> None:
+        """Let go of a range; nothing where that was done."""
+        if self._ranges.pop(id(found), None) is None:
+            return
+        self._of_shard[found.shard].remove(found)
+        found.forgotten = True
+        if found.done:
+            self.held_bytes -= found.size
+
+    def clear(self) -> None:
+        """Let go of all."""
+        for found in list(self._ranges.values()):
+            self.remove(found)
+
+
+Key = tuple[int, int]
+"""Shard and first record."""
+
+
+@dataclass(slots=True, eq=False)
+class Hint:
+    """Records that will be read, and first and last byte of them (and one more) once that is known."""
+
+    shard: int
+    first: int
+    count: int
+    extent: tuple[int, int] | None = None
+    asked: bool = False
+    """Somebody looks for its extent."""
+
+    @property
+    def key(self) -> Key:
+        """What it is found by."""
+        return self.shard, self.first
+
+
+class ReadHints:
+    """A queue of hints; a reader that waits for one moves it to the front. Not safe for several threads at once."""
+
+    def __init__(self) -> None:
+        self._queue: OrderedDict[Key, Hint] = OrderedDict()
+        self._urgent: Key | None = None
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def add(self, shard: int, first: int, count: int) -> bool:
+        """Put records behind all others; False where those that begin there are in the queue."""
+        if (shard, first) in self._queue:
+            return False
+        self._queue[shard, first] = Hint(shard, first, count)
+        return True
+
+    def urge(self, key: Key) -> bool:
+        """Put a hint before all others, since a reader waits for it; False where there is none."""
+        if key not in self._queue:
+            return False
+        self._queue.move_to_end(key, last=False)
+        self._urgent = key
+        return True
+
+    def to_place(self, among: int) -> Hint | None:
+        """The first of the next `among` hints whose extent nobody knows or looks for."""
+        return next((hint for hint in islice(self._queue.values(), among) if not hint.asked), None)
+
+    def after(self, hint: Hint) -> Hint | None:
+        """The hint of the records that go on from another's, if nobody has looked for its extent."""
+        found = self._queue.get((hint.shard, hint.first + hint.count))
+        return found if found is not None and not found.asked else None
+
+    def drop(self, hint: Hint) -> None:
+        """Take a hint out; nothing where that was done."""
+        if self._queue.get(hint.key) is hint:
+            self.discard(hint.key)
+
+    def discard(self, key: Key) -> None:
+        """Take out the hint of a key; nothing where there is none."""
+        self._queue.pop(key, None)
+        if self._urgent == key:
+            self._urgent = None
+
+    def clear(self) -> None:
+        """Take all out."""
+        self._queue.clear()
+        self._urgent = None
+
+    def next_range(self, ranges: HeldRanges, range_bytes: int) -> Range | None:
+        """The next bytes to read, with their place among `ranges`: those of the first hint, and of its neighbours up to
+        `range_bytes`. None where there are none, or no place.
+        """
+        head = next(iter(self._queue.values()), None)
+        if head is None or head.extent is None:
+            return None
+        start, stop = head.extent
+        if not ranges.room(stop - start, urgent=self._urgent == head.key):
+            return None
+        self.drop(head)
+        after = head.first + head.count
+        while (hint := self._queue.get((head.shard, after))) is not None and hint.extent is not None:
+            longer = hint.extent[1] - start
+            if hint.extent[0] != stop or longer > range_bytes or not ranges.room(longer, urgent=False):
+                break
+            self.drop(hint)
+            stop, after = hint.extent[1], hint.first + hint.count
+        return ranges.begin(head.shard, start, stop)
+
+
 RANGE_BYTES = 4 << 20  # the most that neighbours are put together to: more gains nothing (docs/decisions/072)
 SMALLEST_RANGE_BYTES = 128 << 10
 THREADS = 4

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import threading
+import time
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import cast
 
 import numpy as np
 
+from lockstep.storage.errors import StorageTimeoutError
 from lockstep.storage.files.interface import FileSystem, IntoMemory, RangeFile
 from training.batches.buffer_pool import Slabs
+from training.reading.cache import BlockCache, BlockPlace
 
 MOST_OPEN = 64  # of files that no thread reads just now; a file of HDFS keeps where its blocks lie, a local one is open
 
@@ -86,3 +92,129 @@ class ShardFiles:
 @cache  # looking through a protocol's methods costs as much as a short read
 def _reads_into_memory(kind: type[RangeFile]) -> bool:
     return issubclass(kind, IntoMemory)
+
+
+_WAIT_S = 120.0  # for a block that another thread reads: longer than a storage call may take
+
+
+@dataclass(frozen=True, slots=True)
+class CachedShard:
+    """What a shard's blocks are called in the cache: the digest of its dataset, its path there, where blocks begin and
+    end (n + 1 rising offsets).
+    """
+
+    dataset: str
+    path: str
+    edges: Sequence[int]
+
+
+class CachedBytes:
+    """`read(shard, start, stop)` that keeps whole blocks in a cache, each read from the dataset once.
+
+    `epoch_bytes`: how many bytes this process asks for in one epoch, about.
+    """
+
+    def __init__(self, files: ShardFiles, cache: BlockCache) -> None:
+        self._files, self.cache = files, cache
+        self._shards: list[CachedShard] = []
+        self._under_way: set[tuple[int, int]] = set()
+        self._changed = threading.Condition()
+        self._asked_bytes = 0
+        self.epoch_bytes = 0
+
+    def add(self, shard: CachedShard) -> None:
+        """The next shard."""
+        self._shards.append(shard)
+        self.cache.reads(shard.dataset)
+
+    def read(self, shard: int, start: int, stop: int) -> bytes | memoryview:
+        """Bytes start..stop-1. Raises what reading from the dataset raises."""
+        blocks = self._blocks(shard, start, stop)
+        if not blocks:
+            return self._files.read(shard, start, stop)
+        found = {block: self._cached(shard, block, start, stop) for block in blocks}
+        missing = [block for block, data in found.items() if data is None]
+        fetched: list[int] = []
+        if missing:
+            self._claim(shard, missing)
+            try:
+                fetched = self._fill(shard, start, stop, found)
+            finally:
+                with self._changed:
+                    self._under_way.difference_update((shard, block) for block in missing)
+                    self._changed.notify_all()
+        self._count(stop - start)
+        pieces = [data for data in found.values() if data is not None]
+        hit_bytes = sum(len(data) for block, data in found.items() if data is not None and block not in fetched)
+        self.cache.add(hits=len(blocks) - len(fetched), hit_bytes=hit_bytes, misses=len(fetched))
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def drop(self, shard: int, start: int, stop: int) -> None:
+        """Remove blocks that turned out to be wrong though they match their digests: they came so from the dataset."""
+        for block in self._blocks(shard, start, stop):
+            self.cache.drop(self._place(shard, block), why="do not fit the records' checksums")
+
+    def _blocks(self, shard: int, start: int, stop: int) -> range:
+        edges = self._shards[shard].edges
+        if not edges or start < edges[0] or stop > edges[-1] or start >= stop:
+            return range(0)
+        return range(bisect_right(edges, start) - 1, bisect_left(edges, stop))
+
+    def _place(self, shard: int, block: int) -> BlockPlace:
+        own = self._shards[shard]
+        return BlockPlace(own.dataset, own.path, int(own.edges[block]), int(own.edges[block + 1]))
+
+    def _cached(self, shard: int, block: int, start: int, stop: int) -> bytes | None:
+        place = self._place(shard, block)
+        return self.cache.get(place, max(start, place.start), min(stop, place.stop))
+
+    def _claim(self, shard: int, blocks: Sequence[int]) -> None:
+        """Wait until no other thread reads one of these, then say that this one does: all at once, so that no two
+        threads wait for each other.
+        """
+        keys = {(shard, block) for block in blocks}
+        deadline = time.monotonic() + _WAIT_S
+        with self._changed:
+            while keys & self._under_way:
+                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                    raise StorageTimeoutError(
+                        f"a block of {self._files.url(shard)} did not come in {_WAIT_S:g} s",
+                        got="a read by another thread that has not ended",
+                        allowed="the block",
+                        next_step="Look at the file system's health (`python -m jobs.doctor`), then start again.",
+                    )
+            self._under_way |= keys
+
+    def _fill(self, shard: int, start: int, stop: int, found: dict[int, bytes | None]) -> list[int]:
+        """Read what is missing from the dataset, neighbouring blocks at once, and keep it; returns these blocks."""
+        for block, data in found.items():
+            if data is None:  # another thread may have brought it since we looked
+                found[block] = self._cached(shard, block, start, stop)
+        missing = fetched = [block for block, data in found.items() if data is None]
+        while missing:
+            count = 1
+            while count < len(missing) and missing[count] == missing[0] + count:
+                count += 1
+            self._fetch(shard, start, stop, missing[:count], found)
+            missing = missing[count:]
+        return fetched
+
+    def _fetch(self, shard: int, start: int, stop: int, blocks: list[int], found: dict[int, bytes | None]) -> None:
+        places = [self._place(shard, block) for block in blocks]
+        begin, end = places[0].start, places[-1].stop
+        keeps = self.cache.keeps  # asked once: what is cut off here cannot be kept below
+        if not keeps:  # nothing is gained by the rest of the blocks
+            begin, end = max(begin, start), min(end, stop)
+        data = memoryview(self._files.read(shard, begin, end))
+        for block, place in zip(blocks, places, strict=True):
+            if keeps:
+                self.cache.put(place, data[place.start - begin : place.stop - begin])
+            found[block] = bytes(data[max(start, place.start) - begin : min(stop, place.stop) - begin])
+
+    def _count(self, size: int) -> None:
+        with self._changed:
+            self._asked_bytes += size
+            ended = 0 < self.epoch_bytes <= self._asked_bytes
+            self._asked_bytes -= self.epoch_bytes if ended else 0
+        if ended:
+            self.cache.epoch_began()

@@ -2,16 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from lockstep.features.encode.encoder import Encoder
-from lockstep.storage.dataset.manifest import DatasetManifest
+from lockstep.features.schema.fitted import Fitted, held_out_file, read_fitted
+from lockstep.features.schema.schema import Schema
+from lockstep.storage.dataset.layout import fitted_path
+from lockstep.storage.dataset.manifest import DatasetManifest, read_checked
+from lockstep.storage.errors import ConfigError, CorruptionError, DataError
+from lockstep.storage.fs import filesystem
+from lockstep.storage.publish import file_digest
 from training.plan.datasets import held_out, open_parts
-from training.reading.dataset_encoder import load_encoder
-from training.reading.read_options import ReadOptions
-from training.reading.reader import SplitReader
+from training.reading.reader import ReadOptions, SplitReader
+
+
+def load_encoder(dataset_url: str, manifest: DatasetManifest, held_out: str | None = None) -> Encoder:
+    """The encoder of a dataset; its fitted files are checked by digest.
+
+    `held_out` names the fold that is kept for testing in a dataset of folds, which has a fitted file for each; None
+    takes the file that is there in one form only. Raises ConfigError for a fold that has none, CorruptionError,
+    DataError.
+    """
+    schema = Schema.from_json(manifest.schema)
+    fs = filesystem(dataset_url)
+    fitted: dict[str, Fitted] = {}
+    for field in schema.fitted_fields:
+        assert field.fitted_file is not None
+        path = _fitted_path(field.fitted_file, manifest, held_out)
+        data = read_checked(fs, dataset_url, path, manifest.files[path])
+        fitted[field.name] = read_fitted(json.loads(data))
+    return Encoder(schema, fitted)
+
+
+def _fitted_path(file: str, manifest: DatasetManifest, held_out: str | None) -> str:
+    """The path of a fitted file in the dataset: the one of all training data, or the one without a fold."""
+    whole = fitted_path(file)
+    if whole in manifest.files:
+        return whole
+    folds = [name for name in manifest.splits if fitted_path(held_out_file(file, name)) in manifest.files]
+    if not folds:
+        raise DataError(
+            f"the fitted file of {whole} is not in the dataset",
+            got=f"no {whole} in the manifest",
+            allowed="each fitted file that the schema names",
+            next_step="Build the dataset anew.",
+        )
+    if held_out not in folds:
+        raise ConfigError(
+            "this dataset was fitted once for each fold that is held out",
+            got="no fold that is held out" if held_out is None else f"`{held_out}` held out",
+            allowed=", ".join(folds),
+            next_step="Train on all folds but one: their names in --split, with `,` between them.",
+        )
+    return fitted_path(held_out_file(file, held_out))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,3 +88,22 @@ class OpenSplit:
             reader.add(part.url, part.manifest, part.split)
         reader.split = split  # of all parts together, as the plan calls it
         return cls(manifest, encoder, reader)
+
+
+def verify_share(readers: Sequence[SplitReader], rank: int, num_ranks: int, tell: Callable[[str], None]) -> None:
+    """Read every byte of this rank's share of the shards and hold it against the manifest's SHA-256.
+
+    `tell` is told in words what is being read, shard by shard. Raises CorruptionError naming the file.
+    """
+    shards = [shard for reader in readers for shard in reader.stored]
+    for number in range(rank, len(shards), num_ranks):
+        fs, url, info = shards[number]
+        tell(f"verify shard {number + 1} of {len(shards)}")
+        size, digest = file_digest(fs, url)
+        if (size, digest) != (info.bytes, info.sha256):
+            raise CorruptionError(
+                "a shard does not match its digest",
+                file=url,
+                got=f"{size} bytes, sha256 {digest}",
+                allowed=f"{info.bytes} bytes, sha256 {info.sha256}",
+            )

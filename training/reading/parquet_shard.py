@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from lockstep.features.examples.column_checks import check_unsigned
 from lockstep.features.schema.schema import Schema
-from lockstep.storage.dataset.manifest_shards import ShardInfo
+from lockstep.storage.dataset.manifest_entries import ShardInfo
 from lockstep.storage.errors import CorruptionError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.formats.parquet_footer import MAGIC, damaged_footer, read_published_footer

@@ -7,91 +7,28 @@ Of a mixture a fourth column says which dataset a sample is of (from 0), and the
 
 from __future__ import annotations
 
-import re
-import threading
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.storage.errors import CorruptionError
+from lockstep.storage.errors import ConfigError, CorruptionError, DataError, NotFoundError
+from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
-from training.batches.feed import Batch
+from lockstep.storage.publish import is_temporary
+from lockstep.storage.urls import join
+from training.batches.audit_log import _ROW, Rows, parse_audit, sample_hex
+from training.batches.training_set import TrainingSet, _id_column, _ids
+from training.config import LANE_GROUPS
 from training.plan.epoch_plan import EpochPlan
 from training.plan.mixture import MixedPlan, Plan
 from training.plan.order import Run
 from training.reading.reader import SplitReader
-
-HEADER = b"step,epoch,sample_id\n"
-MIXED_HEADER = b"step,epoch,sample_id,dataset\n"
-_LINE = re.compile(rb"([0-9]{1,18}),([0-9]{1,18}),([0-9a-f]{16})")  # numbers that an int64 holds
-_MIXED_LINE = re.compile(_LINE.pattern + rb",([0-9]{1,18})")
-_ROW = np.dtype([("step", np.int64), ("epoch", np.int64), ("id", np.int64), ("dataset", np.int64)])
-Rows = npt.NDArray[np.void]
-
-
-def sample_hex(sample_id: int) -> str:
-    """A sample id as audits and results show it: 16 hex digits of the unsigned value."""
-    return f"{sample_id & (1 << 64) - 1:016x}"
-
-
-class AuditLog:
-    """Collects the batches that a rank is fed; safe to add to from another thread.
-
-    Batches are read ahead of training, so those of later steps stay until a later `take`. A step that is added again
-    (an iterator begun anew) replaces what was there: it is the same batch. `datasets` says of a mixture which dataset
-    each row of a batch is of: (n_r,) int64.
-    """
-
-    def __init__(self, datasets: npt.NDArray[np.int64] | None = None) -> None:
-        self._datasets = datasets
-        self._lock = threading.Lock()
-        self._batches: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
-
-    def add(self, batch: Batch) -> None:
-        """Remember a batch; batch n (from 0) is what optimizer step n + 1 is made of."""
-        with self._lock:
-            # Copies, so that no view keeps the features of a whole read-ahead in memory.
-            self._batches[batch.step + 1] = (batch.epochs.copy(), batch.sample_ids.copy())
-
-    def take(self, step: int) -> bytes:
-        """The CSV of all rows up to optimizer step `step` since the last call."""
-        with self._lock:
-            done = sorted(number for number in self._batches if number <= step)
-            parts = [(number, *self._batches.pop(number)) for number in done]
-        if self._datasets is not None:
-            datasets = self._datasets.tolist()
-            return MIXED_HEADER + b"".join(
-                b"%d,%d,%s,%d\n" % (number, epoch, sample_hex(sample).encode(), dataset)
-                for number, epochs, ids in parts
-                for epoch, sample, dataset in zip(epochs.tolist(), ids.tolist(), datasets, strict=True)
-            )
-        return HEADER + b"".join(
-            b"%d,%d,%s\n" % (number, epoch, sample_hex(sample).encode())
-            for number, epochs, ids in parts
-            for epoch, sample in zip(epochs.tolist(), ids.tolist(), strict=True)
-        )
-
-
-def parse_audit(data: bytes, *, file: str) -> Rows:
-    """Rows (n,) of int64 fields step, epoch, id, dataset (0 where there is one). Raises CorruptionError naming file and
-    row for anything else."""
-    header = MIXED_HEADER if data.startswith(MIXED_HEADER) else HEADER
-    if not data.startswith(header) or not data.endswith(b"\n"):
-        what = "an audit without its header or cut in a line"
-        raise CorruptionError(what, file=file, got=repr(data[:40]), allowed=f"{HEADER!r} and whole lines")
-    lines, row_form = data[len(header) :].split(b"\n")[:-1], _MIXED_LINE if header is MIXED_HEADER else _LINE
-    rows = np.zeros(len(lines), dtype=_ROW)
-    for number, line in enumerate(lines):
-        cells = row_form.fullmatch(line)
-        if cells is None:
-            raise CorruptionError("a row of an audit cannot be read", file=file, record=number, got=repr(line[:60]))
-        value = int(cells[3], 16)
-        signed = value - (1 << 64) if value >> 63 else value
-        rows[number] = (int(cells[1]), int(cells[2]), signed, int(cells[4]) if header is MIXED_HEADER else 0)
-    return rows
+from training.run.lineage import CheckpointRef, chain_of, epochs_asked, find_tip, read_claims
+from training.run.paths import RunPaths, audit_step_of
+from training.run.run_json import read_run
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,28 +45,12 @@ class AuditReport:
     short_steps: tuple[int, ...]
     left_over: tuple[tuple[int, str], ...]
     places: tuple[str, ...] = ()
-    """What is wrong with which file and row (training.results.audit_places)."""
+    """What is wrong with which file and row (training.results.audit)."""
 
     @property
     def ok(self) -> bool:
         """Each sample of each epoch exactly once, what is left over as planned, global batches full, all in place."""
         return not (self.missing or self.repeated or self.unknown or self.short_steps or self.places)
-
-
-def left_over(plan: EpochPlan, reader: SplitReader, epochs: int, steps: int | None = None) -> list[tuple[int, int]]:
-    """(epoch, sample id) of the samples that `epochs` epochs leave after `steps` steps, by default all of them."""
-    left = plan.leftover(epochs, steps)
-    places = [(epoch, run) for epoch, position in left for run in plan.runs(epoch, position, position + 1)]
-    records: dict[tuple[int, int], list[int]] = defaultdict(list)  # by block, read once: there may be nearly G of them
-    for _, run in places:
-        records[run.shard, run.first_record // plan.block_records].append(run.first_record)
-    ids: dict[tuple[int, int], int] = {}
-    for (shard, _), wanted in records.items():
-        first = min(wanted)
-        rows = reader.read(Run(shard, first, max(wanted) - first + 1))
-        found = _ids(rows.column(_id_column(reader)))
-        ids |= {(shard, record): int(found[record - first]) for record in wanted}
-    return [(epoch, ids[run.shard, run.first_record]) for epoch, run in places]
 
 
 def check_audit(
@@ -228,9 +149,234 @@ def _load(audit: str | tuple[str, bytes]) -> Rows:
     return parse_audit(audit[1], file=audit[0])
 
 
-def _id_column(reader: SplitReader) -> str:
-    return reader.schema.id_field.name
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Steps first..last of a run's chain, which `num_ranks` ranks of one generation did."""
+
+    generation: int
+    num_ranks: int
+    first: int
+    last: int
 
 
-def _ids(column: object) -> npt.NDArray[np.int64]:
-    return np.asarray(column, dtype=np.int64)
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One audit file."""
+
+    url: str
+    generation: int
+    rank: int
+    rows: Rows
+
+
+def misplaced(
+    plan: Plan, groups: int | None, ids: npt.NDArray[np.int64], spans: Sequence[Span], parts: Sequence[Part]
+) -> list[str]:
+    """What is wrong with the parts, in words, a line each; at most one of a kind for each part.
+
+    `groups` are the run's lane groups, `ids` (n,) the sample ids of the split in file order. The order of a mixture's
+    samples is not held against its plan, the number of its rows is.
+    """
+    planned = None if isinstance(plan, MixedPlan) else _planned(plan, ids, spans)
+    return [line for span in spans for line in _of_span(plan, groups, planned, span, parts)]
+
+
+def _of_span(
+    plan: Plan, groups: int | None, planned: npt.NDArray[np.int64] | None, span: Span, parts: Sequence[Part]
+) -> list[str]:
+    mine = [part for part in parts if part.generation == span.generation]
+    had = f"generation {span.generation} had {span.num_ranks} ranks"
+    found = [f"{part.url}: {had}" for part in mine if part.rank >= span.num_ranks]
+    for rank in range(span.num_ranks):
+        lanes = plan.rank_lanes(rank, span.num_ranks, groups)
+        each = plan.global_batch // plan.lanes
+        columns = slice(lanes.start * each, lanes.stop * each)
+        where: dict[int, str] = {}
+        for part in mine:
+            if part.rank == rank:
+                found += _of_part(part, span, columns, planned, where)
+        missing = [step for step in range(span.first, span.last + 1) if step not in where]
+        found += [
+            f"generation {span.generation}, rank {rank}: {_steps(first, last)} in none of its parts"
+            for first, last in _ranges(missing)
+        ]
+    return found
+
+
+def _of_part(
+    part: Part, span: Span, columns: slice, planned: npt.NDArray[np.int64] | None, where: dict[int, str]
+) -> list[str]:
+    """`where` gets the steps that the part holds."""
+    found: list[str] = []
+    steps, starts, counts = np.unique(part.rows["step"], return_index=True, return_counts=True)
+    strange = [step for step in steps.tolist() if not span.first <= step <= span.last]
+    if strange:
+        did = f"generation {span.generation} did {_steps(span.first, span.last)}"
+        found.append(f"{part.url}, row {_row(part, strange[0])}: step {strange[0]}, but {did}")
+    twice = [step for step in steps.tolist() if step in where]
+    if twice:
+        found.append(f"{part.url}, row {_row(part, twice[0])}: step {twice[0]} is in {where[twice[0]]} too")
+    where |= {step: part.url for step in steps.tolist() if step not in where}
+    rows = columns.stop - columns.start
+    for step, start, count in zip(steps.tolist(), starts.tolist(), counts.tolist(), strict=True):
+        if step in strange:
+            continue
+        if count != rows:
+            found.append(f"{part.url}, row {start + 1}: step {step} has {count} rows of {rows}")
+            break
+        if planned is None:
+            continue
+        right, mine = planned[step - 1, columns], part.rows["id"][start : start + count]
+        wrong = np.flatnonzero((right != mine) | (part.rows["step"][start : start + count] != step))
+        if len(wrong):
+            at = int(wrong[0])
+            told = f"sample {sample_hex(int(mine[at]))} where the plan has {sample_hex(int(right[at]))}"
+            found.append(f"{part.url}, row {start + at + 1}: step {step}, {told}")
+            break
+    return found
+
+
+def _planned(plan: Plan, ids: npt.NDArray[np.int64], spans: Sequence[Span]) -> npt.NDArray[np.int64]:
+    """(steps, G): the sample ids of each global batch, lane after lane."""
+    assert not isinstance(plan, MixedPlan)
+    steps = max((span.last for span in spans), default=0)
+    each = plan.global_batch // plan.lanes
+    starts = np.concatenate([[0], np.cumsum(plan.shard_records)])
+    table = np.zeros((steps, plan.lanes, each), np.int64)
+    for lane in range(plan.lanes):
+        found = []
+        for epoch, positions in plan.lane_positions(lane, 0, steps * each):
+            first = int(positions.min())
+            runs = plan.runs(epoch, first, int(positions.max()) + 1)
+            records = np.concatenate([np.arange(run.count) + starts[run.shard] + run.first_record for run in runs])
+            found.append(ids[records[positions - first]])
+        table[:, lane] = np.concatenate(found).reshape(steps, each)
+    return table.reshape(steps, plan.global_batch)
+
+
+def _row(part: Part, step: int) -> int:
+    return int(np.flatnonzero(part.rows["step"] == step)[0]) + 1
+
+
+def _ranges(steps: Sequence[int]) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    for step in steps:
+        if found and found[-1][1] == step - 1:
+            found[-1] = (found[-1][0], step)
+        else:
+            found.append((step, step))
+    return found
+
+
+def _steps(first: int, last: int) -> str:
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
+class NotAuditedError(DataError):
+    """There is nothing to hold a run against: it has no audit, no checkpoint yet, or its dataset is not there."""
+
+
+def audit_files(fs: FileSystem, paths: RunPaths, tip: CheckpointRef) -> list[str]:
+    """URLs of the audit files that lead to `tip`, oldest first.
+
+    Those of its generation up to its step, then those of that claim's parent up to the parent's step, and so back.
+    The claims decide, since retention removes old checkpoints but no audit; a part that was uploaded for a checkpoint
+    that was never committed lies past the step from which the next generation began, and does not count.
+    """
+    claims = read_claims(fs, paths)
+    found: list[list[str]] = []
+    place: CheckpointRef | None = tip
+    while place is not None:
+        if place.generation not in claims:
+            raise DataError(
+                f"{paths.root} has no claim of generation {place.generation}",
+                got=f"claims {sorted(claims)}",
+                allowed="a claim for each generation of the chain",
+                next_step=f"Run `python -m jobs.verify {paths.root}`.",
+            )
+        found.append(_files_of(fs, paths, place))
+        place = claims[place.generation].parent
+    return [url for urls in reversed(found) for url in urls]
+
+
+def audit_spans(fs: FileSystem, paths: RunPaths, tip: CheckpointRef) -> list[Span]:
+    """The steps that each generation did on the way to `tip`, oldest first, and its number of ranks."""
+    claims, found = read_claims(fs, paths), []
+    place: CheckpointRef | None = tip
+    while place is not None:
+        claim = claims[place.generation]
+        first = claim.parent.step + 1 if claim.parent else 1
+        found.append(Span(place.generation, claim.num_ranks, first, place.step))
+        place = claim.parent
+    return found[::-1]
+
+
+def check_run_audit(run_url: str, dataset_url: str | None = None) -> AuditReport:
+    """Check the audits of a run up to its tip. `dataset_url` where the dataset has moved since the run began.
+
+    Raises NotAuditedError for a run without `--audit` or a checkpoint and where its dataset is not there, DataError
+    where the chain is broken, CorruptionError for what cannot be read.
+    """
+    fs, paths = filesystem(run_url), RunPaths(run_url)
+    chain_of(fs, paths)  # first: what is lost of it is a fault without an audit too
+    document = read_run(fs, paths)
+    config: dict[str, Any] = document["config"]
+    if not config["audit"]:
+        raise _unchecked(run_url, "a run without --audit")
+    tip = find_tip(fs, paths)
+    if tip is None:
+        raise _unchecked(run_url, "a run without a checkpoint")
+    try:
+        # A run from before `mix` was there has none.
+        datasets = [dataset_url] if dataset_url else config["datasets"]
+        opened = TrainingSet.at(datasets, config["split"], config.get("mix"))
+        plan = opened.plan(document["plan"], f"{paths.run_json}: plan")
+    except CorruptionError:
+        raise
+    except (ConfigError, DataError) as error:
+        raise _unchecked(run_url, error.what) from error
+    # Of a thousand epochs that were asked for, those that the steps so far, and one more, reach: memory goes with them.
+    epochs = min(epochs_asked(read_claims(fs, paths)), plan.epoch_of_step(tip.ref.step) + 1)
+    files = audit_files(fs, paths, tip.ref)
+    contents = [(url, fs.read_bytes(url)) for url in files]
+    report = check_audit(plan, opened.readers, contents, steps=tip.ref.step, epochs=epochs)
+    parts = [_part(url, parse_audit(data, file=url)) for url, data in contents]
+    groups = LANE_GROUPS if config["batchnorm"] == "ghost" else None
+    ids = all_ids(opened.readers[0])
+    return replace(report, places=tuple(misplaced(plan, groups, ids, audit_spans(fs, paths, tip.ref), parts)))
+
+
+def _part(url: str, rows: Rows) -> Part:
+    generation, rank, _ = url.split("/")[-3:]
+    return Part(url, int(generation.removeprefix("g")), int(rank.removeprefix("rank-")), rows)
+
+
+def _files_of(fs: FileSystem, paths: RunPaths, upto: CheckpointRef) -> list[str]:
+    directory = paths.audits(upto.generation)
+    urls: list[tuple[int, str]] = []
+    try:
+        ranks = [entry.name for entry in fs.list(directory) if entry.is_dir]
+        strange = next((name for name in ranks if not name.removeprefix("rank-").isdigit()), None)
+        if strange is not None:
+            raise CorruptionError("a folder that is no rank's", file=join(directory, strange), got=strange)
+    except NotFoundError:
+        return []
+    for rank in ranks:
+        for entry in fs.list(join(directory, rank)):
+            step = audit_step_of(entry.name)
+            if step is None and is_temporary(entry.name):  # its rank was killed while it wrote; no checkpoint names it
+                continue
+            if step is None:
+                raise CorruptionError("a file that is no part of an audit", file=entry.url, got=entry.name)
+            if step <= upto.step:
+                urls.append((step, entry.url))
+    return [url for _, url in sorted(urls)]
+
+
+def _unchecked(run_url: str, got: str) -> NotAuditedError:
+    return NotAuditedError(
+        f"{run_url} has no audit to check",
+        got=got,
+        allowed="a run with `audit` in its config and at least one checkpoint, and its dataset where it was",
+        next_step="Train with --audit, and keep the dataset.",
+    )

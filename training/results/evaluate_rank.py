@@ -23,19 +23,16 @@ from training.batches.feed import eval_batches, eval_rows
 from training.batches.training_set import TrainingSet
 from training.comm.base import Communicator
 from training.config import TrainConfig
-from training.control.carry import json_safe
 from training.control.context import RankContext
-from training.control.protocol import OPENING
-from training.models.trained_model import load_checkpoint, load_export
+from training.control.protocol import OPENING, json_safe
+from training.models.on_disk import load_checkpoint, load_export
 from training.plan.datasets import held_out
-from training.reading.dataset_encoder import load_encoder
-from training.reading.open import OpenSplit
+from training.reading.open import OpenSplit, load_encoder
 from training.reading.reader import SplitReader
-from training.results.baseline import Baseline
-from training.results.row_metrics import OutputForm, RowMetric, gathered_on_first, output_columns, with_row_metrics
-from training.results.scores import Floats
+from training.results.evaluate import Baseline
+from training.results.scores import Floats, OutputForm, RowMetric, gathered_on_first, output_columns, with_row_metrics
 from training.steps import model_state
-from training.steps.output_losses import weigh_tests
+from training.steps.losses import weigh_tests
 from training.steps.patching import swapped
 
 SHOWN_BATCH_ROWS = 8  # of the batch of zeros that builds the metrics

@@ -7,22 +7,23 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lockstep.storage.dataset.layout import MANIFEST_NAME
+from lockstep.storage.documents import seal, unseal
 from lockstep.storage.errors import ConfigError, DataError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import occupied, publish_directory, write_file
-from lockstep.storage.sealed import seal, unseal
 from lockstep.storage.settings import hadoop_settings
 from lockstep.storage.urls import absolute, join, parent
+from training.batches.augmenting import labels_of
 from training.config import TrainConfig
 from training.control.context import RankContext
 from training.control.task import RankTask
+from training.driver.preflight import open_dataset
 from training.driver.retention import MetricValues
-from training.launch.session import Launch
-from training.launch.signals import ended_in_order
+from training.launch.session import Launch, ended_in_order
+from training.models.on_disk import export, load_checkpoint
 from training.rank import runtime
-from training.run.chain import checkpoints, lineage, read_checkpoint
-from training.run.lineage import CheckpointRef, read_claims
+from training.run.lineage import CheckpointRef, checkpoints, lineage, read_checkpoint, read_claims
 from training.run.paths import RunPaths
 
 ENTRY = "training.results.export_run:main"
@@ -86,7 +87,7 @@ def main(context: RankContext) -> dict[str, Any]:
     """Build the run's model, give it the checkpoint's weights and write it; returns {files}."""
     config = TrainConfig.from_json(context.payload["config"])
     runtime.configure(context.world, precision=config.precision, seed=config.seed)
-    from training.results.exporting import run  # TensorFlow is imported now that its settings are made
+    # TensorFlow is imported now that its settings are made
 
     return run(context, config)
 
@@ -121,3 +122,12 @@ def _no_such(paths: RunPaths, got: str, chain: list[CheckpointRef]) -> ConfigErr
     return ConfigError(
         f"{paths.root} has no such checkpoint", got=got, allowed=f"last, or a step: {steps}", next_step="Choose one."
     )
+
+
+def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
+    """Write the payload's {checkpoint} into its {directory}; returns {files}."""
+    manifest, encoder = open_dataset(config)
+    signature = labels_of(config, encoder.signature)
+    model = load_checkpoint(context.payload["checkpoint"], config, manifest, signature)
+    model.optimizer.build(model.trainable_variables)  # Keras warns when it loads one that was saved unbuilt
+    return {"files": export(model, context.payload["directory"], config.datasets[0], manifest, signature)}

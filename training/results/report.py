@@ -2,27 +2,139 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment
+from markupsafe import Markup
 
 from lockstep.storage.errors import DataError, LockstepError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
-from training.launch.restarts import told
 from training.plan.datasets import open_mixture, open_parts
-from training.results.report_curves import epoch_curve, loss_curve
-from training.results.report_rows import checkpoint_rows, reading_rows, time_rows
-from training.run.chain import chain_of, find_result
-from training.run.history import History, read_history
-from training.run.lineage import Claim, read_claims
+from training.run.lineage import Claim, chain_of, read_claims
+from training.run.metrics import PARTS, History, read_history
 from training.run.paths import RunPaths
+from training.run.result import find_result, told
 from training.run.run_json import read_run
 
-Rows = Sequence[tuple[str, object]]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
+_TIME_WORDS = {
+    "data_s": "waiting for data",
+    "compute_s": "computing",
+    "exchange_s": "waiting for the all-reduce",
+    "checkpoint_s": "writing checkpoints",
+    "other_s": "callbacks and ends of epochs",
+}
+
+
+def time_rows(history: History) -> list[tuple[str, str]]:
+    """Shares of each rank's time, in all generations."""
+    rows = []
+    for rank in sorted({row["rank"] for row in history.times}):
+        sums = {part: sum(row[part] for row in history.times if row["rank"] == rank) for part in PARTS}
+        total = sum(sums.values())
+        shares = [f"{_TIME_WORDS[part]} {seconds / total:.1%}" for part, seconds in sums.items() if total]
+        rows.append((f"rank {rank}", f"{', '.join(shares)} of {total:.1f} s"))
+    return rows
+
+
+def checkpoint_rows(history: History) -> list[tuple[str, str]]:
+    """How many were committed, how many were not made since one was on its way, and what they cost the training."""
+    rows = history.checkpoints
+    told = [
+        ("committed", str(len(rows))),
+        ("skipped, while one was being written", str(sum(row.get("skipped", 0) for row in rows))),
+    ]
+    for name, words in (
+        ("blocked_s", "steps stood still for"),
+        ("written_s", "written in the background in"),
+        ("cost_s", "cost of one, with slower steps beside it"),
+    ):
+        values = [row[name] for row in rows if isinstance(row.get(name), int | float)]
+        if values:
+            told.append((words, f"{median(values):.3f} s in the median, {max(values):.3f} s at most"))
+    return told
+
+
+def reading_rows(history: History) -> list[tuple[str, str]]:
+    """What each rank read, of all generations; with a cache, how much of it came from there."""
+    last: dict[tuple[int, int], dict[str, Any]] = {}
+    for row in history.reading:  # a row counts since its process began: a generation's newest stands for all
+        last[row["rank"], row["generation"]] = row
+    told = []
+    for rank in sorted({rank for rank, _ in last}):
+        rows = [row for (of, _), row in last.items() if of == rank]
+        fetched, waited = _sum(rows, "fetched_bytes"), _sum(rows, "waited_s")
+        text = f"{fetched / 1e6:.1f} MB fetched, {waited:.1f} s waited for"
+        if any("cache_hits" in row for row in rows):
+            hits, misses = _sum(rows, "cache_hits"), _sum(rows, "cache_misses")
+            share = f" ({hits / (hits + misses):.1%})" if hits + misses else ""
+            text += f"; {hits:.0f} of {hits + misses:.0f} reads from the cache{share}"
+            text += f", {_sum(rows, 'cache_hit_bytes') / 1e6:.1f} MB"
+        told.append((f"rank {rank}", text))
+    return told
+
+
+def _sum(rows: list[dict[str, Any]], name: str) -> float:
+    return sum(row.get(name, 0) for row in rows)
+
+
+SMOOTHED_STEPS = 20  # the curve's dark line: a single batch's loss says little
+MARKED_POINTS = 30  # of so few one wants to see where each lies
+LIGHT, DARK = "#b9cbe0", "#1f4e89"
+
+
+def loss_curve(history: History) -> Markup:
+    """The loss of each step, and its mean over the last ones."""
+    rows = [row for row in history.steps if isinstance(row["loss"], (int, float))]  # not "nan", of a skipped step
+    steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
+    smooth = [_mean(losses[max(0, i - SMOOTHED_STEPS + 1) : i + 1]) for i in range(len(losses))]
+    return _curve(steps, [("one step", losses, LIGHT), (f"mean of {SMOOTHED_STEPS} steps", smooth, DARK)], "step")
+
+
+def epoch_curve(history: History, name: str) -> Markup:
+    """A metric at the end of each epoch."""
+    rows = [row for row in history.epochs if isinstance(row["metrics"].get(name), (int, float))]
+    return _curve([row["epoch"] + 1 for row in rows], [(name, [row["metrics"][name] for row in rows], DARK)], "epoch")
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _curve(x: Sequence[int], lines: Sequence[tuple[str, Sequence[float], str]], x_label: str) -> Markup:
+    from matplotlib.figure import Figure  # half a second that only a report needs
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(8, 3))
+    axes = figure.add_subplot()
+    for name, y, colour in lines:
+        axes.plot(x, y, color=colour, label=name, marker="o" if len(x) <= MARKED_POINTS else None)
+    axes.set_xlabel(x_label)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    return _svg(figure)
+
+
+def _svg(figure: Figure) -> Markup:
+    from matplotlib import rc_context
+
+    target = io.StringIO()
+    with rc_context({"svg.hashsalt": "lockstep", "svg.fonttype": "none"}):
+        figure.savefig(target, format="svg", metadata={"Date": None}, bbox_inches="tight")
+    text = target.getvalue()
+    # Made by matplotlib from numbers and the metric names, which it escapes; the XML head has no place inside HTML.
+    return Markup(text[text.index("<svg") :])
+
+
+Rows = Sequence[tuple[str, object]]
 # The headings are the sections of a run's life; everything that comes from data is escaped by the template engine.
 _PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string("""\
 <!doctype html>

@@ -12,10 +12,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lockstep.storage import strict
+from lockstep.storage import documents
 from lockstep.storage.errors import CorruptionError
-from lockstep.storage.formats.tensor_parts import check_whole, part_name, read_divided
-from training.run.checkpoint import Tensors, TensorSpec, file_name
+from lockstep.storage.formats.safetensors import check_whole, part_name, read_divided
+from lockstep.storage.urls import join
+from training.comm.base import Communicator
+from training.run.checkpoint import (
+    Tensors,
+    TensorSpec,
+    file_info,
+    file_name,
+    read_rank_bytes,
+    read_rank_file,
+    tensors_in,
+)
 
 WHOLE_BYTES = 1 << 20  # tensors up to here are never cut
 
@@ -94,7 +104,7 @@ def assemble(manifest: Mapping[str, Any], parts: Mapping[int, Tensors], where: s
     Raises CorruptionError naming file and tensor where a part is missing or not what the manifest says.
     """
     found: Tensors = {}
-    for name, entry in strict.mapping(manifest.get("tensors"), where=f"{where}: tensors").items():
+    for name, entry in documents.mapping(manifest.get("tensors"), where=f"{where}: tensors").items():
         if name.split("/")[0] not in kinds:
             continue
         dtype, shape, places = read_divided(name, entry, where)
@@ -135,3 +145,36 @@ def _elements(spec: TensorSpec) -> int:
 
 def _itemsize(spec: TensorSpec) -> int:
     return np.dtype(spec.dtype).itemsize
+
+
+def read_parts(url: str, manifest: Mapping[str, Any], communicator: Communicator) -> dict[int, Tensors]:
+    """Rank -> the tensors of its file, for all ranks that wrote the checkpoint. A collective, of any number of ranks.
+
+    Raises CorruptionError on the rank that read a changed file; the others learn of it by that rank's end.
+    """
+    writers, mine, ranks = manifest["num_ranks"], communicator.rank, communicator.num_ranks
+    if ranks == 1:
+        return {writer: read_rank_file(url, writer, manifest) for writer in range(writers)}
+    # All own files first: the ranks read at the same time, and pass on one after another.
+    held = {writer: read_rank_bytes(url, writer, manifest) for writer in range(mine, writers, ranks)}
+    parts = {}
+    for writer in range(writers):
+        file = held.pop(writer, None)
+        if file is None:
+            file = np.empty(file_info(url, writer, manifest)["bytes"], np.uint8)
+        communicator.broadcast(file, writer % ranks)
+        parts[writer] = tensors_in(file, join(url, file_name(writer)))
+    return parts
+
+
+def whole_tensors(url: str, manifest: Mapping[str, Any], parts: Mapping[int, Tensors], kinds: Sequence[str]) -> Tensors:
+    """What all ranks hold alike, of these kinds, put together from the files. Raises CorruptionError naming a file."""
+    if manifest["format_version"] == 1:
+        return {name: value for name, value in parts[0].items() if name.split("/")[0] in kinds}
+    return assemble(manifest, parts, url, kinds)
+
+
+def read_whole(url: str, manifest: Mapping[str, Any], kinds: Sequence[str]) -> Tensors:
+    """The same, read by this process alone."""
+    writers = 1 if manifest["format_version"] == 1 else manifest["num_ranks"]
+    return whole_tensors(url, manifest, {w: read_rank_file(url, w, manifest) for w in range(writers)}, kinds)

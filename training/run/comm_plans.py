@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from lockstep.storage.documents import seal, unseal_as
 from lockstep.storage.errors import CommunicationError, DataError, ExistsError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.publish import write_file
-from lockstep.storage.sealed import seal, unseal_as
 from training.comm.comm_plan import CommPlan
 from training.run.lineage import check_newest
 from training.run.paths import RunPaths, comm_plan_name, is_comm_plan_of

@@ -7,13 +7,17 @@ it names the checkpoint that the generation starts from. What an older generatio
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.storage import documents
+from lockstep.storage.dataset.layout import MANIFEST_NAME, safe_relative
+from lockstep.storage.documents import seal, unseal, unseal_as
 from lockstep.storage.errors import (
     ConfigError,
     CorruptionError,
@@ -23,9 +27,9 @@ from lockstep.storage.errors import (
     TrainingFailedError,
 )
 from lockstep.storage.files.interface import FileSystem
-from lockstep.storage.publish import write_file
-from lockstep.storage.sealed import seal, unseal_as
-from training.run.paths import RunPaths, checkpoint_name, claim_of
+from lockstep.storage.publish import file_digest, write_file
+from lockstep.storage.urls import join
+from training.run.paths import RunPaths, checkpoint_name, checkpoint_of, claim_of, generation_of
 
 FORMAT_VERSION = 1
 MAX_GENERATION = (1 << 32) - 1  # what the frames between driver and ranks can say
@@ -180,3 +184,141 @@ def _read(fs: FileSystem, paths: RunPaths, generation: int) -> Claim:
     if claim.generation != generation or (claim.parent and not 0 < claim.parent.generation < generation):
         raise CorruptionError("a claim that contradicts its name", file=url, got=repr(claim))
     return claim
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A whole checkpoint: where it lies and its manifest."""
+
+    ref: CheckpointRef
+    url: str
+    manifest: dict[str, Any]
+
+
+def lineage(claims: Mapping[int, Claim], refs: Iterable[CheckpointRef]) -> list[CheckpointRef]:
+    """The checkpoints of `refs` that are in the newest claim's chain, newest first.
+
+    Those of the newest generation; then its parent and what that one's generation wrote before it; and so back. A
+    commit that an older generation made after its successor's claim is later than the claim's parent, so it is out.
+    """
+    by_generation: dict[int, list[int]] = {}
+    for ref in refs:
+        by_generation.setdefault(ref.generation, []).append(ref.step)
+    chain: list[CheckpointRef] = []
+    generation = max(claims, default=None)
+    last: int | None = None
+    while generation is not None:
+        steps = sorted(by_generation.get(generation, []), reverse=True)
+        chain += [CheckpointRef(step, generation) for step in steps if last is None or step <= last]
+        parent = claims[generation].parent if generation in claims else None
+        generation, last = (parent.generation, parent.step) if parent else (None, None)
+    return chain
+
+
+def checkpoints(fs: FileSystem, paths: RunPaths) -> dict[CheckpointRef, str]:
+    """All checkpoint directories and their URLs: committed ones, and those that lie in the trash."""
+    found: dict[CheckpointRef, str] = {}
+    for name in _directories(fs, paths.trashes):
+        if generation_of(name) is not None:
+            found |= _checkpoints_in(fs, join(paths.trashes, name))
+    return found | _checkpoints_in(fs, paths.checkpoints)
+
+
+def chain_of(
+    fs: FileSystem, paths: RunPaths, before: int | None = None
+) -> tuple[list[CheckpointRef], dict[CheckpointRef, str]]:
+    """The chain, newest first, and the URLs of all checkpoints; nothing of these is read.
+
+    `before`: as if this generation and later ones had not been claimed. Raises DataError where a claim is gone, and
+    where all checkpoints of a run are that had some.
+    """
+    urls, claims = checkpoints(fs, paths), read_claims(fs, paths)
+    _check_claims(paths, claims, urls)
+    claims = {generation: claim for generation, claim in claims.items() if before is None or generation < before}
+    chain = lineage(claims, urls)
+    newest = max(claims, default=None)
+    if not chain and newest is not None and (claims[newest].parent or fs.exists(paths.result(newest))):
+        raise _none_whole(paths, "none, where the newest claim or result says that there were some")
+    return chain, urls
+
+
+def find_tip(fs: FileSystem, paths: RunPaths, before: int | None = None) -> Checkpoint | None:
+    """The newest whole checkpoint of the chain, None before the first one; `before` as in `chain_of`.
+
+    A torn or changed checkpoint is refused aloud and its parent used. Raises DataError when none of several is whole,
+    and what `chain_of` does: to begin anew in silence would mix two trainings in one run.
+    """
+    chain, urls = chain_of(fs, paths, before)
+    for ref in chain:
+        try:
+            return Checkpoint(ref, urls[ref], read_checkpoint(fs, urls[ref], ref))
+        except (DataError, NotFoundError) as error:
+            log.error("checkpoint %s is refused, its parent is used: %s", ref, error)
+    if chain:
+        raise _none_whole(paths, ", ".join(map(str, chain)))
+    return None
+
+
+def _none_whole(paths: RunPaths, got: str) -> DataError:
+    return DataError(
+        f"no checkpoint of {paths.root} is whole",
+        got=got,
+        allowed="at least one whose digests hold",
+        next_step=f"Run `python -m jobs.verify {paths.root}`; restore a checkpoint or begin a new run.",
+    )
+
+
+def _check_claims(paths: RunPaths, claims: Mapping[int, Claim], urls: Mapping[CheckpointRef, str]) -> None:
+    newest = max(claims, default=0)
+    if unclaimed := sorted(ref for ref in urls if ref.generation > newest):
+        raise DataError(
+            f"{paths.root} lacks claims",
+            got=f"checkpoint {unclaimed[-1]}, and {newest or 'none'} as the newest claim",
+            allowed=f"a claim in {paths.claims} for each generation that wrote a checkpoint",
+            next_step="Restore the claims from a copy, or begin a new run.",
+        )
+
+
+def read_checkpoint(fs: FileSystem, url: str, ref: CheckpointRef) -> dict[str, Any]:
+    """The manifest of a checkpoint, all of whose files have been read and match; raises CorruptionError naming one."""
+    where = join(url, MANIFEST_NAME)
+    manifest = unseal(fs.read_bytes(where), where)
+    if (manifest.get("kind"), manifest.get("step"), manifest.get("generation")) != (
+        "checkpoint",
+        ref.step,
+        ref.generation,
+    ):
+        raise CorruptionError("a manifest that contradicts its directory's name", file=where, got=str(ref))
+    for name, value in documents.mapping(manifest.get("files"), where=f"{where}: files").items():
+        file = join(url, safe_relative(name, where=where))
+        info = documents.obj(value, ("bytes", "sha256"), where=f"{where}: {name}")
+        try:
+            size, digest = file_digest(fs, file)
+        except NotFoundError:
+            raise CorruptionError("a file of a checkpoint is missing", file=file) from None
+        if (size, digest) != (info["bytes"], info["sha256"]):
+            raise CorruptionError(
+                "a file of a checkpoint was changed",
+                file=file,
+                got=f"{size} bytes, sha256 {digest}",
+                allowed=f"{info['bytes']} bytes, sha256 {info['sha256']}",
+            )
+    return manifest
+
+
+def _checkpoints_in(fs: FileSystem, directory: str) -> dict[CheckpointRef, str]:
+    found = {}
+    for name in _directories(fs, directory):
+        if (place := checkpoint_of(name)) is not None:
+            found[CheckpointRef(*place)] = join(directory, name)
+    return found
+
+
+def _directories(fs: FileSystem, url: str) -> list[str]:
+    try:
+        return [entry.name for entry in fs.list(url) if entry.is_dir]
+    except NotFoundError:
+        return []

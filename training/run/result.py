@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from lockstep.storage import documents
+from lockstep.storage.documents import unseal_as
+from lockstep.storage.errors import CorruptionError, NotFoundError
+from lockstep.storage.files.interface import FileSystem
+from training.run.lineage import CheckpointRef, read_claims
+from training.run.paths import RunPaths
 
 FORMAT_VERSION = 1
 
@@ -35,7 +43,7 @@ class RunResult:
     class_counts: list[int] | None = None
     """Rows of each class in the last epoch, as far as this generation was fed it; None where labels are no classes."""
     restart_log: list[dict[str, Any]] = field(default_factory=list)
-    """Of each of these restarts {generation, level, seconds, parts} (training.launch.restarts)."""
+    """Of each of these restarts {generation, level, seconds, parts} (training.launch.session)."""
 
     def to_json(self) -> dict[str, Any]:
         """The fields as a JSON object, the form of the result's file (unsealed)."""
@@ -54,3 +62,90 @@ class RunResult:
             f"{self.restarts} restarts, {len(self.left_over)} samples left over\n"
             f"last epoch: {numbers}\ncheckpoint {self.checkpoint}\nmodel {self.model}"
         )
+
+
+IN_PLACE, ANEW = 1, 2
+
+
+def told(restart: Mapping[str, Any]) -> str:
+    """What `to_json` has made, in words; the parts of a tenth of a second and more."""
+    how = "in place (level 1)" if restart["level"] == IN_PLACE else "by new supervisors (level 2)"
+    if restart["seconds"] is None:
+        return f"{how} and came to no step"
+    words = ", ".join(f"{word} {seconds:.1f}" for word, seconds in restart["parts"].items() if seconds >= 0.05)
+    return f"{how} and made its first step {restart['seconds']:.1f} s after the failure: {words}"
+
+
+def checked(restarts: object, where: str) -> list[dict[str, Any]]:
+    """A result's list of restarts; raises DataError naming what is not of its type."""
+    found: list[dict[str, Any]] = []
+    for number, value in enumerate(documents.items(restarts, where=where)):
+        place = f"{where}[{number}]"
+        restart = documents.obj(value, ("generation", "level", "seconds", "parts"), where=place)
+        for name in ("generation", "level"):
+            documents.count(restart[name], where=f"{place}: {name}")
+        if restart["seconds"] is not None:
+            documents.number(restart["seconds"], where=f"{place}: seconds")
+        for word, seconds in documents.mapping(restart["parts"], where=f"{place}: parts").items():
+            documents.number(seconds, where=f"{place}: {word}")
+        found.append(restart)
+    return found
+
+
+def find_result(fs: FileSystem, paths: RunPaths) -> dict[str, Any] | None:
+    """The result that counts: the newest claim's, else the newest one at whose checkpoint a later generation of the
+    chain began. None before the first.
+
+    An older generation's late result names a checkpoint past its successor's parent and is passed over.
+    """
+    claims = read_claims(fs, paths)
+    generation = max(claims, default=None)
+    began: CheckpointRef | None = None
+    while generation is not None and generation in claims:
+        url = paths.result(generation)
+        if fs.exists(url):
+            result = _checked(unseal_as("result", fs.read_bytes(url), url), generation, url)
+            if began is None or result.get("checkpoint") == str(began):
+                return result
+        began = claims[generation].parent
+        generation = began.generation if began else None
+    return None
+
+
+def _checked(result: dict[str, Any], generation: int, where: str) -> dict[str, Any]:
+    """A result whose every field is of its type. Raises DataError or CorruptionError naming file and field."""
+    for name in ("generation", "steps", "epochs", "samples", "restarts"):
+        documents.count(result.get(name), where=f"{where}: {name}")
+    if result["generation"] != generation:
+        raise CorruptionError("a result that contradicts its name", file=where, got=f"generation {generation}")
+    for name in ("seconds", "samples_per_s"):
+        documents.number(result.get(name), where=f"{where}: {name}")
+    for name in ("checkpoint", "model"):
+        if result.get(name) is not None:
+            documents.string(result[name], where=f"{where}: {name}")
+    documents.string(result.get("run"), where=f"{where}: run")
+    documents.mapping(result.get("metrics"), where=f"{where}: metrics")
+    for sample in documents.items(result.get("left_over"), where=f"{where}: left_over"):
+        documents.string(sample, where=f"{where}: left_over")
+    if result.get("class_counts") is not None:
+        for rows in documents.items(result["class_counts"], where=f"{where}: class_counts"):
+            documents.count(rows, where=f"{where}: class_counts")
+    restarts = checked(result.get("restart_log", []), where=f"{where}: restart_log")
+    return {"checkpoint": None, "model": None, "class_counts": None, **result, "restart_log": restarts}
+
+
+def find_model(fs: FileSystem, paths: RunPaths) -> str:
+    """URL of the model directory that counts, by the same rule as `find_result`.
+
+    Raises NotFoundError while the run has none.
+    """
+    result = find_result(fs, paths)
+    url = None if result is None else paths.model(int(result["generation"]))
+    if url is None or not fs.exists(url):
+        raise NotFoundError(
+            f"{paths.root} has no finished model",
+            got="no result of its newest generation" if url is None else f"{url} is missing",
+            allowed="a run that ended",
+            next_step="Let the run end: `python -m jobs.train --run` with the same flags goes on with it.",
+        )
+    return url

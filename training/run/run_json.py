@@ -10,19 +10,19 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from lockstep.storage import strict
+from lockstep.storage import documents
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
+from lockstep.storage.documents import seal, unseal_as
 from lockstep.storage.errors import ConfigError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.publish import write_file
-from lockstep.storage.sealed import seal, unseal_as
 from lockstep.storage.urls import parent
 from training.config import TrainConfig, flag_of
 from training.plan.datasets import what_differs
 from training.plan.mixture import Plan
-from training.run.chain import checkpoints, find_result
-from training.run.lineage import epochs_asked, read_claims
+from training.run.lineage import checkpoints, epochs_asked, read_claims
 from training.run.paths import RunPaths
+from training.run.result import find_result
 
 FORMAT_VERSION = 1
 PACKAGES = ("lockstep", "pyspark", "numpy", "pyarrow", "keras", "tensorflow", "safetensors", "hdfs-native")
@@ -98,7 +98,7 @@ def read_run(fs: FileSystem, paths: RunPaths) -> dict[str, Any]:
     """run.json, with its objects `plan` and `config`. Raises NotFoundError, CorruptionError or DataError naming it."""
     found = unseal_as("run", fs.read_bytes(paths.run_json), paths.run_json, version=FORMAT_VERSION)
     for name in ("plan", "config"):
-        strict.mapping(found.get(name), where=f"{paths.run_json}: {name}")
+        documents.mapping(found.get(name), where=f"{paths.run_json}: {name}")
     return found
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lockstep.storage.dataset.layout import MANIFEST_NAME
-from lockstep.storage.documents import sha256_hex
+from lockstep.storage.documents import sha256_hex, unseal
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError, NotFoundError
 from lockstep.storage.fs import filesystem
-from lockstep.storage.sealed import unseal
 from lockstep.storage.urls import join
-from training.run.chain import find_model, find_tip
+from training.run.lineage import find_tip
 from training.run.paths import RunPaths
+from training.run.result import find_model
 
 MODEL_FILE, SCHEMA_FILE = "model.keras", "schema.json"
 FILES = (".keras", ".weights.h5")

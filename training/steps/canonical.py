@@ -17,16 +17,38 @@ import tensorflow as tf
 
 from lockstep.storage.errors import ConfigError
 from training.comm.base import Communicator
-from training.plan.canonical import carries
 from training.steps.batchnorm import batchnorm_as, statistics_of
 from training.steps.draws import drawn_from, draws_of_step, step_of
-from training.steps.installed_step import install_step, remove_step
-from training.steps.kept_statistics import KeptStatistics
-from training.steps.losses import Denominators
+from training.steps.losses import Denominators, weighed_by_rows
 from training.steps.model_state import METRICS, SEEDS, variables_of
-from training.steps.output_losses import weighed_by_rows
 from training.steps.patching import swapped
-from training.steps.skipped_step import SkippedStep
+from training.steps.rank_step import KeptStatistics, SkippedStep, install_step, remove_step
+
+NOTHING, KEEP, ADD = 0, 1, 2
+
+
+def carries(units: int) -> list[list[int]]:
+    """What becomes of each unit's value in the tree over `units`: row u has an entry for each depth, the root's first.
+
+    A value comes from below: at its unit's own depth, then at each one above. KEEP: it is a left part and waits there;
+    ADD: it is a right part, added to what waits, and the sum goes one up; NOTHING: the value does not get there, or the
+    unit does not lie so deep. At most one value waits at each depth. The last one is kept at depth 0: the sum of all.
+    """
+    deepest = (units - 1).bit_length()
+    table = [[NOTHING] * (deepest + 1) for _ in range(units)]
+
+    def enter(first: int, stop: int, depth: int, is_right: bool) -> None:
+        if depth:
+            table[stop - 1][depth] = ADD if is_right else KEEP
+        else:
+            table[stop - 1][0] = KEEP
+        if stop - first > 1:
+            middle = first + (stop - first) // 2
+            enter(first, middle, depth + 1, False)
+            enter(middle, stop, depth + 1, True)
+
+    enter(0, units, 0, False)
+    return table
 
 
 class CanonicalStep:

@@ -7,7 +7,7 @@ rank; accumulation adds on each rank alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 from weakref import WeakSet, ref
 
@@ -17,14 +17,142 @@ import tensorflow as tf
 
 from lockstep.storage.errors import ConfigError
 from training.comm.base import Communicator
-from training.control.current import report_faults_of
+from training.control.context import report_faults_of
 from training.exchange.buckets import BUCKET_BYTES
 from training.exchange.exchange import Exchange
 from training.exchange.sparse import ROWS_FROM_BYTES
-from training.steps import accumulate, fused, loss_scale
+from training.steps import fused
 from training.steps.distribute_checks import check_step, check_wish, compare_start
-from training.steps.graph_exchange import exchange_for
-from training.steps.reduction import Reduction
+from training.steps.ordered import put_last, tail
+from training.steps.reduction import Reduction, exchange_for
+
+Gradients = list[Any]
+
+
+def steps_of(optimizer: keras.optimizers.Optimizer) -> int:
+    """Micro-batches of one update, 1 without accumulation."""
+    return optimizer.gradient_accumulation_steps or 1
+
+
+def is_first(optimizer: keras.optimizers.Optimizer) -> tf.Tensor:
+    """Whether this micro-batch begins a cycle; bool ()."""
+    return tf.equal(optimizer._iterations.value % steps_of(optimizer), 0)
+
+
+def is_last(optimizer: keras.optimizers.Optimizer) -> tf.Tensor:
+    """Whether this micro-batch ends a cycle; bool ()."""
+    return tf.equal((optimizer._iterations.value + 1) % steps_of(optimizer), 0)
+
+
+def local_sums(optimizer: keras.optimizers.Optimizer, grads: Gradients, variables: list[Any]) -> Gradients:
+    """This rank's micro-gradients so far, the present ones included; None where None.
+
+    Of the scale that `grads` have: with `loss_scale_factor` Keras divides by it before it accumulates.
+    """
+    factor = optimizer.loss_scale_factor
+
+    def so_far(grad: Any, variable: Any) -> tf.Tensor:
+        held = tf.cast(_accumulator(optimizer, variable), grad.dtype)
+        return grad + (held if factor is None else held * tf.cast(factor, grad.dtype))
+
+    return [None if grad is None else so_far(grad, variable) for grad, variable in zip(grads, variables, strict=True)]
+
+
+def empty(optimizer: keras.optimizers.Optimizer) -> None:
+    """Set all accumulators to zero."""
+    for accumulator in optimizer._accumulated_gradients:
+        if accumulator is not None:
+            accumulator.assign(tf.zeros_like(accumulator.value))
+
+
+def reduced_at_last(
+    optimizer: keras.optimizers.Optimizer,
+    grads: Gradients,
+    variables: list[Any],
+    reduce: Callable[[Gradients], Gradients],
+    hold: Callable[[], Any],
+) -> Gradients:
+    """What Keras' `apply` is to be given for this micro-batch: the ranks' sum on the last of a cycle, else `grads`."""
+    grads = [None if grad is None else tf.convert_to_tensor(grad) for grad in grads]
+    present = [i for i, grad in enumerate(grads) if grad is not None]
+
+    def last() -> Gradients:
+        reduced = reduce(local_sums(optimizer, grads, variables))
+        with tf.control_dependencies([reduced[i] for i in present]):  # the sums have been read
+            empty(optimizer)
+        return [tf.identity(reduced[i]) for i in present]
+
+    def held() -> Gradients:
+        with tf.control_dependencies([hold()]):
+            return [tf.identity(grads[i]) for i in present]
+
+    result: Gradients = [None] * len(grads)
+    with tf.control_dependencies(tail()):
+        values = tf.cond(is_last(optimizer), last, held)
+    put_last(values[0])
+    for i, value in zip(present, values, strict=True):
+        value.set_shape(grads[i].shape)
+        result[i] = value
+    return result
+
+
+def _accumulator(optimizer: keras.optimizers.Optimizer, variable: Any) -> tf.Tensor:
+    return optimizer._accumulated_gradients[optimizer._get_variable_index(variable)].value
+
+
+POLICY = "mixed_float16"
+
+
+def scaled(optimizer: keras.optimizers.Optimizer, *, automatic: bool) -> keras.optimizers.Optimizer:
+    """`optimizer`, in a LossScaleOptimizer where `automatic` and the global policy is mixed_float16.
+
+    As `compile` does it, which then finds it done.
+    """
+    scaling = keras.optimizers.LossScaleOptimizer
+    if automatic and keras.config.dtype_policy().name == POLICY and not isinstance(optimizer, scaling):
+        return scaling(optimizer, name="loss_scale_optimizer")
+    return optimizer
+
+
+def apply_in_cycles(
+    optimizer: keras.optimizers.LossScaleOptimizer,
+    grads: Gradients,
+    variables: list[Any],
+    reduce: Callable[[Gradients], Gradients],
+    hold: Callable[[], Any],
+) -> None:
+    """`LossScaleOptimizer.apply` with an inner optimizer that accumulates."""
+    inner = optimizer.inner_optimizer
+    scale = optimizer.dynamic_scale.value
+    grads = [None if g is None else tf.convert_to_tensor(g) / tf.cast(scale, g.dtype) for g in grads]
+
+    def last() -> tf.Tensor:
+        reduced = reduce(local_sums(inner, grads, variables))
+        with tf.control_dependencies([grad for grad in reduced if grad is not None]):  # the sums have been read
+            empty(inner)
+            return tf.cond(optimizer.check_finite(reduced), lambda: update(reduced), skip)
+
+    def update(reduced: Gradients) -> tf.Tensor:
+        inner.apply(reduced, variables)
+        count = optimizer.step_counter.value + 1
+        full = tf.equal(count, optimizer.dynamic_growth_steps)
+        optimizer.dynamic_scale.assign(tf.where(full, scale * 2.0, scale))
+        optimizer.step_counter.assign(tf.where(full, tf.zeros_like(count), count))
+        return tf.constant(True)
+
+    def skip() -> tf.Tensor:
+        inner._iterations.assign_sub(steps_of(inner) - 1)  # the cycle begins anew
+        optimizer._stateful_handle_non_finite_grads()
+        return tf.constant(False)
+
+    def held() -> tf.Tensor:
+        with tf.control_dependencies([hold()]):
+            inner.apply(grads, variables)
+            return tf.constant(True)
+
+    with tf.control_dependencies(tail()):
+        put_last(tf.cond(is_last(inner), last, held))
+
 
 OptimizerT = TypeVar("OptimizerT", bound=keras.optimizers.Optimizer)
 _USED: WeakSet[Communicator] = WeakSet()  # those that an exchange's thread works with
@@ -68,7 +196,7 @@ def distribute(
             allowed="one way to distribute",
             next_step="Call distribute once, on the outermost optimizer, outside any tf.distribute scope.",
         )
-    outermost = loss_scale.scaled(optimizer, automatic=auto_scale_loss)
+    outermost = scaled(optimizer, automatic=auto_scale_loss)
     plain = type(outermost)
     if communicator in _USED:
         communicator = communicator.group(range(communicator.num_ranks))
@@ -201,17 +329,17 @@ class _Distributed:
             apply(grads, trainable_variables)  # which says so in Keras' own words
         elif exchange.skips_any:
             _apply_unless_skipped(apply, reduce(grads), trainable_variables, state.reduction)
-        elif accumulate.steps_of(counts) == 1:
+        elif steps_of(counts) == 1:
             apply(reduce(grads), trainable_variables)
         elif scaling:
-            loss_scale.apply_in_cycles(me, grads, variables, reduce, hold)
+            apply_in_cycles(me, grads, variables, reduce, hold)
         else:
-            sums = accumulate.reduced_at_last(me, grads, variables, reduce, hold)
+            sums = reduced_at_last(me, grads, variables, reduce, hold)
             apply(sums, trainable_variables)
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """One variable's update, when all that comes before it is done."""
-        if fused.can_fuse(_state(self).plain, self, gradient, variable):
+        if fused.can_fuse_update(_state(self).plain, self, gradient, variable):
             fused.update(self, gradient, variable, learning_rate)
         else:
             super().update_step(gradient, variable, learning_rate)  # type: ignore[misc] # Keras' class comes behind this mixin

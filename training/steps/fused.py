@@ -7,7 +7,8 @@ figures. The optimizer's variables, and all that Keras does before and after the
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -20,7 +21,7 @@ _SGD = (keras.optimizers.SGD, CorrectedSGD)
 _ADAM = (keras.optimizers.Adam, keras.optimizers.AdamW)
 
 
-def can_fuse(plain: type, optimizer: Any, gradient: Any, variable: Any) -> bool:
+def can_fuse_update(plain: type, optimizer: Any, gradient: Any, variable: Any) -> bool:
     """Whether TensorFlow has a kernel for this update; `plain` is the optimizer's own class.
 
     That is: SGD, Adam and AdamW of Keras but for amsgrad, a gradient that is a whole tensor of the variable's shape,
@@ -75,3 +76,39 @@ def _adapt(optimizer: Any, index: int, gradient: tf.Tensor, variable: tf.Variabl
         epsilon=epsilon,  # added to the root, in Keras too
         grad=gradient,
     )
+
+
+class Normalised(NamedTuple):
+    """`y` has the shape and dtype of the batch; `mean` and `variance` (channels,) float32 are the groups' mean ones."""
+
+    y: tf.Tensor
+    mean: tf.Tensor
+    variance: tf.Tensor
+
+
+def can_fuse_batchnorm(layer: Any, inputs: tf.Tensor, mask: Any) -> bool:
+    """Whether TensorFlow's kernel does what `layer` (keras.layers.BatchNormalization) asks for, in training.
+
+    That is: float32, (n, height, width, channels) of known sizes, channels last, no mask, no renorm.
+    """
+    shape = inputs.shape
+    fits = len(shape) == 4 and None not in shape and math.prod(shape) > 0 and layer.axis in (-1, 3)
+    plain = mask is None and not layer.renorm and not layer.synchronized
+    return bool(fits and plain and inputs.dtype == layer.variable_dtype == layer.compute_dtype == "float32")
+
+
+def normalise(layer: Any, x: tf.Tensor, group_rows: int) -> Normalised:
+    """Normalise each run of `group_rows` rows of `x` by itself; n is a multiple of it."""
+    channels = x.shape[-1]
+    gamma = layer.gamma.value if layer.scale else tf.ones(channels)
+    beta = layer.beta.value if layer.center else tf.zeros(channels)
+    groups = x.shape[0] // group_rows
+    parts = [
+        tf.compat.v1.nn.fused_batch_norm(part, gamma, beta, epsilon=layer.epsilon, is_training=True)[:3]
+        for part in (tf.split(x, groups) if groups > 1 else [x])
+    ]
+    ys, means, variances = zip(*parts, strict=True)
+    # The kernel tells the variance of the population that the batch is a sample of; Keras' moves by the batch's own.
+    count = group_rows * math.prod(x.shape[1:3])
+    variance = tf.add_n(variances) * ((count - 1) / count / groups)
+    return Normalised(tf.concat(ys, 0) if groups > 1 else ys[0], tf.add_n(means) / groups, variance)

@@ -9,22 +9,49 @@ rank's loss multiplied by what makes its part of the sum right. A plain mean cos
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import keras
 import numpy as np
 import tensorflow as tf
-
-# Not public; to write them again would be to follow what Keras makes of masks and weights by hand.
 from keras.src.losses.loss import apply_mask, reduce_weighted_values
 from numpy.typing import NDArray
 
 from lockstep.storage.errors import ConfigError
-from training.steps.compiled_losses import changed_losses
 from training.steps.ordered import OrderedCalls
 from training.steps.patching import swapped
+
+
+@contextmanager
+def changed_losses(
+    model: keras.Model, changes: Callable[[Any], Iterator[AbstractContextManager[None]]]
+) -> Iterator[None]:
+    """While this is open, the contexts of `changes(losses)` are, which is asked once the compiled losses are built.
+
+    In a loop of the user's own that is within it: the first loss builds them. A model without losses has no changes.
+    """
+    losses = model._compile_loss  # Keras has no public way to it
+    with ExitStack() as stack:
+
+        def change() -> None:
+            for context in changes(losses):
+                stack.enter_context(context)
+
+        if losses is not None and losses.built:
+            change()
+        elif losses is not None:
+            plain = losses.build
+
+            def build(*args: Any) -> None:
+                plain(*args)
+                change()
+
+            stack.enter_context(swapped(losses, "build", build))
+        yield
+
 
 Divides = Literal["rows", "mask", "weights", "nothing"]
 LOSS_BASE = keras.losses.Loss
@@ -148,3 +175,36 @@ def _unknown(loss: Any, local: Any, mask: Any, sample_weight: Any) -> Any:
         )
     log.warning("the loss %s returns one number: it is taken for a mean over its rows", loss.name)
     return local
+
+
+@contextmanager
+def weighed_by_rows(model: keras.Model, data: Any) -> Iterator[None]:
+    """While a step of `model` on the batch `data` (what train_step and test_step are given) is traced or run."""
+
+    def changes(losses: Any) -> Iterator[AbstractContextManager[None]]:
+        for metric in losses.metrics:  # none where there is one output
+            x = keras.utils.unpack_x_y_sample_weight(data)[0]
+            rows = tf.shape(next(part for part in keras.tree.flatten(x) if part is not None))[0]
+            yield swapped(metric, "update_state", partial(_update, metric.update_state, rows))
+
+    with changed_losses(model, changes):
+        yield
+
+
+def weigh_tests(model: keras.Model) -> None:
+    """Have `evaluate` of `model`, and the validation of its `fit`, weigh so from now on."""
+    plain = model.test_step
+    if getattr(plain, "weighs_by_rows", False):
+        return
+
+    def test_step(data: Any) -> Any:
+        with weighed_by_rows(model, data):
+            return plain(data)
+
+    test_step.weighs_by_rows = True  # type: ignore[attr-defined]  # a mark, for the second call
+    object.__setattr__(model, "test_step", test_step)  # past Keras' tracking
+    model.test_function = None
+
+
+def _update(plain: Any, rows: Any, value: Any, sample_weight: Any = None) -> Any:
+    return plain(value, sample_weight=rows)

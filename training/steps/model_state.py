@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Container, Sequence
+from functools import partial
 from typing import Any
 
 import keras
@@ -14,9 +15,45 @@ from lockstep.features.schema.signature import Signature
 from lockstep.storage.documents import canonical_bytes, sha256_hex
 from lockstep.storage.errors import ConfigError
 from training.comm.base import Communicator
-from training.exchange.variable_view import view_of
+from training.exchange.compare_ranks import view_of
 from training.run.checkpoint import Tensors, TensorSpec, take
-from training.steps.label_columns import show_labels_as_columns
+
+
+def show_labels_as_columns(model: keras.Model) -> None:
+    """Have the compiled metrics of Keras' own that `model` has, or is going to build, see labels so from now on."""
+    metrics = model._compile_metrics  # Keras has no public way to it
+    if metrics is None:
+        return
+    if metrics.built:
+        _change(metrics)
+        return
+    plain = metrics.build
+
+    def build(*args: Any) -> None:
+        plain(*args)
+        _change(metrics)
+
+    object.__setattr__(metrics, "build", build)  # past Keras' tracking
+
+
+def _change(metrics: Any) -> None:
+    for metric in metrics.metrics:
+        plain = metric.update_state
+        if _is_of_keras(metric) and getattr(plain, "func", None) is not _update:
+            object.__setattr__(metric, "update_state", partial(_update, plain))
+
+
+def _is_of_keras(metric: Any) -> bool:
+    function = getattr(metric, "_fn", None)  # what a MeanMetricWrapper takes the mean of: a function, or a loss
+    parts = [type(metric).update_state, *([] if function is None else [function])]
+    return all(str(part.__module__).startswith("keras.") for part in parts)
+
+
+def _update(plain: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+    if len(y_true.shape) == 1 and len(y_pred.shape) == 2 and y_pred.shape[-1] == 1:
+        y_true = keras.ops.expand_dims(y_true, -1)  # (n,) -> (n, 1)
+    return plain(y_true, y_pred, sample_weight=sample_weight)
+
 
 WEIGHTS, OPTIMIZER, METRICS, SEEDS = "weights", "optimizer", "metrics", "seeds"
 

@@ -22,8 +22,8 @@ import tensorflow as tf
 from lockstep.storage.errors import ConfigError
 from training.comm.base import Communicator, part_bounds
 from training.steps.distribute import exchange_of
+from training.steps.losses import weigh_tests
 from training.steps.model_state import as_floats, summed_metrics
-from training.steps.output_losses import weigh_tests
 from training.steps.rank_step import RankStep
 
 Statistics = Literal["sync", "local"]
@@ -228,3 +228,16 @@ def _gathered(array: Any, communicator: Communicator) -> Any:
     array = np.ascontiguousarray(array)
     parts = communicator.all_gather_ragged(array.reshape(-1))
     return np.concatenate([part.reshape(-1, *array.shape[1:]) for part in parts])
+
+
+def of_all_ranks(model: keras.Model, communicator: Communicator, scale: float, logs: dict[str, Any]) -> dict[str, Any]:
+    """Metrics over all ranks, the same on each; `logs` are this rank's, `scale` its share of the rows. A collective."""
+    summed_metrics(model, communicator)
+    result = as_floats(model.get_metrics_result())
+    if set(result) == set(logs):
+        return result
+    # A train_step of the user's that returns other values: their mean, weighted by the ranks' rows.
+    names = sorted(logs)
+    values = np.array([float(logs[name]) for name in names]) * scale
+    communicator.all_reduce(values)
+    return dict(zip(names, values.tolist(), strict=True))

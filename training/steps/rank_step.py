@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -12,16 +12,132 @@ import tensorflow as tf
 
 from lockstep.storage.errors import ConfigError
 from training.comm.base import Communicator
-from training.steps.batchnorm import GhostBatchNormalization, batchnorm_as, normalisations
+from training.steps.batchnorm import GhostBatchNormalization, SyncMoments, batchnorm_as, normalisations, statistics_of
+from training.steps.distribute import exchange_of, is_first, is_last, skipped_of, steps_of
 from training.steps.draws import draws_of_step, step_of
-from training.steps.installed_step import install_step, remove_step
-from training.steps.kept_statistics import KeptStatistics
-from training.steps.losses import Denominators
-from training.steps.micro_statistics import MicroStatistics
+from training.steps.losses import Denominators, weigh_tests, weighed_by_rows
 from training.steps.ordered import OrderedCalls
-from training.steps.output_losses import weighed_by_rows
-from training.steps.skipped_step import SkippedStep
-from training.steps.sync_batchnorm import SyncMoments
+from training.steps.patching import swapped
+
+
+def install_step(model: keras.Model, train_step: Callable[[Any], Any]) -> None:
+    """Have `fit` and `train_on_batch` trace `train_step`, and tests weigh batches by rows, until `remove_step`."""
+    object.__setattr__(model, "train_step", train_step)  # past Keras' tracking
+    model.train_function = None
+    weigh_tests(model)
+
+
+def remove_step(model: keras.Model) -> None:
+    """Give the model its own train_step and test_step back."""
+    object.__delattr__(model, "train_step")
+    object.__delattr__(model, "test_step")
+    model.train_function = model.test_function = None
+
+
+class KeptStatistics:
+    """The moving averages of `model`, whose optimizer is distributed, as they were before its last step began.
+
+    Without loss scaling nothing is kept: there what is not finite ends the run.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self._model = model
+        self._before: list[tf.Variable] = []  # with gradient accumulation: as they were before its first micro-batch
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """While the whole of a training step is traced (or run, in eager mode), the optimizer's `apply` included."""
+        optimizer = self._model.optimizer
+        statistics = statistics_of(self._model)
+        if not (isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and statistics):
+            yield
+            return
+        if not optimizer.built:
+            optimizer.build(self._model.trainable_variables)
+        scale = tf.identity(optimizer.dynamic_scale.value)
+        before = self._kept([tf.identity(variable.value) for variable in statistics], optimizer.inner_optimizer)
+        yield
+        skipped = optimizer.dynamic_scale.value < scale  # nothing else lowers it
+        for variable, old in zip(statistics, before, strict=True):
+            variable.assign(tf.where(skipped, old, variable.value))
+
+    def _kept(self, values: list[Any], counts: keras.optimizers.Optimizer) -> list[Any]:
+        if steps_of(counts) == 1:
+            return values
+        if not self._before:
+            with tf.init_scope():
+                self._before = [tf.Variable(tf.zeros(value.shape, value.dtype), trainable=False) for value in values]
+        first = is_first(counts)
+        for variable, value in zip(self._before, values, strict=True):
+            variable.assign(tf.where(first, value, variable))
+        return [variable.read_value() for variable in self._before]
+
+
+class MicroStatistics:
+    """The moving averages of `model`, whose optimizer accumulates over `micro_batches` parts of each rank's rows."""
+
+    def __init__(self, model: keras.Model, micro_batches: int) -> None:
+        self._model, self._micro_batches = model, micro_batches
+        self._before: list[tf.Variable] = []
+        self._sums: list[tf.Variable] = []
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """While the whole of a training step is traced (or run, in eager mode), the optimizer's `apply` included."""
+        optimizer, statistics = self._model.optimizer, statistics_of(self._model)
+        if self._micro_batches == 1 or not statistics:
+            yield
+            return
+        if not self._before:
+            with tf.init_scope():
+                self._before, self._sums = (
+                    [tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False) for v in statistics] for _ in range(2)
+                )
+        counts = getattr(optimizer, "inner_optimizer", optimizer)
+        first, last = is_first(counts), is_last(counts)
+        for variable, before, total in zip(statistics, self._before, self._sums, strict=True):
+            before.assign(tf.where(first, variable.value, before))
+            total.assign(tf.where(first, tf.zeros_like(total), total))
+            variable.assign(before.read_value())
+        plain = optimizer.apply
+
+        def apply(*args: Any, **kwargs: Any) -> None:
+            """After the forward pass, and before the exchange of the last micro-batch takes the averages."""
+            for variable, total in zip(statistics, self._sums, strict=True):
+                total.assign_add(variable.value)
+                variable.assign(tf.where(last, total / self._micro_batches, variable.value))
+            plain(*args, **kwargs)
+
+        with swapped(optimizer, "apply", apply):
+            yield
+
+
+class SkippedStep:
+    """The state of `model` besides trained weights, put back after a step that its distributed optimizer skipped."""
+
+    def __init__(self, model: keras.Model) -> None:
+        self._model = model
+
+    @contextmanager
+    def step(self, result: dict[str, Any]) -> Iterator[None]:
+        """While the whole of a training step is traced (or run, in eager mode), the optimizer's `apply` included.
+
+        `result` is filled with what the step returns, the metrics; these are taken anew where they are the model's.
+        """
+        model = self._model
+        if not exchange_of(model.optimizer).skips_any:
+            yield
+            return
+        variables = [*model.non_trainable_weights, *model.metrics_variables]
+        before = [tf.identity(variable.value) for variable in variables]
+        yield
+        skipped = tf.equal(skipped_of(model.optimizer), 1)
+        for variable, old in zip(variables, before, strict=True):
+            variable.assign(tf.where(skipped, old, variable.value))
+        metrics = model.get_metrics_result()
+        if set(metrics) == set(result):
+            result.update(metrics)
+
 
 log = logging.getLogger(__name__)
 

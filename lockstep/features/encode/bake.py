@@ -1,5 +1,5 @@
 """Baking: from declared columns to columns of what a model is fed, in the form that
-lockstep/features/schema/baked_form.py says.
+lockstep/features/schema/encodings.py says.
 """
 
 from __future__ import annotations
@@ -14,16 +14,51 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from lockstep.features.encode.baked import baked_field, is_baked
 from lockstep.features.encode.encoder import plan_of
 from lockstep.features.encode.transforms import Columns, columns_of, kept_of, sequence_values
-from lockstep.features.schema.baked_form import has_ids, stored_form
-from lockstep.features.schema.encodings import fitted_part
+from lockstep.features.schema.encodings import BAKED, RAW_KEYS, fitted_part, has_ids, stored_form
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.fitted import Fitted
 from lockstep.features.schema.schema import Schema
 from lockstep.features.schema.signature import TensorSpec
 from lockstep.storage.errors import ConfigError
+
+
+def is_baked(field: Field) -> bool:
+    """Whether the field's stored values are a model's inputs."""
+    return field.encoding is not None and field.encoding["kind"] == BAKED
+
+
+def baked_field(field: Field, ids: int | None, fitted: Fitted | None) -> Field:
+    """The field as it is stored with its encoding baked in; itself where nothing changes.
+
+    `ids` is how many ids there are, where it has some; `fitted` what its encoding was fitted to.
+    """
+    form = stored_form(field.dtype, field.shape, field.encoding)
+    if field.kind != "feature" or form is None:
+        return field
+    declared = field.to_json()
+    encoding: dict[str, Any] = {"kind": BAKED, "raw": {key: declared[key] for key in RAW_KEYS}}
+    if ids is not None:
+        encoding["ids"] = ids
+    if fitted is not None:
+        encoding["fitted"] = {"file": field.fitted_file, "splits": list(fitted.fitted_on)}
+    return Field(name=field.name, dtype=form[0], shape=form[1], encoding=encoding)
+
+
+def raw_field(field: Field) -> Field:
+    """The field as it was declared before its encoding was baked in."""
+    if not is_baked(field):
+        return field
+    assert field.encoding is not None
+    raw: Mapping[str, Any] = field.encoding["raw"]
+    return Field(**{**raw, "name": field.name, "shape": tuple(raw["shape"])})
+
+
+def raw_schema(schema: Schema) -> Schema:
+    """The declared schema: with the fitted files, its Encoder makes of raw rows what the baked shards hold."""
+    return replace(schema, fields=tuple(map(raw_field, schema)))
+
 
 Bake = Callable[[pa.Array], pa.Array]
 BATCH_BYTES = 64 << 20  # of decoded images and scaled tensors at once: they are larger than what they are made of
@@ -51,7 +86,7 @@ def check_declared(schema: Schema) -> None:
             f"field `{baked[0]}` is baked: its values are a model's inputs already, of statistics of another dataset",
             got=f"{len(baked)} baked fields",
             allowed="a schema that says what raw columns are",
-            next_step="For raw rows take lockstep.features.encode.baked.raw_schema(schema); for ids and "
+            next_step="For raw rows take lockstep.features.encode.bake.raw_schema(schema); for ids and "
             "inputs declare plain numbers.",
         )
 

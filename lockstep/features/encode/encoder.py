@@ -12,13 +12,24 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from lockstep.features.encode.baked_inputs import baked
-from lockstep.features.encode.making import Lists, Made, at_once
-from lockstep.features.encode.refused_row import span
-from lockstep.features.encode.tensor_transforms import image, tensor
-from lockstep.features.encode.transforms import Plan, categorical, null_error, number, sequence, standardised, unfit
+from lockstep.features.encode.transforms import (
+    Lists,
+    Made,
+    Plan,
+    at_once,
+    baked,
+    categorical,
+    image,
+    null_error,
+    number,
+    sequence,
+    span,
+    standardised,
+    tensor,
+    unfit,
+)
 from lockstep.features.images.decode_many import BadImageError, keeping_bad
-from lockstep.features.schema.baked_form import BAKED
+from lockstep.features.schema.encodings import BAKED
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.fitted import Fitted
 from lockstep.features.schema.schema import Schema

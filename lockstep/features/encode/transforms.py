@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,81 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from lockstep.features.encode.hashing import TokenTable, buckets_of
-from lockstep.features.encode.making import Lists, Made, at_once, lists_of
+from lockstep.features.examples.column_checks import tensor_bytes
+from lockstep.features.images.decode_many import decode_files
 from lockstep.features.schema.encodings import INDEX, Encoding, output_of
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.fitted import Fitted, Moments, Vocabulary
 from lockstep.features.schema.signature import TensorSpec
 from lockstep.storage.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Lists:
+    """n rows of any number of values each: row i has values[offsets[i]:offsets[i + 1]]; offsets (n + 1,) int64."""
+
+    values: NDArray[Any]
+    offsets: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """Values of each row, (n,)."""
+        return np.diff(self.offsets)
+
+
+Early = Callable[[pa.Array], NDArray[Any] | Lists]
+Late = Callable[[Any], NDArray[Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Made:
+    """One array: `late(early(column))` is what a model is fed, where `late` is None what `early` gives.
+
+    Each row of what `early` gives depends on that row of the column alone.
+    """
+
+    spec: TensorSpec
+    """What a model is fed of a row."""
+    early: Early
+    """From a column of n rows to an array (n, *row.shape) of row.dtype, or to Lists of such values."""
+    row: TensorSpec
+    """A row of what `early` gives; of Lists, one value."""
+    lists: bool = False
+    """Whether `early` gives Lists."""
+    late: Late | None = None
+    """From rows in any order, an array or Lists, to what a model is fed."""
+    stored: str | None = None
+    """The dtype of what is stored, where a row of `early` is that as it lies, or an int64 as the same float32."""
+    borrowed: bool = False
+    """Whether what `early` gives is the column's own memory."""
+
+    def whole(self, column: pa.Array) -> NDArray[Any]:
+        """Both steps: what a model is fed of a column, in an array of its own."""
+        rows = self.early(column)
+        if self.late is not None:
+            return self.late(rows)
+        assert isinstance(rows, np.ndarray)
+        return rows.copy() if self.borrowed else rows
+
+
+def at_once(spec: TensorSpec, early: Callable[[pa.Array], NDArray[Any]], stored: str | None = None) -> Made:
+    """An array that is small enough to be made whole in the first step."""
+    return Made(spec=spec, early=early, row=TensorSpec(shape=spec.shape, dtype=spec.dtype), stored=stored)
+
+
+def lists_of(column: pa.Array, values: NDArray[Any]) -> Lists:
+    """The rows of a column of lists, whose flattened values became `values`; a null row has none."""
+    offsets = np.frombuffer(column.buffers()[1], dtype=np.int32)[column.offset : column.offset + len(column) + 1]
+    if not len(column):
+        return Lists(values, np.zeros(1, dtype=np.int64))
+    if column.null_count:
+        counts = np.where(np.asarray(column.is_valid()), np.diff(offsets), 0)
+        return Lists(values, np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))
+    return Lists(values, offsets.astype(np.int64) - int(offsets[0]))
+
 
 # The values of a column, of a scalar field or of a list's flattened rows, as columns 0..size-1; -1 is none of them.
 Columns = Callable[[pa.Array], NDArray[np.int64]]
@@ -270,3 +340,132 @@ def unfit(
         allowed=allowed,
         next_step=next_step,
     )
+
+
+def refused_row(attempt: Callable[[int, int], object], rows: int) -> tuple[int, DataError]:
+    """The first of `rows` rows that `attempt(start, stop)` raises a DataError for, and the error for that row alone.
+
+    `attempt` judges each row by itself, and raises for all rows together. Costs about as much as it does for them.
+    """
+    start, stop = 0, rows  # where the first one is
+    while stop - start > 1:
+        middle = (start + stop) // 2
+        try:
+            attempt(start, middle)
+            start = middle
+        except DataError:
+            stop = middle
+    try:
+        attempt(start, stop)
+    except DataError as error:
+        return start, error
+    raise AssertionError(f"{rows} rows are refused together and none of them alone")
+
+
+def span(low: object, high: object) -> str:
+    """A range of values in words."""
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def tensor(field: Field) -> Plan:
+    """The tensor as it was stored; with `normalise`, as float32."""
+    shape = tuple(size for size in field.shape if size is not None)
+    row = TensorSpec(shape=shape, dtype=field.dtype)
+    made = Made(spec=row, early=_stored(field, shape), row=row, stored=field.dtype, borrowed=True)
+    return {field.name: _scaled(field, made)}
+
+
+def image(field: Field, encoding: Encoding) -> Plan:
+    """The pixels of encoded image files, decoded when they are read: uint8, or float32 where they are normalised."""
+    height, width, channels = (int(encoding[key]) for key in ("height", "width", "channels"))
+    fit = str(encoding.get("fit", "resize"))
+
+    def files(column: pa.Array) -> Lists:
+        if column.null_count:
+            raise null_error(field)
+        if not len(column):
+            return Lists(np.zeros(0, dtype=np.uint8), np.zeros(1, dtype=np.int64))
+        offsets = np.frombuffer(column.buffers()[1], dtype=np.int32)[column.offset : column.offset + len(column) + 1]
+        data = column.buffers()[2]
+        return Lists(np.frombuffer(b"" if data is None else data, dtype=np.uint8), offsets.astype(np.int64))
+
+    def decoded(lists: Lists) -> NDArray[Any]:
+        return decode_files(lists.values, lists.offsets, (height, width), channels, fit)
+
+    pixels = TensorSpec(shape=(height, width, channels), dtype="uint8")
+    byte = TensorSpec(shape=(), dtype="uint8")
+    return {field.name: _scaled(field, Made(spec=pixels, early=files, row=byte, lists=True, late=decoded))}
+
+
+def _scaled(field: Field, made: Made) -> Made:
+    """The same array brought to a mean and a deviation, where the field asks for it."""
+    encoding, shape, dtype = field.encoding or {}, made.spec.shape, made.spec.dtype
+    if "mean" not in encoding:
+        return made
+    # float32 is exact enough for pixels and for what is float32 itself; the others are rounded once, at the end.
+    work = np.dtype(np.float32 if dtype in ("uint8", "float32") else np.float64)
+    deviation = np.array(encoding["deviation"], dtype=np.float64)
+    scale = (1.0 / (float(encoding.get("divide_by", 1)) * deviation)).astype(work)
+    shift = (-np.array(encoding["mean"], dtype=np.float64) / deviation).astype(work)
+
+    def normalised(rows: Any) -> NDArray[Any]:
+        # (n, *shape) * (1,) or (channels,): the last axis has the channels
+        values = (rows if made.late is None else made.late(rows)).astype(work)
+        values *= scale
+        values += shift
+        return values if work == np.float32 else narrowed(field, values, np.dtype(np.float32))
+
+    return replace(made, spec=TensorSpec(shape=shape, dtype="float32"), late=normalised)
+
+
+def _stored(field: Field, shape: tuple[int, ...]) -> Early:
+    dtype = np.dtype(field.dtype).newbyteorder("<")
+    wanted = tensor_bytes(field)
+
+    def transform(column: pa.Array) -> NDArray[Any]:
+        if column.null_count:
+            raise null_error(field)
+        offsets = np.frombuffer(column.buffers()[1], dtype=np.int32)[column.offset : column.offset + len(column) + 1]
+        if len(column) and not bool((np.diff(offsets) == wanted).all()):
+            raise DataError(
+                f"a tensor of field `{field.name}` has the wrong length",
+                got=f"{span(np.diff(offsets).min(), np.diff(offsets).max())} bytes",
+                allowed=f"{wanted} bytes",
+                next_step="Run `python -m jobs.verify URL`.",
+            )
+        if not len(column):
+            return np.zeros((0, *shape), dtype=field.dtype)
+        data = np.frombuffer(column.buffers()[2], dtype=np.uint8)[offsets[0] : offsets[-1]]
+        # (n * bytes,) uint8 -> (n, *shape): rows lie one after another; a view of Arrow's memory
+        return data.view(dtype).reshape(len(column), *shape)
+
+    return transform
+
+
+def baked(field: Field) -> Plan:
+    """The arrays that the declared encoding would give, of what is stored."""
+    assert field.encoding is not None
+    encoding, ids = field.encoding["raw"]["encoding"] or {}, field.encoding.get("ids")
+    columns, size = (None, 0) if ids is None else (_columns(field, ids), ids - 1)
+    if encoding.get("kind") == "sequence":
+        return as_sequence(field, encoding, columns, size)
+    if columns is not None:
+        return as_columns(field, output_of(encoding, is_list=field.is_list), columns, size)
+    return tensor(field) if field.is_tensor else number(field, {"dtype": field.dtype})
+
+
+def _columns(field: Field, ids: int) -> Columns:
+    def columns(column: pa.Array) -> NDArray[np.int64]:
+        if column.null_count:
+            raise null_error(field)
+        found: NDArray[Any] = np.asarray(column)
+        if len(found) and not (found.min() >= 0 and found.max() < ids):
+            raise DataError(
+                f"field `{field.name}` holds an id that there is not",
+                got=span(found.min(), found.max()),
+                allowed=f"0 to {ids - 1}",
+                next_step="Run `python -m jobs.verify URL`.",
+            )
+        return found - 1
+
+    return columns

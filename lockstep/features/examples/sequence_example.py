@@ -24,9 +24,16 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from lockstep.features.examples.column_checks import as_recorded
-from lockstep.features.examples.example import encode_batch
-from lockstep.features.examples.example_reader import decode_batch
-from lockstep.features.examples.wire import MASK, BytesLike, list_tag, read_varint, sized, varint
+from lockstep.features.examples.example import (
+    MASK,
+    BytesLike,
+    decode_batch,
+    encode_batch,
+    list_tag,
+    read_varint,
+    sized,
+    varint,
+)
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import DataError
@@ -36,7 +43,7 @@ _RAW = {"float32": "<f4", "float64": "<f8", "uint64": "<u8"}
 
 
 class SequenceEncoder:
-    """Framed SequenceExamples of record batches, with the calls of lockstep.features.examples.encoder.RecordEncoder."""
+    """Framed SequenceExamples of record batches, with the calls of lockstep.features.examples.codec.RecordEncoder."""
 
     def __init__(self, schema: Schema) -> None:
         self._schema = schema

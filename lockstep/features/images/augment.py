@@ -7,11 +7,17 @@ as easy as 1, 2, 3" (SC 2011): for augmentation, not for secrecy.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import MISSING, Field, dataclass, fields
+from functools import cache
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.features.images.decode_many import aligned_empty
 from lockstep.features.sample_id import splitmix64, splitmix64_array
 from lockstep.storage.errors import ConfigError
 
@@ -67,3 +73,369 @@ def _unknown(got: str, allowed: str) -> ConfigError:
 
 def _key(seed: int) -> np.uint64:
     return np.uint64(splitmix64((seed ^ _PURPOSE) & _MASK))
+
+
+Images = NDArray[np.uint8]  # (n, H, W, C)
+
+
+class Operation(ABC):
+    """A random change of single images; a frozen dataclass of its settings."""
+
+    __slots__ = ()
+
+    def check(self, shape: tuple[int, int, int]) -> None:  # noqa: B027 - most operations take any shape
+        """Raise ConfigError where images of `shape` (H, W, C) cannot be changed so."""
+
+    @abstractmethod
+    def apply(self, images: Images, draws: Draws) -> Images:
+        """Changed images, a new array: (n, H, W, C) uint8, C-contiguous -> the same shape and dtype."""
+
+
+def name_of(operation: Any) -> str:
+    """The word of an operation in --augment."""
+    return type(operation).__name__.lower()
+
+
+def need(operation: Any, right: bool, allowed: str) -> None:
+    """Raise ConfigError with the operation's settings unless they are right."""
+    if not right:
+        settings = [str(getattr(operation, field.name)) for field in fields(operation)]
+        raise ConfigError(
+            f"--augment {name_of(operation)} cannot be done",
+            got=":".join([name_of(operation), *settings]),
+            allowed=allowed,
+            next_step="Correct --augment.",
+        )
+
+
+SHARES = 256
+_BITS = 24  # of the table's steps: few enough that rounding hides the last places of a logarithm
+_TERMS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Mixup:
+    """Beta(alpha, alpha) decides how much of a sample is its own; the smaller `alpha`, the nearer to all or nothing."""
+
+    alpha: float
+
+    def __post_init__(self) -> None:
+        need(self, 0.01 <= self.alpha <= 8, "alpha from 0.01 to 8")
+
+    def partners(self, draws: Draws, rows: int) -> NDArray[np.int64]:
+        """The row that each row is mixed with, another one of its `rows` neighbours in a lane: (n,) int64."""
+        at = np.arange(len(draws.states), dtype=np.int64)
+        within = at % rows
+        return at - within + (within + 1 + draws.below(rows - 1, 0)) % rows
+
+    def shares(self, draws: Draws) -> NDArray[np.int64]:
+        """How much of a row is its own, in 1/256: (n,) int64 from 0 to 256."""
+        drawn = draws.bits(1) >> np.uint64(64 - _BITS)
+        return np.searchsorted(_steps(self.alpha), drawn.astype(np.int64), side="right").astype(np.int64)
+
+
+def mix_images(images: Images, partners: NDArray[np.int64], shares: NDArray[np.int64]) -> Images:
+    """Images of rows and their partners, by shares in 1/256, rounded half up: (n, H, W, C) uint8."""
+    from lockstep.features.images.kernels import mix
+
+    out = aligned_empty(images.shape)
+    flat = len(images), images[:1].size
+    mix(images.reshape(flat), partners, shares, out.reshape(flat))
+    return out
+
+
+def mix_labels(
+    labels: NDArray[np.float32],
+    weights: NDArray[np.float32] | None,
+    partners: NDArray[np.int64],
+    shares: NDArray[np.int64],
+) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+    """Labels (n,) or one-hot (n, classes) float32, and weights (n,) float32, of rows and their partners.
+
+    Labels are exact where they are 0 or 1. Of weights w1 and w2 and an own share l the weight is W = l w1 + (1 - l) w2
+    and the label (l w1 y1 + (1 - l) w2 y2) / W, so that no class gains or loses weight by being mixed.
+    """
+    own = (shares / np.float32(SHARES)).astype(np.float32)
+    if weights is None:
+        return _mixed(labels, partners, own), None
+    weight = _mixed(weights, partners, own)
+    own_of_label = np.divide(own * weights, weight, out=own.copy(), where=weight > 0)
+    return _mixed(labels, partners, own_of_label), weight
+
+
+def one_hot(labels: NDArray[np.int64], classes: int) -> NDArray[np.float32]:
+    """(n,) int64 in 0..classes-1 -> (n, classes) float32."""
+    out = np.zeros((len(labels), classes), dtype=np.float32)
+    out[np.arange(len(labels)), labels] = 1.0
+    return out
+
+
+def _mixed(values: NDArray[np.float32], partners: NDArray[np.int64], own: NDArray[np.float32]) -> NDArray[np.float32]:
+    own = own.reshape(-1, *[1] * (values.ndim - 1))  # (n,) -> (n, 1) next to one-hot labels
+    return own * values + (np.float32(1) - own) * values[partners]
+
+
+@cache
+def _steps(alpha: float) -> NDArray[np.int64]:
+    """(256,) int64: a draw of 24 bits that is not below steps[k] has a share of more than k / 256.
+
+    steps[k] is the chance of a share below (k + 1/2) / 256. Below 1/2 the incomplete beta function is the series
+    x^a * sum of (1-a)(2-a)...(k-a) / k! * x^k / (a+k) (DLMF 8.17.7); above it the distribution is its mirror image.
+    """
+    places = (np.arange(SHARES // 2) + 0.5) / SHARES
+    coefficient, series, half = 1.0, np.zeros_like(places), 0.0
+    for k in range(_TERMS):
+        series += coefficient / (alpha + k) * places**k
+        half += coefficient / (alpha + k) * 0.5**k
+        coefficient *= (k + 1 - alpha) / (k + 1)
+    chance = 0.5 * places**alpha * series / (0.5**alpha * half)
+    low = np.round(chance * (1 << _BITS)).astype(np.int64)
+    return np.concatenate([low, (1 << _BITS) - low[::-1]])
+
+
+Padding = Literal["zero", "edge", "reflect"]
+Axis = Literal["horizontal", "vertical", "both"]
+ONE = 1 << 16  # of fixed-point numbers: 16 bits before, 16 after the point
+ANGLES_PER_DEGREE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Crop(Operation):
+    """A window of the image's own size out of the image with `pixels` more on each side, anywhere with equal chance
+    (A. Krizhevsky, "Learning multiple layers of features from tiny images", 2009; 4 pixels in He and others, 2016).
+    """
+
+    pixels: int
+    padding: Padding = "zero"
+
+    def __post_init__(self) -> None:
+        need(self, 0 <= self.pixels <= 4096, "pixels from 0 to 4096")
+        need(self, self.padding in get_args(Padding), " or ".join(get_args(Padding)))
+
+    def check(self, shape: tuple[int, int, int]) -> None:
+        right = self.padding != "reflect" or self.pixels < min(shape[:2])
+        need(self, right, f"fewer pixels to reflect than the image has: {min(shape[:2]) - 1} at most")
+
+    def apply(self, images: Images, draws: Draws) -> Images:
+        from lockstep.features.images.kernels import crop
+
+        top = draws.between(-self.pixels, self.pixels, 0)
+        left = draws.between(-self.pixels, self.pixels, 1)
+        out = aligned_empty(images.shape)
+        crop(images, top, left, get_args(Padding).index(self.padding), out)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Flip(Operation):
+    """Mirrored with probability 1/2: left and right, top and bottom, or each by itself."""
+
+    axis: Axis = "horizontal"
+
+    def __post_init__(self) -> None:
+        need(self, self.axis in get_args(Axis), " or ".join(get_args(Axis)))
+
+    def apply(self, images: Images, draws: Draws) -> Images:
+        from lockstep.features.images.kernels import flip
+
+        never = np.zeros(len(images), dtype=np.int64)
+        columns = never if self.axis == "vertical" else draws.below(2, 0)
+        rows = never if self.axis == "horizontal" else draws.below(2, 1)
+        out = aligned_empty(images.shape)
+        flip(images, rows, columns, out)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Rotate90(Operation):
+    """Turned by 0, 90, 180 or 270 degrees, each with equal chance; images must be square."""
+
+    def check(self, shape: tuple[int, int, int]) -> None:
+        need(self, shape[0] == shape[1], f"square images; these are {shape[0]} x {shape[1]} (flip:both turns by 180)")
+
+    def apply(self, images: Images, draws: Draws) -> Images:
+        from lockstep.features.images.kernels import turn
+
+        out = aligned_empty(images.shape)
+        turn(images, draws.below(4, 0), out)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Rotate(Operation):
+    """Turned about the middle by up to `degrees` either way, in steps of 1/64 degree; bilinear, black outside."""
+
+    degrees: float
+
+    def __post_init__(self) -> None:
+        need(self, 0 <= self.degrees <= 180, "degrees from 0 to 180")
+
+    def apply(self, images: Images, draws: Draws) -> Images:
+        most = round(self.degrees * ANGLES_PER_DEGREE)
+        angle = draws.between(-most, most, 0) % (360 * ANGLES_PER_DEGREE)
+        cosines, sines = _turns()
+        cos, sin = cosines[angle], sines[angle]
+        # Where a pixel of the result comes from: the turn back.
+        return _affine(images, cos, sin, -sin, cos)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale(Operation):
+    """Made `low` to `high` times as large about the middle and cut to its own size; bilinear, black outside."""
+
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        need(self, 1 / 16 <= self.low <= self.high <= 16, "two factors in order, from 0.0625 to 16")
+
+    def apply(self, images: Images, draws: Draws) -> Images:
+        factor = draws.between(round(self.low * ONE), round(self.high * ONE), 0)
+        back = ((1 << 32) + factor // 2) // factor
+        zero = np.zeros_like(back)
+        return _affine(images, back, zero, zero, back)
+
+
+@cache
+def _turns() -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Cosine and sine of each 1/64 degree in 1/65536: rounded so far from a tie that any libm gives the same."""
+    angles = [math.radians(step / ANGLES_PER_DEGREE) for step in range(360 * ANGLES_PER_DEGREE)]
+    return tuple(np.array([round(of(a) * ONE) for a in angles], dtype=np.int64) for of in (math.cos, math.sin))  # type: ignore[return-value]  # a generator has no length to mypy
+
+
+def _affine(
+    images: Images,
+    xx: NDArray[np.int64],
+    xy: NDArray[np.int64],
+    yx: NDArray[np.int64],
+    yy: NDArray[np.int64],
+) -> Images:
+    """Each pixel from where the matrix ((xx, xy), (yx, yy)), (n,) each in 1/65536, leads about the middle."""
+    from lockstep.features.images.kernels import affine
+
+    out = aligned_empty(images.shape)
+    affine(images, xx, xy, yx, yy, out)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Colour(Operation):
+    """Brightness, contrast and saturation, in this order, each by a factor of its own from 1 - setting to 1 + setting.
+
+    Brightness scales each value, contrast its distance from the image's mean luma, saturation its distance from the
+    pixel's luma (ITU-R 601); each is rounded and cut to 0..255. Saturation needs 3 channels.
+    """
+
+    brightness: float
+    contrast: float = 0.0
+    saturation: float = 0.0
+
+    def __post_init__(self) -> None:
+        settings = (self.brightness, self.contrast, self.saturation)
+        need(self, all(0 <= setting <= 1 for setting in settings), "settings from 0 to 1")
+
+    def check(self, shape: tuple[int, int, int]) -> None:
+        need(self, shape[2] in (1, 3), f"images of 1 or 3 channels; these have {shape[2]}")
+        need(self, not self.saturation or shape[2] == 3, "no saturation: images of 1 channel have none")
+
+    def apply(self, images: Images, draws: Draws) -> Images:
+        from lockstep.features.images.kernels import colour
+
+        settings = (self.brightness, self.contrast, self.saturation)
+        most = [round(setting * ONE) for setting in settings]
+        factors = [draws.between(ONE - width, ONE + width, number) for number, width in enumerate(most)]
+        out = aligned_empty(images.shape)
+        colour(images, *factors, out)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Cutout(Operation):
+    """A square of `side` pixels, its middle anywhere in the image with equal chance, becomes `fill` (T. DeVries and
+    G. Taylor, "Improved regularization of convolutional neural networks with cutout", 2017); what stands over is lost.
+    """
+
+    side: int
+    fill: int = 0
+
+    def __post_init__(self) -> None:
+        need(self, 0 <= self.side <= 4096, "a side from 0 to 4096 pixels")
+        need(self, 0 <= self.fill <= 255, "a fill from 0 to 255")
+
+    def apply(self, images: Images, draws: Draws) -> Images:
+        from lockstep.features.images.kernels import cut
+
+        height, width = images.shape[1:3]
+        out = aligned_empty(images.shape)
+        out[:] = images
+        half = self.side // 2
+        cut(out, draws.below(height, 0) - half, draws.below(width, 1) - half, self.side, self.fill)
+        return out
+
+
+_KINDS: dict[str, type[Any]] = {
+    kind.__name__.lower(): kind for kind in (Crop, Flip, Rotate, Rotate90, Scale, Colour, Cutout, Mixup)
+}
+_NUMBERS: dict[str, type] = {"int": int, "float": float}
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """What is done to each sample, in order, and with which others it is mixed at the end."""
+
+    single: tuple[Operation, ...] = ()
+    mixup: Mixup | None = None
+
+
+def parse(words: Sequence[str]) -> Operations:
+    """The operations that `words` say. Raises ConfigError naming the first that cannot be right."""
+    found = [_operation(word) for word in words]
+    for place, operation in enumerate(found):
+        if isinstance(operation, Mixup) and place < len(found) - 1:
+            raise _wrong(words[place], "mixup as the last word: it mixes images that are changed already")
+    mixup = found.pop() if found and isinstance(found[-1], Mixup) else None
+    return Operations(tuple(found), mixup)
+
+
+def canonical(words: Sequence[str]) -> tuple[str, ...]:
+    """One way to write the same operations: defaults written out, numbers as Python prints them."""
+    operations = parse(words)
+    every: list[Any] = [*operations.single, *filter(None, [operations.mixup])]
+    return tuple(":".join([name_of(op), *(str(getattr(op, field.name)) for field in fields(op))]) for op in every)
+
+
+def forms() -> str:
+    """How each operation is written, with its settings; those in brackets may be left out."""
+    return ", ".join(_form(name) for name in _KINDS)
+
+
+def _operation(word: str) -> Any:
+    name, *settings = word.split(":")
+    kind = _KINDS.get(name)
+    if kind is None:
+        raise _wrong(word, forms())
+    wanted = fields(kind)
+    if not sum(field.default is MISSING for field in wanted) <= len(settings) <= len(wanted):
+        raise _wrong(word, _form(name))
+    return kind(*(_value(word, field, text) for field, text in zip(wanted, settings, strict=False)))
+
+
+def _value(word: str, field: Field[Any], text: str) -> Any:
+    number = _NUMBERS.get(str(field.type))
+    if number is None:
+        return text
+    try:
+        return number(text)
+    except ValueError:
+        raise _wrong(word, f"{field.name} as a {'whole ' if number is int else ''}number") from None
+
+
+def _form(name: str) -> str:
+    parts = [name]
+    for field in fields(_KINDS[name]):
+        parts.append(f"[:{field.name}]" if field.default is not MISSING else f":{field.name}")
+    return "".join(parts)
+
+
+def _wrong(word: str, allowed: str) -> ConfigError:
+    return ConfigError("--augment cannot be right", got=word, allowed=allowed, next_step="Correct --augment.")

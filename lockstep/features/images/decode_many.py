@@ -6,6 +6,7 @@ core. One thread is the caller's own, so that a rank with one core pays for no h
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Iterator
@@ -16,12 +17,26 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from numpy.typing import NDArray
 
-from lockstep.features.images.aligned import aligned_empty
 from lockstep.features.images.decode import ImageError, decode, decode_plain
 from lockstep.features.images.resize import fit
 from lockstep.storage.errors import ConfigError, DataError
+
+ALIGNMENT = 64
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike = np.uint8) -> npt.NDArray[Any]:
+    """An array of unset values that begins at a multiple of 64 bytes; NumPy's own begin at one of 16.
+
+    Handing a batch of 39 MB to TensorFlow took 0.3 ms from such an array and 3 ms from another (one thread, 2 cores).
+    """
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    data = np.empty(size + ALIGNMENT, dtype=np.uint8)
+    start = -data.ctypes.data % ALIGNMENT
+    return data[start : start + size].view(dtype).reshape(shape)
+
 
 # A thread takes about so many bytes of decoded pixels at a time: some milliseconds of work, against some microseconds
 # for handing it over.
@@ -196,7 +211,7 @@ def _plain(data: NDArray[np.uint8], offsets: NDArray[np.int64], size: tuple[int,
     (height, width), count = size, len(offsets) - 1
     if 3 * height * width > _PLAIN_BYTES or max(size) > _PLAIN_RATIO * min(size):
         return [False] * count
-    from lockstep.features.images.jpeg_kernels import plain_components
+    from lockstep.features.images.kernels import plain_components
 
     found = np.empty(count, dtype=np.int64)
     plain_components(data, offsets, height, width, found)

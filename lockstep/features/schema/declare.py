@@ -28,8 +28,7 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.features.schema.baked_form import BAKED
-from lockstep.features.schema.encodings import Encoding
+from lockstep.features.schema.encodings import BAKED, Encoding
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import EXAMPLE, Schema
 from lockstep.storage.errors import ConfigError, NotFoundError, nearest

@@ -12,7 +12,7 @@
     ignore                                                        any                         nothing: only stored
     baked        raw, [ids], [fitted]                             what --bake stored          the same as with `raw`
 
-Nobody declares `baked` (lockstep/features/encode/baked.py). docs/features.md says what each makes of nulls, of unknown
+Nobody declares `baked` (lockstep/features/encode/bake.py). docs/features.md says what each makes of nulls, of unknown
 values and of lists.
 """
 
@@ -26,11 +26,45 @@ from itertools import pairwise
 from typing import Any
 
 from lockstep.features.images.resize import FITS
-from lockstep.features.schema.baked_form import BAKED, RAW_KEYS, has_ids, stored_form
 from lockstep.storage.errors import ConfigError
 
-Encoding = Mapping[str, Any]
+BAKED = "baked"
+RAW_KEYS = ("dtype", "shape", "nullable", "encoding")
+Form = tuple[str, tuple[int | None, ...]]
+_CATEGORICAL = ("hash", "vocabulary", "bucketise")
+_PLAIN = ("int64", "uint64", "float32", "float64", "bool")
 
+
+def stored_form(dtype: str, shape: tuple[int | None, ...], encoding: Mapping[str, Any] | None) -> Form | None:
+    """The dtype and shape that a declared feature is stored in once its encoding is baked in.
+
+    None where it is stored as it is declared, and where no model can be fed with it.
+    """
+    kind = None if encoding is None else encoding["kind"]
+    if encoding is None:
+        return ("float32", ()) if not shape and dtype in _PLAIN and dtype != "float32" else None
+    if kind == "standardise":
+        return "float32", ()
+    if kind == "number":
+        return encoding.get("dtype", "float32"), ()
+    if kind in _CATEGORICAL:
+        return "int64", shape
+    if kind == "sequence":
+        return "int64" if "of" in encoding else "float32", shape
+    if kind == "normalise":
+        return "float32", shape
+    if kind == "image":
+        size = (encoding["height"], encoding["width"], encoding["channels"])
+        return "float32" if "mean" in encoding else "uint8", size
+    return None
+
+
+def has_ids(encoding: Mapping[str, Any] | None) -> bool:
+    """Whether what is stored of a declared feature are ids, 0 for nothing."""
+    return encoding is not None and (encoding["kind"] in _CATEGORICAL or "of" in encoding)
+
+
+Encoding = Mapping[str, Any]
 ONE_HOT, MULTI_HOT, INDEX = "one_hot", "multi_hot", "index"
 # Beyond that a row of zeros and one 1 is larger than the rest of the record: an index and an embedding do it.
 MAX_COLUMNS = 1 << 16

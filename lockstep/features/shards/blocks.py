@@ -14,14 +14,13 @@ import pyarrow.parquet as pq
 
 from lockstep.features.examples.column_checks import check_unsigned
 from lockstep.features.schema.fields import Field
-from lockstep.features.schema.foreign_schema import foreign_field
-from lockstep.features.schema.schema import Schema
+from lockstep.features.schema.schema import Schema, foreign_field
 from lockstep.features.shards.foreign_files import pieces
 from lockstep.features.shards.ranges import ShardRange, cut
 from lockstep.features.shards.read import Decode, Lenient, read_range, strict
 from lockstep.storage.dataset.indexed import IndexedManifest
 from lockstep.storage.dataset.manifest import DatasetManifest
-from lockstep.storage.dataset.manifest_shards import ShardInfo
+from lockstep.storage.dataset.manifest_entries import ShardInfo
 from lockstep.storage.errors import CorruptionError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.formats.parquet_footer import read_published_footer

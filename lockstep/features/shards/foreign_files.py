@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from lockstep.features.examples.foreign_plain import infer_schema, refuse_sequences
+from lockstep.features.examples.foreign import infer_schema, refuse_sequences
 from lockstep.features.shards.read import PIECE_BYTES, Decode
 from lockstep.storage.errors import CorruptionError, DataError
 from lockstep.storage.files.interface import FileSystem

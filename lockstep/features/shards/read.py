@@ -15,8 +15,7 @@ from lockstep.features.arrow import in_runs
 from lockstep.features.examples.codec import RecordDecoder
 from lockstep.features.examples.foreign import decode_foreign_frames
 from lockstep.features.schema.fields import Field
-from lockstep.features.schema.foreign_schema import foreign_schema
-from lockstep.features.schema.schema import Schema
+from lockstep.features.schema.schema import Schema, foreign_schema
 from lockstep.features.shards.ranges import ShardRange
 from lockstep.storage.errors import CorruptionError, DataError
 from lockstep.storage.files.interface import FileSystem
@@ -50,9 +49,7 @@ class Lenient:
     """
 
     def __init__(self, fields: Sequence[Field]) -> None:
-        from lockstep.features.examples.foreign_order import (
-            Order,  # Numba, which takes a quarter of a second that planning has not
-        )
+        from lockstep.features.examples.foreign_kernels import Order
 
         if not fields:
             raise DataError(

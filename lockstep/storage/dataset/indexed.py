@@ -12,12 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.storage import strict
+from lockstep.storage import documents
 from lockstep.storage.dataset.layout import safe_relative
-from lockstep.storage.dataset.manifest_entries import FileInfo
-from lockstep.storage.dataset.manifest_shards import ShardInfo
+from lockstep.storage.dataset.manifest_entries import FileInfo, ShardInfo
+from lockstep.storage.documents import seal, unseal, unseal_as
 from lockstep.storage.errors import DataError
-from lockstep.storage.sealed import seal, unseal, unseal_as
 
 KIND = "indexed"
 INDEX_FOLDER = "_index"
@@ -83,18 +82,18 @@ def is_indexed(data: bytes, where: str) -> bool:
 def read_indexed(data: bytes, where: str) -> IndexedManifest:
     """Read a manifest strictly. Raises CorruptionError for changed bytes, DataError for what we never write."""
     doc = unseal_as(KIND, data, where, version=FORMAT_VERSION)
-    strict.obj(doc, _KEYS, where=where)
-    made = strict.obj(doc["created_by"], ("version", "sampled"), where=f"{where}: created_by")
-    block_records = strict.count(doc["block_records"], where=f"{where}: block_records", least=1)
+    documents.obj(doc, _KEYS, where=where)
+    made = documents.obj(doc["created_by"], ("version", "sampled"), where=f"{where}: created_by")
+    block_records = documents.count(doc["block_records"], where=f"{where}: block_records", least=1)
     files, gzip = [], set()
-    for item in strict.items(doc["files"], where=f"{where}: files"):
+    for item in documents.items(doc["files"], where=f"{where}: files"):
         file, packed = _read_file(item, block_records, where)
         files.append(file)
         if packed:
             gzip.add(file.path)
     indexes = {
         safe_relative(path, where=where): _read_index(value, f"{where}: index of {path}")
-        for path, value in strict.mapping(doc["indexes"], where=f"{where}: indexes").items()
+        for path, value in documents.mapping(doc["indexes"], where=f"{where}: indexes").items()
     }
     paths = [file.path for file in files]
     if paths != sorted(set(paths)) or set(indexes) != set(paths) - gzip:
@@ -105,9 +104,9 @@ def read_indexed(data: bytes, where: str) -> IndexedManifest:
             next_step="Delete _manifest.json and _index/, and run jobs.index again.",
         )
     return IndexedManifest(
-        version=strict.string(made["version"], where=f"{where}: version"),
-        sampled=strict.count(made["sampled"], where=f"{where}: sampled"),
-        columns=tuple(_read_column(item, where) for item in strict.items(doc["schema"], where=f"{where}: schema")),
+        version=documents.string(made["version"], where=f"{where}: version"),
+        sampled=documents.count(made["sampled"], where=f"{where}: sampled"),
+        columns=tuple(_read_column(item, where) for item in documents.items(doc["schema"], where=f"{where}: schema")),
         block_records=block_records,
         files=tuple(files),
         gzip=frozenset(gzip),
@@ -117,7 +116,7 @@ def read_indexed(data: bytes, where: str) -> IndexedManifest:
 
 def _read_column(value: Any, where: str) -> tuple[str, str, bool]:
     place = f"{where}: schema"
-    doc = strict.obj(value, ("name", "dtype", "list"), where=place)
+    doc = documents.obj(value, ("name", "dtype", "list"), where=place)
     if type(doc["list"]) is not bool:
         raise DataError(
             f"{place}: `list` is not true or false",
@@ -126,22 +125,23 @@ def _read_column(value: Any, where: str) -> tuple[str, str, bool]:
             next_step="Delete _manifest.json and _index/, and run jobs.index again.",
         )
     return (
-        strict.string(doc["name"], where=place),
-        strict.string(doc["dtype"], where=place, choices=DTYPES),
+        documents.string(doc["name"], where=place),
+        documents.string(doc["dtype"], where=place, choices=DTYPES),
         doc["list"],
     )
 
 
 def _read_file(value: Any, block_records: int, where: str) -> tuple[ShardInfo, bool]:
     place = f"{where}: files"
-    doc = strict.obj(value, _FILE_KEYS, where=place)
+    doc = documents.obj(value, _FILE_KEYS, where=place)
     path = safe_relative(doc["path"], where=place)
     place = f"{where}: {path}"
     packed = doc["gzip"]
     starts = tuple(
-        strict.count(item, where=place) for item in strict.items(doc["block_offsets"], where=f"{place}: block_offsets")
+        documents.count(item, where=place)
+        for item in documents.items(doc["block_offsets"], where=f"{place}: block_offsets")
     )
-    records, size = strict.count(doc["records"], where=place), strict.count(doc["bytes"], where=place)
+    records, size = documents.count(doc["records"], where=place), documents.count(doc["bytes"], where=place)
     blocks = 0 if packed is True else -(-records // block_records)
     rising = all(a < b for a, b in itertools.pairwise(starts))
     fit = len(starts) == blocks and rising and (not starts or (starts[0] == 0 and starts[-1] < size))
@@ -152,10 +152,10 @@ def _read_file(value: Any, block_records: int, where: str) -> tuple[ShardInfo, b
             allowed=f"true or false, {blocks} rising offsets from 0, below the file's end",
             next_step="Delete _manifest.json and _index/, and run jobs.index again.",
         )
-    sha256 = strict.sha256(doc["sha256"], where=f"{place}: sha256")
-    return ShardInfo(path, records, size, sha256, strict.crc32c(doc["crc32c"], where=place), None, starts), packed
+    sha256 = documents.sha256(doc["sha256"], where=f"{place}: sha256")
+    return ShardInfo(path, records, size, sha256, documents.crc32c(doc["crc32c"], where=place), None, starts), packed
 
 
 def _read_index(value: Any, place: str) -> FileInfo:
-    doc = strict.obj(value, ("bytes", "sha256"), where=place)
-    return FileInfo(strict.count(doc["bytes"], where=place), strict.sha256(doc["sha256"], where=place))
+    doc = documents.obj(value, ("bytes", "sha256"), where=place)
+    return FileInfo(documents.count(doc["bytes"], where=place), documents.sha256(doc["sha256"], where=place))

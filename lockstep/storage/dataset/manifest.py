@@ -6,25 +6,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from lockstep.storage import strict
+from lockstep.storage import documents
 from lockstep.storage.dataset.layout import FORMATS, MANIFEST_NAME, SUFFIXES, DatasetPaths, index_path
 from lockstep.storage.dataset.manifest_entries import (
     Counts,
     FileInfo,
+    ShardInfo,
     SourceInfo,
+    SplitInfo,
     read_counts,
     read_created_by,
     read_file,
     read_leakage,
     read_parent,
     read_source,
+    read_split,
+    split_json,
 )
-from lockstep.storage.dataset.manifest_shards import ShardInfo, SplitInfo, read_split, split_json
-from lockstep.storage.documents import canonical_bytes, sha256_hex
+from lockstep.storage.documents import canonical_bytes, seal, sha256_hex, unseal
 from lockstep.storage.errors import CorruptionError, DataError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
-from lockstep.storage.sealed import seal, unseal
 from lockstep.storage.urls import join
 
 __all__ = [
@@ -128,12 +130,12 @@ class DatasetManifest:
                 next_step="Use the version of Lockstep that wrote the dataset, or build the dataset anew.",
             )
         packed = version == PACKED_VERSION
-        strict.obj(doc, (*_KEYS, "compression") if packed else _KEYS, where=where)
-        fmt = strict.string(doc["format"], where=f"{where}: format", choices=("tfrecord",) if packed else FORMATS)
+        documents.obj(doc, (*_KEYS, "compression") if packed else _KEYS, where=where)
+        fmt = documents.string(doc["format"], where=f"{where}: format", choices=("tfrecord",) if packed else FORMATS)
         compression = None
         if packed:
             known = [name for name in SUFFIXES if name is not None]
-            compression = strict.string(doc["compression"], where=f"{where}: compression", choices=known)
+            compression = documents.string(doc["compression"], where=f"{where}: compression", choices=known)
         splits = {
             name: read_split(name, value, fmt, where, compression) for name, value in _named(doc, "splits", where)
         }
@@ -141,14 +143,14 @@ class DatasetManifest:
             format_version=version,
             format=fmt,
             created_by=read_created_by(doc["created_by"], where),
-            schema=strict.mapping(doc["schema"], where=f"{where}: schema"),
+            schema=documents.mapping(doc["schema"], where=f"{where}: schema"),
             splits=splits,
             files={path: read_file(path, value, where) for path, value in _named(doc, "files", where)},
             counts=read_counts(doc["counts"], splits, where),
             leakage=read_leakage(doc["leakage"], where),
-            source=tuple(read_source(item, where) for item in strict.items(doc["source"], where=f"{where}: source")),
+            source=tuple(read_source(item, where) for item in documents.items(doc["source"], where=f"{where}: source")),
             parent=read_parent(doc["parent"], where),
-            digest=strict.sha256(doc["digest"], where=f"{where}: digest"),
+            digest=documents.sha256(doc["digest"], where=f"{where}: digest"),
             manifest_sha256=sha256_hex(canonical_bytes(doc)),
             compression=compression,
         )
@@ -247,4 +249,4 @@ def read_checked(fs: FileSystem, root: str, path: str, info: FileInfo) -> bytes:
 
 
 def _named(doc: dict[str, Any], key: str, where: str) -> list[tuple[str, Any]]:
-    return list(strict.mapping(doc[key], where=f"{where}: {key}").items())
+    return list(documents.mapping(doc[key], where=f"{where}: {key}").items())

@@ -2,15 +2,156 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.storage import strict
-from lockstep.storage.dataset.layout import safe_relative
-from lockstep.storage.dataset.manifest_shards import SplitInfo
-from lockstep.storage.errors import DataError
+from lockstep.storage import documents
+from lockstep.storage.dataset.layout import safe_relative, shard_path, split_name
+from lockstep.storage.errors import ConfigError, DataError
+
+# what lies before the first block of a gzip file, and behind the last one: lockstep/storage/formats/gzip_blocks.py
+GZIP_EDGE_BYTES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class ShardInfo:
+    """One shard: path relative to the dataset, records, bytes, SHA-256 and CRC-32C (hex) of the file, SHA-256 of its
+    footer (Parquet) or None (TFRecord), and where blocks begin: byte offsets of their first records (TFRecord; in a
+    gzip file, of what they are packed into), numbers of their first rows (Parquet row groups). `unpacked_offsets` of a
+    gzip file: where its blocks begin in what it unpacks to, and where the last one ends; None of other files.
+    """
+
+    path: str
+    records: int
+    bytes: int
+    sha256: str
+    crc32c: str
+    footer_sha256: str | None
+    block_offsets: tuple[int, ...]
+    unpacked_offsets: tuple[int, ...] | None = None
+
+    @property
+    def block_edges(self) -> tuple[int, ...]:
+        """Where blocks begin in a TFRecord file, and where the last one ends."""
+        return (*self.block_offsets, self.bytes if self.unpacked_offsets is None else self.bytes - GZIP_EDGE_BYTES)
+
+    @property
+    def unpacked_bytes(self) -> int:
+        """Bytes of a file that is not compressed; of a gzip file, those that it unpacks to."""
+        return self.bytes if self.unpacked_offsets is None else self.unpacked_offsets[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class SplitInfo:
+    """One split: records in a full block, and the shards in order."""
+
+    block_records: int
+    shards: tuple[ShardInfo, ...]
+
+    @property
+    def records(self) -> int:
+        """Records of all shards."""
+        return sum(shard.records for shard in self.shards)
+
+
+def split_json(split: SplitInfo) -> dict[str, Any]:
+    """A split as the manifest has it."""
+    shards = [
+        {
+            "path": shard.path,
+            "records": shard.records,
+            "bytes": shard.bytes,
+            "sha256": shard.sha256,
+            "crc32c": shard.crc32c,
+            "footer_sha256": shard.footer_sha256,
+            "block_offsets": list(shard.block_offsets),
+            **({} if shard.unpacked_offsets is None else {"unpacked_offsets": list(shard.unpacked_offsets)}),
+        }
+        for shard in split.shards
+    ]
+    return {"block_records": split.block_records, "shards": shards}
+
+
+def read_split(name: str, value: Any, fmt: str, where: str, compression: str | None = None) -> SplitInfo:
+    """One split of a manifest, strictly."""
+    try:
+        split_name(name)
+    except ConfigError as error:
+        raise DataError(
+            f"{where}: {error.what}", got=error.got, allowed=error.allowed, next_step="Build it anew."
+        ) from None
+    place = f"{where}: split {name}"
+    doc = documents.obj(value, ("block_records", "shards"), where=place)
+    size = documents.count(doc["block_records"], where=f"{place}: block_records", least=1)
+    shards = documents.items(doc["shards"], where=f"{place}: shards")
+    paths = [shard_path(name, i, fmt, compression) for i in range(len(shards))]
+    packed = compression is not None
+    return SplitInfo(
+        size,
+        tuple(_read_shard(item, path, size, fmt, packed, place) for item, path in zip(shards, paths, strict=True)),
+    )
+
+
+def _read_shard(value: Any, path: str, block_records: int, fmt: str, packed: bool, where: str) -> ShardInfo:
+    place = f"{where}: {path}"
+    keys = ("path", "records", "bytes", "sha256", "crc32c", "footer_sha256", "block_offsets")
+    doc = documents.obj(value, (*keys, "unpacked_offsets") if packed else keys, where=place)
+    documents.string(doc["path"], where=f"{place}: path", choices=(path,))
+    footer_of = documents.sha256 if fmt == "parquet" else documents.null
+    offsets = documents.items(doc["block_offsets"], where=f"{place}: block_offsets")
+    shard = ShardInfo(
+        path=path,
+        records=documents.count(doc["records"], where=f"{place}: records"),
+        bytes=documents.count(doc["bytes"], where=f"{place}: bytes"),
+        sha256=documents.sha256(doc["sha256"], where=f"{place}: sha256"),
+        crc32c=documents.crc32c(doc["crc32c"], where=f"{place}: crc32c"),
+        footer_sha256=footer_of(doc["footer_sha256"], where=f"{place}: footer_sha256"),
+        block_offsets=tuple(documents.count(item, where=f"{place}: block_offsets") for item in offsets),
+        unpacked_offsets=_read_unpacked(doc["unpacked_offsets"], place) if packed else None,
+    )
+    starts = shard.block_offsets
+    blocks = -(-shard.records // block_records)
+    first = GZIP_EDGE_BYTES if packed else 0
+    if fmt == "parquet":
+        # The count first: a forged number of records must not make as many starts to compare with.
+        good = len(starts) == blocks and all(start == i * block_records for i, start in enumerate(starts))
+    else:
+        rising = all(a < b for a, b in itertools.pairwise(shard.block_edges))
+        # Without a block the first edge is the end: nothing may lie where no record does.
+        good = len(starts) == blocks and rising and shard.block_edges[0] == first
+    if not good:
+        raise DataError(
+            f"{place}: block_offsets do not fit the shard",
+            got=f"{len(starts)} offsets, {list(starts[:3])}..., of {shard.bytes} bytes",
+            allowed=f"{blocks} rising offsets from {first}, below the shard's end, and nothing that is in no block",
+            next_step="Build the dataset anew.",
+        )
+    ends = shard.unpacked_offsets
+    if ends is not None and len(ends) != blocks + 1:
+        raise DataError(
+            f"{place}: unpacked_offsets do not fit the shard",
+            got=f"{len(ends)} offsets",
+            allowed=f"{blocks + 1}: the beginnings of {blocks} blocks and the end of the last",
+            next_step="Build the dataset anew.",
+        )
+    return shard
+
+
+def _read_unpacked(value: Any, place: str) -> tuple[int, ...]:
+    """Where blocks begin in what a gzip file unpacks to, and their end: rising numbers from 0."""
+    place = f"{place}: unpacked_offsets"
+    found = tuple(documents.count(item, where=place) for item in documents.items(value, where=place))
+    if found[:1] != (0,) or not all(a < b for a, b in itertools.pairwise(found)):
+        raise DataError(
+            f"{place} do not rise from 0",
+            got=f"{list(found[:3])}...",
+            allowed="0, and each number above the one before",
+            next_step="Build the dataset anew.",
+        )
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +193,21 @@ def read_file(path: str, value: Any, where: str) -> FileInfo:
             allowed="_index/, _quarantine/, _fitted/, Petastorm's _common_metadata",
             next_step="Build the dataset anew.",
         )
-    doc = strict.obj(value, ("bytes", "sha256"), where=place)
-    size = strict.count(doc["bytes"], where=f"{place}: bytes")
-    return FileInfo(size, strict.sha256(doc["sha256"], where=f"{place}: sha256"))
+    doc = documents.obj(value, ("bytes", "sha256"), where=place)
+    size = documents.count(doc["bytes"], where=f"{place}: bytes")
+    return FileInfo(size, documents.sha256(doc["sha256"], where=f"{place}: sha256"))
 
 
 def read_counts(value: Any, splits: Mapping[str, SplitInfo], where: str) -> Counts:
     """The counts, which must add up and fit the shards."""
     place = f"{where}: counts"
-    doc = strict.obj(value, ("read", "written", "quarantined", "dropped"), where=place)
-    dropped = strict.mapping(doc["dropped"], where=f"{place}: dropped")
+    doc = documents.obj(value, ("read", "written", "quarantined", "dropped"), where=place)
+    dropped = documents.mapping(doc["dropped"], where=f"{place}: dropped")
     counts = Counts(
-        read=strict.count(doc["read"], where=f"{place}: read"),
-        written=strict.count(doc["written"], where=f"{place}: written"),
-        quarantined=strict.count(doc["quarantined"], where=f"{place}: quarantined"),
-        dropped={why: strict.count(n, where=f"{place}: dropped: {why}") for why, n in dropped.items()},
+        read=documents.count(doc["read"], where=f"{place}: read"),
+        written=documents.count(doc["written"], where=f"{place}: written"),
+        quarantined=documents.count(doc["quarantined"], where=f"{place}: quarantined"),
+        dropped={why: documents.count(n, where=f"{place}: dropped: {why}") for why, n in dropped.items()},
     )
     total = counts.written + counts.quarantined + sum(counts.dropped.values())
     records = sum(split.records for split in splits.values())
@@ -83,19 +224,19 @@ def read_counts(value: Any, splits: Mapping[str, SplitInfo], where: str) -> Coun
 def read_created_by(value: Any, where: str) -> dict[str, Any]:
     """The object `created_by`."""
     place = f"{where}: created_by"
-    doc = strict.obj(value, ("version", "config", "seed"), where=place)
-    strict.string(doc["version"], where=f"{place}: version")
-    strict.mapping(doc["config"], where=f"{place}: config")
-    strict.count(doc["seed"], where=f"{place}: seed")
+    doc = documents.obj(value, ("version", "config", "seed"), where=place)
+    documents.string(doc["version"], where=f"{place}: version")
+    documents.mapping(doc["config"], where=f"{place}: config")
+    documents.count(doc["seed"], where=f"{place}: seed")
     return doc
 
 
 def read_source(value: Any, where: str) -> SourceInfo:
     """One input file."""
     place = f"{where}: source"
-    doc = strict.obj(value, ("url", "bytes", "sha256"), where=place)
-    url = strict.string(doc["url"], where=f"{place}: url")
-    return SourceInfo(url, strict.count(doc["bytes"], where=place), strict.sha256(doc["sha256"], where=place))
+    doc = documents.obj(value, ("url", "bytes", "sha256"), where=place)
+    url = documents.string(doc["url"], where=f"{place}: url")
+    return SourceInfo(url, documents.count(doc["bytes"], where=place), documents.sha256(doc["sha256"], where=place))
 
 
 def read_leakage(value: Any, where: str) -> dict[str, Any] | None:
@@ -104,16 +245,18 @@ def read_leakage(value: Any, where: str) -> dict[str, Any] | None:
         return None
     place = f"{where}: leakage"
     chance = ("by_chance", "distinct") if isinstance(value, dict) and "by_chance" in value else ()
-    doc = strict.obj(value, ("kind", "checked", "found", *chance), where=place)
-    strict.string(doc["kind"], where=f"{place}: kind")
-    checked = [strict.string(item, where=f"{place}: checked") for item in strict.items(doc["checked"], where=place)]
-    found = strict.obj(doc["found"], checked, where=f"{place}: found")
+    doc = documents.obj(value, ("kind", "checked", "found", *chance), where=place)
+    documents.string(doc["kind"], where=f"{place}: kind")
+    checked = [
+        documents.string(item, where=f"{place}: checked") for item in documents.items(doc["checked"], where=place)
+    ]
+    found = documents.obj(doc["found"], checked, where=f"{place}: found")
     for name, count in found.items():
-        strict.count(count, where=f"{place}: found: {name}")
+        documents.count(count, where=f"{place}: found: {name}")
     for key in chance:
-        for name, number in strict.mapping(doc[key], where=f"{place}: {key}").items():
-            strict.string(name, where=f"{place}: {key}", choices=checked)
-            strict.number(number, where=f"{place}: {key}: {name}")
+        for name, number in documents.mapping(doc[key], where=f"{place}: {key}").items():
+            documents.string(name, where=f"{place}: {key}", choices=checked)
+            documents.number(number, where=f"{place}: {key}: {name}")
     return doc
 
 
@@ -121,7 +264,7 @@ def read_parent(value: Any, where: str) -> dict[str, Any] | None:
     """The dataset that this one appends to, or None."""
     if value is None:
         return None
-    doc = strict.obj(value, ("url", "digest"), where=f"{where}: parent")
-    strict.string(doc["url"], where=f"{where}: parent: url")
-    strict.sha256(doc["digest"], where=f"{where}: parent: digest")
+    doc = documents.obj(value, ("url", "digest"), where=f"{where}: parent")
+    documents.string(doc["url"], where=f"{where}: parent: url")
+    documents.sha256(doc["digest"], where=f"{where}: parent: digest")
     return doc

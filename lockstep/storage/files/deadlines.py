@@ -5,14 +5,17 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import random
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, NoReturn, TypeVar
 
-from lockstep.storage.errors import StorageTimeoutError
+from lockstep.storage.errors import RetryableStorageError, StorageError, StorageTimeoutError
+from lockstep.storage.settings import give_up_s as default_give_up_s
 
 T = TypeVar("T")
 
@@ -128,3 +131,129 @@ def _forget_after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)
+
+
+log = logging.getLogger(__name__)
+FIRST_WAIT_S = 0.1
+LONGEST_WAIT_S = 2.0
+
+
+class Backoff:
+    """Counts attempts of one operation against a total of `give_up_s` seconds (default: the setting)."""
+
+    def __init__(self, give_up_s: float | None = None) -> None:
+        self._limit = default_give_up_s() if give_up_s is None else give_up_s
+        self._start = time.monotonic()
+        self._wait = FIRST_WAIT_S
+        self.attempts = 0
+        self._cause: StorageError | None = None
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the total is used up; not below 0."""
+        return max(0.0, self._start + self._limit - time.monotonic())
+
+    def wait_or_raise(self, error: StorageError, *, what: str, whom: str = "the storage") -> None:
+        """Sleep before the next attempt, or raise StorageError from `error` where no time is left for one."""
+        self.attempts += 1
+        # The last attempt is often cut short by the total; what stopped the one before tells more.
+        if self._cause is None or not isinstance(error, StorageTimeoutError):
+            self._cause = error
+        if self.left_s <= self._wait:
+            raise StorageError(
+                f"{whom} did not serve {what} within {time.monotonic() - self._start:.3g} s ({self.attempts} attempts)",
+                got=self._cause.what + (f" ({self._cause.got})" if self._cause.got else ""),
+                allowed=f"success within {self._limit:.3g} s",
+                next_step=error.next_step or f"Check {whom}, then run again.",
+            ) from error
+        if self.attempts == 1:
+            log.warning("%s: %s; trying again for %.0f s", what, error.what, self._limit)
+        # Many tasks see the same failure at the same moment; without jitter they come back at the same moment too.
+        time.sleep(self._wait * random.uniform(0.5, 1.0))
+        self._wait = min(2 * self._wait, LONGEST_WAIT_S)
+
+
+def with_retries(call: Callable[[float], T], *, what: str, whom: str, give_up_s: float | None = None) -> T:
+    """Call `call(seconds_left)` until it succeeds, fails for good, or the total time is over (StorageError)."""
+    backoff = Backoff(give_up_s)
+    while True:
+        try:
+            return call(backoff.left_s)
+        except (RetryableStorageError, StorageTimeoutError) as error:
+            backoff.wait_or_raise(error, what=what, whom=whom)
+
+
+FREE = 32  # calls that may be given up before others are held back; measured: 3 threads and 4 descriptors each
+LATER_S = 1.0  # for each one more the next call is begun so much later
+
+
+class Unanswered:
+    """Calls with deadlines to one server that may be frozen for hours, or have vanished without a word.
+
+    Each call that is given up keeps a thread and a client until the server answers, which retries must not pile up
+    without end: a driver would run out of descriptors. So from `FREE` of them on a new call is begun only some seconds
+    after the one before, the longer the more there are; a day without an answer leaves some 400. Once a call succeeds
+    the ones before it count no more, though some of them may never end: a write whose pipeline broke in silence.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._left = self._since = 0  # calls given up: all that are under way, and those since the last success
+        self._age = 0  # how often a success has made the calls before it count no more
+        self._begun_at = float("-inf")
+
+    @property
+    def left(self) -> int:
+        """Calls that were given up and are still under way."""
+        return self._left
+
+    def call(self, fn: Callable[[], T], seconds: float, *, what: str, whom: str) -> T:
+        """See `call_with_deadline`; the time for which a call is held back counts."""
+        end = time.monotonic() + seconds
+        self._admit(end, seconds, what, whom)
+        ended = given_up = False
+        age = 0
+
+        def run() -> T:
+            nonlocal ended
+            try:
+                return fn()
+            finally:
+                with self._changed:
+                    ended = True
+                    if given_up:
+                        self._left -= 1
+                        self._since -= age == self._age
+                        self._changed.notify_all()
+
+        try:
+            result = call_with_deadline(run, max(0.0, end - time.monotonic()), what=what, whom=whom)
+        except BaseException:
+            with self._changed:
+                given_up, age = not ended, self._age
+                self._left += given_up
+                self._since += given_up
+            raise
+        if self._since:
+            with self._changed:
+                self._since, self._age = 0, self._age + 1
+                self._changed.notify_all()
+        return result
+
+    def _admit(self, end: float, seconds: float, what: str, whom: str) -> None:
+        with self._changed:
+            while (wait_s := self._wait_s()) > 0:
+                left_s = end - time.monotonic()
+                if left_s <= 0:
+                    raise StorageTimeoutError(
+                        f"{what}: no answer from {whom} within {seconds:.3g} s",
+                        got=f"no answer to {self._since} calls before it, so it was not asked again",
+                        allowed="an answer",
+                        next_step=f"Check that {whom} is alive and not overloaded.",
+                    )
+                self._changed.wait(min(wait_s, left_s))
+            self._begun_at = time.monotonic()
+
+    def _wait_s(self) -> float:
+        more = self._since - FREE + 1
+        return 0.0 if more <= 0 else self._begun_at + more * LATER_S - time.monotonic()

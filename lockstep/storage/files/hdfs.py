@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from lockstep.storage.errors import (
+    ConfigError,
     ExistsError,
     LockstepError,
     NotFoundError,
@@ -15,17 +16,160 @@ from lockstep.storage.errors import (
     StorageError,
     StorageTimeoutError,
 )
-from lockstep.storage.files.hdfs_errors import translate
-from lockstep.storage.files.hdfs_streams import HdfsRaw, HdfsWriter
-from lockstep.storage.files.interface import Blocks, FileStat, HdfsBlock, Listing, Promises, Writer
-from lockstep.storage.files.remote import RemoteFileSystem
-from lockstep.storage.files.retry import with_retries
-from lockstep.storage.files.unanswered import Unanswered
+from lockstep.storage.files.deadlines import Unanswered, with_retries
+from lockstep.storage.files.interface import Blocks, FileStat, HdfsBlock, Listing, Promises, Writer, short_file
+from lockstep.storage.files.remote import (
+    RETRYABLE_JAVA,
+    RemoteFileSystem,
+    RemoteRaw,
+    RemoteWriter,
+    below_a_file,
+    check,
+    not_in_service,
+    not_there,
+    taken,
+)
 from lockstep.storage.settings import seconds
 from lockstep.storage.urls import join, split_url
 
-T = TypeVar("T")
+_RPC = re.compile(r'^RPCError\("(?P<java>[^"]+)", "(?P<text>.*)', re.DOTALL)
+# What hdfs-native prints of a DataNode is twenty fields long; these two say which one it is.
+_DATANODE = re.compile(r'DatanodeInfoProto \{ id: DatanodeIdProto \{ ip_addr: \\*"([^"\\]+)\\*".*?xfer_port: (\d+)')
+_RETRYABLE_TEXT = ("could only be written to", "SafeModeException", "All DataNodes failed", "No new datanode found")
 
+
+def translate(error: BaseException, *, verb: str, place: str, whom: str) -> LockstepError:
+    """Our error for one of hdfs-native's, raised while `verb`-ing `place` on `whom`."""
+    java, text = _parts(error)
+    what = f"cannot {verb} {place}"
+    if isinstance(error, FileNotFoundError):
+        return not_there(what, verb, text)
+    if isinstance(error, FileExistsError) or "must both be directories" in text or "directory is not empty" in text:
+        return taken(what, text)
+    if java == "ParentNotDirectoryException" or "(is not a directory" in text:
+        return below_a_file(what, verb, text)
+    if java == "AccessControlException":
+        return StorageError(
+            f"{what}: permission denied",
+            got=text,
+            allowed="a user with the right to do so",
+            next_step="Set HADOOP_USER_NAME, or ask for the permission; under Kerberos run kinit.",
+        )
+    if java in RETRYABLE_JAVA or any(mark in text for mark in _RETRYABLE_TEXT):
+        return not_in_service(what, text, whom)
+    if "No NameNode hosts found" in text:
+        return ConfigError(
+            f"{what}: no NameNode is known for this name service",
+            got=text,
+            allowed="hdfs://HOST:PORT, or a name service that HADOOP_CONF_DIR or Spark's settings define",
+            next_step="Set HADOOP_CONF_DIR, or write the NameNode's host and port.",
+        )
+    if "UrlParseError" in text or "No fs.defaultFS" in text:
+        return ConfigError(
+            f"{what}: it names no NameNode",
+            got=text,
+            allowed="hdfs://HOST:PORT/PATH, or a name service that HADOOP_CONF_DIR or Spark's settings define",
+            next_step="Correct the URL, or set HADOOP_CONF_DIR.",
+        )
+    if "Name or service not known" in text:
+        return StorageError(
+            f"{what}: {whom} has no address",
+            got=text,
+            allowed="a host name that resolves",
+            next_step="Check the host in the URL.",
+        )
+    if "GSSAPIError" in text:
+        return StorageError(f"{what}: Kerberos refused", got=text, allowed="a valid ticket", next_step="Run kinit.")
+    if isinstance(error, OSError):
+        # Its OSErrors are lost or refused connections; errno is never set, so the text is all there is.
+        return RetryableStorageError(what, got=text, allowed="a connection", next_step=check(whom))
+    if isinstance(error, (ValueError, TypeError)):
+        return StorageError(what, got=text, allowed="a valid call", next_step="Check the path and the settings.")
+    return StorageError(
+        what, got=f"{java}: {text}" if java else text, allowed="success", next_step="See the NameNode's log."
+    )
+
+
+def _parts(error: BaseException) -> tuple[str, str]:
+    """(Java class without its package or "", first line of the message)."""
+    message = str(error) or repr(error)
+    found = _RPC.match(message)
+    java, text = (found["java"].rpartition(".")[2], found["text"]) if found else ("", message)
+    if "All DataNodes failed" in text and (tried := _DATANODE.findall(text)):
+        text = f"All DataNodes failed: {', '.join(f'{host}:{port}' for host, port in tried)}"
+    # Inside RPCError the text is a Rust literal, so its line ends are written out.
+    return java, re.split(r"\\n|\n|\\t|\t", text)[0].strip().removesuffix('")')
+
+
+_FIRST_S = 15.0
+_BYTES_PER_S = 1 << 20
+
+
+class HdfsRaw(RemoteRaw):
+    """A file to be read (hdfs-native's own reader breaks inside `io.BufferedReader`).
+
+    An unclosed file reads as empty in hdfs-native without an error, and a read past the end is a panic, so both are
+    looked for first.
+    """
+
+    def __init__(self, fs: HdfsFileSystem, url: str, size: int) -> None:
+        super().__init__(url, size)
+        self._fs = fs
+        self._path = split_url(url)[2]
+        self._inner: Any = None
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        def read(client: Any) -> bytes:
+            inner = self._inner
+            self._inner = None  # after a failure or a timeout the next attempt opens the file anew
+            if inner is None:
+                inner = client.read(self._path)
+            readable = inner.file_length()
+            if offset + length > readable:
+                raise short_file(self._url, offset, length, readable)
+            data: bytes = inner.read_range(offset, length)
+            if len(data) != length:
+                raise short_file(self._url, offset, length, offset + len(data))
+            self._inner = inner
+            return data
+
+        return self._fs.call(read, "read", self._url, deadline_s=self._fs.data_deadline_s)
+
+    def close(self) -> None:
+        self._inner = None
+        super().close()
+
+
+class HdfsWriter(RemoteWriter):
+    """A new file. A failed one is dropped and never closed: its close would wait 15 s for blocks that do not come."""
+
+    piece_bytes = 1 << 22
+
+    def __init__(self, fs: HdfsFileSystem, url: str, inner: Any) -> None:
+        super().__init__(fs, url)
+        self._fs, self._inner = fs, inner
+
+    def _send(self, piece: bytes) -> None:
+        self._once(lambda inner: inner.write(piece), "write")
+
+    def _sync(self) -> None:
+        self._once(lambda inner: inner.hsync(), "sync")
+
+    def _end(self) -> None:
+        self._once(lambda inner: inner.close(), "close")
+
+    def _drop(self) -> None:
+        self._inner = None
+
+    def _once(self, step: Callable[[Any], Any], verb: str) -> None:
+        inner = self._inner
+        # A pipeline whose second DataNode is dead, or whose first one is frozen, hangs without an error: what has sent
+        # little need not wait for as long as what may have much to bring to the disks.
+        limit_s = min(self._fs.data_deadline_s, _FIRST_S + self._written / _BYTES_PER_S)
+        self._fs.once(lambda _client: step(inner), verb, self._url, limit_s)
+
+
+T = TypeVar("T")
 _DISCARD_S = 5.0
 _PROBE_S = 2.0
 _DATA_VERBS = ("read", "write", "sync", "close")  # calls in which DataNodes have a part

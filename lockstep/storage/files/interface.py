@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import BinaryIO, Protocol, runtime_checkable
 
-from lockstep.storage.errors import CorruptionError, LockstepError, NotFoundError
+from lockstep.storage.errors import ConfigError, CorruptionError, LockstepError, NotFoundError
 
 MAX_WHOLE_BYTES = 1 << 30  # manifests, indexes, fitted files; a sparse file of a TiB costs its maker nothing
 
@@ -234,3 +234,25 @@ class _Ranges:
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+def check_range(url: str, offset: int, length: int) -> None:
+    """Raise ConfigError for a range with a negative start or length."""
+    if offset < 0 or length < 0:
+        raise ConfigError(
+            f"a range of {url} cannot be read",
+            got=f"offset {offset}, length {length}",
+            allowed="numbers from 0 up",
+            next_step="This is a fault of the caller.",
+        )
+
+
+def short_file(url: str, offset: int, length: int, size: int) -> CorruptionError:
+    """The error for a file that ends before the bytes that must be there."""
+    return CorruptionError(
+        "file is shorter than it must be (cut off, or never closed by its writer)",
+        file=url,
+        offset=min(offset + length, size),
+        got=f"{size} readable bytes",
+        allowed=f"bytes {offset} to {offset + length}",
+    )

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import fcntl
+import io
 import os
 import shutil
 import stat as stat_bits
+import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import BinaryIO, cast
+from functools import partial
+from typing import TYPE_CHECKING, BinaryIO, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lockstep.storage.errors import ExistsError, NotFoundError, StorageError
 from lockstep.storage.files.interface import (
@@ -22,11 +30,95 @@ from lockstep.storage.files.interface import (
     Promises,
     RangeFile,
     Writer,
+    check_range,
+    short_file,
 )
-from lockstep.storage.files.local_rename import rename_noreplace
-from lockstep.storage.files.ranges import check_range, short_file
-from lockstep.storage.files.uncached import UncachedFile, write_uncached
 from lockstep.storage.urls import join, split_url
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+_AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
+_NOT_THERE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)  # kernels and file systems without renameat2's flag
+
+
+def rename_noreplace(source: str, target: str) -> None:
+    """Rename in one step of the kernel where it has one. Raises FileExistsError where the name is taken."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if hasattr(libc, "renameat2"):
+            names = os.fsencode(source), os.fsencode(target)
+            if libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_NOREPLACE) == 0:
+                return
+            code = ctypes.get_errno()
+            if code not in _NOT_THERE:
+                raise OSError(code, os.strerror(code), source, None, target)
+    rename_noreplace_portable(source, target)
+
+
+def rename_noreplace_portable(source: str, target: str) -> None:
+    """Rename without overwriting where renameat2 is missing: exact for files (a hard link fails on an occupied
+    name); for directories a look beforehand, since rename refuses a target directory with content but not an
+    empty one.
+    """
+    if stat_bits.S_ISDIR(os.lstat(source).st_mode):
+        if os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
+        os.rename(source, target)
+    else:
+        os.link(source, target, follow_symlinks=False)
+        os.unlink(source)
+
+
+PAGE_BYTES = 4096  # memory, place in the file and length must be at multiples of it
+_O_DIRECT = getattr(os, "O_DIRECT", 0)  # 0 where the system has no such thing
+
+
+def whole_pages(size: int) -> NDArray[np.uint8]:
+    """(size,) bytes of memory, not touched yet, that begin with a page."""
+    memory = np.empty(size + PAGE_BYTES, np.uint8)
+    start = -memory.ctypes.data % PAGE_BYTES
+    return memory[start : start + size]
+
+
+def write_uncached(descriptor: int, data: memoryview) -> int:
+    """Write as many of the first of these bytes as can be written past the page cache; how many those were.
+
+    None of them where the file system has no such way, or the memory or the place in the file begins within a page;
+    never the last ones that fill no page. The caller writes the rest. Raises OSError.
+    """
+    whole, done = len(data) - len(data) % PAGE_BYTES, 0
+    while done < whole and (count := _directly(descriptor, partial(os.write, descriptor, data[done:whole]))):
+        done += count
+    return done
+
+
+class UncachedFile(io.FileIO):
+    """A file to read with `readinto` into memory of `whole_pages`; what cannot be had so comes by the page cache."""
+
+    def readinto(self, buffer: WriteableBuffer) -> int | None:
+        """As of any raw file."""
+        read = super().readinto
+        count = _directly(self.fileno(), partial(read, buffer))
+        # Refused, for one, where the file goes on within a page: behind its last bytes.
+        return read(buffer) if count is None else count
+
+
+def _directly(descriptor: int, call: Callable[[], int | None]) -> int | None:
+    """What `call` returns where the file is used past the page cache meanwhile; None where the system refuses that."""
+    if not _O_DIRECT:
+        return None
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | _O_DIRECT)
+        return call()
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return None
+    finally:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
 
 
 class LocalFileSystem(FileSystem):

@@ -12,16 +12,21 @@ from lockstep.storage.errors import (
     StorageError,
     StorageTimeoutError,
 )
+from lockstep.storage.files.deadlines import with_retries
 from lockstep.storage.files.interface import Blocks, FileStat, HdfsBlock, Listing, Promises, StoredChecksum, Writer
-from lockstep.storage.files.remote import RemoteFileSystem
-from lockstep.storage.files.remote_errors import taken_away
-from lockstep.storage.files.retry import with_retries
-from lockstep.storage.files.webhdfs_calls import WebHdfsCalls
-from lockstep.storage.files.webhdfs_client import RefusedError, Sent, checked, host_of, location
-from lockstep.storage.files.webhdfs_errors import OTHER_FORM, LostAnswerError
-from lockstep.storage.files.webhdfs_http import path_of
-from lockstep.storage.files.webhdfs_streams import WebHdfsRaw
-from lockstep.storage.files.webhdfs_write import WebHdfsWriter
+from lockstep.storage.files.remote import RemoteFileSystem, taken_away
+from lockstep.storage.files.webhdfs_http import (
+    OTHER_FORM,
+    LostAnswerError,
+    RefusedError,
+    Sent,
+    WebHdfsCalls,
+    checked,
+    host_of,
+    location,
+    path_of,
+)
+from lockstep.storage.files.webhdfs_streams import WebHdfsRaw, WebHdfsWriter
 from lockstep.storage.urls import join
 
 _DISCARD_S = 5.0

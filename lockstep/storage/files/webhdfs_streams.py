@@ -4,18 +4,49 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from lockstep.storage.errors import StorageError
-from lockstep.storage.files.ranges import short_file
-from lockstep.storage.files.remote_streams import RemoteRaw
-from lockstep.storage.files.webhdfs_client import RefusedError, checked, host_of
-from lockstep.storage.files.webhdfs_http import path_of
-from lockstep.storage.files.webhdfs_replicas import locate
+from hdfs.util import HdfsError
+
+from lockstep.storage.errors import LockstepError, RetryableStorageError, StorageError, StorageTimeoutError
+from lockstep.storage.files.interface import short_file
+from lockstep.storage.files.remote import RemoteRaw, RemoteWriter
+from lockstep.storage.files.webhdfs_http import OTHER_FORM, RefusedError, checked, host_of, location, path_of
 
 if TYPE_CHECKING:
     from lockstep.storage.files.webhdfs import WebHdfsFileSystem
+
+
+def locate(client: Any, path: str, offset: int, length: int, failed: Collection[str] = ()) -> str:
+    """The URL at a DataNode for `length` bytes of a file from `offset`; at none of `failed` ("host:port" of HTTP) if
+    another one has the bytes.
+    """
+    left_out = ",".join(_transfer_addresses(client, path, offset, failed)) if failed else ""
+    if left_out:
+        try:
+            return location(client._locate_open(path, offset=offset, length=length, excludedatanodes=left_out))
+        except HdfsError:
+            left_out = ""  # nobody else has them: one that failed may answer by now, and else its error is told
+    return location(client._locate_open(path, offset=offset, length=length))
+
+
+def _transfer_addresses(client: Any, path: str, offset: int, failed: Collection[str]) -> list[str]:
+    """ "ip:port" of those among `failed` that have the byte at `offset`."""
+    try:
+        blocks = client._get_block_locations(path, offset=offset, length=1).json()["LocatedBlocks"]["locatedBlocks"]
+        return [
+            f"{node['ipAddr']}:{node['xferPort']}"
+            for block in blocks
+            for node in block["locations"]
+            for host in (node["hostName"], node["ipAddr"])
+            if f"{host}:{node['infoPort']}" in failed
+        ]
+    except (HdfsError, *OTHER_FORM):  # a server that does not tell is asked as if nothing had failed
+        return []
+
 
 _AVOIDED_S = 60.0  # for so long a DataNode that failed is left out; a stream may also break for want of use
 
@@ -128,3 +159,143 @@ def _exactly(stream: Any, length: int) -> bytes:
         pieces.append(piece)
         got += len(piece)
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+PIECES_UNDER_WAY = 4
+
+
+class WebHdfsWriter(RemoteWriter):
+    """Appends to a file that `create` has made empty.
+
+    A connection that breaks leaves a closed, shorter file on HDFS, so `close` compares the length, and what matters
+    is written under a temporary name. `sync` ends the request: the bytes are with the DataNodes, not on their disks.
+    """
+
+    piece_bytes = 1 << 20
+
+    def __init__(self, fs: WebHdfsFileSystem, url: str) -> None:
+        super().__init__(fs, url)
+        self._fs = fs
+        self._request: _Append | None = None
+
+    def _send(self, piece: bytes) -> None:
+        while self._request is None or not self._request.put(piece, self._fs.data_deadline_s):
+            self._sync()
+            self._request = _Append(self._fs, self._url)
+
+    def _sync(self) -> None:
+        request, self._request = self._request, None
+        if request is not None:
+            request.finish(self._fs.data_deadline_s)
+
+    def _end(self) -> None:
+        self._sync()
+
+    def _drop(self) -> None:
+        request, self._request = self._request, None
+        if request is not None:
+            request.cancel()
+
+
+class _Append:
+    """One APPEND, whose body another thread sends while it is still being handed over, a few pieces at a time.
+
+    It ends by itself where nothing comes for the deadline of a piece: a writer that was dropped without an end would
+    keep thread, connection and lease for ever, and one that is only slow goes on with another request.
+    """
+
+    def __init__(self, fs: WebHdfsFileSystem, url: str) -> None:
+        self._fs, self._url = fs, url
+        self._changed = threading.Condition()
+        self._pieces: deque[bytes] = deque()
+        self._ended = self._cancelled = self._done = False
+        self._error: LockstepError | None = None
+        where = fs.locate_append(url)
+        threading.Thread(target=self._send, args=(where,), name="webhdfs-append", daemon=True).start()
+
+    def put(self, piece: bytes, deadline_s: float) -> bool:
+        """Hand over a piece as soon as there is room for it; False where the request has ended by itself."""
+        with self._changed:
+            if not self._ended:
+                self._wait(lambda: self._ended or len(self._pieces) < PIECES_UNDER_WAY, deadline_s)
+            if self._ended:
+                return False
+            self._pieces.append(piece)
+            self._changed.notify_all()
+            return True
+
+    def finish(self, deadline_s: float) -> None:
+        """End the body, and return when the DataNode has said that all of it is there."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+            end, pieces = time.monotonic() + deadline_s, len(self._pieces)
+            while not self._done:  # the deadline is for a piece, not for all that is still to be sent
+                self._changed.wait(max(0.0, end - time.monotonic()))
+                if len(self._pieces) < pieces:
+                    end, pieces = time.monotonic() + deadline_s, len(self._pieces)
+                elif time.monotonic() >= end and not self._done:
+                    self._cancelled = True
+                    raise self._too_late(deadline_s)
+            if self._error is not None:
+                raise self._error
+
+    def cancel(self) -> None:
+        """Give the body up: the connection is closed in its middle."""
+        with self._changed:
+            self._cancelled = True
+            self._changed.notify_all()
+
+    def _wait(self, ready: Callable[[], bool], deadline_s: float) -> None:
+        if not self._changed.wait_for(lambda: self._done or ready(), deadline_s):
+            raise self._too_late(deadline_s)
+        if self._done:
+            raise self._error or self._unanswered()
+
+    def _too_late(self, deadline_s: float) -> StorageTimeoutError:
+        return StorageTimeoutError(
+            f"cannot write {self._url}: its DataNode took nothing within {deadline_s:.3g} s",
+            got="nothing",
+            allowed="an answer",
+            next_step=f"Check that {self._fs.whom} and its DataNodes are alive and not overloaded.",
+        )
+
+    def _unanswered(self) -> RetryableStorageError:
+        return RetryableStorageError(
+            f"cannot write {self._url}: the DataNode ended the request before its body",
+            got="an early end",
+            allowed="an answer to the whole body",
+            next_step="Run again; see the DataNodes' logs.",
+        )
+
+    def _body(self) -> Iterator[bytes]:
+        while True:
+            with self._changed:
+                idle_s = self._fs.data_deadline_s
+                if not self._changed.wait_for(lambda: self._pieces or self._ended or self._cancelled, idle_s):
+                    self._ended = True
+                if self._cancelled:
+                    raise _Cancelled
+                if not self._pieces:
+                    return
+                piece = self._pieces.popleft()
+                self._changed.notify_all()
+            yield piece
+
+    def _send(self, where: str) -> None:
+        outcome: LockstepError | None = self._unanswered()
+        try:
+            self._fs.calls.send("POST", where, self._body(), "write", self._url)
+            outcome = None
+        except _Cancelled:
+            return  # nobody waits for it
+        except LockstepError as caught:
+            outcome = caught
+        finally:
+            with self._changed:
+                self._error, self._done = outcome, True
+                self._changed.notify_all()
+
+
+class _Cancelled(Exception):
+    """Ends the thread of a request that was given up."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 
-from lockstep.storage.dataset.manifest_shards import ShardInfo
+from lockstep.storage.dataset.manifest_entries import ShardInfo
 from lockstep.storage.documents import sha256_hex
 from lockstep.storage.errors import CorruptionError
 from lockstep.storage.files.interface import FileSystem

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from lockstep.storage import strict
+from lockstep.storage import documents
 from lockstep.storage.errors import CorruptionError, DataError
 
 # By NumPy's names. safetensors has more, for which NumPy has no type of its own.
@@ -62,7 +63,7 @@ def parse_header(text: bytes, size: int, where: str) -> dict[str, Stored]:
     """
     try:
         header = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
-        header = strict.mapping(header, where="the header")
+        header = documents.mapping(header, where="the header")
         header.pop("__metadata__", None)
         head = end = LENGTH_BYTES + len(text)
         found = {name: _stored(name, entry, head) for name, entry in header.items()}
@@ -86,10 +87,10 @@ def read_header(file: BinaryIO, size: int, where: str) -> dict[str, Stored]:
 
 
 def _stored(name: str, entry: Any, head: int) -> Stored:
-    info = strict.obj(entry, ("dtype", "shape", "data_offsets"), where=name)
-    shape = [strict.count(item, where=name) for item in strict.items(info["shape"], where=name)]
-    offsets = [strict.count(item, where=name) for item in strict.items(info["data_offsets"], where=name)]
-    dtype = np.dtype(_NAMES[strict.string(info["dtype"], where=name, choices=_NAMES)])
+    info = documents.obj(entry, ("dtype", "shape", "data_offsets"), where=name)
+    shape = [documents.count(item, where=name) for item in documents.items(info["shape"], where=name)]
+    offsets = [documents.count(item, where=name) for item in documents.items(info["data_offsets"], where=name)]
+    dtype = np.dtype(_NAMES[documents.string(info["dtype"], where=name, choices=_NAMES)])
     if len(offsets) != 2 or offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{name} at {offsets}, of {dtype} {shape}")
     return Stored(head + offsets[0], dtype, shape)
@@ -107,3 +108,71 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_number(text: str) -> Any:
     raise ValueError(f"{text} as a number")
+
+
+class Divided(NamedTuple):
+    """A tensor and its parts [rank, start, stop]: elements of it laid flat in C order."""
+
+    dtype: str
+    shape: list[int]
+    parts: list[list[int]]
+
+
+def read_divided(name: str, entry: Any, where: str) -> Divided:
+    """One entry of `tensors`. Raises DataError for another form, CorruptionError where parts are no whole."""
+    place = f"{where}: {name}"
+    info = documents.obj(entry, ("dtype", "shape", "parts"), where=place)
+    dtype, shape = documents.string(info["dtype"], where=place), _counts(info["shape"], place)
+    parts = [_counts(part, place) for part in documents.items(info["parts"], where=place)]
+    check_whole(name, shape, parts, where)
+    return Divided(dtype, shape, parts)
+
+
+def check_whole(name: str, shape: Sequence[int], parts: Sequence[Sequence[int]], where: str) -> None:
+    """Raise CorruptionError unless every element is in one of the parts, which are in order."""
+    done = 0
+    for part in parts:
+        if len(part) != 3 or part[1] != done or part[2] < part[1]:
+            break
+        done = part[2]
+    else:
+        if parts and done == math.prod(shape):
+            return
+    raise CorruptionError(
+        f"the parts of {name} do not make up the whole",
+        file=where,
+        got=", ".join(str(list(part)) for part in parts) or "no part",
+        allowed=f"[rank, start, stop] of elements 0 to {math.prod(shape)}, each once",
+    )
+
+
+def part_name(name: str, start: int, stop: int, elements: int) -> str:
+    """A part's name in a rank's file: the tensor's own where it is whole, else with its elements behind."""
+    return name if (start, stop) == (0, elements) else f"{name}[{start}:{stop}]"
+
+
+def check_part(name: str, tensor: Divided, part: Sequence[int], stored: Mapping[str, Stored], file: str) -> None:
+    """Hold a part against the header of its rank's file. Raises CorruptionError naming file and tensor."""
+    _, start, stop = part
+    key = part_name(name, start, stop, math.prod(tensor.shape))
+    found = stored.get(key)
+    if found is None:
+        raise CorruptionError("a tensor that the manifest lists is not in its file", file=file, got=f"no {key}")
+    if (math.prod(found.shape), found.dtype.name) != (stop - start, tensor.dtype):
+        raise CorruptionError(
+            "a tensor is not what the manifest says",
+            file=file,
+            got=f"{key}: {found.dtype.name}, {math.prod(found.shape)} elements",
+            allowed=f"{tensor.dtype}, {stop - start} elements",
+        )
+    if key == name and found.shape != tensor.shape:
+        raise CorruptionError(
+            "a tensor is not what the manifest says",
+            file=file,
+            got=f"{key}: shape {found.shape}",
+            allowed=f"shape {tensor.shape}",
+        )
+
+
+def _counts(value: Any, place: str) -> list[int]:
+    return [documents.count(item, where=place) for item in documents.items(value, where=place)]

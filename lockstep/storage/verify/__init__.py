@@ -7,15 +7,14 @@ from typing import Any
 
 from lockstep.storage.dataset.layout import MANIFEST_NAME
 from lockstep.storage.dataset.manifest import DatasetManifest
+from lockstep.storage.documents import unseal
 from lockstep.storage.errors import ConfigError, DataError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
-from lockstep.storage.sealed import unseal
 from lockstep.storage.urls import basename, join
 from lockstep.storage.verify.check import Check, Finding
-from lockstep.storage.verify.dataset import check_dataset
-from lockstep.storage.verify.verify_indexed import check_indexed
-from lockstep.storage.verify.verify_run import RUN_JSON, check_checkpoint, check_model, check_run
+from lockstep.storage.verify.dataset import check_dataset, check_indexed
+from lockstep.storage.verify.run import RUN_JSON, check_checkpoint, check_model, check_run
 
 __all__ = ["Finding", "kind_of", "total_bytes", "verify"]
 

@@ -3,23 +3,94 @@
 from __future__ import annotations
 
 import io
+import zlib
 from array import array
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, BinaryIO, cast
 
+from lockstep.storage.dataset.indexed import INDEX_FOLDER, index_name, read_indexed
 from lockstep.storage.dataset.layout import MANIFEST_NAME, index_path
 from lockstep.storage.dataset.manifest import DatasetManifest
-from lockstep.storage.dataset.manifest_entries import FileInfo
-from lockstep.storage.dataset.manifest_shards import ShardInfo
+from lockstep.storage.dataset.manifest_entries import FileInfo, ShardInfo
 from lockstep.storage.documents import sha256_hex
 from lockstep.storage.errors import CorruptionError, NotFoundError
+from lockstep.storage.formats.gzip_blocks import HEADER, TRAILER_BYTES, trailer, unpack
 from lockstep.storage.formats.parquet_footer import columns_can_be_told, read_published_footer
-from lockstep.storage.formats.tfrecord import FRAMING_BYTES, index_bytes, read_records
+from lockstep.storage.formats.tfrecord import FRAMING_BYTES, MAX_BLOCK_BYTES, index_bytes, read_records, record_offsets
 from lockstep.storage.verify.check import CHUNK_BYTES, Check, HashedReader
-from lockstep.storage.verify.verify_packed import check_packed
 
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
+
+
+def check_indexed(check: Check) -> None:
+    """Hold every file that was indexed, and every index, against the manifest; files that came later are not ours to
+    judge. Raises DataError or NotFoundError where the manifest is unusable.
+    """
+    url = check.url(MANIFEST_NAME)
+    manifest = read_indexed(check.fs.read_bytes(url), url)
+    check.on_ok(MANIFEST_NAME, f"{len(manifest.files)} files")
+    for file in manifest.files:
+        if check.file(file.path, file.bytes, file.sha256, crc32c=file.crc32c):
+            check.on_ok(file.path, f"{file.records} records, {file.bytes} bytes")
+        index = manifest.indexes.get(file.path)
+        if index is not None:
+            path = f"{INDEX_FOLDER}/{index_name(file.path)}"
+            if check.file(path, index.bytes, index.sha256):
+                check.on_ok(path, f"{file.records} offsets")
+    check.extra_files({f"{INDEX_FOLDER}/{index_name(path)}" for path in manifest.indexes}, INDEX_FOLDER)
+
+
+def check_packed(check: Check, shard: ShardInfo, block_records: int) -> bool:
+    """Hold the shard against its manifest, block by block; returns whether all is right. Memory: one block."""
+    before = len(check.findings)
+    try:
+        with check.fs.open_read(check.url(shard.path)) as file:
+            if check.too_long(shard.path, shard.bytes):
+                return False
+            hashed = HashedReader(file, check.on_bytes)
+            try:
+                _check_blocks(cast(BinaryIO, io.BufferedReader(hashed, CHUNK_BYTES)), shard, block_records)
+            except CorruptionError as error:
+                check.caught(shard.path, error)
+            hashed.drain()
+    except (NotFoundError, CorruptionError) as error:
+        check.caught(shard.path, error)
+        return False
+    whole = len(check.findings) == before
+    same = check.compare(shard.path, hashed, shard.bytes, shard.sha256, crc32c=shard.crc32c, silent=not whole)
+    return whole and same
+
+
+def _check_blocks(file: BinaryIO, shard: ShardInfo, block_records: int) -> None:
+    """Read the file from front to back. Raises CorruptionError for the first thing that is not as it must be."""
+    assert shard.unpacked_offsets is not None
+    edges, crc32 = shard.block_edges, 0
+    _same(file.read(len(HEADER)), HEADER, "a gzip header is not ours", shard.path, 0)
+    places = zip(pairwise(edges), pairwise(shard.unpacked_offsets), strict=True)
+    for block, ((start, stop), (place, end)) in enumerate(places):
+        first = block * block_records
+        if stop - start > MAX_BLOCK_BYTES:
+            raise _wrong(f"{stop - start} bytes", f"{MAX_BLOCK_BYTES} bytes", shard.path, first, start)
+        data = unpack(file.read(stop - start), end - place, file=shard.path, record=first, offset=start)
+        found = len(record_offsets(data, file=shard.path, first_record=first, base_offset=place)) - 1
+        wanted = min(block_records, shard.records - first)
+        if found != wanted:
+            raise _wrong(f"{found} records", f"{wanted} records", shard.path, first, start)
+        crc32 = zlib.crc32(data, crc32)
+    wanted_end = trailer(crc32, shard.unpacked_bytes)
+    _same(file.read(TRAILER_BYTES), wanted_end, "a gzip trailer does not fit what it follows", shard.path, edges[-1])
+
+
+def _same(got: bytes, wanted: bytes, what: str, path: str, offset: int) -> None:
+    if got != wanted:
+        raise CorruptionError(what, file=path, offset=offset, got=got.hex(), allowed=wanted.hex())
+
+
+def _wrong(got: str, allowed: str, path: str, record: int, offset: int) -> CorruptionError:
+    what = "a gzip block is not of the size that its manifest says"
+    return CorruptionError(what, file=path, record=record, offset=offset, got=got, allowed=allowed)
 
 
 def check_dataset(check: Check) -> None:

@@ -6,8 +6,15 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from itertools import pairwise
+from typing import Any
 
-from lockstep.storage.errors import CorruptionError, NotFoundError
+from lockstep.storage import documents
+from lockstep.storage.dataset.layout import MANIFEST_NAME, safe_relative
+from lockstep.storage.documents import unseal
+from lockstep.storage.errors import ConfigError, CorruptionError, DataError, NotFoundError
+from lockstep.storage.formats.safetensors import check_part, read_divided, read_header
+from lockstep.storage.fs import filesystem
+from lockstep.storage.urls import basename, parent
 from lockstep.storage.verify.check import Check
 
 SINGLY = 20  # of a gap, told one by one
@@ -64,3 +71,179 @@ def _bad_line(data: bytes, *, json_lines: bool) -> tuple[int, int] | None:
             return number, offset
         offset += len(line) + 1
     return None
+
+
+RUN_JSON = "run.json"
+_STEP = re.compile(r"step-([0-9]{10})\.g([0-9]{4,})")
+_RANK_FILE = re.compile(r"rank-([0-9]{5,})\.safetensors")
+_OF_RANK = re.compile(r"rank-([0-9]{5,})\.")
+_CLAIM = re.compile(r"([0-9]{6,})\.json")
+_RESULT = re.compile(r"g([0-9]{4,})\.json")
+_COMM_PLAN = re.compile(r"ranks-[0-9]{5,}-[0-9a-f]{16}\.json")
+_GENERATION = re.compile(r"(?:^|\.)g([0-9]{4,})")
+
+
+def check_checkpoint(check: Check) -> None:
+    """Check one checkpoint directory, and its audit files where the run around it is there."""
+    manifest = _check_sealed_directory(check, "", "checkpoint")
+    run = parent(parent(check.root))
+    if manifest["audit"] and filesystem(run).exists(f"{run}/{RUN_JSON}"):
+        around = Check(check.fs, run, check.on_ok, check.on_bytes)
+        _check_files(around, "", manifest["audit"])
+        check.findings += around.findings
+
+
+def check_model(check: Check) -> None:
+    """Check one exported model directory."""
+    _check_sealed_directory(check, "", "model")
+
+
+def check_run(check: Check) -> None:
+    """Check a run directory. Raises DataError or NotFoundError where run.json is unusable."""
+    unseal(check.fs.read_bytes(check.url(RUN_JSON)), check.url(RUN_JSON))
+    check.on_ok(RUN_JSON, "sealed")
+    _check_claims(check)
+    for name in check.names("results"):
+        path = f"results/{name}"
+        found = _RESULT.fullmatch(name)
+        if found is None:
+            check.unexpected(path)
+        elif (doc := _sealed(check, path)) is not None:
+            if doc.get("generation") != int(found[1]):
+                check.bad(path, f"the generation inside is {doc.get('generation')!r}")
+            else:
+                check.on_ok(path, "sealed")
+    for name in check.names("comm"):
+        path = f"comm/{name}"
+        if _COMM_PLAN.fullmatch(name) is None:
+            check.unexpected(path)
+        elif _sealed(check, path) is not None:
+            check.on_ok(path, "sealed")
+    for name in check.names("checkpoints"):
+        _check_commit(check, f"checkpoints/{name}", "checkpoint")
+    for name in check.names("models"):
+        _check_commit(check, f"models/{name}", "model")
+    _check_trashed_audits(check)
+    for folder, rooms in (("metrics", check.names("metrics")), ("logs", _log_folders(check))):
+        for room in rooms:
+            check_parts(check, f"{folder}/{room}")
+
+
+def _check_claims(check: Check) -> None:
+    # Whoever has written there had claimed before; looked at first, since a run that is under way claims meanwhile.
+    rooms = ("checkpoints", "models", "results", "metrics", "logs", "audit", ".trash")
+    written = [int(g) for room in rooms for name in check.names(room) for g in _GENERATION.findall(name)]
+    numbers = []
+    for name in check.names("generations"):
+        path = f"generations/{name}"
+        found = _CLAIM.fullmatch(name)
+        if found is None:
+            check.unexpected(path)
+            continue
+        numbers.append(int(found[1]))
+        doc = _sealed(check, path)
+        if doc is not None and doc.get("generation") != numbers[-1]:
+            check.bad(path, f"the generation inside is {doc.get('generation')!r}")
+        elif doc is not None:
+            check.on_ok(path, "sealed")
+    tell_gaps(check, numbers, 1, max([0, *numbers, *written]), "generations/{:06d}.json".format)
+
+
+def _check_commit(check: Check, path: str, kind: str) -> None:
+    try:
+        manifest = _check_sealed_directory(check, path, kind)
+    except (DataError, NotFoundError) as error:
+        check.caught(f"{path}/{MANIFEST_NAME}", error)
+        return
+    if kind == "checkpoint":
+        _check_files(check, "", manifest["audit"])
+
+
+def _check_sealed_directory(check: Check, path: str, kind: str) -> dict[str, Any]:
+    below = f"{path}/" if path else ""
+    where = check.url(f"{below}{MANIFEST_NAME}")
+    manifest = unseal(check.fs.read_bytes(where), where)
+    documents.string(manifest.get("kind"), where=f"{where}: kind", choices=(kind,))
+    files = _listed(manifest, "files", where)
+    if kind == "checkpoint":
+        manifest["audit"] = _listed(manifest, "audit", where)
+        name = _STEP.fullmatch(basename(where.removesuffix(f"/{MANIFEST_NAME}")))
+        if name is not None and (int(name[1]), int(name[2])) != (manifest.get("step"), manifest.get("generation")):
+            found = f"step {manifest.get('step')}, generation {manifest.get('generation')}"
+            raise CorruptionError(
+                "a manifest that contradicts its directory's name", file=where, got=found, allowed=f"those of {name[0]}"
+            )
+    check.on_ok(f"{below}{MANIFEST_NAME}", f"{len(files)} files")
+    before = len(check.findings)
+    _check_files(check, below, files)
+    if kind == "checkpoint" and manifest.get("format_version") != 1 and len(check.findings) == before:
+        _check_tensors(check, below, manifest, files)
+    check.extra_files({f"{below}{MANIFEST_NAME}", *(below + name for name in files)}, path)
+    return manifest
+
+
+def _check_tensors(check: Check, below: str, manifest: dict[str, Any], files: dict[str, tuple[int, str]]) -> None:
+    """Hold the manifest's `tensors` against the headers of the ranks' files, as going on from the checkpoint does."""
+    where, headers = check.url(f"{below}{MANIFEST_NAME}"), {}
+    for name, (size, _) in files.items():
+        if found := _RANK_FILE.fullmatch(name):
+            try:
+                with check.fs.open_read(check.url(below + name)) as file:
+                    headers[int(found[1])] = read_header(file, size, check.url(below + name))
+            except CorruptionError as error:
+                check.caught(below + name, error)
+                return
+    ranks = documents.count(manifest.get("num_ranks"), where=f"{where}: num_ranks", least=1)
+    wrote = {int(found[1]) for name in files if (found := _OF_RANK.match(name))}
+    if len(wrote) != ranks or max(wrote, default=-1) != ranks - 1:
+        check.bad(f"{below}{MANIFEST_NAME}", f"files of ranks {sorted(wrote)} where num_ranks is {ranks}")
+        return
+    for name, entry in documents.mapping(manifest.get("tensors"), where=f"{where}: tensors").items():
+        tensor = read_divided(name, entry, where)
+        for part in tensor.parts:
+            file_name = f"rank-{part[0]:05d}.safetensors"
+            try:
+                check_part(name, tensor, part, headers.get(part[0], {}), check.url(below + file_name))
+            except CorruptionError as error:
+                check.caught(below + file_name, error)
+
+
+def _listed(manifest: dict[str, Any], key: str, where: str) -> dict[str, tuple[int, str]]:
+    listed = {}
+    for name, value in documents.mapping(manifest.get(key), where=f"{where}: {key}").items():
+        info = documents.obj(value, ("bytes", "sha256"), where=f"{where}: {name}")
+        size = documents.count(info["bytes"], where=f"{where}: {name}")
+        listed[safe_relative(name, where=where)] = (size, documents.sha256(info["sha256"], where=f"{where}: {name}"))
+    return listed
+
+
+def _check_files(check: Check, below: str, files: dict[str, tuple[int, str]]) -> None:
+    for name, (size, digest) in files.items():
+        if check.file(below + name, size, digest):
+            check.on_ok(below + name, f"{size} bytes")
+
+
+def _check_trashed_audits(check: Check) -> None:
+    # Retention moves old checkpoints into the trash, but their audits stay part of the record of the run.
+    for trash in check.names(".trash"):
+        for name in check.names(f".trash/{trash}"):
+            where = check.url(f".trash/{trash}/{name}/{MANIFEST_NAME}")
+            try:
+                files = _listed(unseal(check.fs.read_bytes(where), where), "audit", where)
+            except (DataError, NotFoundError):
+                continue  # half deleted, as trash may be
+            _check_files(check, "", files)
+
+
+def _log_folders(check: Check) -> Iterable[str]:
+    for generation in check.names("logs"):
+        for rank in check.names(f"logs/{generation}"):
+            yield f"{generation}/{rank}"
+
+
+def _sealed(check: Check, path: str) -> dict[str, Any] | None:
+    try:
+        return unseal(check.fs.read_bytes(check.url(path)), check.url(path))
+    except (DataError, ConfigError) as error:
+        check.caught(path, error)
+        return None

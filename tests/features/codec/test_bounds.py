@@ -13,11 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.features.examples.codec import RecordDecoder
-from lockstep.features.examples.example import encode_batch
+from lockstep.features.examples.example import encode_batch, sized, varint
 from lockstep.features.examples.foreign import _fast
-from lockstep.features.examples.foreign_order import Order
-from lockstep.features.examples.wire import sized, varint
-from lockstep.features.schema.foreign_schema import foreign_field, foreign_schema
+from lockstep.features.examples.foreign_kernels import Order
+from lockstep.features.schema.schema import foreign_field, foreign_schema
 from lockstep.storage.formats.tfrecord import FOOTER_BYTES, FRAMING_BYTES, HEADER_BYTES, frame, masked_crc32c
 from lockstep.storage.kernels import frames
 from tests.features.test_example import ROW, SCHEMA, batch_of

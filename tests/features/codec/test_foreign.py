@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.features.examples import foreign_plain
-from lockstep.features.examples.encoder import RecordEncoder
+from lockstep.features.examples import foreign
+from lockstep.features.examples.codec import RecordEncoder
 from lockstep.features.examples.example import encode_batch
-from lockstep.features.examples.foreign import decode_foreign_frames
-from lockstep.features.examples.foreign_plain import infer_schema
+from lockstep.features.examples.foreign import decode_foreign_frames, infer_schema
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import DataError
@@ -55,7 +54,7 @@ def test_the_kernel_reads_as_the_plain_reader(table: tuple[Schema, pa.RecordBatc
     data, offsets = RecordEncoder(schema).encode(batch)
     found = decode_foreign_frames(schema, data, offsets)
     found.validate(full=True)
-    plain = foreign_plain.decode_foreign(schema, encode_batch(schema, batch))
+    plain = foreign.decode_foreign(schema, encode_batch(schema, batch))
     assert found.schema.equals(plain.schema) and repr(found.to_pylist()) == repr(plain.to_pylist())
 
 
@@ -80,7 +79,7 @@ MIXED_FIELDS = [
 def test_changed_examples_are_read_or_refused_as_by_the_plain_reader(at: int, byte: int, cut: bool) -> None:
     changed = MIXED[:at] if cut else MIXED[:at] + bytes([byte]) + MIXED[at + 1 :]
     try:
-        expected = foreign_plain.decode_foreign(MIXED_FIELDS, [MIXED, changed])
+        expected = foreign.decode_foreign(MIXED_FIELDS, [MIXED, changed])
     except DataError as error:
         with pytest.raises(DataError) as caught:
             decode_foreign(MIXED_FIELDS, [MIXED, changed])

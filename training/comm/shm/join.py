@@ -21,11 +21,10 @@ from typing import Any
 
 from lockstep.storage.errors import CommunicationError
 from training.comm import auth
-from training.comm.reception import BACKLOG, Reception, peer_of
+from training.comm.auth import BACKLOG, Reception, peer_of
+from training.comm.hosts import host_identity
 from training.comm.shm.atomics import FUTEX_CALL
-from training.comm.shm.segment import Segment, create_file
-from training.comm.shm.shm_layout import MAX_RANKS, Layout
-from training.comm.topology import host_identity
+from training.comm.shm.segment import MAX_RANKS, Layout, Segment, create_file
 
 JOIN_S = 20.0  # the ranks of one host are all there when they begin
 _HAND = struct.Struct("<8sQII16s")

@@ -10,6 +10,7 @@ import struct
 import threading
 import weakref
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,18 +23,72 @@ from lockstep.storage.kernels.jit import kernels
 from training.comm.base import ALIGN_BYTES
 from training.comm.shm import atomics
 from training.comm.shm.atomics import claim_word
-from training.comm.shm.shm_layout import (
-    CALL_BYTES,
-    CALLS,
-    HEADER_BYTES,
-    HEADERS,
-    LEFT,
-    PAGE_BYTES,
-    REASON,
-    REASON_BYTES,
-    SLOTS,
-    Layout,
-)
+
+PAGE_BYTES = 4096
+FLAG, LEFT, CALLS, REASON = 0, 64, 128, 1024  # offsets in a rank's control page
+CALL_BYTES = 64  # tag, size in bytes, place in the segment or -1: int64 each
+REASON_BYTES = PAGE_BYTES - REASON - 4
+INLINE_BYTES = 32 << 10  # up to here each rank reduces all of it alone; docs/decisions/042-shared-memory.md
+SLOTS, SLOT_BYTES = 4, 64 << 10  # of send and recv
+SENT, TAKEN, HEADERS = 0, 64, 128  # offsets in the page of a pair; a header: tag, size
+HEADER_BYTES = 24
+MAX_RANKS = 128  # of one host; a message between processes carries at most 253 sockets
+STAGE_BYTES = 512 << 10  # of one half, all parts together: fits the second-level cache; larger ones save rounds
+MIN_CHUNK_BYTES = 32 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Offsets in bytes for `num_ranks` ranks with `arena_bytes` each; the same on all of them."""
+
+    num_ranks: int
+    arena_bytes: int
+
+    @property
+    def chunk_bytes(self) -> int:
+        """What a reduction stages of one part at a time: a half holds such a chunk for each rank, and the result."""
+        each = max(MIN_CHUNK_BYTES, STAGE_BYTES // max(1, self.num_ranks - 1))
+        return -(-each // PAGE_BYTES) * PAGE_BYTES
+
+    @property
+    def half_bytes(self) -> int:
+        """Of one half of a rank's stage."""
+        return (self.num_ranks + 1) * self.chunk_bytes
+
+    @property
+    def control(self) -> int:
+        return PAGE_BYTES
+
+    @property
+    def inline(self) -> int:
+        return self.control + self.num_ranks * PAGE_BYTES
+
+    @property
+    def pairs(self) -> int:
+        return self.inline + self.num_ranks * 2 * INLINE_BYTES
+
+    @property
+    def pair_bytes(self) -> int:
+        return PAGE_BYTES + SLOTS * SLOT_BYTES
+
+    @property
+    def stage(self) -> int:
+        return self.pairs + self.num_ranks**2 * self.pair_bytes
+
+    @property
+    def arena(self) -> int:
+        return self.stage + self.num_ranks * 2 * self.half_bytes
+
+    @property
+    def size(self) -> int:
+        return self.arena + self.num_ranks * self.arena_bytes
+
+
+def default_arena_bytes(num_ranks: int) -> int:
+    """A rank's share of the machine's memory, which no sum of buffers can go beyond."""
+    pages = os.sysconf("SC_PHYS_PAGES")
+    return -(-pages * mmap.PAGESIZE // num_ranks // PAGE_BYTES) * PAGE_BYTES
+
 
 log = logging.getLogger(__name__)
 # Of <linux/fcntl.h>; Python 3.11 has them too, but only where it was built on a kernel with them.

@@ -12,8 +12,7 @@ from contextlib import suppress
 
 from lockstep.storage.errors import CommunicationError
 from training.comm.frames import ENDED, HEADER_BYTES, LEFT
-from training.comm.tcp.call import Call
-from training.comm.tcp.link import HUNG_UP, Link
+from training.comm.tcp.link import HUNG_UP, Call, Link
 from training.comm.tcp.mesh import Mesh
 from training.comm.tcp.parting import ask_around, last_word, rest_of_word, say_farewell
 

@@ -12,11 +12,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from training.comm.frames import HEADER_BYTES, Expected, check_header, check_payload, is_word, pack_header
-from training.comm.tcp.call import Call
 from training.comm.tcp.channel import Channel
-from training.comm.tcp.link import Link
+from training.comm.tcp.link import Call, Link, held, receive_some, send_some
 from training.comm.tcp.mesh import Mesh
-from training.comm.tcp.wire import held, receive_some, send_some
 
 CALLS_AT_A_TIME = 4  # two large ones, and small ones between them
 TURN_BYTES = 64 << 10  # after a longer frame the others have their turn

@@ -7,13 +7,133 @@ import socket
 import ssl
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from training.comm.frames import HEADER_BYTES
-from training.comm.tcp.call import NO_CALL, Call
-from training.comm.tcp.schedule import Receive, Send
+from training.comm.tcp.schedule import Program, Receive, Send
+
+PIECE_BYTES = 128 << 10  # of TLS at a time: eight records; see docs/decisions/044-links-between-hosts.md
+
+
+def send_some(sock: socket.socket, parts: Sequence[memoryview]) -> int:
+    """Send the beginning of `parts`; returns how many bytes were taken, 0 where the socket takes none now.
+
+    After a 0 the next call must begin with the same bytes (TLS has encrypted some of them already).
+    Raises OSError when the connection is lost.
+    """
+    if not isinstance(sock, ssl.SSLSocket):
+        try:
+            return sock.sendmsg(parts)
+        except BlockingIOError:
+            return 0
+    first = parts[0]
+    if len(parts) > 1 and len(first) < PIECE_BYTES:  # a header alone would be a record and a packet of its own
+        first = memoryview(b"".join([first, parts[1][: PIECE_BYTES - len(first)]]))
+    try:
+        return sock.send(first[:PIECE_BYTES])
+    except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
+        return 0
+
+
+def receive_some(sock: socket.socket, parts: Sequence[memoryview]) -> int | None:
+    """Fill the beginning of `parts`; returns the bytes that came, 0 at the end, None where nothing is there now.
+
+    TLS hands over whole records: ask again until None (or `held`), since poll knows nothing of what TLS holds already.
+    Raises OSError when the connection is lost.
+    """
+    if not isinstance(sock, ssl.SSLSocket):
+        try:
+            return sock.recvmsg_into(parts)[0]
+        except BlockingIOError:
+            return None
+    total = 0
+    for part in parts:
+        while part:
+            try:
+                count = sock.recv_into(part)
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                return total or None
+            if count == 0:
+                return total
+            total += count
+            part = part[count:]
+    return total
+
+
+def held(sock: socket.socket) -> bool:
+    """Whether decrypted bytes wait in TLS itself, for which poll would never wake."""
+    return isinstance(sock, ssl.SSLSocket) and sock.pending() > 0
+
+
+class Call:
+    """Made for one run of `program` over `buf`; the engine counts what is left of it."""
+
+    __slots__ = (
+        "_copies",
+        "_done",
+        "buf",
+        "counts",
+        "frames",
+        "left",
+        "number",
+        "program",
+        "raw",
+        "tag",
+        "ufunc",
+        "what",
+    )
+
+    def __init__(
+        self, what: str, tag: int, program: Program, buf: NDArray[Any], ufunc: np.ufunc, *, counts: bool = True
+    ) -> None:
+        self.what, self.tag, self.program, self.buf, self.ufunc = what, tag, program, buf, ufunc
+        self.raw: NDArray[np.uint8] = buf.view(np.uint8)
+        self.counts = counts
+        """Whether it is a collective, of all ranks."""
+        self.number = 0
+        """Collectives of the communicator before this one, modulo 2**32; set when it begins."""
+        self.frames = self.left = len(program.sends) + len(program.receives)
+        self._done = bytearray(len(program.receives))
+        self._copies: dict[Send, NDArray[np.uint8]] | None = None
+
+    def keep_copies(self) -> None:
+        """Copy each frame from now on when it becomes ready: it may have to wait for the frames of another call."""
+        self._copies = {}
+        self._copy_ready(self.program.sends)
+
+    def payload(self, send: Send) -> NDArray[np.uint8]:
+        """What this frame carries, which is ready."""
+        if self._copies is not None:
+            return self._copies[send]
+        return self.raw[send.start * self.buf.itemsize : send.stop * self.buf.itemsize]
+
+    def received(self, number: int) -> None:
+        """The receive of this number is done."""
+        self._done[number] = 1
+        self.left -= 1
+        if self._copies is not None:
+            self._copy_ready([send for send in self.program.sends if number in send.after])
+
+    def may(self, after: tuple[int, ...]) -> bool:
+        """Whether these receives are done."""
+        for number in after:  # noqa: SIM110 - this is asked for every frame, and a generator costs as much as the rest
+            if not self._done[number]:
+                return False
+        return True
+
+    def _copy_ready(self, sends: Sequence[Send]) -> None:
+        assert self._copies is not None
+        for send in sends:
+            if self.may(send.after):
+                start, stop = send.start * self.buf.itemsize, send.stop * self.buf.itemsize
+                self._copies[send] = self.raw[start:stop].copy()
+
+
+NO_CALL = Call("", 0, Program((), ()), np.empty(0, np.uint8), np.add)
+
 
 HUNG_UP = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 

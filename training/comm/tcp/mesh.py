@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from lockstep.storage.errors import CommunicationError
 from training.comm import auth
-from training.comm.reception import BACKLOG, Reception
+from training.comm.auth import BACKLOG, Reception
 from training.comm.tcp.link import Link
 from training.comm.tcp.parting import say_farewell
 from training.comm.tls import Tls
