@@ -15,11 +15,9 @@ SOURCE, POSITION, OCCURRENCE, SPLIT, DROPPED = "_source", "_position", "_occurre
 KEY, BYTES, RECORD, SHARD = "_key", "_bytes", "_record", "_shard"
 # What must not be on two sides of the split, as a number: see etl.split.leakage.
 LEAK = "_leak"
-
 # Types in Spark's notation: whole numbers, and what has parts.
 WHOLE = ("tinyint", "smallint", "int", "bigint")
 NESTED = ("array", "struct", "map", "variant")
-
 _DDL = {
     "int64": "bigint",
     "float32": "float",
@@ -94,3 +92,6 @@ def logical_bytes(field: Field, column: pa.Array) -> pa.Array:
         return pa.repeat(pa.scalar(_FIXED_BYTES[field.dtype], pa.int64()), len(column))
     lengths = pc.fill_null(pc.binary_length(column), 0).cast(pa.int64())
     return pc.add(lengths, _LENGTH_BYTES)
+
+
+PACKED, PLACE = "_packed", "place"  # whether the image is still a file; the path below the source, of a folder

@@ -23,13 +23,13 @@ from lockstep.features.shards.foreign_files import (
     sample,
 )
 from lockstep.storage.dataset.indexed import INDEX_FOLDER, IndexedManifest, index_name, is_indexed
-from lockstep.storage.dataset.layout import MANIFEST_NAME, safe_relative
+from lockstep.storage.dataset.layout import safe_relative
 from lockstep.storage.dataset.manifest_entries import FileInfo, ShardInfo
 from lockstep.storage.errors import ConfigError, DataError, ExistsError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.formats.tfrecord import FRAMING_BYTES, FramedWriter, record_offsets
 from lockstep.storage.fs import filesystem
-from lockstep.storage.publish import write_file
+from lockstep.storage.publish import MANIFEST_NAME, write_file
 from lockstep.storage.settings import set_hadoop_settings
 from lockstep.storage.urls import absolute, join, parent
 from lockstep.storage.verify.check import CHUNK_BYTES, HashedReader

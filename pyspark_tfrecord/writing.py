@@ -13,11 +13,10 @@ from pyspark.sql.types import StructType
 
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.schema import foreign_field
-from lockstep.storage.dataset.layout import MANIFEST_NAME
 from lockstep.storage.errors import ConfigError, ExistsError, LockstepError, NotFoundError, StorageError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
-from lockstep.storage.publish import occupied, write_file
+from lockstep.storage.publish import MANIFEST_NAME, occupied, write_file
 from lockstep.storage.settings import set_hadoop_settings
 from lockstep.storage.urls import join, parent
 from pyspark_tfrecord.options import WriteOptions

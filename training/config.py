@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lockstep.features.images.augment import canonical
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.urls import several
 from training.comm.options import UNAUTHENTICATED, Algorithm, Backend, CommOptions
-from training.run.lineage import CheckpointRef
+
+if TYPE_CHECKING:
+    from training.run.lineage import CheckpointRef
 
 BEST = re.compile(r"(?P<metric>.+):(?P<way>min|max)")
 BEST_ALLOWED = "METRIC:min or METRIC:max, such as loss:min or auc:max"

@@ -24,10 +24,10 @@ from lockstep.features.schema.sampled import sampled_of
 from lockstep.features.schema.schema import Schema
 from lockstep.features.shards.blocks import Block, dataset_blocks, indexed_blocks, indexed_fields
 from lockstep.storage.dataset.indexed import IndexedManifest, is_indexed, read_indexed
-from lockstep.storage.dataset.layout import MANIFEST_NAME
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset, read_checked
 from lockstep.storage.errors import ConfigError, CorruptionError, NotFoundError
 from lockstep.storage.fs import filesystem
+from lockstep.storage.publish import MANIFEST_NAME
 from lockstep.storage.urls import join
 
 MAX_SOURCES = 20  # of many input files the first are named

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from etl.logs.values import flat
+from lockstep.features.arrow import flat
 from lockstep.features.sample_id import splitmix64_array
 
 KEPT = 1 << 17  # values held for median, histogram and distinct values; of more, about half of that to all of it

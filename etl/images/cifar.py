@@ -15,10 +15,11 @@ import pyarrow as pa
 
 from etl import columns as c
 from etl.images import source as r
-from etl.images.source import ImagePlan, Intake, Piece, split_word, step_bytes
+from etl.images.source import ImagePlan, Piece, split_word, step_bytes
 from etl.images.tar_format import read_members
 from etl.input.files import Source, find_sources, source_name
 from etl.input.unpack import PLAIN, Forward
+from etl.write.late import Intake
 from lockstep.storage.errors import DataError, NotFoundError
 from lockstep.storage.urls import absolute, basename
 

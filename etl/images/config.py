@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from etl.images.cifar import NUM_CLASSES
-from etl.images.source import Intake
 from etl.write.config import OutputConfig
+from etl.write.late import Intake
 from lockstep.features.images.decode import Limits
 from lockstep.features.images.resize import FITS, ROTATIONS
 from lockstep.storage.errors import check_flag

@@ -15,11 +15,12 @@ import pyarrow.compute as pc
 
 from etl import columns as c
 from etl.images import source as r
-from etl.images.source import DROPPED, ImagePlan, Intake, Piece, is_left_out, place_of, split_word, step_bytes
+from etl.images.source import DROPPED, ImagePlan, Piece, is_left_out, place_of, split_word, step_bytes
 from etl.input.files import Source
 from etl.input.lines import RAW_BYTES
 from etl.input.unpack import CHUNK_BYTES
 from etl.spark.tasks import mapped
+from etl.write.late import Intake
 from lockstep.features.images.decode import TOO_LONG, ImageError
 from lockstep.storage.dataset.manifest_entries import SourceInfo
 from lockstep.storage.errors import ConfigError, DataError, NotFoundError

@@ -20,9 +20,10 @@ import pyarrow as pa
 
 from etl import columns as c
 from etl.images import source as r
-from etl.images.source import ImagePlan, Intake, Piece, step_bytes
+from etl.images.source import ImagePlan, Piece, step_bytes
 from etl.input.files import Source, find_sources, source_name
 from etl.input.unpack import PLAIN, Forward
+from etl.write.late import Intake
 from lockstep.storage.errors import ConfigError, DataError, NotFoundError
 from lockstep.storage.urls import absolute, parent
 

@@ -17,7 +17,7 @@ from etl.images.folders import FolderPiece, digest_trees
 from etl.images.idx import IdxPiece
 from etl.images.parquet import ParquetPiece
 from etl.images.planned import NotPlannable
-from etl.images.source import BAD, DROPPED, ID_COLUMNS, OUTPUT_DDL, RECORD, ImagePlan, Intake, Piece, step_bytes
+from etl.images.source import BAD, DROPPED, ID_COLUMNS, OUTPUT_DDL, RECORD, ImagePlan, Piece, step_bytes
 from etl.images.tar import TarPiece
 from etl.input.files import digest_sources
 from etl.spark.errors import translated
@@ -25,7 +25,7 @@ from etl.spark.session import described, tuned, watched
 from etl.spark.tasks import EachSlice, sliced
 from etl.write.checks import check_columns, check_output, check_schema
 from etl.write.dataset import write_dataset
-from etl.write.late import Late, LateImages, has_late_content
+from etl.write.late import Intake, Late, LateImages, has_late_content
 from etl.write.quarantine import Origin, check_bad
 from etl.write.shards import RUN_AGAIN
 from lockstep.features.schema.fields import SAMPLE_ID, Field, sample_id_field

@@ -12,9 +12,10 @@ import pyarrow.parquet as pq
 
 from etl import columns as c
 from etl.images import source as r
-from etl.images.source import ImagePlan, Intake, Piece, split_word
+from etl.images.source import ImagePlan, Piece, split_word
 from etl.images.tar_format import MAX_NAME_BYTES
 from etl.input.files import Source, find_sources, source_name
+from etl.write.late import Intake
 from lockstep.features.images.decode import ImageError
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError
 from lockstep.storage.formats.parquet_footer import columns_can_be_told, read_footer

@@ -15,7 +15,8 @@ import numpy as np
 import pyarrow as pa
 
 from etl import columns as c
-from etl.images.source import LENGTH, OFFSET, PACKED, PLACE
+from etl.columns import PACKED, PLACE
+from etl.images.source import LENGTH, OFFSET
 from etl.images.tar_format import cut_error
 from etl.input.files import digest_of
 from etl.spark.errors import in_task

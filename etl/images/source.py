@@ -7,20 +7,19 @@ import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from etl import columns as c
+from etl.columns import PACKED
 from etl.input.files import Source
 from etl.input.lines import RAW_BYTES
 from etl.split.splits import TEST, TRAIN, VALIDATION
-from lockstep.features.images.decode import Limits, checked_header, decode
-from lockstep.features.images.resize import fit, rotate, set_channels
+from etl.write.late import Intake
 
 # About 100 bytes each of the driver's memory. In the message that starts a shard's task, which Spark allows 128 MiB by
 # default, they are 52 bytes each: even if all of them lie in one shard, they fit.
@@ -94,7 +93,6 @@ NO_CLASS = "no_class"
 NOT_A_FILE = "not_a_regular_file"
 UNSAFE_NAME = "unsafe_name"
 NOT_AN_IMAGE = "not_an_image"  # dropped: its name says so
-PACKED, PLACE = "_packed", "place"  # whether the image is still a file; the path below the source, of a folder
 BATCH_BYTES = 4 << 20
 BATCH_ROWS = 4096
 # `place` is what stands behind the source's URL where a source is a folder; `class` the name that becomes a label.
@@ -194,63 +192,6 @@ class Gather:
             columns = {name: [row.get(name) for row in self._other] for name in names}
             yield rows(len(self._other), {**self._fixed, **columns})
         self._images, self._values, self._other, self._bytes = [], [], [], 0
-
-
-_MAX_GROWTH = 4
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Intake:
-    """The operations, in this order: decode and EXIF orientation, channels, `degrees` clockwise, `how` to `size`.
-
-    `size` is (height, width), None for the size that images have; `channels` 1 or 3, None for what they have;
-    `keep` leaves encoded images as they are once they are known to decode; `late` leaves those to the task that writes
-    them that are shorter than their pixels.
-    """
-
-    size: tuple[int, int] | None
-    channels: int | None
-    how: str = "resize"
-    degrees: int = 0
-    keep: bool = False
-    late: bool = False
-    limits: Limits = field(default_factory=Limits)
-
-    def shape(self, height: int, width: int, channels: int) -> tuple[int, int, int]:
-        """(height, width, channels) of what becomes of an image."""
-        turned = (width, height) if self.degrees in (90, 270) else (height, width)
-        return (*(self.size or turned), self.channels or channels)
-
-    def stack(self, images: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Images of one size, decoded already: (n, H, W, C) uint8 -> (n, *shape) uint8."""
-        if self.channels is not None:
-            images = set_channels(images, self.channels)
-        images = rotate(images, self.degrees)
-        return images if self.size is None else fit(images, *self.size, self.how)
-
-    def hand_on(self, data: bytes) -> tuple[bytes, bool]:
-        """An encoded image in the form in which it travels, and whether that is `data`, to be taken later. Raises
-        ImageError where its header or, if it is taken now, all of it is not what it should be.
-        """
-        if self.late and self.size is not None:
-            assert self.channels is not None
-            pixels = self.size[0] * self.size[1] * self.channels
-            header = checked_header(data, self.limits)
-            # A large picture is made small here: few tasks write, and each would decode for a long time.
-            sides = (header.height or self.limits.max_pixels) * (header.width or 1)
-            if len(data) < pixels and sides * self.channels <= _MAX_GROWTH * pixels:
-                return data, True
-        return self.take(data), False
-
-    def take(self, data: bytes) -> bytes:
-        """An encoded image: its pixels in C order, or `data` itself where it is kept. Raises ImageError."""
-        assert self.channels is not None
-        pixels = decode(data, self.channels, self.limits)
-        if self.keep:
-            return data
-        if not self.degrees and pixels.shape[:2] == self.size:
-            return pixels.tobytes()
-        return self.stack(pixels[None]).tobytes()
 
 
 MAX_STEP_BYTES = 8 << 20  # decoding takes ten times as long as reading: smaller pieces keep all cores busy to the end

@@ -16,7 +16,6 @@ from etl.images.source import (
     FileList,
     ImageFiles,
     ImagePlan,
-    Intake,
     Piece,
     Place,
     is_left_out,
@@ -28,6 +27,7 @@ from etl.images.tar_format import BLOCK, Member, cut_error, plan_stretches, read
 from etl.input.files import Source, find_sources, source_name
 from etl.input.lines import RAW_BYTES
 from etl.input.unpack import CHUNK_BYTES, PLAIN, Forward
+from etl.write.late import Intake
 from lockstep.features.images.decode import TOO_LONG, ImageError, Limits
 from lockstep.storage.urls import absolute
 

@@ -24,7 +24,6 @@ from lockstep.storage.fs import filesystem
 CHUNK_BYTES = 1 << 20
 MAX_LINE_BYTES = 1 << 20  # longer lines are hashed and counted in passing, never held
 RAW_BYTES = 64 << 10
-
 _NEWLINE, _RETURN, _QUOTE = 10, 13, 34
 
 
@@ -208,3 +207,7 @@ class _Long:
 
     def finish(self) -> LongLine:
         return LongLine(self.position, self._raw, self.length, self._sha256.hexdigest())
+
+
+NOT_COMMON_LOG = "not_common_log"
+NOT_COMBINED_LOG = "not_combined_log"

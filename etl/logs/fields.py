@@ -17,7 +17,8 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from etl.logs import json_lines
-from etl.logs.values import NOT_UTF8, Reasons, as_text, as_values, bad_value, flat, missing_value, not_of
+from etl.logs.values import NOT_UTF8, Reasons, as_text, as_values, bad_value, missing_value, not_of
+from lockstep.features.arrow import flat
 
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 TOO_FEW, TOO_MANY = "too_few_fields", "too_many_fields"

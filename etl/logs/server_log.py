@@ -16,7 +16,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from etl.logs.values import NOT_UTF8, Reasons, as_text, as_values, flat
+from etl.input.lines import NOT_COMBINED_LOG, NOT_COMMON_LOG
+from etl.logs.values import NOT_UTF8, Reasons, as_text, as_values
+from lockstep.features.arrow import flat
 
 _FORM = np.frombuffer(b"00/xxx/0000:00:00:00 +0000", dtype=np.uint8)  # 0 a digit, x any byte, + a sign
 _WIDTH = len(_FORM)
@@ -140,7 +142,6 @@ _LOOSE = rf'{_FRONT}"(?P<request>.*)" (?P<rest>(?:\d{{3}}|-) (?:\d+|-))$'
 _PLAIN = r"^(?P<method>[^ ]+) (?P<page>[^ ?]+)(?:\?(?P<query>[^ ]*))? HTTP/[^ ]*$"
 # What clients really sent: blanks anywhere, no protocol, or one that is written otherwise (HTTP/V1.0, http/1.0).
 _ODD = r"^(?P<method>[^ ]+) +(?P<target>.*?)(?: +(?i:HTTP)/[^ ]*)? *$"
-NOT_COMMON_LOG = "not_common_log"
 BAD_TIME = "bad_time"
 
 
@@ -231,7 +232,6 @@ def part(parts: pa.Array, name: str) -> pa.Array:
 
 
 _COMBINED_REST = rf'^(?P<status>\d{{3}}|-) (?:\d+|-) "(?P<referrer>{QUOTED})" "(?P<agent>{QUOTED})"{MORE}$'
-NOT_COMBINED_LOG = "not_combined_log"
 
 
 def parse_combined(lines: pa.Array) -> Requests:

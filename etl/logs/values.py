@@ -9,6 +9,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from lockstep.features.arrow import flat
+
 NOT_UTF8 = "not_utf8"
 _SHOWN = 60  # characters of a value
 _TYPES = {"float": "float32", "double": "float64", "binary": "bytes"}
@@ -120,17 +122,6 @@ def as_text(values: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
     if b"\0" in _content(values):
         broken |= np.asarray(pc.fill_null(pc.match_substring(values, "\0"), False), dtype=bool)
     return (pc.if_else(pa.array(~broken), text, None) if broken.any() else text), broken
-
-
-def flat(values: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-    """The offsets (n + 1,) and bytes of strings or binaries with offsets of any width, not copied unless they are
-    views; nulls take no bytes.
-    """
-    wide = values.cast(pa.large_binary())
-    _, ends, content = wide.buffers()
-    offsets = np.frombuffer(ends, dtype=np.int64, count=len(wide) + 1, offset=wide.offset * 8)
-    data = np.frombuffer(content, dtype=np.uint8) if content is not None else np.zeros(0, dtype=np.uint8)
-    return offsets - offsets[0], data[offsets[0] : offsets[-1]]
 
 
 def _content(values: pa.Array) -> bytes:

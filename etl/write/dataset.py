@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from etl import VERSION
 from etl import columns as c
+from etl.columns import PACKED, PLACE
 from etl.fit.bake import Bake, baked_rows, fitted_of
 from etl.fit.statistics import class_counts, fit_all
-from etl.images.source import PACKED, PLACE
 from etl.petastorm.metadata import write_petastorm_metadata
 from etl.spark.errors import SameIdError, translated
 from etl.spark.session import at_once, bounded

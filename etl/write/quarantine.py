@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from etl.logs.server_log import NOT_COMBINED_LOG, NOT_COMMON_LOG
+from etl.input.lines import NOT_COMBINED_LOG, NOT_COMMON_LOG
 from etl.spark.errors import in_task
 from etl.spark.session import described
 from etl.spark.tasks import COPY_BYTES, by_partition, partition_of_task, upload

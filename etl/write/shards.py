@@ -16,10 +16,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from etl import columns as c
-from etl.logs.values import flat
 from etl.spark.errors import SameIdError, in_task
 from etl.spark.session import described
 from etl.spark.tasks import COPY_BYTES, by_partition, mapped, partition_of_task, upload
+from lockstep.features.arrow import flat
 from lockstep.features.sample_id import shard_of
 from lockstep.features.schema.fields import SAMPLE_ID, Field
 from lockstep.features.schema.schema import Schema

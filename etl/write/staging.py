@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from lockstep.storage.dataset.layout import MANIFEST_NAME, DatasetPaths
+from lockstep.storage.dataset.layout import DatasetPaths
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.documents import seal, unseal_as
 from lockstep.storage.errors import DataError, ExistsError, LockstepError, NotFoundError, StorageError
 from lockstep.storage.files.interface import FileStat, FileSystem
 from lockstep.storage.fs import filesystem
-from lockstep.storage.publish import publish_directory, write_file
+from lockstep.storage.publish import MANIFEST_NAME, publish_directory, write_file
 from lockstep.storage.urls import absolute, join, parent
 
 log = logging.getLogger(__name__)
@@ -150,7 +150,8 @@ def publish_beside(staging: Staging, manifest: bytes, apart: Staging | None) -> 
     """Publish `apart` (a dataset's quarantine at a URL of its own) and then the dataset: both, or neither.
 
     Raises what Staging.publish raises. A dataset that was renamed before its publication failed, such as by a
-    read-back without an answer, keeps its quarantine. A kill in between leaves a quarantine that etl.write.staging knows.
+    read-back without an answer, keeps its quarantine. A kill in between leaves a quarantine that etl.write.staging
+    knows.
     """
     if apart is not None:
         apart.publish(None)

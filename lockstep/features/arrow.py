@@ -60,3 +60,14 @@ def checked_text(column: pa.Array) -> pa.Array | None:
         except pa.ArrowInvalid:
             return None
     return column
+
+
+def flat(values: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+    """The offsets (n + 1,) and bytes of strings or binaries with offsets of any width, not copied unless they are
+    views; nulls take no bytes.
+    """
+    wide = values.cast(pa.large_binary())
+    _, ends, content = wide.buffers()
+    offsets = np.frombuffer(ends, dtype=np.int64, count=len(wide) + 1, offset=wide.offset * 8)
+    data = np.frombuffer(content, dtype=np.uint8) if content is not None else np.zeros(0, dtype=np.uint8)
+    return offsets - offsets[0], data[offsets[0] : offsets[-1]]

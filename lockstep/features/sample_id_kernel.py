@@ -7,13 +7,11 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from lockstep.features.examples import encode_kernels, layout
-from lockstep.features.examples.encode_kernels import offset
 from lockstep.storage.kernels import memory
 from lockstep.storage.kernels.jit import kernels
-from lockstep.storage.kernels.memory import copy, load_u32, store_u8, store_u32, store_u64
+from lockstep.storage.kernels.memory import copy, load_u32, offset, store_u8, store_u32, store_u64
 
-_kernel = kernels(__name__, encode_kernels, layout, memory)
+_kernel = kernels(__name__, memory)
 
 
 def _primes(count: int) -> list[int]:

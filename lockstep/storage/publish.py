@@ -7,7 +7,6 @@ import re
 import secrets
 from collections.abc import Callable
 
-from lockstep.storage.dataset.layout import MANIFEST_NAME
 from lockstep.storage.documents import sha256_hex
 from lockstep.storage.errors import (
     CorruptionError,
@@ -22,6 +21,9 @@ from lockstep.storage.files.deadlines import Backoff
 from lockstep.storage.files.interface import FileSystem, Writer
 from lockstep.storage.settings import write_give_up_s
 from lockstep.storage.urls import basename, join, parent
+
+MANIFEST_NAME = "_manifest.json"
+
 
 _READ_BACK_BYTES = 1 << 22
 _TEMPORARY = re.compile(r"\..*\.[0-9a-f]{16}\.tmp")

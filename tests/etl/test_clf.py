@@ -8,8 +8,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from etl.input.lines import NOT_COMBINED_LOG, NOT_COMMON_LOG
 from etl.logs import server_log
-from etl.logs.server_log import BAD_TIME, NOT_COMBINED_LOG, NOT_COMMON_LOG, parse_common
+from etl.logs.server_log import BAD_TIME, parse_common
 from etl.logs.values import NOT_UTF8
 from etl.logs.web import is_page
 

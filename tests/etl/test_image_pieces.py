@@ -22,7 +22,8 @@ from PIL import Image
 from etl.images import cifar, folders, parquet
 from etl.images import tar as tar_images
 from etl.images.job import from_json, to_json
-from etl.images.source import BAD, DROPPED, RECORD, ImagePlan, Intake, Place, is_left_out, place_of, split_word
+from etl.images.source import BAD, DROPPED, RECORD, ImagePlan, Place, is_left_out, place_of, split_word
+from etl.write.late import Intake
 from lockstep.features.images.decode import Limits
 from lockstep.storage.errors import ConfigError, DataError, NotFoundError
 

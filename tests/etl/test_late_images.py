@@ -16,13 +16,13 @@ import pytest
 from PIL import Image
 
 from etl import columns as c
+from etl.columns import PACKED, PLACE
 from etl.images import job
 from etl.images.config import ImagesConfig
-from etl.images.source import PACKED, PLACE, Intake
 from etl.split.assign import Assign
 from etl.split.splits import SplitSpec
 from etl.write.dataset import write_dataset
-from etl.write.late import AssignLate, Late, LateImages, WriteLate
+from etl.write.late import AssignLate, Intake, Late, LateImages, WriteLate
 from etl.write.quarantine import check_bad
 from etl.write.shards import ShardTable, WriteShards
 from lockstep.storage.errors import ConfigError, DataError

@@ -11,10 +11,10 @@ from typing import IO, TYPE_CHECKING, Any
 import pyarrow as pa
 import pytest
 
-from etl.logs.values import flat
 from etl.spark.tasks import narrowed
 from etl.write.dataset import write_dataset
 from etl.write.shards import WriteShards
+from lockstep.features.arrow import flat
 from lockstep.storage.errors import DataError
 from tests.etl.conftest import ROOT
 

@@ -18,9 +18,10 @@ from PIL import Image
 
 from etl.images import cifar, idx, parquet
 from etl.images import tar as tar_images
-from etl.images.source import RECORD, ImagePlan, Intake
+from etl.images.source import RECORD, ImagePlan
 from etl.images.tar_format import BLOCK
 from etl.input.files import find_sources
+from etl.write.late import Intake
 from lockstep.features.images.decode import ImageError, Limits, checked_header, decode, read_header
 from tests.fuzz.target import Target, refused, scratch
 

@@ -2,8 +2,8 @@
 
 What a window holds is known to be at certain rows of certain batches before it is read, so its rows are copied once,
 from where they were decoded into the arrays of these batches. The steps of a rank are cut into chunks; a chunk's arrays
-hold its rows after the first step of their encoding (lockstep/features/encode/transforms.py). A chunk is whole once each
-lane was read up to its end.
+hold its rows after the first step of their encoding (lockstep/features/encode/transforms.py). A chunk is whole once
+each lane was read up to its end.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import numpy.typing as npt
 
 from lockstep.features.encode.encoder import Encoded, Encoder
 from lockstep.features.encode.transforms import Lists, Made
-from training.batches.buffer_pool import Slabs
 from training.batches.decode import BYTES_AT_ONCE, ROWS_AT_ONCE, Unit, UnitReader
 from training.batches.kernels import PAIR_BYTES
 from training.plan.epoch_plan import EpochPlan
 from training.plan.order import Run
+from training.reading.buffer_pool import Slabs
 from training.reading.reader import SplitReader
 
 

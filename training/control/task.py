@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -73,3 +75,11 @@ class Limits:
     """From SIGTERM to SIGKILL."""
     lost_s: float = 30.0
     """A supervisor without the driver for so long kills its rank."""
+
+
+MARK = "LOCKSTEP_PROCESS"
+
+
+def scratch_folder(mark: str) -> str:
+    """Where the rank with this mark keeps its temporary files, if it keeps any; its supervisor removes the folder."""
+    return os.path.join(tempfile.gettempdir(), f"lockstep-rank-{mark}")

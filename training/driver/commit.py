@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from lockstep.storage.dataset.layout import MANIFEST_NAME, safe_relative
+from lockstep.storage.dataset.layout import safe_relative
 from lockstep.storage.documents import canonical_bytes, seal, unseal
 from lockstep.storage.errors import CommunicationError, CorruptionError, LockstepError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.progress import Progress
-from lockstep.storage.publish import publish_directory, write_file
+from lockstep.storage.publish import MANIFEST_NAME, publish_directory, write_file
 from lockstep.storage.urls import join
 from training.config import Keep, check_metric
 from training.driver.retention import MetricValues, empty_trash, retire

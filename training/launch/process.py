@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -19,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from training.comm.tls import Credentials
-from training.control.task import Limits, RankTask
+from training.control.task import MARK, Limits, RankTask, scratch_folder
 from training.world import World
 
-MARK = "LOCKSTEP_PROCESS"
 _PASSES = 5  # a process may start another one while they are looked for
 _BETWEEN_S = 0.02
 
@@ -30,11 +28,6 @@ _BETWEEN_S = 0.02
 def new_mark() -> str:
     """A value of `MARK` that no other rank on this host has."""
     return f"{os.getpid()}-{secrets.token_hex(8)}"
-
-
-def scratch_folder(mark: str) -> str:
-    """Where the rank with this mark keeps its temporary files, if it keeps any; its supervisor removes the folder."""
-    return os.path.join(tempfile.gettempdir(), f"lockstep-rank-{mark}")
 
 
 def end_left(group: int, mark: str) -> None:

@@ -19,13 +19,13 @@ from lockstep.features.encode.bake import is_baked, raw_schema
 from lockstep.features.schema.sampled import sampled_of
 from lockstep.features.schema.schema import Schema
 from lockstep.features.schema.signature import Signature
-from lockstep.storage.dataset.layout import MANIFEST_NAME, fitted_path
+from lockstep.storage.dataset.layout import fitted_path
 from lockstep.storage.dataset.manifest import DatasetManifest, read_checked
 from lockstep.storage.documents import canonical_bytes, parse_canonical, unseal
 from lockstep.storage.errors import ConfigError, CorruptionError, LockstepError
 from lockstep.storage.files.interface import Writer
 from lockstep.storage.fs import filesystem
-from lockstep.storage.publish import file_digest, write_stream
+from lockstep.storage.publish import MANIFEST_NAME, file_digest, write_stream
 from lockstep.storage.urls import join
 from training import models
 from training.config import TrainConfig, lane_groups

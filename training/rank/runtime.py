@@ -14,8 +14,8 @@ from lockstep.features.images.decode_many import set_decode_threads
 from lockstep.storage.kernels.jit import cache_folder
 from training.comm.options import UNAUTHENTICATED
 from training.config import TrainConfig
+from training.control.task import MARK, scratch_folder
 from training.devices import listed
-from training.launch.process import MARK, scratch_folder
 from training.world import World
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import numpy as np
 
 from lockstep.storage.errors import StorageTimeoutError
 from lockstep.storage.files.interface import FileSystem, IntoMemory, RangeFile
-from training.batches.buffer_pool import Slabs
+from training.reading.buffer_pool import Slabs
 from training.reading.cache import BlockCache, BlockPlace
 
 MOST_OPEN = 64  # of files that no thread reads just now; a file of HDFS keeps where its blocks lie, a local one is open

@@ -6,12 +6,11 @@ import secrets
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lockstep.storage.dataset.layout import MANIFEST_NAME
 from lockstep.storage.documents import seal, unseal
 from lockstep.storage.errors import ConfigError, DataError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
-from lockstep.storage.publish import occupied, publish_directory, write_file
+from lockstep.storage.publish import MANIFEST_NAME, occupied, publish_directory, write_file
 from lockstep.storage.settings import hadoop_settings
 from lockstep.storage.urls import absolute, join, parent
 from training.batches.augmenting import labels_of

@@ -13,14 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.storage import documents
-from lockstep.storage.dataset.layout import MANIFEST_NAME
 from lockstep.storage.documents import sha256_hex, unseal_as
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError, differences
 from lockstep.storage.files.interface import FileSystem, Writer
 from lockstep.storage.files.local import whole_pages
 from lockstep.storage.formats.safetensors import DTYPES, LENGTH_BYTES, head_bytes, parse_header
 from lockstep.storage.fs import filesystem
-from lockstep.storage.publish import write_file, write_stream
+from lockstep.storage.publish import MANIFEST_NAME, write_file, write_stream
 from lockstep.storage.urls import join
 from training.run.paths import rank_name
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.storage import documents
-from lockstep.storage.dataset.layout import MANIFEST_NAME, safe_relative
+from lockstep.storage.dataset.layout import safe_relative
 from lockstep.storage.documents import seal, unseal, unseal_as
 from lockstep.storage.errors import (
     ConfigError,
@@ -27,7 +27,7 @@ from lockstep.storage.errors import (
     TrainingFailedError,
 )
 from lockstep.storage.files.interface import FileSystem
-from lockstep.storage.publish import file_digest, write_file
+from lockstep.storage.publish import MANIFEST_NAME, file_digest, write_file
 from lockstep.storage.urls import join
 from training.run.paths import RunPaths, checkpoint_name, checkpoint_of, claim_of, generation_of
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lockstep.storage.dataset.layout import MANIFEST_NAME
 from lockstep.storage.documents import sha256_hex, unseal
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError, NotFoundError
 from lockstep.storage.fs import filesystem
+from lockstep.storage.publish import MANIFEST_NAME
 from lockstep.storage.urls import join
 from training.run.lineage import find_tip
 from training.run.paths import RunPaths

@@ -32,11 +32,10 @@ from lockstep.storage.kernels.crc32c import masked_crc32c, masked_crc32c_of_word
 from lockstep.storage.kernels.jit import kernels
 from lockstep.storage.kernels.memory import (
     copy,
-    load_i32,
-    load_i64,
     load_u8,
     load_u32,
     load_u64,
+    offset,
     store_u8,
     store_u16,
     store_u32,
@@ -60,14 +59,6 @@ def bool_at(place: Any, number: Any) -> Any:
     """A value of a column of bools."""
     bit = place[DATA_BIT] + number
     return (load_u8(place[DATA] + (bit >> 3)) >> np.uint8(bit & 7)) & np.uint8(1)
-
-
-@njit
-def offset(address: Any, width: Any, number: Any) -> Any:
-    """The offset of a value or list, `width` bytes each from `address` on."""
-    if width == 4:
-        return np.int64(load_i32(address + 4 * number))
-    return load_i64(address + 8 * number)
 
 
 @njit

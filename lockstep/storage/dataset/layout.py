@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass
 
 from lockstep.storage.errors import ConfigError, DataError
+from lockstep.storage.publish import MANIFEST_NAME
 from lockstep.storage.urls import join, parent
 
-MANIFEST_NAME = "_manifest.json"
 FORMATS = ("tfrecord", "parquet")
 COMPRESSIONS = ("none", "gzip")  # as a call says them
 SUFFIXES = {None: "", "gzip": ".gz"}  # of shards, by their compression as the manifest has it

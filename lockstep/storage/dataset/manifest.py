@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from lockstep.storage import documents
-from lockstep.storage.dataset.layout import FORMATS, MANIFEST_NAME, SUFFIXES, DatasetPaths, index_path
+from lockstep.storage.dataset.layout import FORMATS, SUFFIXES, DatasetPaths, index_path
 from lockstep.storage.dataset.manifest_entries import (
     Counts,
     FileInfo,
@@ -27,6 +27,7 @@ from lockstep.storage.documents import canonical_bytes, seal, sha256_hex, unseal
 from lockstep.storage.errors import CorruptionError, DataError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
+from lockstep.storage.publish import MANIFEST_NAME
 from lockstep.storage.urls import join
 
 __all__ = [

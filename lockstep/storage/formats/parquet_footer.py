@@ -10,11 +10,14 @@ import struct
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
-from lockstep.storage.dataset.manifest_entries import ShardInfo
 from lockstep.storage.documents import sha256_hex
 from lockstep.storage.errors import CorruptionError
 from lockstep.storage.files.interface import FileSystem
+
+if TYPE_CHECKING:
+    from lockstep.storage.dataset.manifest_entries import ShardInfo
 
 MAGIC = b"PAR1"
 _TAIL = struct.Struct("<I4s")  # the last 8 bytes of a file: length of the Thrift bytes before them, magic

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
@@ -136,3 +137,11 @@ def same(at: Any, other: Any, size: Any) -> Any:
         if load_u64(at + place) != load_u64(other + place):
             return False
     return load_u64(at + size - 8) == load_u64(other + size - 8)
+
+
+@njit
+def offset(address: Any, width: Any, number: Any) -> Any:
+    """The offset of a value or list, `width` bytes each from `address` on."""
+    if width == 4:
+        return np.int64(load_i32(address + 4 * number))
+    return load_i64(address + 8 * number)

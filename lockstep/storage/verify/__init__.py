@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.storage.dataset.layout import MANIFEST_NAME
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.documents import unseal
 from lockstep.storage.errors import ConfigError, DataError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
+from lockstep.storage.publish import MANIFEST_NAME
 from lockstep.storage.urls import basename, join
 from lockstep.storage.verify.check import Check, Finding
 from lockstep.storage.verify.dataset import check_dataset, check_indexed

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, BinaryIO, cast
 
 from lockstep.storage.dataset.indexed import INDEX_FOLDER, index_name, read_indexed
-from lockstep.storage.dataset.layout import MANIFEST_NAME, index_path
+from lockstep.storage.dataset.layout import index_path
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.dataset.manifest_entries import FileInfo, ShardInfo
 from lockstep.storage.documents import sha256_hex
@@ -18,6 +18,7 @@ from lockstep.storage.errors import CorruptionError, NotFoundError
 from lockstep.storage.formats.gzip_blocks import HEADER, TRAILER_BYTES, trailer, unpack
 from lockstep.storage.formats.parquet_footer import columns_can_be_told, read_published_footer
 from lockstep.storage.formats.tfrecord import FRAMING_BYTES, MAX_BLOCK_BYTES, index_bytes, read_records, record_offsets
+from lockstep.storage.publish import MANIFEST_NAME
 from lockstep.storage.verify.check import CHUNK_BYTES, Check, HashedReader
 
 if TYPE_CHECKING:

@@ -9,11 +9,12 @@ from itertools import pairwise
 from typing import Any
 
 from lockstep.storage import documents
-from lockstep.storage.dataset.layout import MANIFEST_NAME, safe_relative
+from lockstep.storage.dataset.layout import safe_relative
 from lockstep.storage.documents import unseal
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError, NotFoundError
 from lockstep.storage.formats.safetensors import check_part, read_divided, read_header
 from lockstep.storage.fs import filesystem
+from lockstep.storage.publish import MANIFEST_NAME
 from lockstep.storage.urls import basename, parent
 from lockstep.storage.verify.check import Check
 
