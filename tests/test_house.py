@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,35 +46,60 @@ WITHOUT_SPARK = [
 ]
 
 
-def loaded_by(module: str) -> list[str]:
-    """The heavy packages that importing `module` in a fresh interpreter loads."""
-    code = (
-        f"import json, sys, importlib; importlib.import_module({module!r})\n"
-        "print(json.dumps([name for name in ('tensorflow', 'keras', 'pyspark') if name in sys.modules]))"
-    )
+IMPORT_EACH = """
+import importlib, json, sys
+heavy, loaded = ("tensorflow", "keras", "pyspark"), {}
+for module in json.loads(sys.argv[1]):
+    importlib.import_module(module)
+    loaded[module] = [name for name in heavy if name in sys.modules]
+print(json.dumps(loaded))
+"""
+# Each call is a fork of one process that has imported what jobs share, since most of a call's time is these imports.
+CALL_EACH = """
+import contextlib, io, json, os, runpy, sys
+import jobs._etl, jobs._train, pyspark.sql
+found = {}
+for job, path, *flags in json.loads(sys.argv[1]):
+    name = f"{path or job} {' '.join(flags)}"
+    reads, writes = os.pipe()
+    if (child := os.fork()) == 0:
+        os.dup2(writes, 1); os.dup2(writes, 2)
+        sys.argv = [path or job, *flags]
+        sys.path[0] = os.path.dirname(path) if path else os.getcwd()
+        try:
+            runpy.run_path(path, None, "__main__") if path else runpy.run_module(job, None, "__main__", alter_sys=True)
+        except SystemExit as ended:
+            sys.stdout.flush()
+            os._exit(ended.code or 0)
+        os._exit(99)
+    os.close(writes)
+    with open(reads) as file:
+        text = file.read()
+    found[name] = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), text]
+print(json.dumps(found))
+"""
+
+
+def answer(code: str, asked: object, folder: Path = ROOT) -> dict[str, list[Any]]:
+    """What `code` prints as JSON, run in `folder` by a Python of its own, with `asked` as its argument."""
     done = subprocess.run(
-        [sys.executable, "-W", "error::SyntaxWarning", "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+        [sys.executable, "-W", "error::SyntaxWarning", "-c", code, json.dumps(asked)],
+        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return list(json.loads(done.stdout.splitlines()[-1]))
+    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-@pytest.mark.parametrize("module", WITHOUT_TENSORFLOW)
-def test_importing_it_loads_no_tensorflow(module: str) -> None:
-    assert not {"tensorflow", "keras"} & set(loaded_by(module))
+def test_what_needs_no_tensorflow_loads_none() -> None:
+    loaded = answer(IMPORT_EACH, [*WITHOUT_TENSORFLOW, "keras"])
+    assert "keras" in loaded.pop("keras"), "the probe sees what an import loads"
+    assert not [module for module, names in loaded.items() if {"tensorflow", "keras"} & {*names}]
 
 
-@pytest.mark.parametrize("module", WITHOUT_SPARK)
-def test_importing_it_loads_no_spark(module: str) -> None:
-    assert "pyspark" not in loaded_by(module)
-
-
-def test_the_probe_sees_what_an_import_loads() -> None:
-    assert "pyspark" in loaded_by("pyspark")
+def test_what_needs_no_spark_loads_none() -> None:
+    loaded = answer(IMPORT_EACH, [*WITHOUT_SPARK, "pyspark"])
+    assert "pyspark" in loaded.pop("pyspark"), "the probe sees what an import loads"
+    assert not [module for module, names in loaded.items() if "pyspark" in names]
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -87,28 +114,17 @@ def test_a_job_is_a_thin_script(name: str) -> None:
     assert "sys.path[:1] = [ROOT]" in text and 'if __name__ == "__main__":\n    run_job(main)' in text
 
 
-@pytest.mark.parametrize("name", JOBS)
-def test_help_works_from_any_folder(name: str, tmp_path: Path) -> None:
-    for command in (["-m", f"jobs.{name}"], [str(ROOT / "jobs" / f"{name}.py")]):
-        done = subprocess.run(
-            [sys.executable, *command, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=240
-        )
-        assert done.returncode == 0, done.stderr
-        assert "--config" in done.stdout and "--debug" in done.stdout
-
-
-@pytest.mark.parametrize("name", JOBS)
-def test_a_bad_flag_is_one_error_of_four_parts(name: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", f"jobs.{name}", "--no-such-flag"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
-    assert all(part in done.stderr for part in ("\n  got: ", "\n  allowed: ", "\n  next: "))
+def test_help_works_from_any_folder_and_a_bad_flag_is_one_error_of_four_parts(tmp_path: Path) -> None:
+    ways = [(f"jobs.{name}", path) for name in JOBS for path in ("", str(ROOT / "jobs" / f"{name}.py"))]
+    calls = [(*way, flag) for way in ways for flag in ("--help", "--no-such-flag")]
+    found = answer(CALL_EACH, calls, tmp_path)
+    assert len(found) == len(calls)
+    for name, (code, text) in found.items():
+        if name.endswith("--help"):
+            assert code == 0 and "--config" in text and "--debug" in text, name
+        else:
+            assert code == 2 and text.startswith("error: ") and "Traceback" not in text, f"{name}: {text}"
+            assert all(part in text for part in ("\n  got: ", "\n  allowed: ", "\n  next: ")), name
 
 
 def narrows(test: ast.expr) -> bool:

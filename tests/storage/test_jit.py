@@ -28,7 +28,8 @@ def test_rooms_from_a_zip_find_what_the_checkout_has_compiled(tmp_path: Path) ->
 
 
 def test_no_import_loads_numba() -> None:
-    code = "import etl.write.dataset, training.reading.reader; import lockstep.features.examples.foreign; print('numba' in sys.modules)"
+    rooms = "etl.write.dataset, training.reading.reader, lockstep.features.examples.foreign"
+    code = f"import {rooms}; print('numba' in sys.modules)"
     assert run(code, str(ROOT)) == "False"
 
 

@@ -20,7 +20,6 @@ from training.control.task import RankTask
 from training.driver.preflight import open_dataset
 from training.driver.retention import MetricValues
 from training.launch.session import Launch, ended_in_order
-from training.models.on_disk import export, load_checkpoint
 from training.rank import runtime
 from training.run.lineage import CheckpointRef, checkpoints, lineage, read_checkpoint, read_claims
 from training.run.paths import RunPaths
@@ -83,12 +82,16 @@ def export_run(run: str, output: str, launch: Launch, *, checkpoint: Which = "la
 
 
 def main(context: RankContext) -> dict[str, Any]:
-    """Build the run's model, give it the checkpoint's weights and write it; returns {files}."""
+    """Write the model of the payload's {checkpoint} into its {directory}, as a run's end does; returns {files}."""
     config = TrainConfig.from_json(context.payload["config"])
     runtime.configure(context.world, precision=config.precision, seed=config.seed)
-    # TensorFlow is imported now that its settings are made
+    from training.models.on_disk import export, load_checkpoint  # with TensorFlow, now that its settings are made
 
-    return run(context, config)
+    manifest, encoder = open_dataset(config)
+    signature = labels_of(config, encoder.signature)
+    model = load_checkpoint(context.payload["checkpoint"], config, manifest, signature)
+    model.optimizer.build(model.trainable_variables)  # Keras warns when it loads one that was saved unbuilt
+    return {"files": export(model, context.payload["directory"], config.datasets[0], manifest, signature)}
 
 
 def _chosen(
@@ -121,12 +124,3 @@ def _no_such(paths: RunPaths, got: str, chain: list[CheckpointRef]) -> ConfigErr
     return ConfigError(
         f"{paths.root} has no such checkpoint", got=got, allowed=f"last, or a step: {steps}", next_step="Choose one."
     )
-
-
-def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
-    """Write the payload's {checkpoint} into its {directory}; returns {files}."""
-    manifest, encoder = open_dataset(config)
-    signature = labels_of(config, encoder.signature)
-    model = load_checkpoint(context.payload["checkpoint"], config, manifest, signature)
-    model.optimizer.build(model.trainable_variables)  # Keras warns when it loads one that was saved unbuilt
-    return {"files": export(model, context.payload["directory"], config.datasets[0], manifest, signature)}
