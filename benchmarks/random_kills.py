@@ -194,7 +194,7 @@ def ranks_below(pid: int) -> list[int]:
         while above in parents and above != pid:
             above = parents[above]
         with contextlib.suppress(OSError):
-            if above == pid and b"training.rank.__main__" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if above == pid and b"training.rank" in Path(f"/proc/{child}/cmdline").read_bytes():
                 found.append(child)
     return sorted(found)
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 MAX_FILES_A_PIECE = 2000
-_COLUMNS = (r.PACKED, c.SPLIT, "class", "name", "place", "length", "sha256")
+_COLUMNS = (c.PACKED, c.SPLIT, "class", "name", "place", "length", "sha256")
 _EMPTY_SHA256 = hashlib.sha256(b"").hexdigest()
 
 

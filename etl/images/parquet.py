@@ -22,7 +22,7 @@ from lockstep.storage.formats.parquet_footer import columns_can_be_told, read_fo
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import absolute
 
-_COLUMNS = (r.PACKED, c.POSITION, "number", "label", "class")
+_COLUMNS = (c.PACKED, c.POSITION, "number", "label", "class")
 _BATCH_ROWS = 64  # images of some MiB each must not come in thousands
 
 

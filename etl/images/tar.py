@@ -31,7 +31,7 @@ from etl.write.late import Intake
 from lockstep.features.images.decode import TOO_LONG, ImageError, Limits
 from lockstep.storage.urls import absolute
 
-_COLUMNS = (r.PACKED, c.POSITION, c.SPLIT, "class", "name")
+_COLUMNS = (c.PACKED, c.POSITION, c.SPLIT, "class", "name")
 _SCANS_AT_ONCE = 8  # a scan waits for storage most of the time
 
 

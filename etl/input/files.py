@@ -1,4 +1,4 @@
-"""SHA-256 of the input files, worked out in tasks."""
+"""Input files: found by patterns, cut into ranges of bytes, and their SHA-256, computed in tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The names of the fields in each file of a table, from its first line: read by the driver before Spark starts."""
+"""The plan of a log job: which files are read, in which format, and the fields that their first lines name."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from etl.logs import server_log
-from etl.logs import server_log as combined
 from etl.logs.fields import DELIMITERS, TABLE_FORMATS, Column, Form, read_table
 from etl.logs.parse import NO_TIME, Found
 from etl.logs.server_log import BAD_TIME, Requests, asked, seconds_of_text, target_parts
@@ -292,4 +291,5 @@ class WebLines:
     def _requests(self, lines: pa.Array, names: Sequence[str], drops: Reasons) -> Requests:
         if self.form.log_format in TABLE_FORMATS:
             return read_requests(lines, self.form, names, drops)
-        return combined.parse_combined(lines) if self.form.log_format == "combined" else server_log.parse_common(lines)
+        combined = self.form.log_format == "combined"
+        return server_log.parse_combined(lines) if combined else server_log.parse_common(lines)

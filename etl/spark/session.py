@@ -1,4 +1,4 @@
-"""Settings of somebody's Spark session that a job changes while it runs: as they were once the last such job ends."""
+"""A Spark session while a job of ours uses it: settings that are put back, descriptions of jobs, a progress line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Labels as SQL expressions, checked before anything is read."""
+"""Checks before a job reads anything: its label, its output, and the columns that its schema needs."""
 
 from __future__ import annotations
 

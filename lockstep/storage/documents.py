@@ -1,4 +1,7 @@
-"""Canonical JSON and digests: one value has one text, so that a digest over the text is a digest of the value."""
+"""JSON documents that are trusted: canonical text, a seal by digest, and strict reading of each value.
+
+One value has one text, so a digest over the text is a digest of the value.
+"""
 
 from __future__ import annotations
 

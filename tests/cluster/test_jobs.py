@@ -65,7 +65,7 @@ def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     found = []
     for child in psutil.Process(process.pid).children(recursive=True):
         try:
-            if "training.rank.__main__" in child.cmdline():
+            if "training.rank" in child.cmdline():
                 found.append(child)
         except psutil.NoSuchProcess:
             continue  # ended between the two calls

@@ -53,7 +53,7 @@ def living_ranks(parent: int) -> list[int]:
     """The rank processes that `parent` started."""
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     mine = [pid for pid in pids if _stat(pid)[1:2] == [str(parent)] and lives(pid)]
-    return [pid for pid in mine if b"training.rank.__main__" in _told(pid, "cmdline")]
+    return [pid for pid in mine if b"training.rank" in _told(pid, "cmdline")]
 
 
 def _stat(pid: int) -> list[str]:

@@ -1,6 +1,6 @@
-"""Collectives between ranks: one interface, a backend for one rank and one over authenticated TCP.
+"""Collectives between ranks: one interface over one rank, shared memory, TCP and TensorFlow.
 
-No TensorFlow here. `connect` picks the backend; everything else depends on `Communicator` alone.
+No TensorFlow here. `connect` picks the backend; everything else depends on `Communicator` only.
 """
 
 from __future__ import annotations

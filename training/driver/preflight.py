@@ -1,4 +1,6 @@
-"""How near the ranks of a run are to what they read: the plan's first epoch against where HDFS blocks lie."""
+"""What a driver checks before it starts ranks: the dataset, the plan, and how near ranks are to the blocks they
+read.
+"""
 
 from __future__ import annotations
 

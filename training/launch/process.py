@@ -127,7 +127,7 @@ RankProcess = subprocess.Popen[bytes]
 
 
 def start_process(mark: str, ranks_per_node: int) -> RankProcess:
-    """Start `training.rank.__main__` with this process' import path; it waits for its order on standard input."""
+    """Start `training.rank` with this process' import path; it waits for its order on standard input."""
     paths = [os.path.abspath(path or os.getcwd()) for path in sys.path]
     # The worker's secrets of Spark are of no use to a rank, and none of its business.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON_WORKER_FACTORY")}
@@ -138,7 +138,7 @@ def start_process(mark: str, ranks_per_node: int) -> RankProcess:
     # never given back: memory grew by 150 MB over the first 12 epochs. With two heaps it stays within 1 %.
     environment.setdefault("MALLOC_ARENA_MAX", "2")
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "training.rank.__main__"],
+        [sys.executable, "-P", "-m", "training.rank"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -112,7 +112,7 @@ def _failure(error: BaseException, code: int, name: str) -> BaseException:
     if isinstance(cause, LockstepError) and cause is not error:
         print(f"{type(cause).__name__}: {cause}", file=sys.stderr)
         error = cause
-    vars(error)["quiet"] = True  # what training.rank.__main__ asks before it prints a trace
+    vars(error)["quiet"] = True  # what training.rank asks before it prints a trace
     return error
 
 
@@ -264,9 +264,7 @@ def _run(path: str, script: Script, control: ControlClient) -> None:
         raised = error
 
     def tell(error: BaseException) -> None:
-        with contextlib.suppress(
-            CommunicationError
-        ):  # a driver that is gone is told of by training.rank.__main__, at the end
+        with contextlib.suppress(CommunicationError):  # a driver that is gone is told of by training.rank, at the end
             control.send(Tag.ERROR, {"error": error_to_json(error)})
 
     end_script(begun, raised, path, Path(script.name).name, tell)

@@ -1,4 +1,4 @@
-"""One rank's process: `python -m training.rank.__main__`, started by a supervisor.
+"""One rank's process: `python -m training.rank`, started by a supervisor.
 
 Its order (one line of JSON: task, place, key) comes on standard input, which then stays open: its end means that the
 supervisor is gone. A spare process gets a line before it, which says what to import while it waits. Exit codes: 0 the

@@ -85,7 +85,12 @@ def main(context: RankContext) -> dict[str, Any]:
     """Write the model of the payload's {checkpoint} into its {directory}, as a run's end does; returns {files}."""
     config = TrainConfig.from_json(context.payload["config"])
     runtime.configure(context.world, precision=config.precision, seed=config.seed)
-    from training.models.on_disk import export, load_checkpoint  # with TensorFlow, now that its settings are made
+    return run(context, config)
+
+
+def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
+    """What `main` does once TensorFlow's settings are made."""
+    from training.models.on_disk import export, load_checkpoint
 
     manifest, encoder = open_dataset(config)
     signature = labels_of(config, encoder.signature)

@@ -1,4 +1,4 @@
-"""Text that grows, uploaded in closed parts: HDFS shows an unclosed file as empty."""
+"""A run's metrics: rows written in closed parts, since HDFS shows an unclosed file as empty, and read back."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Random numbers without a state: each is a function of (seed, epoch, sample id) and of its own number.
+"""Random changes of images: crop, flip, rotate, scale, colour, cutout and mixup, parsed from text.
 
-A sample's numbers are the same on any rank, in any batch and order, and after any restart. The function is splitmix64
-(lockstep.features.sample_id), used as a counter-based generator as in J. Salmon and others, "Parallel random numbers:
-as easy as 1, 2, 3" (SC 2011): for augmentation, not for secrecy.
+A sample's random numbers are functions of (seed, epoch, sample id) and of their own number: the same on any rank, in
+any batch and order, and after any restart. The function is splitmix64 (lockstep.features.sample_id), used as a
+counter-based generator as in J. Salmon and others, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011): for
+augmentation, not for secrecy.
 """
 
 from __future__ import annotations

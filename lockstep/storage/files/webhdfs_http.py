@@ -1,4 +1,4 @@
-"""From the authority of a URL to the NameNodes' HTTP addresses, and from hdfs:// to webhdfs:// and back."""
+"""WebHDFS over HTTP: addresses of NameNodes, requests and their errors, and hdfs:// URLs as webhdfs:// and back."""
 
 from __future__ import annotations
 
