@@ -75,6 +75,11 @@ def spark_session(app_name: str, master: str | None = None) -> Iterator[SparkSes
 
     `master` is used when given; under spark-submit its master wins unless the flag says otherwise; else `local[*]`.
     Raises ConfigError for a master that Spark does not know, and where Java cannot be started.
+
+    >>> import lockstep
+    >>> with lockstep.spark_session("count", "local[2]") as spark:
+    ...     print(spark.range(500).count())
+    500
     """
     if master is not None and not _MASTER.fullmatch(master):
         raise ConfigError(

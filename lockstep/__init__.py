@@ -1,1 +1,264 @@
-"""The rooms that ETL and training share."""
+"""Lockstep: datasets written by Spark, and Keras models trained on them by ranks that make each step together.
+
+The names of `__all__` are public; everything else is internal and may change. `import lockstep` loads none of Spark,
+TensorFlow, pyarrow and numba: a name loads what it needs when you first use it.
+
+A path is a text (or a pathlib.Path): a local path, or a URL such as hdfs://namenode:8020/data/clicks. Wrong arguments
+raise ConfigError, a path that does not exist NotFoundError, damaged data DataError; all are LockstepError.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from etl import write_dataset
+    from jobs._session import spark_session
+    from lockstep.features.schema.declare import load_schema
+    from lockstep.storage.dataset.manifest import DatasetManifest
+    from lockstep.storage.errors import LockstepError
+    from lockstep.storage.verify import Finding
+    from training.batches.planned import PlannedBatches, numpy_batches
+    from training.batches.torch_data import Loader
+    from training.config import TrainConfig
+    from training.launch.session import Launch
+    from training.run.metrics import History
+    from training.run.result import RunResult
+
+__all__ = [
+    "LockstepError", "PlannedBatches", "TrainConfig", "describe", "evaluate", "load_schema", "numpy_batches",
+    "read_history", "read_manifest", "spark_session", "torch_loader", "train", "verify", "write_dataset",
+]  # fmt: skip
+
+_MODULES = {
+    "LockstepError": "lockstep.storage.errors",
+    "PlannedBatches": "training.batches.planned",
+    "TrainConfig": "training.config",
+    "load_schema": "lockstep.features.schema.declare",
+    "numpy_batches": "training.batches.planned",
+    "spark_session": "jobs._session",
+    "write_dataset": "etl",
+}
+
+
+if not TYPE_CHECKING:  # a type checker would take it for a promise that every name exists
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+def read_manifest(dataset: str | os.PathLike[str]) -> DatasetManifest:
+    """Read and check what a dataset says of itself: `splits` (by name, each with `records` and `shards`), `counts`,
+    `schema` (JSON), `digest` (equal for equal bytes). Reads no shard.
+
+    Raises NotFoundError where there is no dataset, CorruptionError for a damaged manifest.
+
+    >>> import lockstep
+    >>> manifest = lockstep.read_manifest("data")
+    >>> manifest.splits["train"].records, manifest.counts.written
+    (100, 130)
+    """
+    from lockstep.storage.dataset.manifest import load_dataset
+
+    return load_dataset(os.fspath(dataset))
+
+
+def describe(dataset: str | os.PathLike[str], max_records: int = 10_000) -> str:
+    """What is in a dataset, as a text: schema, counts, sizes in bytes, shards, and statistics of each column over about
+    `max_records` records.
+
+    Raises ConfigError for max_records below 1, NotFoundError where there is no dataset, DataError for a damaged one.
+
+    >>> import lockstep
+    >>> "written" in lockstep.describe("data")
+    True
+    """
+    from etl.describe.dataset import describe
+    from etl.describe.render import as_text
+
+    return as_text(describe(os.fspath(dataset), max_records))
+
+
+def verify(path: str | os.PathLike[str]) -> list[Finding]:
+    """Read every byte of a dataset, checkpoint, exported model or run, and compare it with its digests.
+
+    Returns one Finding for each fault (`path`, `record` and `offset` in bytes where known, `what`); an empty list means
+    intact. Raises NotFoundError where there is nothing, ConfigError for a path that is none of the four, StorageError
+    where the storage fails.
+
+    >>> import lockstep
+    >>> lockstep.verify("data")
+    []
+    """
+    from lockstep.storage.verify import verify
+
+    return verify(os.fspath(path))
+
+
+def train(
+    datasets: str | os.PathLike[str] | Iterable[str],
+    run: str | os.PathLike[str],
+    model: str | Callable[..., Any],
+    *,
+    global_batch: int,
+    epochs: int,
+    num_ranks: int = 1,
+    spark: SparkSession | None = None,
+    take_over: bool = False,
+    **options: Any,
+) -> RunResult:
+    """Train a Keras model on one or more datasets; the same call resumes an interrupted run, and returns the result
+    of a finished one.
+
+    `model` is `logistic`, `resnet20` (any 6n + 2), `module:function`, or a function that ranks can import. The function
+    gets (signature, options) and returns a compiled keras.Model. `global_batch` is the samples of one step over all
+    ranks. Ranks are processes of this host or, with `spark`, run in a barrier stage of that session. `take_over`
+    replaces another driver of the same run. `options` are the other fields of TrainConfig, such as seed, augment,
+    checkpoint_every or learning_rate.
+
+    The result has `metrics` (of the last epoch), `steps`, `seconds`, `samples_per_s`, `checkpoint` and `model` (the URL
+    of the exported model). Raises ConfigError for arguments that do not fit, DataError for damaged data,
+    TrainingFailedError when ranks keep failing, SupersededError when another driver takes the run over.
+
+    >>> import lockstep
+    >>> result = lockstep.train("data", "run", "logistic", global_batch=16, epochs=1, num_ranks=2)
+    >>> result.steps, "loss" in result.metrics
+    (6, True)
+    """
+    from lockstep.storage.urls import several
+    from training.config import TrainConfig
+    from training.driver.preflight import check
+    from training.driver.train import train
+
+    _check_options(options)
+    config = TrainConfig(
+        datasets=several(datasets), run=os.fspath(run), model=_model_name(model), num_ranks=num_ranks,
+        global_batch=global_batch, epochs=epochs, launcher="local" if spark is None else "barrier", **options,
+    )  # fmt: skip
+    finished = check(config)
+    return finished or train(config, _launch(spark, config), take_over=take_over)
+
+
+def evaluate(
+    run: str | os.PathLike[str],
+    dataset: str | os.PathLike[str],
+    split: str = "test",
+    *,
+    baseline: str | None = None,
+    batch: int = 512,
+    num_ranks: int = 1,
+    spark: SparkSession | None = None,
+) -> dict[str, Any]:
+    """Evaluate the newest model (or else checkpoint) of a run on a split of a dataset.
+
+    `baseline` is `majority` or `rate:COLUMN` (the mean label of each value of a column in the training data), evaluated
+    on the same rows. `batch` is the rows that a rank computes at a time. Ranks are processes of this host or, with
+    `spark`, run in a barrier stage.
+
+    Returns `samples`, `metrics` ({name: value}), `intervals` (95 %, {name: [low, high]}), `class_counts`, and of the
+    baseline `baseline` and `difference`. Raises ConfigError for arguments that do not fit, NotFoundError for a run,
+    dataset or split that does not exist.
+
+    >>> import lockstep
+    >>> result = lockstep.evaluate("run", "data", "test", baseline="majority")
+    >>> result["samples"], 0 <= result["metrics"]["auc"] <= 1
+    (30, True)
+    """
+    from training.results.evaluate import evaluate
+
+    launch, where = _launch(spark), (os.fspath(run), os.fspath(dataset))
+    return evaluate(*where, split, launch, num_ranks=num_ranks, batch=batch, baseline=baseline)
+
+
+def read_history(run: str | os.PathLike[str]) -> History:
+    """Read the metrics that a run has written so far; the run need not have ended.
+
+    `steps` has one row ({step, loss, ...}) for each step, `epochs` one ({epoch, metrics, ...}) for each epoch, `times`
+    the seconds that each rank spent. Raises NotFoundError where there is no run, CorruptionError for a damaged part.
+
+    >>> import lockstep
+    >>> history = lockstep.read_history("run")
+    >>> len(history.steps), len(history.epochs)
+    (6, 1)
+    """
+    from training.run.metrics import read_history
+
+    return read_history(os.fspath(run))
+
+
+def torch_loader(
+    planned: PlannedBatches, state: dict[str, Any] | None = None, *, num_workers: int = 0, **options: Any
+) -> Loader:
+    """Batches of `planned` as PyTorch tensors, from the start or from a `state_dict()` of an earlier loader.
+
+    Each item is one rank's part of a global batch: `step` and `epoch` (int), `x` by feature name, `y`, `sample_ids`,
+    `epochs` and `weight`, tensors of n_r rows. `options` are a DataLoader's, such as pin_memory. Raises ConfigError
+    without PyTorch, which Lockstep does not install; DataError for a state of other batches.
+
+    >>> import lockstep
+    >>> planned = lockstep.PlannedBatches.open("data", global_batch=16, epochs=1)
+    >>> [tuple(batch["y"].shape) for batch in lockstep.torch_loader(planned)]
+    [(16,), (16,), (16,), (16,), (16,), (16,)]
+    """
+    from training.batches.torch_data import loader
+
+    return loader(planned, state, num_workers=num_workers, **options)
+
+
+def _launch(spark: SparkSession | None, config: TrainConfig | None = None) -> Launch:
+    """Where ranks run: on this host, or in `spark` (near the blocks that a run of `config` reads)."""
+    from jobs._session import hadoop_settings_of
+    from lockstep.storage.settings import set_hadoop_settings
+    from training.driver.preflight import near_ranks
+    from training.launch.barrier import OnSpark
+    from training.launch.local import run_local
+
+    if spark is None:
+        return run_local
+    set_hadoop_settings(hadoop_settings_of(spark))
+    return OnSpark(spark, None if config is None else partial(near_ranks, config))
+
+
+def _model_name(model: str | Callable[..., Any]) -> str:
+    """A model's function as `module:function`. Raises ConfigError for one that another process cannot import."""
+    if isinstance(model, str):
+        return model
+    module, name = getattr(model, "__module__", ""), getattr(model, "__qualname__", "")
+    if module != "__main__" and getattr(sys.modules.get(module), name, None) is model:
+        return f"{module}:{name}"
+    from lockstep.storage.errors import ConfigError
+
+    raise ConfigError(
+        "ranks cannot import the model's function",
+        got=f"{name or repr(model)} of {'a notebook or script' if module == '__main__' else module}",
+        allowed="a name, `module:function`, or a function at the top level of an importable module",
+        next_step="Move the function into a file, such as mymodel.py, and pass `mymodel:build`.",
+    )
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """Raise ConfigError for an option that is no field of TrainConfig."""
+    from lockstep.storage.errors import ConfigError, nearest
+    from training.config import TrainConfig
+
+    known = sorted(TrainConfig.__dataclass_fields__.keys() - {"launcher"})  # that is `spark`
+    for name in options.keys() - known:
+        raise ConfigError(
+            f"train has no option `{name}`",
+            got=name + nearest(name, known),
+            allowed=", ".join(known),
+            next_step="Correct the option; `python -m lockstep train --help` explains each.",
+        )

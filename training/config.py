@@ -119,7 +119,16 @@ def flag_of(field: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """All that a run is made from; saved in run.json and handed to every rank."""
+    """All that a run is made from; saved in run.json and handed to every rank. Its fields are the options of
+    `lockstep.train` and the flags of `jobs.train`. Raises ConfigError for values that do not fit.
+
+    >>> import lockstep
+    >>> config = lockstep.TrainConfig(
+    ...     datasets="data", run="run", model="logistic", num_ranks=2, global_batch=16, epochs=1
+    ... )
+    >>> config.seed, config.checkpoint_every
+    (0, 200)
+    """
 
     datasets: tuple[str, ...]
     """URLs of the datasets to train on, in this order: different ones that fit together (training.plan.datasets)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -162,7 +163,7 @@ MAX_SPLITS = 100
 
 def write_dataset(
     df: DataFrame,
-    url: str,
+    url: str | os.PathLike[str],
     *,
     id_columns: str | Sequence[str],
     schema: Schema | None = None,
@@ -196,6 +197,13 @@ def write_dataset(
     Nothing is seen at `url` before all of it is there. Raises ExistsError for an existing output, ConfigError for
     arguments and columns that do not fit, DataError where a split would be empty, a group or time lies on two
     sides of the split, or two records have one id (SameIdError).
+
+    >>> import lockstep
+    >>> with lockstep.spark_session("visits", "local[2]") as spark:
+    ...     hours = spark.range(500).selectExpr("id AS visit", "id % 24 AS hour", "id % 3 = 0 AS bought")
+    ...     manifest = lockstep.write_dataset(hours, "visits", id_columns="visit", label="bought")
+    >>> manifest.counts.written, sorted(manifest.splits)
+    (500, ['test', 'train'])
     """
     text, id_columns = split if isinstance(split, str) else split.text, several(id_columns)
     config = WriteConfig(

@@ -8,7 +8,17 @@ from typing import Any
 
 
 class LockstepError(Exception):
-    """Base of every error that a user may see; `exit_code` is what a job ends with."""
+    """Base of every error that a user may see; `exit_code` is what a job ends with.
+
+    Its parts are `what`, `got`, `allowed` and `next_step`, and its text all four.
+
+    >>> import lockstep
+    >>> try:
+    ...     lockstep.read_manifest("nowhere")
+    ... except lockstep.LockstepError as error:
+    ...     print(error.what, error.exit_code)
+    no dataset at nowhere 2
+    """
 
     exit_code = 1
 

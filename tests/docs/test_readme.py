@@ -54,7 +54,9 @@ def test_the_commands_do_what_the_readme_says(tmp_path: Path, on_cluster: bool) 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize(
-    "pages", [["data", "batches", "exactly-once", "profile"], ["keras", "launch"]], ids=["on_data", "on_scripts"]
+    "pages",
+    [["data", "batches", "exactly-once", "profile", "python"], ["keras", "launch"]],
+    ids=["on_data", "on_scripts"],
 )
 def test_the_commands_do_what_the_pages_say(tmp_path: Path, pages: list[str]) -> None:
     page = [step for name in pages for step in steps_of((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8"))]

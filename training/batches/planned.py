@@ -36,6 +36,11 @@ class PlannedBatches:
     """One rank's part of every global batch of an epoch plan; `open` makes it.
 
     Plain settings, so that it crosses processes; files are opened anew for each iteration.
+
+    >>> import lockstep
+    >>> planned = lockstep.PlannedBatches.open("data", global_batch=16, epochs=2, rank=1, num_ranks=2)
+    >>> planned.steps, [len(batch.sample_ids) for batch in planned.batches(start_step=10)]
+    (12, [8, 8])
     """
 
     datasets: tuple[str, ...]
@@ -217,6 +222,13 @@ def numpy_batches(
     lanes, window_bytes, mix, interleave, cache_groups, cache_rotation, augment, bad_images, read_ahead_bytes, cache,
     cache_bytes, verify. All ranks together get each sample of an epoch once; batch k is the same
     at any num_ranks and after any start. A Batch holds `x` by feature name, `y`, `sample_ids`, `epochs` and `weight`,
-    n_r rows each.
+    n_r rows each. Raises what PlannedBatches.open and its `batches` raise.
+
+    >>> import lockstep
+    >>> for batch in lockstep.numpy_batches("data", global_batch=32, epochs=1):
+    ...     print(batch.step, batch.x["a"].shape, batch.y.shape, batch.y.dtype)
+    0 (32, 1) (32,) float32
+    1 (32, 1) (32,) float32
+    2 (32, 1) (32,) float32
     """
     return PlannedBatches.open(datasets, split, **options).batches(start_step)

@@ -53,6 +53,11 @@ def load_schema(text_or_path: str) -> Schema:
 
     The field of the sample id comes first if none is declared. Raises ConfigError for text that is no TOML or JSON
     and for a schema that cannot be, naming file, entry and line; NotFoundError for a missing file.
+
+    >>> import lockstep
+    >>> schema = lockstep.load_schema('{"fields": [{"name": "hour", "dtype": "int64"}]}')
+    >>> [(field.name, field.dtype) for field in schema.fields]
+    [('sample_id', 'int64'), ('hour', 'int64')]
     """
     text = text_or_path.lstrip()
     if "\n" in text or text.startswith("{"):

@@ -1,0 +1,154 @@
+"""`import lockstep` and `python -m lockstep`: what they load, their examples, and that a job is the same by both."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lockstep
+from lockstep.storage.errors import ConfigError
+from tests.training import _torch_stand_in
+from tests.training._tiny import write_table
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = ("tensorflow", "keras", "pyspark", "pyarrow", "numba", "numpy")
+WITH_PROCESSES = ("train", "evaluate", "read_history", "spark_session", "write_dataset")  # in this order: a run first
+# In a process of its own: an example ends its Spark session, which the tests of this process share.
+RUN_EXAMPLES = """
+import sys
+from tests.lockstep.test_face import example_failures
+for name in sys.argv[1:]:
+    if found := example_failures(name):
+        sys.exit(found)
+"""
+
+
+def python(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run Python in a process of its own, in the folder `cwd`."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
+    )
+
+
+def example_failures(name: str) -> str:
+    """Run the example in a public name's docstring; returns what differed from it, or an empty text."""
+    text = inspect.getdoc(getattr(lockstep, name)) or ""
+    example = doctest.DocTestParser().get_doctest(text, {}, name, None, None)
+    assert example.examples, f"{name} has no example"
+    told: list[str] = []
+    doctest.DocTestRunner(verbose=False).run(example, out=told.append)
+    return "".join(told)
+
+
+def test_import_loads_nothing_heavy(tmp_path: Path) -> None:
+    code = f"import lockstep, sys; print([name for name in {HEAVY} if name in sys.modules], dir(lockstep))"
+    done = python("-c", code, cwd=tmp_path)
+    assert done.stdout == f"[] {lockstep.__all__}\n", done.stderr
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'tain'"):
+        lockstep.tain  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.parametrize("name", sorted({*lockstep.__all__} - {*WITH_PROCESSES, "torch_loader"}))
+def test_an_example_that_starts_no_process(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_table(tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    assert example_failures(name) == ""
+
+
+@pytest.mark.slow
+def test_examples_with_ranks_and_spark(tmp_path: Path) -> None:
+    write_table(tmp_path / "data")
+    done = python("-c", RUN_EXAMPLES, *WITH_PROCESSES, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    # The run is complete, so this starts nothing.
+    again = lockstep.train(tmp_path / "data", tmp_path / "run", "logistic", global_batch=16, epochs=1, num_ranks=2)
+    assert again.steps == 6 and again.model is not None
+    assert lockstep.verify(tmp_path / "run") == []
+
+
+def test_the_example_of_torch_loader_with_a_stand_in_for_pytorch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _torch_stand_in.install(monkeypatch)
+    monkeypatch.delitem(sys.modules, "training.batches.torch_data", raising=False)
+    write_table(tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    assert example_failures("torch_loader") == ""
+    monkeypatch.delitem(sys.modules, "training.batches.torch_data")
+
+
+def test_torch_loader_needs_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "training.batches.torch_data", raising=False)
+    write_table(tmp_path / "data")
+    planned = lockstep.PlannedBatches.open(str(tmp_path / "data"), global_batch=16)
+    with pytest.raises(ConfigError, match="needs PyTorch"):
+        lockstep.torch_loader(planned)
+
+
+def refused(**options: Any) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        lockstep.train("data", "run", **{"model": "logistic", "global_batch": 16, "epochs": 1, **options})
+    assert caught.value.got and caught.value.allowed and caught.value.next_step
+    return caught.value
+
+
+def test_train_refuses_options_and_functions_that_ranks_cannot_take() -> None:
+    assert "perhaps `augment`" in refused(augmnt="flip").got
+    assert "launcher" not in refused(launcher="barrier").allowed
+
+    def inner(signature: object, options: object) -> None: ...
+
+    for model in (inner, lambda signature, options: None, json.JSONDecoder().decode):
+        assert "cannot import" in refused(model=model).what
+
+
+def test_a_mocked_driver_gets_an_importable_function_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_table(tmp_path / "data")
+    (tmp_path / "face_model.py").write_text("def build(signature, options): ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    build = importlib.import_module("face_model").build
+    seen: list[str] = []
+    monkeypatch.setattr("training.driver.train.train", lambda config, launch, take_over: seen.append(config.model))
+    lockstep.train(tmp_path / "data", tmp_path / "run", build, global_batch=16, epochs=1)
+    assert seen == ["face_model:build"]
+
+
+def test_the_table_of_jobs_loads_nothing_heavy(tmp_path: Path) -> None:
+    done = python("-X", "importtime", "-m", "lockstep", cwd=tmp_path)
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    jobs = {path.stem for path in (ROOT / "jobs").glob("[a-z]*.py")}
+    table = dict(line.split(maxsplit=1) for line in done.stdout.split("\n\n")[1].splitlines())
+    assert done.returncode == 0 and "argparse" in loaded and not loaded & {*HEAVY}
+    assert table.keys() == jobs and all(text[0].isupper() and "`python" not in text for text in table.values())
+
+
+@pytest.mark.slow
+def test_a_job_by_either_name_is_one_job(tmp_path: Path) -> None:
+    write_table(tmp_path / "data")
+    for words in (["verify", "data"], ["train", "--no-such-flag"]):
+        here = python("-m", "lockstep", *words, cwd=tmp_path)
+        there = python("-m", f"jobs.{words[0]}", *words[1:], cwd=tmp_path)
+        assert (here.returncode, here.stdout, here.stderr) == (there.returncode, there.stdout, there.stderr)
+        assert here.stdout or here.stderr.startswith("error: ")
+
+
+def test_an_unknown_job_is_one_error_of_four_parts(tmp_path: Path) -> None:
+    done = python("-m", "lockstep", "trian", cwd=tmp_path)
+    assert done.returncode == 2 and "(perhaps `train`)" in done.stderr and done.stderr.startswith("error: ")
+    assert all(f"\n  {part}: " in done.stderr for part in ("got", "allowed", "next"))
