@@ -114,7 +114,9 @@ def spark_session(app_name: str, master: str | None = None) -> Iterator[SparkSes
         ) from error
     spark.sparkContext.setLogLevel("ERROR")
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+        path = list(sys.path)
         spark.sparkContext.addPyFile(ship_rooms(folder))
+        sys.path[:] = path  # Spark puts its copy in front, and deletes it with the session; this process has the rooms
         try:
             yield spark
         finally:

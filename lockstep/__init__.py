@@ -16,6 +16,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from lockstep.storage.errors import ConfigError, LockstepError, nearest
+from lockstep.storage.urls import several
+
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
@@ -23,7 +26,6 @@ if TYPE_CHECKING:
     from jobs._session import spark_session
     from lockstep.features.schema.declare import load_schema
     from lockstep.storage.dataset.manifest import DatasetManifest
-    from lockstep.storage.errors import LockstepError
     from lockstep.storage.verify import Finding
     from training.batches.planned import PlannedBatches, numpy_batches
     from training.batches.torch_data import Loader
@@ -38,7 +40,6 @@ __all__ = [
 ]  # fmt: skip
 
 _MODULES = {
-    "LockstepError": "lockstep.storage.errors",
     "PlannedBatches": "training.batches.planned",
     "TrainConfig": "training.config",
     "load_schema": "lockstep.features.schema.declare",
@@ -67,9 +68,8 @@ def read_manifest(dataset: str | os.PathLike[str]) -> DatasetManifest:
     Raises NotFoundError where there is no dataset, CorruptionError for a damaged manifest.
 
     >>> import lockstep
-    >>> manifest = lockstep.read_manifest("data")
-    >>> manifest.splits["train"].records, manifest.counts.written
-    (100, 130)
+    >>> lockstep.read_manifest("data").splits["train"].records
+    100
     """
     from lockstep.storage.dataset.manifest import load_dataset
 
@@ -95,9 +95,8 @@ def describe(dataset: str | os.PathLike[str], max_records: int = 10_000) -> str:
 def verify(path: str | os.PathLike[str]) -> list[Finding]:
     """Read every byte of a dataset, checkpoint, exported model or run, and compare it with its digests.
 
-    Returns one Finding for each fault (`path`, `record` and `offset` in bytes where known, `what`); an empty list means
-    intact. Raises NotFoundError where there is nothing, ConfigError for a path that is none of the four, StorageError
-    where the storage fails.
+    Returns a Finding for each fault (`path`, `record` and `offset` in bytes where known, `what`), none where all is
+    intact. Raises NotFoundError where there is nothing, ConfigError for another kind of path, StorageError.
 
     >>> import lockstep
     >>> lockstep.verify("data")
@@ -138,18 +137,23 @@ def train(
     >>> result.steps, "loss" in result.metrics
     (6, True)
     """
-    from lockstep.storage.urls import several
     from training.config import TrainConfig
     from training.driver.preflight import check
     from training.driver.train import train
 
-    _check_options(options)
+    known = sorted(TrainConfig.__dataclass_fields__.keys() - {"launcher"})  # that is `spark`
+    for name in options.keys() - known:
+        raise ConfigError(
+            f"train has no option `{name}`",
+            got=name + nearest(name, known),
+            allowed=", ".join(known),
+            next_step="Correct the option; `python -m lockstep train --help` explains each.",
+        )
     config = TrainConfig(
         datasets=several(datasets), run=os.fspath(run), model=_model_name(model), num_ranks=num_ranks,
         global_batch=global_batch, epochs=epochs, launcher="local" if spark is None else "barrier", **options,
     )  # fmt: skip
-    finished = check(config)
-    return finished or train(config, _launch(spark, config), take_over=take_over)
+    return check(config) or train(config, _launch(spark, config), take_over=take_over)
 
 
 def evaluate(
@@ -179,8 +183,8 @@ def evaluate(
     """
     from training.results.evaluate import evaluate
 
-    launch, where = _launch(spark), (os.fspath(run), os.fspath(dataset))
-    return evaluate(*where, split, launch, num_ranks=num_ranks, batch=batch, baseline=baseline)
+    where = os.fspath(run), os.fspath(dataset), split, _launch(spark)
+    return evaluate(*where, num_ranks=num_ranks, batch=batch, baseline=baseline)
 
 
 def read_history(run: str | os.PathLike[str]) -> History:
@@ -190,9 +194,8 @@ def read_history(run: str | os.PathLike[str]) -> History:
     the seconds that each rank spent. Raises NotFoundError where there is no run, CorruptionError for a damaged part.
 
     >>> import lockstep
-    >>> history = lockstep.read_history("run")
-    >>> len(history.steps), len(history.epochs)
-    (6, 1)
+    >>> len(lockstep.read_history("run").steps)
+    6
     """
     from training.run.metrics import read_history
 
@@ -239,26 +242,9 @@ def _model_name(model: str | Callable[..., Any]) -> str:
     module, name = getattr(model, "__module__", ""), getattr(model, "__qualname__", "")
     if module != "__main__" and getattr(sys.modules.get(module), name, None) is model:
         return f"{module}:{name}"
-    from lockstep.storage.errors import ConfigError
-
     raise ConfigError(
         "ranks cannot import the model's function",
         got=f"{name or repr(model)} of {'a notebook or script' if module == '__main__' else module}",
         allowed="a name, `module:function`, or a function at the top level of an importable module",
         next_step="Move the function into a file, such as mymodel.py, and pass `mymodel:build`.",
     )
-
-
-def _check_options(options: dict[str, Any]) -> None:
-    """Raise ConfigError for an option that is no field of TrainConfig."""
-    from lockstep.storage.errors import ConfigError, nearest
-    from training.config import TrainConfig
-
-    known = sorted(TrainConfig.__dataclass_fields__.keys() - {"launcher"})  # that is `spark`
-    for name in options.keys() - known:
-        raise ConfigError(
-            f"train has no option `{name}`",
-            got=name + nearest(name, known),
-            allowed=", ".join(known),
-            next_step="Correct the option; `python -m lockstep train --help` explains each.",
-        )

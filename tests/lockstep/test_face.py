@@ -21,7 +21,8 @@ from tests.training._tiny import write_table
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("tensorflow", "keras", "pyspark", "pyarrow", "numba", "numpy")
-WITH_PROCESSES = ("train", "evaluate", "read_history", "spark_session", "write_dataset")  # in this order: a run first
+# In this order: what loads after a Spark session has ended must not come from the copy that was shipped to executors.
+WITH_PROCESSES = ("write_dataset", "train", "evaluate", "read_history", "spark_session")
 # In a process of its own: an example ends its Spark session, which the tests of this process share.
 RUN_EXAMPLES = """
 import sys
