@@ -27,18 +27,11 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import pandas as pd
 
-from etl.logs import job
+import lockstep
+from etl.logs import job as logs
 from etl.write.config import LogsConfig
-from jobs._session import ROOT, spark_session
-from lockstep.storage.dataset.layout import DatasetPaths
-from training.config import TrainConfig
-from training.driver.train import train
-from training.results.evaluate import evaluate
-from training.run.metrics import read_history
-from training.launch.barrier import OnSpark
-from training.launch.local import run_local
 
-log = os.environ.get("LOCKSTEP_LOG", str(ROOT / "data/weblogs/nasa_access_log_1995-07-09.log.gz"))
+log = os.environ.get("LOCKSTEP_LOG", str(Path("../data/weblogs/nasa_access_log_1995-07-09.log.gz").resolve()))
 folder = Path(tempfile.mkdtemp(prefix="lockstep-notebook-"))
 dataset, run = str(folder / "dataset"), str(folder / "run")
 folder
@@ -51,13 +44,19 @@ folder
 
 # %%
 until_the_end = ExitStack()  # a session lasts over several cells; the last one ends it
-spark = until_the_end.enter_context(spark_session("lockstep notebook", master="local[2]"))
+spark = until_the_end.enter_context(lockstep.spark_session("lockstep notebook", master="local[2]"))
 
 broken = folder / "broken.log"
-broken.write_bytes(b"not a log line\n\xff\xfe\x00 noise\nhost - - [no time] \"GET / HTTP/1.0\" 200 1\n")
-manifest = job.run(spark, LogsConfig(inputs=(log, str(broken)), output=dataset, split="group:visitor:80/20"))
-pd.Series({"read": manifest.counts.read, "written": manifest.counts.written, "quarantined": manifest.counts.quarantined,
-           **{f"dropped: {why}": n for why, n in manifest.counts.dropped.items()}})
+broken.write_bytes(b'not a log line\n\xff\xfe\x00 noise\nhost - - [no time] "GET / HTTP/1.0" 200 1\n')
+manifest = logs.run(spark, LogsConfig(inputs=(log, str(broken)), output=dataset, split="group:visitor:80/20"))
+pd.Series(
+    {
+        "read": manifest.counts.read,
+        "written": manifest.counts.written,
+        "quarantined": manifest.counts.quarantined,
+        **{f"dropped: {why}": n for why, n in manifest.counts.dropped.items()},
+    }
+)
 
 # %% [markdown]
 # ## What was rejected, and why
@@ -65,7 +64,7 @@ pd.Series({"read": manifest.counts.read, "written": manifest.counts.written, "qu
 # Every rejected line is kept with its source, its byte position and a reason.
 
 # %%
-quarantine = pd.read_parquet(DatasetPaths(dataset).quarantine)
+quarantine = pd.read_parquet(f"{dataset}/_quarantine")
 quarantine[["source", "position", "reason"]]
 
 # %% [markdown]
@@ -88,17 +87,16 @@ pd.DataFrame(
 # Each rank is a process of its own inside a barrier stage; they add their gradients over TCP after each step.
 
 # %%
-config = TrainConfig(
-    datasets=(dataset,), run=run, model="logistic", num_ranks=2, global_batch=128, epochs=2, checkpoint_every=100
+result = lockstep.train(
+    dataset, run, "logistic", num_ranks=2, global_batch=128, epochs=2, checkpoint_every=100, spark=spark
 )
-result = train(config, OnSpark(spark))
 print(result.summary())
 
 # %% [markdown]
 # ## Curves
 
 # %%
-history = read_history(run)
+history = lockstep.read_history(run)
 steps = pd.DataFrame(history.steps).set_index("step")
 ax = steps["loss"].plot(alpha=0.3, label="one step", figsize=(8, 3))
 steps["loss"].rolling(20, min_periods=1).mean().plot(ax=ax, label="mean of 20 steps")
@@ -115,7 +113,7 @@ pd.DataFrame([{"epoch": row["epoch"] + 1, **row["metrics"]} for row in history.e
 # `rate:page` is the mean label of each page in the training split: what one knows without looking at the visitor.
 
 # %%
-evaluation = evaluate(run, dataset, "test", run_local, baseline="rate:page")
+evaluation = lockstep.evaluate(run, dataset, "test", baseline="rate:page")
 pd.DataFrame({"model": evaluation["metrics"], evaluation["baseline"]["name"]: evaluation["baseline"]["metrics"]})
 
 # %%
