@@ -33,13 +33,20 @@ def far_from_shares(split: SplitSpec, records: Mapping[str, int]) -> str | None:
 
 
 def label_lines(label: str, classes: Mapping[str, Mapping[str, int]], *, sampled: bool) -> list[str]:
-    """A line for each split whose records all have one class of `label`, and, unless training was `sampled`, for each
-    whose share of a class is far from that in the split `train`, or in all other splits where none is called so.
+    """One line where all records have one class of `label`. Else a line for each split whose records have one class,
+    and, unless training was `sampled`, for each whose share of a class is far from that in the split `train`, or in all
+    other splits where none is called so.
 
     `classes` are the records of each class in each split. Shares are far apart if they differ by more than MIN_APART of
     the smaller one and by more than MIN_Z standard deviations of chance (two proportions, pooled): neither 50.0 and
     50.4 % of a million records are, nor 50 and 60 % of a hundred.
     """
+    values = {value for counts in classes.values() for value in counts}
+    if len(values) == 1 and len(classes) > 1:
+        return [
+            f"label: all records have `{label}` = {values.pop()}, so there is nothing to learn; correct the label, or"
+            " give input that has other classes"
+        ]
     lines = [
         f"label: all {count} records of {name} have `{label}` = {value}, so no metric there says how well a model"
         f" separates classes; give more input, or --split stratified:{label}:..."

@@ -121,7 +121,7 @@ def test_ids_make_the_same_logistic_model_as_columns() -> None:
         ("resnet21", images(8, 8, 1), "no model `resnet21`"),  # not 6n + 2
         ("transformer", TABLE, "no model `transformer`"),
         ("no_such_module:f", TABLE, "cannot be imported"),
-        ("tests.training._tiny:nothing", TABLE, "cannot be imported"),
+        ("tests.training._tiny:nothing", TABLE, "has no function `nothing`"),
         ("resnet20", TABLE, "one image and one class"),
         ("logistic", images(8, 8, 1), "yes-or-no label"),
     ],

@@ -346,7 +346,10 @@ def test_an_empty_split_and_a_run_without_a_step_are_refused() -> None:
     assert small.steps(3) == 1
     with pytest.raises(ConfigError, match="not one full global batch") as caught:
         small.steps(2)
-    assert "--global-batch 6" in caught.value.next_step
+    assert "--global-batch 6 or less" in caught.value.next_step
+    with pytest.raises(ConfigError) as caught:
+        small.steps(1)
+    assert "--global-batch 2 or less" in caught.value.next_step  # 3 is not divided by 2 lanes
 
 
 @pytest.mark.parametrize("name", ["window_records", "interleave"])

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lockstep.features.schema.signature import Signature
-from lockstep.storage.errors import ConfigError
+from lockstep.storage.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     import keras
@@ -136,7 +136,7 @@ def function_of(name: str) -> Callable[[Signature, ModelOptions], Any]:
     check_name(name)
     module, _, function = name.partition(":")
     try:
-        found: Callable[[Signature, ModelOptions], Any] = getattr(importlib.import_module(module), function)
+        loaded = importlib.import_module(module)
     except Exception as error:  # a module of the user's may raise anything
         raise ConfigError(
             f"the model {name} cannot be imported",
@@ -144,6 +144,14 @@ def function_of(name: str) -> Callable[[Signature, ModelOptions], Any]:
             allowed="module:function, importable where the ranks run",
             next_step="Mend the module, ship it with --py-files or put it on PYTHONPATH.",
         ) from error
+    found: Callable[[Signature, ModelOptions], Any] | None = getattr(loaded, function, None)
+    if not callable(found):
+        raise ConfigError(
+            f"the module {module} has no function `{function}`",
+            got=name + nearest(function, [known for known, value in vars(loaded).items() if callable(value)]),
+            allowed="module:function, a function of (signature, options) at the module's top level",
+            next_step="Correct --model, or add the function to the module.",
+        )
     return found
 
 

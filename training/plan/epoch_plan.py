@@ -190,11 +190,12 @@ class EpochPlan:
         """Steps of a run of so many epochs. Raises ConfigError where not one global batch fills."""
         steps = self.first_step(epochs)
         if steps < 1:
+            most = max(epochs * self.total // self.lanes, 1) * self.lanes
             raise ConfigError(
                 "the whole run has not one full global batch",
                 got=f"{epochs} epochs of {self.total} samples, global batch {self.global_batch}",
                 allowed="epochs * samples >= global batch",
-                next_step=f"Use --global-batch {max(epochs * self.total, 1)} or less, or more epochs.",
+                next_step=f"Use --global-batch {most} or less, or more epochs.",
             )
         return steps
 
