@@ -167,6 +167,15 @@ def test_reasons_of_the_quarantine_are_counted_and_damage_is_told(tmp_path: Path
         quarantine_table(str(tmp_path / "d"), made)
 
 
+def test_a_shard_that_is_gone_is_damage_and_no_wrong_path(tmp_path: Path) -> None:
+    for name, fmt in (("t", "tfrecord"), ("p", "parquet")):
+        write_table(tmp_path / name, fmt=fmt)
+        next((tmp_path / name).glob(f"split=test/*.{fmt}")).unlink()
+        with pytest.raises(CorruptionError, match="file of the manifest does not exist") as caught:
+            describe(str(tmp_path / name), 1000)
+        assert "jobs.verify" in caught.value.next_step and caught.value.exit_code == 1
+
+
 def test_pictures_come_from_tensors_and_from_stored_files() -> None:
     pixels = Field(name="x", dtype="uint8", shape=(2, 3, 3))
     stored = Field(name="y", dtype="bytes")

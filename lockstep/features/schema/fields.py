@@ -10,7 +10,7 @@ from typing import Any, cast
 import pyarrow as pa
 
 from lockstep.features.schema.encodings import Encoding, check_encoding, fitted_part
-from lockstep.storage.errors import ConfigError
+from lockstep.storage.errors import ConfigError, nearest
 
 ARROW_TYPES: dict[str, pa.DataType] = {
     "int64": pa.int64(),
@@ -166,7 +166,9 @@ def check_keys(document: object, wanted: Mapping[str, Any], what: str) -> None:
         got: Sequence[str] | str = (
             sorted(map(str, document)) if isinstance(document, Mapping) else type(document).__name__
         )
-        raise not_so(what, f"keys {got}", f"exactly {', '.join(wanted)}")
+        more = [key for key in got if key not in wanted] if isinstance(document, Mapping) else []
+        unknown = f", not known: {', '.join(key + nearest(key, wanted) for key in more)}" if more else ""
+        raise not_so(what, f"keys {got}{unknown}", f"exactly {', '.join(wanted)}")
     for key, kind in wanted.items():
         value = document[key]
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):

@@ -21,7 +21,7 @@ from lockstep.features.shards.read import Decode, Lenient, read_range, strict
 from lockstep.storage.dataset.indexed import IndexedManifest
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.dataset.manifest_entries import ShardInfo
-from lockstep.storage.errors import CorruptionError
+from lockstep.storage.errors import CorruptionError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.formats.parquet_footer import read_published_footer
 from lockstep.storage.fs import filesystem
@@ -49,11 +49,13 @@ def dataset_blocks(url: str, manifest: DatasetManifest) -> dict[str, list[Block]
         for shard in info.shards:
             place = join(url, shard.path)
             if manifest.format == "tfrecord":
-                found[name] += _ranges(fs, place, shard, info.block_records, strict(schema))
+                blocks = _ranges(fs, place, shard, info.block_records, strict(schema))
+                found[name] += [Block(block.records, partial(_listed, place, block.read)) for block in blocks]
                 continue
             for group, first in enumerate(shard.block_offsets):
                 count = min(info.block_records, shard.records - first)
-                found[name].append(Block(count, partial(_row_group, fs, place, shard, group)))
+                read = partial(_row_group, fs, place, shard, group)
+                found[name].append(Block(count, partial(_listed, place, read)))
     return found
 
 
@@ -120,6 +122,16 @@ def read_gzip(
 def _ranges(fs: FileSystem, url: str, shard: ShardInfo, block_records: int, decode: Decode) -> list[Block]:
     parts: list[ShardRange] = cut(url, shard, block_records, 1)  # a range of one byte or more is one block
     return [Block(part.records, partial(read_range, fs, part, decode)) for part in parts]
+
+
+def _listed(url: str, read: Callable[[], Iterator[pa.RecordBatch]]) -> Iterator[pa.RecordBatch]:
+    """What `read` gives of a file that the manifest lists: where the file is not there, the dataset is damaged."""
+    try:
+        yield from read()
+    except NotFoundError as error:
+        raise CorruptionError(
+            "a file of the manifest does not exist", file=url, got="no such file", allowed="each file that it lists"
+        ) from error
 
 
 def _row_group(fs: FileSystem, url: str, shard: ShardInfo, group: int) -> Iterator[pa.RecordBatch]:
