@@ -26,7 +26,6 @@ from training.control.context import RankContext
 from training.control.failures import RankState, failure_of
 from training.driver.preflight import plan_for
 from training.plan.epoch_plan import EpochPlan
-from training.rank.saver import InFlight
 from training.run.paths import staged_checkpoint, staged_model
 
 HERE = str(Path(__file__).parent)
@@ -299,6 +298,8 @@ def train_killed_in_flight(context: RankContext) -> dict[str, Any]:
     """`train` with checkpoints beside its steps. Rank 1 is killed in the midst of its upload of step 10, and in the
     second generation once the file `reported` beside the run says that the commit of step 15 has begun.
     """
+    from training.rank.saver import InFlight  # with TensorFlow, which other entries do without
+
     flight: InFlight[None] = InFlight()
     generation, last = context.world.generation, context.world.rank == context.world.num_ranks - 1
 

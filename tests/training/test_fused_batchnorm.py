@@ -55,7 +55,7 @@ def trained(group_rows: int | None, fuses: bool, **options: Any) -> tuple[list[n
     can = can_fuse_batchnorm if fuses else lambda *args: False
     with (
         mock.patch("training.steps.batchnorm.normalise", normalise),
-        mock.patch("training.steps.batchnorm.can_fuse", can),
+        mock.patch("training.steps.batchnorm.can_fuse_batchnorm", can),
     ):
         model.fit(x, y, batch_size=12, epochs=4, shuffle=False, verbose=0)
     return model.get_weights(), len(made)

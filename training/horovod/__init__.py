@@ -9,6 +9,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import Any
 
+from training.horovod import callbacks
 from training.horovod.gather import (
     allgather,
     allgather_object,
