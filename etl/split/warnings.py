@@ -42,7 +42,7 @@ def label_lines(label: str, classes: Mapping[str, Mapping[str, int]], *, sampled
     50.4 % of a million records are, nor 50 and 60 % of a hundred.
     """
     values = {value for counts in classes.values() for value in counts}
-    if len(values) == 1 and len(classes) > 1:
+    if len(values) == 1 and len(classes) > 1 and all(classes.values()):
         return [
             f"label: all records have `{label}` = {values.pop()}, so there is nothing to learn; correct the label, or"
             " give input that has other classes"
