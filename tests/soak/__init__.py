@@ -1,3 +1,3 @@
 """What takes hours: `make soak` runs each module of PARTS; none of it is a part of `make test`."""
 
-PARTS = ("tests.soak.versions",)
+PARTS = ("tests.soak.versions", "tests.soak.older")
