@@ -26,7 +26,7 @@ from lockstep.storage.errors import LockstepError
 from lockstep.storage.formats.gzip_blocks import pack, unpack
 from lockstep.storage.formats.tfrecord import frame, parse_records, read_records, record_offsets
 from lockstep.storage.fs import filesystem
-from tests.features.codec.framed import decode_foreign
+from tests.features.examples.framed import decode_foreign
 from tests.fuzz.target import Take, Target, refused, scratch, verdict
 
 _FIELDS = (

@@ -16,8 +16,8 @@ from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import CorruptionError, DataError
 from lockstep.storage.formats.tfrecord import frame, record_offsets
-from tests.features.codec.test_encoder import tables
-from tests.features.test_example import FIELDS, ROW, SCHEMA, batch_of
+from tests.features.examples.test_encoder import tables
+from tests.features.examples.test_example import FIELDS, ROW, SCHEMA, batch_of
 
 
 def fast(schema: Schema, data: bytes, columns: list[str] | None = None) -> pa.RecordBatch:

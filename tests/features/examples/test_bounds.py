@@ -19,7 +19,7 @@ from lockstep.features.examples.foreign_kernels import Order
 from lockstep.features.schema.schema import foreign_field, foreign_schema
 from lockstep.storage.formats.tfrecord import FOOTER_BYTES, FRAMING_BYTES, HEADER_BYTES, frame, masked_crc32c
 from lockstep.storage.kernels import frames
-from tests.features.test_example import ROW, SCHEMA, batch_of
+from tests.features.examples.test_example import ROW, SCHEMA, batch_of
 from tests.fuzz.mutate import mutated
 
 PAGE = mmap.PAGESIZE

@@ -16,9 +16,9 @@ from lockstep.features.examples.foreign import decode_foreign_frames, infer_sche
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import DataError
-from tests.features.codec.framed import decode_foreign
-from tests.features.codec.test_encoder import tables
-from tests.features.test_example import ROWS, SCHEMA
+from tests.features.examples.framed import decode_foreign
+from tests.features.examples.test_encoder import tables
+from tests.features.examples.test_example import ROWS, SCHEMA
 
 
 def item(number: int, body: bytes) -> bytes:
