@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from lockstep.features.arrow import in_runs
 from lockstep.features.examples.codec import RecordDecoder
 from lockstep.features.examples.foreign import decode_foreign_frames
 from lockstep.features.schema.fields import Field
@@ -44,22 +43,19 @@ def strict(schema: Schema, columns: Sequence[str] | None = None) -> Decode:
 class Lenient:
     """Decode any Examples into a column for each of `fields`.
 
-    Those of our form go to the compiled decoder as they are, those that differ in the order of their features or have
-    some that nobody asked for after a compiled rewriting, all others to one in Python. Raises DataError for no fields.
+    Records in our own form go to RecordDecoder, from the first others on all go to decode_foreign_frames. Raises
+    DataError for no fields.
     """
 
     def __init__(self, fields: Sequence[Field]) -> None:
-        from lockstep.features.examples.foreign_kernels import Order
-
         if not fields:
             raise DataError(
                 "there is no column to read",
                 got="records without a feature",
                 allowed="a column or more",
-                next_step="Look at what wrote these files; index them anew.",
+                next_step="Look at what wrote these files; index them again.",
             )
-        schema = foreign_schema(fields)
-        self._fields, self._decoder, self._order = fields, RecordDecoder(schema), Order.of(schema.in_byte_order)
+        self._fields, self._decoder = fields, RecordDecoder(foreign_schema(fields))
         self._ours = True
 
     def __call__(self, data: Buffer, file: str, first_record: int, base_offset: int) -> pa.RecordBatch:
@@ -73,16 +69,8 @@ class Lenient:
                 self._ours = False  # and so, most likely, are those after them
         framed = np.frombuffer(data, dtype=np.uint8)
         offsets = record_offsets(framed, file=file, first_record=first_record, base_offset=base_offset)
-        with suppress(DataError):  # what is wrong, if anything, is said of the records as they are
-            found = in_runs(offsets, self._order.rows_at_once, lambda some: self._reordered(framed, some, file))
-            if found is not None:
-                return found
         with placed(file, first_record):
             return decode_foreign_frames(self._fields, framed, offsets)
-
-    def _reordered(self, framed: NDArray[np.uint8], offsets: NDArray[np.int64], file: str) -> pa.RecordBatch | None:
-        rewritten = self._order.rewritten(framed, offsets)
-        return None if rewritten is None else self._decoder.decode(rewritten, file=file)
 
 
 def check_block_bytes(url: str, start: int, stop: int) -> None:
