@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from lockstep.features.examples.column_checks import tensor_bytes
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import load_dataset
@@ -122,7 +121,7 @@ def _array(field: Field, column: pa.Array) -> npt.NDArray[Any] | pa.Array:
         return values
     shape = tuple(size for size in field.shape if size is not None)
     offsets = np.frombuffer(column.buffers()[1], dtype=np.int32)[column.offset : column.offset + len(column) + 1]
-    sizes, wanted = np.diff(offsets), tensor_bytes(field)
+    sizes, wanted = np.diff(offsets), field.tensor_bytes
     if not bool((sizes == wanted).all()):
         raise DataError(
             f"a tensor of field `{field.name}` has the wrong length",

@@ -11,10 +11,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from lockstep.features.arrow import flat
+
 _MASK = (1 << 64) - 1
 _LENGTH = struct.Struct("<Q")
 _SIGNED = struct.Struct("<q")
-_UINT = struct.Struct("<Q")
 
 
 def sample_id(fields: Sequence[bytes], occurrence: int) -> int:
@@ -89,17 +90,12 @@ def shard_of(key: int, num_shards: int) -> int:
     return (key * num_shards) >> 64
 
 
-def unit_hash(value: bytes, seed: int) -> int:
-    """An unsigned 64-bit hash of a group's name, as uniform as SHA-256's; compared with split boundaries.
-
-    The plain form of unit_hashes and group_hashes, which tests hold these against.
-    """
-    digest = hashlib.sha256(b"split" + _UINT.pack(seed & _MASK) + value).digest()
-    return int(_UINT.unpack_from(digest)[0])
-
-
 def unit_hashes(ids: NDArray[np.int64], seed: int) -> NDArray[np.uint64]:
-    """unit_hash of each sample id as 8 little-endian bytes: (n,) int64 -> (n,) uint64."""
+    """A hash of each sample id, uniform over 64 bits, that is compared with the borders of splits: (n,) int64 -> (n,)
+    uint64.
+
+    The first 8 bytes (little-endian) of SHA-256 over b"split", the seed and the id, each as 8 little-endian bytes.
+    """
     from lockstep.features import sample_id_kernel as kernel
 
     scratch, out = np.empty(128, dtype=np.uint8), np.empty(len(ids), dtype=np.uint64)
@@ -108,25 +104,13 @@ def unit_hashes(ids: NDArray[np.int64], seed: int) -> NDArray[np.uint64]:
 
 
 def group_hashes(names: pa.Array, seed: int) -> NDArray[np.uint64]:
-    """unit_hash of each name: (n,) strings or binaries without nulls -> (n,) uint64. Memory: the longest name twice."""
+    """The hash of unit_hashes for each group, over its name's UTF-8 bytes in place of an id: (n,) strings or binaries
+    without nulls -> (n,) uint64. Memory: the longest name twice.
+    """
     from lockstep.features import sample_id_kernel as kernel
 
-    _, offsets, values = names.buffers()
-    ends = np.frombuffer(offsets, dtype=np.int32, count=len(names) + 1, offset=names.offset * 4).astype(np.int64)
+    ends, data = flat(names)
     scratch = np.empty(int(np.diff(ends).max(initial=0)) + 96, dtype=np.uint8)
     out = np.empty(len(names), dtype=np.uint64)
-    address = 0 if values is None else values.address
-    kernel.group_hashes(address, ends, np.uint64(seed & _MASK), scratch.ctypes.data, out)
-    del values  # the names had to live until here
+    kernel.group_hashes(data.ctypes.data, ends, np.uint64(seed & _MASK), scratch.ctypes.data, out)
     return out
-
-
-def share_of(value: int, weights: Sequence[int]) -> int:
-    """Which of the shares `weights` an unsigned 64-bit hash falls into: the index of its share, in order."""
-    total, below = sum(weights), 0
-    place = (value * total) >> 64
-    for index, weight in enumerate(weights):
-        below += weight
-        if place < below:
-            return index
-    raise AssertionError(f"hash {value} lies in none of {weights}")  # place < total always holds

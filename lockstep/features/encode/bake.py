@@ -4,7 +4,6 @@ lockstep/features/schema/encodings.py says.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -109,7 +108,7 @@ class Baker:
                 self._bakes[field.name] = _bake(field, made, found)
             fields.append(made)
         self.schema = replace(schema, fields=tuple(fields))
-        self._row_bytes = sum(map(_tensor_bytes, self.schema))
+        self._row_bytes = sum(field.tensor_bytes for field in self.schema if is_baked(field) and field.is_tensor)
 
     def batches(self, batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
         """The rows as columns of `schema`, a part of them at a time where tensors grow."""
@@ -128,11 +127,6 @@ def _ids(field: Field, spec: TensorSpec) -> int | None:
     if not has_ids(field.encoding):
         return None
     return spec.ids if spec.ids is not None else spec.shape[0] + 1
-
-
-def _tensor_bytes(field: Field) -> int:
-    sizes = [size for size in field.shape if size is not None]
-    return math.prod(sizes) * np.dtype(field.dtype).itemsize if is_baked(field) and sizes else 0
 
 
 def _bake(field: Field, made: Field, fitted: Fitted | None) -> Bake:

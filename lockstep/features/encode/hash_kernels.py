@@ -47,6 +47,19 @@ def _merged(value: Any, lane: Any) -> Any:
 
 
 @_kernel
+def _with_word(value: Any, word: Any) -> Any:
+    return _rotated(value ^ _round(np.uint64(0), word), np.uint64(27)) * P1 + P4
+
+
+@_kernel
+def _mixed(value: Any) -> Any:
+    """The last step, in which each bit of the hash comes to depend on all of `value`."""
+    value = (value ^ (value >> np.uint64(33))) * P2
+    value = (value ^ (value >> np.uint64(29))) * P3
+    return value ^ (value >> np.uint64(32))
+
+
+@_kernel
 def xxh64(data: Any, start: Any, stop: Any, seed: Any) -> Any:
     """The hash of data[start:stop] (uint8) as uint64."""
     at = start
@@ -65,7 +78,7 @@ def xxh64(data: Any, start: Any, stop: Any, seed: Any) -> Any:
         value = seed + P5
     value += np.uint64(stop - start)
     while stop - at >= 8:
-        value = _rotated(value ^ _round(np.uint64(0), _read(data, at, 8)), np.uint64(27)) * P1 + P4
+        value = _with_word(value, _read(data, at, 8))
         at += 8
     if stop - at >= 4:
         value = _rotated(value ^ (_read(data, at, 4) * P1), np.uint64(23)) * P2 + P3
@@ -73,9 +86,7 @@ def xxh64(data: Any, start: Any, stop: Any, seed: Any) -> Any:
     while at < stop:
         value = _rotated(value ^ (np.uint64(data[at]) * P5), np.uint64(11)) * P1
         at += 1
-    value = (value ^ (value >> np.uint64(33))) * P2
-    value = (value ^ (value >> np.uint64(29))) * P3
-    return value ^ (value >> np.uint64(32))
+    return _mixed(value)
 
 
 @_kernel
@@ -83,6 +94,13 @@ def hash_each(offsets: Any, data: Any, seed: Any, out: Any) -> None:
     """out[i] = the hash of data[offsets[i]:offsets[i + 1]]."""
     for row in range(len(out)):
         out[row] = xxh64(data, offsets[row], offsets[row + 1], seed)
+
+
+@_kernel
+def hash_words(words: Any, seed: Any, out: Any) -> None:
+    """out[i] = the hash of words[i] (uint64) as 8 little-endian bytes."""
+    for row in range(len(out)):
+        out[row] = _mixed(_with_word(seed + P5 + np.uint64(8), words[row]))
 
 
 @_kernel

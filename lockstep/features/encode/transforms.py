@@ -13,7 +13,6 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from lockstep.features.encode.hashing import TokenTable, buckets_of
-from lockstep.features.examples.column_checks import tensor_bytes
 from lockstep.features.images.decode_many import decode_files
 from lockstep.features.schema.encodings import INDEX, Encoding, output_of
 from lockstep.features.schema.fields import Field
@@ -420,7 +419,7 @@ def _scaled(field: Field, made: Made) -> Made:
 
 def _stored(field: Field, shape: tuple[int, ...]) -> Early:
     dtype = np.dtype(field.dtype).newbyteorder("<")
-    wanted = tensor_bytes(field)
+    wanted = field.tensor_bytes
 
     def transform(column: pa.Array) -> NDArray[Any]:
         if column.null_count:

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from lockstep.features.schema.fields import Field
 from lockstep.storage.errors import CorruptionError, DataError
 
-_ITEM_BYTES = {"uint8": 1, "float32": 4, "float64": 8, "int64": 8}
 MAX_UINT64 = (1 << 64) - 1
 _LARGE = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}
-
-
-def tensor_bytes(field: Field) -> int:
-    """How many bytes a tensor of this field takes."""
-    return math.prod(size for size in field.shape if size is not None) * _ITEM_BYTES[field.dtype]
 
 
 def check_nulls(field: Field, column: pa.Array) -> None:
@@ -40,7 +32,7 @@ def check_nulls(field: Field, column: pa.Array) -> None:
 
 def check_tensor_lengths(field: Field, column: pa.Array) -> None:
     """Raise DataError for a value of a tensor's column, (n,) bytes, that is longer or shorter than the tensor."""
-    wanted, lengths = tensor_bytes(field), pc.binary_length(column)
+    wanted, lengths = field.tensor_bytes, pc.binary_length(column)
     wrong = lengths.filter(pc.not_equal(lengths, wanted))
     if len(wrong):
         raise DataError(

@@ -16,8 +16,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from lockstep.features.arrow import array_of, bits_of, checked_text, in_runs, of_type, rows_at_once
-from lockstep.features.examples.column_checks import tensor_bytes
-from lockstep.features.examples.example import MASK, VARINT_MAX_BYTES, BytesLike
+from lockstep.features.examples.example import MASK, VARINT_MAX_BYTES, BytesLike, list_tag
 from lockstep.features.schema.fields import Field
 from lockstep.storage.errors import DataError
 from lockstep.storage.formats.tfrecord import FOOTER_BYTES, HEADER_BYTES
@@ -27,7 +26,6 @@ _BYTES, _FLOAT, _INT64 = 1, 2, 3  # the numbers of Feature's lists
 _LIST_NAMES = {_BYTES: "bytes_list", _FLOAT: "float_list", _INT64: "int64_list"}
 _FEATURE_LISTS = 2, _LENGTH  # the second field of a SequenceExample: an Example has none
 _EIGHT_BYTES = {"float64": "<d", "uint64": "<Q"}
-_LIST_OF = {"int64": _INT64, "bool": _INT64, "float32": _FLOAT}
 _Feature = tuple[int, list[Any]]  # the list's number and its values
 _Lists = tuple[int, list[tuple[int, int]]]  # the same, with where the values begin and end
 
@@ -95,11 +93,6 @@ def _has_lists(record: BytesLike) -> bool:
     return False
 
 
-def list_of(field: Field) -> int:
-    """The number of the list in a Feature that holds this field's values: 1 bytes, 2 floats, 3 int64."""
-    return _BYTES if field.is_tensor else _LIST_OF.get(field.dtype, _BYTES)
-
-
 def _is_text(value: bytes) -> bool:
     try:
         text = value.decode()
@@ -119,7 +112,7 @@ def _value(field: Field, feature: _Feature | None, number: int) -> Any:
     values: list[Any] = []
     if feature is not None:
         kind, values = feature
-        wanted = list_of(field)
+        wanted = list_tag(field) >> 3
         if kind != wanted:
             raise _bad(number, field.name, _LIST_NAMES[kind], f"{_LIST_NAMES[wanted]} for {field.dtype}")
         values = [_converted(field, value, number) for value in values]
@@ -134,8 +127,8 @@ def _value(field: Field, feature: _Feature | None, number: int) -> Any:
 
 def _converted(field: Field, value: Any, number: int) -> Any:
     if field.is_tensor:
-        if len(value) != tensor_bytes(field):
-            allowed = f"{tensor_bytes(field)} bytes: shape {field.shape} of {field.dtype}"
+        if len(value) != field.tensor_bytes:
+            allowed = f"{field.tensor_bytes} bytes: shape {field.shape} of {field.dtype}"
             raise _bad(number, field.name, f"{len(value)} bytes", allowed)
     elif field.dtype == "string":
         try:
@@ -288,7 +281,7 @@ def _fast(asked: tuple[Field, ...], data: NDArray[np.uint8], starts: _Places, en
 
     names = [field.name.encode() for field in asked]
     name_ends = np.concatenate([[0], np.cumsum([len(name) for name in names], dtype=np.int64)]).astype(np.int64)
-    kinds = np.array([list_of(field) for field in asked], dtype=np.int64)
+    kinds = np.array([list_tag(field) >> 3 for field in asked], dtype=np.int64)
     found = np.empty((len(asked), len(starts), 2), dtype=np.int64)
     base = data.ctypes.data
     raw_names = np.frombuffer(b"".join(names), dtype=np.uint8)
@@ -346,7 +339,7 @@ def _bytes(field: Field, item: pa.DataType, values: NDArray[np.int64]) -> pa.Arr
     from lockstep.features.examples import decode_kernels
 
     places, sizes = np.ascontiguousarray(values.T)  # (m, 2) -> two (m,)
-    wanted = tensor_bytes(field) if field.is_tensor else 8 if field.dtype in ("float64", "uint64") else None
+    wanted = field.tensor_bytes if field.is_tensor else 8 if field.dtype in ("float64", "uint64") else None
     total = int(sizes.sum())
     if (wanted is not None and not (sizes == wanted).all()) or total > _MAX_OFFSET:
         return None

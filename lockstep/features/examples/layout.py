@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from lockstep.features.examples.column_checks import as_recorded, check_nulls, check_tensor_lengths, tensor_bytes
+from lockstep.features.examples.column_checks import as_recorded, check_nulls, check_tensor_lengths
 from lockstep.features.examples.example import VARINT_MAX_BYTES, list_tag, map_key, varint
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.schema import Schema
@@ -82,7 +82,7 @@ def kind_of(field: Field) -> int:
 
 def _width(field: Field, kind: int) -> int:
     if kind == TENSOR:
-        return tensor_bytes(field)
+        return field.tensor_bytes
     return (4 if field.dtype == "float32" else 8) if kind in (FIXED, FIXED_LIST) else 0
 
 

@@ -61,9 +61,8 @@ class Field:
             not self.is_tensor or self.dtype in TENSOR_DTYPES, f"a tensor of {self.dtype}", ", ".join(TENSOR_DTYPES)
         )
         if self.is_tensor:
-            sizes = cast(tuple[int, ...], self.shape)
-            small = math.prod(sizes) * (ARROW_TYPES[self.dtype].bit_width // 8) <= _MAX_TENSOR_BYTES
-            self._check(small, f"shape {sizes} of {self.dtype}", f"tensors of at most {_MAX_TENSOR_BYTES} bytes")
+            small = self.tensor_bytes <= _MAX_TENSOR_BYTES
+            self._check(small, f"shape {self.shape} of {self.dtype}", f"tensors of at most {_MAX_TENSOR_BYTES} bytes")
         self._check(
             self.dtype != "uint8" or self.is_tensor,
             "uint8 outside a tensor",
@@ -92,6 +91,11 @@ class Field:
     def is_tensor(self) -> bool:
         """Whether a row holds an array of fixed shape, as bytes on disk."""
         return len(self.shape) > 0 and not self.is_list
+
+    @property
+    def tensor_bytes(self) -> int:
+        """The bytes that a tensor of this field takes."""
+        return math.prod(cast(tuple[int, ...], self.shape)) * (ARROW_TYPES[self.dtype].bit_width // 8)
 
     @property
     def fitted_file(self) -> str | None:
