@@ -33,8 +33,8 @@ from etl.split.assign import Assign, Stored
 from etl.write.dataset import write_dataset
 from etl.write.shards import RESULT, WriteShards
 from jobs._session import spark_session
+from lockstep.features.examples import encode_batch
 from lockstep.features.examples.codec import RecordEncoder
-from lockstep.features.examples.example import encode_batch
 from lockstep.features.sample_id import shard_keys
 from lockstep.features.schema.fields import SAMPLE_ID
 from lockstep.features.schema.schema import Schema

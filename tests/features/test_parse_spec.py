@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from lockstep.features.examples.example import encode_batch
+from lockstep.features.examples import encode_batch
 from lockstep.features.examples.sequence_example import encode_sequence_batch
 from lockstep.features.parse_spec import decode_parsed, parse_sequence_spec, parse_spec
 from lockstep.features.schema.fields import Field, sample_id_field

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from etl.fit.exact_sums import ExactSums
 from lockstep.features.encode.encoder import Encoder
+from lockstep.features.examples import decode_batch, encode_batch
 from lockstep.features.examples.codec import RecordDecoder, RecordEncoder
-from lockstep.features.examples.example import decode_batch, encode_batch
 from lockstep.features.examples.sequence_example import encode_sequence_batch
 from lockstep.features.schema.fields import ARROW_TYPES, Field, sample_id_field
 from lockstep.features.schema.fitted import Fitted, Moments, Vocabulary

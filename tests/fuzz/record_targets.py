@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from lockstep.features.examples import foreign
+from lockstep.features.examples import decode_batch, encode_batch, foreign
 from lockstep.features.examples.codec import RecordDecoder
-from lockstep.features.examples.example import decode_batch, encode_batch
 from lockstep.features.examples.foreign import infer_schema, refuse_sequences
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import SEQUENCE_EXAMPLE, Schema, foreign_field

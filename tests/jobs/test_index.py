@@ -13,7 +13,7 @@ import pytest
 
 from etl.index import Scan
 from jobs import index
-from lockstep.features.examples.example import encode_example
+from lockstep.features.examples import encode_example
 from lockstep.features.schema.declare import load_schema
 from lockstep.features.schema.schema import foreign_field, foreign_schema
 from lockstep.features.shards.blocks import indexed_blocks, indexed_fields, read_gzip

@@ -11,7 +11,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from lockstep.features.arrow import array_of, bits_of, checked_text, in_runs, of_type, rows_at_once
-from lockstep.features.examples.example import BytesLike, decode_batch
+from lockstep.features.examples import decode_batch
+from lockstep.features.examples.example import BytesLike
 from lockstep.features.examples.layout import (
     BOOL,
     BOOL_LIST,
@@ -50,7 +51,7 @@ class RecordDecoder:
     """Reads what RecordEncoder wrote; both checksums of each record and its form are checked.
 
     The kernels are compiled at the first call, or found compiled; the GIL is released while they run. Bytes that are
-    not exactly of the encoder's form go to lockstep.features.examples.example.decode_batch, which takes them or says
+    not exactly of the encoder's form go to lockstep.features.examples.decode_batch, which takes them or says
     what is wrong. `columns` names those that are wanted (all where None): the others are looked at, but not kept. Of
     fields in `in_place`, which must not be nullable, `decode_frames` makes no columns: of tensors it tells where they
     lie, of int64 and floats it gives the values.

@@ -27,8 +27,8 @@ from lockstep.features.examples.column_checks import as_recorded
 from lockstep.features.examples.example import (
     MASK,
     BytesLike,
-    decode_batch,
-    encode_batch,
+    decode_examples,
+    encode_examples,
     list_tag,
     read_varint,
     sized,
@@ -61,11 +61,9 @@ class SequenceEncoder:
 
 
 def encode_sequence_batch(schema: Schema, batch: pa.RecordBatch) -> list[bytes]:
-    """Each row of the batch as a SequenceExample. Raises DataError as
-    lockstep.features.examples.example.encode_batch does.
-    """
+    """Each row of the batch as a SequenceExample. Raises DataError as encode_examples does."""
     parts = _Parts(schema)
-    context = encode_batch(parts.context, batch.select([field.name for field in parts.context]))
+    context = encode_examples(parts.context, batch.select([field.name for field in parts.context]))
     columns = [_entries(field, batch.column(field.name)) for field in parts.lists]
     return [
         head + sized(0x12, b"".join(entries)) for head, *entries in zip(context, *columns, strict=True)
@@ -85,7 +83,7 @@ def decode_sequence_batch(schema: Schema, records: Sequence[BytesLike]) -> pa.Re
             _split(bytes(record), parts, contexts, lists)
         except (IndexError, ValueError):
             raise _bad(number, "bytes in another form") from None
-    context = decode_batch(parts.context, contexts)
+    context = decode_examples(parts.context, contexts)
     columns = {field.name: context.column(field.name) for field in parts.context}
     for field, rows in zip(parts.lists, lists, strict=True):
         columns[field.name] = _column(field, rows)

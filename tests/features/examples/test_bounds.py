@@ -12,8 +12,9 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.features.examples import encode_batch
 from lockstep.features.examples.codec import RecordDecoder
-from lockstep.features.examples.example import encode_batch, sized, varint
+from lockstep.features.examples.example import sized, varint
 from lockstep.features.examples.foreign import _fast
 from lockstep.features.schema.schema import foreign_field
 from lockstep.storage.formats.tfrecord import FOOTER_BYTES, FRAMING_BYTES, HEADER_BYTES, frame, masked_crc32c

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.features.examples import decode_batch, encode_batch
 from lockstep.features.examples.codec import RecordDecoder, RecordEncoder
-from lockstep.features.examples.example import decode_batch, encode_batch, sized
+from lockstep.features.examples.example import sized
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import CorruptionError, DataError

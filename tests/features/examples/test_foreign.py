@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.features.examples import foreign
+from lockstep.features.examples import encode_batch, foreign
 from lockstep.features.examples.codec import RecordEncoder
-from lockstep.features.examples.example import encode_batch
 from lockstep.features.examples.foreign import decode_foreign_frames, infer_schema
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.schema import Schema

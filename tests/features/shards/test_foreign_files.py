@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.features.examples.example import encode_example
+from lockstep.features.examples import encode_example
 from lockstep.features.schema.schema import foreign_field, foreign_schema
 from lockstep.features.shards.foreign_files import (
     _pieces,
