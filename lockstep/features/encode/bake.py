@@ -23,11 +23,6 @@ from lockstep.features.schema.signature import TensorSpec
 from lockstep.storage.errors import ConfigError
 
 
-def is_baked(field: Field) -> bool:
-    """Whether the field's stored values are a model's inputs."""
-    return field.encoding is not None and field.encoding["kind"] == BAKED
-
-
 def baked_field(field: Field, ids: int | None, fitted: Fitted | None) -> Field:
     """The field as it is stored with its encoding baked in; itself where nothing changes.
 
@@ -45,18 +40,9 @@ def baked_field(field: Field, ids: int | None, fitted: Fitted | None) -> Field:
     return Field(name=field.name, dtype=form[0], shape=form[1], encoding=encoding)
 
 
-def raw_field(field: Field) -> Field:
-    """The field as it was declared before its encoding was baked in."""
-    if not is_baked(field):
-        return field
-    assert field.encoding is not None
-    raw: Mapping[str, Any] = field.encoding["raw"]
-    return Field(**{**raw, "name": field.name, "shape": tuple(raw["shape"])})
-
-
 def raw_schema(schema: Schema) -> Schema:
     """The declared schema: with the fitted files, its Encoder makes of raw rows what the baked shards hold."""
-    return replace(schema, fields=tuple(map(raw_field, schema)))
+    return replace(schema, fields=tuple(field.declared for field in schema))
 
 
 Bake = Callable[[pa.Array], pa.Array]
@@ -79,7 +65,7 @@ def check_bakeable(schema: Schema) -> None:
 
 def check_declared(schema: Schema) -> None:
     """Raise ConfigError for a schema of a baked dataset where a declared one is wanted."""
-    baked = [field.name for field in schema if is_baked(field)]
+    baked = [field.name for field in schema if field.is_baked]
     if baked:
         raise ConfigError(
             f"field `{baked[0]}` is baked: its values are a model's inputs already, of statistics of another dataset",
@@ -108,7 +94,7 @@ class Baker:
                 self._bakes[field.name] = _bake(field, made, found)
             fields.append(made)
         self.schema = replace(schema, fields=tuple(fields))
-        self._row_bytes = sum(field.tensor_bytes for field in self.schema if is_baked(field) and field.is_tensor)
+        self._row_bytes = sum(field.tensor_bytes for field in self.schema if field.is_baked and field.is_tensor)
 
     def batches(self, batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
         """The rows as columns of `schema`, a part of them at a time where tensors grow."""

@@ -29,7 +29,6 @@ from lockstep.features.encode.transforms import (
     unfit,
 )
 from lockstep.features.images.decode_many import BadImageError, keeping_bad
-from lockstep.features.schema.encodings import BAKED
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.fitted import Fitted
 from lockstep.features.schema.schema import Schema
@@ -192,7 +191,7 @@ def plan_of(field: Field, fitted: Fitted | None) -> Plan:
         kind = field.encoding["kind"]
         if kind == "ignore":
             return {}
-        if kind == BAKED:
+        if field.is_baked:
             return baked(field)
         if kind == "normalise":
             return tensor(field)

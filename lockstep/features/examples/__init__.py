@@ -9,10 +9,10 @@ import pyarrow as pa
 
 from lockstep.features.examples.example import BytesLike, decode_examples, encode_examples
 from lockstep.features.examples.sequence_example import decode_sequence_batch, encode_sequence_batch
-from lockstep.features.schema.schema import SEQUENCE_EXAMPLE, Schema
+from lockstep.features.schema.schema import SEQUENCE_EXAMPLE, Columns
 
 
-def encode_batch(schema: Schema, batch: pa.RecordBatch) -> list[bytes]:
+def encode_batch(schema: Columns, batch: pa.RecordBatch) -> list[bytes]:
     """Each row of the batch as an Example, or as a SequenceExample where the schema says so; columns are found by name.
 
     Raises DataError for a null where the schema allows none, for a tensor of the wrong length and for a column that
@@ -22,7 +22,7 @@ def encode_batch(schema: Schema, batch: pa.RecordBatch) -> list[bytes]:
     return encode(schema, batch)
 
 
-def decode_batch(schema: Schema, records: Sequence[BytesLike]) -> pa.RecordBatch:
+def decode_batch(schema: Columns, records: Sequence[BytesLike]) -> pa.RecordBatch:
     """Rows from records that encode_batch wrote, as columns of schema.arrow_schema().
 
     Raises DataError naming the record for bytes that are anything else.
@@ -31,6 +31,6 @@ def decode_batch(schema: Schema, records: Sequence[BytesLike]) -> pa.RecordBatch
     return decode(schema, records)
 
 
-def encode_example(schema: Schema, row: Mapping[str, Any]) -> bytes:
+def encode_example(schema: Columns, row: Mapping[str, Any]) -> bytes:
     """One row as a record; `row` holds a Python value (None for null) for each field."""
     return encode_batch(schema, pa.RecordBatch.from_pylist([dict(row)], schema=schema.arrow_schema()))[0]

@@ -25,7 +25,7 @@ from lockstep.features.examples.layout import (
     describe,
 )
 from lockstep.features.schema.fields import Field
-from lockstep.features.schema.schema import Schema
+from lockstep.features.schema.schema import Columns
 from lockstep.storage.errors import ConfigError, DataError
 from lockstep.storage.formats.tfrecord import parse_records, record_offsets
 
@@ -57,7 +57,7 @@ class RecordDecoder:
     lie, of int64 and floats it gives the values.
     """
 
-    def __init__(self, schema: Schema, columns: Sequence[str] | None = None, in_place: Collection[str] = ()) -> None:
+    def __init__(self, schema: Columns, columns: Sequence[str] | None = None, in_place: Collection[str] = ()) -> None:
         self._schema, self._layout = schema, Layout.of(schema)
         unfit = [name for name in in_place if schema[name].nullable or schema[name].is_list]
         if unfit:
@@ -256,7 +256,7 @@ class RecordEncoder:
     released while a batch is encoded. Memory: a buffer of the largest batch's encoded bytes and 16 bytes a row.
     """
 
-    def __init__(self, schema: Schema) -> None:
+    def __init__(self, schema: Columns) -> None:
         self._layout = Layout.of(schema)
         self._buffer = np.empty(0, dtype=np.uint8)
 

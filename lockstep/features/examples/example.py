@@ -28,7 +28,7 @@ import pyarrow as pa
 
 from lockstep.features.examples.column_checks import as_recorded, check_nulls, check_tensor_lengths
 from lockstep.features.schema.fields import Field
-from lockstep.features.schema.schema import Schema
+from lockstep.features.schema.schema import Columns
 from lockstep.storage.errors import DataError
 
 BytesLike = bytes | bytearray | memoryview
@@ -87,7 +87,7 @@ def map_key(name: str) -> bytes:
     return sized(0x0A, name.encode()) + b"\x12"
 
 
-def encode_examples(schema: Schema, batch: pa.RecordBatch) -> list[bytes]:
+def encode_examples(schema: Columns, batch: pa.RecordBatch) -> list[bytes]:
     """Each row of the batch as an Example; columns are found by name.
 
     Raises DataError for a null where the schema allows none, for a tensor of the wrong length and for a column that
@@ -140,7 +140,7 @@ def _entry(name: bytes, tag: int, body: bytes) -> bytes:
     return sized(0x0A, name + varint(len(feature)) + feature)
 
 
-def decode_examples(schema: Schema, records: Sequence[BytesLike]) -> pa.RecordBatch:
+def decode_examples(schema: Columns, records: Sequence[BytesLike]) -> pa.RecordBatch:
     """Rows from records that encode_examples wrote, as columns of schema.arrow_schema().
 
     Raises DataError naming record and field for bytes that are anything else: another order or type, a missing or

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from lockstep.features.examples.column_checks import as_recorded, check_nulls, check_tensor_lengths
 from lockstep.features.examples.example import VARINT_MAX_BYTES, list_tag, map_key, varint
 from lockstep.features.schema.fields import Field
-from lockstep.features.schema.schema import Schema
+from lockstep.features.schema.schema import Columns
 
 # How the values of a field lie. A field's bytes in a tf.Example are described in lockstep/features/examples/example.py.
 INT, BOOL, FIXED, BYTES, TENSOR, INT_LIST, BOOL_LIST, FIXED_LIST, BYTES_LIST = range(9)
@@ -50,7 +50,7 @@ class Layout:
         return (self.kinds, self.tags, self.widths, heads, self.head_sizes, names, self.name_sizes, self.heads.shape[2])
 
     @classmethod
-    def of(cls, schema: Schema) -> Layout:
+    def of(cls, schema: Columns) -> Layout:
         """The layout of a schema's Examples."""
         fields = schema.in_byte_order
         kinds, tags = (

@@ -35,7 +35,7 @@ from lockstep.features.examples.example import (
     varint,
 )
 from lockstep.features.schema.fields import Field
-from lockstep.features.schema.schema import Schema
+from lockstep.features.schema.schema import Columns
 from lockstep.storage.errors import DataError
 from lockstep.storage.formats.tfrecord import frame
 
@@ -45,7 +45,7 @@ _RAW = {"float32": "<f4", "float64": "<f8", "uint64": "<u8"}
 class SequenceEncoder:
     """Framed SequenceExamples of record batches, with the calls of lockstep.features.examples.codec.RecordEncoder."""
 
-    def __init__(self, schema: Schema) -> None:
+    def __init__(self, schema: Columns) -> None:
         self._schema = schema
 
     def sizes(self, batch: pa.RecordBatch) -> NDArray[np.int64]:
@@ -60,7 +60,7 @@ class SequenceEncoder:
         return np.frombuffer(b"".join(records), dtype=np.uint8), offsets
 
 
-def encode_sequence_batch(schema: Schema, batch: pa.RecordBatch) -> list[bytes]:
+def encode_sequence_batch(schema: Columns, batch: pa.RecordBatch) -> list[bytes]:
     """Each row of the batch as a SequenceExample. Raises DataError as encode_examples does."""
     parts = _Parts(schema)
     context = encode_examples(parts.context, batch.select([field.name for field in parts.context]))
@@ -70,7 +70,7 @@ def encode_sequence_batch(schema: Schema, batch: pa.RecordBatch) -> list[bytes]:
     ]  # a schema that asks for sequences has a list
 
 
-def decode_sequence_batch(schema: Schema, records: Sequence[BytesLike]) -> pa.RecordBatch:
+def decode_sequence_batch(schema: Columns, records: Sequence[BytesLike]) -> pa.RecordBatch:
     """Rows from SequenceExamples that encode_sequence_batch wrote, as columns of schema.arrow_schema().
 
     Raises DataError naming the record for bytes that are anything else.
@@ -97,9 +97,9 @@ def decode_sequence_batch(schema: Schema, records: Sequence[BytesLike]) -> pa.Re
 class _Parts:
     """A schema's fields by where they lie."""
 
-    def __init__(self, schema: Schema) -> None:
+    def __init__(self, schema: Columns) -> None:
         self._schema = schema
-        self.context = Schema(tuple(field for field in schema if not field.is_list))
+        self.context = Columns(tuple(field for field in schema if not field.is_list))
 
     @cached_property
     def lists(self) -> tuple[Field, ...]:

@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.features.schema.encodings import BAKED, Encoding
-from lockstep.features.schema.fields import Field, sample_id_field
+from lockstep.features.schema.fields import Field, check_name, sample_id_field
 from lockstep.features.schema.schema import EXAMPLE, Schema
 from lockstep.storage.errors import ConfigError, NotFoundError, nearest
 from lockstep.storage.fs import filesystem
@@ -92,6 +92,8 @@ def declared_field(document: Mapping[str, Any]) -> tuple[Field, ...]:
     if not good or not all(isinstance(name, str) for name in names):
         got = {key: document[key] for key in ("name", "names") if key in document}
         raise _bad("a field", f"{got or 'neither name nor names'}"[:200], "name = TEXT, or names = [TEXT, ...]")
+    for name in names:
+        check_name(name)
     shape = document.get("shape", [])
     if "list" in document and (not isinstance(document["list"], bool) or "shape" in document):
         raise _bad(f"field `{names[0]}`", "list beside shape, or not true or false", "list = true, or shape = [...]")

@@ -9,8 +9,22 @@ from typing import Any, cast
 
 import pyarrow as pa
 
-from lockstep.features.schema.encodings import Encoding, check_encoding, fitted_part
-from lockstep.storage.errors import ConfigError, nearest
+from lockstep.features.schema.encodings import (
+    BAKED,
+    INDEX,
+    MAX_COLUMNS,
+    MAX_IDS,
+    RAW_KEYS,
+    Encoding,
+    check_encoding,
+    declared_ids,
+    fitted_part,
+    has_ids,
+    not_so,
+    output_of,
+    stored_form,
+)
+from lockstep.storage.errors import nearest
 
 ARROW_TYPES: dict[str, pa.DataType] = {
     "int64": pa.int64(),
@@ -48,7 +62,6 @@ class Field:
     num_classes: int | None = None
 
     def __post_init__(self) -> None:
-        self._check(bool(self.name) and not self.name.startswith("_"), repr(self.name), "a name not starting with `_`")
         wider = "; string for whole numbers beyond uint64 and for decimals, which no other dtype holds exactly"
         self._check(self.dtype in ARROW_TYPES, f"dtype {self.dtype!r}", ", ".join(ARROW_TYPES) + wider)
         self._check(self.kind in KINDS, f"kind {self.kind!r}", ", ".join(KINDS))
@@ -81,6 +94,8 @@ class Field:
         if self.encoding is not None:
             self._check(self.kind == "feature", f"an encoding of a {self.kind}", "encodings of features")
             check_encoding(self.name, self.dtype, shape=self.shape, nullable=self.nullable, encoding=self.encoding)
+        if self.is_baked:
+            self._check_baked()
 
     @property
     def is_list(self) -> bool:
@@ -91,6 +106,19 @@ class Field:
     def is_tensor(self) -> bool:
         """Whether a row holds an array of fixed shape, as bytes on disk."""
         return len(self.shape) > 0 and not self.is_list
+
+    @property
+    def is_baked(self) -> bool:
+        """Whether the stored values are a model's inputs: lockstep/features/encode/bake.py."""
+        return self.encoding is not None and self.encoding["kind"] == BAKED
+
+    @property
+    def declared(self) -> Field:
+        """The field as it was declared before its encoding was baked in; itself where it is not baked."""
+        if self.encoding is None or not self.is_baked:
+            return self
+        raw: Mapping[str, Any] = self.encoding["raw"]
+        return Field(**{**raw, "name": self.name, "shape": tuple(raw["shape"])})
 
     @property
     def tensor_bytes(self) -> int:
@@ -149,6 +177,40 @@ class Field:
             raise not_so("a field", f"shape {values['shape']!r}", "numbers or null")
         return cls(**{**values, "shape": tuple(values["shape"])})
 
+    def _check_baked(self) -> None:
+        """Raise ConfigError unless baking some field that can be declared gives this one."""
+        assert self.encoding is not None
+        raw, ids, fitted = (self.encoding.get(key) for key in ("raw", "ids", "fitted"))
+        types = (str, list, bool, Mapping | None)
+        assert isinstance(raw, Mapping)
+        good = set(raw) == set(RAW_KEYS) and all(map(isinstance, (raw[key] for key in RAW_KEYS), types))
+        good = good and (raw["shape"] == [None] or all(type(size) is int and size > 0 for size in raw["shape"]))
+        self._check(good, f"raw {dict(raw)!r}"[:200], f"a field's {', '.join(RAW_KEYS)}")
+        inner = raw["encoding"]
+        self._check(
+            inner is None or inner.get("kind") != BAKED, "a field baked twice", "the encoding that was declared"
+        )
+        declared = self.declared  # refused if it could not be declared
+        form = stored_form(declared.dtype, declared.shape, inner)
+        stored = f"{self.dtype}, shape {self.shape}, nullable={self.nullable}"
+        same = form == (self.dtype, self.shape) and not self.nullable
+        self._check(same, stored, f"what is stored of it, never null: {form}")
+        columns = has_ids(inner) and "of" not in inner and output_of(inner, is_list=self.is_list) != INDEX
+        most, part = MAX_COLUMNS + 1 if columns else MAX_IDS, fitted_part(inner)
+        self._check((ids is not None) == has_ids(inner), f"ids {ids!r}", "their number, where ids are stored")
+        self._check(ids is None or 1 <= ids <= most, f"ids {ids!r}", f"1 to {most}")
+        wanted = declared_ids(inner.get("of", inner)) if has_ids(inner) else None
+        self._check(wanted is None or ids == wanted, f"ids {ids!r}", f"{wanted}, as follows from the encoding")
+        self._check(
+            (fitted is None) == (part is None), f"fitted {fitted!r}"[:200], "its file and splits, if one is fitted"
+        )
+        if part is not None:
+            assert isinstance(fitted, Mapping)
+            splits = fitted.get("splits")
+            good = set(fitted) == {"file", "splits"} and fitted["file"] == part["file"]
+            good = good and isinstance(splits, list) and all(isinstance(split, str) for split in splits)
+            self._check(good, f"fitted {dict(fitted)!r}"[:200], f"file {part['file']} and a list of splits")
+
     def _check(self, good: bool, got: str, allowed: str) -> None:
         if not good:
             raise not_so(f"field `{self.name}`", got, allowed)
@@ -159,9 +221,10 @@ def sample_id_field() -> Field:
     return Field(name=SAMPLE_ID, dtype="int64", kind="id")
 
 
-def not_so(what: str, got: str, allowed: str) -> ConfigError:
-    """What a schema cannot say."""
-    return ConfigError(f"{what} cannot be declared so", got=got, allowed=allowed, next_step="Correct the schema.")
+def check_name(name: str) -> None:
+    """Raise ConfigError for a name that no field of a dataset may have."""
+    if not name or name.startswith("_"):
+        raise not_so(f"field `{name}`", repr(name), "a name not starting with `_`")
 
 
 def check_keys(document: object, wanted: Mapping[str, Any], what: str) -> None:

@@ -10,7 +10,8 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lockstep.features.schema.fields import Field, check_keys, not_so
+from lockstep.features.schema.encodings import not_so
+from lockstep.features.schema.fields import Field, check_keys
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as declared
 from functools import cached_property
@@ -10,37 +10,58 @@ from typing import Any, cast
 
 import pyarrow as pa
 
-from lockstep.features.schema.fields import ARROW_TYPES, SAMPLE_ID, Field, check_keys, not_so, sample_id_field
+from lockstep.features.schema.encodings import not_so
+from lockstep.features.schema.fields import Field, check_keys, check_name, sample_id_field
 from lockstep.features.schema.sampled import Sampled
 from lockstep.storage.errors import differences
 from lockstep.storage.urls import several
 
-__all__ = [
-    "ARROW_TYPES",
-    "EXAMPLE",
-    "SAMPLE_ID",
-    "SEQUENCE_EXAMPLE",
-    "Field",
-    "Schema",
-    "sample_id_field",
-]
 EXAMPLE, SEQUENCE_EXAMPLE = "example", "sequence_example"
 
 
 @dataclass(frozen=True)
-class Schema:
-    """The fields of a dataset, in the order of its columns; exactly one `id` field, at most one label and one weight.
+class Columns:
+    """Fields in the order of their columns, as codecs take them; each name once.
 
     `record` says what a TFRecord shard's records are: Examples, or SequenceExamples, in which lists are feature lists.
-    `sampled` is set in the schema of an exported model that was trained on sampled classes; schemas are equal without.
     """
 
     fields: tuple[Field, ...]
     record: str = EXAMPLE
+
+    def __iter__(self) -> Iterator[Field]:
+        return iter(self.fields)
+
+    def __getitem__(self, name: str) -> Field:
+        for field in self.fields:
+            if field.name == name:
+                return field
+        raise not_so("the schema", f"no field `{name}`", ", ".join(field.name for field in self.fields))
+
+    @cached_property
+    def in_byte_order(self) -> tuple[Field, ...]:
+        """The fields in the byte order of their names: their order in a tf.Example."""
+        return tuple(sorted(self.fields, key=lambda field: field.name.encode()))
+
+    def arrow_schema(self) -> pa.Schema:
+        """The columns as Arrow and Parquet hold them."""
+        return pa.schema([pa.field(field.name, field.arrow_type, nullable=field.nullable) for field in self.fields])
+
+
+@dataclass(frozen=True)
+class Schema(Columns):
+    """The fields of a dataset: exactly one is its `id`, at most one the label and one the weight.
+
+    `sampled` is set in the schema of an exported model that was trained on sampled classes; it does not count when
+    schemas are compared. Raises ConfigError for fields that make no dataset.
+    """
+
     sampled: Sampled | None = declared(default=None, compare=False)
 
     def __post_init__(self) -> None:
         names = [field.name for field in self.fields]
+        for name in names:
+            check_name(name)
         if len(set(names)) != len(names):
             raise not_so("the schema", f"fields {names}", "each name once")
         ids = [field for field in self.fields if field.kind == "id"]
@@ -60,15 +81,6 @@ class Schema:
         if self.record == SEQUENCE_EXAMPLE and not any(field.is_list for field in self.fields):
             got = f"record {self.record} without a list"
             raise not_so("the schema", got, "a list field or more, or record example")
-
-    def __iter__(self) -> Iterator[Field]:
-        return iter(self.fields)
-
-    def __getitem__(self, name: str) -> Field:
-        for field in self.fields:
-            if field.name == name:
-                return field
-        raise not_so("the schema", f"no field `{name}`", ", ".join(field.name for field in self.fields))
 
     @property
     def id_field(self) -> Field:
@@ -94,15 +106,6 @@ class Schema:
     def fitted_fields(self) -> tuple[Field, ...]:
         """The fields whose encoding needs statistics of the training split."""
         return tuple(field for field in self.fields if field.fitted_file is not None)
-
-    @cached_property
-    def in_byte_order(self) -> tuple[Field, ...]:
-        """The fields in the byte order of their names: their order in a tf.Example."""
-        return tuple(sorted(self.fields, key=lambda field: field.name.encode()))
-
-    def arrow_schema(self) -> pa.Schema:
-        """The columns as Arrow and Parquet hold them."""
-        return pa.schema([pa.field(field.name, field.arrow_type, nullable=field.nullable) for field in self.fields])
 
     @classmethod
     def plain(cls, columns: Mapping[str, str], *, label: str | None = None, lists: str | Sequence[str] = ()) -> Schema:
@@ -155,31 +158,10 @@ class Schema:
         return cls(tuple(Field.from_json(field) for field in values["fields"]), values.get("record", EXAMPLE), sampled)
 
 
-DATA_GLOB = "*.tfrecord*"  # the names of such files
-SAMPLE_RECORDS = 1000  # what their columns are inferred from
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ForeignField(Field):
-    """A feature of such a file; any name goes."""
-
-    def __post_init__(self) -> None:
-        """Nothing to check: the dtype is one that was inferred, or that the caller has looked up."""
-
-
-@dataclass(frozen=True)
-class ForeignSchema(Schema):
-    """The features of such a file: no sample id is needed."""
-
-    def __post_init__(self) -> None:
-        """Nothing to check: whoever names the columns gives each name once."""
+DATA_GLOB = "*.tfrecord*"  # the default names of TFRecord files without a manifest
+SAMPLE_RECORDS = 1000  # of which their columns are inferred
 
 
 def foreign_field(name: str, dtype: str, is_list: bool) -> Field:
-    """A feature that is null where a record lacks it; a list is empty there."""
-    return ForeignField(name=name, dtype=dtype, shape=(None,) if is_list else (), nullable=not is_list)
-
-
-def foreign_schema(fields: Iterable[Field]) -> Schema:
-    """Such features as a schema that an encoder or decoder takes."""
-    return ForeignSchema(tuple(fields))
+    """A feature of such a file, of any name: null where a record lacks it; a list is empty there."""
+    return Field(name=name, dtype=dtype, shape=(None,) if is_list else (), nullable=not is_list)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from lockstep.features.examples.codec import RecordDecoder
 from lockstep.features.examples.foreign import decode_foreign_frames
 from lockstep.features.schema.fields import Field
-from lockstep.features.schema.schema import Schema, foreign_schema
+from lockstep.features.schema.schema import Columns, Schema
 from lockstep.features.shards.ranges import ShardRange
 from lockstep.storage.errors import CorruptionError, DataError
 from lockstep.storage.files.interface import FileSystem
@@ -55,7 +55,7 @@ class Lenient:
                 allowed="a column or more",
                 next_step="Look at what wrote these files; index them again.",
             )
-        self._fields, self._decoder = fields, RecordDecoder(foreign_schema(fields))
+        self._fields, self._decoder = fields, RecordDecoder(Columns(tuple(fields)))
         self._ours = True
 
     def __call__(self, data: Buffer, file: str, first_record: int, base_offset: int) -> pa.RecordBatch:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.features.encode.bake import Baker, check_bakeable, check_declared, is_baked, raw_schema
+from lockstep.features.encode.bake import Baker, check_bakeable, check_declared, raw_schema
 from lockstep.features.encode.encoder import Encoder
 from lockstep.features.schema.declare import load_schema
 from lockstep.features.schema.fitted import Fitted, Moments, Vocabulary
@@ -140,7 +140,7 @@ def test_what_is_stored() -> None:
     assert stored["s"] == [0.0, float(np.float32((1 - 0.3) / np.sqrt(1.7)))]
     assert np.frombuffer(stored["t"][1], "<f4").tolist() == [1.0, 1.0]
     unchanged = ("sample_id", "y", "how_much", "plain", "kept", "only")
-    assert all((field.name in unchanged) != is_baked(field) for field in baker.schema)
+    assert all((field.name in unchanged) != field.is_baked for field in baker.schema)
     assert not any(field.nullable for field in baker.schema if field.name != "only")
 
 
