@@ -21,8 +21,8 @@ _SIGNED = struct.Struct("<q")
 def sample_id(fields: Sequence[bytes], occurrence: int) -> int:
     """The signed int64 id of a record.
 
-    The first 8 bytes (little-endian) of SHA-256 over each field, preceded by its length as 8 little-endian bytes, and
-    then the occurrence number likewise as 8 bytes. The lengths keep ("ab", "c") and ("a", "bc") apart.
+    It is the first 8 bytes (little-endian) of SHA-256 over the fields, each after its length as 8 little-endian bytes,
+    and then the occurrence number as 8 bytes. The lengths distinguish ("ab", "c") from ("a", "bc").
     """
     digest = hashlib.sha256()
     for field in fields:
@@ -35,7 +35,7 @@ def sample_id(fields: Sequence[bytes], occurrence: int) -> int:
 def sample_ids(columns: Sequence[pa.Array], occurrences: NDArray[np.int64]) -> NDArray[np.int64]:
     """sample_id of each row: (n,) strings or bytes of any width without nulls, (n,) int64 -> (n,) int64.
 
-    At least one column. Memory: the longest row twice.
+    Needs one column or more. Memory: twice the longest row.
     """
     from lockstep.features import sample_id_kernel as kernel
 
@@ -51,7 +51,7 @@ def sample_ids(columns: Sequence[pa.Array], occurrences: NDArray[np.int64]) -> N
     scratch = np.empty(int(longest.max(initial=0)) + 88, dtype=np.uint8)
     out = np.empty(len(occurrences), dtype=np.uint64)
     kernel.row_hashes(data, ends, widths, np.ascontiguousarray(occurrences), scratch.ctypes.data, out)
-    del raw  # the columns had to live until here
+    del raw  # the kernel reads the columns by address
     return out.view(np.int64)
 
 
@@ -60,7 +60,7 @@ def _is_large(column: pa.Array) -> bool:
 
 
 def splitmix64(value: int) -> int:
-    """Mix 64 bits (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014); unsigned in and out."""
+    """Mix 64 unsigned bits (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014)."""
     z = (value + 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -91,8 +91,7 @@ def shard_of(key: int, num_shards: int) -> int:
 
 
 def unit_hashes(ids: NDArray[np.int64], seed: int) -> NDArray[np.uint64]:
-    """A hash of each sample id, uniform over 64 bits, that is compared with the borders of splits: (n,) int64 -> (n,)
-    uint64.
+    """A uniform hash of each sample id, by which splits are assigned: (n,) int64 -> (n,) uint64.
 
     The first 8 bytes (little-endian) of SHA-256 over b"split", the seed and the id, each as 8 little-endian bytes.
     """
@@ -104,8 +103,9 @@ def unit_hashes(ids: NDArray[np.int64], seed: int) -> NDArray[np.uint64]:
 
 
 def group_hashes(names: pa.Array, seed: int) -> NDArray[np.uint64]:
-    """The hash of unit_hashes for each group, over its name's UTF-8 bytes in place of an id: (n,) strings or binaries
-    without nulls -> (n,) uint64. Memory: the longest name twice.
+    """The same hash of each group's name, over its UTF-8 bytes in place of an id.
+
+    names (n,) strings or binaries without nulls -> (n,) uint64. Memory: twice the longest name.
     """
     from lockstep.features import sample_id_kernel as kernel
 

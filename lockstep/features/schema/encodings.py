@@ -1,4 +1,4 @@
-"""The encodings that a field may declare: their keys, the fields that they fit, and what they need fitted.
+"""The encodings that a field may declare: their keys, the fields that they fit, and what a model is fed.
 
     kind         keys (optional ones in brackets)                 fields                      a model is fed
     vocabulary   file, max_size, min_count, oov_buckets, [output] string, (u)int64; list      columns or ids
@@ -12,8 +12,8 @@
     ignore                                                        any                         nothing: only stored
     baked        raw, [ids], [fitted]                             what --bake stored          the same as with `raw`
 
-Nobody declares `baked` (lockstep/features/encode/bake.py). docs/features.md says what each makes of nulls, of unknown
-values and of lists.
+`baked` is not declared: lockstep/features/encode/bake.py writes it. docs/features.md says how each encoding treats
+nulls, unknown values and lists.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ Form = tuple[str, tuple[int | None, ...]]
 BAKED = "baked"
 RAW_KEYS = ("dtype", "shape", "nullable", "encoding")
 ONE_HOT, MULTI_HOT, INDEX = "one_hot", "multi_hot", "index"
-# Beyond that a row of zeros and one 1 is larger than the rest of the record: an index and an embedding do it.
+# A wider one-hot row would be larger than the rest of the record; use ids and an embedding.
 MAX_COLUMNS = 1 << 16
 MAX_IDS = 1 << 31
 MAX_SIDE = 1 << 14
-_LEAST = 1e-30  # what float32 can divide by
+_LEAST = 1e-30  # the smallest divisor: float32 cannot divide by much smaller numbers
 NUMBERS = ("int64", "float32", "float64")  # what a model may be fed
 STORED_NUMBERS = (*NUMBERS, "uint64")
 _CATEGORICAL = ("hash", "vocabulary", "bucketise")
@@ -47,7 +47,7 @@ _HELD_OUT = re.compile(r".*\.fold-\d+\.json")
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """One encoding of one field, as its rule checks it."""
+    """One encoding of one field, while its rule checks it."""
 
     field: str
     dtype: str
@@ -62,12 +62,12 @@ class _Case:
     def require(self, good: bool, got: str, allowed: str) -> None:
         """Raise ConfigError naming the field unless `good`."""
         if not good:
-            raise not_so(f"field `{self.field}`", got, allowed)
+            raise declaration_error(f"field `{self.field}`", got, allowed)
 
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """Keys that must be there and keys that may, with their types; fields that fit; what else must hold."""
+    """Required and optional keys with their types, the dtypes and shapes of fields that fit, and a further check."""
 
     required: Mapping[str, Any]
     optional: Mapping[str, Any]
@@ -76,9 +76,11 @@ class _Rule:
     check: Callable[[_Case], None] | None = None
 
 
-def not_so(what: str, got: str, allowed: str) -> ConfigError:
-    """The error for what a schema cannot declare."""
-    return ConfigError(f"{what} cannot be declared so", got=got, allowed=allowed, next_step="Correct the schema.")
+def declaration_error(what: str, got: str, allowed: str) -> ConfigError:
+    """The error for a wrong declaration."""
+    return ConfigError(
+        f"{what} cannot be declared like this", got=got, allowed=allowed, next_step="Correct the schema."
+    )
 
 
 def check_encoding(
@@ -93,7 +95,7 @@ def check_encoding(
     keys = set(encoding) - {"kind"}
     missing = [key for key in rule.required if key not in keys]
     unknown = sorted(str(key) for key in keys - {*rule.required, *rule.optional})
-    # Only what is wrong: keys that the user never wrote, such as a hash's seed, have been filled in by now.
+    # Name only the wrong keys: defaults that the user never wrote, such as a hash's seed, are filled in by now.
     faults = [f"{what} {', '.join(found)}" for what, found in (("no key", missing), ("unknown key", unknown)) if found]
     known = f"the keys {', '.join(('kind', *rule.required))}"
     case.require(
@@ -114,21 +116,21 @@ def check_encoding(
 
 
 def fitted_part(encoding: Encoding | None) -> Encoding | None:
-    """The encoding, or the one inside a sequence, whose statistics are fitted and lie in its `file`; None without."""
+    """The encoding, or the one inside a sequence, whose fitted statistics are in its `file`; None if neither is fitted."""
     if encoding is not None and encoding["kind"] == "sequence":
         encoding = encoding.get("of")
     return encoding if encoding is not None and "file" in encoding else None
 
 
 def output_of(encoding: Encoding, *, is_list: bool) -> str:
-    """The declared or the default form of a categorical encoding: one_hot, multi_hot or index."""
+    """The declared or default output of a categorical encoding: one_hot, multi_hot or index."""
     return str(encoding.get("output", MULTI_HOT if is_list else ONE_HOT))
 
 
 def stored_form(dtype: str, shape: tuple[int | None, ...], encoding: Encoding | None) -> Form | None:
-    """The dtype and shape that a declared feature is stored in once its encoding is baked in.
+    """The stored dtype and shape of a declared feature after its encoding is baked in.
 
-    None where it is stored as it is declared, and where no model can be fed with it.
+    None if baking does not change it, or if it cannot be fed to a model.
     """
     kind = None if encoding is None else encoding["kind"]
     if encoding is None:
@@ -150,12 +152,12 @@ def stored_form(dtype: str, shape: tuple[int | None, ...], encoding: Encoding | 
 
 
 def has_ids(encoding: Encoding | None) -> bool:
-    """Whether what is stored of a declared feature are ids, 0 for nothing."""
+    """Whether a baked feature of this encoding stores ids, of which 0 means null, padding or unknown."""
     return encoding is not None and (encoding["kind"] in _CATEGORICAL or "of" in encoding)
 
 
 def declared_ids(encoding: Encoding) -> int | None:
-    """How many ids there are, that of nothing among them; None where a fitted file says it."""
+    """The number of ids, the id 0 included; None if it depends on a fitted vocabulary."""
     if encoding["kind"] == "hash":
         return int(encoding["buckets"]) + 1
     return len(encoding["boundaries"]) + 2 if encoding["kind"] == "bucketise" else None
@@ -181,19 +183,19 @@ def _bucketise(case: _Case) -> None:
     bounds = case.encoding["boundaries"]
     numbers = all(isinstance(b, int | float) and not isinstance(b, bool) and _is_finite(b) for b in bounds)
     good = len(bounds) > 0 and numbers and all(a < b for a, b in pairwise(bounds))
-    case.require(good, f"boundaries {bounds!r}"[:200], "strictly rising numbers, at least one")
+    case.require(good, f"boundaries {bounds!r}"[:200], "one or more numbers, strictly increasing")
     _output(case, len(bounds) + 1)
 
 
 def _number(case: _Case) -> None:
     dtype, null = case.encoding.get("dtype", "float32"), case.encoding.get("null_value", 0)
     case.require(dtype in NUMBERS, f"dtype {dtype!r}", ", ".join(NUMBERS))
-    told = not case.nullable or "null_value" in case.encoding
-    case.require(told, "a nullable number without null_value", "null_value, which stands in")
+    replaced = not case.nullable or "null_value" in case.encoding
+    case.require(replaced, "a nullable number without null_value", "null_value, which replaces null")
     whole = dtype != "int64" or (isinstance(null, int) and -(1 << 63) <= null < 1 << 63)
-    case.require(_is_finite(null) and whole, f"null_value {null!r}", "a finite number, a whole one for int64")
+    case.require(_is_finite(null) and whole, f"null_value {null!r}", "a finite number, an integer for int64")
     exact = dtype != "int64" or case.dtype in ("int64", "uint64", "bool")
-    case.require(exact, f"dtype int64 for a field of {case.dtype}", "float32 or float64, which hold a fraction")
+    case.require(exact, f"dtype int64 for a field of {case.dtype}", "float32 or float64, which hold fractions")
 
 
 def _sequence(case: _Case) -> None:
@@ -208,11 +210,9 @@ def _sequence(case: _Case) -> None:
         case.require(plain, f"a sequence of {case.dtype} without `of`", "of = a vocabulary or a hash")
         case.require(_is_finite(pad), f"pad_value {pad!r}", "a finite number")
         return
-    case.require("pad_value" not in declared, "pad_value beside `of`", "no pad_value: an id of 0 stands for nothing")
+    case.require("pad_value" not in declared, "pad_value with `of`", "no pad_value: ids are padded with 0")
     case.require(of.get("kind") in ("vocabulary", "hash"), f"of kind {of.get('kind')!r}", "vocabulary, hash")
-    case.require(
-        "output" not in of, f"output {of.get('output')!r} inside a sequence", "no output: a sequence holds ids"
-    )
+    case.require("output" not in of, f"output {of.get('output')!r} inside a sequence", "no output: a sequence of ids")
     check_encoding(case.field, case.dtype, shape=(), nullable=False, encoding={**of, "output": INDEX})
 
 
@@ -257,14 +257,14 @@ def _file(case: _Case) -> None:
 def _output(case: _Case, columns: int) -> None:
     output = output_of(case.encoding, is_list=case.is_list)
     allowed = (MULTI_HOT,) if case.is_list else (ONE_HOT, INDEX)
-    ids = "a sequence, which holds ids" if case.is_list else "output = index"
+    ids = "a sequence, which feeds ids" if case.is_list else "output = index"
     case.require(output in allowed, f"output {output!r}", f"{', '.join(allowed)}; or {ids}")
     small = output == INDEX or columns <= MAX_COLUMNS
     case.require(small, f"{columns} columns of {output}", f"at most {MAX_COLUMNS}; or {ids}")
 
 
 def _is_finite(value: float) -> bool:
-    return abs(value) <= sys.float_info.max  # math.isfinite would overflow on a long int
+    return abs(value) <= sys.float_info.max  # math.isfinite raises OverflowError for a long int
 
 
 _RULES: dict[str, _Rule] = {
@@ -315,4 +315,4 @@ _RULES: dict[str, _Rule] = {
         {}, {}, (*STORED_NUMBERS, "bool", "string", "bytes", "uint8"), fits=("a scalar", "a list", "a tensor")
     ),
 }
-KINDS = tuple(kind for kind in _RULES if kind != BAKED)  # what may be declared
+KINDS = tuple(kind for kind in _RULES if kind != BAKED)  # those that may be declared

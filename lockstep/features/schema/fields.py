@@ -1,4 +1,4 @@
-"""One declared field: what it is on disk and how it becomes a model's input."""
+"""One declared field: its type on disk and how it becomes a model's input."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lockstep.features.schema.encodings import (
     RAW_KEYS,
     Encoding,
     check_encoding,
+    declaration_error,
     declared_ids,
     fitted_part,
     has_ids,
-    not_so,
     output_of,
     stored_form,
 )
@@ -30,7 +30,7 @@ ARROW_TYPES: dict[str, pa.DataType] = {
     "int64": pa.int64(),
     "float32": pa.float32(),
     "float64": pa.float64(),
-    # Spark has no unsigned number of 64 bits and Petastorm leaves such columns out: both read decimals, digit by digit.
+    # Spark has no unsigned 64-bit type and Petastorm skips such columns; both read decimals without loss.
     "uint64": pa.decimal128(20, 0),
     "bool": pa.bool_(),
     "string": pa.string(),
@@ -39,7 +39,7 @@ ARROW_TYPES: dict[str, pa.DataType] = {
 }
 KINDS = ("feature", "label", "id", "weight")
 TENSOR_DTYPES = ("uint8", "float32", "float64", "int64")
-_MAX_TENSOR_BYTES = (1 << 31) - 1  # what Arrow's offsets reach, and a forged manifest may name any number
+_MAX_TENSOR_BYTES = (1 << 31) - 1  # the limit of Arrow's offsets; a forged manifest may declare any size
 SAMPLE_ID = "sample_id"
 
 
@@ -47,10 +47,10 @@ SAMPLE_ID = "sample_id"
 class Field:
     """One column of a dataset.
 
-    `shape` is () for a scalar, (None,) for a list of any length, and all positive numbers for a tensor, which lies
-    on disk as its little-endian bytes in C order. `encoding` says what lockstep.features.encode.encoder makes of it
-    when read: None or an object of lockstep/features/schema/encodings.py. Raises ConfigError where these do not fit
-    together.
+    `shape` is () for a scalar, (None,) for a list of any length, and all positive numbers for a tensor, which is stored
+    as its little-endian bytes in C order. `encoding` is None or an object of lockstep/features/schema/encodings.py,
+    which lockstep/features/encode/encoder.py applies when the column is read. Raises ConfigError for attributes that do
+    not fit together.
     """
 
     name: str
@@ -62,13 +62,13 @@ class Field:
     num_classes: int | None = None
 
     def __post_init__(self) -> None:
-        wider = "; string for whole numbers beyond uint64 and for decimals, which no other dtype holds exactly"
+        wider = "; string for integers beyond uint64 and for decimals, which no other dtype holds exactly"
         self._check(self.dtype in ARROW_TYPES, f"dtype {self.dtype!r}", ", ".join(ARROW_TYPES) + wider)
         self._check(self.kind in KINDS, f"kind {self.kind!r}", ", ".join(KINDS))
         fixed = all(isinstance(size, int) and size > 0 for size in self.shape)
         flat = "(), (None,) for a list, or positive sizes"
         if len(self.shape) > 1 and None in self.shape:
-            flat += "; of a list of lists one list of all values, and a second one of the lengths of its parts"
+            flat += "; for a list of lists one list of all values, and a second one of the lengths of its parts"
         self._check(fixed or self.shape == (None,), f"shape {self.shape}", flat)
         self._check(
             not self.is_tensor or self.dtype in TENSOR_DTYPES, f"a tensor of {self.dtype}", ", ".join(TENSOR_DTYPES)
@@ -81,7 +81,7 @@ class Field:
             "uint8 outside a tensor",
             "uint8 in tensors only; int64 for numbers",
         )
-        self._check(not (self.is_list and self.nullable), "a nullable list", "an empty list where there is nothing")
+        self._check(not (self.is_list and self.nullable), "a nullable list", "an empty list in place of null")
         self._check(not (self.nullable and self.kind != "feature"), f"a nullable {self.kind}", "null in features only")
         classes = self.num_classes
         self._check(
@@ -99,12 +99,12 @@ class Field:
 
     @property
     def is_list(self) -> bool:
-        """Whether a row holds any number of values."""
+        """Whether each row has any number of values."""
         return self.shape == (None,)
 
     @property
     def is_tensor(self) -> bool:
-        """Whether a row holds an array of fixed shape, as bytes on disk."""
+        """Whether each row has an array of a fixed shape, stored as bytes."""
         return len(self.shape) > 0 and not self.is_list
 
     @property
@@ -127,7 +127,7 @@ class Field:
 
     @property
     def fitted_file(self) -> str | None:
-        """The NAME.json of what is fitted for this field; None where nothing is."""
+        """The NAME.json with the statistics fitted for this field; None if its encoding needs none."""
         part = fitted_part(self.encoding)
         return None if part is None else str(part["file"])
 
@@ -138,17 +138,17 @@ class Field:
 
     @property
     def record_type(self) -> pa.DataType:
-        """The type of the column where its values are as a record holds them: numbers of uint64 and no decimals."""
+        """The type of the column with values as records store them: uint64 in place of decimals."""
         return self._column_of(pa.uint64() if self.dtype == "uint64" else ARROW_TYPES[self.dtype])
 
     def _column_of(self, item: pa.DataType) -> pa.DataType:
         if self.is_tensor:
             return pa.binary()
-        # Spark and Parquet call a list's values so: with the same name, schemas compare equal everywhere.
+        # The name that Spark and Parquet give to a list's values: so schemas compare equal everywhere.
         return pa.list_(pa.field("element", item)) if self.is_list else item
 
     def to_json(self) -> dict[str, Any]:
-        """The field as the manifest holds it."""
+        """The field as a manifest stores it."""
         return {
             "name": self.name,
             "dtype": self.dtype,
@@ -174,7 +174,7 @@ class Field:
         check_keys(document, wanted, "a field")
         values = cast(dict[str, Any], document)
         if not all(size is None or (isinstance(size, int) and not isinstance(size, bool)) for size in values["shape"]):
-            raise not_so("a field", f"shape {values['shape']!r}", "numbers or null")
+            raise declaration_error("a field", f"shape {values['shape']!r}", "numbers or null")
         return cls(**{**values, "shape": tuple(values["shape"])})
 
     def _check_baked(self) -> None:
@@ -213,18 +213,18 @@ class Field:
 
     def _check(self, good: bool, got: str, allowed: str) -> None:
         if not good:
-            raise not_so(f"field `{self.name}`", got, allowed)
+            raise declaration_error(f"field `{self.name}`", got, allowed)
 
 
 def sample_id_field() -> Field:
-    """The field that each dataset of ours has: the sample id, signed int64."""
+    """The field that every dataset has: the sample id, signed int64."""
     return Field(name=SAMPLE_ID, dtype="int64", kind="id")
 
 
 def check_name(name: str) -> None:
     """Raise ConfigError for a name that no field of a dataset may have."""
     if not name or name.startswith("_"):
-        raise not_so(f"field `{name}`", repr(name), "a name not starting with `_`")
+        raise declaration_error(f"field `{name}`", repr(name), "a name not starting with `_`")
 
 
 def check_keys(document: object, wanted: Mapping[str, Any], what: str) -> None:
@@ -234,9 +234,9 @@ def check_keys(document: object, wanted: Mapping[str, Any], what: str) -> None:
             sorted(map(str, document)) if isinstance(document, Mapping) else type(document).__name__
         )
         more = [key for key in got if key not in wanted] if isinstance(document, Mapping) else []
-        unknown = f", not known: {', '.join(key + nearest(key, wanted) for key in more)}" if more else ""
-        raise not_so(what, f"keys {got}{unknown}", f"exactly {', '.join(wanted)}")
+        unknown = f", unknown: {', '.join(key + nearest(key, wanted) for key in more)}" if more else ""
+        raise declaration_error(what, f"keys {got}{unknown}", f"exactly {', '.join(wanted)}")
     for key, kind in wanted.items():
         value = document[key]
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise not_so(what, f"{key} = {value!r}", f"{key} of type {getattr(kind, '__name__', kind)}")
+            raise declaration_error(what, f"{key} = {value!r}", f"{key} of type {getattr(kind, '__name__', kind)}")

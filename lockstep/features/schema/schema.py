@@ -1,4 +1,4 @@
-"""The declared schema of a dataset: its fields, of which one is the sample id."""
+"""The declared schema of a dataset: its fields, one of which is the sample id."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pyarrow as pa
 
-from lockstep.features.schema.encodings import not_so
+from lockstep.features.schema.encodings import declaration_error
 from lockstep.features.schema.fields import Field, check_keys, check_name, sample_id_field
 from lockstep.features.schema.sampled import Sampled
 from lockstep.storage.errors import differences
@@ -36,7 +36,7 @@ class Columns:
         for field in self.fields:
             if field.name == name:
                 return field
-        raise not_so("the schema", f"no field `{name}`", ", ".join(field.name for field in self.fields))
+        raise declaration_error("the schema", f"no field `{name}`", ", ".join(field.name for field in self.fields))
 
     @cached_property
     def in_byte_order(self) -> tuple[Field, ...]:
@@ -63,24 +63,24 @@ class Schema(Columns):
         for name in names:
             check_name(name)
         if len(set(names)) != len(names):
-            raise not_so("the schema", f"fields {names}", "each name once")
+            raise declaration_error("the schema", f"fields {names}", "each name once")
         ids = [field for field in self.fields if field.kind == "id"]
         if len(ids) != 1 or ids[0].dtype != "int64" or ids[0].shape:
-            raise not_so(
+            raise declaration_error(
                 "the schema", f"id fields {[field.name for field in ids]}", "exactly one scalar int64 field of kind id"
             )
         if sum(field.kind == "label" for field in self.fields) > 1:
-            raise not_so("the schema", "several labels", "at most one")
+            raise declaration_error("the schema", "several labels", "at most one")
         files = [field.fitted_file for field in self.fitted_fields]
         if len(set(files)) != len(files):
-            raise not_so("the schema", f"fitted files {files}", "a file for each field")
+            raise declaration_error("the schema", f"fitted files {files}", "a file for each field")
         if sum(field.kind == "weight" for field in self.fields) > 1:
-            raise not_so("the schema", "several weights", "at most one")
+            raise declaration_error("the schema", "several weights", "at most one")
         if self.record not in (EXAMPLE, SEQUENCE_EXAMPLE):
-            raise not_so("the schema", f"record {self.record!r}", f"{EXAMPLE}, {SEQUENCE_EXAMPLE}")
+            raise declaration_error("the schema", f"record {self.record!r}", f"{EXAMPLE}, {SEQUENCE_EXAMPLE}")
         if self.record == SEQUENCE_EXAMPLE and not any(field.is_list for field in self.fields):
             got = f"record {self.record} without a list"
-            raise not_so("the schema", got, "a list field or more, or record example")
+            raise declaration_error("the schema", got, "a list field or more, or record example")
 
     @property
     def id_field(self) -> Field:
@@ -99,20 +99,20 @@ class Schema(Columns):
 
     @property
     def weight(self) -> Field | None:
-        """The field that says how much a sample counts in training, or None."""
+        """The field with the weight of each sample in training, or None."""
         return next((field for field in self.fields if field.kind == "weight"), None)
 
     @property
     def fitted_fields(self) -> tuple[Field, ...]:
-        """The fields whose encoding needs statistics of the training split."""
+        """The fields whose encoding is fitted on the training split."""
         return tuple(field for field in self.fields if field.fitted_file is not None)
 
     @classmethod
     def plain(cls, columns: Mapping[str, str], *, label: str | None = None, lists: str | Sequence[str] = ()) -> Schema:
-        """Columns by name and dtype, stored as they are and without an encoding; `lists` names those that hold lists.
+        """A schema of columns by name and dtype, stored unchanged and without encodings; `lists` names those with lists.
 
-        All but the label may be null, lists excepted. The sample id comes first. A model can be fed with the numbers
-        among them only; the others need an encoding. Raises ConfigError as Field and Schema do.
+        All but the label and lists may be null. The sample id comes first. Of these columns, a model takes only the
+        numbers; others need an encoding. Raises ConfigError as Field and Schema do.
         """
         lists = several(lists)
         fields = [
@@ -128,21 +128,21 @@ class Schema(Columns):
         return cls((sample_id_field(), *fields))
 
     def differences(self, wanted: Schema) -> str:
-        """In what this schema is not `wanted`, field by field, at most 500 characters; "" where they are equal."""
+        """How this schema differs from `wanted`, field by field, in at most 500 characters; "" if they are equal."""
         mine, other = ({field.name: field.to_json() for field in schema} for schema in (self, wanted))
-        told = [f"no field `{name}`" for name in other if name not in mine]
-        told += [f"field `{name}` (not there)" for name in mine if name not in other]
+        found = [f"no field `{name}`" for name in other if name not in mine]
+        found += [f"field `{name}` (not there)" for name in mine if name not in other]
         for name in mine:
-            if name in other and (found := differences(mine[name], other[name])):
-                told.append(f"field `{name}`: {', '.join(found)}")
-        if not told and list(mine) != list(other):
-            told.append(f"fields in the order {', '.join(mine)} (not {', '.join(other)})")
+            if name in other and (changes := differences(mine[name], other[name])):
+                found.append(f"field `{name}`: {', '.join(changes)}")
+        if not found and list(mine) != list(other):
+            found.append(f"fields in the order {', '.join(mine)} (not {', '.join(other)})")
         if self.record != wanted.record:
-            told.append(f"record {self.record} (not {wanted.record})")
-        return "; ".join(told)[:500]
+            found.append(f"record {self.record} (not {wanted.record})")
+        return "; ".join(found)[:500]
 
     def to_json(self) -> dict[str, Any]:
-        """The schema as the manifest holds it; with `sampled` as an exported model has it."""
+        """The schema as a manifest stores it; `sampled` only in that of an exported model."""
         record = {} if self.record == EXAMPLE else {"record": self.record}
         sampled = {} if self.sampled is None else {"sampled": self.sampled.to_json()}
         return {"fields": [field.to_json() for field in self.fields], **record, **sampled}
