@@ -15,7 +15,7 @@ _RUN_BYTES = 64 << 20
 
 
 def array_of(kind: pa.DataType, rows: int, valid: NDArray[np.uint8] | None, *buffers: NDArray[Any]) -> pa.Array:
-    """An Arrow array of `rows` values from its buffers; `valid` has one byte for each row, 1 for a value, 0 for null."""
+    """An Arrow array of `rows` values from its buffers; `valid` has one byte for each row, 0 for null."""
     bits, nulls = None, 0
     if valid is not None and (nulls := rows - int(np.count_nonzero(valid))):
         bits = pa.py_buffer(bits_of(valid))

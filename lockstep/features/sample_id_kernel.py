@@ -75,7 +75,7 @@ def _compress(state: Any, words: Any, address: Any) -> None:
 
 @njit
 def _first_8_bytes(address: Any, size: Any, state: Any, words: Any) -> Any:
-    """The first 8 bytes of the digest of `size` bytes, as a little-endian number; overwrites the 72 bytes after them."""
+    """The first 8 bytes of the digest of `size` bytes, as a little-endian number; overwrites 72 bytes after them."""
     end = (size + 9 + _BLOCK_BYTES - 1) // _BLOCK_BYTES * _BLOCK_BYTES
     store_u8(address + size, np.uint8(0x80))
     for at in range(address + size + 1, address + end - 8):

@@ -1,4 +1,4 @@
-"""XXH64 and a table of tokens as loops that Numba compiles; lockstep/features/encode/hashing.py is what others call.
+"""Kernels for XXH64 and for a hash table of tokens; lockstep/features/encode/hashing.py is their interface.
 
 XXH64 is the 64-bit xxHash of Y. Collet: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
 """
@@ -29,7 +29,7 @@ def _rotated(value: Any, bits: Any) -> Any:
 
 @_kernel
 def _read(data: Any, at: Any, count: Any) -> Any:
-    """`count` bytes as a little-endian number."""
+    """`count` bytes from `at` on as a little-endian number."""
     value = np.uint64(0)
     for index in range(count):
         value |= np.uint64(data[at + index]) << (_BYTE * np.uint64(index))
@@ -53,7 +53,7 @@ def _with_word(value: Any, word: Any) -> Any:
 
 @_kernel
 def _mixed(value: Any) -> Any:
-    """The last step, in which each bit of the hash comes to depend on all of `value`."""
+    """The final avalanche, after which each bit of the hash depends on all bits of `value`."""
     value = (value ^ (value >> np.uint64(33))) * P2
     value = (value ^ (value >> np.uint64(29))) * P3
     return value ^ (value >> np.uint64(32))
@@ -105,7 +105,7 @@ def hash_words(words: Any, seed: Any, out: Any) -> None:
 
 @_kernel
 def fill_table(hashes: NDArray[np.uint64], slots: NDArray[np.int64]) -> None:
-    """Put the number of each hash into the first free slot from its place on; slots are a power of two, -1 is free."""
+    """Insert the index of each hash by linear probing; the number of slots is a power of two, -1 is a free slot."""
     last = np.uint64(len(slots) - 1)
     for number in range(len(hashes)):
         place = hashes[number] & last
@@ -118,7 +118,7 @@ def fill_table(hashes: NDArray[np.uint64], slots: NDArray[np.int64]) -> None:
 def find_each(
     offsets: Any, data: Any, hashes: Any, slots: Any, known_offsets: Any, known_data: Any, known_hashes: Any, out: Any
 ) -> None:
-    """out[i] = the number of the token that equals data[offsets[i]:offsets[i + 1]], -1 where none does."""
+    """out[i] = the index of the token that equals data[offsets[i]:offsets[i + 1]], -1 if none does."""
     last = np.uint64(len(slots) - 1)
     for row in range(len(out)):
         out[row] = -1

@@ -1,8 +1,8 @@
-"""Hashes and tokens of whole columns: the hash is XXH64, so that anybody can work out a bucket.
+"""Hashes and token numbers of whole columns. The hash is XXH64, so any program can compute a bucket.
 
-Text is hashed as its UTF-8 bytes, bytes as they are, int64 and uint64 as their 8 little-endian bytes. The bucket is the
-hash, read as a signed number, modulo the number of buckets, never negative. With seed 42 that is Spark SQL's
-`pmod(xxhash64(column), buckets)`, for all but uint64, which Spark has as decimals.
+Text is hashed as its UTF-8 bytes, bytes unchanged, int64 and uint64 as their 8 little-endian bytes. The bucket is the
+hash as a signed number modulo the number of buckets, never negative. With seed 42 that is Spark SQL's
+`pmod(xxhash64(column), buckets)`, except for uint64, which Spark reads as decimals.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from lockstep.features.arrow import flat
 
 
 def hash_values(column: pa.Array, seed: int) -> NDArray[np.int64]:
-    """XXH64 of each value of a string, binary or int64 column, or one of decimals that stand for uint64: (n,) int64; of
-    a null, that of nothing or of 0.
+    """XXH64 of each value of a column of strings, binaries, int64 or decimals for uint64: (n,) int64.
+
+    A null has the hash of an empty string or of 0.
     """
     if pa.types.is_int64(column.type):
         return _hash_words(np.asarray(column.fill_null(0), dtype=np.int64).view(np.uint64), seed).view(np.int64)
@@ -28,12 +29,12 @@ def hash_values(column: pa.Array, seed: int) -> NDArray[np.int64]:
 
 
 def buckets_of(column: pa.Array, buckets: int, seed: int) -> NDArray[np.int64]:
-    """The bucket 0..buckets-1 of each value, (n,) int64; the caller sees to nulls."""
-    return hash_values(column, seed) % np.int64(buckets)  # of the divisor's sign, as Python's
+    """The bucket 0..buckets-1 of each value, (n,) int64; the caller handles nulls."""
+    return hash_values(column, seed) % np.int64(buckets)  # not negative: the remainder has the sign of the divisor
 
 
 class TokenTable:
-    """Finds the place of texts among known ones, without a Python call a text and without a table for each call."""
+    """A hash table of known texts, which looks up a whole column in one call."""
 
     def __init__(self, tokens: Sequence[str]) -> None:
         from lockstep.features.encode.hash_kernels import fill_table
@@ -44,9 +45,9 @@ class TokenTable:
         fill_table(self._hashes, self._slots)
 
     def find(self, column: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(place, hash) of each value of a string column, (n,) int64 each; place -1 where it is none of the tokens.
+        """The token's index and the hash of each value of a string column, (n,) int64 each; -1 if it is not a token.
 
-        The hash has seed 0. A null is found as the empty text: the caller sees to nulls.
+        The hash has seed 0. A null is looked up as the empty text: the caller handles nulls.
         """
         from lockstep.features.encode.hash_kernels import find_each
 

@@ -2,19 +2,19 @@
 
 The compiled codec (lockstep/features/examples/codec.py) writes and reads the same bytes.
 
-An Example is a protobuf message; each feature of it lies so (lengths and int64 are base-128 varints):
+An Example is a protobuf message. Each feature is stored as follows (lengths and int64 are base-128 varints):
 
     0a LENGTH                     Example.features
       0a LENGTH                   one entry of the map, entries in byte order of their names
         0a LENGTH NAME
         12 LENGTH                 Feature
           0a | 12 | 1a  LENGTH    bytes_list | float_list | int64_list
-            0a LENGTH DATA ...    one each for bytes; numbers are packed into one; absent where the list is empty
+            0a LENGTH DATA ...    one for each bytes value; numbers packed into one; absent if the list is empty
 
-int64 and bool become int64, float32 float, strings UTF-8 bytes; float64 and uint64 values and tensors are
-little-endian bytes. A null is an absent feature, an empty list a present and empty one. tf.train.Example serialises to
-the same entries; its deterministic order differs from byte order in one case only: it puts a name behind the longer
-names that begin with it.
+int64 and bool are int64, float32 is float, strings are UTF-8 bytes; float64 and uint64 values and tensors are
+little-endian bytes. A null is an absent feature; an empty list is a present feature with an empty list.
+tf.train.Example serialises to the same entries; its deterministic order differs from byte order in one case: it sorts a
+name after the longer names that begin with it.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from lockstep.features.schema.schema import Columns
 from lockstep.storage.errors import DataError
 
 BytesLike = bytes | bytearray | memoryview
-# The tags of Feature's lists. float64 and uint64 values, text and tensors are bytes.
+# The tags of Feature's lists.
 BYTES_LIST, FLOAT_LIST, INT64_LIST = 0x0A, 0x12, 0x1A
 VARINT_MAX_BYTES = 10
 MASK = (1 << 64) - 1
 _LIST_TAGS = {"int64": INT64_LIST, "bool": INT64_LIST, "float32": FLOAT_LIST}
-_EIGHT_BYTES = {"float64": "<d", "uint64": "<Q"}
+EIGHT_BYTES = {"float64": "<d", "uint64": "<Q"}
 _ONE_BYTE = [bytes([value]) for value in range(128)]
 
 
 def list_tag(field: Field) -> int:
-    """The tag of the list that holds a field's values."""
+    """The tag of the list that stores a field's values."""
     return BYTES_LIST if field.is_tensor else _LIST_TAGS.get(field.dtype, BYTES_LIST)
 
 
@@ -59,9 +59,9 @@ def varint(value: int) -> bytes:
 
 
 def read_varint(data: BytesLike, at: int) -> tuple[int, int]:
-    """A varint that begins at `at` and where it ends; IndexError for one that is cut or longer than it need be.
+    """The varint at `at` and its end; IndexError for one that is cut off or longer than necessary.
 
-    The value may have more than 64 bits: who reads numbers looks at that.
+    The value may have more than 64 bits: the caller checks that.
     """
     value = data[at]
     if value < 128:
@@ -74,7 +74,7 @@ def read_varint(data: BytesLike, at: int) -> tuple[int, int]:
             if byte == 0:
                 break
             return value, at + index + 1
-    raise IndexError("a varint of more bytes than it takes")
+    raise IndexError("a varint of more bytes than necessary")
 
 
 def sized(tag: int, data: bytes) -> bytes:
@@ -83,14 +83,14 @@ def sized(tag: int, data: bytes) -> bytes:
 
 
 def map_key(name: str) -> bytes:
-    """What stands in an entry of a map of features before the length of its value: the name, and the value's tag."""
+    """The start of an entry in a map of features, up to the length of its value: the name and the value's tag."""
     return sized(0x0A, name.encode()) + b"\x12"
 
 
 def encode_examples(schema: Columns, batch: pa.RecordBatch) -> list[bytes]:
     """Each row of the batch as an Example; columns are found by name.
 
-    Raises DataError for a null where the schema allows none, for a tensor of the wrong length and for a column that
+    Raises DataError for a null that the schema does not allow, for a tensor of the wrong length and for a column that
     lockstep.features.examples.column_checks.as_recorded refuses.
     """
     columns = [_encode_column(field, batch.column(field.name)) for field in schema.in_byte_order]
@@ -107,8 +107,8 @@ def _list_body(field: Field, values: Sequence[Any]) -> bytes:
         if field.dtype == "float32":
             return _packed(struct.pack(f"<{len(values)}f", *values))
         return _packed(b"".join(varint(int(value) & MASK) for value in values))
-    if field.dtype in _EIGHT_BYTES and not field.is_tensor:
-        values = [struct.pack(_EIGHT_BYTES[field.dtype], value) for value in values]
+    if field.dtype in EIGHT_BYTES and not field.is_tensor:
+        values = [struct.pack(EIGHT_BYTES[field.dtype], value) for value in values]
     elif field.dtype == "string":
         values = [value.encode() for value in values]
     return b"".join(sized(0x0A, value) for value in values)
@@ -121,11 +121,11 @@ def _encode_column(field: Field, column: pa.Array) -> list[bytes]:
     if field.is_tensor:
         check_tensor_lengths(field, column)
     name, tag = map_key(field.name), list_tag(field)
-    known: dict[Any, bytes] = {}  # most columns repeat few values: encode each once a batch
+    known: dict[Any, bytes] = {}  # most columns repeat few values: encode each once for a batch
     entries = []
     for value in column.to_pylist():
         key = tuple(value) if field.is_list else value
-        # 0.0 == -0.0 and NaN != NaN: equal keys need not have equal bytes, so floats are not looked up
+        # Floats are not looked up: 0.0 == -0.0, but their bytes differ
         entry = known.get(key) if not field.dtype.startswith("float") else None
         if entry is None:
             entry = b"" if value is None else _entry(name, tag, _list_body(field, value if field.is_list else (value,)))
@@ -143,8 +143,8 @@ def _entry(name: bytes, tag: int, body: bytes) -> bytes:
 def decode_examples(schema: Columns, records: Sequence[BytesLike]) -> pa.RecordBatch:
     """Rows from records that encode_examples wrote, as columns of schema.arrow_schema().
 
-    Raises DataError naming record and field for bytes that are anything else: another order or type, a missing or
-    unknown feature, a wrong number of values.
+    Raises DataError naming record and field for all other bytes: another order or type, a missing or unknown feature,
+    a wrong number of values.
     """
     fields = schema.in_byte_order
     plans = [(map_key(field.name), list_tag(field), field) for field in fields]
@@ -156,7 +156,7 @@ def decode_examples(schema: Columns, records: Sequence[BytesLike]) -> pa.RecordB
 
 
 def _split(record: bytes, plans: list[tuple[bytes, int, Field]], bodies: list[list[bytes | None]], number: int) -> None:
-    """Append each field's list body (None for an absent feature) to its column; every length is checked."""
+    """Append each field's list body (None for an absent feature) to its column, checking every length."""
     field: Field | None = None
     try:
         size, at = read_varint(record, 1)
@@ -170,7 +170,7 @@ def _split(record: bytes, plans: list[tuple[bytes, int, Field]], bodies: list[li
                 continue
             size, start = read_varint(record, at + 1)
             if record[at] != 0x0A or not record.startswith(name, start):
-                column.append(None)  # absent here; whatever stands here instead must be the next field's entry
+                column.append(None)  # absent: this entry must be that of a later field
                 continue
             entry_end = start + size
             size, start = read_varint(record, start + len(name))
@@ -192,7 +192,7 @@ def _bad(field: Field | None, number: int, got: str, allowed: str) -> DataError:
         f"record {number} of the batch does not fit the schema{where}",
         got=got,
         allowed=allowed,
-        next_step="Run `python -m jobs.verify URL`; if it finds nothing, the shard was written with another schema.",
+        next_step="Run `python -m jobs.verify URL`; if it finds no error, the shard was written with another schema.",
     )
 
 
@@ -228,8 +228,8 @@ def _values_of(field: Field, body: bytes) -> list[Any]:
             return [(False, True)[number] for number in numbers]
         return [number - (1 << 64) if number >> 63 else number for number in numbers]
     items = _items(body)
-    if field.dtype in _EIGHT_BYTES and not field.is_tensor:
-        return [struct.unpack(_EIGHT_BYTES[field.dtype], item)[0] for item in items]
+    if field.dtype in EIGHT_BYTES and not field.is_tensor:
+        return [struct.unpack(EIGHT_BYTES[field.dtype], item)[0] for item in items]
     return [item.decode() for item in items] if field.dtype == "string" else items
 
 

@@ -1,6 +1,7 @@
-"""tf.Examples that others wrote, to columns: features in any order, some of them unknown, lists packed or not.
+"""Foreign tf.Examples, written by other programs, to columns: features in any order, some unknown, packed or not.
 
-Our own shards hold exactly their schema's features in one form (lockstep/features/examples/codec.py).
+Our own shards have exactly their schema's features in one form (lockstep/features/examples/codec.py). Decision record:
+docs/decisions/067-tfrecord-source.md.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from lockstep.features.arrow import array_of, bits_of, checked_text, in_runs, of_type, rows_at_once
-from lockstep.features.examples.example import MASK, VARINT_MAX_BYTES, BytesLike, list_tag
+from lockstep.features.examples.example import EIGHT_BYTES, MASK, VARINT_MAX_BYTES, BytesLike, list_tag
 from lockstep.features.schema.fields import Field
 from lockstep.storage.errors import DataError
 from lockstep.storage.formats.tfrecord import FOOTER_BYTES, HEADER_BYTES
@@ -25,15 +26,122 @@ _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _BYTES, _FLOAT, _INT64 = 1, 2, 3  # the numbers of Feature's lists
 _LIST_NAMES = {_BYTES: "bytes_list", _FLOAT: "float_list", _INT64: "int64_list"}
 _FEATURE_LISTS = 2, _LENGTH  # the second field of a SequenceExample: an Example has none
-_EIGHT_BYTES = {"float64": "<d", "uint64": "<Q"}
 _Feature = tuple[int, list[Any]]  # the list's number and its values
 _Lists = tuple[int, list[tuple[int, int]]]  # the same, with where the values begin and end
+_MAX_OFFSET = (1 << 31) - 1
+_CELL_BYTES = 16  # the start and end of a feature's list in a record
+_Places = NDArray[np.int64]
+
+
+def decode_foreign_frames(
+    fields: Iterable[Field], data: NDArray[np.uint8], offsets: NDArray[np.int64], *, context_only: bool = False
+) -> pa.RecordBatch:
+    """Rows from any Examples: a column for each of `fields`, in their order.
+
+    The records are framed and their checksums already checked: `offsets` (n + 1,) from record_offsets. Other features
+    are skipped. A feature that is missing, or present without a value, is null in a nullable field and empty in a list.
+    Raises DataError naming record and field for a missing value in any other field, a list of another type, several
+    values in a scalar, text that is not UTF-8, a tensor of another length, and bytes that are not an Example. Unless
+    `context_only`, it also refuses SequenceExamples, which would silently lose their feature lists.
+    """
+    asked = tuple(fields)
+
+    def read(some: _Places) -> pa.RecordBatch | None:
+        return _fast(asked, data, some[:-1] + HEADER_BYTES, some[1:] - FOOTER_BYTES)
+
+    found = in_runs(offsets, rows_at_once(_CELL_BYTES * len(asked)), read)
+    if found is not None:
+        return found
+    records = records_between(data, offsets)
+    if not context_only:
+        refuse_sequences(records)
+    return decode_foreign(asked, records)
+
+
+def records_between(data: NDArray[np.uint8], offsets: NDArray[np.int64]) -> list[bytes]:
+    """The payloads of the framed records between `offsets` (n + 1,)."""
+    view = data.data
+    return [bytes(view[start + HEADER_BYTES : end - FOOTER_BYTES]) for start, end in pairwise(offsets.tolist())]
+
+
+def _fast(asked: tuple[Field, ...], data: NDArray[np.uint8], starts: _Places, ends: _Places) -> pa.RecordBatch | None:
+    """The records by the kernels; None if a kernel refuses one."""
+    from lockstep.features.examples import foreign_kernels as kernel
+
+    names = [field.name.encode() for field in asked]
+    name_ends = np.concatenate([[0], np.cumsum([len(name) for name in names], dtype=np.int64)]).astype(np.int64)
+    kinds = np.array([list_tag(field) >> 3 for field in asked], dtype=np.int64)
+    found = np.empty((len(asked), len(starts), 2), dtype=np.int64)
+    base = data.ctypes.data
+    raw_names = np.frombuffer(b"".join(names), dtype=np.uint8)
+    if not kernel.split(starts + base, ends + base, raw_names, name_ends, kinds, found):
+        return None
+    columns = []
+    for field, kind, places in zip(asked, kinds.tolist(), found, strict=True):
+        column = _column(field, kind, places)
+        if column is None:
+            return None
+        columns.append(column)
+    schema = pa.schema([pa.field(field.name, field.arrow_type, nullable=field.nullable) for field in asked])
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _column(field: Field, kind: int, places: _Places) -> pa.Array | None:
+    from lockstep.features.examples import foreign_kernels as kernel
+
+    counts = np.empty(len(places), dtype=np.int64)
+    if not kernel.counts(kind, places, counts):
+        return None
+    if not field.is_list and not (counts == 1).all() and not (field.nullable and (counts <= 1).all()):
+        return None
+    total = int(counts.sum())
+    values: NDArray[Any] = np.empty((total, 2) if kind == kernel.BYTES else total, dtype=np.int64)
+    if kind == kernel.FLOATS:
+        values = np.empty(total, dtype=np.float32)
+    kernel.values(kind, places, counts, values.ctypes.data)
+    item = field.record_type.value_type if field.is_list else field.record_type
+    items = _bytes(field, item, values) if kind == kernel.BYTES else _numbers(field, item, values)
+    if items is None or total > _MAX_OFFSET:
+        return None
+    items = of_type(items, field.arrow_type.value_type if field.is_list else field.arrow_type)
+    if field.is_list:
+        offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        return pa.Array.from_buffers(
+            field.arrow_type, len(counts), [None, pa.py_buffer(offsets)], null_count=0, children=[items]
+        )
+    if total == len(counts):
+        return items
+    rows = np.cumsum(counts) - 1  # the index of each row's value
+    return items.take(pa.array(rows, mask=counts == 0))
+
+
+def _numbers(field: Field, item: pa.DataType, values: NDArray[Any]) -> pa.Array | None:
+    if field.dtype != "bool":
+        return array_of(item, len(values), None, values)
+    if not ((values == 0) | (values == 1)).all():
+        return None
+    return array_of(item, len(values), None, bits_of(values.astype(np.uint8)))
+
+
+def _bytes(field: Field, item: pa.DataType, values: NDArray[np.int64]) -> pa.Array | None:
+    """Items of bytes from their addresses and lengths, (m, 2) int64."""
+    from lockstep.features.examples import decode_kernels
+
+    places, sizes = np.ascontiguousarray(values.T)  # (m, 2) -> two (m,)
+    wanted = field.tensor_bytes if field.is_tensor else 8 if field.dtype in ("float64", "uint64") else None
+    total = int(sizes.sum())
+    if (wanted is not None and not (sizes == wanted).all()) or total > _MAX_OFFSET:
+        return None
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    data = np.empty(total, dtype=np.uint8)
+    decode_kernels.gather(places, sizes, offsets, data.ctypes.data)
+    if not field.is_tensor and wanted is not None:
+        return array_of(item, len(sizes), None, data)
+    return checked_text(array_of(item, len(sizes), None, offsets, data))
 
 
 def decode_foreign(fields: Iterable[Field], records: Sequence[BytesLike]) -> pa.RecordBatch:
-    """What lockstep.features.examples.foreign.decode_foreign_frames says, of records without their frames; of any
-    kind.
-    """
+    """decode_foreign_frames in plain Python, for records of any kind without their frames."""
     asked = tuple(fields)
     names = {field.name.encode() for field in asked}
     parsed = [_parse(bytes(record), number, names) for number, record in enumerate(records)]
@@ -47,11 +155,11 @@ def decode_foreign(fields: Iterable[Field], records: Sequence[BytesLike]) -> pa.
 
 
 def infer_schema(records: Iterable[BytesLike]) -> list[tuple[str, str, bool]]:
-    """What features a sample of Examples has: (name, dtype, is_list) in byte order of the names.
+    """The features of a sample of Examples: (name, dtype, is_list) in byte order of the names.
 
-    dtype is `int64`, `float32`, `string` where every value is UTF-8 without control characters but tab and line ends,
-    else `bytes`. A feature is a list where any record of the sample holds another number of values than one. Raises
-    DataError for a feature that is of one type here and another there, and for bytes that are no Example.
+    dtype is `int64`, `float32`, `string` if every value is UTF-8 without control characters other than tab and line
+    ends, else `bytes`. A feature is a list if any record of the sample has several values or none for it. Raises
+    DataError for a feature of different types, and for bytes that are not an Example.
     """
     kinds: dict[bytes, int] = {}
     lists: set[bytes] = set()
@@ -73,19 +181,19 @@ def infer_schema(records: Iterable[BytesLike]) -> list[tuple[str, str, bool]]:
 
 
 def refuse_sequences(records: Iterable[BytesLike]) -> None:
-    """Raise DataError for a SequenceExample: read as an Example it would lose its feature lists without a word."""
+    """Raise DataError for a SequenceExample: read as an Example it would silently lose its feature lists."""
     for number, record in enumerate(records):
         if _has_lists(record):
             raise DataError(
                 f"record {number} of the batch is a SequenceExample",
                 got="feature lists",
-                allowed="tf.train.Example; SequenceExamples in datasets of ours, whose manifest declares them",
+                allowed="tf.train.Example; SequenceExamples only in Lockstep's datasets, whose manifest declares them",
                 next_step="Read these files with TensorFlow, and write the rows as a dataset.",
             )
 
 
 def _has_lists(record: BytesLike) -> bool:
-    """Whether a message has a field 2 of bytes, wherever it lies; False for what is no message, for others to tell."""
+    """Whether a message has a field 2 of bytes; False for bytes that are not a message, which the decoder refuses."""
     with suppress(IndexError):
         for number, wire, _, _ in message_fields(record, 0, len(record)):
             if (number, wire) == _FEATURE_LISTS:
@@ -135,10 +243,10 @@ def _converted(field: Field, value: Any, number: int) -> Any:
             return value.decode()
         except UnicodeDecodeError:
             raise _bad(number, field.name, f"{value[:40]!r}", "UTF-8; declare the field as bytes") from None
-    elif field.dtype in _EIGHT_BYTES:
+    elif field.dtype in EIGHT_BYTES:
         if len(value) != 8:
             raise _bad(number, field.name, f"{len(value)} bytes", f"8 little-endian bytes for {field.dtype}")
-        return struct.unpack(_EIGHT_BYTES[field.dtype], value)[0]
+        return struct.unpack(EIGHT_BYTES[field.dtype], value)[0]
     elif field.dtype == "bool":
         if value not in (0, 1):
             raise _bad(number, field.name, str(value), "0 or 1 for bool")
@@ -147,7 +255,7 @@ def _converted(field: Field, value: Any, number: int) -> Any:
 
 
 def _parse(record: bytes, number: int, names: set[bytes] | None) -> dict[bytes, _Feature]:
-    """The features of an Example that are in `names` (all where None) and have a list at all."""
+    """The features of an Example that are in `names` (None: all) and have a list."""
     found: dict[bytes, _Lists] = {}
     try:
         for tag, wire, start, end in message_fields(record, 0, len(record)):
@@ -164,7 +272,7 @@ def _parse(record: bytes, number: int, names: set[bytes] | None) -> dict[bytes, 
 
 
 def _entry(record: bytes, start: int, end: int, names: set[bytes] | None, found: dict[bytes, _Lists]) -> None:
-    """One entry of the map into `found`; an entry without a list hides an earlier one of its name."""
+    """Add one entry of the map to `found`; an entry without a list removes an earlier one of its name."""
     name = b""
     feature: _Lists | None = None
     for tag, wire, at, stop in message_fields(record, start, end):
@@ -198,7 +306,7 @@ def _values(record: bytes, kind: int, start: int, end: int) -> list[Any]:
 
 
 def message_fields(data: BytesLike, start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """The fields of a message: number, wire type, where its payload starts and ends. IndexError for another form."""
+    """The fields of a message: number, wire type, start and end of the payload. IndexError for malformed bytes."""
     at = start
     while at < end:
         key, at = _varint(data, at, end)
@@ -210,7 +318,7 @@ def message_fields(data: BytesLike, start: int, end: int) -> Iterator[tuple[int,
             stop = at + size
         elif wire in (_FIXED32, _FIXED64):
             stop = at + (4 if wire == _FIXED32 else 8)
-        else:  # groups, which proto3 has not, and types that do not exist
+        else:  # groups, which proto3 does not have, and undefined types
             raise IndexError("an unknown wire type")
         if stop > end or key >> 3 == 0:
             raise IndexError("a field leaves its message")
@@ -236,116 +344,3 @@ def _bad(number: int | None, name: str | None, got: str, allowed: str) -> DataEr
         allowed=allowed,
         next_step="Declare the schema as the records are, or leave the field out.",
     )
-
-
-__all__ = ["decode_foreign_frames", "infer_schema", "refuse_sequences"]
-_MAX_OFFSET = (1 << 31) - 1
-_CELL_BYTES = 16  # where a feature's list begins and ends in a record
-_Places = NDArray[np.int64]
-
-
-def decode_foreign_frames(
-    fields: Iterable[Field], data: NDArray[np.uint8], offsets: NDArray[np.int64], *, context_only: bool = False
-) -> pa.RecordBatch:
-    """Rows from any Examples, as a column for each of `fields` (a Schema gives its own), in their order.
-
-    The records are framed, their checksums known to be right: `offsets` (n + 1,) from record_offsets. A feature that is
-    not asked for is skipped. One that is missing, or present without a value, is null in a nullable field and empty in
-    a list. Raises DataError naming record and field for a missing value in any other field, a list of another type,
-    several values in a scalar, text that is not UTF-8, a tensor of another length, and for bytes that are no Example;
-    for a SequenceExample too, which would lose its feature lists without a word, unless `context_only` asks for that.
-    """
-    asked = tuple(fields)
-
-    def read(some: _Places) -> pa.RecordBatch | None:
-        return _fast(asked, data, some[:-1] + HEADER_BYTES, some[1:] - FOOTER_BYTES)
-
-    found = in_runs(offsets, rows_at_once(_CELL_BYTES * len(asked)), read)
-    if found is not None:
-        return found
-    records = records_between(data, offsets)
-    if not context_only:
-        refuse_sequences(records)
-    return decode_foreign(asked, records)
-
-
-def records_between(data: NDArray[np.uint8], offsets: NDArray[np.int64]) -> list[bytes]:
-    """The records that lie framed between `offsets` (n + 1,)."""
-    view = data.data
-    return [bytes(view[start + HEADER_BYTES : end - FOOTER_BYTES]) for start, end in pairwise(offsets.tolist())]
-
-
-def _fast(asked: tuple[Field, ...], data: NDArray[np.uint8], starts: _Places, ends: _Places) -> pa.RecordBatch | None:
-    """The records by the kernels; None where the plain reader has to look at them."""
-    from lockstep.features.examples import foreign_kernels as kernel
-
-    names = [field.name.encode() for field in asked]
-    name_ends = np.concatenate([[0], np.cumsum([len(name) for name in names], dtype=np.int64)]).astype(np.int64)
-    kinds = np.array([list_tag(field) >> 3 for field in asked], dtype=np.int64)
-    found = np.empty((len(asked), len(starts), 2), dtype=np.int64)
-    base = data.ctypes.data
-    raw_names = np.frombuffer(b"".join(names), dtype=np.uint8)
-    if not kernel.split(starts + base, ends + base, raw_names, name_ends, kinds, found):
-        return None
-    columns = []
-    for field, kind, places in zip(asked, kinds.tolist(), found, strict=True):
-        column = _column(field, kind, places)
-        if column is None:
-            return None
-        columns.append(column)
-    schema = pa.schema([pa.field(field.name, field.arrow_type, nullable=field.nullable) for field in asked])
-    return pa.RecordBatch.from_arrays(columns, schema=schema)
-
-
-def _column(field: Field, kind: int, places: _Places) -> pa.Array | None:
-    from lockstep.features.examples import foreign_kernels as kernel
-
-    counts = np.empty(len(places), dtype=np.int64)
-    if not kernel.counts(kind, places, counts):
-        return None
-    if not field.is_list and not (counts == 1).all() and not (field.nullable and (counts <= 1).all()):
-        return None
-    total = int(counts.sum())
-    values: NDArray[Any] = np.empty((total, 2) if kind == kernel.BYTES else total, dtype=np.int64)
-    if kind == kernel.FLOATS:
-        values = np.empty(total, dtype=np.float32)
-    kernel.values(kind, places, counts, values.ctypes.data)
-    item = field.record_type.value_type if field.is_list else field.record_type
-    items = _bytes(field, item, values) if kind == kernel.BYTES else _numbers(field, item, values)
-    if items is None or total > _MAX_OFFSET:
-        return None
-    items = of_type(items, field.arrow_type.value_type if field.is_list else field.arrow_type)
-    if field.is_list:
-        offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-        return pa.Array.from_buffers(
-            field.arrow_type, len(counts), [None, pa.py_buffer(offsets)], null_count=0, children=[items]
-        )
-    if total == len(counts):
-        return items
-    rows = np.cumsum(counts) - 1  # of each row, which value is its own
-    return items.take(pa.array(rows, mask=counts == 0))
-
-
-def _numbers(field: Field, item: pa.DataType, values: NDArray[Any]) -> pa.Array | None:
-    if field.dtype != "bool":
-        return array_of(item, len(values), None, values)
-    if not ((values == 0) | (values == 1)).all():
-        return None
-    return array_of(item, len(values), None, bits_of(values.astype(np.uint8)))
-
-
-def _bytes(field: Field, item: pa.DataType, values: NDArray[np.int64]) -> pa.Array | None:
-    """Items of bytes from where they are and how long, (m, 2) int64."""
-    from lockstep.features.examples import decode_kernels
-
-    places, sizes = np.ascontiguousarray(values.T)  # (m, 2) -> two (m,)
-    wanted = field.tensor_bytes if field.is_tensor else 8 if field.dtype in ("float64", "uint64") else None
-    total = int(sizes.sum())
-    if (wanted is not None and not (sizes == wanted).all()) or total > _MAX_OFFSET:
-        return None
-    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
-    data = np.empty(total, dtype=np.uint8)
-    decode_kernels.gather(places, sizes, offsets, data.ctypes.data)
-    if not field.is_tensor and wanted is not None:
-        return array_of(item, len(sizes), None, data)
-    return checked_text(array_of(item, len(sizes), None, offsets, data))

@@ -1,7 +1,7 @@
-"""Examples that others wrote, taken apart: where the list of each asked feature lies, and its values.
+"""Kernels that parse foreign Examples: find the list of each requested feature, and read its values.
 
-What hardly anybody writes (an entry with more than a name and a value, a feature with several lists, groups) makes a
-kernel say no, and the plain reader of lockstep/features/examples/foreign.py reads all of the batch.
+For rare forms (an entry with more than a name and a value, a feature with several lists, groups) a kernel returns
+False, and the plain reader of lockstep/features/examples/foreign.py reads the whole batch.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _kernel = kernels(__name__, memory)
 
 ABSENT = 0
 _FEATURE_LISTS = 0x12  # the key of a SequenceExample's second field: an Example has none
-BYTES, FLOATS, INTS = 1, 2, 3  # the numbers of Feature's lists
-_REMEMBERED = 256  # entries of a record whose fields are guessed from the record before
+BYTES, FLOATS, INTS = 1, 2, 3  # the field numbers of Feature's lists
+_REMEMBERED = 256  # entries of a record whose fields are predicted from the previous record
 
 
 @njit
 def _varint(at: Any, end: Any) -> Any:
-    """A uint64 and where it ends; 0 there where there is none."""
+    """A uint64 and its end; end 0 if it is malformed."""
     value, shift = np.uint64(0), 0
     while at < end and shift < 70:
         byte = np.uint64(load_u8(at))
@@ -40,7 +40,7 @@ def _varint(at: Any, end: Any) -> Any:
 
 @njit
 def _span(at: Any, end: Any) -> Any:
-    """Where a length-delimited payload begins and ends; 0 for one that leaves its message."""
+    """The start and end of a length-delimited payload; 0 if it extends beyond its message."""
     size, start = _varint(at, end)
     if start == 0 or size > np.uint64(end - start):
         return 0, 0
@@ -49,8 +49,8 @@ def _span(at: Any, end: Any) -> Any:
 
 @njit
 def _skip(at: Any, end: Any, unwanted: Any) -> Any:
-    """Where an unknown field that begins at `at` ends; 0 for none, for one of the key `unwanted`, and for field 1 in a
-    longer key than it needs.
+    """The end of an unknown field at `at`; 0 if it is malformed, has the key `unwanted`, or is field 1 in a key that is
+    longer than necessary.
     """
     key, at = _varint(at, end)
     if at == 0 or key >> np.uint64(3) == np.uint64(0) or key == np.uint64(0x0A) or key == np.uint64(unwanted):
@@ -66,7 +66,7 @@ def _skip(at: Any, end: Any, unwanted: Any) -> Any:
 
 @njit
 def _column_of(at: Any, size: Any, names: Any, name_ends: Any, guess: Any) -> Any:
-    """Which of the asked fields has this name, -1 for none; `guess` is looked at first."""
+    """The index of the requested field with this name, -1 for none; compares `guess` first."""
     count = len(name_ends) - 1
     for turn in range(count):
         field = guess + turn
@@ -87,8 +87,8 @@ def _column_of(at: Any, size: Any, names: Any, name_ends: Any, guess: Any) -> An
 
 @njit
 def _inner(at: Any, end: Any, unwanted: Any) -> Any:
-    """Of the field that begins at `at`: where the payload of a field 1 begins and ends (0 of another), and where the
-    next one begins, 0 for what _skip does not pass over.
+    """For the field at `at`: start and end of its payload if it is field 1 (else 0), and the start of the next field,
+    0 if _skip refuses it.
     """
     if load_u8(at) != 0x0A:
         return 0, 0, _skip(at, end, unwanted)
@@ -98,7 +98,7 @@ def _inner(at: Any, end: Any, unwanted: Any) -> Any:
 
 @njit
 def _entry(at: Any, end: Any, names: Any, name_ends: Any, guess: Any) -> Any:
-    """Of one entry: its field (-1: not asked for), its list's kind, where that begins and ends; -2 for no usual one."""
+    """For one entry: its field (-1: not requested, -2: a rare form), and its list's kind, start and end."""
     if at >= end or load_u8(at) != 0x0A:
         return -2, 0, 0, 0
     name, stop = _span(at + 1, end)
@@ -121,11 +121,11 @@ def _entry(at: Any, end: Any, names: Any, name_ends: Any, guess: Any) -> Any:
 
 @_kernel
 def split(starts: Any, ends: Any, names: Any, name_ends: Any, kinds: Any, found: Any) -> Any:
-    """Where each asked feature's list lies in the records between the addresses `starts` and `ends`, (n,) int64.
+    """Find each requested feature's list in the records between the addresses `starts` and `ends`, (n,) int64.
 
-    `names` are the fields' names end to end, `kinds` (k,) the lists that they must have; `found` (k, n, 2) int64 gets
-    the addresses, 0 where there is no list. Returns False for anything but usual records with lists of those kinds, and
-    so for a SequenceExample with feature lists.
+    `names` are the fields' names end to end, `kinds` (k,) the kinds of list that they must have. Writes start and end
+    addresses to `found` (k, n, 2) int64, 0 for a missing list. Returns False for records of a rare form, with lists of
+    other kinds, and for SequenceExamples with feature lists.
     """
     found[:] = 0
     guesses = np.zeros(_REMEMBERED, dtype=np.int64)
@@ -157,9 +157,9 @@ def split(starts: Any, ends: Any, names: Any, name_ends: Any, kinds: Any, found:
 
 @njit
 def _values(kind: Any, at: Any, end: Any, target: Any) -> Any:
-    """Write a list's values to the address `target` (0: nowhere); how many they are, -1 for another form.
+    """Write a list's values to the address `target` (0: only count them); returns their number, -1 if malformed.
 
-    Ints take 8 bytes each, floats 4; of bytes the address and the length are written, 16.
+    Integers take 8 bytes each, floats 4; for bytes their address and length are written, 16 bytes.
     """
     count = 0
     while at < end:
@@ -207,7 +207,7 @@ def _values(kind: Any, at: Any, end: Any, target: Any) -> Any:
 
 @_kernel
 def counts(kind: Any, places: Any, out: Any) -> Any:
-    """How many values each row's list has, into `out` (n,) int64; `places` (n, 2). False for lists of another form."""
+    """Write the number of values in each row's list to `out` (n,) int64; `places` (n, 2). False for malformed lists."""
     for row in range(len(out)):
         out[row] = 0 if places[row, 0] == 0 else _values(kind, places[row, 0], places[row, 1], 0)
         if out[row] < 0:
@@ -217,7 +217,7 @@ def counts(kind: Any, places: Any, out: Any) -> Any:
 
 @_kernel
 def values(kind: Any, places: Any, counts_: Any, target: Any) -> None:
-    """Write all rows' values end to end to the address `target`, each as _values says."""
+    """Write all rows' values end to end to the address `target`, in the form of _values."""
     width = 4 if kind == FLOATS else 16 if kind == BYTES else 8
     for row in range(len(counts_)):
         if counts_[row] > 0:

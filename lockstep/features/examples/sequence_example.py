@@ -1,15 +1,15 @@
-"""tf.SequenceExample for schemas that ask for it (`record = "sequence_example"`): lists become feature lists.
+"""tf.SequenceExample for schemas with `record = "sequence_example"`: lists become feature lists.
 
-A SequenceExample is a protobuf message. Its first field, `context`, holds features as an Example does, byte for byte:
-here all fields but the lists. Then come the lists, each value a Feature of its own:
+A SequenceExample is a protobuf message. Its first field, `context`, stores features with the same bytes as an Example:
+here all fields but the lists. The feature lists follow, with one Feature for each value:
 
-    12 LENGTH                     SequenceExample.feature_lists, absent where a schema has no list
+    12 LENGTH                     SequenceExample.feature_lists; absent if the schema has no list
       0a LENGTH                   one entry of the map, entries in byte order of their names
         0a LENGTH NAME
         12 LENGTH                 FeatureList, empty for an empty list
-          0a LENGTH FEATURE ...   one a value: an Example's Feature with one value
+          0a LENGTH FEATURE ...   for each value an Example's Feature with one value
 
-This is the plain form, a Python call a value. Frames are those of lockstep/storage/formats/tfrecord.py.
+This codec is in plain Python only. lockstep/storage/formats/tfrecord.py frames the records.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _RAW = {"float32": "<f4", "float64": "<f8", "uint64": "<u8"}
 
 
 class SequenceEncoder:
-    """Framed SequenceExamples of record batches, with the calls of lockstep.features.examples.codec.RecordEncoder."""
+    """Encodes and frames SequenceExamples; same interface as lockstep.features.examples.codec.RecordEncoder."""
 
     def __init__(self, schema: Columns) -> None:
         self._schema = schema
 
     def sizes(self, batch: pa.RecordBatch) -> NDArray[np.int64]:
-        """The bytes that each row takes framed, (n,) int64."""
+        """The framed size of each row in bytes, (n,) int64."""
         return np.diff(self.encode(batch)[1])
 
     def encode(self, batch: pa.RecordBatch) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
@@ -67,13 +67,13 @@ def encode_sequence_batch(schema: Columns, batch: pa.RecordBatch) -> list[bytes]
     columns = [_entries(field, batch.column(field.name)) for field in parts.lists]
     return [
         head + sized(0x12, b"".join(entries)) for head, *entries in zip(context, *columns, strict=True)
-    ]  # a schema that asks for sequences has a list
+    ]  # a schema of SequenceExamples has a list
 
 
 def decode_sequence_batch(schema: Columns, records: Sequence[BytesLike]) -> pa.RecordBatch:
     """Rows from SequenceExamples that encode_sequence_batch wrote, as columns of schema.arrow_schema().
 
-    Raises DataError naming the record for bytes that are anything else.
+    Raises DataError naming the record for all other bytes.
     """
     parts = _Parts(schema)
     contexts: list[bytes] = []
@@ -90,12 +90,12 @@ def decode_sequence_batch(schema: Columns, records: Sequence[BytesLike]) -> pa.R
     batch = pa.RecordBatch.from_arrays([columns[field.name] for field in schema], schema=schema.arrow_schema())
     for number, (record, again) in enumerate(zip(records, encode_sequence_batch(schema, batch), strict=True)):
         if again != bytes(record):
-            raise _bad(number, "other bytes than its values have")
+            raise _bad(number, "other bytes than the encoder writes for its values")
     return batch
 
 
 class _Parts:
-    """A schema's fields by where they lie."""
+    """A schema's fields: those of the context, and the lists."""
 
     def __init__(self, schema: Columns) -> None:
         self._schema = schema
@@ -115,7 +115,7 @@ def _entries(field: Field, column: pa.Array) -> list[bytes]:
         raise DataError(
             f"field `{field.name}` holds a null",
             got="null",
-            allowed="lists of values; an empty list where there is nothing",
+            allowed="lists of values; an empty list in place of null",
             next_step="Drop nulls from the lists.",
         )
     name = field.name.encode()
@@ -133,14 +133,14 @@ def _features(field: Field, flat: pa.Array) -> Iterator[bytes]:
     tag = list_tag(field)
     if field.dtype in ("int64", "bool"):
         return (sized(tag, sized(0x0A, varint(int(value) & MASK))) for value in flat.to_pylist())
-    if field.dtype in _RAW:  # as bits, since a float on its way through Python may lose those of a NaN
+    if field.dtype in _RAW:  # bytes, because a Python float may lose a NaN's payload
         raw, size = np.asarray(flat).astype(_RAW[field.dtype]).tobytes(), 4 if field.dtype == "float32" else 8
         return (sized(tag, sized(0x0A, raw[at : at + size])) for at in range(0, len(raw), size))
     return (sized(tag, sized(0x0A, value)) for value in flat.cast(pa.binary()).to_pylist())
 
 
 def _split(record: bytes, parts: _Parts, contexts: list[bytes], lists: list[list[list[bytes]]]) -> None:
-    """Append a record's context, and the bytes of each value of each list."""
+    """Append a record's context to `contexts` and the bytes of its lists' values to `lists`."""
     end = _field(record, 0, 0x0A)[1]
     contexts.append(record[:end])
     body, stop = _field(record, end, 0x12)
@@ -182,7 +182,7 @@ def _column(field: Field, rows: list[list[bytes]]) -> pa.Array:
 
 
 def _field(data: bytes, at: int, tag: int) -> tuple[bytes, int]:
-    """The content of the length-delimited field of this tag that begins at `at`, and where it ends."""
+    """The content of the length-delimited field with this tag at `at`, and its end."""
     if data[at] != tag:
         raise ValueError("another field")
     size, start = read_varint(data, at + 1)
@@ -198,5 +198,5 @@ def _bad(number: int | None, got: str) -> DataError:
         else f"record {number} of the batch does not fit the schema",
         got=got,
         allowed="a SequenceExample of exactly the schema's fields, in byte order",
-        next_step="Run `python -m jobs.verify URL`; if it finds nothing, the shard was written with another schema.",
+        next_step="Run `python -m jobs.verify URL`; if it finds no error, the shard was written with another schema.",
     )

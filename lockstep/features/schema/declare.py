@@ -51,8 +51,8 @@ _KEYS = ("name", "names", "dtype", "shape", "list", "kind", "nullable", "encodin
 def load_schema(text_or_path: str) -> Schema:
     """Read a declared schema from its text (with a newline, or beginning with `{`) or from the URL of a .toml or .json.
 
-    If no field of kind `id` is declared, the sample id comes first. Raises ConfigError, naming file, entry and line, for
-    text that is not TOML or JSON and for a wrong declaration; NotFoundError for a missing file.
+    If no field of kind `id` is declared, the sample id comes first. Raises ConfigError, naming file, entry and line,
+    for text that is not TOML or JSON and for a wrong declaration; NotFoundError for a missing file.
 
     >>> import lockstep
     >>> schema = lockstep.load_schema('{"fields": [{"name": "hour", "dtype": "int64"}]}')
@@ -83,7 +83,7 @@ def load_schema(text_or_path: str) -> Schema:
 
 
 def declared_field(document: Mapping[str, Any]) -> tuple[Field, ...]:
-    """One entry of `fields`: a field, or one for each of `names`. Raises ConfigError for unknown keys and wrong types."""
+    """One entry of `fields`: a field, or one for each of `names`. Raises ConfigError for unknown keys, wrong types."""
     names = document.get("names", [document.get("name")])
     for key in map(str, document):
         if key not in _KEYS:
@@ -219,7 +219,7 @@ def _check_extent(document: object, where: str) -> None:
 
 
 def _file_stem(name: str) -> str:
-    """A file name for a column: ASCII letters, digits and `_.-` stay, other characters become their code point in hex."""
+    """A file name for a column: ASCII letters, digits and `_.-` stay, others become their code point in hex."""
     stem = "".join(c if c.isascii() and (c.isalnum() or c in "_.-") else f"-{ord(c):x}-" for c in name)
     return stem if stem[:1].isalnum() else f"f{stem}"
 

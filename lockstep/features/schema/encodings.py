@@ -116,7 +116,7 @@ def check_encoding(
 
 
 def fitted_part(encoding: Encoding | None) -> Encoding | None:
-    """The encoding, or the one inside a sequence, whose fitted statistics are in its `file`; None if neither is fitted."""
+    """The encoding, or the one inside a sequence, whose fitted statistics are in its `file`; None if not fitted."""
     if encoding is not None and encoding["kind"] == "sequence":
         encoding = encoding.get("of")
     return encoding if encoding is not None and "file" in encoding else None

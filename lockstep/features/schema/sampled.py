@@ -78,7 +78,7 @@ def corrected(probabilities: ArrayLike, shares: Sequence[float]) -> NDArray[np.f
             "probabilities cannot be corrected for sampling",
             got=f"probabilities of shape {found.shape}, shares {tuple(shares)}",
             allowed="(n,) or (n, 1) with two shares, or (n, classes) with one a class; shares above 0, at most 1",
-            next_step="Give the share that was kept of each class; a class of which nothing was kept cannot be corrected.",
+            next_step="Give the share that was kept of each class; a class that was dropped cannot be corrected.",
         )
     if yes_or_no:
         yes, no = found / kept[1], (1 - found) / kept[0]

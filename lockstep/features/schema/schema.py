@@ -109,7 +109,7 @@ class Schema(Columns):
 
     @classmethod
     def plain(cls, columns: Mapping[str, str], *, label: str | None = None, lists: str | Sequence[str] = ()) -> Schema:
-        """A schema of columns by name and dtype, stored unchanged and without encodings; `lists` names those with lists.
+        """A schema of columns by name and dtype, stored unchanged and without encodings; `lists` names those of lists.
 
         All but the label and lists may be null. The sample id comes first. Of these columns, a model takes only the
         numbers; others need an encoding. Raises ConfigError as Field and Schema do.
