@@ -2,7 +2,7 @@
 
     PYTHON_WITH_TORCH benchmarks/step_torch.py MODEL RANK RANKS
 
-The talk is that of benchmarks/step_worker.py; the models are those of benchmarks/step_models.py.
+The protocol is that of benchmarks/step_worker.py; the models are those of benchmarks/step_models.py.
 """
 
 from __future__ import annotations
