@@ -1,16 +1,16 @@
-"""All-reduce between two processes of this host, float32 sums: ours against its peers, in turns.
+"""All-reduce of float32 sums between two processes of this host: this project against its peers, in turns.
 
     python -m benchmarks.all_reduce [--peers FOLDER] [--torch PYTHON] [--jax PYTHON] [--mpi PYTHON] [--rounds 5]
                                     [--kib 4 1024 4096 16384 65536]
 
-Ours: shared memory in buffers of `allocate` (shm) and in any array (shm-any), and TCP. TensorFlow's gRPC ring is in the
-project's environment. PyTorch's gloo, JAX's gloo and MPICH (mpich and mpi4py of PyPI) run by the interpreters that are
-given; --peers makes one environment in FOLDER with JAX, MPICH and PyTorch (which brings its CUDA libraries along, some
-gigabytes; Debian's python3-torch with --torch /usr/bin/python3 does too). What is not there is named.
+This project: shared memory in buffers of `allocate` (shm) and in any array (shm-any), and TCP. TensorFlow's gRPC ring
+is in the project's environment. PyTorch's gloo, JAX's gloo and MPICH (mpich and mpi4py of PyPI) run in the given
+interpreters; --peers creates one environment in FOLDER with JAX, MPICH and PyTorch (with its CUDA libraries, some
+gigabytes; Debian's python3-torch with --torch /usr/bin/python3 works, too). Missing peers are named.
 
-The memory's bound (bound-sum, bound-copy): two processes that move as many bytes without any exchange. All figures
-are microseconds a call, of the slower rank: median (lowest to highest) of the rounds; `x shm` is the median of the
-rounds' ratios to ours.
+The limit of the memory (bound-sum, bound-copy): two processes that move as many bytes without any exchange. All figures
+are microseconds for a call, of the slower rank: median (lowest to highest) of the rounds; `x shm` is the median of the
+rounds' ratios to shared memory.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Contestant:
 
 
 def free_ports(count: int) -> list[str]:
-    """Ports that nobody listens on now."""
+    """Free TCP ports of this host."""
     socks = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [str(sock.getsockname()[1]) for sock in socks]
     for sock in socks:
@@ -136,7 +136,7 @@ def make_peers(folder: Path) -> str:
 
 
 def measure(up: dict[str, Contestant], size: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds a call by contestant, one figure a round; the order turns, so that nobody always follows the same."""
+    """Seconds a call by contestant, one figure for each round, in rotating order."""
     repeats = max(MIN_REPEATS, min(MAX_REPEATS, REPEATS_BYTES // size // 4))
     names = list(up)
     found: dict[str, list[float]] = {name: [] for name in names}

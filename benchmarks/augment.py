@@ -2,12 +2,13 @@
 
     python -m benchmarks.augment [--images N] [--side N] [--rounds N]
 
-Each does the nearest thing to one operation of ours, on uint8 images of 3 channels in batches of 256, seeded:
-  ours   lockstep.features.images, numbers drawn by (seed, epoch, sample id) included
-  keras  the Keras layer on the whole batch, as a tf.function (a layer's numbers depend on what came before)
-  image  tf.image's stateless operation on each image, seeded by its number, in a tf.data map, as people write it
-TensorFlow has one thread for arithmetic; the time is that of all processors. Each round takes all of them in turn, the
-first is dropped. Keras works in floats; its RandomTranslation stands for a crop.
+Each contestant does what is nearest to one operation of --augment, on seeded uint8 images of 3 channels in batches of
+256:
+  ours   lockstep.features.images, including the random numbers by (seed, epoch, sample id)
+  keras  the Keras layer on the whole batch, as a tf.function (a layer's random numbers depend on earlier calls)
+  image  tf.image's stateless operation on each image, seeded by its number, in a tf.data map, as is common
+TensorFlow computes in one thread; times are CPU times of the process. Each round runs all contestants in turn; the
+first round is dropped. Keras works in floats; its RandomTranslation stands for a crop.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=2048)
     parser.add_argument("--side", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=5, help="counted ones, after one that is dropped")
+    parser.add_argument("--rounds", type=int, default=5, help="counted rounds, after a dropped one")
     args = parser.parse_args(argv)
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)
@@ -155,13 +156,13 @@ def main(argv: list[str]) -> int:
                 if number:
                     seconds.setdefault((word, way), []).append(time.process_time() - before)
     for word, works in ways.items():
-        told = {}
+        texts = {}
         for way in works:
             rates = [len(images) / 1000 / spent for spent in seconds[word, way]]
-            told[way] = f"{way} {statistics.median(rates):.0f} ({min(rates):.0f} - {max(rates):.0f})"
+            texts[way] = f"{way} {statistics.median(rates):.0f} ({min(rates):.0f} - {max(rates):.0f})"
         peers = [seconds[word, way] for way in works if way != "ours"]
         times = [min(others) / mine for mine, *others in zip(seconds[word, "ours"], *peers, strict=True)]
-        print(f"{word:20s} {', '.join(told.values())}: {statistics.median(times):.1f}x")
+        print(f"{word:20s} {', '.join(texts.values())}: {statistics.median(times):.1f}x")
     return 0
 
 

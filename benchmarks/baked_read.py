@@ -1,11 +1,11 @@
-"""Reading a baked dataset beside encoding the raw one when it is read: CPU of one core, and sizes on disk.
+"""Reading a baked dataset against encoding the raw one when it is read: CPU of one core, and sizes on disk.
 
     python -m benchmarks.baked_read RAW BAKED [--split train] [--repeats N]
 
-RAW and BAKED are two datasets of one input, the second made with --bake. Their inputs are compared bit for bit first.
-`read` decodes the records of a split into columns; `encode` makes a model's inputs of columns that lie in memory, in
-batches of 4,096 rows; `both` is one after the other. `as a model is fed` are the bytes of the inputs in memory: what
-shards would hold if one-hot columns and padding were stored too.
+RAW and BAKED are two datasets of the same input, the second made with --bake. Their inputs are first compared bit for
+bit. `read` decodes the records of a split into columns; `encode` makes a model's inputs from columns in memory, in
+batches of 4,096 rows; `both` does one after the other. `as a model is fed` are the bytes of the inputs in memory: the
+size of shards that also stored one-hot columns and padding.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 import pyarrow as pa
 
-from benchmarks.shared.shapes import cpu_seconds, interleaved, machine, told
+from benchmarks.shared.shapes import cpu_seconds, interleaved, machine, print_rates
 from training.reading.open import OpenSplit
 
 BATCH_ROWS = 4096
@@ -85,7 +85,7 @@ def main(argv: list[str]) -> int:
     }
     found = interleaved(works, args.repeats)
     for kind in kinds:
-        told(kind, rows, {name: found[f"{kind} {name}"] for name in opened}, "raw")
+        print_rates(kind, rows, {name: found[f"{kind} {name}"] for name in opened}, "raw")
     return 0
 
 

@@ -1,10 +1,10 @@
-"""What `--canonical` costs: time of a step unit by unit, over that of the same step in one piece, one rank on one core.
+"""The cost of `--canonical`: time of a step unit by unit over that of the same step at once; one rank, one core.
 
     python -m benchmarks.canonical [--rounds 7] [--steps 4]
 
 ResNet-20 (32 x 32 x 3, ghost BatchNorm or over each lane) and logistic regression of 40 columns, G = 128. All models
-live in one process and train the same batch, one after another in each round. Printed: the median over rounds of the
-ratio of CPU times a step, least and greatest.
+live in one process and train on the same batch, one after another in each round. Printed: the median over the rounds of
+the ratio of CPU times of a step, lowest and highest.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What a checkpoint costs a run: how long the step waits, what the steps beside the writing lose, bytes and MB/s.
+"""The cost of a checkpoint: how long steps wait, how much the steps during its writing slow down, bytes and MB/s.
 
     python -m benchmarks.checkpoint_cost [--ranks 1 2] [--checkpoints 5] [--steps-between 30] [--run URL]
 
-Real runs by `training.driver.train.train` with ranks as processes of this host: dense layers under Adam, whose weights
-and optimizer state are 400 MB in all. The cost of a checkpoint is what stands still for it, and what the steps that
-run beside its writing take longer than the median of the others, all of one run. Its share of a run with a checkpoint a
-minute is that cost over 60 s. `--run` puts the runs below a URL, such as one of HDFS, in place of a temporary folder.
-Three minutes on an idle machine; a rank takes a core, so two are wanted.
+Real runs by `training.driver.train.train` with ranks as processes of this host: dense layers with Adam, whose weights
+and optimizer state take 400 MB in all. The cost of a checkpoint is the time that steps wait for it, plus the time that
+steps during its writing take longer than the median of the others, all from one run. Its share of a run with a
+checkpoint every minute is that cost over 60 s. `--run` puts the runs below a URL, such as one of HDFS, in place of a
+temporary folder. Takes three minutes on an idle machine with two cores, one for each rank.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def measure(root: str, dataset: str, num_ranks: int, steps_between: int) -> None
     )
     for name, unit, values in (
         ("the step waits", "ms", [row["blocked_s"] * 1e3 for row in rows]),
-        ("written beside the steps", "s", [row["written_s"] for row in rows]),
+        ("written during the steps", "s", [row["written_s"] for row in rows]),
         ("hash, upload and commit", "MB/s a rank", [row["bytes"] / row["written_s"] / 1e6 for row in rows]),
         ("cost in all", "ms", [row["cost_s"] * 1e3 for row in rows]),
         ("of a run with one a minute", "%", [row["cost_s"] / 60 * 100 for row in rows]),

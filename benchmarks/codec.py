@@ -1,10 +1,10 @@
-"""Encoding, framing, both checksums and the index of records, on one core: the kernel and what people use today.
+"""Encoding, framing, both checksums and the index of records, on one core: the kernel and what is common today.
 
     python -m benchmarks.codec [--rows N] [--repeats N] [--tfx-python PATH]
 
-Two shapes: 40 columns with 5 % nulls, and 3 KB images. Every writer takes the same Arrow batches of 4,096 rows to one
-file in /dev/shm or the temporary folder; what each wrote is parsed back and compared first. CPU seconds are counted,
-since other work may share the machine. `--tfx-python` is a Python with tfx-bsl 1.21.0, which is left out without it.
+Two shapes: 40 columns with 5 % nulls, and 3 KB images. Every writer writes the same Arrow batches of 4,096 rows to one
+file in /dev/shm or the temporary folder; what each wrote is first parsed back and compared. Times are CPU seconds,
+since other work may share the machine. `--tfx-python` is a Python with tfx-bsl 1.21.0; without it tfx-bsl is left out.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from benchmarks.shared.shapes import (
     image_schema,
     interleaved,
     machine,
+    print_rates,
     tab_rows,
     tab_schema,
-    told,
 )
 from lockstep.features.examples.codec import RecordEncoder
 from lockstep.features.examples.foreign import decode_foreign_frames
@@ -171,23 +171,23 @@ def compare(name: str, schema: Schema, rows: pa.RecordBatch, repeats: int, tfx_p
     works = {label: functools.partial(cpu_seconds, work) for label, work in plain.items()}
     title = f"{name}, {os.path.getsize(f'{folder}/out') / rows.num_rows:.0f} bytes a record"
     if tfx_python is None:
-        told(title, rows.num_rows, interleaved(works, repeats), "row by row")
+        print_rates(title, rows.num_rows, interleaved(works, repeats), "row by row")
         return
     with pa.OSFile(f"{folder}/rows.arrow", "wb") as sink, pa.ipc.new_file(sink, rows.schema) as writer:
         writer.write_batch(rows)
     with tfx(tfx_python, f"{folder}/rows.arrow", f"{folder}/tfx") as run:
         checked(schema, batches, run, f"{folder}/tfx")
         spent = interleaved({**works, "tfx-bsl and framing": run}, repeats)
-    told(title, rows.num_rows, spent, "row by row")
-    told(title, rows.num_rows, spent, "tfx-bsl and framing")
+    print_rates(title, rows.num_rows, spent, "row by row")
+    print_rates(title, rows.num_rows, spent, "tfx-bsl and framing")
 
 
 def main(argv: list[str]) -> int:
     """Print a table a shape; exit code 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=60_000, help="rows of each shape")
-    parser.add_argument("--repeats", type=int, default=5, help="counted rounds, after one that is dropped")
-    parser.add_argument("--tfx-python", help="a Python that has tfx-bsl")
+    parser.add_argument("--repeats", type=int, default=5, help="counted rounds, after a dropped one")
+    parser.add_argument("--tfx-python", help="a Python with tfx-bsl")
     args = parser.parse_args(argv)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})

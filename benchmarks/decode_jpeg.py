@@ -1,19 +1,19 @@
-"""How much of plain decoding the whole image job keeps: JPEGs of a tar to published shards, against a loop over them.
+"""Decoding speed of the whole image job: JPEGs of a tar to published shards, against a loop that decodes them.
 
     python -m benchmarks.decode_jpeg TAR... [--limit N] [--upscale N] [--repeats N] [--cores N] [--format FORMAT]
         [--all]
 
-TAR are archives of class folders, such as CIFAR-10's JPEGs; they are unpacked to one plain archive first. Three rounds,
+TAR are archives of class folders, such as CIFAR-10's JPEGs; they are first unpacked to one plain archive. Three rounds,
 interleaved, the first dropped:
-  loop   processes, one a core, that hold their share of the files in memory and decode it with Pillow as people do:
-         Image.open(...).convert("RGB") and numpy.asarray, nothing kept
+  loop   processes, one for each core, that hold their share of the files in memory and decode it with Pillow in the
+         common way: Image.open(...).convert("RGB") and numpy.asarray, with nothing kept
   ours   the same with lockstep.features.images.decode, which the job uses
-  job    etl.images.job.run in a session that is warm: scan, decode, split, sort, encode, checksums, manifest
-  rows   the same, all rows through Spark, as for what etl.images.planned refuses (with --all)
-  early  the same, images as pixels from the first task on (with --all)
-What carries over is the loop's share of a job: of its wall time, and of the processors' time, which other work on the
-machine changes less. The jobs must give one and the same manifest. With --upscale N the JPEGs are N times as tall and
-wide, and the job brings them back to 32x32.
+  job    etl.images.job.run in a warm session: scan, decode, split, sort, encode, checksums, manifest
+  rows   the same, with all rows through Spark, as for sources that etl.images.planned refuses (with --all)
+  early  the same, with images as pixels from the first task on (with --all)
+The figure to compare is the loop's share of a job: of its wall time, and of CPU time, which other work on the machine
+changes less. The jobs must write the same manifest. With --upscale N the JPEGs are N times as tall and wide, and the
+job resizes them to 32x32.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def timed(work: Callable[[], object]) -> tuple[float, float, float]:
     return ended - start, python_now - python + java_now - java, java_now - java
 
 
-def told(times: list[tuple[float, float, float]], count: int) -> str:
+def summary(times: list[tuple[float, float, float]], count: int) -> str:
     """Median, spread and rate in words."""
     wall, used, java = (statistics.median(column) for column in zip(*times, strict=True))
     walls, all_used = ([row[n] for row in times] for n in (0, 1))
@@ -170,11 +170,11 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("archives", nargs="+", metavar="TAR")
     parser.add_argument("--limit", type=int, default=1 << 30, help="files of each archive")
-    parser.add_argument("--upscale", type=int, default=1, metavar="N", help="times the sides of the JPEGs (default 1)")
-    parser.add_argument("--repeats", type=int, default=5, help="counted rounds, after one that is dropped")
+    parser.add_argument("--upscale", type=int, default=1, metavar="N", help="enlarge the JPEGs N times (default 1)")
+    parser.add_argument("--repeats", type=int, default=5, help="counted rounds, after a dropped one")
     parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--format", default="tfrecord", dest="fmt")
-    parser.add_argument("--all", action="store_true", help="the other ways of the job too")
+    parser.add_argument("--all", action="store_true", help="also measure the other ways of the job")
     args = parser.parse_args(argv)
     os.environ.setdefault("PYSPARK_SUBMIT_ARGS", "--driver-memory 2g pyspark-shell")
     print(f"python {platform.python_version()}, pillow {PIL.__version__}, pyspark {pyspark.__version__},", end=" ")
@@ -202,7 +202,7 @@ def main(argv: list[str]) -> int:
         decoders.close()
     counted = {way: rows[1:] for way, rows in times.items()}
     for way, rows in counted.items():
-        print(f"{way:5s} {told(rows, len(files))}")
+        print(f"{way:5s} {summary(rows, len(files))}")
     for way, whole in itertools.product(("loop", "ours"), jobs):
         shares = [
             [mine[n] / all_of[n] for mine, all_of in zip(counted[way], counted[whole], strict=True)] for n in (0, 1)

@@ -1,12 +1,12 @@
-"""Encodings of one column of text on one core, beside what else there is for them, and exact sums beside rounded ones.
+"""Encodings of one text column on one core against alternatives, and exact sums against rounded ones.
 
     python -m benchmarks.encodings [--rows N] [--tokens N] [--repeats N]
 
 hash: XXH64 in a kernel (lockstep/features/encode/hashing.py), TensorFlow's to_hash_bucket_fast over the same bytes
-(with making a tensor of them), Python's zlib.crc32 called for each value. vocabulary: our table of tokens, pyarrow's
-index_in, TensorFlow's StaticVocabularyTable; half of the values are unknown. sums: mean and variance without rounding
-(etl/fit/exact_sums.py), math.fsum, and NumPy's own. Batches of 4,096 rows as training encodes them. CPU seconds of the
-process are counted.
+(including making the tensor), Python's zlib.crc32 called for each value. vocabulary: this project's table of tokens,
+pyarrow's index_in, TensorFlow's StaticVocabularyTable; half of the values are unknown. sums: mean and variance without
+rounding (etl/fit/exact_sums.py), math.fsum, and NumPy's. Batches of 4,096 rows, as training encodes them. Times are CPU
+seconds of the process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from benchmarks.shared.shapes import cpu_seconds, interleaved, machine, told
+from benchmarks.shared.shapes import cpu_seconds, interleaved, machine, print_rates
 from etl.fit.exact_sums import FLOAT_UNIT, ExactSums
 from lockstep.features.encode.hashing import TokenTable, buckets_of
 
@@ -92,7 +92,7 @@ def main(argv: list[str]) -> int:
         return lambda: cpu_seconds(lambda: [work(batch) for batch in batches])
 
     for title, works in (("hash", hashes()), (f"vocabulary of {args.tokens}", vocabularies(tokens))):
-        told(
+        print_rates(
             title, args.rows, interleaved({name: over(work) for name, work in works.items()}, args.repeats), [*works][1]
         )
     values = rng.standard_normal(args.rows)
@@ -101,7 +101,7 @@ def main(argv: list[str]) -> int:
         return lambda: cpu_seconds(lambda: work(values))
 
     timed = {name: once(work) for name, work in sums().items()}
-    told("mean and variance", args.rows, interleaved(timed, args.repeats), [*timed][1])
+    print_rates("mean and variance", args.rows, interleaved(timed, args.repeats), [*timed][1])
     return 0
 
 

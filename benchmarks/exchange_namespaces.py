@@ -1,11 +1,11 @@
-"""The exchange of six dense layers of 2,048 between hosts at 1 Gbit/s by itself: several buckets under way, and one.
+"""The exchange of six dense layers of 2,048 between hosts at 1 Gbit/s, no compute: several buckets in flight or one.
 
     python -m benchmarks.exchange_namespaces [--rounds 5] [--steps 5] [--hosts 2] [--backward 0.128]     (as root)
 
-Hosts are network namespaces of this machine (tests/network/hosts.py), with one rank each. Nothing is computed: a rank
-sleeps through its backward pass of `--backward` seconds and posts each gradient when its share of it is over, so the
-link is the bound on a busy machine too. Seconds from the beginning of the backward pass to the sums, of the slowest
-rank: median of the rounds (lowest to highest), in turns.
+Hosts are network namespaces of this machine (tests/network/hosts.py), with one rank each. A rank computes nothing: it
+sleeps through its backward pass of `--backward` seconds and posts each gradient at its time in that pass, so the link
+is the limit on a busy machine, too. Figures are seconds from the beginning of the backward pass to the sums, of the
+slowest rank: median of the rounds (lowest to highest), in turns.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def main() -> None:
         env = os.environ | {"BENCHMARK_HOSTS": ",".join(hosts.addresses)}
         ranks = [hosts.popen(rank, [*command, str(rank)], env=env, **pipes) for rank in range(args.hosts)]
 
-        def tell(document: object) -> None:
+        def send(document: object) -> None:
             for rank in ranks:
                 assert rank.stdin is not None
                 rank.stdin.write(json.dumps(document) + "\n")
@@ -97,11 +97,11 @@ def main() -> None:
             assert rank.stdout is not None
             return json.loads(rank.stdout.readline())
 
-        tell([answer(rank) for rank in ranks])
+        send([answer(rank) for rank in ranks])
         assert [answer(rank) for rank in ranks] == ["ready"] * args.hosts
         for number in range(args.rounds + 1):
             for calls in AT_A_TIME:
-                tell({"steps": args.steps, "calls": calls})
+                send({"steps": args.steps, "calls": calls})
                 steps = [answer(rank) for rank in ranks]
                 if number:  # the first round warms up
                     taken[calls].append(statistics.median(max(times) for times in zip(*steps, strict=True)))

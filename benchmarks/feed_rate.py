@@ -1,9 +1,9 @@
-"""How much of plain sequential reading the feed keeps: shuffled batches of 64 lanes against blocks in file order.
+"""The feed's share of the speed of plain sequential reading: shuffled batches of 64 lanes against blocks in file order.
 
     python -m benchmarks.feed_rate [--records N] [--repeats N]
 
-Both use the same reader, decoder and encoder on one core, over a table like the web log's (two vocabulary fields, one
-of them a list, an hour, two numbers, a label). Interleaved, first round dropped; what carries over is the ratio.
+Both use the same reader, decoder and encoder on one core, over a table like that of the web log (two vocabulary fields,
+one of them a list, an hour, two numbers, a label). Interleaved, first round dropped; compare the ratio.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def main(argv: list[str]) -> int:
     """Print one table; exit code 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--records", type=int, default=30_000)
-    parser.add_argument("--repeats", type=int, default=7, help="counted rounds, after one that is dropped")
+    parser.add_argument("--repeats", type=int, default=7, help="counted rounds, after a dropped one")
     args = parser.parse_args(argv)
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     pa.set_cpu_count(1)

@@ -1,11 +1,11 @@
-"""What `distribute` costs a step of Keras' `fit` with one rank: pairs of plain and distributed, in turns.
+"""The cost of `distribute` for a step of Keras' `fit` with one rank: pairs of plain and distributed, in turns.
 
     python -m benchmarks.fit_overhead [--model resnet20|dense] [--pairs 15] [--steps 10]
 
-Both models live in one process on one core and train the same batch. A pair is one call of `fit` each, the order
-swapped from pair to pair; its figure is the ratio of their times a step, from the end of the first step to that of the
-last. Printed: the median of the pairs' ratios less one, with a 95 % interval of the median by resampling, in wall time
-and in CPU time (which neighbours on a shared machine disturb less).
+Both models live in one process on one core and train on the same batch. A pair is one call of `fit` for each, in
+alternating order; its figure is the ratio of their times for a step, from the end of the first step to that of the
+last. Printed: the median of the pairs' ratios minus one, with a 95 % bootstrap interval of the median, in wall time and
+in CPU time (which other work on a shared machine disturbs less).
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python -m benchmarks.growth [--rows 100000 1000000 10000000] [--repeats N] [--master local[2]]
 
-Memory is the largest resident set of one of Spark's Python workers, looked at five times a second. Spark makes the rows
-from their numbers, so that nothing is held; a dataset goes before the next is written. Linear growth shows as equal
-CPU seconds a million rows (Java and all workers) and bytes a row, flat memory as equal MiB.
+Memory is the largest resident set of one of Spark's Python workers, sampled five times a second. Spark computes the
+rows from their numbers, so no input is held in memory; each dataset is deleted before the next is written. With linear
+growth, CPU seconds for a million rows (Java and all workers) and bytes for a row are equal; with flat memory, MiB are.
 """
 
 from __future__ import annotations

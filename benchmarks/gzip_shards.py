@@ -1,10 +1,10 @@
-"""Gzip shards beside plain ones, on one core: bytes, and what writing and reading them take.
+"""Gzip shards against plain ones, on one core: bytes, and the time to write and read them.
 
     python -m benchmarks.gzip_shards [--rows N] [--repeats N]
 
 40 columns with 5 % nulls, images of Fashion-MNIST (data/) and images of noise. Written: encoded records to a file in
-memory with digests (and its index, where plain), at level 6 and, for comparison, at 1. Read: split_arrays in batches of
-1,024, and tf.data's records of the same file. CPU seconds are counted, since other work may share the machine.
+memory with digests (and, for plain ones, the index), at level 6 and, for comparison, at 1. Read: split_arrays in
+batches of 1,024, and tf.data's records of the same file. Times are CPU seconds, since other work may share the machine.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from benchmarks.shared.shapes import (
     image_schema,
     interleaved,
     machine,
+    print_rates,
     tab_rows,
     tab_schema,
-    told,
 )
 from lockstep.features.examples.codec import RecordEncoder
 from lockstep.features.schema.fields import Field, sample_id_field
@@ -101,7 +101,7 @@ def compare(name: str, schema: Schema, rows: pa.RecordBatch, repeats: int, folde
         "gzip, level 6": partial(packed, data, block_records, 6),
     }
     spent = interleaved({label: partial(cpu_seconds, work) for label, work in writing.items()}, repeats)
-    told(f"{name}, written", count, spent, "plain")
+    print_rates(f"{name}, written", count, spent, "plain")
     with tempfile.TemporaryDirectory(dir=folder) as place:
         roots = {"plain": f"{place}/plain", "gzip": f"{place}/gzip"}
         write_rows(roots["plain"], schema, rows, {"train": count}, "tfrecord", 1, block_records, 0)
@@ -111,14 +111,14 @@ def compare(name: str, schema: Schema, rows: pa.RecordBatch, repeats: int, folde
             reading[f"ours, {kind}"] = partial(arrays, root, count)
             reading[f"tf.data, {kind}"] = partial(by_tensorflow, root, "GZIP" if kind == "gzip" else "", count)
         spent = interleaved({label: partial(cpu_seconds, work) for label, work in reading.items()}, repeats)
-        told(f"{name}, read", count, spent, "ours, plain")
+        print_rates(f"{name}, read", count, spent, "ours, plain")
 
 
 def main(argv: list[str]) -> int:
     """Print sizes and two tables a shape; exit code 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=20_000, help="rows of each shape")
-    parser.add_argument("--repeats", type=int, default=3, help="counted rounds, after one that is dropped")
+    parser.add_argument("--repeats", type=int, default=3, help="counted rounds, after a dropped one")
     args = parser.parse_args(argv)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})

@@ -3,26 +3,26 @@
     python -m benchmarks.input_peers [--tab N] [--images N] [--epochs E] [--repeats N] [--no-peers]
 
 Two shapes of shared/shapes.py: 40 columns (26 int64, 13 float32, a label), images of 3,072 bytes; each as TFRecord and
-as Parquet (zstd, page checksums, row groups of 2 MiB), in four shards, in memory. All works of a shape and format run
-in turn in one process; the first round, of one epoch, is dropped; ratios are taken round by round.
+as Parquet (zstd, page checksums, row groups of 2 MiB), in four shards, in memory. All contestants of a shape and format
+run in turn in one process; the first round, of one epoch, is dropped; ratios are taken round by round.
 
-A training run reads its data many times, so every work opens the dataset anew and reads it E times; by default that is
-half a second to a second of our works. Told are all epochs together, opening included, and the first alone, which has
-most of its memory anew from the system; in it the feed also loads what it holds ahead, some of the second epoch.
+A training run reads its data many times, so every contestant opens the dataset again and reads it E times; by default
+that is half a second to a second for this project. Printed are all epochs together, opening included, and the first
+epoch separately, which gets most of its memory fresh from the system; in it the feed also loads the data that it holds
+ahead, part of the second epoch.
 
-- `plain`: the blocks in file order through the same reader and encoder: no lanes, no windows, no batches; and the same
+- `plain`: the blocks in file order through the same reader and encoder, without lanes, windows and batches; also
   cut into batches, as an evaluation reads.
 - `feed, G`: global batches of G rows through the whole plan, lanes and windows at their defaults, with all checksums.
 - `tf.data`: records of all files through `shuffle` with as many records as the plan's windows hold together, batches of
-  512, tf.io.parse_example; the fastest of three forms counts. Nothing is encoded there: integers stay integers and
-  images bytes, while the feed's are float32 and (n, 32, 32, 3) arrays. Checksums are looked at by both.
+  512, tf.io.parse_example; the fastest of three forms counts. It encodes nothing: integers stay integers and images
+  bytes, while the feed's are float32 and (n, 32, 32, 3) arrays. Both check checksums.
 - `petastorm`: make_batch_reader in a shuffled order of row groups, through make_petastorm_dataset; rebatched is
-  .unbatch().batch(512). No record is shuffled, no page checksum looked at. The faster of its two pools counts.
+  .unbatch().batch(512). It shuffles no records and checks no page checksums. The faster of its two pools counts.
 
-Peers repeat by `repeat` after their shuffle, and by num_epochs. tf.data's autotuner is off but in the form that needs
-it, since it holds up the end of an iteration; works of TensorFlow count to their last batch. Wall and CPU seconds are
-both told: where other work shares the machine, CPU tells more.
-Takes about six minutes.
+Peers repeat by `repeat` after their shuffle, and by num_epochs. tf.data's autotuner is off except in the form that
+needs it, since it delays the end of an iteration; TensorFlow's contestants are timed to their last batch. Both wall and
+CPU seconds are printed: on a shared machine, CPU seconds are more reliable. Takes about six minutes.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def times_faster(spent: Spent, ours: str, peers: Sequence[str], clock: str) -> s
     return spread(peer / own for own, peer in zip(spent[ours][clock], spent[best][clock], strict=True))
 
 
-def told(title: str, spent: Spent, prefix: str) -> None:
+def print_ratios(title: str, spent: Spent, prefix: str) -> None:
     """Print how many times as fast as the fastest peer whose name begins with `prefix` each feed is."""
     peers = tuple(name for name in spent if name.startswith(prefix))
     for size in BATCHES:
@@ -201,8 +201,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tab", type=int, default=100_000, help="rows of 40 columns")
     parser.add_argument("--images", type=int, default=40_000, help="rows with an image of 3,072 bytes")
     parser.add_argument("--epochs", type=int, help=f"how often each work reads all rows (default {EPOCHS})")
-    parser.add_argument("--repeats", type=int, default=5, help="counted rounds, after one that is dropped")
-    parser.add_argument("--no-peers", action="store_true", help="plain reading and the feed alone")
+    parser.add_argument("--repeats", type=int, default=5, help="counted rounds, after a dropped one")
+    parser.add_argument("--no-peers", action="store_true", help="only plain reading and the feed")
     args = parser.parse_args(argv)
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     pa.set_cpu_count(1)
@@ -227,7 +227,7 @@ def main(argv: list[str]) -> int:
             title = f"{name}, TFRecord (shuffle buffers of {buffer} records)"
             spent = compare(title, count, epochs, works, args.repeats)
             if not args.no_peers:
-                told(f"{name}, TFRecord: feed over the fastest tf.data", spent, "tf.data")
+                print_ratios(f"{name}, TFRecord: feed over the fastest tf.data", spent, "tf.data")
         with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
             write_parquet(Path(folder, "parquet"), schema, rows, block_records)
             root = f"{folder}/parquet"
@@ -237,8 +237,8 @@ def main(argv: list[str]) -> int:
             title = f"{name}, Parquet (windows of {buffer} records together)"
             spent = compare(title, count, epochs, works, args.repeats)
             if not args.no_peers:
-                told(f"{name}, Parquet: feed over make_petastorm_dataset", spent, "petastorm, thread")
-                told(f"{name}, Parquet: feed over it rebatched", spent, "petastorm, rebatched")
+                print_ratios(f"{name}, Parquet: feed over make_petastorm_dataset", spent, "petastorm, thread")
+                print_ratios(f"{name}, Parquet: feed over it rebatched", spent, "petastorm, rebatched")
     return 0
 
 

@@ -1,15 +1,15 @@
-"""JPEGs of a dataset into shuffled training batches, against decoding the same files alone.
+"""JPEGs of a dataset to shuffled training batches, against only decoding the same files.
 
     python -m benchmarks.jpeg_batches DATASET [--split NAME] [--threads N ...] [--rounds N]
 
-DATASET comes from `jobs.etl_images --store encoded`. Each round takes these in turn, the first round is dropped:
-  alone  lockstep.features.images.decode of each file, from memory, nothing kept: in one thread, or in N that share the
-  files many   lockstep.features.images.decode_many on the same files in memory, 512 at a time: the decoder that `ours`
-  has ours   training.batches.planned: shards read and checked, lanes, windows, decoded by N threads into batch arrays
-  plain  the files of `ours`, its decoding left out (lockstep.features.images.decode_many gives arrays of zeros): what
-  is not decoding
-`alone` and `many` over `ours` are the shares of decoding that are kept: of wall time, and of processors' time, which
-other work on the machine changes less. One thread means one core: run it under `taskset -c 0`.
+DATASET comes from `jobs.etl_images --store encoded`. Each round runs these in turn; the first round is dropped:
+  alone  lockstep.features.images.decode of each file, from memory, with nothing kept: in one thread, or in N threads
+         that share the files
+  many   lockstep.features.images.decode_many on the same files in memory, 512 at a time: the decoder of `ours`
+  ours   training.batches.planned: shards read and checked, lanes, windows, decoded by N threads into batch arrays
+  plain  `ours` without decoding (lockstep.features.images.decode_many returns arrays of zeros): the rest of the work
+`alone` and `many` over `ours` are the shares of decoding speed that remain: of wall time, and of CPU time, which other
+work on the machine changes less. For one thread run it on one core, under `taskset -c 0`.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("dataset")
     parser.add_argument("--split", default="train")
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
-    parser.add_argument("--rounds", type=int, default=5, help="counted ones, after one that is dropped")
+    parser.add_argument("--rounds", type=int, default=5, help="counted rounds, after a dropped one")
     args = parser.parse_args(argv)
     planned = PlannedBatches.open(args.dataset, args.split, global_batch=BATCH, epochs=1)
     assert planned.steps is not None
@@ -129,9 +129,9 @@ def main(argv: list[str]) -> int:
                     times.setdefault((name, threads), []).append(took)
     for (name, threads), rows in times.items():
         walls, processors = zip(*rows, strict=True)
-        told = f"{name:6s} {threads} threads: {count / statistics.median(walls):8.0f} images/s"
-        told += f" ({count / max(walls):.0f} - {count / min(walls):.0f})"
-        print(f"{told}, processors {1e6 * statistics.median(processors) / count:.1f} us an image")
+        line = f"{name:6s} {threads} threads: {count / statistics.median(walls):8.0f} images/s"
+        line += f" ({count / max(walls):.0f} - {count / min(walls):.0f})"
+        print(f"{line}, processors {1e6 * statistics.median(processors) / count:.1f} us an image")
     for threads, way in itertools.product(args.threads, ("alone", "many")):
         pairs = list(zip(times[way, threads], times["ours", threads], strict=True))
         shares = [[mine[n] / whole[n] for mine, whole in pairs] for n in (0, 1)]

@@ -1,10 +1,11 @@
-"""Whether the JVM's own reader of TFRecord gives the values that were written: every dtype, as benchmarks.tfx_reads.
+"""Whether the JVM's reader of TFRecord returns the written values: every dtype, as in benchmarks.tfx_reads.
 
     python -m benchmarks.jvm_reads FOLDER_OF_JARS
 
-The jars are org.tensorflow:tensorflow-hadoop:1.15.0, org.tensorflow:proto:1.15.0 and com.google.protobuf:protobuf-java
-:3.5.1 from Maven Central (mvn dependency:copy-dependencies): what Hadoop's input format and spark-tensorflow-connector
-read with. No test of the suite, since it needs a download. Exit code 1 where a record differs.
+The jars are org.tensorflow:tensorflow-hadoop:1.15.0, org.tensorflow:proto:1.15.0 and
+com.google.protobuf:protobuf-java:3.5.1 from Maven Central (mvn dependency:copy-dependencies): Hadoop's input format,
+with which spark-tensorflow-connector reads. It is not a test of the suite, since it needs a download. Exits with 1 if a
+record differs.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ PEER = Path(__file__).with_name("JvmReads.java")
 FORMS = {"INT": "i", "FLOAT": "f", "BYTES": "b"}
 
 
-def told(row: dict[str, Any]) -> str:
+def printed(row: dict[str, Any]) -> str:
     """A record as JvmReads.java prints it: features by name, floats and bytes in hex."""
     parts = []
     for field in sorted(SCHEMA, key=lambda field: field.name):
@@ -58,7 +59,7 @@ def main() -> int:
         java = Path(os.environ["JAVA_HOME"], "bin", "java") if "JAVA_HOME" in os.environ else "java"
         call = [java, "-cp", os.pathsep.join(places), PEER, Path(folder, "x.tfrecord")]
         found = subprocess.run(call, check=True, capture_output=True, text=True, timeout=300).stdout.splitlines()
-    differing = sum(told(row) != line for row, line in zip(had, found, strict=True))
+    differing = sum(printed(row) != line for row, line in zip(had, found, strict=True))
     print(f"{len(found)} records, {differing} differ")
     return 1 if differing else 0
 

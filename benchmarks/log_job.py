@@ -1,11 +1,11 @@
-"""A log to a dataset, beside what Spark alone takes for the same file; and 2,000 small files beside one of their bytes.
+"""A log to a dataset, against only Spark on the same file; and 2,000 small files against one with the same bytes.
 
     python -m benchmarks.log_job [--files N] [--repeats N] [--master local[2]] [--cold | --jobs]
 
-Both pairs are measured in turns in one warm session; with --cold each in a process of its own, as people call a job.
-Spark alone reads the demo's log as text, takes its fields by one regular expression, sends the rows to as many
-partitions as there are cores and writes Parquet: no ids, splits, checks, statistics, digests or publication. --jobs
-lists the Spark jobs of one run, with what they do and their times.
+Both pairs are measured in turns in one warm session; with --cold each in a new process, as users run a job. Only Spark
+means: it reads the demo's log as text, extracts its fields by one regular expression, repartitions the rows to as many
+partitions as there are cores and writes Parquet, without ids, splits, checks, statistics, digests and publication.
+--jobs lists the Spark jobs of one run, with their descriptions and times.
 """
 
 from __future__ import annotations
@@ -131,11 +131,11 @@ def main(argv: list[str]) -> int:
     """Print both comparisons; exit code 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", type=int, default=2000)
-    parser.add_argument("--repeats", type=int, default=5, help="counted rounds, after one that is dropped")
+    parser.add_argument("--repeats", type=int, default=5, help="counted rounds, after a dropped one")
     parser.add_argument("--master", default="local[2]")
-    parser.add_argument("--cold", action="store_true", help="each run in a process of its own")
-    parser.add_argument("--plain", metavar="FOLDER", help="Spark's part of --cold, once")
-    parser.add_argument("--jobs", action="store_true", help="list the Spark jobs of one run in place of comparing")
+    parser.add_argument("--cold", action="store_true", help="each run in a separate process")
+    parser.add_argument("--plain", metavar="FOLDER", help="run only Spark's part of --cold, once")
+    parser.add_argument("--jobs", action="store_true", help="only list the Spark jobs of one run")
     args = parser.parse_args(argv)
     if args.plain:
         from pyspark.sql import SparkSession

@@ -1,10 +1,10 @@
-"""Whether memory stays flat: resident bytes of a process after each of 20 epochs of batches, and of ranks that train.
+"""Whether memory stays flat: resident bytes of a process after each of 20 epochs of batches, and of training ranks.
 
     python -m benchmarks.memory_flat [--epochs N] [--records N] [--train]
 
-Reading: the whole feed (lanes, windows, read-ahead, encoding) over a table and over images, each form in a process of
-its own, once with a cache. `--train`: two ranks of jobs.train on the table, at the end of each epoch. The growth is
-that of the last quarter's median over the one of the epochs from the third on up to the middle; flat is within 2 %.
+Reading: the whole feed (lanes, windows, read-ahead, encoding) over a table and over images, each form in its own
+process, and once with a cache. `--train`: two ranks of jobs.train on the table, at the end of each epoch. The growth
+compares the median of the last quarter with that of the epochs from the third to the middle; flat means within 2 %.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def growth(values: list[int]) -> float:
     return statistics.median(values[-quarter:]) / statistics.median(values[min(2, half - 1) : half]) - 1
 
 
-def told(name: str, values: list[int]) -> bool:
+def report(name: str, values: list[int]) -> bool:
     """Print a line; whether it is flat."""
     more = growth(values)
     at = [1, len(values) // 4, len(values) // 2, 3 * len(values) // 4, len(values)]
@@ -64,7 +64,7 @@ def told(name: str, values: list[int]) -> bool:
 
 
 def train(root: str, run: str, epochs: int) -> dict[str, list[int]]:
-    """Resident bytes of each rank of two at the end of each epoch, as they tell them themselves."""
+    """Resident bytes of each of two ranks at the end of each epoch, as the ranks report them."""
     command = [
         sys.executable, "-m", "jobs.train", "--dataset", root, "--run", run, "--model", "logistic", "--num-ranks", "2",
         "--global-batch", "256", "--epochs", str(epochs), "--launcher", "local", "--checkpoint-every", "100000",
@@ -78,7 +78,7 @@ def train(root: str, run: str, epochs: int) -> dict[str, list[int]]:
 
 def one(args: argparse.Namespace) -> int:
     """The child's part."""
-    flat = told(args.name, read_epochs(args.root, args.epochs, args.cache))
+    flat = report(args.name, read_epochs(args.root, args.epochs, args.cache))
     return 0 if flat else 3
 
 
@@ -87,7 +87,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--records", type=int, default=20_000)
-    parser.add_argument("--train", action="store_true", help="training ranks instead of reading alone")
+    parser.add_argument("--train", action="store_true", help="measure training ranks instead of reading")
     for name in ("root", "name", "cache"):
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -100,7 +100,7 @@ def main(argv: list[str]) -> int:
             write(f"{folder}/{fmt}", args.records, fmt)
         if args.train:
             for name, values in train(f"{folder}/tfrecord", f"{folder}/run", args.epochs).items():
-                flat &= told(name, values)
+                flat &= report(name, values)
             return 0 if flat else 1
         repacked(Path(folder, "tfrecord"), Path(folder, "gzip"))
         write_images(f"{folder}/images", fmt="tfrecord", records={"train": args.records}, block_records=2048)

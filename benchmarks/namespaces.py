@@ -1,12 +1,12 @@
-"""All-reduce between hosts at 1 Gbit/s: each algorithm against the bound, and the ring with TLS.
+"""All-reduce between hosts at 1 Gbit/s: each algorithm against the lower bound, and the ring with TLS.
 
     python -m benchmarks.namespaces [--hosts 4] [--mib 64] [--rounds 5]        (as root, with `ip` and `tc`; 1 minute)
 
-Hosts are network namespaces of this machine, one rank each (tests/network/hosts.py), with tc's tbf at 1 Gbit/s on what
-each sends. The bound is that of the ring, which no algorithm can beat: 2 (N - 1) / N of the buffer by the rate. Of the
-1,514 bytes of a packet that tbf counts, 14 are Ethernet's, 20 IP's and 32 TCP's, so 1,448 are ours: 95.6 % is the most
-that can be seen. Times are the slowest rank's, as median (lowest to highest) of the rounds, in which the rows take
-turns. CPU is that of a rank, both directions, by what it sends.
+Hosts are network namespaces of this machine, one rank each (tests/network/hosts.py), with tc's tbf limiting what each
+sends to 1 Gbit/s. The bound is that of the ring, which no algorithm can beat: 2 (N - 1) / N of the buffer over the
+rate. Of the 1,514 bytes of a packet that tbf counts, 14 are Ethernet's, 20 IP's and 32 TCP's, so 1,448 are payload: at
+most 95.6 % can be reached. Times are the slowest rank's, as median (lowest to highest) of the rounds, in which the rows
+take turns. CPU is that of a rank, for both directions, over the bytes that it sends.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
     python -m benchmarks.petastorm_read [--tab N] [--images N] [--repeats N]
 
-One core, one process, the same files (zstd level 1, page checksums, row groups of 2 MiB) in the page cache. Ours makes
-arrays of the images and checks footers and page checksums; Petastorm hands images out as bytes and checks nothing. Each
-work ends with its last batch; tf.data's autotuner, which would hold up the end, is off. Large row groups are copies of
-the files with one row group each, which spares Petastorm its cost for each row group; all readers read both. Tables of
-the same rounds: wall time, in which Petastorm's pools also sleep, and CPU time of the process, which tells more where
-other work shares the machine. Of two runs in a row the second counts: a reader that comes after another has its memory
-from the system anew, page by page.
+One core, one process, the same files (zstd level 1, page checksums, row groups of 2 MiB) in the page cache. This
+project makes arrays of the images and checks footers and page checksums; Petastorm returns images as bytes and checks
+nothing. Each contestant is timed to its last batch; tf.data's autotuner, which would delay the end, is off. Large row
+groups are copies of the files with one row group each, which spare Petastorm its cost for each row group; all readers
+read both. Two tables show the same rounds: wall time, in which Petastorm's pools also sleep, and CPU time of the
+process, which is more reliable on a shared machine. Of two runs in a row the second counts: after another reader has
+run, the first gets its memory from the system page by page.
 """
 
 from __future__ import annotations
@@ -28,7 +28,16 @@ import pyarrow.parquet as pq
 
 from benchmarks.shared.arrays import split_arrays
 from benchmarks.shared.arrow_peer import arrow_batches, fixed_batches, split_files
-from benchmarks.shared.shapes import image_rows, image_schema, interleaved, machine, seconds, tab_rows, tab_schema, told
+from benchmarks.shared.shapes import (
+    image_rows,
+    image_schema,
+    interleaved,
+    machine,
+    print_rates,
+    seconds,
+    tab_rows,
+    tab_schema,
+)
 from etl.petastorm import enable
 from etl.write.shards import BLOCK_BYTES, parquet_options
 from lockstep.features.schema.schema import Schema
@@ -77,7 +86,7 @@ def _range(data: bytes, offset: int, length: int) -> bytes:
 
 
 def ours(root: Path) -> int:
-    """Fixed batches of arrays, images as (n, 32, 32, 3); the dataset is opened and checked anew each time."""
+    """Fixed batches of arrays, images as (n, 32, 32, 3); each call opens and checks the dataset again."""
     return sum(len(batch["label"]) for batch in split_arrays(str(root), "train", BATCH))
 
 
@@ -146,7 +155,7 @@ def compare(name: str, schema: Schema, rows: pa.RecordBatch, repeats: int, folde
     for groups, found in both.items():
         for clock, spent in (("wall", wall), ("CPU", counted)):
             part = {title: spent[f"{groups}/{title}"] for title in found}
-            told(f"{name}, {groups} row groups, {clock} time", len(rows), part, OURS)
+            print_rates(f"{name}, {groups} row groups, {clock} time", len(rows), part, OURS)
 
 
 def main(argv: list[str]) -> int:
@@ -154,7 +163,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tab", type=int, default=400_000, help="rows of 40 columns")
     parser.add_argument("--images", type=int, default=60_000, help="rows with an image of 3,072 bytes")
-    parser.add_argument("--repeats", type=int, default=5, help="counted rounds, after one that is dropped")
+    parser.add_argument("--repeats", type=int, default=5, help="counted rounds, after a dropped one")
     args = parser.parse_args(argv)
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     pa.set_cpu_count(1)

@@ -1,11 +1,11 @@
-"""What the epoch plan costs over 10^9 samples in 10^5 shards: one rank's lanes, from the shard table to what is read.
+"""The cost of the epoch plan for 10^9 samples in 10^5 shards: one rank's lanes, from the shard table to the reads.
 
     python -m benchmarks.plan_scale [--samples N] [--shards N] [--ranks N] [--repeats N]
 
-Shards differ by a record, so that most end in a short block: the worst case for the plan's arithmetic. Measured: making
-the plan, all lanes' spans of two epochs, the order and runs of the rank's first windows of both (as a run that resumes
-in the second would need), and every run of the rank's lanes in one epoch; without and with 8 cache groups. Each round
-is a process of its own: seconds and the growth of the resident set without tracemalloc, then its peak.
+Shards differ by one record, so that most end in a short block: the worst case for the plan's arithmetic. Measured:
+making the plan, all lanes' spans of two epochs, the order and runs of the rank's first windows of both epochs (as in a
+run that resumes in the second), and every run of the rank's lanes in one epoch; without and with 8 cache groups. Each
+round is a separate process: seconds and the growth of the resident set without tracemalloc, then its peak.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""Runs with kills, stops and restarts at random moments and world sizes: nothing lost, nothing twice, the same bits.
+"""Runs with kills, stops and restarts at random moments and world sizes: no sample lost or repeated, the same bits.
 
     python -m benchmarks.random_kills [--runs 100] [--seed 0] [--keep DIR]
 
 Each run trains a small model with dropout and batch normalisation in real processes (`jobs.train --launcher local`).
-While it does, ranks and drivers are killed (SIGKILL), ended (SIGTERM) or stopped for seconds and woken again (SIGSTOP,
-SIGCONT) at random moments; after a driver's end another one goes on, or takes over from one that is still asleep. Two
+Meanwhile ranks and drivers are killed (SIGKILL), terminated (SIGTERM) or paused for seconds (SIGSTOP, SIGCONT) at
+random moments; after a driver ends, another one resumes the run, or takes it over from one that is still paused. Two
 kinds of runs take turns: with --canonical at a random number of ranks each time (1, 2 or 4), and without at 2 ranks.
-Then: `jobs.verify` finds the run whole (each sample of each epoch counted once, in the planned batches), each committed
-checkpoint loads, and weights, optimizer state and metrics are those of the undisturbed run, bit for bit; under
---canonical that is the run of one rank. A row a run, and the first failure with its seed, which makes the same moments
-again (not the same machine). About 40 s a run on two idle cores. Exit 1 where a run failed.
+Then `jobs.verify` must find the run intact (each sample of each epoch counted once, in the planned batches), each
+committed checkpoint must load, and weights, optimizer state and metrics must equal those of the undisturbed run, bit
+for bit; with --canonical, those of a run of one rank. Prints one row for each run, and the first failure with its seed,
+which repeats the same moments (but not the same scheduling). About 40 s for a run on two idle cores. Exits with 1 if a
+run failed.
 """
 
 from __future__ import annotations
@@ -76,11 +77,11 @@ def faults(run: str, expected: str) -> list[str]:
     """What is wrong with a run that has ended; `expected` is the undisturbed run's fingerprint."""
     from jobs import verify
 
-    told = io.StringIO()
-    with contextlib.redirect_stdout(told), contextlib.redirect_stderr(io.StringIO()):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
         whole = verify.main([run]) == 0
-    found = [] if whole else [line for line in told.getvalue().splitlines() if line.startswith("WRONG")]
-    if "ok    audit" not in told.getvalue():
+    found = [] if whole else [line for line in printed.getvalue().splitlines() if line.startswith("WRONG")]
+    if "ok    audit" not in printed.getvalue():
         found.append("the audit was not checked")
     fs, paths = filesystem(run), RunPaths(run)
     for ref, url in checkpoints(fs, paths).items():
@@ -203,8 +204,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0, help="of the first run; the others count on from it")
-    parser.add_argument("--keep", help="folder for runs that failed (default: none stay)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first run, plus one for each later run")
+    parser.add_argument("--keep", help="folder for failed runs (default: deleted)")
     args = parser.parse_args(argv)
     from tests.training._tiny import write_table
 

@@ -1,12 +1,12 @@
-"""How fast blocks come in the plan's order, from a local disk and from HDFS, against each file read from end to end.
+"""How fast blocks arrive in the plan's order, from a local disk and from HDFS, against reading each file sequentially.
 
     python -m benchmarks.read_ahead [--mb N] [--repeats N] [--lanes L]
 
-Bytes alone, no decoding: `sequential` reads each shard in pieces of 4 MiB; `by range` reads the blocks in an epoch's
-order, each by a call of its own, as without `prefetch`; `ahead` through BlockFetcher, with hints for as many blocks as
-the budget holds; `ahead, windows` the lanes' windows in turn, most of them a part of a block; `cached`: the same out of
-a node's cache, filled in the dropped round. Each way also takes a checksum of all bytes, as the decoder does.
-Interleaved rounds; what carries over is the ratio. 1 MB is 10^6 bytes.
+Only bytes, no decoding: `sequential` reads each shard in pieces of 4 MiB; `by range` reads the blocks in an epoch's
+order, each by a separate call, as without `prefetch`; `ahead` through BlockFetcher, with hints for as many blocks as
+the budget holds; `ahead, windows` the lanes' windows in turn, most of them a part of a block; `cached`: the same from a
+node's cache, filled in the dropped round. Each way also computes a checksum of all bytes, as the decoder does.
+Interleaved rounds; compare the ratio. 1 MB is 10^6 bytes.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def compare(name: str, root: str, lanes: int, repeats: int, cache: str) -> None:
     for way, values in rates.items():
         ratios = sorted(value / other for value, other in zip(values[1:], base, strict=True))
         median = statistics.median(values[1:])
-        told = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} - {ratios[-1]:.2f})"
-        print(f"{name:12} {way:18} {median:8.0f} MB/s   ratio {told}", flush=True)
+        spread_text = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} - {ratios[-1]:.2f})"
+        print(f"{name:12} {way:18} {median:8.0f} MB/s   ratio {spread_text}", flush=True)
 
 
 def main(argv: list[str]) -> int:
@@ -141,7 +141,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mb", type=int, default=256)
     parser.add_argument("--lanes", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=5, help="counted rounds, after one that is dropped")
+    parser.add_argument("--repeats", type=int, default=5, help="counted rounds, after a dropped one")
     args = parser.parse_args(argv)
     print(f"python {platform.python_version()}, hdfs-native {version('hdfs-native')}, {os.cpu_count()} cores,")
     print(f"load {os.getloadavg()[0]:.1f}, {args.repeats} rounds after a dropped one; median (min - max)")

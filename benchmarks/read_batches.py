@@ -1,12 +1,12 @@
-"""A split to batches of arrays on one core: TFRecord beside tf.data, Parquet beside pyarrow's own batches.
+"""A split to batches of arrays on one core: TFRecord against tf.data, Parquet against pyarrow's own batches.
 
     python -m benchmarks.read_batches [--rows N] [--repeats N] [--formats tfrecord parquet]
 
-Both shapes of shared/shapes.py, written once by our own writers in four shards, in memory; Parquet also on the disk,
-where the page cache has it. tf.data reads with and without autotuning (never with num_parallel_reads, which is its slow
-way) and parses whole batches by tf.io.parse_example; images stay bytes there, while ours are arrays of (n, 32, 32, 3).
-CPU seconds of the process are counted, since other work may share the machine, and of two runs in a row the second: a
-reader that comes after another has its memory from the system anew.
+Both shapes of shared/shapes.py, written once by this project's writers in four shards, in memory; Parquet also on
+disk, in the page cache. tf.data reads with and without autotuning (never with num_parallel_reads, which is slower) and
+parses whole batches by tf.io.parse_example; its images stay bytes, while this project's are arrays of (n, 32, 32, 3).
+Times are CPU seconds of the process, since other work may share the machine; of two runs in a row the second counts,
+since the first after another reader gets its memory from the system.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from benchmarks.shared.shapes import (
     image_schema,
     interleaved,
     machine,
+    print_rates,
     tab_rows,
     tab_schema,
-    told,
     warm_cpu_seconds,
 )
 from lockstep.features.schema.schema import Schema
@@ -116,15 +116,15 @@ def compare(name: str, schema: Schema, rows: pa.RecordBatch, repeats: int, fmt: 
             works = {f"tf.data, {form}": by_tensorflow(root, schema, count, form) for form in forms}
         works["ours"] = ours(root, count)
         spent = interleaved({label: partial(warm_cpu_seconds, work) for label, work in works.items()}, repeats)
-        told(f"{name}, {fmt}, from {'memory' if folder else 'disk'}", count, spent, next(iter(works)))
+        print_rates(f"{name}, {fmt}, from {'memory' if folder else 'disk'}", count, spent, next(iter(works)))
 
 
 def main(argv: list[str]) -> int:
     """Print three tables a shape; exit code 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=100_000, help="rows of each shape")
-    parser.add_argument("--repeats", type=int, default=5, help="counted rounds, after one that is dropped")
-    parser.add_argument("--formats", nargs="+", default=["tfrecord", "parquet"], help="which formats to read")
+    parser.add_argument("--repeats", type=int, default=5, help="counted rounds, after a dropped one")
+    parser.add_argument("--formats", nargs="+", default=["tfrecord", "parquet"], help="formats to read")
     args = parser.parse_args(argv)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})

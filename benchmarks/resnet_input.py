@@ -1,16 +1,16 @@
-"""ResNet-20 fed from a real HDFS, two ranks: how long steps wait for data, and what data cost beside synthetic ones.
+"""ResNet-20 fed from a real HDFS, two ranks: how long steps wait for data, and what real data cost against synthetic.
 
     python -m benchmarks.resnet_input [--steps 84] [--rounds 4] [--run-steps 390] [--augment OP ...] [--hdfs URL]
 
-A NameNode and two DataNodes of its own on this host (they share the ranks' cores), or the HDFS at `--hdfs`. The
-pictures are the project's excerpt of Fashion-MNIST as 32 x 32 x 3, as often as the steps need them, in TFRecord. Before
-each measurement the kernel forgets what it keeps of the DataNodes' files, so that blocks come from the disk again.
+Starts a NameNode and two DataNodes on this host (they share the ranks' cores), or uses the HDFS at `--hdfs`. The images
+are the project's excerpt of Fashion-MNIST as 32 x 32 x 3, repeated as often as the steps need, in TFRecord. Before each
+measurement the kernel drops the DataNodes' files from its page cache, so that blocks come from the disk.
 
-First what `jobs.profile_run` measures: the same compiled step on one kept batch (synthetic), on blocks from a cache and
-on blocks from HDFS, in turns; tracing falls into a round that is dropped. Then a real run by
-`training.driver.train.train`, of two epochs, whose own rows say for how long each rank's steps waited; its first steps
-are left out. Two bars: blocked on input for less than 2 % of the steps' time, and steps within 3 % of those on
-synthetic data. Six minutes on an idle machine with two cores.
+First it measures like `jobs.profile_run`: the same compiled step on one kept batch (synthetic), on blocks from a cache
+and on blocks from HDFS, in turns; tracing falls into a round that is dropped. Then it runs two epochs by
+`training.driver.train.train`, whose metrics report how long each rank's steps waited; its first steps are left out. Two
+targets: blocked on input for less than 2 % of the steps' time, and steps within 3 % of those on synthetic data. Takes
+six minutes on an idle machine with two cores.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def profiled(config: TrainConfig, args: argparse.Namespace, forget: Callable[[],
         return profile(config, run_local, steps=args.steps, rounds=args.rounds, on_round=on_round)
 
 
-def told(found: Profile) -> tuple[float, float]:
+def print_profile(found: Profile) -> tuple[float, float]:
     """Print the table; which share of a step on cold data waits for them, and how much longer than synthetic it is."""
     print(table(found), flush=True)
     measured = found.measured
@@ -143,11 +143,11 @@ def run_steps(config: TrainConfig) -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; 1 where a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=84, help="of each kind and round")
-    parser.add_argument("--rounds", type=int, default=4, help="that count, after one that does not")
-    parser.add_argument("--run-steps", type=int, default=390, help=f"of the real run, {EPOCHS} epochs")
-    parser.add_argument("--augment", nargs="+", default=[], metavar="OP", help="as of jobs.train, such as crop:4 flip")
-    parser.add_argument("--hdfs", metavar="URL", help="a folder on an HDFS that is there (default: one of its own)")
+    parser.add_argument("--steps", type=int, default=84, help="steps of each kind in a round")
+    parser.add_argument("--rounds", type=int, default=4, help="counted rounds, after a dropped one")
+    parser.add_argument("--run-steps", type=int, default=390, help=f"steps of the real run of {EPOCHS} epochs")
+    parser.add_argument("--augment", nargs="+", default=[], metavar="OP", help="as for jobs.train, such as crop:4 flip")
+    parser.add_argument("--hdfs", metavar="URL", help="a folder on an existing HDFS (default: start one)")
     args = parser.parse_args(argv)
     print(f"{machine('keras', 'tensorflow', 'hdfs-native')}; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     with tempfile.TemporaryDirectory() as folder, hdfs(args.hdfs, Path(folder, "hdfs")) as root:
@@ -159,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for path in Path(folder).rglob("blk_*"):
                 drop_pages(str(path))
 
-        waits, longer = told(profiled(config, args, forget))
+        waits, longer = print_profile(profiled(config, args, forget))
         forget()
         blocked = run_steps(config)
         filesystem(root).delete(root, recursive=True)

@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--model", default="resnet20")
     parser.add_argument("--global-batch", type=int, default=64)
     parser.add_argument("--kills", type=int, default=3)
-    parser.add_argument("--no-spare", action="store_true", help="leave out the runs with --spare")
+    parser.add_argument("--no-spare", action="store_true", help="without the runs with --spare")
     args = parser.parse_args()
     print(f"{machine('tensorflow', 'keras', 'pyspark')}; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     print(f"{args.model}, {RANKS} ranks, global batch {args.global_batch}; level {IN_PLACE}: supervisors stay")

@@ -1,13 +1,13 @@
-"""The cost model against what is measured between 2 to 8 ranks of this host, then simulated clusters.
+"""The cost model against measurements with 2 to 8 ranks of this host, then simulated clusters.
 
     python -m benchmarks.scaling [--rounds 9] [--mbit 200] [--simulate-only]
 
-Eight processes meet over TCP once; groups of the first N of them are measured in turns, so that a disturbance meets
-every N alike. Costs are fitted to FIT_RANKS and FIT_SIZES; all other pairs are predictions. The processes share the
-host's cores: a call takes as long as all ranks' work, divided by the cores. About a minute.
+Eight processes connect over TCP once; groups of the first N of them are measured in turns, so that a disturbance
+affects every N alike. Costs are fitted to FIT_RANKS and FIT_SIZES; all other pairs are predictions. The processes share
+the host's cores: a call takes as long as all ranks' work, divided by the cores. Takes about a minute.
 
-With --mbit (as root) each process has a host of its own, a network namespace with so slow a link that the cores wait
-for it: there the model is all there is, along the busiest rank's path. Three minutes at 200 Mbit/s and 3 rounds.
+With --mbit (as root) each process is on a host of its own, a network namespace with a link so slow that the cores wait
+for it: there only the model along the busiest rank's path counts. Three minutes at 200 Mbit/s and 3 rounds.
 """
 
 from __future__ import annotations
@@ -91,11 +91,11 @@ def work(case: Case) -> Counts:
 
 @dataclass(frozen=True, slots=True)
 class CrowdedCosts:
-    """One algorithm's costs where ranks share cores, in processor time of all ranks together.
+    """One algorithm's costs if ranks share cores, in CPU time of all ranks together.
 
-    Beside alpha and beta there is what only a crowd pays: a rank's own part of a call, and what a frame costs more with
-    each further process that the cores must switch to; and bytes beyond the cache cost more. Reducing is part of beta
-    here: every algorithm reduces the same.
+    In addition to alpha and beta, each rank adds its part of a call, each further process makes a frame more expensive
+    because the cores must switch, and bytes beyond the cache cost more. Reduction is part of beta here, since every
+    algorithm reduces the same bytes.
     """
 
     alpha_s: float
@@ -207,11 +207,11 @@ def show(
         line = f"{n:>5} {name:<17}"
         for nbytes in sizes:
             case = (n, name, nbytes)
-            told = predict(case)
-            error = told / measured[case] - 1
+            predicted = predict(case)
+            error = predicted / measured[case] - 1
             errors[in_fit(case)].append(abs(error))
             mark = "*" if in_fit(case) else " "
-            line += f"{measured[case] * 1e3:>9.2f} {told * 1e3:>7.2f} {error:>+6.0%}{mark}"
+            line += f"{measured[case] * 1e3:>9.2f} {predicted * 1e3:>7.2f} {error:>+6.0%}{mark}"
         print(line)
     print("milliseconds: measured (lower quartile of rounds, slowest rank), predicted, error; * used in the fit")
     for fitted, values in errors.items():
@@ -227,7 +227,7 @@ def main() -> None:
     """Measure, compare, simulate."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--mbit", type=int, help="of each host's link, between network namespaces; needs root")
+    parser.add_argument("--mbit", type=int, help="rate of each host's link between network namespaces; needs root")
     parser.add_argument("--simulate-only", action="store_true")
     args = parser.parse_args()
     sizes = list(WIRE_SIZES if args.mbit else SIZES)

@@ -1,17 +1,18 @@
-"""How good the plan's shuffle is on data that lies sorted in one shard, against a full shuffle and a shuffle buffer.
+"""How well the plan shuffles data that is sorted in one shard, against a full shuffle and a shuffle buffer.
 
     python -m benchmarks.shuffle_quality [--data DIR] [--seeds N] [--epochs N] [--no-training]
 
-Fashion-MNIST sorted by label, and a day of a web server's log as it came, by time; DIR holds `fashion-mnist/` and
-`weblogs/` (default: data/ of this repository). Nothing is read through the plan: it says which record comes when, and
-that order is measured. Block and window as on disk (blocks of 2 MiB, 8 MiB of windows), and both a 32nd, which
-is what a set 32 times as large has of its T samples.
+Fashion-MNIST sorted by label, and a day of a web server's log in its order, by time; DIR has `fashion-mnist/` and
+`weblogs/` (default: data/ of this repository). No data are read through the plan: it computes the order of the records,
+and that order is measured. Block and window as on disk (blocks of 2 MiB, 8 MiB of windows), and both a 32nd, the
+proportions of a dataset 32 times as large.
 
-order    |rank correlation| of place in the epoch and sort key: 1 as sorted, 0 shuffled (noise: 1 / sqrt(T))
-again    the same of a sample's places in two epochs: 0 where the second epoch's order is new
+order    |rank correlation| of position in the epoch and sort key: 1 if sorted, 0 if shuffled (noise: 1 / sqrt(T) for T
+         samples)
+again    the same for a sample's positions in two epochs: 0 if the second epoch's order is independent
 runs     mean length of runs of one label over that of a full shuffle
 batch    distance (total variation) of a batch's label shares from those of all samples, mean over batches
-32       the same over 32 batches together: what a model sees for a while
+32       the same over 32 batches together
 accuracy of a small network (one hidden layer of 64; web log: logistic regression on hashed words) on held-out samples,
          mean and standard deviation over seeds
 """
@@ -72,7 +73,7 @@ def fashion(folder: Path) -> Data:
 
 
 def weblog(folder: Path) -> Data:
-    """The web log by time; the label is the third of the day, which its words tell in part and its order entirely.
+    """The web log by time; the label is the third of the day, which words predict partly and order completely.
 
     Every fifth request is held out.
     """
@@ -254,7 +255,7 @@ def orders_of(data: Data) -> list[tuple[str, Order]]:
     total = len(data.label)
     found: list[tuple[str, Order]] = [
         ("full shuffle", lambda seed, epoch: np.random.default_rng([seed, epoch, 7]).permutation(total)),
-        ("as it lies", lambda seed, epoch: np.arange(total)),
+        ("as stored", lambda seed, epoch: np.arange(total)),
     ]
     for scale in (1, SCALE):
         found.append(buffered(data, scale))
@@ -279,11 +280,11 @@ def main(argv: list[str]) -> int:
         print(f"{'':<43}{'order':>8}{'again':>8}{'runs':>8}{'batch':>8}{TOGETHER:>8}  accuracy")
         for name, order in orders_of(data):
             cells = "".join(f"{value:>8.3f}" for value in quality(data, order))
-            told = ""
+            accuracy_text = ""
             if not args.no_training:
                 found = [accuracy(data, order, seed, args.epochs) for seed in range(args.seeds)]
-                told = f"  {100 * np.mean(found):.2f} +- {100 * np.std(found, ddof=1):.2f} %"
-            print(f"{name:<43}{cells}{told}", flush=True)
+                accuracy_text = f"  {100 * np.mean(found):.2f} +- {100 * np.std(found, ddof=1):.2f} %"
+            print(f"{name:<43}{cells}{accuracy_text}", flush=True)
     print(
         "\nof what a node reads, it has read so much in the epoch before: epochs 1, 2, ... of 60,070 records, 64 lanes"
     )

@@ -1,11 +1,11 @@
-"""What reading through format("tfrecord") costs beside Spark's own Parquet: the same rows to a noop write, interleaved.
+"""The cost of reading with format("tfrecord") against Spark's Parquet: the same rows to a noop write, interleaved.
 
     python -m benchmarks.spark_read [--rows N] [--images N] [--repeats N] [--shards N] [--master M]
 
-A work is the whole job: load(), plan, read, noop. The table and the images are those of shared/shapes.py; before
-anything is measured both forms are compared row by row. Parquet is written by Spark, uncompressed, in as many files.
-CPU seconds are those of the JVM and all its Python workers; they say more than wall seconds on a machine that others
-use too.
+Each measurement is the whole job: load(), plan, read, noop. The table and the images are those of shared/shapes.py;
+before measuring, both forms are compared row by row. Spark writes the Parquet files, uncompressed, as many as there are
+shards. CPU seconds are those of the JVM and all its Python workers; they are more reliable than wall seconds on a
+shared machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,16 @@ import psutil
 import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 
-from benchmarks.shared.shapes import image_rows, image_schema, interleaved, machine, seconds, tab_rows, tab_schema, told
+from benchmarks.shared.shapes import (
+    image_rows,
+    image_schema,
+    interleaved,
+    machine,
+    print_rates,
+    seconds,
+    tab_rows,
+    tab_schema,
+)
 from jobs._session import spark_session
 from lockstep.features.examples.codec import RecordEncoder
 from lockstep.features.schema.schema import Schema
@@ -99,10 +108,10 @@ def measure(spark: SparkSession, title: str, schema: Schema, rows: pa.RecordBatc
             return once
 
         spent = interleaved({name: work(name, make) for name, make in reads.items()}, args.repeats)
-        told(
+        print_rates(
             f"{title}, wall", rows.num_rows, {name: values[1:] for name, values in walls.items()}, "spark.read.parquet"
         )
-        told(f"{title}, CPU", rows.num_rows, spent, "spark.read.parquet")
+        print_rates(f"{title}, CPU", rows.num_rows, spent, "spark.read.parquet")
 
 
 def _cpu_seconds() -> float:
@@ -122,8 +131,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=400_000, help="rows of 40 columns (default 400,000)")
     parser.add_argument("--images", type=int, default=60_000, help="rows of a 3 KB image (default 60,000)")
-    parser.add_argument("--repeats", type=int, default=5, help="rounds that count (default 5)")
-    parser.add_argument("--shards", type=int, default=4, help="files of each form (default 4)")
+    parser.add_argument("--repeats", type=int, default=5, help="counted rounds (default 5)")
+    parser.add_argument("--shards", type=int, default=4, help="files of each format (default 4)")
     parser.add_argument("--master", default="local[2]", help="Spark master (default local[2])")
     args = parser.parse_args()
     print(machine("pyspark", "pyarrow", "numba", "numpy"), args.master)

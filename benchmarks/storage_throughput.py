@@ -1,11 +1,11 @@
-"""Read and write MB/s on a real HDFS: hdfs-native, WebHDFS, and libhdfs where pyarrow finds it.
+"""Read and write MB/s on a real HDFS: hdfs-native, WebHDFS, and libhdfs if pyarrow finds it.
 
     python -m benchmarks.storage_throughput [--sizes MB...] [--repeats N]
 
-Starts a NameNode and two DataNodes of its own (replication 2, all on this machine). Every way writes and reads the
-same random bytes, in pieces of 4 MiB, through the interface that the jobs use, and the two libraries by themselves; in
-turn, the first round dropped. What carries over is the ratio. Then what an upload costs besides: comparing a file by
-HDFS's checksum or by reading it back, and small files one or several at a time. 1 MB is 10^6 bytes.
+Starts a NameNode and two DataNodes (replication 2, all on this machine). Every way writes and reads the same random
+bytes, in pieces of 4 MiB, through the interface that the jobs use; the two libraries also without it. In turns, the
+first round dropped; compare the ratio. Then the further costs of an upload: comparing a file by HDFS's checksum or by
+reading it back, and small files one or several at a time. 1 MB is 10^6 bytes.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def told(values: list[float]) -> str:
+def summary(values: list[float]) -> str:
     """Median and range."""
     return f"{statistics.median(values):8.1f} ({min(values):.1f} - {max(values):.1f})"
 
@@ -139,7 +139,7 @@ def compare(ways: dict[str, Way], data: bytes, repeats: int) -> None:
         base = rates[verb, first][1:]
         ratios = [value / other for value, other in zip(values[1:], base, strict=True)]
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} - {max(ratios):.2f})"
-        print(f"{size:6.0f} MB  {verb:5}  {name:18} {told(values[1:]):28} MB/s   ratio {spread}", flush=True)
+        print(f"{size:6.0f} MB  {verb:5}  {name:18} {summary(values[1:]):28} MB/s   ratio {spread}", flush=True)
 
 
 def comparing(base: str, path: Path, repeats: int) -> None:
@@ -161,7 +161,7 @@ def comparing(base: str, path: Path, repeats: int) -> None:
         for name, work in ways.items():
             spent[name].append(1000 * seconds(work))
     for name, values in spent.items():
-        print(f"{size:6.0f} MB  equal  {name:16} {told(values[1:]):28} ms", flush=True)
+        print(f"{size:6.0f} MB  equal  {name:16} {summary(values[1:]):28} ms", flush=True)
 
 
 def small_files(bases: dict[str, str], folder: Path, repeats: int) -> None:
@@ -177,14 +177,14 @@ def small_files(bases: dict[str, str], folder: Path, repeats: int) -> None:
                 spent = seconds(lambda: upload(items, target, parallel=parallel))  # noqa: B023  # called at once
                 rates.setdefault((name, parallel), []).append(SMALL_FILES / spent)
     for (name, parallel), values in rates.items():
-        print(f"     1 MB  upload {name:12} {parallel} at a time {told(values[1:]):28} files/s", flush=True)
+        print(f"     1 MB  upload {name:12} {parallel} at a time {summary(values[1:]):28} files/s", flush=True)
 
 
 def main(argv: list[str]) -> int:
     """Print the tables; exit code 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[4, 64, 512], metavar="MB")
-    parser.add_argument("--repeats", type=int, default=5, help="counted rounds, after one that is dropped")
+    parser.add_argument("--repeats", type=int, default=5, help="counted rounds, after a dropped one")
     args = parser.parse_args(argv)
     names = ("hdfs", "hdfs-native", "requests", "urllib3", "pyarrow")
     print(f"python {platform.python_version()}, {', '.join(f'{name} {version(name)}' for name in names)}")

@@ -1,10 +1,10 @@
-"""Whether tfx-bsl's decoder gives the values that Spark had: a dataset of every dtype, written by Spark, read by it.
+"""Whether tfx-bsl's decoder returns the values that Spark wrote, in a dataset of every dtype.
 
     python -m benchmarks.tfx_reads PYTHON_WITH_TFX_BSL
 
-No test of the suite: tfx-bsl 1.21.0 comes with 143 packages whose pins do not go with this project's, so it lives in an
-environment of its own (python -m venv TFX; TFX/bin/pip install tfx-bsl==1.21.0 tensorflow==2.21.0). The decoder
-runs twice, with and without a schema of TFMetadata. Prints one line a field; exit code 1 where a value differs.
+It is not a test of the suite: tfx-bsl 1.21.0 needs 143 packages whose pins conflict with this project's, so it runs in
+a separate environment (python -m venv TFX; TFX/bin/pip install tfx-bsl==1.21.0 tensorflow==2.21.0). The decoder runs
+twice, with and without a schema of TFMetadata. Prints one line for each field; exits with 1 if a value differs.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ SCHEMA = Schema(
 
 
 def rows() -> list[dict[str, Any]]:
-    """Every value beside every other, a null in each fifth, lists of nought to three values."""
+    """Rows that cycle through each column's values, with a null in each fifth and lists of zero to three values."""
 
     def one(values: tuple[Any, ...], number: int) -> Any:
         return None if number % 5 == 4 else values[number % len(values)]
@@ -151,7 +151,7 @@ def same(field: Field, value: Any, found: list[Any] | None) -> bool:
 def main() -> int:
     """Write, read and compare; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tfx_reads", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("python", help="a Python that has tfx-bsl")
+    parser.add_argument("python", help="a Python with tfx-bsl")
     python = parser.parse_args().python
     differing = 0
     with tempfile.TemporaryDirectory() as folder:

@@ -1,11 +1,11 @@
-"""Two hosts at 1 Gbit/s, one rank each: what a step of six dense layers of 2,048 waits for its all-reduce.
+"""Two hosts at 1 Gbit/s, one rank each: how long a step of six dense layers of 2,048 waits for its all-reduce.
 
     python -m benchmarks.train_namespaces [--rounds 5] [--steps 6]          (as root, with `ip` and `tc`)
 
-Hosts are network namespaces of this machine (tests/network/hosts.py). The bound is 2 (N - 1) / N bytes of gradients by
-the link's rate; what the backward pass hides of it can be no more than the backward pass, measured as a step that
-updates nothing less an evaluation's step. Exposed is a step with exchange less one of Keras alone, in the same round:
-median (lowest to highest).
+Hosts are network namespaces of this machine (tests/network/hosts.py). The lower bound is 2 (N - 1) / N of the
+gradients' bytes over the link's rate; the backward pass can hide at most its own time, measured as a step that updates
+nothing minus an evaluation's step. Exposed is a step with exchange minus one of plain Keras, in the same round: median
+(lowest to highest).
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Steps a second of two ranks with one thread and one core each, against the ceiling and against peers, in turns.
 
     python -m benchmarks.train_step --model resnet20|dense [--rounds 9] [--steps 15]
-        [--tf-keras FOLDER]        where `pip install --no-deps --target FOLDER tf_keras==2.21.0` put it
+        [--tf-keras FOLDER]        created by `pip install --no-deps --target FOLDER tf_keras==2.21.0`
         [--torch-python PYTHON]    an interpreter that has PyTorch, such as /usr/bin/python3 with Debian's python3-torch
 
-The ceiling is two processes that train the same model at the same time without any exchange. A round lets every
-contestant make `steps` steps while the others wait; a contestant's figure is its slower rank's, and what carries over
-is the ratio to the ceiling of the same round: median (lowest to highest). CPU time is told beside it, in the same
-ratio: neighbours on a shared machine disturb that less. Peers without their option are named.
+The ceiling is two processes that train the same model at the same time without any exchange. In a round every
+contestant makes `steps` steps while the others wait; its figure is that of its slower rank, and the result is the ratio
+to the ceiling of the same round: median (lowest to highest). CPU time is printed with the same ratio: other work on a
+shared machine disturbs it less. Peers without their option are named.
 """
 
 from __future__ import annotations
@@ -139,12 +139,12 @@ def main() -> None:
     for contestant in racing:
         mine = seconds[contestant.name]
         shares = [ceiling / own for ceiling, own in zip(seconds["ceiling"], mine, strict=True)]
-        beside = [other / own for other, own in zip(mine, seconds["lockstep"], strict=True)]
+        ratios = [other / own for other, own in zip(mine, seconds["lockstep"], strict=True)]
         work = [other / own for other, own in zip(cpu[contestant.name], cpu["lockstep"], strict=True)]
         print(
             f"{contestant.name:<10}{rows / statistics.median(mine):9.1f} samples/s a rank   "
             f"of the ceiling {statistics.median(shares):.3f} ({min(shares):.3f} to {max(shares):.3f})   "
-            f"lockstep is {statistics.median(beside):.2f}x ({min(beside):.2f} to {max(beside):.2f}), "
+            f"lockstep is {statistics.median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f}), "
             f"in CPU time {statistics.median(work):.2f}x ({min(work):.2f} to {max(work):.2f})   "
             f"{contestant.about.get('parameters')} parameters {contestant.about.get('torch', '')}"
         )

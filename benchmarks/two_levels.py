@@ -1,12 +1,13 @@
-"""All-reduce by two levels between hosts at 1 Gbit/s: the whole against the bound, and what each level takes alone.
+"""Two-level all-reduce between hosts at 1 Gbit/s: the whole against the lower bound, and each level separately.
 
     python -m benchmarks.two_levels [--hosts 4] [--ranks-per-host 2] [--mib 64] [--rounds 5]     (as root; 1 minute)
 
-Hosts are network namespaces as in benchmarks/namespaces.py, `ranks-per-host` ranks on each, which share memory. The
-bound is 2 (N - 1) / N of the buffer by the rate, N the hosts. `in turn` is the same call with the whole buffer as one
-piece: a level begins when the one before it has ended. All hosts compute on this one machine: with more ranks than
-cores memory's share of the time is several times that of real hosts, which `in one host` shows, made on one host while
-the others rest. Times are the slowest rank's: median (lowest to highest) of the rounds, in which the rows take turns.
+Hosts are network namespaces as in benchmarks/namespaces.py, with `ranks-per-host` ranks on each, which share memory.
+The bound is 2 (N - 1) / N of the buffer over the rate, for N hosts. `in turn` is the same call with the whole buffer as
+one piece: each level begins when the previous one has ended. All hosts compute on this one machine: with more ranks
+than cores, shared memory takes several times its share on real hosts, which `in one host` shows, measured on one host
+while the others are idle. Times are the slowest rank's: median (lowest to highest) of the rounds, in which the rows
+take turns.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The whole Spark write job to TFRecord as a share of its ceiling; writing without a shuffle beside Spark's Parquet.
+"""The whole Spark write job to TFRecord as a share of its ceiling; writing without a shuffle against Spark's Parquet.
 
     python -m benchmarks.write_job [--rows N] [--repeats N] [--master local[2]]
 
-The ceiling is the same job (leak check, sizes, shuffle, sort, staging, manifest) whose functions only count the bytes
-handed to them: its rows carry records that were encoded before, and no shard is written. --plain adds the same job by
-the plain encoder. Without a shuffle, the kernel encodes and writes each partition's rows with digests and index;
-spark-tfrecord's jar cannot be had here, so its figure is its ratio to Parquet in a run of its own, 0.78.
+The ceiling is the same job (leak check, sizes, shuffle, sort, staging, manifest) with functions that only count the
+bytes that they get: its rows carry records that were encoded before, and it writes no shard. --plain adds the same job
+with the plain encoder. Without a shuffle, the kernel encodes and writes each partition's rows with digests and index;
+spark-tfrecord's jar is not available here, so its figure is its ratio to Parquet from another run, 0.78.
 """
 
 from __future__ import annotations
@@ -26,15 +26,24 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from benchmarks.shared.shapes import image_rows, image_schema, interleaved, machine, seconds, tab_rows, tab_schema, told
+from benchmarks.shared.shapes import (
+    image_rows,
+    image_schema,
+    interleaved,
+    machine,
+    print_rates,
+    seconds,
+    tab_rows,
+    tab_schema,
+)
 from etl import columns as c
 from etl.spark.tasks import upload
 from etl.split.assign import Assign, Stored
 from etl.write.dataset import write_dataset
 from etl.write.shards import RESULT, WriteShards
 from jobs._session import spark_session
+from lockstep.features.examples import encode_batch
 from lockstep.features.examples.codec import RecordEncoder
-from lockstep.features.examples.example import encode_batch
 from lockstep.features.sample_id import shard_keys
 from lockstep.features.schema.fields import SAMPLE_ID
 from lockstep.features.schema.schema import Schema
@@ -236,16 +245,14 @@ def timed(works: dict[str, Callable[[], object]], cpu: bool) -> dict[str, Callab
 def main(argv: list[str]) -> int:
     """Print two tables a shape; exit code 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--rows", type=int, default=400_000, help="rows of 40 columns; of images there are 0.15 of them"
-    )
-    parser.add_argument("--repeats", type=int, default=5, help="counted rounds, after one that is dropped")
+    parser.add_argument("--rows", type=int, default=400_000, help="rows of 40 columns; 0.15 times as many images")
+    parser.add_argument("--repeats", type=int, default=5, help="counted rounds, after a dropped one")
     parser.add_argument("--master", default="local[2]")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=SHAPES)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="which tables to print")
-    parser.add_argument("--late", action="store_true", help="also the job that encodes behind the shuffle")
-    parser.add_argument("--cpu", action="store_true", help="count CPU seconds of all processes, not the clock's")
-    parser.add_argument("--plain", action="store_true", help="also the job by the plain encoder, which takes long")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="tables to print")
+    parser.add_argument("--late", action="store_true", help="also the job that encodes after the shuffle")
+    parser.add_argument("--cpu", action="store_true", help="count CPU seconds of all processes, not wall seconds")
+    parser.add_argument("--plain", action="store_true", help="also the job with the plain encoder, which takes long")
     args = parser.parse_args(argv)
     print(machine("pyspark", "pyarrow", "numba", "numpy"), args.master, flush=True)
     with tempfile.TemporaryDirectory() as folder, spark_session("write job", args.master) as spark:
@@ -282,13 +289,15 @@ def compare(spark: Any, folder: str, name: str, schema: Schema, rows: pa.RecordB
     if args.plain:
         works["job, plain encoder"] = patched(write, Assign=PlainAssign)
     if "job" in args.parts:
-        told(f"{name}, whole job", count, interleaved(timed(works, args.cpu), args.repeats), "ceiling")
+        print_rates(f"{name}, whole job", count, interleaved(timed(works, args.cpu), args.repeats), "ceiling")
     works = {
         "Spark's Parquet, uncompressed": unshuffled(full, schema, folder, "parquet"),
         "TFRecord by the kernel": unshuffled(full, schema, folder, "tfrecord"),
     }
     if "unshuffled" in args.parts:
-        told(f"{name}, without a shuffle", count, interleaved(timed(works, args.cpu), args.repeats), next(iter(works)))
+        print_rates(
+            f"{name}, without a shuffle", count, interleaved(timed(works, args.cpu), args.repeats), next(iter(works))
+        )
     df.unpersist()
     full.unpersist()
 

@@ -14,8 +14,8 @@
 # %% [markdown]
 # # A web log, from raw lines to a trained model
 #
-# This notebook makes a dataset from a day of a web server's log, looks at what was kept and what was put in quarantine,
-# trains a logistic regression on two ranks from a cell, and draws its curves. Start it with the project's environment
+# This notebook builds a dataset from one day of a web server's log, looks at the counts and the quarantined lines,
+# trains a logistic regression on two ranks from a cell, and plots its curves. Start it with the project's environment
 # (`.venv`) from the folder `notebooks/`; set `LOCKSTEP_LOG` to another log in the Common Log Format to explore that one.
 
 # %%
@@ -39,11 +39,11 @@ folder
 # %% [markdown]
 # ## A session and a dataset
 #
-# Two task slots are enough: a barrier stage needs one for each rank. To see a quarantine at work, three broken lines are
-# added to the log; a job refuses more than 1 % of them, which `max_bad` changes.
+# Two task slots are enough: a barrier stage needs one for each rank. To fill the quarantine, three broken lines are
+# added to the log. A job fails if more than 1 % of its lines are bad; `max_bad` changes that limit.
 
 # %%
-until_the_end = ExitStack()  # a session lasts over several cells; the last one ends it
+until_the_end = ExitStack()  # the session stays open over several cells; the last cell closes it
 spark = until_the_end.enter_context(lockstep.spark_session("lockstep notebook", master="local[2]"))
 
 broken = folder / "broken.log"
@@ -59,18 +59,18 @@ pd.Series(
 )
 
 # %% [markdown]
-# ## What was rejected, and why
+# ## Rejected lines
 #
-# Every rejected line is kept with its source, its byte position and a reason.
+# The quarantine has every rejected line with its source, its byte position and a reason.
 
 # %%
 quarantine = pd.read_parquet(f"{dataset}/_quarantine")
 quarantine[["source", "position", "reason"]]
 
 # %% [markdown]
-# ## What the shards hold
+# ## The shards
 #
-# The schema says for each column what it is; vocabularies lie beside the shards and are applied when a shard is read.
+# The schema declares each column. Vocabularies are stored next to the shards and applied when a shard is read.
 
 # %%
 pd.DataFrame(manifest.schema["fields"])[["name", "dtype", "kind"]]
@@ -84,7 +84,7 @@ pd.DataFrame(
 # %% [markdown]
 # ## Training on two ranks
 #
-# Each rank is a process of its own inside a barrier stage; they add their gradients over TCP after each step.
+# Each rank is a separate process in a barrier stage. In each step the ranks sum their gradients.
 
 # %%
 result = lockstep.train(
@@ -110,7 +110,7 @@ pd.DataFrame([{"epoch": row["epoch"] + 1, **row["metrics"]} for row in history.e
 # %% [markdown]
 # ## The model and a baseline on the same rows
 #
-# `rate:page` is the mean label of each page in the training split: what one knows without looking at the visitor.
+# `rate:page` is the mean label of each page in the training split: a prediction that ignores the visitor.
 
 # %%
 evaluation = lockstep.evaluate(run, dataset, "test", baseline="rate:page")

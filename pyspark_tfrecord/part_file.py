@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from lockstep.features.examples.codec import RecordEncoder
 from lockstep.features.schema.fields import Field
-from lockstep.features.schema.schema import foreign_schema
+from lockstep.features.schema.schema import Columns
 from lockstep.storage.errors import DataError
 from lockstep.storage.files.interface import Writer
 from lockstep.storage.formats.gzip_blocks import LEVEL
@@ -27,7 +27,7 @@ def write_part(url: str, batches: Iterable[pa.RecordBatch], fields: Sequence[Fie
     No file is made where there is no row. Raises DataError naming the column for a null in a list or in place of one,
     and for a double that 32 bits cannot hold.
     """
-    encoder = RecordEncoder(foreign_schema(fields))
+    encoder = RecordEncoder(Columns(tuple(fields)))
     rows = (batch for batch in batches if len(batch))
     first = next(rows, None)
     if first is None:

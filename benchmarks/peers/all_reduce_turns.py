@@ -1,6 +1,6 @@
-"""What the contestants of benchmarks.all_reduce have in common: each waits on stdin for its turn, measures, answers.
+"""What all contestants of benchmarks.all_reduce share: each waits for its turn on stdin, measures, and answers.
 
-Needs nothing but Python, since peers run in environments of their own.
+Needs only Python's standard library, since peers run in other environments.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ Run = Callable[[int], None]
 
 
 def serve(about: str, prepare: Callable[[int], Run], barrier: Callable[[], None]) -> None:
-    """Answer lines of "BYTES REPEATS" by seconds a call, until stdin ends; `prepare` makes the buffer of a size."""
+    """Answer each line "BYTES REPEATS" with the seconds of a call, until stdin ends; `prepare` makes the buffer."""
     print(json.dumps(about), flush=True)
     prepared: dict[int, Run] = {}
     for line in sys.stdin:
         size, repeats = map(int, line.split())
         if size not in prepared:
-            prepared.clear()  # one size at a time lies in memory
+            prepared.clear()  # keep only one size in memory
             prepared[size] = prepare(size)
             prepared[size](repeats)  # the first time compiles, traces, maps memory
         run = prepared[size]

@@ -1,6 +1,6 @@
-"""One rank of a contestant of benchmarks.all_reduce that lives in the project's own environment.
+"""One rank of a contestant of benchmarks.all_reduce that runs in the project's environment.
 
-python benchmarks/peers/all_reduce_worker.py KIND RANK FOLDER PORT PORT        two ranks; FOLDER is where they meet
+python all_reduce_worker.py KIND RANK FOLDER PORT PORT        two ranks, which find each other by FOLDER
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 MPIEXEC -n 2 PYTHON_WITH_MPI4PY benchmarks/peers/mpich_peer.py
 
-Rank 0 alone has stdin and tells the other; its figure is the slower rank's.
+Only rank 0 has stdin; it forwards commands to the other, and reports the slower rank's figure.
 """
 
 from __future__ import annotations

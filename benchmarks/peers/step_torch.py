@@ -2,7 +2,7 @@
 
     PYTHON_WITH_TORCH benchmarks/peers/step_torch.py MODEL RANK RANKS
 
-The talk is that of benchmarks/shared/step_worker.py; the models are those of benchmarks/shared/step_models.py.
+The protocol is that of benchmarks/shared/step_worker.py; the models are those of benchmarks/shared/step_models.py.
 """
 
 from __future__ import annotations

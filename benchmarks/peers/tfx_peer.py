@@ -3,7 +3,7 @@
     PYTHON_WITH_TFX_BSL benchmarks/peers/tfx_peer.py ROWS.arrow OUT
 
 For each line on stdin it writes all rows of an Arrow file as TFRecord and answers with the CPU seconds that it took.
-tfx-bsl 1.21.0 needs a protobuf and a pandas that do not go with this project's pins.
+tfx-bsl 1.21.0 needs versions of protobuf and pandas that conflict with this project's pins.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     PYTHON_WITH_TFX_BSL benchmarks/peers/tfx_reads_peer.py OUT.arrow inferred|declared KINDS SHARD...
 
-KINDS is JSON: the type (INT, FLOAT or BYTES) of each feature, which the decoder is told with `declared`.
+KINDS is JSON: the type (INT, FLOAT or BYTES) of each feature, which the decoder gets as its schema with `declared`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def schema_of(kinds: dict[str, str]) -> bytes:
 def main() -> None:
     """Decode the records of all shards in batches."""
     out, mode, kinds, *shards = sys.argv[1:]
-    told = (schema_of(json.loads(kinds)),) if mode == "declared" else ()
-    decoder = ExamplesToRecordBatchDecoder(*told)
+    schema = (schema_of(json.loads(kinds)),) if mode == "declared" else ()
+    decoder = ExamplesToRecordBatchDecoder(*schema)
     records = list(tf.data.TFRecordDataset(shards).as_numpy_iterator())
     batches = [decoder.DecodeBatch(records[start : start + 100]) for start in range(0, len(records), 100)]
     table = pa.concat_tables([pa.Table.from_batches([batch]) for batch in batches], promote_options="default")

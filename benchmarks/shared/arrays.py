@@ -1,4 +1,4 @@
-"""A split as plain arrays, batch by batch in the order of its shards: for reading it, not for feeding a model."""
+"""A split as plain arrays, batch by batch in the order of its shards: for reading data, not for training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from lockstep.features.examples.column_checks import tensor_bytes
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import load_dataset
@@ -17,11 +16,11 @@ from lockstep.storage.dataset.manifest_entries import SplitInfo
 from lockstep.storage.errors import ConfigError, DataError
 from training.reading.reader import SplitReader
 
-# Rows leave Arrow in chunks, of which batches are views. Of a TFRecord shard, gzip or not, a chunk is a block, whatever
-# is asked for: the numbers are those of Parquet. A column's way out costs a microsecond, so small batches come from
-# chunks of 2 MiB. A batch that lies across two chunks is copied: 1 in 4 of the large ones, which reads images a fifth
-# faster than chunks of one batch do (5 and 8 batches gain nothing). A block holds some 2 MiB before compression: that
-# bounds the memory of rows that compress well.
+# Rows are converted from Arrow in chunks, and batches are views of these. A chunk of a TFRecord shard, gzip or not, is
+# always a block; the constants are for Parquet. Converting a column costs a microsecond, so small batches come from
+# chunks of 2 MiB. A batch across two chunks is copied: with chunks of 4 large batches that is 1 in 4, and images are
+# read a fifth faster than with chunks of one batch (5 and 8 batches gain nothing). A block has about 2 MiB before
+# compression, which bounds the memory of rows that compress well.
 _CHUNK_BYTES = 2 << 20
 _CHUNK_BATCHES = 4
 _CHUNK_MOST_BYTES = 14 << 20
@@ -32,12 +31,12 @@ Arrays = dict[str, npt.NDArray[Any] | pa.Array]
 
 
 def split_arrays(dataset_url: str, split: str, batch_rows: int) -> Iterator[Arrays]:
-    """The records of a split, `batch_rows` at a time (the last batch is as short as it comes), by field name.
+    """The records of a split, `batch_rows` at a time (the last batch may be shorter), by field name.
 
-    Numbers come as (n,), tensors as (n, *shape) of their dtype; strings, bytes, lists and nullable fields as Arrow
-    arrays, since NumPy has no form for them that keeps everything. Read-only; most batches are views of a chunk, which
-    lives as long as one of them does: 2 to 14 MiB of Parquet, a block of TFRecord, gzip or not. Raises CorruptionError
-    naming file, record and offset, as all reading does, and ConfigError for batches of less than one row.
+    Numbers are (n,), tensors (n, *shape) of their dtype; strings, bytes, lists and nullable fields are Arrow arrays,
+    since NumPy cannot represent them without loss. Batches are read-only; most are views of a chunk, which they keep
+    alive: 2 to 14 MiB of Parquet, or a block of TFRecord, gzip or not. Raises CorruptionError naming file, record and
+    offset, and ConfigError for batches of less than one row.
     """
     _check_rows(batch_rows)
     manifest = load_dataset(dataset_url)
@@ -56,9 +55,9 @@ def _chunk_rows(split: SplitInfo, batch_rows: int) -> int:
 
 
 def cut(chunks: Iterable[Arrays], rows: int) -> Iterator[Arrays]:
-    """The same rows in batches of `rows` each, the last one as short as it comes.
+    """The same rows in batches of `rows` each; the last one may be shorter.
 
-    A batch within a chunk is a view of it; only what lies across several is copied. Raises ConfigError for `rows` < 1.
+    A batch within a chunk is a view of it; a batch across several is copied. Raises ConfigError for `rows` < 1.
     """
     _check_rows(rows)
     held: list[Arrays] = []
@@ -122,7 +121,7 @@ def _array(field: Field, column: pa.Array) -> npt.NDArray[Any] | pa.Array:
         return values
     shape = tuple(size for size in field.shape if size is not None)
     offsets = np.frombuffer(column.buffers()[1], dtype=np.int32)[column.offset : column.offset + len(column) + 1]
-    sizes, wanted = np.diff(offsets), tensor_bytes(field)
+    sizes, wanted = np.diff(offsets), field.tensor_bytes
     if not bool((sizes == wanted).all()):
         raise DataError(
             f"a tensor of field `{field.name}` has the wrong length",

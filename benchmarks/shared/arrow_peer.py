@@ -1,4 +1,4 @@
-"""Parquet files by pyarrow alone: its own batches, and what a program that needs fixed arrays makes of them."""
+"""Parquet files with only pyarrow: its own batches, and fixed-size batches of arrays made from them."""
 
 from __future__ import annotations
 

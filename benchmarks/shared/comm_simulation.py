@@ -1,6 +1,6 @@
-"""A training step on ranks that nobody has at hand: what is computed, what is exchanged, what of it cannot be hidden.
+"""A simulated training step on more ranks than are available: compute, exchange, and the part that cannot be hidden.
 
-A pure function of assumptions. Its figures are simulated and say so wherever they are printed.
+A pure function of assumptions. Its figures are marked as simulated wherever they are printed.
 """
 
 from __future__ import annotations

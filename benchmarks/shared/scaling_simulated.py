@@ -1,4 +1,4 @@
-"""What the model says for clusters that nobody has at hand: `python -m benchmarks.scaling --simulate-only`."""
+"""What the model predicts for clusters that are not available: `python -m benchmarks.scaling --simulate-only`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two shapes that the codec is measured on, and how measurements are taken and told."""
+"""The two shapes of data in the benchmarks, and how measurements are taken and printed."""
 
 from __future__ import annotations
 
@@ -101,12 +101,12 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 
 
 def warm_cpu_seconds(work: Callable[[], object]) -> float:
-    """cpu_seconds of the second of two runs in a row: the first has its memory from the system anew, page by page."""
+    """cpu_seconds of the second of two runs in a row: the first gets its memory from the system page by page."""
     work()
     return cpu_seconds(work)
 
 
-def told(title: str, rows: int, spent: dict[str, list[float]], base: str) -> None:
+def print_rates(title: str, rows: int, spent: dict[str, list[float]], base: str) -> None:
     """Print rows/s of each work, and its speed as a multiple of that of `base`, round by round: median (min - max)."""
     print(f"\n{title}: {rows} rows, {len(spent[base])} interleaved rounds after a dropped one")
     for name, values in spent.items():

@@ -1,4 +1,4 @@
-"""The two models of benchmarks.train_step, for Keras 3 and for tf_keras alike, and one batch for each."""
+"""The two models of benchmarks.train_step, for both Keras 3 and tf_keras, and one batch for each."""
 
 from __future__ import annotations
 

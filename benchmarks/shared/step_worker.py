@@ -1,12 +1,12 @@
-"""One process of benchmarks.train_step: it trains the same batch again and again, as many steps as it is told.
+"""One process of benchmarks.train_step: it trains on the same batch for as many steps as it is asked for.
 
     python -m benchmarks.shared.step_worker CONTESTANT MODEL RANK RANKS    (started by benchmarks.train_step)
 
 Contestants: `plain` (Keras' `fit` without exchange), `ours` (`fit` with `distribute`), `mwms` (tf_keras under
-MultiWorkerMirroredStrategy). Talk, a line of JSON each way: the worker says where it listens, gets all ranks' places,
-says that it is ready, and answers each {"steps": n} by the seconds a step from the end of the first to that of the
-last, of the clock and of all its threads' CPU time, {"forward": n} by those of an evaluation's, {"gradients": n} by
-those of a step that updates nothing.
+MultiWorkerMirroredStrategy). Protocol, one line of JSON in each direction: the worker sends its address, receives the
+addresses of all ranks, reports that it is ready, and answers each {"steps": n} with the seconds for a step from the end
+of the first to that of the last, of wall time and of all its threads' CPU time, {"forward": n} with those of an
+evaluation, {"gradients": n} with those of a step that updates nothing.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def without_update(keras: Any, model: Any) -> Any:
 
     class Idle(keras.optimizers.SGD):
         def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-            # TensorFlow would not compute what nobody takes.
+            # TensorFlow skips unused results.
             tf.numpy_function(lambda *found: np.int32(0), list(grads), tf.int32)
 
     twin = keras.Model(model.inputs, model.outputs)

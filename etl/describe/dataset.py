@@ -18,7 +18,6 @@ import pyarrow.parquet as pq
 from etl.columns import class_field
 from etl.describe.statistics import ColumnStats, ColumnSummary
 from etl.split.warnings import label_lines
-from lockstep.features.encode.bake import is_baked, raw_field
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.sampled import sampled_of
 from lockstep.features.schema.schema import Schema
@@ -112,9 +111,9 @@ def _fields(schema: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 def _baked(schema: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     for field in Schema.from_json(schema):
-        if is_baked(field):
+        if field.is_baked:
             assert field.encoding is not None
-            declared, ids = raw_field(field).encoding or {}, field.encoding.get("ids")
+            declared, ids = field.declared.encoding or {}, field.encoding.get("ids")
             kinds = [one["kind"] for one in (declared, declared.get("of", {})) if one]
             fitted = field.encoding.get("fitted", {"file": "", "splits": []})
             stored = f"{field.dtype} list" if field.is_list else field.dtype

@@ -123,7 +123,7 @@ class SplitSpec:
 
 
 def shares_of(hashes: NDArray[np.uint64], weights: Sequence[int]) -> NDArray[np.intp]:
-    """share_of each hash: (n,) uint64 -> (n,) indices into `weights`."""
+    """The index of the share in `weights`, in order, that each hash falls into: (n,) uint64 -> (n,)."""
     total = sum(weights)
     firsts = [-(-(below << 64) // total) for below in accumulate(weights[:-1])]  # of each share but the first
     return np.searchsorted(np.array(firsts, dtype=np.uint64), hashes, side="right")

@@ -13,7 +13,7 @@ from etl.spark.errors import in_task
 from etl.split.sampling import Sampling
 from etl.split.splits import SplitSpec
 from etl.write.config import WriteConfig
-from lockstep.features.encode.bake import is_baked, raw_schema
+from lockstep.features.encode.bake import raw_schema
 from lockstep.features.examples.foreign import decode_foreign_frames
 from lockstep.features.schema.fields import SAMPLE_ID, sample_id_field
 from lockstep.features.schema.schema import Schema
@@ -83,7 +83,7 @@ def open_parent(url: str, config: WriteConfig, schema: Schema | None) -> Parent:
         # Before the schema, which differs too where one of the two has weights.
         "weights": (stored.get("weights", config.weights), config.weights),
         "sample": _samples(_sample_of(url, stored.get("sample", config.sample)), config.sample),
-        "form of features": (_form(baked=any(map(is_baked, above))), _form(baked=config.bake)),
+        "form of features": (_form(baked=any(field.is_baked for field in above)), _form(baked=config.bake)),
         "schema": (same, (schema or raw).differences(raw) or same),
         "format": (first.format, config.fmt),
         "split": (_split_text(stored.get("split")), config.split_spec.text),

@@ -1,4 +1,4 @@
-"""Arrow arrays from the buffers that kernels fill."""
+"""Arrow arrays made from buffers that kernels fill, and the buffers of Arrow arrays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RUN_BYTES = 64 << 20
 
 
 def array_of(kind: pa.DataType, rows: int, valid: NDArray[np.uint8] | None, *buffers: NDArray[Any]) -> pa.Array:
-    """An Arrow array of `rows` from its buffers; `valid` has a byte a row, 1 for a value."""
+    """An Arrow array of `rows` values from its buffers; `valid` has one byte for each row, 0 for null."""
     bits, nulls = None, 0
     if valid is not None and (nulls := rows - int(np.count_nonzero(valid))):
         bits = pa.py_buffer(bits_of(valid))
@@ -23,8 +23,10 @@ def array_of(kind: pa.DataType, rows: int, valid: NDArray[np.uint8] | None, *buf
 
 
 def in_runs(offsets: NDArray[np.int64], rows: int, read: Read) -> pa.RecordBatch | None:
-    """What `read` makes of records, of which it gets `offsets` (n + 1,): `rows` at a time, so that what it needs for
-    each record is bounded however short they are. None where it gives None.
+    """Call `read` for at most `rows` records at a time and join the batches; None as soon as `read` returns None.
+
+    `offsets` (n + 1,) are where the records begin and the last one ends; `read` gets a part of them. This bounds the
+    memory that `read` takes for each record, however short the records are.
     """
     if len(offsets) - 1 <= rows:
         return read(offsets)
@@ -38,22 +40,22 @@ def in_runs(offsets: NDArray[np.int64], rows: int, read: Read) -> pa.RecordBatch
 
 
 def rows_at_once(row_bytes: int) -> int:
-    """How many records to read at once where each needs `row_bytes` for itself."""
+    """How many records to read at once if each takes `row_bytes` of memory besides its values."""
     return max(1, _RUN_BYTES // max(1, row_bytes))
 
 
 def of_type(column: pa.Array, kind: pa.DataType) -> pa.Array:
-    """The column in a type that holds all of its values; Arrow's cast to the same type takes 2 microseconds."""
+    """The column cast to `kind`, which holds all its values; itself if it has that type: Arrow's cast takes 2 us."""
     return column if column.type == kind else column.cast(kind)
 
 
 def bits_of(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Bytes of 0 and 1 as Arrow's bits."""
+    """Bytes of 0 and 1 packed as Arrow's bits."""
     return np.packbits(values, bitorder="little")
 
 
 def checked_text(column: pa.Array) -> pa.Array | None:
-    """The column, or None for text that is not UTF-8."""
+    """The column, or None if it is text that is not UTF-8."""
     if pa.types.is_string(column.type):
         try:
             column.validate(full=True)
@@ -63,8 +65,9 @@ def checked_text(column: pa.Array) -> pa.Array | None:
 
 
 def flat(values: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-    """The offsets (n + 1,) and bytes of strings or binaries with offsets of any width, not copied unless they are
-    views; nulls take no bytes.
+    """The offsets (n + 1,), from 0, and the bytes of a column of strings or binaries, slices included.
+
+    Bytes are copied only from Arrow's string_view and binary_view. A null has no bytes.
     """
     wide = values.cast(pa.large_binary())
     _, ends, content = wide.buffers()

@@ -1,10 +1,9 @@
-"""How TensorFlow reads our TFRecords by itself: the specification for tf.io.parse_example, and the last step behind it.
+"""Reading our TFRecords with TensorFlow only: the specification for tf.io.parse_example, and the last step after it.
 
     dataset = tf.data.TFRecordDataset(paths).batch(1024)
     dataset = dataset.map(lambda records: decode_parsed(schema, tf.io.parse_example(records, parse_spec(schema))))
 
-The rules are those of lockstep/features/examples/example.py. TensorFlow is imported when a function is called, not
-before.
+lockstep/features/examples/example.py defines how values are stored. TensorFlow is imported when a function is called.
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ _LIST_TYPES = {"int64": "int64", "bool": "int64", "float32": "float32"}
 
 
 def parse_spec(schema: Schema) -> dict[str, Any]:
-    """For tf.io.parse_example: a scalar that is always there has fixed length, lists and nullable fields are ragged.
-
-    A null is a row without a value, as an empty list is: (n,) for the former, (n, None) for the latter two.
+    """For tf.io.parse_example: scalars that are never null have fixed length (n,); lists and nullable fields are ragged
+    (n, None), where a null is an empty row.
     """
     return {field.name: _feature(field) for field in schema}
 
@@ -30,8 +28,8 @@ def parse_spec(schema: Schema) -> dict[str, Any]:
 def parse_sequence_spec(schema: Schema) -> tuple[dict[str, Any], dict[str, Any]]:
     """For tf.io.parse_sequence_example: (context features, sequence features) of a schema of SequenceExamples.
 
-    The lists come out as ragged tensors (n, None, None) of one value each in the last place: `decode_parsed` takes the
-    two dictionaries together and makes them (n, None).
+    TensorFlow returns lists as ragged tensors (n, None, None) with one value in each innermost row. Merge the two
+    dictionaries that it returns and pass them to `decode_parsed`, which makes these (n, None).
     """
     import tensorflow as tf
 
@@ -45,10 +43,10 @@ def parse_sequence_spec(schema: Schema) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 def decode_parsed(schema: Schema, parsed: Mapping[str, Any]) -> dict[str, Any]:
-    """What tf.io.parse_example gave, in the schema's own types.
+    """Convert what tf.io.parse_example returns to the schema's types.
 
-    bool, float64, uint64 (n,) and tensors (n, *shape) come out of the int64 and bytes they lie in, ragged ones as
-    ragged tensors of the same; strings stay tf.string in UTF-8, as TensorFlow has them.
+    Converts bool, float64, uint64 (n,) and tensors (n, *shape) from the int64 and bytes in which records store them;
+    ragged tensors stay ragged. Strings remain tf.string in UTF-8.
     """
     import tensorflow as tf
 
@@ -80,7 +78,7 @@ def _list_type(field: Field) -> Any:
 
 
 def _decoded(field: Field, values: Any) -> Any:
-    """values (m,) as parsed -> (m,) or (m, *shape) in the field's dtype."""
+    """Parsed values (m,) -> (m,) or (m, *shape) in the field's dtype."""
     import tensorflow as tf
 
     if field.dtype == "bool":

@@ -11,17 +11,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from lockstep.features.arrow import flat
+
 _MASK = (1 << 64) - 1
 _LENGTH = struct.Struct("<Q")
 _SIGNED = struct.Struct("<q")
-_UINT = struct.Struct("<Q")
 
 
 def sample_id(fields: Sequence[bytes], occurrence: int) -> int:
     """The signed int64 id of a record.
 
-    The first 8 bytes (little-endian) of SHA-256 over each field, preceded by its length as 8 little-endian bytes, and
-    then the occurrence number likewise as 8 bytes. The lengths keep ("ab", "c") and ("a", "bc") apart.
+    It is the first 8 bytes (little-endian) of SHA-256 over the fields, each after its length as 8 little-endian bytes,
+    and then the occurrence number as 8 bytes. The lengths distinguish ("ab", "c") from ("a", "bc").
     """
     digest = hashlib.sha256()
     for field in fields:
@@ -34,7 +35,7 @@ def sample_id(fields: Sequence[bytes], occurrence: int) -> int:
 def sample_ids(columns: Sequence[pa.Array], occurrences: NDArray[np.int64]) -> NDArray[np.int64]:
     """sample_id of each row: (n,) strings or bytes of any width without nulls, (n,) int64 -> (n,) int64.
 
-    At least one column. Memory: the longest row twice.
+    Needs one column or more. Memory: twice the longest row.
     """
     from lockstep.features import sample_id_kernel as kernel
 
@@ -50,7 +51,7 @@ def sample_ids(columns: Sequence[pa.Array], occurrences: NDArray[np.int64]) -> N
     scratch = np.empty(int(longest.max(initial=0)) + 88, dtype=np.uint8)
     out = np.empty(len(occurrences), dtype=np.uint64)
     kernel.row_hashes(data, ends, widths, np.ascontiguousarray(occurrences), scratch.ctypes.data, out)
-    del raw  # the columns had to live until here
+    del raw  # the kernel reads the columns by address
     return out.view(np.int64)
 
 
@@ -59,7 +60,7 @@ def _is_large(column: pa.Array) -> bool:
 
 
 def splitmix64(value: int) -> int:
-    """Mix 64 bits (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014); unsigned in and out."""
+    """Mix 64 unsigned bits (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014)."""
     z = (value + 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -89,17 +90,11 @@ def shard_of(key: int, num_shards: int) -> int:
     return (key * num_shards) >> 64
 
 
-def unit_hash(value: bytes, seed: int) -> int:
-    """An unsigned 64-bit hash of a group's name, as uniform as SHA-256's; compared with split boundaries.
-
-    The plain form of unit_hashes and group_hashes, which tests hold these against.
-    """
-    digest = hashlib.sha256(b"split" + _UINT.pack(seed & _MASK) + value).digest()
-    return int(_UINT.unpack_from(digest)[0])
-
-
 def unit_hashes(ids: NDArray[np.int64], seed: int) -> NDArray[np.uint64]:
-    """unit_hash of each sample id as 8 little-endian bytes: (n,) int64 -> (n,) uint64."""
+    """A uniform hash of each sample id, by which splits are assigned: (n,) int64 -> (n,) uint64.
+
+    The first 8 bytes (little-endian) of SHA-256 over b"split", the seed and the id, each as 8 little-endian bytes.
+    """
     from lockstep.features import sample_id_kernel as kernel
 
     scratch, out = np.empty(128, dtype=np.uint8), np.empty(len(ids), dtype=np.uint64)
@@ -108,25 +103,14 @@ def unit_hashes(ids: NDArray[np.int64], seed: int) -> NDArray[np.uint64]:
 
 
 def group_hashes(names: pa.Array, seed: int) -> NDArray[np.uint64]:
-    """unit_hash of each name: (n,) strings or binaries without nulls -> (n,) uint64. Memory: the longest name twice."""
+    """The same hash of each group's name, over its UTF-8 bytes in place of an id.
+
+    names (n,) strings or binaries without nulls -> (n,) uint64. Memory: twice the longest name.
+    """
     from lockstep.features import sample_id_kernel as kernel
 
-    _, offsets, values = names.buffers()
-    ends = np.frombuffer(offsets, dtype=np.int32, count=len(names) + 1, offset=names.offset * 4).astype(np.int64)
+    ends, data = flat(names)
     scratch = np.empty(int(np.diff(ends).max(initial=0)) + 96, dtype=np.uint8)
     out = np.empty(len(names), dtype=np.uint64)
-    address = 0 if values is None else values.address
-    kernel.group_hashes(address, ends, np.uint64(seed & _MASK), scratch.ctypes.data, out)
-    del values  # the names had to live until here
+    kernel.group_hashes(data.ctypes.data, ends, np.uint64(seed & _MASK), scratch.ctypes.data, out)
     return out
-
-
-def share_of(value: int, weights: Sequence[int]) -> int:
-    """Which of the shares `weights` an unsigned 64-bit hash falls into: the index of its share, in order."""
-    total, below = sum(weights), 0
-    place = (value * total) >> 64
-    for index, weight in enumerate(weights):
-        below += weight
-        if place < below:
-            return index
-    raise AssertionError(f"hash {value} lies in none of {weights}")  # place < total always holds

@@ -1,4 +1,4 @@
-"""SHA-256 (FIPS 180-4) over the fields of many rows: sample ids and split hashes without a call a row."""
+"""SHA-256 (FIPS 180-4) over the fields of many rows in one call: sample ids and split hashes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _primes(count: int) -> list[int]:
 
 
 def _root_bits(number: int, power: int) -> int:
-    """The first 32 bits behind the point of a number's square or cube root, which the standard takes as constants."""
+    """The first 32 fractional bits of a number's square root (power 2) or cube root (3): the standard's constants."""
     scaled, low, high = number << 32 * power, 0, 1 << 40
     while high - low > 1:
         middle = (low + high) // 2
@@ -39,7 +39,7 @@ _BLOCK_BYTES = 64
 _SPLIT = np.frombuffer(b"split", dtype=np.uint8)
 
 
-# Numba widens sums of 32-bit numbers to 64: each is cut back, from which LLVM sees that 32 do.
+# Numba widens sums of 32-bit numbers to 64 bits. Casting each back lets LLVM compute in 32 bits.
 @njit
 def _turn(value: Any, bits: Any) -> Any:
     return np.uint32((value >> np.uint32(bits)) | (value << np.uint32(32 - bits)))
@@ -75,7 +75,7 @@ def _compress(state: Any, words: Any, address: Any) -> None:
 
 @njit
 def _first_8_bytes(address: Any, size: Any, state: Any, words: Any) -> Any:
-    """The first 8 bytes of the digest of `size` bytes, as a little-endian number; 72 bytes behind them are written."""
+    """The first 8 bytes of the digest of `size` bytes, as a little-endian number; overwrites 72 bytes after them."""
     end = (size + 9 + _BLOCK_BYTES - 1) // _BLOCK_BYTES * _BLOCK_BYTES
     store_u8(address + size, np.uint8(0x80))
     for at in range(address + size + 1, address + end - 8):
@@ -90,7 +90,7 @@ def _first_8_bytes(address: Any, size: Any, state: Any, words: Any) -> Any:
 
 @njit
 def _split_head(scratch: Any, seed: Any) -> Any:
-    """Begin what a split hash is of; returns where the name goes."""
+    """Write the prefix of a split hash's input; returns the address after it."""
     for at in range(len(_SPLIT)):
         store_u8(scratch + at, _SPLIT[at])
     store_u64(scratch + len(_SPLIT), seed)
@@ -99,10 +99,10 @@ def _split_head(scratch: Any, seed: Any) -> Any:
 
 @_kernel
 def row_hashes(data: Any, ends: Any, widths: Any, occurrences: Any, scratch: Any, out: Any) -> None:
-    """The hash of each row's fields, each behind its length, and its occurrence number; into `out`, (n,) uint64.
+    """Hash each row's fields, each after its length, and its occurrence number into `out`, (n,) uint64.
 
-    data, ends, widths: (k,) int64, of each column the addresses of its bytes and offsets, and the size of an offset.
-    `scratch` is the address of room for the longest row's fields, 8 bytes more for each of them, and 80.
+    data, ends, widths: (k,) int64: for each column the addresses of its bytes and of its offsets, and the bytes of an
+    offset. `scratch` is the address of a buffer for the longest row, 8 more bytes for each field, and 80 bytes.
     """
     state, words = np.empty(8, dtype=np.uint32), np.empty(64, dtype=np.uint32)
     for row in range(len(occurrences)):
@@ -119,7 +119,7 @@ def row_hashes(data: Any, ends: Any, widths: Any, occurrences: Any, scratch: Any
 
 @_kernel
 def unit_hashes(ids: Any, seed: Any, scratch: Any, out: Any) -> None:
-    """The split hash of each id, (n,) int64, into `out`, (n,) uint64; `scratch` is the address of 128 bytes."""
+    """Write the split hash of each id, (n,) int64, to `out`, (n,) uint64; `scratch` is the address of 128 bytes."""
     state, words = np.empty(8, dtype=np.uint32), np.empty(64, dtype=np.uint32)
     for row in range(len(ids)):
         at = _split_head(scratch, seed)
@@ -129,8 +129,10 @@ def unit_hashes(ids: Any, seed: Any, scratch: Any, out: Any) -> None:
 
 @_kernel
 def group_hashes(data: Any, offsets: Any, seed: Any, scratch: Any, out: Any) -> None:
-    """The split hash of each group's name, between `offsets`, (n + 1,) int64, of the address `data`, into `out`, (n,)
-    uint64; `scratch` is the address of room for the longest name and 96 bytes.
+    """Write the split hash of each group's name to `out`, (n,) uint64.
+
+    Names are at the address `data`, between `offsets` (n + 1,) int64. `scratch` is the address of a buffer for the
+    longest name and 96 bytes.
     """
     state, words = np.empty(8, dtype=np.uint32), np.empty(64, dtype=np.uint32)
     for row in range(len(out)):

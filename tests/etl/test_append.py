@@ -12,7 +12,7 @@ import pytest
 
 from etl.write.append import ids_of, open_parent
 from etl.write.config import WriteConfig
-from lockstep.features.examples.example import encode_example
+from lockstep.features.examples import encode_example
 from lockstep.features.examples.foreign import decode_foreign_frames
 from lockstep.features.sample_id import sample_id
 from lockstep.features.schema.fields import Field, sample_id_field

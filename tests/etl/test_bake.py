@@ -134,7 +134,7 @@ def test_baked_shards_hold_what_a_model_is_fed(spark: SparkSession, tmp_path: Pa
     frame = spark.read.format("tfrecord").option("split", "train").load(str(tmp_path / "baked"))
     assert {dict(frame.dtypes)[name] for name in ("tags", "item")} == {"array<bigint>"}
     for bake in (True, False):
-        with pytest.raises(ConfigError, match="is baked: its values are a model's inputs already"):
+        with pytest.raises(ConfigError, match="is baked: its values are a model's inputs"):
             write("twice", frame, schema=Schema.from_json(baked.schema), id_columns=["odd"], bake=bake)
     assert not (tmp_path / "twice").exists()
 

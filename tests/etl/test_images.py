@@ -14,7 +14,7 @@ import pytest
 
 from etl.images import job
 from etl.images.config import ImagesConfig
-from lockstep.features.examples.example import decode_batch
+from lockstep.features.examples import decode_batch
 from lockstep.features.images.resize import resize
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import DatasetManifest

@@ -21,7 +21,7 @@ from etl.logs.parse import ROW
 from etl.logs.plan import plan_of
 from etl.write.config import DEFAULT_LABEL, LogsConfig
 from lockstep.features.encode.encoder import Encoder
-from lockstep.features.examples.example import decode_batch
+from lockstep.features.examples import decode_batch
 from lockstep.features.schema.fitted import Vocabulary
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import DatasetManifest

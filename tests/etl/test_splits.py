@@ -22,10 +22,11 @@ from etl.split.sampling import Sampling, balanced
 from etl.split.splits import SplitSpec, shares_of, span_of, texts_of, times_of
 from etl.split.time_and_strata import Histogram, at_rank, cuts_of, ends_of
 from etl.split.warnings import far_from_shares, label_lines
-from lockstep.features.sample_id import shard_keys, share_of, unit_hash
+from lockstep.features.sample_id import shard_keys
 from lockstep.features.schema.fields import sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError, DataError
+from tests.features.split_hashes import share_of, unit_hash
 
 IDS = np.random.default_rng(1).integers(-(2**63), 2**63 - 1, 5000, dtype=np.int64)
 SCHEMA = Schema((sample_id_field(),))

@@ -15,11 +15,10 @@ from lockstep.features.sample_id import (
     shard_key,
     shard_keys,
     shard_of,
-    share_of,
     splitmix64,
-    unit_hash,
     unit_hashes,
 )
+from tests.features.split_hashes import share_of, unit_hash
 
 
 def test_splitmix64_gives_the_published_sequence() -> None:

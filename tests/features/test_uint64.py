@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from etl.fit.exact_sums import ExactSums
 from lockstep.features.encode.encoder import Encoder
+from lockstep.features.examples import decode_batch, encode_batch
 from lockstep.features.examples.codec import RecordDecoder, RecordEncoder
-from lockstep.features.examples.example import decode_batch, encode_batch
 from lockstep.features.examples.sequence_example import encode_sequence_batch
 from lockstep.features.schema.fields import ARROW_TYPES, Field, sample_id_field
 from lockstep.features.schema.fitted import Fitted, Moments, Vocabulary
@@ -68,9 +68,9 @@ def test_what_is_no_uint64_is_refused(values: list[Any], kind: pa.DataType) -> N
         encode_sequence_batch(sequences, rows(pa.array([values], pa.list_(kind))))
     if kind == TYPE:
         for schema, column in ((ONE, pa.array(values, kind)), (MANY, pa.array([values] * 2, pa.list_(kind)))):
-            with pytest.raises(DataError, match=r"no uint64\n.*got"):
+            with pytest.raises(DataError, match=r"not a uint64\n.*got"):
                 encode_batch(schema, rows(column))
-        with pytest.raises(DataError, match="no uint64"):
+        with pytest.raises(DataError, match="not a uint64"):
             encode_sequence_batch(sequences, rows(column))
 
 

@@ -13,9 +13,9 @@ import pytest
 
 from etl.index import Scan
 from jobs import index
-from lockstep.features.examples.example import encode_example
+from lockstep.features.examples import encode_example
 from lockstep.features.schema.declare import load_schema
-from lockstep.features.schema.schema import foreign_field, foreign_schema
+from lockstep.features.schema.schema import Columns, foreign_field
 from lockstep.features.shards.blocks import indexed_blocks, indexed_fields, read_gzip
 from lockstep.features.shards.foreign_files import find_files
 from lockstep.features.shards.read import Lenient
@@ -30,7 +30,7 @@ from lockstep.storage.verify import verify
 from pyspark_tfrecord import DefaultSource
 from tests.pyspark_tfrecord.published import publish
 
-SCHEMA = foreign_schema([foreign_field("n", "int64", False), foreign_field("w", "bytes", True)])
+SCHEMA = Columns((foreign_field("n", "int64", False), foreign_field("w", "bytes", True)))
 
 
 def write(folder: Path, packed: bool = False) -> dict[str, bytes]:

@@ -6,7 +6,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from lockstep.features.examples.example import encode_example
+from lockstep.features.examples import encode_example
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.layout import DatasetPaths, index_path, shard_path

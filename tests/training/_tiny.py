@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lockstep.features.encode.encoder import Encoder
-from lockstep.features.examples.example import encode_batch
+from lockstep.features.examples import encode_batch
 from lockstep.features.sample_id import sample_id
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.fitted import Vocabulary

@@ -189,7 +189,7 @@ def test_a_forged_block_over_a_sparse_file_is_not_read(tmp_path: Path, monkeypat
         fs, paths.shard("train", 0, "tfrecord"), forged, 8, encoder_of(manifest).schema, paths.index("train", 0), index
     )
     monkeypatch.setattr(type(fs), "read_range", None)
-    with pytest.raises(CorruptionError, match="a block is longer than any"):
+    with pytest.raises(CorruptionError, match="a block is too long"):
         shard.read(0, 8)
 
 
@@ -222,6 +222,6 @@ def test_a_parquet_number_that_is_no_uint64_is_refused_with_its_place(
     assert shard.read_block(0).equals(rows.slice(0, 8))
     told = dataset_blocks(str(tmp_path / "d"), manifest)["train"][1]  # what jobs.describe reads
     for read in (lambda: shard.read_block(1), lambda: list(shard.batches(4)), lambda: list(told.read())):
-        with pytest.raises(CorruptionError, match="`u` holds a number that is no uint64") as caught:
+        with pytest.raises(CorruptionError, match="`u` has a number that is not a uint64") as caught:
             read()
         assert (caught.value.file, caught.value.record, caught.value.got) == (url, 8, str(value))

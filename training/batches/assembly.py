@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.features.encode.encoder import Encoded, Encoder
-from lockstep.features.encode.transforms import Lists, Made
+from lockstep.features.encode.transforms import ArrayPlan, Lists
 from training.batches.decode import BYTES_AT_ONCE, ROWS_AT_ONCE, Unit, UnitReader
 from training.batches.kernels import PAIR_BYTES
 from training.plan.epoch_plan import EpochPlan
@@ -34,7 +34,7 @@ class Chunk:
 
     __slots__ = ("_made", "arrays", "epochs", "kept", "targets")
 
-    def __init__(self, made: Sequence[Made], rows: int, slabs: Slabs) -> None:
+    def __init__(self, made: Sequence[ArrayPlan], rows: int, slabs: Slabs) -> None:
         self._made = made
         self.arrays = [
             slabs.array((rows, 2), np.int64) if one.lists else slabs.array((rows, *one.row.shape), one.row.dtype)
@@ -49,12 +49,12 @@ class Chunk:
         return [_in_order(made, array[rows]) for made, array in zip(self._made, self.arrays, strict=True)]
 
 
-def row_bytes(made: Made) -> int:
+def row_bytes(made: ArrayPlan) -> int:
     """Bytes of a row of a column, or of one item of its Lists."""
     return int(np.prod(made.row.shape, dtype=np.int64)) * np.dtype(made.row.dtype).itemsize
 
 
-def _in_order(made: Made, rows: npt.NDArray[Any]) -> npt.NDArray[Any] | Lists:
+def _in_order(made: ArrayPlan, rows: npt.NDArray[Any]) -> npt.NDArray[Any] | Lists:
     """Rows as they are, and lists copied one behind the other from where they lie."""
     if not made.lists:
         return rows

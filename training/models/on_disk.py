@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep.features.encode.bake import is_baked, raw_schema
+from lockstep.features.encode.bake import raw_schema
 from lockstep.features.schema.sampled import sampled_of
 from lockstep.features.schema.schema import Schema
 from lockstep.features.schema.signature import Signature
@@ -62,7 +62,7 @@ def export(
         files = [_upload(path, directory)]
     schema = replace(Schema.from_json(manifest.schema), sampled=sampled_of(manifest))
     files.append(write_bytes(directory, SCHEMA_FILE, canonical_bytes(schema.to_json())))
-    if any(map(is_baked, schema)):
+    if any(field.is_baked for field in schema):
         files.append(write_bytes(directory, RAW_SCHEMA_FILE, canonical_bytes(raw_schema(schema).to_json())))
     files.append(write_bytes(directory, SIGNATURE_FILE, canonical_bytes(signature.to_json())))
     fs = filesystem(dataset_url)

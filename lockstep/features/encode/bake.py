@@ -1,10 +1,9 @@
-"""Baking: from declared columns to columns of what a model is fed, in the form that
-lockstep/features/schema/encodings.py says.
+"""Baking: declared columns to columns of a model's inputs, stored in the form of `stored_form`
+(lockstep/features/schema/encodings.py).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -24,15 +23,10 @@ from lockstep.features.schema.signature import TensorSpec
 from lockstep.storage.errors import ConfigError
 
 
-def is_baked(field: Field) -> bool:
-    """Whether the field's stored values are a model's inputs."""
-    return field.encoding is not None and field.encoding["kind"] == BAKED
-
-
 def baked_field(field: Field, ids: int | None, fitted: Fitted | None) -> Field:
-    """The field as it is stored with its encoding baked in; itself where nothing changes.
+    """The field as it is stored with its encoding baked in; itself if baking does not change it.
 
-    `ids` is how many ids there are, where it has some; `fitted` what its encoding was fitted to.
+    `ids` is the number of ids if it stores ids; `fitted` the statistics of its encoding if these are fitted.
     """
     form = stored_form(field.dtype, field.shape, field.encoding)
     if field.kind != "feature" or form is None:
@@ -46,47 +40,38 @@ def baked_field(field: Field, ids: int | None, fitted: Fitted | None) -> Field:
     return Field(name=field.name, dtype=form[0], shape=form[1], encoding=encoding)
 
 
-def raw_field(field: Field) -> Field:
-    """The field as it was declared before its encoding was baked in."""
-    if not is_baked(field):
-        return field
-    assert field.encoding is not None
-    raw: Mapping[str, Any] = field.encoding["raw"]
-    return Field(**{**raw, "name": field.name, "shape": tuple(raw["shape"])})
-
-
 def raw_schema(schema: Schema) -> Schema:
-    """The declared schema: with the fitted files, its Encoder makes of raw rows what the baked shards hold."""
-    return replace(schema, fields=tuple(map(raw_field, schema)))
+    """The declared schema; its Encoder, with the fitted files, turns raw rows into what the baked shards store."""
+    return replace(schema, fields=tuple(field.declared for field in schema))
 
 
 Bake = Callable[[pa.Array], pa.Array]
-BATCH_BYTES = 64 << 20  # of decoded images and scaled tensors at once: they are larger than what they are made of
+BATCH_BYTES = 64 << 20  # of decoded images and scaled tensors at once: they are larger than the columns they come from
 
 
 def check_bakeable(schema: Schema) -> None:
-    """Raise ConfigError for a feature that no model can be fed with, or where all are stored as a model is fed."""
+    """Raise ConfigError for a feature that cannot be fed to a model, and if baking would change no feature."""
     for field in schema.features:
         if fitted_part(field.encoding) is None:
             plan_of(field, None)
     if not any(stored_form(field.dtype, field.shape, field.encoding) for field in schema.features):
         raise ConfigError(
             "--bake has nothing to do",
-            got=f"features that a model is fed as they are: {', '.join(field.name for field in schema.features)}"[:500],
-            allowed="a feature with an encoding, or a number that is no float32",
+            got=f"features that a model takes unchanged: {', '.join(field.name for field in schema.features)}"[:500],
+            allowed="a feature with an encoding, or a number other than float32",
             next_step="Leave --bake out.",
         )
 
 
 def check_declared(schema: Schema) -> None:
-    """Raise ConfigError for a schema of a baked dataset where a declared one is wanted."""
-    baked = [field.name for field in schema if is_baked(field)]
+    """Raise ConfigError for the schema of a baked dataset, where a declared schema is needed."""
+    baked = [field.name for field in schema if field.is_baked]
     if baked:
         raise ConfigError(
-            f"field `{baked[0]}` is baked: its values are a model's inputs already, of statistics of another dataset",
+            f"field `{baked[0]}` is baked: its values are a model's inputs, encoded with another dataset's statistics",
             got=f"{len(baked)} baked fields",
-            allowed="a schema that says what raw columns are",
-            next_step="For raw rows take lockstep.features.encode.bake.raw_schema(schema); for ids and "
+            allowed="a schema that declares raw columns",
+            next_step="For raw rows use lockstep.features.encode.bake.raw_schema(schema); for ids and "
             "inputs declare plain numbers.",
         )
 
@@ -94,7 +79,7 @@ def check_declared(schema: Schema) -> None:
 class Baker:
     """Makes columns of a baked dataset from those of a declared schema.
 
-    `fitted` holds the statistics of each field that needs some. Raises ConfigError and DataError as Encoder does.
+    `fitted` has the statistics of each field with a fitted encoding. Raises ConfigError and DataError as Encoder does.
     """
 
     def __init__(self, schema: Schema, fitted: Mapping[str, Fitted]) -> None:
@@ -109,10 +94,10 @@ class Baker:
                 self._bakes[field.name] = _bake(field, made, found)
             fields.append(made)
         self.schema = replace(schema, fields=tuple(fields))
-        self._row_bytes = sum(map(_tensor_bytes, self.schema))
+        self._row_bytes = sum(field.tensor_bytes for field in self.schema if field.is_baked and field.is_tensor)
 
     def batches(self, batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-        """The rows as columns of `schema`, a part of them at a time where tensors grow."""
+        """The rows as columns of `schema`, in parts of BATCH_BYTES of tensors."""
         rows = max(1, BATCH_BYTES // self._row_bytes) if self._row_bytes else max(1, len(batch))
         for start in range(0, len(batch), rows):
             part = batch.slice(start, rows)
@@ -128,11 +113,6 @@ def _ids(field: Field, spec: TensorSpec) -> int | None:
     if not has_ids(field.encoding):
         return None
     return spec.ids if spec.ids is not None else spec.shape[0] + 1
-
-
-def _tensor_bytes(field: Field) -> int:
-    sizes = [size for size in field.shape if size is not None]
-    return math.prod(sizes) * np.dtype(field.dtype).itemsize if is_baked(field) and sizes else 0
 
 
 def _bake(field: Field, made: Field, fitted: Fitted | None) -> Bake:
@@ -162,10 +142,10 @@ def _cut(field: Field, made: Field, columns: Columns | None, column: pa.Array) -
 
 
 def _each_once(made: Field, found: NDArray[np.int64], column: pa.Array, size: int) -> pa.Array:
-    """The ids of each row's values, rising, each once; those of none are left out."""
+    """The distinct ids of each row's values in increasing order, without those of unknown values."""
     rows = np.repeat(np.arange(len(column)), np.asarray(pc.list_value_length(column)))
     used = found >= 0
-    # Pairs of row and column as one number: in their order ids rise within each row.
+    # Row and column as one number, by which np.unique sorts ids within each row.
     at, place = np.divmod(np.unique(rows[used] * size + found[used]), size)
     return _lists(made, place + 1, np.bincount(at, minlength=len(column)))
 

@@ -1,4 +1,4 @@
-"""From columns on disk to the arrays that a model is fed: encodings and what was fitted are applied here, when read."""
+"""From columns on disk to the arrays that a model is fed: encodings and fitted statistics are applied when read."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from lockstep.features.encode.transforms import (
+    ArrayPlan,
     Lists,
-    Made,
     Plan,
     at_once,
     baked,
@@ -29,7 +29,6 @@ from lockstep.features.encode.transforms import (
     unfit,
 )
 from lockstep.features.images.decode_many import BadImageError, keeping_bad
-from lockstep.features.schema.encodings import BAKED
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.fitted import Fitted
 from lockstep.features.schema.schema import Schema
@@ -41,12 +40,12 @@ from lockstep.storage.errors import ConfigError, DataError
 class Encoded:
     """A batch of n rows.
 
-    `x` by feature name: one-hot, multi-hot (n, size) float32, ids (n, 1) int64, numbers (n, 1), sequences (n, length)
-    and beside them NAME_mask (n, length) float32 or NAME_length (n, 1) int64, tensors (n, *shape) as declared, or
-    float32 where they are normalised.
+    `x` by feature name: one-hot and multi-hot (n, size) float32, ids (n, 1) int64, numbers (n, 1), sequences
+    (n, length) with NAME_mask (n, length) float32 or NAME_length (n, 1) int64, tensors (n, *shape) as declared, or
+    float32 if they are normalised.
     `y` (n,): float32 for bool and float labels, int64 for integers, or None. `sample_id` (n,) int64. `weight` (n,)
-    float32: how much each sample counts in training, or None where the schema has no such field. `bad` are the images
-    that could not be decoded, where the encoder was asked to go on: zeros of weight 0.
+    float32: each sample's weight in training, None if the schema has no such field. `bad` are the images that an
+    encoder that skips bad images could not decode: their pixels are zeros, their weight is 0.
     """
 
     x: dict[str, NDArray[Any]]
@@ -62,25 +61,25 @@ class Encoded:
 class Encoder:
     """Applies a schema's encodings to record batches.
 
-    `fitted` holds the vocabulary or the moments of each field that needs one, by field name. Raises ConfigError for a
-    feature that cannot be fed to a model as declared, DataError for what is missing in `fitted` or does not fit.
+    `fitted` has the vocabulary or the moments of each field that needs one, by field name. Raises ConfigError for a
+    feature that cannot be fed to a model as declared, DataError for statistics that are missing or do not fit.
     """
 
     def __init__(self, schema: Schema, fitted: Mapping[str, Fitted]) -> None:
         self.schema = schema
-        fed: dict[str, tuple[str, Made]] = {}  # by the array's name: its column and how it is made
+        fed: dict[str, tuple[str, ArrayPlan]] = {}  # by the array's name: its column and how to make it
         for field in schema.features:
             for name, made in plan_of(field, fitted.get(field.name)).items():
                 if name in fed:
-                    raise unfit(field, f"two inputs of the name `{name}`", "names that no mask or length takes")
+                    raise unfit(field, f"two inputs named `{name}`", "names other than those of masks and lengths")
                 fed[name] = field.name, made
         label = schema.label
         if label is not None and (label.shape or label.dtype not in ("int64", "bool", "float32")):
             got, allowed = f"a label of {label.dtype}, shape {label.shape}", "a scalar int64, bool or float32"
-            raise unfit(label, got, allowed, "Build the dataset anew with such a label.")
+            raise unfit(label, got, allowed, "Build the dataset again with such a label.")
         self._label, self._weight = label, schema.weight
         if self._weight is not None and label is None:
-            raise unfit(self._weight, "a weight without a label", "a label whose loss it weighs", "Declare a label.")
+            raise unfit(self._weight, "a weight without a label", "a label, whose loss it weights", "Declare a label.")
         target = None if label is None else TensorSpec(shape=(), dtype="int64" if label.dtype == "int64" else "float32")
         self.signature = Signature(
             features={name: fed[name][1].spec for name in sorted(fed, key=str.encode)},
@@ -90,25 +89,25 @@ class Encoder:
         )
         self._skips = False
         self._names = tuple(fed)
-        self.made: tuple[tuple[str, Made], ...] = (*fed.values(), *self._beside())
-        """The column and the making of each array: the features, then label, sample id and weight."""
+        self.made: tuple[tuple[str, ArrayPlan], ...] = (*fed.values(), *self._other_arrays())
+        """The column of each array and how to make it: the features, then label, sample id and weight."""
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that are read: those of features that are fed, the label, the sample id and the weight."""
+        """The columns to read: those of fed features, the label, the sample id and the weight."""
         return tuple(dict.fromkeys(column for column, _ in self.made))
 
     def encode(self, batch: pa.RecordBatch) -> Encoded:
-        """Encode rows. Raises DataError for a null where none may be, for a label outside its classes and for a weight
-        that is negative or no finite number.
+        """Encode rows. Raises DataError for a null in a column that has none by its schema, for a label outside its
+        classes and for a weight that is negative or not finite.
         """
         ids = batch.column(self.schema.id_field.name)
         return self._decoded(ids, lambda: [made.whole(batch.column(column)) for column, made in self.made])
 
     def early(self, batch: pa.RecordBatch, skip: Container[int] = ()) -> list[NDArray[Any] | Lists | None]:
-        """The first step of `encode`: for each of `made` an array or Lists; None for those numbers that are in `skip`.
+        """The first step of `encode`: for each of `made` an array or Lists; None for the indices in `skip`.
 
-        Arrays lie whole, row after row; some are views of the batch's memory. Raises as `encode` does.
+        Arrays are C-contiguous; some are views of the batch's memory. Raises as `encode` does.
         """
         return [
             None if number in skip else _laid_out(made.early(batch.column(column)), made)
@@ -116,17 +115,17 @@ class Encoder:
         ]
 
     def late(self, rows: Sequence[NDArray[Any] | Lists]) -> Encoded:
-        """The second step: what `early` gave, its rows in any order, as `encode` would give it."""
+        """The second step of `encode`, from rows that `early` returned, in any order."""
         pairs = [(one, made) for one, (_, made) in zip(rows, self.made, strict=True)]
         ids = rows[len(self._names) + (self._label is not None)]
         return self._decoded(ids, lambda: [one if made.late is None else made.late(one) for one, made in pairs])
 
     def skipping_bad_images(self) -> Encoder:
-        """The same encoder, for which an image that cannot be decoded is zeros of weight 0, and all others have one."""
+        """A copy of this encoder that replaces an image it cannot decode by zeros, with weight 0 for the sample."""
         if self._label is None or all((field.encoding or {}).get("kind") != "image" for field in self.schema.features):
             raise ConfigError(
                 "there are no images to skip",
-                got="a dataset without images that are decoded when read, or without a label",
+                got="a dataset without images to decode, or without a label",
                 allowed="images of `jobs.etl_images --store encoded`",
                 next_step="Leave --bad-images out.",
             )
@@ -136,7 +135,7 @@ class Encoder:
         return other
 
     def _decoded(self, ids: Any, make: Callable[[], list[Any]]) -> Encoded:
-        """The arrays that `make` gives, its bad images named or skipped."""
+        """Encode the arrays of `make`; name the sample of a bad image in the error, or skip it."""
         if not self._skips:
             try:
                 return self._encoded(make())
@@ -146,8 +145,8 @@ class Encoder:
             encoded = self._encoded(make())
         weight = np.ones(len(encoded), np.float32) if encoded.weight is None else encoded.weight.copy()
         weight[[error.row for error in bad]] = 0
-        told = [error.of(int(encoded.sample_id[error.row])) for error in sorted(bad, key=lambda error: error.row)]
-        return replace(encoded, weight=weight, bad=tuple(told))
+        named = [error.of(int(encoded.sample_id[error.row])) for error in sorted(bad, key=lambda error: error.row)]
+        return replace(encoded, weight=weight, bad=tuple(named))
 
     def _encoded(self, arrays: list[Any]) -> Encoded:
         x = dict(zip(self._names, arrays, strict=False))
@@ -155,8 +154,8 @@ class Encoder:
         y = None if self._label is None else rest.pop(0)
         return Encoded(x, y, rest[0], rest[1] if self._weight is not None else None)
 
-    def _beside(self) -> Iterator[tuple[str, Made]]:
-        """How label, sample id and weight are made."""
+    def _other_arrays(self) -> Iterator[tuple[str, ArrayPlan]]:
+        """The columns of label, sample id and weight, and how to make their arrays."""
         if self._label is not None:
             target = self.signature.label
             assert target is not None
@@ -178,21 +177,21 @@ class Encoder:
             and not (labels.min() >= 0 and labels.max() < field.num_classes)
         ):
             raise DataError(
-                f"label `{field.name}` lies outside its classes",
+                f"label `{field.name}` is outside its classes",
                 got=span(labels.min(), labels.max()),
                 allowed=f"0 to {field.num_classes - 1}",
-                next_step="Correct the label, or build the dataset anew with the right --num-classes.",
+                next_step="Correct the label, or build the dataset again with the right --num-classes.",
             )
         return labels
 
 
 def plan_of(field: Field, fitted: Fitted | None) -> Plan:
-    """What a model is fed of a feature; raises as Encoder does."""
+    """The arrays that a model is fed from a feature; raises as Encoder does."""
     if field.encoding is not None:
         kind = field.encoding["kind"]
         if kind == "ignore":
             return {}
-        if kind == BAKED:
+        if field.is_baked:
             return baked(field)
         if kind == "normalise":
             return tensor(field)
@@ -220,7 +219,7 @@ def plan_of(field: Field, fitted: Fitted | None) -> Plan:
     return number(field, None)
 
 
-def _laid_out(rows: NDArray[Any] | Lists, made: Made) -> NDArray[Any] | Lists:
+def _laid_out(rows: NDArray[Any] | Lists, made: ArrayPlan) -> NDArray[Any] | Lists:
     if isinstance(rows, Lists):
         return Lists(np.ascontiguousarray(rows.values, dtype=made.row.dtype), rows.offsets)
     return np.ascontiguousarray(rows, dtype=made.row.dtype)
@@ -237,9 +236,9 @@ def _weights(field: Field, column: pa.Array) -> NDArray[np.float32]:
     wrong = ~(np.isfinite(weights) & (weights >= 0))
     if wrong.any():
         raise DataError(
-            f"a weight of field `{field.name}` cannot be one",
+            f"field `{field.name}` has an invalid weight",
             got=str(weights[np.flatnonzero(wrong)[0]]),
             allowed="a finite number from 0 up",
-            next_step="Correct the weights and build the dataset anew.",
+            next_step="Correct the weights and build the dataset again.",
         )
     return weights

@@ -1,4 +1,4 @@
-"""XXH64 and a table of tokens as loops that Numba compiles; lockstep/features/encode/hashing.py is what others call.
+"""Kernels for XXH64 and for a hash table of tokens; lockstep/features/encode/hashing.py is their interface.
 
 XXH64 is the 64-bit xxHash of Y. Collet: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
 """
@@ -29,7 +29,7 @@ def _rotated(value: Any, bits: Any) -> Any:
 
 @_kernel
 def _read(data: Any, at: Any, count: Any) -> Any:
-    """`count` bytes as a little-endian number."""
+    """`count` bytes from `at` on as a little-endian number."""
     value = np.uint64(0)
     for index in range(count):
         value |= np.uint64(data[at + index]) << (_BYTE * np.uint64(index))
@@ -44,6 +44,19 @@ def _round(lane: Any, word: Any) -> Any:
 @_kernel
 def _merged(value: Any, lane: Any) -> Any:
     return (value ^ _round(np.uint64(0), lane)) * P1 + P4
+
+
+@_kernel
+def _with_word(value: Any, word: Any) -> Any:
+    return _rotated(value ^ _round(np.uint64(0), word), np.uint64(27)) * P1 + P4
+
+
+@_kernel
+def _mixed(value: Any) -> Any:
+    """The final avalanche, after which each bit of the hash depends on all bits of `value`."""
+    value = (value ^ (value >> np.uint64(33))) * P2
+    value = (value ^ (value >> np.uint64(29))) * P3
+    return value ^ (value >> np.uint64(32))
 
 
 @_kernel
@@ -65,7 +78,7 @@ def xxh64(data: Any, start: Any, stop: Any, seed: Any) -> Any:
         value = seed + P5
     value += np.uint64(stop - start)
     while stop - at >= 8:
-        value = _rotated(value ^ _round(np.uint64(0), _read(data, at, 8)), np.uint64(27)) * P1 + P4
+        value = _with_word(value, _read(data, at, 8))
         at += 8
     if stop - at >= 4:
         value = _rotated(value ^ (_read(data, at, 4) * P1), np.uint64(23)) * P2 + P3
@@ -73,9 +86,7 @@ def xxh64(data: Any, start: Any, stop: Any, seed: Any) -> Any:
     while at < stop:
         value = _rotated(value ^ (np.uint64(data[at]) * P5), np.uint64(11)) * P1
         at += 1
-    value = (value ^ (value >> np.uint64(33))) * P2
-    value = (value ^ (value >> np.uint64(29))) * P3
-    return value ^ (value >> np.uint64(32))
+    return _mixed(value)
 
 
 @_kernel
@@ -86,8 +97,15 @@ def hash_each(offsets: Any, data: Any, seed: Any, out: Any) -> None:
 
 
 @_kernel
+def hash_words(words: Any, seed: Any, out: Any) -> None:
+    """out[i] = the hash of words[i] (uint64) as 8 little-endian bytes."""
+    for row in range(len(out)):
+        out[row] = _mixed(_with_word(seed + P5 + np.uint64(8), words[row]))
+
+
+@_kernel
 def fill_table(hashes: NDArray[np.uint64], slots: NDArray[np.int64]) -> None:
-    """Put the number of each hash into the first free slot from its place on; slots are a power of two, -1 is free."""
+    """Insert the index of each hash by linear probing; the number of slots is a power of two, -1 is a free slot."""
     last = np.uint64(len(slots) - 1)
     for number in range(len(hashes)):
         place = hashes[number] & last
@@ -100,7 +118,7 @@ def fill_table(hashes: NDArray[np.uint64], slots: NDArray[np.int64]) -> None:
 def find_each(
     offsets: Any, data: Any, hashes: Any, slots: Any, known_offsets: Any, known_data: Any, known_hashes: Any, out: Any
 ) -> None:
-    """out[i] = the number of the token that equals data[offsets[i]:offsets[i + 1]], -1 where none does."""
+    """out[i] = the index of the token that equals data[offsets[i]:offsets[i + 1]], -1 if none does."""
     last = np.uint64(len(slots) - 1)
     for row in range(len(out)):
         out[row] = -1

@@ -1,71 +1,61 @@
-"""Hashes and tokens of whole columns: the hash is XXH64, so that anybody can work out a bucket.
+"""Hashes and token numbers of whole columns. The hash is XXH64, so any program can compute a bucket.
 
-Text is hashed as its UTF-8 bytes, bytes as they are, int64 and uint64 as their 8 little-endian bytes. The bucket is the
-hash, read as a signed number, modulo the number of buckets, never negative. With seed 42 that is Spark SQL's
-`pmod(xxhash64(column), buckets)`, for all but uint64, which Spark has as decimals.
+Text is hashed as its UTF-8 bytes, bytes unchanged, int64 and uint64 as their 8 little-endian bytes. The bucket is the
+hash as a signed number modulo the number of buckets, never negative. With seed 42 that is Spark SQL's
+`pmod(xxhash64(column), buckets)`, except for uint64, which Spark reads as decimals.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-_LONG_BYTES = np.uint64(8)
+from lockstep.features.arrow import flat
 
 
 def hash_values(column: pa.Array, seed: int) -> NDArray[np.int64]:
-    """XXH64 of each value of a string, binary or int64 column, or one of decimals that stand for uint64: (n,) int64; of
-    a null, that of nothing or of 0.
+    """XXH64 of each value of a column of strings, binaries, int64 or decimals for uint64: (n,) int64.
+
+    A null has the hash of an empty string or of 0.
     """
     if pa.types.is_int64(column.type):
-        return _hash_longs(np.asarray(column.fill_null(0), dtype=np.int64), seed)
+        return _hash_words(np.asarray(column.fill_null(0), dtype=np.int64).view(np.uint64), seed).view(np.int64)
     if pa.types.is_decimal(column.type):
-        return _hash_longs(np.asarray(column.cast(pa.uint64()).fill_null(0), dtype=np.uint64).view(np.int64), seed)
-    return _hash_bytes(*_parts(column), seed).view(np.int64)
+        return _hash_words(np.asarray(column.cast(pa.uint64()).fill_null(0), dtype=np.uint64), seed).view(np.int64)
+    return _hash_bytes(*flat(column), seed).view(np.int64)
 
 
 def buckets_of(column: pa.Array, buckets: int, seed: int) -> NDArray[np.int64]:
-    """The bucket 0..buckets-1 of each value, (n,) int64; the caller sees to nulls."""
-    return hash_values(column, seed) % np.int64(buckets)  # of the divisor's sign, as Python's
+    """The bucket 0..buckets-1 of each value, (n,) int64; the caller handles nulls."""
+    return hash_values(column, seed) % np.int64(buckets)  # not negative: the remainder has the sign of the divisor
 
 
 class TokenTable:
-    """Finds the place of texts among known ones, without a Python call a text and without a table for each call."""
+    """A hash table of known texts, which looks up a whole column in one call."""
 
     def __init__(self, tokens: Sequence[str]) -> None:
         from lockstep.features.encode.hash_kernels import fill_table
 
-        self._offsets, self._data = _parts(pa.array(tokens, type=pa.string()))
+        self._offsets, self._data = flat(pa.array(tokens, type=pa.string()))
         self._hashes = _hash_bytes(self._offsets, self._data, 0)
         self._slots = np.full(1 << (2 * len(tokens)).bit_length(), -1, dtype=np.int64)  # at most half full
         fill_table(self._hashes, self._slots)
 
     def find(self, column: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(place, hash) of each value of a string column, (n,) int64 each; place -1 where it is none of the tokens.
+        """The token's index and the hash of each value of a string column, (n,) int64 each; -1 if it is not a token.
 
-        The hash has seed 0. A null is found as the empty text: the caller sees to nulls.
+        The hash has seed 0. A null is looked up as the empty text: the caller handles nulls.
         """
         from lockstep.features.encode.hash_kernels import find_each
 
-        offsets, data = _parts(column)
+        offsets, data = flat(column)
         hashes = _hash_bytes(offsets, data, 0)
         found = np.empty(len(column), dtype=np.int64)
         find_each(offsets, data, hashes, self._slots, self._offsets, self._data, self._hashes, found)
         return found, hashes.view(np.int64)
-
-
-def _parts(column: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-    """The offsets (n + 1,) and bytes of a string or binary column, also of a slice of one."""
-    wide = column.cast(pa.large_string() if pa.types.is_string(column.type) else pa.large_binary())
-    _, offsets, data = wide.buffers()
-    if not len(wide):
-        return np.zeros(1, dtype=np.int64), np.zeros(0, dtype=np.uint8)
-    cut = np.frombuffer(offsets, dtype=np.int64)[wide.offset : wide.offset + len(wide) + 1]
-    return cut, np.frombuffer(data if data is not None else b"", dtype=np.uint8)
 
 
 def _hash_bytes(offsets: NDArray[np.int64], data: NDArray[np.uint8], seed: int) -> NDArray[np.uint64]:
@@ -76,18 +66,9 @@ def _hash_bytes(offsets: NDArray[np.int64], data: NDArray[np.uint8], seed: int) 
     return out
 
 
-def _hash_longs(values: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
-    """XXH64 of 8 bytes each: one round and the last mix."""
-    from lockstep.features.encode.hash_kernels import P1, P2, P3, P4, P5
+def _hash_words(words: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
+    from lockstep.features.encode.hash_kernels import hash_words
 
-    words = values.view(np.uint64)
-    with np.errstate(over="ignore"):
-        value = _rotated(words * P2, 31) * P1 ^ (np.uint64(seed) + P5 + _LONG_BYTES)
-        value = _rotated(value, 27) * P1 + P4
-        value = (value ^ (value >> np.uint64(33))) * P2
-        value = (value ^ (value >> np.uint64(29))) * P3
-    return (value ^ (value >> np.uint64(32))).view(np.int64)
-
-
-def _rotated(words: NDArray[np.uint64], bits: int) -> Any:
-    return (words << np.uint64(bits)) | (words >> np.uint64(64 - bits))
+    out = np.empty(len(words), dtype=np.uint64)
+    hash_words(words, np.uint64(seed), out)
+    return out

@@ -1,4 +1,4 @@
-"""What each encoding makes of a column: the arrays that a model is fed, and their shapes."""
+"""From a column to the arrays that a model is fed: one plan for each encoding, with shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from lockstep.features.encode.hashing import TokenTable, buckets_of
-from lockstep.features.examples.column_checks import tensor_bytes
 from lockstep.features.images.decode_many import decode_files
 from lockstep.features.schema.encodings import INDEX, Encoding, output_of
 from lockstep.features.schema.fields import Field
@@ -24,7 +23,7 @@ from lockstep.storage.errors import ConfigError, DataError
 
 @dataclass(frozen=True, slots=True)
 class Lists:
-    """n rows of any number of values each: row i has values[offsets[i]:offsets[i + 1]]; offsets (n + 1,) int64."""
+    """n rows with any number of values: row i has values[offsets[i]:offsets[i + 1]]; offsets (n + 1,) int64."""
 
     values: NDArray[Any]
     offsets: NDArray[np.int64]
@@ -34,7 +33,7 @@ class Lists:
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        """Values of each row, (n,)."""
+        """The number of values in each row, (n,)."""
         return np.diff(self.offsets)
 
 
@@ -43,29 +42,29 @@ Late = Callable[[Any], NDArray[Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Made:
-    """One array: `late(early(column))` is what a model is fed, where `late` is None what `early` gives.
+class ArrayPlan:
+    """How to make one array: a model is fed `late(early(column))`, or `early(column)` if `late` is None.
 
-    Each row of what `early` gives depends on that row of the column alone.
+    Each row that `early` returns depends only on that row of the column, so that rows can be reordered in between.
     """
 
     spec: TensorSpec
-    """What a model is fed of a row."""
+    """A row of the model's input."""
     early: Early
     """From a column of n rows to an array (n, *row.shape) of row.dtype, or to Lists of such values."""
     row: TensorSpec
-    """A row of what `early` gives; of Lists, one value."""
+    """A row that `early` returns; for Lists, one value."""
     lists: bool = False
-    """Whether `early` gives Lists."""
+    """Whether `early` returns Lists."""
     late: Late | None = None
-    """From rows in any order, an array or Lists, to what a model is fed."""
+    """From rows in any order, an array or Lists, to the model's input."""
     stored: str | None = None
-    """The dtype of what is stored, where a row of `early` is that as it lies, or an int64 as the same float32."""
+    """The stored dtype, if a row of `early` equals the stored bytes or is a stored int64 as float32; else None."""
     borrowed: bool = False
-    """Whether what `early` gives is the column's own memory."""
+    """Whether `early` returns a view of the column's memory."""
 
     def whole(self, column: pa.Array) -> NDArray[Any]:
-        """Both steps: what a model is fed of a column, in an array of its own."""
+        """Both steps: the model's input from a column, in a new array."""
         rows = self.early(column)
         if self.late is not None:
             return self.late(rows)
@@ -73,13 +72,13 @@ class Made:
         return rows.copy() if self.borrowed else rows
 
 
-def at_once(spec: TensorSpec, early: Callable[[pa.Array], NDArray[Any]], stored: str | None = None) -> Made:
-    """An array that is small enough to be made whole in the first step."""
-    return Made(spec=spec, early=early, row=TensorSpec(shape=spec.shape, dtype=spec.dtype), stored=stored)
+def at_once(spec: TensorSpec, early: Callable[[pa.Array], NDArray[Any]], stored: str | None = None) -> ArrayPlan:
+    """The plan of an array that is small enough to be made completely in the first step."""
+    return ArrayPlan(spec=spec, early=early, row=TensorSpec(shape=spec.shape, dtype=spec.dtype), stored=stored)
 
 
 def lists_of(column: pa.Array, values: NDArray[Any]) -> Lists:
-    """The rows of a column of lists, whose flattened values became `values`; a null row has none."""
+    """`values`, one for each of a column's flattened values, by rows of the column; a null row has none."""
     offsets = np.frombuffer(column.buffers()[1], dtype=np.int32)[column.offset : column.offset + len(column) + 1]
     if not len(column):
         return Lists(values, np.zeros(1, dtype=np.int64))
@@ -89,10 +88,10 @@ def lists_of(column: pa.Array, values: NDArray[Any]) -> Lists:
     return Lists(values, offsets.astype(np.int64) - int(offsets[0]))
 
 
-# The values of a column, of a scalar field or of a list's flattened rows, as columns 0..size-1; -1 is none of them.
+# From the values of a scalar field or of flattened lists to categories 0..size-1; -1 is none of them.
 Columns = Callable[[pa.Array], NDArray[np.int64]]
-Plan = dict[str, Made]  # by the name of the array
-_LAST_BITS = 4  # neighbouring floats that values of a constant column may lie apart
+Plan = dict[str, ArrayPlan]  # by the name of the array
+_LAST_BITS = 4  # values of a constant column may differ by so many neighbouring floats
 
 
 def categorical(field: Field, encoding: Encoding, fitted: Fitted | None) -> Plan:
@@ -101,7 +100,7 @@ def categorical(field: Field, encoding: Encoding, fitted: Fitted | None) -> Plan
 
 
 def as_columns(field: Field, output: str, columns: Columns, size: int) -> Plan:
-    """Values that lie in columns as one-hot, multi-hot or index."""
+    """Categories as one-hot, multi-hot or index."""
     if output == INDEX:
         spec = TensorSpec(shape=(1,), dtype="int64", ids=size + 1)
         return {field.name: at_once(spec, lambda column: (columns(column) + 1).reshape(-1, 1))}
@@ -119,11 +118,11 @@ def as_columns(field: Field, output: str, columns: Columns, size: int) -> Plan:
         return lists_of(column, columns(column.flatten())) if field.is_list else columns(column)
 
     spec, one = TensorSpec(shape=(size,), dtype="float32"), TensorSpec(shape=(), dtype="int64")
-    return {field.name: Made(spec=spec, early=early, row=one, lists=field.is_list, late=hot)}
+    return {field.name: ArrayPlan(spec=spec, early=early, row=one, lists=field.is_list, late=hot)}
 
 
 def columns_of(field: Field, encoding: Encoding, fitted: Fitted | None) -> tuple[Columns, int]:
-    """How values become columns, and how many columns there are."""
+    """The function from values to categories, and the number of categories."""
     if encoding["kind"] == "hash":
         buckets, seed = int(encoding["buckets"]), int(encoding["seed"])
         return lambda column: _where_valid(column, buckets_of(column, buckets, seed)), buckets
@@ -140,7 +139,7 @@ def columns_of(field: Field, encoding: Encoding, fitted: Fitted | None) -> tuple
 
 
 def vocabulary_size(encoding: Encoding, vocabulary: Vocabulary) -> int:
-    """The columns of a vocabulary: one a token, then the buckets of unknown tokens."""
+    """The number of categories of a vocabulary: one for each token, then the buckets of unknown tokens."""
     return len(vocabulary.tokens) + int(encoding["oov_buckets"])
 
 
@@ -157,9 +156,9 @@ def _vocabulary(vocabulary: Vocabulary, buckets: int) -> Columns:
 
 
 def _buckets(field: Field, boundaries: Sequence[float]) -> Columns:
-    """Bucket i holds boundaries[i-1] <= value < boundaries[i]; null and NaN are in none."""
+    """Bucket i has boundaries[i-1] <= value < boundaries[i]; null and NaN are in none."""
     if field.dtype in ("int64", "uint64"):
-        # As whole numbers, since a float64 is not exact beyond 2^53; what no such number reaches is no boundary.
+        # Integer boundaries, since float64 is not exact beyond 2^53; one above the type's range separates nothing.
         limits = np.iinfo(field.dtype)
         whole = [max(math.ceil(bound), limits.min) for bound in boundaries if math.ceil(bound) <= limits.max]
         exact = np.array(whole, dtype=field.dtype)
@@ -182,11 +181,11 @@ def _where_valid(column: pa.Array, found: NDArray[np.int64]) -> NDArray[np.int64
 
 
 def standardised(field: Field, fitted: Fitted | None) -> Plan:
-    """(value - mean) / deviation; null and NaN are the mean, so 0.
+    """(value - mean) / deviation; null and NaN are replaced by the mean, so they become 0.
 
-    Of a constant column it is value - mean, so 0 throughout. A column counts as constant if its deviation is at most
-    the distance between neighbouring floats at its mean: then values differ in their last bit, as one sum in several
-    orders does, and rounding the exact mean to a float moves it as far as they lie apart.
+    A constant column becomes value - mean, so 0 everywhere. A column counts as constant if its deviation is at most the
+    distance between neighbouring floats at its mean: then its values differ only in their last bit, like one sum taken
+    in several orders, and rounding the exact mean to a float shifts it by as much.
     """
     if not isinstance(fitted, Moments):
         raise DataError(
@@ -212,7 +211,7 @@ def standardised(field: Field, fitted: Fitted | None) -> Plan:
 
 
 def number(field: Field, encoding: Encoding | None) -> Plan:
-    """The value itself, by default as float32."""
+    """The value, by default as float32."""
     dtype = np.dtype((encoding or {}).get("dtype", "float32"))
     null = None if encoding is None else encoding.get("null_value")
 
@@ -224,19 +223,19 @@ def number(field: Field, encoding: Encoding | None) -> Plan:
             values[~np.asarray(column.is_valid())] = null
         return values.reshape(-1, 1)  # (n,) -> (n, 1): one input column
 
-    # A number as it is, or a whole one that float32 holds (what `narrowed` refuses, who copies it finds).
+    # A number unchanged, or an int64 that float32 represents exactly: code that copies it refuses what `narrowed` does.
     plain = field.dtype in ("int64", "float32") and not field.nullable and encoding is None
     return {field.name: at_once(TensorSpec(shape=(1,), dtype=dtype.name), transform, field.dtype if plain else None)}
 
 
 def sequence(field: Field, encoding: Encoding, fitted: Fitted | None) -> Plan:
-    """The first or last `length` values of each list, then padding; beside them a mask or the number of values."""
+    """The first or last `length` values of each list, then padding; with a mask or the number of values."""
     of = encoding.get("of")
     return as_sequence(field, encoding, *((None, 0) if of is None else columns_of(field, of, fitted)))
 
 
 def as_sequence(field: Field, encoding: Encoding, columns: Columns | None, size: int) -> Plan:
-    """A sequence of the values themselves, or, with `columns`, of ids 0..size."""
+    """A sequence of the values, or, with `columns`, of ids 0..size."""
     length = int(encoding["length"])
     at, pad = np.arange(length), encoding.get("pad_value", 0)
     spec = TensorSpec(shape=(length,), dtype="float32")
@@ -257,10 +256,10 @@ def as_sequence(field: Field, encoding: Encoding, columns: Columns | None, size:
         return kept_of(encoding, column)[1]
 
     value, one = TensorSpec(shape=(), dtype=spec.dtype), TensorSpec(shape=(), dtype="int64")
-    plan: Plan = {field.name: Made(spec=spec, early=early, row=value, lists=True, late=padded)}
+    plan: Plan = {field.name: ArrayPlan(spec=spec, early=early, row=value, lists=True, late=padded)}
     if encoding.get("with", "mask") == "mask":
         mask = TensorSpec(shape=(length,), dtype="float32")
-        plan[f"{field.name}_mask"] = Made(
+        plan[f"{field.name}_mask"] = ArrayPlan(
             spec=mask, early=counted, row=one, late=lambda counts: (at < counts[:, None]).astype(np.float32)
         )
     elif encoding["with"] == "length":
@@ -270,7 +269,7 @@ def as_sequence(field: Field, encoding: Encoding, columns: Columns | None, size:
 
 
 def kept_of(encoding: Encoding, column: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where the values of each row's sequence begin in the flattened column, and how many they are: (n,) each."""
+    """Where each row's sequence begins in the flattened column, and its number of values: (n,) each."""
     return _kept(encoding, np.asarray(pc.list_value_length(column)).astype(np.int64))
 
 
@@ -286,7 +285,7 @@ def sequence_values(field: Field, columns: Columns | None, column: pa.Array) -> 
 
 
 def plain_values(column: pa.Array) -> NDArray[Any]:
-    """The numbers of a column, 0 for null; bool as uint8, decimals as the uint64 that they stand for."""
+    """The numbers of a column, 0 for null; bool as uint8, decimals as uint64."""
     plain = column.cast(pa.uint8()) if pa.types.is_boolean(column.type) else _unsigned(column)
     return np.asarray(plain.fill_null(0) if plain.null_count else plain)
 
@@ -296,24 +295,24 @@ def _unsigned(column: pa.Array) -> pa.Array:
 
 
 def narrowed(field: Field, values: NDArray[Any], dtype: np.dtype[Any], *, rounds: bool = False) -> NDArray[Any]:
-    """A copy as `dtype`: fractions are rounded to nearest. Raises DataError for what would become another number.
+    """A copy as `dtype`, with fractions rounded to nearest.
 
-    That is a number that would become infinite or has no place in int64, and a whole number that is not the same as a
-    float, unless the schema asks for it (`rounds`).
+    Raises DataError for a value that would become infinite, one outside int64, and an integer that a float does not
+    represent exactly, unless the schema asks for rounding (`rounds`).
     """
     with np.errstate(over="ignore"):
         narrow = values.astype(dtype)
     if (dtype.kind != "f" and values.dtype != np.uint64) or not len(values):
         return narrow
     whole = dtype.kind != "f" or (values.dtype.kind in "iu" and not rounds)
-    # Up to there each whole number is a float, or an int64.
+    # All integers up to this limit are floats, or int64.
     limit = 1 << np.finfo(dtype).nmant + 1 if dtype.kind == "f" else (1 << 63) - 1
     wrong = (values > limit) | (values < -limit) if whole else np.isinf(narrow) & np.isfinite(values)
     if wrong.any():
         raise DataError(
             f"a value of field `{field.name}` would become another number as {dtype.name}",
             got=str(values[np.flatnonzero(wrong)[0]]),
-            allowed=f"whole numbers up to {limit} either way" if whole else f"up to {np.finfo(dtype).max}",
+            allowed=f"integers from -{limit} to {limit}" if whole else f"up to {np.finfo(dtype).max}",
             next_step="Declare an encoding: hash or vocabulary for ids, bucketise or standardise for amounts, number to"
             " round or to feed another dtype.",
         )
@@ -321,7 +320,7 @@ def narrowed(field: Field, values: NDArray[Any], dtype: np.dtype[Any], *, rounds
 
 
 def null_error(field: Field) -> DataError:
-    """A null where none may be."""
+    """The error for a null in a column that has none by its schema."""
     return DataError(
         f"field `{field.name}` is null",
         got="null",
@@ -333,7 +332,7 @@ def null_error(field: Field) -> DataError:
 def unfit(
     field: Field, got: str, allowed: str, next_step: str = "Give the field an encoding in its schema."
 ) -> ConfigError:
-    """A field that no model can be fed with as it is declared."""
+    """The error for a field that cannot be fed to a model as declared."""
     return ConfigError(
         f"field `{field.name}` cannot be fed to a model",
         got=got,
@@ -343,11 +342,12 @@ def unfit(
 
 
 def refused_row(attempt: Callable[[int, int], object], rows: int) -> tuple[int, DataError]:
-    """The first of `rows` rows that `attempt(start, stop)` raises a DataError for, and the error for that row alone.
+    """The first of `rows` rows for which `attempt(start, stop)` raises DataError, and the error for only that row.
 
-    `attempt` judges each row by itself, and raises for all rows together. Costs about as much as it does for them.
+    `attempt` must judge each row separately, and raise for all rows together. Bisection: about the cost of one attempt
+    over all rows.
     """
-    start, stop = 0, rows  # where the first one is
+    start, stop = 0, rows  # the first refused row is in start..stop-1
     while stop - start > 1:
         middle = (start + stop) // 2
         try:
@@ -359,24 +359,24 @@ def refused_row(attempt: Callable[[int, int], object], rows: int) -> tuple[int, 
         attempt(start, stop)
     except DataError as error:
         return start, error
-    raise AssertionError(f"{rows} rows are refused together and none of them alone")
+    raise AssertionError(f"{rows} rows are refused together and none of them separately")
 
 
 def span(low: object, high: object) -> str:
-    """A range of values in words."""
+    """A range of values as text."""
     return str(low) if low == high else f"{low} to {high}"
 
 
 def tensor(field: Field) -> Plan:
-    """The tensor as it was stored; with `normalise`, as float32."""
+    """The stored tensor; with `normalise`, as float32."""
     shape = tuple(size for size in field.shape if size is not None)
     row = TensorSpec(shape=shape, dtype=field.dtype)
-    made = Made(spec=row, early=_stored(field, shape), row=row, stored=field.dtype, borrowed=True)
+    made = ArrayPlan(spec=row, early=_stored(field, shape), row=row, stored=field.dtype, borrowed=True)
     return {field.name: _scaled(field, made)}
 
 
 def image(field: Field, encoding: Encoding) -> Plan:
-    """The pixels of encoded image files, decoded when they are read: uint8, or float32 where they are normalised."""
+    """The pixels of encoded image files, decoded when read: uint8, or float32 if they are normalised."""
     height, width, channels = (int(encoding[key]) for key in ("height", "width", "channels"))
     fit = str(encoding.get("fit", "resize"))
 
@@ -394,15 +394,15 @@ def image(field: Field, encoding: Encoding) -> Plan:
 
     pixels = TensorSpec(shape=(height, width, channels), dtype="uint8")
     byte = TensorSpec(shape=(), dtype="uint8")
-    return {field.name: _scaled(field, Made(spec=pixels, early=files, row=byte, lists=True, late=decoded))}
+    return {field.name: _scaled(field, ArrayPlan(spec=pixels, early=files, row=byte, lists=True, late=decoded))}
 
 
-def _scaled(field: Field, made: Made) -> Made:
-    """The same array brought to a mean and a deviation, where the field asks for it."""
+def _scaled(field: Field, made: ArrayPlan) -> ArrayPlan:
+    """The plan with the field's normalisation to a mean and a deviation, if it declares one."""
     encoding, shape, dtype = field.encoding or {}, made.spec.shape, made.spec.dtype
     if "mean" not in encoding:
         return made
-    # float32 is exact enough for pixels and for what is float32 itself; the others are rounded once, at the end.
+    # float32 is exact enough for pixels and float32 values; other types are computed in float64 and rounded at the end.
     work = np.dtype(np.float32 if dtype in ("uint8", "float32") else np.float64)
     deviation = np.array(encoding["deviation"], dtype=np.float64)
     scale = (1.0 / (float(encoding.get("divide_by", 1)) * deviation)).astype(work)
@@ -420,7 +420,7 @@ def _scaled(field: Field, made: Made) -> Made:
 
 def _stored(field: Field, shape: tuple[int, ...]) -> Early:
     dtype = np.dtype(field.dtype).newbyteorder("<")
-    wanted = tensor_bytes(field)
+    wanted = field.tensor_bytes
 
     def transform(column: pa.Array) -> NDArray[Any]:
         if column.null_count:
@@ -436,14 +436,14 @@ def _stored(field: Field, shape: tuple[int, ...]) -> Early:
         if not len(column):
             return np.zeros((0, *shape), dtype=field.dtype)
         data = np.frombuffer(column.buffers()[2], dtype=np.uint8)[offsets[0] : offsets[-1]]
-        # (n * bytes,) uint8 -> (n, *shape): rows lie one after another; a view of Arrow's memory
+        # (n * bytes,) uint8 -> (n, *shape): rows are contiguous; a view of Arrow's memory
         return data.view(dtype).reshape(len(column), *shape)
 
     return transform
 
 
 def baked(field: Field) -> Plan:
-    """The arrays that the declared encoding would give, of what is stored."""
+    """The arrays that the declared encoding would give, from baked values."""
     assert field.encoding is not None
     encoding, ids = field.encoding["raw"]["encoding"] or {}, field.encoding.get("ids")
     columns, size = (None, 0) if ids is None else (_columns(field, ids), ids - 1)
@@ -461,7 +461,7 @@ def _columns(field: Field, ids: int) -> Columns:
         found: NDArray[Any] = np.asarray(column)
         if len(found) and not (found.min() >= 0 and found.max() < ids):
             raise DataError(
-                f"field `{field.name}` holds an id that there is not",
+                f"field `{field.name}` has an id out of range",
                 got=span(found.min(), found.max()),
                 allowed=f"0 to {ids - 1}",
                 next_step="Run `python -m jobs.verify URL`.",

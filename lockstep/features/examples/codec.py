@@ -1,4 +1,7 @@
-"""RecordDecoder: a buffer of whole framed records to columns."""
+"""Framed tf.Examples from columns and back, by compiled kernels: RecordEncoder and RecordDecoder.
+
+Decision record: docs/decisions/060-codec-kernels.md.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from lockstep.features.arrow import array_of, bits_of, checked_text, in_runs, of_type, rows_at_once
-from lockstep.features.examples.example import BytesLike, decode_batch
+from lockstep.features.examples import decode_batch
+from lockstep.features.examples.example import BytesLike
 from lockstep.features.examples.layout import (
     BOOL,
     BOOL_LIST,
@@ -24,19 +28,21 @@ from lockstep.features.examples.layout import (
     describe,
 )
 from lockstep.features.schema.fields import Field
-from lockstep.features.schema.schema import Schema
+from lockstep.features.schema.schema import Columns
 from lockstep.storage.errors import ConfigError, DataError
 from lockstep.storage.formats.tfrecord import parse_records, record_offsets
 
 _MAX_OFFSET = (1 << 31) - 1
-_CELL_BYTES = 16  # where a value of variable size begins, and its size
-_LINE_BYTES = 64  # of a cache
+_CELL_BYTES = 16  # the address and the size of a value of variable size
+_LINE_BYTES = 64  # of a cache line
 
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """Records of several buffers: their columns; of those in place, the address of each value in `buffers`, or the
-    address where the values begin that lie one after another in `memory`.
+    """Decoded records of several buffers: columns as a `batch`, and fields in place by address.
+
+    `places` has the address of each row's value in `buffers`, for tensors. `values` has the address of an array of all
+    rows' values in `memory`, for int64 and floats.
     """
 
     batch: pa.RecordBatch
@@ -47,21 +53,20 @@ class Frames:
 
 
 class RecordDecoder:
-    """Reads what RecordEncoder wrote; both checksums of each record and its form are checked.
+    """Decodes what RecordEncoder wrote, checking both checksums and the form of each record.
 
-    The kernels are compiled at the first call, or found compiled; the GIL is released while they run. Bytes that are
-    not exactly of the encoder's form go to lockstep.features.examples.example.decode_batch, which takes them or says
-    what is wrong. `columns` names those that are wanted (all where None): the others are looked at, but not kept. Of
-    fields in `in_place`, which must not be nullable, `decode_frames` makes no columns: of tensors it tells where they
-    lie, of int64 and floats it gives the values.
+    The first call compiles the kernels or loads them from the cache; they release the GIL. Bytes that differ from the
+    encoder's form go to lockstep.features.examples.decode_batch, which decodes them or reports the error. `columns`
+    names the columns to return (None: all); the others are checked only. For fields in `in_place`, which must not be
+    nullable, `decode_frames` returns addresses in place of columns: see Frames.
     """
 
-    def __init__(self, schema: Schema, columns: Sequence[str] | None = None, in_place: Collection[str] = ()) -> None:
+    def __init__(self, schema: Columns, columns: Sequence[str] | None = None, in_place: Collection[str] = ()) -> None:
         self._schema, self._layout = schema, Layout.of(schema)
         unfit = [name for name in in_place if schema[name].nullable or schema[name].is_list]
         if unfit:
             raise ConfigError(
-                "fields that may be null and lists have no place of a fixed size",
+                "nullable fields and lists cannot be decoded in place",
                 got=", ".join(unfit),
                 allowed="scalars and tensors that are never null",
                 next_step="Leave them out of `in_place`.",
@@ -73,7 +78,7 @@ class RecordDecoder:
         kept = [field for field in schema.arrow_schema() if field.name in self._wanted]
         self._arrow = pa.schema([field for field in kept if field.name not in self._in_place])
         kinds, widths = self._layout.kinds.tolist(), self._layout.widths.tolist()
-        # A tensor that is always there has a place of its own; one that may be null takes no room where it is.
+        # A tensor that is never null has memory of a fixed size; a nullable one takes none where it is null.
         apart = [
             number
             for number, (field, kind) in enumerate(zip(self._layout.fields, kinds, strict=True))
@@ -84,13 +89,13 @@ class RecordDecoder:
         self._variable = {number: row for row, number in enumerate(apart)}
         self._rows_at_once = rows_at_once(_CELL_BYTES * len(apart) + len(self._layout.fields))
         self._rows_apart = np.array([self._variable.get(number, -1) for number in range(len(kinds))], dtype=np.int64)
-        # The others that are wanted, and the bytes of a value of each.
+        # The wanted fields of fixed size, and the bytes of one value of each.
         self._fixed = [number for number in self._wanted.values() if number not in self._variable]
         self._sizes = [{INT: 8, BOOL: 1}.get(kinds[number], widths[number]) for number in self._fixed]
         self._value_bytes = np.array(self._sizes, dtype=np.int64)
         self._tensor_bytes = max((widths[number] for number in self._fixed if kinds[number] == TENSOR), default=0)
         self._nullable = [number for number, field in enumerate(self._layout.fields) if field.nullable]
-        # Those of which only addresses are wanted, and all others.
+        # Fields of fixed size that are returned by address, and those returned as columns.
         self._place_of = {number: place for place, number in enumerate(self._fixed)}
         raw = [name for name in self._names if name in self._in_place and self._wanted[name] in self._place_of]
         self._raw = {name: self._wanted[name] for name in raw}
@@ -99,11 +104,10 @@ class RecordDecoder:
     def decode(
         self, buffer: BytesLike | NDArray[np.uint8], *, file: str, first_record: int = 0, base_offset: int = 0
     ) -> pa.RecordBatch:
-        """The records of a buffer, in the schema's order of columns. It may go afterwards: nothing points into it.
-        Columns that are in place are left out.
+        """The records of a buffer as columns in the schema's order, without those in place. The buffer is not kept.
 
-        `file`, `first_record` and `base_offset` (where the buffer lies in the file) only serve messages. Raises
-        CorruptionError naming file, record and offset, DataError naming record and field for another schema's records.
+        `file`, `first_record` and `base_offset` (the buffer's offset in the file) are only used in errors. Raises
+        CorruptionError naming file, record and offset; DataError naming record and field for another schema's records.
         """
         data = np.frombuffer(buffer, dtype=np.uint8)
         place: dict[str, Any] = {"file": file, "first_record": first_record, "base_offset": base_offset}
@@ -114,10 +118,10 @@ class RecordDecoder:
         return decode_batch(self._schema, parse_records(data.data, **place)).select(self._arrow.names)
 
     def decode_frames(self, buffers: Sequence[NDArray[np.uint8]], counts: Sequence[int]) -> Frames | None:
-        """The records of several buffers, `counts` of each, one after another, at the cost of one call.
+        """The records of several buffers in one call; `counts` has the number of records in each.
 
-        None where the plain readers have to look at one of them: `decode` each then, to hear what is wrong. Tensors
-        that are in place lie in the buffers, which must stay as long as they are used.
+        None if the kernel refuses a buffer: then call `decode` for each, which decodes it or raises the error. Tensors
+        in place point into the buffers, so Frames keeps these.
         """
         from lockstep.features.examples import decode_kernels as kernel
 
@@ -132,7 +136,7 @@ class RecordDecoder:
         return self._read(rows, sum(sizes), decode, buffers)
 
     def _fast(self, data: NDArray[np.uint8], offsets: NDArray[np.int64]) -> pa.RecordBatch | None:
-        """The records between the offsets; None where the plain readers have to look at them."""
+        """The records between the offsets; None if the kernel refuses them."""
         from lockstep.features.examples import decode_kernels as kernel
 
         def decode(*outs: NDArray[np.int64]) -> bool:
@@ -144,22 +148,22 @@ class RecordDecoder:
     def _read(
         self, rows: int, size_bytes: int, decode: Callable[..., bool], buffers: Sequence[NDArray[np.uint8]]
     ) -> Frames | None:
-        """Records of `size_bytes` in all that `decode` reads, which gets the outs, starts and sizes of the kernels."""
+        """`rows` records of `size_bytes` in all; `decode` calls the kernel with its outs, starts and sizes."""
         from lockstep.features.examples import decode_kernels as kernel
 
         if rows * self._tensor_bytes > size_bytes:
-            return None  # shorter than declared, and what is declared may be more than there is memory
+            return None  # too few bytes for the declared tensors, which may need more memory than there is
         layout = self._layout
         outs = np.zeros((len(layout.fields), kernel.OUT_COLUMNS), dtype=np.int64)
         outs[:, kernel.VARIABLE] = self._rows_apart
-        # All values lie in one piece of memory, those of a field from a multiple of _LINE_BYTES on.
+        # The values of all fields share one allocation, each field's aligned to _LINE_BYTES.
         stops = np.cumsum(-(-rows * self._value_bytes // _LINE_BYTES) * _LINE_BYTES)
         memory = np.empty(int(stops[-1]) if len(stops) else 0, dtype=np.uint8)
         begins = np.concatenate([[0], stops[:-1]])[: len(stops)]
         outs[self._fixed, kernel.VALUES] = memory.ctypes.data + begins
         valid = {number: np.empty(rows, dtype=np.uint8) for number in self._nullable}
-        for number, there in valid.items():
-            outs[number, kernel.VALID] = there.ctypes.data
+        for number, flags in valid.items():
+            outs[number, kernel.VALID] = flags.ctypes.data
         starts, sizes = np.zeros((2, max(len(self._variable), 1), rows if self._variable else 0), dtype=np.int64)
         if not decode(outs, starts, sizes):
             return None
@@ -209,7 +213,7 @@ class RecordDecoder:
         sizes: NDArray[np.int64],
         valid: NDArray[np.uint8] | None,
     ) -> pa.Array | None:
-        """A column of bytes or lists; None where the plain decoder has to look at it."""
+        """A column of bytes or lists; None if the plain decoder must report what is wrong with it."""
         from lockstep.features.examples import decode_kernels as kernel
 
         kind, rows = int(self._layout.kinds[number]), len(starts)
@@ -248,29 +252,30 @@ class RecordDecoder:
 
 
 class RecordEncoder:
-    """Encodes rows, frames them and works out both checksums, byte for byte as lockstep.features.examples.example and
+    """Encodes and frames rows with both checksums: the same bytes as lockstep.features.examples.example and
     lockstep.storage.formats.tfrecord.
 
-    The kernels are compiled at the first call, or found compiled. Not safe for several threads at once; the GIL is
-    released while a batch is encoded. Memory: a buffer of the largest batch's encoded bytes and 16 bytes a row.
+    The first call compiles the kernels or loads them from the cache; they release the GIL. An encoder is not
+    thread-safe. Memory: the encoded bytes of the largest batch, and 16 bytes for each row.
     """
 
-    def __init__(self, schema: Schema) -> None:
+    def __init__(self, schema: Columns) -> None:
         self._layout = Layout.of(schema)
         self._buffer = np.empty(0, dtype=np.uint8)
 
     def sizes(self, batch: pa.RecordBatch) -> NDArray[np.int64]:
-        """The bytes that each row takes framed, (n,) int64, without encoding it. Raises DataError as `encode` does."""
+        """The framed size of each row in bytes, (n,) int64, without encoding. Raises DataError as `encode` does."""
         places, owners = describe(self._layout, batch)
         offsets = self._offsets(places, batch.num_rows)[1]
-        del owners  # they had to live until here
+        del owners  # the kernel read them by address
         return np.diff(offsets)
 
     def encode(self, batch: pa.RecordBatch) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         """The framed records of a batch end to end, uint8, and where each begins and the last ends, (n + 1,) int64.
 
         The bytes are a view into a buffer that the next call overwrites. Columns are found by name. Raises DataError
-        for a null where none may be or within a list, a tensor of the wrong length, a column of another type.
+        for a null that the schema does not allow or inside a list, a tensor of the wrong length and a column of another
+        type.
         """
         from lockstep.features.examples import encode_kernels as kernel
 
@@ -284,10 +289,10 @@ class RecordEncoder:
         del owners
         if not exact:
             raise DataError(
-                "the encoded records of a batch do not have the sizes that were worked out for them",
+                "the encoded records of a batch differ from the sizes computed for them",
                 got=f"{batch.num_rows} records",
                 allowed=f"{total} bytes in all",
-                next_step="Check that nothing changes the rows while they are written, and run the job again.",
+                next_step="Check that no other thread changes the rows while they are written, and run the job again.",
             )
         return self._buffer[:total], offsets
 

@@ -1,8 +1,6 @@
-"""What a column must be before its values become records."""
+"""Checks and casts of a column before its values become records."""
 
 from __future__ import annotations
-
-import math
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -10,23 +8,17 @@ import pyarrow.compute as pc
 from lockstep.features.schema.fields import Field
 from lockstep.storage.errors import CorruptionError, DataError
 
-_ITEM_BYTES = {"uint8": 1, "float32": 4, "float64": 8, "int64": 8}
 MAX_UINT64 = (1 << 64) - 1
 _LARGE = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}
 
 
-def tensor_bytes(field: Field) -> int:
-    """How many bytes a tensor of this field takes."""
-    return math.prod(size for size in field.shape if size is not None) * _ITEM_BYTES[field.dtype]
-
-
 def check_nulls(field: Field, column: pa.Array) -> None:
-    """Raise DataError for a null in a column that must have none, or inside a list."""
+    """Raise DataError for a null in a column that is not nullable, or inside a list."""
     if column.null_count and not field.nullable:
         raise DataError(
             f"field `{field.name}` is null in {column.null_count} rows",
             got="null",
-            allowed="a value in each row, since the schema says that it is not nullable",
+            allowed="a value in each row: the schema says that the field is not nullable",
             next_step="Declare the field nullable or drop those rows.",
         )
     if field.is_list and column.flatten().null_count:
@@ -39,8 +31,8 @@ def check_nulls(field: Field, column: pa.Array) -> None:
 
 
 def check_tensor_lengths(field: Field, column: pa.Array) -> None:
-    """Raise DataError for a value of a tensor's column, (n,) bytes, that is longer or shorter than the tensor."""
-    wanted, lengths = tensor_bytes(field), pc.binary_length(column)
+    """Raise DataError for a value in a column of tensors, (n,) bytes, that is longer or shorter than the tensor."""
+    wanted, lengths = field.tensor_bytes, pc.binary_length(column)
     wrong = lengths.filter(pc.not_equal(lengths, wanted))
     if len(wrong):
         raise DataError(
@@ -52,14 +44,16 @@ def check_tensor_lengths(field: Field, column: pa.Array) -> None:
 
 
 def check_unsigned(name: str, column: pa.Array, *, file: str, record: int) -> None:
-    """Raise CorruptionError for a column of decimals, or of lists of them, out of `file` from `record` on, that holds a
-    number beyond uint64: a decimal of 20 digits may be one, and who reads on takes each for 64 bits.
+    """Raise CorruptionError for a number beyond uint64 in a column of decimals or of lists of decimals.
+
+    A decimal of 20 digits may exceed 64 bits, and later code assumes that none does. The error names `file` and
+    `record`, the first one of the column.
     """
     ends = pc.min_max(column.flatten() if pa.types.is_list(column.type) else column)
     for end in (ends["min"].as_py(), ends["max"].as_py()):
         if end is not None and not 0 <= end <= MAX_UINT64:
             raise CorruptionError(
-                f"field `{name}` holds a number that is no uint64",
+                f"field `{name}` has a number that is not a uint64",
                 file=file,
                 record=record,
                 got=str(end),
@@ -68,11 +62,11 @@ def check_unsigned(name: str, column: pa.Array, *, file: str, record: int) -> No
 
 
 def as_recorded(field: Field, column: pa.Array) -> pa.Array:
-    """The column as a record holds its values: of the declared Arrow type, or of the one with 64-bit offsets; decimals
-    of a uint64 field as numbers. No value is narrowed or rounded.
+    """The column with the types that records store: the declared Arrow type, or its variant with 64-bit offsets, and
+    uint64 in place of decimals. No value is narrowed or rounded.
 
-    Raises DataError for a decimal that is negative or beyond 64 bits, and for a column of another type, unless every
-    value of it is exactly one of the declared type.
+    Raises DataError for a decimal that is negative or exceeds 64 bits, and for a column of another type unless the
+    declared type represents each of its values exactly.
     """
     column = _as_declared(field, column)
     kind = column.type
@@ -87,7 +81,7 @@ def as_recorded(field: Field, column: pa.Array) -> pa.Array:
         if wrong is None:
             raise _other_type(field, kind, str(error).splitlines()[0]) from None
         raise DataError(
-            f"field `{field.name}` holds a number that is no uint64",
+            f"field `{field.name}` has a number that is not a uint64",
             got=str(wrong),
             allowed=f"0 to {MAX_UINT64}",
             next_step="Correct or drop those rows, or declare the field as string.",
@@ -113,7 +107,7 @@ def _as_declared(field: Field, column: pa.Array) -> pa.Array:
 
 
 def _widens(kind: pa.DataType, wanted: pa.DataType) -> bool:
-    """Whether Arrow's checked cast changes no value: it rounds floats without a word."""
+    """Whether Arrow's checked cast keeps every value; it rounds floats without an error."""
     is_list = pa.types.is_list(wanted)
     if is_list != (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
         return False

@@ -1,8 +1,8 @@
-"""Framed tf.Examples to columns: one loop a field over a block of rows, as they were written.
+"""Kernels that decode framed tf.Examples to columns: one loop for each field over a block of rows.
 
-Only the form that the encoder writes is read here: names in order, lengths in as few bytes as can be, numbers packed.
-For anything else a kernel returns False, and the plain decoder says what it is. Nothing is read outside a record, whose
-length was checked before.
+They read only the form that the encoder writes: names in order, lengths in the fewest bytes, numbers packed. For any
+other form a kernel returns False, and the plain decoder decodes it or reports the error. No kernel reads outside a
+record, whose length is checked first.
 """
 
 from __future__ import annotations
@@ -16,16 +16,23 @@ from lockstep.features.examples import layout, varints
 from lockstep.features.examples.layout import BOOL, BOOL_LIST, BYTES, FIXED, FIXED_LIST, INT, INT_LIST, TENSOR
 from lockstep.features.examples.varints import read_length, read_number
 from lockstep.storage.kernels import crc32c, frames, memory
-from lockstep.storage.kernels.frames import FRAMING_BYTES, data_matches, scan
+from lockstep.storage.kernels.frames import FRAMING_BYTES, HEADER_BYTES, data_matches, scan
 from lockstep.storage.kernels.jit import kernels
 from lockstep.storage.kernels.memory import copy, load_u8, load_u32, load_u64, same, store_u8, store_u32, store_u64
 
 _kernel = kernels(__name__, layout, varints, crc32c, frames, memory)
 
+# The addresses for a field's values and its validity bytes (0: not written), and its row of `starts` and `sizes`.
+VALUES, VALID, VARIABLE = range(3)
+OUT_COLUMNS = 3
+# The checksums read a block first, which loads it into the L1 cache; then each field's loop reads it.
+_BLOCK_BYTES = 16 << 10
+_BLOCK_ROWS = 128
+
 
 @njit(forceinline=True)
 def _body(at: Any, end: Any, name: Any, name_size: Any, tag: Any) -> Any:
-    """Where the body of a list message begins and ends; 0 where another entry stands here, -1 for a wrong one."""
+    """The start and end of a list message's body; start 0 if another entry is at `at`, -1 for a malformed one."""
     if end - at < name_size + 4 or load_u8(at) != 0x0A:
         return 0, 0
     size, start = read_length(at + 1, end)
@@ -43,7 +50,7 @@ def _body(at: Any, end: Any, name: Any, name_size: Any, tag: Any) -> Any:
 
 @njit(forceinline=True)
 def _item(at: Any, end: Any) -> Any:
-    """Where one item of bytes begins and ends; -1 for none."""
+    """The start and end of one item of bytes; start -1 for none."""
     if at >= end or load_u8(at) != 0x0A:
         return -1, 0
     size, start = read_length(at + 1, end)
@@ -54,7 +61,7 @@ def _item(at: Any, end: Any) -> Any:
 
 @njit(forceinline=True)
 def _count(kind: Any, width: Any, start: Any, stop: Any) -> Any:
-    """How many values the body of a list has; -1 for one of another form. Packed numbers come without their head."""
+    """The number of values in the body of a list, -1 if it is malformed. Packed numbers come without their head."""
     count = 0
     if kind == INT_LIST:
         for at in range(start, stop):
@@ -92,7 +99,7 @@ def read_variable(
     ends: Any,
     rows: Any,
 ) -> Any:
-    """Where the bytes of a value or the values of a list lie, into `starts`; how many they are into `sizes`."""
+    """Write the address of each row's bytes or list values to `starts`, and their number to `sizes`."""
     for row in range(rows):
         start, stop = _body(at[row], ends[row], name, name_size, tag)
         if start < 0 or (start == 0 and valid == 0):
@@ -129,9 +136,9 @@ def gather(starts: Any, sizes: Any, offsets: Any, target: Any) -> None:
 
 @_kernel
 def item_ends(starts: Any, sizes: Any, offsets: Any) -> Any:
-    """Where each item of all rows' byte lists ends when they lie end to end, into `offsets[1:]` (int32); their bytes.
+    """Write to `offsets[1:]` (int32) where each item of all rows' byte lists ends when stored end to end.
 
-    -1 where these are more than 32 bits hold.
+    Returns their bytes in all, -1 if they exceed 2^31 - 1.
     """
     total, item = 0, 0
     for row in range(len(starts)):
@@ -149,7 +156,7 @@ def item_ends(starts: Any, sizes: Any, offsets: Any) -> Any:
 
 @_kernel
 def list_values(kind: Any, width: Any, starts: Any, sizes: Any, target: Any) -> Any:
-    """Write the values of all rows' lists end to end to the address `target`: int64, bytes of bool, floats, bytes.
+    """Write the values of all rows' lists end to end to the address `target`: int64, bools as bytes, floats, bytes.
 
     Returns False for a number of more than 64 bits.
     """
@@ -186,24 +193,15 @@ def list_values(kind: Any, width: Any, starts: Any, sizes: Any, target: Any) -> 
     return True
 
 
-HEADER_BYTES, FOOTER_BYTES = 12, 4
-# Where a field's values and its bytes of validity go (0: nowhere), and which row of `starts` and `sizes` it has.
-VALUES, VALID, VARIABLE = range(3)
-OUT_COLUMNS = 3
-# A block is read once for its checksums, which brings it into the first-level cache, and then field by field.
-_BLOCK_BYTES = 16 << 10
-_BLOCK_ROWS = 128
-
-
 @njit(forceinline=True)
 def _head_of(at: Any, end: Any, heads: Any, stride: Any, head_sizes: Any) -> Any:
-    """How many bytes the number has whose head stands here, 0 for none: the last byte of a head says it."""
+    """The bytes of the number whose head is at `at`, 0 for none: the last byte of a head has its size."""
     size = head_sizes[1]
     if end - at > size:
         said: Any = np.int64(load_u8(at + size - 1))
         if 1 <= said <= 10 and head_sizes[said] == size and same(at, heads + stride * said, size):
             return said
-    if head_sizes[10] != size:  # a long name: lengths of two bytes and more for the larger numbers
+    if head_sizes[10] != size:  # a long name: for larger numbers, its lengths take two bytes or more
         for said in range(1, 11):
             if end - at > head_sizes[said] and same(at, heads + stride * said, head_sizes[said]):
                 return said
@@ -240,7 +238,7 @@ def _read_ints(
 def _read_fixed(
     kind: Any, head: Any, size: Any, width: Any, values: Any, valid: Any, first: Any, at: Any, ends: Any, rows: Any
 ) -> Any:
-    """Values whose head is always the same: bools, floats, tensors."""
+    """Read values with a constant head: bools, floats, tensors."""
     for row in range(rows):
         start = at[row] + size
         here = ends[row] - start >= width and same(at[row], head, size)
@@ -286,13 +284,11 @@ def decode(
     sizes: Any,
     done: Any,
 ) -> Any:
-    """Read the records at source + offsets[row], (n + 1,) int64, and check their data's checksums.
+    """Read the records at source + offsets[row], (n + 1,) int64, and check the checksums of their data.
 
-    Returns whether these match and all records are of the form that the encoder writes.
-
-    Numbers and tensors go to their places in `outs`, (k, 3) int64. For fields of variable size, `starts` and `sizes`,
-    (v, n) int64, get the address of each row's bytes or list values, and how many they are. `done` rows are there
-    already, of other buffers.
+    Returns whether these match and all records have the form that the encoder writes. Numbers and tensors are written
+    to the addresses in `outs`, (k, 3) int64. For fields of variable size the address of each row's bytes or list values
+    is written to `starts`, and their number to `sizes`, (v, n) int64. The first `done` rows are from other buffers.
     """
     records, first, rows = len(offsets) - 1, 0, 0
     at, ends = np.empty(_BLOCK_ROWS, dtype=np.int64), np.empty(_BLOCK_ROWS, dtype=np.int64)
@@ -306,7 +302,7 @@ def decode(
             start, end = source + offsets[first + row], source + offsets[first + row + 1]
             if not data_matches(start, end - start):
                 return False
-            start, end = start + HEADER_BYTES, end - FOOTER_BYTES
+            start, end = start + HEADER_BYTES, end - (FRAMING_BYTES - HEADER_BYTES)
             if start >= end or load_u8(start) != 0x0A:
                 return False
             size, start = read_length(start + 1, end)
@@ -365,8 +361,8 @@ def decode_parts(
     starts: Any,
     sizes: Any,
 ) -> Any:
-    """`decode` the records of several buffers, one after another; parts (3, p) int64 has the address of each, its bytes
-    and its records. Returns False too where a buffer is not just that many whole records.
+    """`decode` the records of several buffers in order; parts (3, p) int64 has the address, the bytes and the number of
+    records of each. Also returns False if a buffer does not have exactly that many whole records.
     """
     done, most = 0, 0
     for part in range(parts.shape[1]):

@@ -1,4 +1,7 @@
-"""Arrow columns in kernels, by the descriptions that lockstep/features/examples/layout.py makes. Parts of kernels."""
+"""Kernels that encode Arrow columns as framed tf.Examples.
+
+They find the columns by the descriptions that lockstep/features/examples/layout.py makes.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,9 @@ from lockstep.features.examples.layout import (
     VALID_BIT,
 )
 from lockstep.features.examples.varints import length_size, store_length, store_varint, varint_size, wrapped
-from lockstep.storage.kernels import crc32c, memory
+from lockstep.storage.kernels import crc32c, frames, memory
 from lockstep.storage.kernels.crc32c import masked_crc32c, masked_crc32c_of_word
+from lockstep.storage.kernels.frames import FRAMING_BYTES, HEADER_BYTES
 from lockstep.storage.kernels.jit import kernels
 from lockstep.storage.kernels.memory import (
     copy,
@@ -42,7 +46,12 @@ from lockstep.storage.kernels.memory import (
     store_u64,
 )
 
-_kernel = kernels(__name__, layout, varints, crc32c, memory)
+_kernel = kernels(__name__, layout, varints, crc32c, frames, memory)
+
+SPILL_BYTES = 16  # kernels write whole words: a buffer needs this room after its last record
+# Each field's loop writes to the block, and the checksums read it again: it takes half of an L1 cache.
+_BLOCK_BYTES = 16 << 10
+_BLOCK_ROWS = 128
 
 
 @njit
@@ -56,7 +65,7 @@ def valid(place: Any, row: Any) -> Any:
 
 @njit
 def bool_at(place: Any, number: Any) -> Any:
-    """A value of a column of bools."""
+    """A value, 0 or 1, of a column of bools."""
     bit = place[DATA_BIT] + number
     return (load_u8(place[DATA] + (bit >> 3)) >> np.uint8(bit & 7)) & np.uint8(1)
 
@@ -69,7 +78,7 @@ def copy_words(target: Any, source: Any, size: Any) -> None:
 
 @njit
 def list_size(kind: Any, place: Any, width: Any, first: Any, last: Any) -> Any:
-    """The bytes of a list message's values: numbers packed, without their own head; bytes with theirs."""
+    """The bytes of a list message's values: packed numbers without their head, bytes with tag and length."""
     size = 0
     if kind == INT_LIST:
         for item in range(first, last):
@@ -92,7 +101,7 @@ def is_packed(kind: Any, width: Any) -> Any:
 
 @njit
 def _write_name(at: Any, name: Any, name_size: Any, tag: Any, body: Any) -> Any:
-    """An entry up to the body of its list message, which has `body` bytes."""
+    """Write an entry up to the body of its list message, which takes `body` bytes; returns the address after it."""
     feature = wrapped(body)
     store_u8(at, np.uint8(0x0A))
     at = store_length(at + 1, name_size + length_size(feature) + feature)
@@ -177,17 +186,9 @@ def write_lists(
         ends[row] = _write_list(kind, place, width, at, start, stop)
 
 
-HEADER_BYTES = 12
-FRAMING_BYTES = 16
-SPILL_BYTES = 16  # what a buffer needs behind its last record
-# A block is written field by field and read once more for its checksums: half of a first-level cache.
-_BLOCK_BYTES = 16 << 10
-_BLOCK_ROWS = 128
-
-
 @_kernel
 def sizes(kinds: Any, widths: Any, head_sizes: Any, name_sizes: Any, places: Any, out: Any) -> None:
-    """Add to `out`, (n,) int64, the bytes of each row's entries."""
+    """Add the bytes of each row's entries to `out`, (n,) int64."""
     rows = len(out)
     for f in range(len(kinds)):
         kind, width, place, heads = kinds[f], widths[f], places[f], head_sizes[f]
@@ -280,9 +281,9 @@ def encode(
     offsets: Any,
     target: Any,
 ) -> Any:
-    """Write each row's framed record to target + offsets[row]; returns whether all lie exactly between the offsets.
+    """Write each row's framed record to target + offsets[row]; returns whether all have exactly the computed sizes.
 
-    `heads`, `names` and `target` are addresses; `entries` (n,) comes from `sizes`, `offsets` (n + 1,) from `framed`.
+    `heads`, `names` and `target` are addresses; `sizes` computes `entries` (n,), `framed` computes `offsets` (n + 1,).
     """
     rows, exact, start = len(entries), True, 0
     ends = np.empty(_BLOCK_ROWS, dtype=np.int64)
@@ -335,7 +336,9 @@ def encode(
 
 @_kernel
 def framed(entries: Any, offsets: Any) -> None:
-    """Turn the bytes of each row's entries, (n,), into where its record begins and the last one ends, (n + 1,)."""
+    """Write where each framed record begins and the last one ends to `offsets` (n + 1,), from the bytes of each row's
+    entries, (n,).
+    """
     at = 0
     for row in range(len(entries)):
         offsets[row] = at

@@ -1,25 +1,26 @@
-"""tf.Example as bytes: a deterministic encoder without TensorFlow; its strict inverse is
-lockstep/features/examples/example.py.
+"""tf.Example as bytes: a deterministic encoder and its strict inverse, in Python and without TensorFlow.
 
-An Example is a protobuf message; each feature of it lies so (lengths and int64 are base-128 varints):
+The compiled codec (lockstep/features/examples/codec.py) writes and reads the same bytes.
+
+An Example is a protobuf message. Each feature is stored as follows (lengths and int64 are base-128 varints):
 
     0a LENGTH                     Example.features
       0a LENGTH                   one entry of the map, entries in byte order of their names
         0a LENGTH NAME
         12 LENGTH                 Feature
           0a | 12 | 1a  LENGTH    bytes_list | float_list | int64_list
-            0a LENGTH DATA ...    one each for bytes; numbers are packed into one; absent where the list is empty
+            0a LENGTH DATA ...    one for each bytes value; numbers packed into one; absent if the list is empty
 
-int64 and bool become int64, float32 float, strings UTF-8 bytes; float64 and uint64 values and tensors are
-little-endian bytes. A null is an absent feature, an empty list a present and empty one. tf.train.Example serialises to
-the same entries; its deterministic order differs from byte order in one case only: it puts a name behind the longer
-names that begin with it.
+int64 and bool are int64, float32 is float, strings are UTF-8 bytes; float64 and uint64 values and tensors are
+little-endian bytes. A null is an absent feature; an empty list is a present feature with an empty list.
+tf.train.Example serialises to the same entries; its deterministic order differs from byte order in one case: it sorts a
+name after the longer names that begin with it.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,20 +28,21 @@ import pyarrow as pa
 
 from lockstep.features.examples.column_checks import as_recorded, check_nulls, check_tensor_lengths
 from lockstep.features.schema.fields import Field
-from lockstep.features.schema.schema import SEQUENCE_EXAMPLE, Schema
+from lockstep.features.schema.schema import Columns
 from lockstep.storage.errors import DataError
 
 BytesLike = bytes | bytearray | memoryview
-# The tags of Feature's lists. float64 and uint64 values, text and tensors are bytes.
+# The tags of Feature's lists.
 BYTES_LIST, FLOAT_LIST, INT64_LIST = 0x0A, 0x12, 0x1A
 VARINT_MAX_BYTES = 10
 MASK = (1 << 64) - 1
 _LIST_TAGS = {"int64": INT64_LIST, "bool": INT64_LIST, "float32": FLOAT_LIST}
+EIGHT_BYTES = {"float64": "<d", "uint64": "<Q"}
 _ONE_BYTE = [bytes([value]) for value in range(128)]
 
 
 def list_tag(field: Field) -> int:
-    """The tag of the list that holds a field's values."""
+    """The tag of the list that stores a field's values."""
     return BYTES_LIST if field.is_tensor else _LIST_TAGS.get(field.dtype, BYTES_LIST)
 
 
@@ -57,9 +59,9 @@ def varint(value: int) -> bytes:
 
 
 def read_varint(data: BytesLike, at: int) -> tuple[int, int]:
-    """A varint that begins at `at` and where it ends; IndexError for one that is cut or longer than it need be.
+    """The varint at `at` and its end; IndexError for one that is cut off or longer than necessary.
 
-    The value may have more than 64 bits: who reads numbers looks at that.
+    The value may have more than 64 bits: the caller checks that.
     """
     value = data[at]
     if value < 128:
@@ -72,7 +74,7 @@ def read_varint(data: BytesLike, at: int) -> tuple[int, int]:
             if byte == 0:
                 break
             return value, at + index + 1
-    raise IndexError("a varint of more bytes than it takes")
+    raise IndexError("a varint of more bytes than necessary")
 
 
 def sized(tag: int, data: bytes) -> bytes:
@@ -81,20 +83,69 @@ def sized(tag: int, data: bytes) -> bytes:
 
 
 def map_key(name: str) -> bytes:
-    """What stands in an entry of a map of features before the length of its value: the name, and the value's tag."""
+    """The start of an entry in a map of features, up to the length of its value: the name and the value's tag."""
     return sized(0x0A, name.encode()) + b"\x12"
 
 
-def decode_batch(schema: Schema, records: Sequence[BytesLike]) -> pa.RecordBatch:
-    """Rows from records that encode_batch wrote, as columns of schema.arrow_schema().
+def encode_examples(schema: Columns, batch: pa.RecordBatch) -> list[bytes]:
+    """Each row of the batch as an Example; columns are found by name.
 
-    Raises DataError naming record and field for bytes that are anything else: another order or type, a missing or
-    unknown feature, a wrong number of values.
+    Raises DataError for a null that the schema does not allow, for a tensor of the wrong length and for a column that
+    lockstep.features.examples.column_checks.as_recorded refuses.
     """
-    if schema.record == SEQUENCE_EXAMPLE:
-        from lockstep.features.examples.sequence_example import decode_sequence_batch
+    columns = [_encode_column(field, batch.column(field.name)) for field in schema.in_byte_order]
+    return [sized(0x0A, b"".join(entries)) for entries in zip(*columns, strict=True)]
 
-        return decode_sequence_batch(schema, records)
+
+def _packed(data: bytes) -> bytes:
+    return sized(0x0A, data) if data else b""
+
+
+def _list_body(field: Field, values: Sequence[Any]) -> bytes:
+    """The body of the list message that holds the values of one row."""
+    if field.dtype in _LIST_TAGS and not field.is_tensor:
+        if field.dtype == "float32":
+            return _packed(struct.pack(f"<{len(values)}f", *values))
+        return _packed(b"".join(varint(int(value) & MASK) for value in values))
+    if field.dtype in EIGHT_BYTES and not field.is_tensor:
+        values = [struct.pack(EIGHT_BYTES[field.dtype], value) for value in values]
+    elif field.dtype == "string":
+        values = [value.encode() for value in values]
+    return b"".join(sized(0x0A, value) for value in values)
+
+
+def _encode_column(field: Field, column: pa.Array) -> list[bytes]:
+    """Each row's map entry of this field; empty bytes where it is null."""
+    column = as_recorded(field, column)
+    check_nulls(field, column)
+    if field.is_tensor:
+        check_tensor_lengths(field, column)
+    name, tag = map_key(field.name), list_tag(field)
+    known: dict[Any, bytes] = {}  # most columns repeat few values: encode each once for a batch
+    entries = []
+    for value in column.to_pylist():
+        key = tuple(value) if field.is_list else value
+        # Floats are not looked up: 0.0 == -0.0, but their bytes differ
+        entry = known.get(key) if not field.dtype.startswith("float") else None
+        if entry is None:
+            entry = b"" if value is None else _entry(name, tag, _list_body(field, value if field.is_list else (value,)))
+            if not field.is_tensor:
+                known[key] = entry
+        entries.append(entry)
+    return entries
+
+
+def _entry(name: bytes, tag: int, body: bytes) -> bytes:
+    feature = sized(tag, body)
+    return sized(0x0A, name + varint(len(feature)) + feature)
+
+
+def decode_examples(schema: Columns, records: Sequence[BytesLike]) -> pa.RecordBatch:
+    """Rows from records that encode_examples wrote, as columns of schema.arrow_schema().
+
+    Raises DataError naming record and field for all other bytes: another order or type, a missing or unknown feature,
+    a wrong number of values.
+    """
     fields = schema.in_byte_order
     plans = [(map_key(field.name), list_tag(field), field) for field in fields]
     bodies: list[list[bytes | None]] = [[] for _ in fields]
@@ -105,7 +156,7 @@ def decode_batch(schema: Schema, records: Sequence[BytesLike]) -> pa.RecordBatch
 
 
 def _split(record: bytes, plans: list[tuple[bytes, int, Field]], bodies: list[list[bytes | None]], number: int) -> None:
-    """Append each field's list body (None for an absent feature) to its column; every length is checked."""
+    """Append each field's list body (None for an absent feature) to its column, checking every length."""
     field: Field | None = None
     try:
         size, at = read_varint(record, 1)
@@ -119,7 +170,7 @@ def _split(record: bytes, plans: list[tuple[bytes, int, Field]], bodies: list[li
                 continue
             size, start = read_varint(record, at + 1)
             if record[at] != 0x0A or not record.startswith(name, start):
-                column.append(None)  # absent here; whatever stands here instead must be the next field's entry
+                column.append(None)  # absent: this entry must be that of a later field
                 continue
             entry_end = start + size
             size, start = read_varint(record, start + len(name))
@@ -141,7 +192,7 @@ def _bad(field: Field | None, number: int, got: str, allowed: str) -> DataError:
         f"record {number} of the batch does not fit the schema{where}",
         got=got,
         allowed=allowed,
-        next_step="Run `python -m jobs.verify URL`; if it finds nothing, the shard was written with another schema.",
+        next_step="Run `python -m jobs.verify URL`; if it finds no error, the shard was written with another schema.",
     )
 
 
@@ -150,11 +201,10 @@ def _decode_column(field: Field, bodies: list[bytes | None]) -> pa.Array:
         missing = next((number for number, body in enumerate(bodies) if body is None), None)
         if missing is not None:
             raise _bad(field, missing, "no such feature", "a value in each record")
-    read = _reader(field)
     values: list[Any] = []
     for number, body in enumerate(bodies):
         try:
-            items = None if body is None else read(body)
+            items = None if body is None else _values_of(field, body)
         except (IndexError, struct.error, UnicodeDecodeError):
             raise _bad(field, number, "values in another form", f"{field.dtype}, shape {field.shape}") from None
         if items is not None and not field.is_list and len(items) != 1:
@@ -168,23 +218,19 @@ def _decode_column(field: Field, bodies: list[bytes | None]) -> pa.Array:
     return pa.array(values, type=field.arrow_type)
 
 
-def _reader(field: Field) -> Callable[[bytes], list[Any]]:
-    """How the body of a list message becomes values; raises IndexError or struct.error for another form."""
-    if field.is_tensor:
-        return _items
-    if field.dtype == "int64":
-        return lambda body: [value - (1 << 64) if value >> 63 else value for value in _varints(body)]
-    if field.dtype == "bool":
-        return lambda body: [(False, True)[value] for value in _varints(body)]
-    if field.dtype == "float32":
-        return _floats
-    if field.dtype == "float64":
-        return lambda body: [struct.unpack("<d", item)[0] for item in _items(body)]
-    if field.dtype == "uint64":
-        return lambda body: [struct.unpack("<Q", item)[0] for item in _items(body)]
-    if field.dtype == "string":
-        return lambda body: [item.decode() for item in _items(body)]
-    return _items
+def _values_of(field: Field, body: bytes) -> list[Any]:
+    """The values in the body of a list message; raises IndexError or struct.error for another form."""
+    if field.dtype in _LIST_TAGS and not field.is_tensor:
+        if field.dtype == "float32":
+            return _floats(body)
+        numbers = _varints(body)
+        if field.dtype == "bool":
+            return [(False, True)[number] for number in numbers]
+        return [number - (1 << 64) if number >> 63 else number for number in numbers]
+    items = _items(body)
+    if field.dtype in EIGHT_BYTES and not field.is_tensor:
+        return [struct.unpack(EIGHT_BYTES[field.dtype], item)[0] for item in items]
+    return [item.decode() for item in items] if field.dtype == "string" else items
 
 
 def _items(body: bytes) -> list[bytes]:
@@ -221,73 +267,3 @@ def _varints(body: bytes) -> list[int]:
 def _floats(body: bytes) -> list[float]:
     data = _data(body)
     return list(struct.unpack(f"<{len(data) // 4}f", data))
-
-
-__all__ = ["decode_batch", "encode_batch", "encode_example"]
-
-
-def encode_example(schema: Schema, row: Mapping[str, Any]) -> bytes:
-    """One row as an Example; `row` holds a Python value (None for null) for each field."""
-    batch = pa.RecordBatch.from_pylist([dict(row)], schema=schema.arrow_schema())
-    return encode_batch(schema, batch)[0]
-
-
-def encode_batch(schema: Schema, batch: pa.RecordBatch) -> list[bytes]:
-    """Each row of the batch as an Example, or as a SequenceExample where the schema says so; columns by name.
-
-    Raises DataError for a null where the schema allows none, for a tensor of the wrong length and for a column that
-    lockstep.features.examples.column_checks.as_recorded refuses.
-    """
-    if schema.record == SEQUENCE_EXAMPLE:
-        from lockstep.features.examples.sequence_example import encode_sequence_batch  # which builds on this module
-
-        return encode_sequence_batch(schema, batch)
-    columns = [_encode_column(field, batch.column(field.name)) for field in schema.in_byte_order]
-    return [sized(0x0A, b"".join(entries)) for entries in zip(*columns, strict=True)]
-
-
-def _packed(data: bytes) -> bytes:
-    return sized(0x0A, data) if data else b""
-
-
-def _list_body(field: Field) -> Callable[[Sequence[Any]], bytes]:
-    """How the values of one row become the body of its list message."""
-    if field.is_tensor:
-        return lambda values: sized(0x0A, values[0])
-    if field.dtype in ("int64", "bool"):
-        return lambda values: _packed(b"".join(varint(int(value) & MASK) for value in values))
-    if field.dtype == "float32":
-        return lambda values: _packed(struct.pack(f"<{len(values)}f", *values))
-    if field.dtype == "float64":
-        return lambda values: b"".join(sized(0x0A, struct.pack("<d", value)) for value in values)
-    if field.dtype == "uint64":
-        return lambda values: b"".join(sized(0x0A, struct.pack("<Q", value)) for value in values)
-    if field.dtype == "string":
-        return lambda values: b"".join(sized(0x0A, value.encode()) for value in values)
-    return lambda values: b"".join(sized(0x0A, value) for value in values)
-
-
-def _encode_column(field: Field, column: pa.Array) -> list[bytes]:
-    """Each row's map entry of this field; empty bytes where it is null."""
-    column = as_recorded(field, column)
-    check_nulls(field, column)
-    if field.is_tensor:
-        check_tensor_lengths(field, column)
-    name, tag, body = map_key(field.name), list_tag(field), _list_body(field)
-    known: dict[Any, bytes] = {}  # most columns repeat few values: encode each once a batch
-    entries = []
-    for value in column.to_pylist():
-        key = tuple(value) if field.is_list else value
-        # 0.0 == -0.0 and NaN != NaN: equal keys need not have equal bytes, so floats are not looked up
-        entry = known.get(key) if not field.dtype.startswith("float") else None
-        if entry is None:
-            entry = b"" if value is None else _entry(name, tag, body(value if field.is_list else (value,)))
-            if not field.is_tensor:
-                known[key] = entry
-        entries.append(entry)
-    return entries
-
-
-def _entry(name: bytes, tag: int, body: bytes) -> bytes:
-    feature = sized(tag, body)
-    return sized(0x0A, name + varint(len(feature)) + feature)

@@ -1,6 +1,7 @@
-"""tf.Examples that others wrote, to columns: features in any order, some of them unknown, lists packed or not.
+"""Foreign tf.Examples, written by other programs, to columns: features in any order, some unknown, packed or not.
 
-Our own shards hold exactly their schema's features in one form (lockstep/features/examples/codec.py).
+Our own shards have exactly their schema's features in one form (lockstep/features/examples/codec.py). Decision record:
+docs/decisions/067-tfrecord-source.md.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from lockstep.features.arrow import array_of, bits_of, checked_text, in_runs, of_type, rows_at_once
-from lockstep.features.examples.column_checks import tensor_bytes
-from lockstep.features.examples.example import MASK, VARINT_MAX_BYTES, BytesLike
+from lockstep.features.examples.example import EIGHT_BYTES, MASK, VARINT_MAX_BYTES, BytesLike, list_tag
 from lockstep.features.schema.fields import Field
 from lockstep.storage.errors import DataError
 from lockstep.storage.formats.tfrecord import FOOTER_BYTES, HEADER_BYTES
@@ -26,241 +26,23 @@ _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _BYTES, _FLOAT, _INT64 = 1, 2, 3  # the numbers of Feature's lists
 _LIST_NAMES = {_BYTES: "bytes_list", _FLOAT: "float_list", _INT64: "int64_list"}
 _FEATURE_LISTS = 2, _LENGTH  # the second field of a SequenceExample: an Example has none
-_EIGHT_BYTES = {"float64": "<d", "uint64": "<Q"}
-_LIST_OF = {"int64": _INT64, "bool": _INT64, "float32": _FLOAT}
 _Feature = tuple[int, list[Any]]  # the list's number and its values
 _Lists = tuple[int, list[tuple[int, int]]]  # the same, with where the values begin and end
-
-
-def decode_foreign(fields: Iterable[Field], records: Sequence[BytesLike]) -> pa.RecordBatch:
-    """What lockstep.features.examples.foreign.decode_foreign_frames says, of records without their frames; of any
-    kind.
-    """
-    asked = tuple(fields)
-    names = {field.name.encode() for field in asked}
-    parsed = [_parse(bytes(record), number, names) for number, record in enumerate(records)]
-    columns = []
-    for field in asked:
-        name = field.name.encode()
-        values = [_value(field, found.get(name), number) for number, found in enumerate(parsed)]
-        columns.append(pa.array(values, type=field.arrow_type))
-    schema = pa.schema([pa.field(field.name, field.arrow_type, nullable=field.nullable) for field in asked])
-    return pa.RecordBatch.from_arrays(columns, schema=schema)
-
-
-def infer_schema(records: Iterable[BytesLike]) -> list[tuple[str, str, bool]]:
-    """What features a sample of Examples has: (name, dtype, is_list) in byte order of the names.
-
-    dtype is `int64`, `float32`, `string` where every value is UTF-8 without control characters but tab and line ends,
-    else `bytes`. A feature is a list where any record of the sample holds another number of values than one. Raises
-    DataError for a feature that is of one type here and another there, and for bytes that are no Example.
-    """
-    kinds: dict[bytes, int] = {}
-    lists: set[bytes] = set()
-    binary: set[bytes] = set()
-    for number, record in enumerate(records):
-        for name, (kind, values) in _parse(bytes(record), number, None).items():
-            if kinds.setdefault(name, kind) != kind:
-                shown = name.decode(errors="replace")
-                raise _bad(number, shown, _LIST_NAMES[kind], f"{_LIST_NAMES[kinds[name]]} as in the records before")
-            if len(values) != 1:
-                lists.add(name)
-            if kind == _BYTES and name not in binary and not all(map(_is_text, values)):
-                binary.add(name)
-    found = []
-    for name in sorted(kinds):
-        dtype = {_FLOAT: "float32", _INT64: "int64", _BYTES: "bytes" if name in binary else "string"}[kinds[name]]
-        found.append((_name(name), dtype, name in lists))
-    return found
-
-
-def refuse_sequences(records: Iterable[BytesLike]) -> None:
-    """Raise DataError for a SequenceExample: read as an Example it would lose its feature lists without a word."""
-    for number, record in enumerate(records):
-        if _has_lists(record):
-            raise DataError(
-                f"record {number} of the batch is a SequenceExample",
-                got="feature lists",
-                allowed="tf.train.Example; SequenceExamples in datasets of ours, whose manifest declares them",
-                next_step="Read these files with TensorFlow, and write the rows as a dataset.",
-            )
-
-
-def _has_lists(record: BytesLike) -> bool:
-    """Whether a message has a field 2 of bytes, wherever it lies; False for what is no message, for others to tell."""
-    with suppress(IndexError):
-        for number, wire, _, _ in message_fields(record, 0, len(record)):
-            if (number, wire) == _FEATURE_LISTS:
-                return True
-    return False
-
-
-def list_of(field: Field) -> int:
-    """The number of the list in a Feature that holds this field's values: 1 bytes, 2 floats, 3 int64."""
-    return _BYTES if field.is_tensor else _LIST_OF.get(field.dtype, _BYTES)
-
-
-def _is_text(value: bytes) -> bool:
-    try:
-        text = value.decode()
-    except UnicodeDecodeError:
-        return False
-    return all(character >= " " or character in "\t\r\n" for character in text)
-
-
-def _name(name: bytes) -> str:
-    try:
-        return name.decode()
-    except UnicodeDecodeError:
-        raise _bad(None, repr(name), "a feature's name that is not UTF-8", "UTF-8") from None
-
-
-def _value(field: Field, feature: _Feature | None, number: int) -> Any:
-    values: list[Any] = []
-    if feature is not None:
-        kind, values = feature
-        wanted = list_of(field)
-        if kind != wanted:
-            raise _bad(number, field.name, _LIST_NAMES[kind], f"{_LIST_NAMES[wanted]} for {field.dtype}")
-        values = [_converted(field, value, number) for value in values]
-    if field.is_list:
-        return values
-    if not values and field.nullable:
-        return None
-    if len(values) != 1:
-        raise _bad(number, field.name, f"{len(values)} values", "exactly 1" + (" or none" if field.nullable else ""))
-    return values[0]
-
-
-def _converted(field: Field, value: Any, number: int) -> Any:
-    if field.is_tensor:
-        if len(value) != tensor_bytes(field):
-            allowed = f"{tensor_bytes(field)} bytes: shape {field.shape} of {field.dtype}"
-            raise _bad(number, field.name, f"{len(value)} bytes", allowed)
-    elif field.dtype == "string":
-        try:
-            return value.decode()
-        except UnicodeDecodeError:
-            raise _bad(number, field.name, f"{value[:40]!r}", "UTF-8; declare the field as bytes") from None
-    elif field.dtype in _EIGHT_BYTES:
-        if len(value) != 8:
-            raise _bad(number, field.name, f"{len(value)} bytes", f"8 little-endian bytes for {field.dtype}")
-        return struct.unpack(_EIGHT_BYTES[field.dtype], value)[0]
-    elif field.dtype == "bool":
-        if value not in (0, 1):
-            raise _bad(number, field.name, str(value), "0 or 1 for bool")
-        return bool(value)
-    return value
-
-
-def _parse(record: bytes, number: int, names: set[bytes] | None) -> dict[bytes, _Feature]:
-    """The features of an Example that are in `names` (all where None) and have a list at all."""
-    found: dict[bytes, _Lists] = {}
-    try:
-        for tag, wire, start, end in message_fields(record, 0, len(record)):
-            if tag == 1 and wire == _LENGTH:
-                for entry_tag, entry_wire, at, stop in message_fields(record, start, end):
-                    if entry_tag == 1 and entry_wire == _LENGTH:
-                        _entry(record, at, stop, names, found)
-        return {
-            name: (kind, [value for start, end in spans for value in _values(record, kind, start, end)])
-            for name, (kind, spans) in found.items()
-        }
-    except (IndexError, struct.error):
-        raise _bad(number, None, "bytes in another form", "a serialised tf.train.Example") from None
-
-
-def _entry(record: bytes, start: int, end: int, names: set[bytes] | None, found: dict[bytes, _Lists]) -> None:
-    """One entry of the map into `found`; an entry without a list hides an earlier one of its name."""
-    name = b""
-    feature: _Lists | None = None
-    for tag, wire, at, stop in message_fields(record, start, end):
-        if tag == 1 and wire == _LENGTH:
-            name = record[at:stop]
-        elif tag == 2 and wire == _LENGTH:
-            for kind, kind_wire, list_start, list_end in message_fields(record, at, stop):
-                if kind in _LIST_NAMES and kind_wire == _LENGTH:
-                    before = feature[1] if feature is not None and feature[0] == kind else []
-                    feature = (kind, [*before, (list_start, list_end)])
-    if names is None or name in names:
-        found.pop(name, None)
-        if feature is not None:
-            found[name] = feature
-
-
-def _values(record: bytes, kind: int, start: int, end: int) -> list[Any]:
-    values: list[Any] = []
-    for tag, wire, at, stop in message_fields(record, start, end):
-        if tag != 1:
-            continue
-        if kind == _BYTES and wire == _LENGTH:
-            values.append(record[at:stop])
-        elif kind == _FLOAT and wire in (_LENGTH, _FIXED32):
-            values.extend(struct.unpack(f"<{(stop - at) // 4}f", record[at:stop]))
-        elif kind == _INT64 and wire in (_LENGTH, _VARINT):
-            while at < stop:
-                value, at = _varint(record, at, stop)
-                values.append(value - (1 << 64) if value >> 63 else value)
-    return values
-
-
-def message_fields(data: BytesLike, start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """The fields of a message: number, wire type, where its payload starts and ends. IndexError for another form."""
-    at = start
-    while at < end:
-        key, at = _varint(data, at, end)
-        wire, stop = key & 7, at
-        if wire == _VARINT:
-            _, stop = _varint(data, at, end)
-        elif wire == _LENGTH:
-            size, at = _varint(data, at, end)
-            stop = at + size
-        elif wire in (_FIXED32, _FIXED64):
-            stop = at + (4 if wire == _FIXED32 else 8)
-        else:  # groups, which proto3 has not, and types that do not exist
-            raise IndexError("an unknown wire type")
-        if stop > end or key >> 3 == 0:
-            raise IndexError("a field leaves its message")
-        yield key >> 3, wire, at, stop
-        at = stop
-
-
-def _varint(data: BytesLike, at: int, end: int) -> tuple[int, int]:
-    value = 0
-    for index in range(min(VARINT_MAX_BYTES, end - at)):
-        byte = data[at + index]
-        value |= (byte & 127) << (7 * index)
-        if byte < 128:
-            return value & MASK, at + index + 1
-    raise IndexError("a varint without an end")
-
-
-def _bad(number: int | None, name: str | None, got: str, allowed: str) -> DataError:
-    place = ("" if number is None else f"record {number} of the batch") + ("" if name is None else f", field `{name}`")
-    return DataError(
-        f"{place.removeprefix(', ')} cannot be read as declared",
-        got=got,
-        allowed=allowed,
-        next_step="Declare the schema as the records are, or leave the field out.",
-    )
-
-
-__all__ = ["decode_foreign_frames", "infer_schema", "refuse_sequences"]
 _MAX_OFFSET = (1 << 31) - 1
-_CELL_BYTES = 16  # where a feature's list begins and ends in a record
+_CELL_BYTES = 16  # the start and end of a feature's list in a record
 _Places = NDArray[np.int64]
 
 
 def decode_foreign_frames(
     fields: Iterable[Field], data: NDArray[np.uint8], offsets: NDArray[np.int64], *, context_only: bool = False
 ) -> pa.RecordBatch:
-    """Rows from any Examples, as a column for each of `fields` (a Schema gives its own), in their order.
+    """Rows from any Examples: a column for each of `fields`, in their order.
 
-    The records are framed, their checksums known to be right: `offsets` (n + 1,) from record_offsets. A feature that is
-    not asked for is skipped. One that is missing, or present without a value, is null in a nullable field and empty in
-    a list. Raises DataError naming record and field for a missing value in any other field, a list of another type,
-    several values in a scalar, text that is not UTF-8, a tensor of another length, and for bytes that are no Example;
-    for a SequenceExample too, which would lose its feature lists without a word, unless `context_only` asks for that.
+    The records are framed and their checksums already checked: `offsets` (n + 1,) from record_offsets. Other features
+    are skipped. A feature that is missing, or present without a value, is null in a nullable field and empty in a list.
+    Raises DataError naming record and field for a missing value in any other field, a list of another type, several
+    values in a scalar, text that is not UTF-8, a tensor of another length, and bytes that are not an Example. Unless
+    `context_only`, it also refuses SequenceExamples, which would silently lose their feature lists.
     """
     asked = tuple(fields)
 
@@ -277,18 +59,18 @@ def decode_foreign_frames(
 
 
 def records_between(data: NDArray[np.uint8], offsets: NDArray[np.int64]) -> list[bytes]:
-    """The records that lie framed between `offsets` (n + 1,)."""
+    """The payloads of the framed records between `offsets` (n + 1,)."""
     view = data.data
     return [bytes(view[start + HEADER_BYTES : end - FOOTER_BYTES]) for start, end in pairwise(offsets.tolist())]
 
 
 def _fast(asked: tuple[Field, ...], data: NDArray[np.uint8], starts: _Places, ends: _Places) -> pa.RecordBatch | None:
-    """The records by the kernels; None where the plain reader has to look at them."""
+    """The records by the kernels; None if a kernel refuses one."""
     from lockstep.features.examples import foreign_kernels as kernel
 
     names = [field.name.encode() for field in asked]
     name_ends = np.concatenate([[0], np.cumsum([len(name) for name in names], dtype=np.int64)]).astype(np.int64)
-    kinds = np.array([list_of(field) for field in asked], dtype=np.int64)
+    kinds = np.array([list_tag(field) >> 3 for field in asked], dtype=np.int64)
     found = np.empty((len(asked), len(starts), 2), dtype=np.int64)
     base = data.ctypes.data
     raw_names = np.frombuffer(b"".join(names), dtype=np.uint8)
@@ -329,7 +111,7 @@ def _column(field: Field, kind: int, places: _Places) -> pa.Array | None:
         )
     if total == len(counts):
         return items
-    rows = np.cumsum(counts) - 1  # of each row, which value is its own
+    rows = np.cumsum(counts) - 1  # the index of each row's value
     return items.take(pa.array(rows, mask=counts == 0))
 
 
@@ -342,11 +124,11 @@ def _numbers(field: Field, item: pa.DataType, values: NDArray[Any]) -> pa.Array 
 
 
 def _bytes(field: Field, item: pa.DataType, values: NDArray[np.int64]) -> pa.Array | None:
-    """Items of bytes from where they are and how long, (m, 2) int64."""
+    """Items of bytes from their addresses and lengths, (m, 2) int64."""
     from lockstep.features.examples import decode_kernels
 
     places, sizes = np.ascontiguousarray(values.T)  # (m, 2) -> two (m,)
-    wanted = tensor_bytes(field) if field.is_tensor else 8 if field.dtype in ("float64", "uint64") else None
+    wanted = field.tensor_bytes if field.is_tensor else 8 if field.dtype in ("float64", "uint64") else None
     total = int(sizes.sum())
     if (wanted is not None and not (sizes == wanted).all()) or total > _MAX_OFFSET:
         return None
@@ -356,3 +138,209 @@ def _bytes(field: Field, item: pa.DataType, values: NDArray[np.int64]) -> pa.Arr
     if not field.is_tensor and wanted is not None:
         return array_of(item, len(sizes), None, data)
     return checked_text(array_of(item, len(sizes), None, offsets, data))
+
+
+def decode_foreign(fields: Iterable[Field], records: Sequence[BytesLike]) -> pa.RecordBatch:
+    """decode_foreign_frames in plain Python, for records of any kind without their frames."""
+    asked = tuple(fields)
+    names = {field.name.encode() for field in asked}
+    parsed = [_parse(bytes(record), number, names) for number, record in enumerate(records)]
+    columns = []
+    for field in asked:
+        name = field.name.encode()
+        values = [_value(field, found.get(name), number) for number, found in enumerate(parsed)]
+        columns.append(pa.array(values, type=field.arrow_type))
+    schema = pa.schema([pa.field(field.name, field.arrow_type, nullable=field.nullable) for field in asked])
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def infer_schema(records: Iterable[BytesLike]) -> list[tuple[str, str, bool]]:
+    """The features of a sample of Examples: (name, dtype, is_list) in byte order of the names.
+
+    dtype is `int64`, `float32`, `string` if every value is UTF-8 without control characters other than tab and line
+    ends, else `bytes`. A feature is a list if any record of the sample has several values or none for it. Raises
+    DataError for a feature of different types, and for bytes that are not an Example.
+    """
+    kinds: dict[bytes, int] = {}
+    lists: set[bytes] = set()
+    binary: set[bytes] = set()
+    for number, record in enumerate(records):
+        for name, (kind, values) in _parse(bytes(record), number, None).items():
+            if kinds.setdefault(name, kind) != kind:
+                shown = name.decode(errors="replace")
+                raise _bad(number, shown, _LIST_NAMES[kind], f"{_LIST_NAMES[kinds[name]]} as in the records before")
+            if len(values) != 1:
+                lists.add(name)
+            if kind == _BYTES and name not in binary and not all(map(_is_text, values)):
+                binary.add(name)
+    found = []
+    for name in sorted(kinds):
+        dtype = {_FLOAT: "float32", _INT64: "int64", _BYTES: "bytes" if name in binary else "string"}[kinds[name]]
+        found.append((_name(name), dtype, name in lists))
+    return found
+
+
+def refuse_sequences(records: Iterable[BytesLike]) -> None:
+    """Raise DataError for a SequenceExample: read as an Example it would silently lose its feature lists."""
+    for number, record in enumerate(records):
+        if _has_lists(record):
+            raise DataError(
+                f"record {number} of the batch is a SequenceExample",
+                got="feature lists",
+                allowed="tf.train.Example; SequenceExamples only in Lockstep's datasets, whose manifest declares them",
+                next_step="Read these files with TensorFlow, and write the rows as a dataset.",
+            )
+
+
+def _has_lists(record: BytesLike) -> bool:
+    """Whether a message has a field 2 of bytes; False for bytes that are not a message, which the decoder refuses."""
+    with suppress(IndexError):
+        for number, wire, _, _ in message_fields(record, 0, len(record)):
+            if (number, wire) == _FEATURE_LISTS:
+                return True
+    return False
+
+
+def _is_text(value: bytes) -> bool:
+    try:
+        text = value.decode()
+    except UnicodeDecodeError:
+        return False
+    return all(character >= " " or character in "\t\r\n" for character in text)
+
+
+def _name(name: bytes) -> str:
+    try:
+        return name.decode()
+    except UnicodeDecodeError:
+        raise _bad(None, repr(name), "a feature's name that is not UTF-8", "UTF-8") from None
+
+
+def _value(field: Field, feature: _Feature | None, number: int) -> Any:
+    values: list[Any] = []
+    if feature is not None:
+        kind, values = feature
+        wanted = list_tag(field) >> 3
+        if kind != wanted:
+            raise _bad(number, field.name, _LIST_NAMES[kind], f"{_LIST_NAMES[wanted]} for {field.dtype}")
+        values = [_converted(field, value, number) for value in values]
+    if field.is_list:
+        return values
+    if not values and field.nullable:
+        return None
+    if len(values) != 1:
+        raise _bad(number, field.name, f"{len(values)} values", "exactly 1" + (" or none" if field.nullable else ""))
+    return values[0]
+
+
+def _converted(field: Field, value: Any, number: int) -> Any:
+    if field.is_tensor:
+        if len(value) != field.tensor_bytes:
+            allowed = f"{field.tensor_bytes} bytes: shape {field.shape} of {field.dtype}"
+            raise _bad(number, field.name, f"{len(value)} bytes", allowed)
+    elif field.dtype == "string":
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            raise _bad(number, field.name, f"{value[:40]!r}", "UTF-8; declare the field as bytes") from None
+    elif field.dtype in EIGHT_BYTES:
+        if len(value) != 8:
+            raise _bad(number, field.name, f"{len(value)} bytes", f"8 little-endian bytes for {field.dtype}")
+        return struct.unpack(EIGHT_BYTES[field.dtype], value)[0]
+    elif field.dtype == "bool":
+        if value not in (0, 1):
+            raise _bad(number, field.name, str(value), "0 or 1 for bool")
+        return bool(value)
+    return value
+
+
+def _parse(record: bytes, number: int, names: set[bytes] | None) -> dict[bytes, _Feature]:
+    """The features of an Example that are in `names` (None: all) and have a list."""
+    found: dict[bytes, _Lists] = {}
+    try:
+        for tag, wire, start, end in message_fields(record, 0, len(record)):
+            if tag == 1 and wire == _LENGTH:
+                for entry_tag, entry_wire, at, stop in message_fields(record, start, end):
+                    if entry_tag == 1 and entry_wire == _LENGTH:
+                        _entry(record, at, stop, names, found)
+        return {
+            name: (kind, [value for start, end in spans for value in _values(record, kind, start, end)])
+            for name, (kind, spans) in found.items()
+        }
+    except (IndexError, struct.error):
+        raise _bad(number, None, "bytes in another form", "a serialised tf.train.Example") from None
+
+
+def _entry(record: bytes, start: int, end: int, names: set[bytes] | None, found: dict[bytes, _Lists]) -> None:
+    """Add one entry of the map to `found`; an entry without a list removes an earlier one of its name."""
+    name = b""
+    feature: _Lists | None = None
+    for tag, wire, at, stop in message_fields(record, start, end):
+        if tag == 1 and wire == _LENGTH:
+            name = record[at:stop]
+        elif tag == 2 and wire == _LENGTH:
+            for kind, kind_wire, list_start, list_end in message_fields(record, at, stop):
+                if kind in _LIST_NAMES and kind_wire == _LENGTH:
+                    before = feature[1] if feature is not None and feature[0] == kind else []
+                    feature = (kind, [*before, (list_start, list_end)])
+    if names is None or name in names:
+        found.pop(name, None)
+        if feature is not None:
+            found[name] = feature
+
+
+def _values(record: bytes, kind: int, start: int, end: int) -> list[Any]:
+    values: list[Any] = []
+    for tag, wire, at, stop in message_fields(record, start, end):
+        if tag != 1:
+            continue
+        if kind == _BYTES and wire == _LENGTH:
+            values.append(record[at:stop])
+        elif kind == _FLOAT and wire in (_LENGTH, _FIXED32):
+            values.extend(struct.unpack(f"<{(stop - at) // 4}f", record[at:stop]))
+        elif kind == _INT64 and wire in (_LENGTH, _VARINT):
+            while at < stop:
+                value, at = _varint(record, at, stop)
+                values.append(value - (1 << 64) if value >> 63 else value)
+    return values
+
+
+def message_fields(data: BytesLike, start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+    """The fields of a message: number, wire type, start and end of the payload. IndexError for malformed bytes."""
+    at = start
+    while at < end:
+        key, at = _varint(data, at, end)
+        wire, stop = key & 7, at
+        if wire == _VARINT:
+            _, stop = _varint(data, at, end)
+        elif wire == _LENGTH:
+            size, at = _varint(data, at, end)
+            stop = at + size
+        elif wire in (_FIXED32, _FIXED64):
+            stop = at + (4 if wire == _FIXED32 else 8)
+        else:  # groups, which proto3 does not have, and undefined types
+            raise IndexError("an unknown wire type")
+        if stop > end or key >> 3 == 0:
+            raise IndexError("a field leaves its message")
+        yield key >> 3, wire, at, stop
+        at = stop
+
+
+def _varint(data: BytesLike, at: int, end: int) -> tuple[int, int]:
+    value = 0
+    for index in range(min(VARINT_MAX_BYTES, end - at)):
+        byte = data[at + index]
+        value |= (byte & 127) << (7 * index)
+        if byte < 128:
+            return value & MASK, at + index + 1
+    raise IndexError("a varint without an end")
+
+
+def _bad(number: int | None, name: str | None, got: str, allowed: str) -> DataError:
+    place = ("" if number is None else f"record {number} of the batch") + ("" if name is None else f", field `{name}`")
+    return DataError(
+        f"{place.removeprefix(', ')} cannot be read as declared",
+        got=got,
+        allowed=allowed,
+        next_step="Declare the schema as the records are, or leave the field out.",
+    )

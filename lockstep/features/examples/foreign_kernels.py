@@ -1,38 +1,31 @@
-"""Examples that others wrote, taken apart: where the list of each asked feature lies, and its values.
+"""Kernels that parse foreign Examples: find the list of each requested feature, and read its values.
 
-What hardly anybody writes (an entry with more than a name and a value, a feature with several lists, groups) makes a
-kernel say no, and the plain reader of lockstep/features/examples/foreign.py reads all of the batch.
+For rare forms (an entry with more than a name and a value, a feature with several lists, groups) a kernel returns
+False, and the plain reader of lockstep/features/examples/foreign.py reads the whole batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numba import njit
-from numpy.typing import NDArray
 
-from lockstep.features.arrow import rows_at_once
-from lockstep.features.examples.example import list_tag, sized
-from lockstep.features.examples.varints import read_length, store_length
-from lockstep.features.schema.fields import Field
 from lockstep.storage.kernels import memory
-from lockstep.storage.kernels.crc32c import masked_crc32c
 from lockstep.storage.kernels.jit import kernels
-from lockstep.storage.kernels.memory import copy, load_u8, load_u32, same, store_u8, store_u32, store_u64
+from lockstep.storage.kernels.memory import load_u8, load_u32, store_u32, store_u64
 
 _kernel = kernels(__name__, memory)
 
 ABSENT = 0
 _FEATURE_LISTS = 0x12  # the key of a SequenceExample's second field: an Example has none
-BYTES, FLOATS, INTS = 1, 2, 3  # the numbers of Feature's lists
+BYTES, FLOATS, INTS = 1, 2, 3  # the field numbers of Feature's lists
+_REMEMBERED = 256  # entries of a record whose fields are predicted from the previous record
 
 
 @njit
 def _varint(at: Any, end: Any) -> Any:
-    """A uint64 and where it ends; 0 there where there is none."""
+    """A uint64 and its end; end 0 if it is malformed."""
     value, shift = np.uint64(0), 0
     while at < end and shift < 70:
         byte = np.uint64(load_u8(at))
@@ -47,7 +40,7 @@ def _varint(at: Any, end: Any) -> Any:
 
 @njit
 def _span(at: Any, end: Any) -> Any:
-    """Where a length-delimited payload begins and ends; 0 for one that leaves its message."""
+    """The start and end of a length-delimited payload; 0 if it extends beyond its message."""
     size, start = _varint(at, end)
     if start == 0 or size > np.uint64(end - start):
         return 0, 0
@@ -56,8 +49,8 @@ def _span(at: Any, end: Any) -> Any:
 
 @njit
 def _skip(at: Any, end: Any, unwanted: Any) -> Any:
-    """Where an unknown field that begins at `at` ends; 0 for none, for one of the key `unwanted`, and for field 1 in a
-    longer key than it needs.
+    """The end of an unknown field at `at`; 0 if it is malformed, has the key `unwanted`, or is field 1 in a key that is
+    longer than necessary.
     """
     key, at = _varint(at, end)
     if at == 0 or key >> np.uint64(3) == np.uint64(0) or key == np.uint64(0x0A) or key == np.uint64(unwanted):
@@ -73,7 +66,7 @@ def _skip(at: Any, end: Any, unwanted: Any) -> Any:
 
 @njit
 def _column_of(at: Any, size: Any, names: Any, name_ends: Any, guess: Any) -> Any:
-    """Which of the asked fields has this name, -1 for none; `guess` is looked at first."""
+    """The index of the requested field with this name, -1 for none; compares `guess` first."""
     count = len(name_ends) - 1
     for turn in range(count):
         field = guess + turn
@@ -94,8 +87,8 @@ def _column_of(at: Any, size: Any, names: Any, name_ends: Any, guess: Any) -> An
 
 @njit
 def _inner(at: Any, end: Any, unwanted: Any) -> Any:
-    """Of the field that begins at `at`: where the payload of a field 1 begins and ends (0 of another), and where the
-    next one begins, 0 for what _skip does not pass over.
+    """For the field at `at`: start and end of its payload if it is field 1 (else 0), and the start of the next field,
+    0 if _skip refuses it.
     """
     if load_u8(at) != 0x0A:
         return 0, 0, _skip(at, end, unwanted)
@@ -105,7 +98,7 @@ def _inner(at: Any, end: Any, unwanted: Any) -> Any:
 
 @njit
 def _entry(at: Any, end: Any, names: Any, name_ends: Any, guess: Any) -> Any:
-    """Of one entry: its field (-1: not asked for), its list's kind, where that begins and ends; -2 for no usual one."""
+    """For one entry: its field (-1: not requested, -2: a rare form), and its list's kind, start and end."""
     if at >= end or load_u8(at) != 0x0A:
         return -2, 0, 0, 0
     name, stop = _span(at + 1, end)
@@ -128,15 +121,16 @@ def _entry(at: Any, end: Any, names: Any, name_ends: Any, guess: Any) -> Any:
 
 @_kernel
 def split(starts: Any, ends: Any, names: Any, name_ends: Any, kinds: Any, found: Any) -> Any:
-    """Where each asked feature's list lies in the records between the addresses `starts` and `ends`, (n,) int64.
+    """Find each requested feature's list in the records between the addresses `starts` and `ends`, (n,) int64.
 
-    `names` are the fields' names end to end, `kinds` (k,) the lists that they must have; `found` (k, n, 2) int64 gets
-    the addresses, 0 where there is no list. Returns False for anything but usual records with lists of those kinds, and
-    so for a SequenceExample with feature lists.
+    `names` are the fields' names end to end, `kinds` (k,) the kinds of list that they must have. Writes start and end
+    addresses to `found` (k, n, 2) int64, 0 for a missing list. Returns False for records of a rare form, with lists of
+    other kinds, and for SequenceExamples with feature lists.
     """
     found[:] = 0
+    guesses = np.zeros(_REMEMBERED, dtype=np.int64)
     for row in range(len(starts)):
-        at, end, guess = starts[row], ends[row], 0
+        at, end, number = starts[row], ends[row], 0
         while at < end:
             entry, features_end, at = _inner(at, end, _FEATURE_LISTS)
             if at == 0:
@@ -147,23 +141,25 @@ def split(starts: Any, ends: Any, names: Any, name_ends: Any, kinds: Any, found:
                     return False
                 if start == 0:
                     continue
-                field, kind, list_start, list_end = _entry(start, stop, names, name_ends, guess)
+                place = min(number, _REMEMBERED - 1)
+                field, kind, list_start, list_end = _entry(start, stop, names, name_ends, guesses[place])
+                number += 1
                 if field == -2:
                     return False
                 if field < 0:
                     continue
+                guesses[place] = field
                 if kind != ABSENT and kind != kinds[field]:
                     return False
                 found[field, row, 0], found[field, row, 1] = list_start, list_end
-                guess = field + 1 if field + 2 < len(name_ends) else 0
     return True
 
 
 @njit
 def _values(kind: Any, at: Any, end: Any, target: Any) -> Any:
-    """Write a list's values to the address `target` (0: nowhere); how many they are, -1 for another form.
+    """Write a list's values to the address `target` (0: only count them); returns their number, -1 if malformed.
 
-    Ints take 8 bytes each, floats 4; of bytes the address and the length are written, 16.
+    Integers take 8 bytes each, floats 4; for bytes their address and length are written, 16 bytes.
     """
     count = 0
     while at < end:
@@ -211,7 +207,7 @@ def _values(kind: Any, at: Any, end: Any, target: Any) -> Any:
 
 @_kernel
 def counts(kind: Any, places: Any, out: Any) -> Any:
-    """How many values each row's list has, into `out` (n,) int64; `places` (n, 2). False for lists of another form."""
+    """Write the number of values in each row's list to `out` (n,) int64; `places` (n, 2). False for malformed lists."""
     for row in range(len(out)):
         out[row] = 0 if places[row, 0] == 0 else _values(kind, places[row, 0], places[row, 1], 0)
         if out[row] < 0:
@@ -221,170 +217,9 @@ def counts(kind: Any, places: Any, out: Any) -> Any:
 
 @_kernel
 def values(kind: Any, places: Any, counts_: Any, target: Any) -> None:
-    """Write all rows' values end to end to the address `target`, each as _values says."""
+    """Write all rows' values end to end to the address `target`, in the form of _values."""
     width = 4 if kind == FLOATS else 16 if kind == BYTES else 8
     for row in range(len(counts_)):
         if counts_[row] > 0:
             _values(kind, places[row, 0], places[row, 1], target)
             target += width * counts_[row]
-
-
-HEADER_BYTES, FOOTER_BYTES = 12, 4
-_MAX_PREFIX_BYTES = 6  # the tag of Example.features and a length of up to five bytes
-_REMEMBERED = 256  # entries of a record whose fields are guessed from the record before
-
-
-@dataclass(frozen=True)
-class Order:
-    """Fields in our order, as the kernel takes them: the tags of their lists in a Feature (k,), their names end to end,
-    and for those that are lists the entry of an empty one, end to end too.
-
-    `name_ends`, `empty_ends` (k + 1,) int64 say where each begins and the last ends.
-    """
-
-    tags: NDArray[np.uint8]
-    names: NDArray[np.uint8]
-    name_ends: NDArray[np.int64]
-    empties: NDArray[np.uint8]
-    empty_ends: NDArray[np.int64]
-
-    @classmethod
-    def of(cls, fields: Sequence[Field]) -> Order:
-        """For fields in byte order of their names."""
-        names = [field.name.encode() for field in fields]
-        tags = [list_tag(field) for field in fields]
-        entries = [_empty_entry(tag, name) for tag, name in zip(tags, names, strict=True)]
-        empties = [entry if field.is_list else b"" for field, entry in zip(fields, entries, strict=True)]
-        return cls(np.array(tags, dtype=np.uint8), *_joined(names), *_joined(empties))
-
-    @property
-    def rows_at_once(self) -> int:
-        """How many records to rewrite at once: each may become longer by an empty list for each field."""
-        return rows_at_once(len(self.empties) + _MAX_PREFIX_BYTES)
-
-    def rewritten(self, data: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDArray[np.uint8] | None:
-        """Framed records with exactly these fields, as the encoder would have them but for their values, whose form is
-        not looked at; None where some record is of a form that is not read here.
-
-        `data` uint8 holds framed records whose checksums are right, `offsets` (n + 1,) int64 say where. A scalar
-        without a value is left out, a list that is missing is there and empty: who has more than rows_at_once of them
-        takes them in parts, since they may take many times the memory of `data`.
-        """
-        more = (len(offsets) - 1) * (len(self.empties) + _MAX_PREFIX_BYTES)
-        target = np.empty(int(offsets[-1] - offsets[0]) + more, dtype=np.uint8)
-        size = _rewrite(
-            data.ctypes.data,
-            offsets,
-            self.tags,
-            self.names.ctypes.data,
-            self.name_ends,
-            self.empties.ctypes.data,
-            self.empty_ends,
-            target.ctypes.data,
-        )
-        return None if size < 0 else target[:size]
-
-
-def _empty_entry(tag: int, name: bytes) -> bytes:
-    return sized(0x0A, sized(0x0A, name) + bytes((0x12, 2, tag, 0)))
-
-
-def _joined(parts: Sequence[bytes]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    ends = np.cumsum([0, *map(len, parts)]).astype(np.int64)
-    return np.frombuffer(b"".join(parts) or b"\0", dtype=np.uint8), ends
-
-
-@njit
-def _is_name(names: Any, name_ends: Any, field: Any, at: Any, size: Any) -> Any:
-    start = name_ends[field]
-    return name_ends[field + 1] - start == size and same(names + start, at, size)
-
-
-@njit
-def _field_of(names: Any, name_ends: Any, guess: Any, at: Any, size: Any) -> Any:
-    """The field of a name, -1 for none; `guess` is looked at first."""
-    if guess >= 0 and _is_name(names, name_ends, guess, at, size):
-        return guess
-    for field in range(len(name_ends) - 1):
-        if _is_name(names, name_ends, field, at, size):
-            return field
-    return -1
-
-
-@njit
-def _find(
-    at: Any, end: Any, tags: Any, names: Any, name_ends: Any, empty_ends: Any, guesses: Any, starts: Any, sizes: Any
-) -> Any:
-    """Where the last entry of each field lies in the features from `at` to `end`; False for another form."""
-    starts[:] = 0
-    sizes[:] = 0
-    number = 0
-    while at < end:
-        begin = at
-        if load_u8(at) != 0x0A:
-            return False
-        length, at = read_length(at + 1, end)
-        stop = at + length
-        if length < 2 or stop > end or load_u8(at) != 0x0A:
-            return False
-        size, name = read_length(at + 1, stop)
-        at = name + size
-        if size < 0 or at >= stop or load_u8(at) != 0x12:
-            return False
-        length, at = read_length(at + 1, stop)
-        if length < 0 or at + length != stop:
-            return False
-        if length > 0:  # nobody else looks into a feature that is left out
-            body, values = read_length(at + 1, stop)
-            if load_u8(at) & 7 != 2 or not 1 <= load_u8(at) >> 3 <= 3 or body < 0 or values + body != stop:
-                return False
-        guess = guesses[number] if number < _REMEMBERED else -1
-        field = _field_of(names, name_ends, guess, name, size)
-        if number < _REMEMBERED:
-            guesses[number] = field
-        number += 1
-        if field >= 0:
-            scalar = empty_ends[field + 1] == empty_ends[field]
-            empty = length == 0 or (scalar and length == 2 and load_u8(at) == tags[field] and load_u8(at + 1) == 0)
-            starts[field], sizes[field] = begin, 0 if empty else stop - begin
-        at = stop
-    return True
-
-
-@_kernel
-def _rewrite(
-    source: Any, offsets: Any, tags: Any, names: Any, name_ends: Any, empties: Any, empty_ends: Any, target: Any
-) -> Any:
-    """Write the records to the address `target`; returns how many bytes they take, -1 for another form."""
-    fields = len(name_ends) - 1
-    starts, sizes = np.zeros(fields, dtype=np.int64), np.zeros(fields, dtype=np.int64)
-    guesses = np.full(_REMEMBERED, -1, dtype=np.int64)
-    out = target
-    for record in range(len(offsets) - 1):
-        at, end = source + offsets[record] + HEADER_BYTES, source + offsets[record + 1] - FOOTER_BYTES
-        if at < end:
-            if load_u8(at) != 0x0A:
-                return -1
-            length, at = read_length(at + 1, end)
-            if length < 0 or at + length != end:
-                return -1
-        if not _find(at, end, tags, names, name_ends, empty_ends, guesses, starts, sizes):
-            return -1
-        body: Any = 0
-        for field in range(fields):
-            body += sizes[field] if sizes[field] > 0 else empty_ends[field + 1] - empty_ends[field]
-        begin = out + HEADER_BYTES
-        store_u8(begin, np.uint8(0x0A))
-        place = store_length(begin + 1, body)
-        for field in range(fields):
-            size = sizes[field]
-            start = starts[field]
-            if size == 0:
-                size, start = empty_ends[field + 1] - empty_ends[field], empties + empty_ends[field]
-            copy(place, start, size)
-            place += size
-        store_u64(out, np.uint64(place - begin))
-        store_u32(out + 8, np.uint32(masked_crc32c(out, 8)))
-        store_u32(place, np.uint32(masked_crc32c(begin, place - begin)))
-        out = place + FOOTER_BYTES
-    return out - target

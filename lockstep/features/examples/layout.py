@@ -1,4 +1,4 @@
-"""A schema as the kernels see it: which loop each field takes, and the bytes that all its entries share."""
+"""A schema as arrays for the kernels: which loop each field takes, and the bytes that all its entries share."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from lockstep.features.examples.column_checks import as_recorded, check_nulls, check_tensor_lengths, tensor_bytes
+from lockstep.features.examples.column_checks import as_recorded, check_nulls, check_tensor_lengths
 from lockstep.features.examples.example import VARINT_MAX_BYTES, list_tag, map_key, varint
 from lockstep.features.schema.fields import Field
-from lockstep.features.schema.schema import Schema
+from lockstep.features.schema.schema import Columns
 
-# How the values of a field lie. A field's bytes in a tf.Example are described in lockstep/features/examples/example.py.
+# The kinds of fields. lockstep/features/examples/example.py describes their bytes in a tf.Example.
 INT, BOOL, FIXED, BYTES, TENSOR, INT_LIST, BOOL_LIST, FIXED_LIST, BYTES_LIST = range(9)
-_WORD = 8  # kernels copy and compare heads in words: each has so many bytes to spare
+_WORD = 8  # kernels copy and compare heads in words of 8 bytes, so each head is padded
 _KINDS = {"int64": (INT, INT_LIST), "bool": (BOOL, BOOL_LIST), "float32": (FIXED, FIXED_LIST)}
 _KINDS |= {"float64": (FIXED, FIXED_LIST), "uint64": (FIXED, FIXED_LIST)}
 
@@ -27,10 +27,10 @@ class Layout:
     """The k fields of a schema in byte order of their names.
 
     kinds, tags, widths: (k,) int64. `widths` is the size of a FIXED value or of a tensor in bytes, else 0.
-    heads: (k, 11, stride) uint8. heads[f, s] is what comes before a value: for INT one of s bytes (1 to 10), for BOOL
-    s = 1, for FIXED and TENSOR s = 0. For a list, s = 0 is the whole entry of an empty one.
-    head_sizes: (k, 11) int64, the bytes of these.
-    names: (k, stride) uint8, the entry's name with its tag and length, and the tag of the feature behind it.
+    heads: (k, 11, stride) uint8. heads[f, s] are the bytes of an entry before its value: for INT before one of s bytes
+    (1 to 10), for BOOL s = 1, for FIXED and TENSOR s = 0. For a list, s = 0 is the whole entry of an empty list.
+    head_sizes: (k, 11) int64, the sizes of heads in bytes.
+    names: (k, stride) uint8, the entry's name with its tag and length, then the tag of the feature.
     name_sizes: (k,) int64.
     """
 
@@ -45,12 +45,12 @@ class Layout:
 
     @cached_property
     def arguments(self) -> tuple[Any, ...]:
-        """What a kernel is told of all fields, heads and names by their addresses: keep the layout while it runs."""
+        """The layout as arguments of a kernel; heads and names are addresses, so keep the layout while it runs."""
         heads, names = self.heads.ctypes.data, self.names.ctypes.data
         return (self.kinds, self.tags, self.widths, heads, self.head_sizes, names, self.name_sizes, self.heads.shape[2])
 
     @classmethod
-    def of(cls, schema: Schema) -> Layout:
+    def of(cls, schema: Columns) -> Layout:
         """The layout of a schema's Examples."""
         fields = schema.in_byte_order
         kinds, tags = (
@@ -74,7 +74,7 @@ class Layout:
 
 
 def kind_of(field: Field) -> int:
-    """Which of the kinds above a field is."""
+    """The kind of a field, one of the numbers above."""
     if field.is_tensor:
         return TENSOR
     return _KINDS.get(field.dtype, (BYTES, BYTES_LIST))[field.is_list]
@@ -82,7 +82,7 @@ def kind_of(field: Field) -> int:
 
 def _width(field: Field, kind: int) -> int:
     if kind == TENSOR:
-        return tensor_bytes(field)
+        return field.tensor_bytes
     return (4 if field.dtype == "float32" else 8) if kind in (FIXED, FIXED_LIST) else 0
 
 
@@ -100,36 +100,36 @@ def _heads(field: Field, kind: int, tag: int, width: int) -> list[bytes]:
 
 
 def _head(field: Field, tag: int, size: int) -> bytes:
-    """An entry with one value of `size` bytes, up to the value."""
+    """The start of an entry with one value of `size` bytes, up to the value."""
     item = b"\x0a" + varint(size)
     return _entry(field, bytes([tag]) + varint(len(item) + size) + item, size)
 
 
 def _entry(field: Field, feature: bytes, missing: int) -> bytes:
-    """An entry from its Feature message, of which `missing` bytes are to come."""
+    """An entry with a Feature message of which the last `missing` bytes are left out."""
     name, size = map_key(field.name), len(feature) + missing
     body = name + varint(size) + feature
     return b"\x0a" + varint(len(body) + missing) + body
 
 
 def _padded(rows: list[bytes], stride: int) -> NDArray[np.uint8]:
-    """(len(rows), stride) uint8, each row from its beginning."""
+    """(len(rows), stride) uint8, each row padded with zeros."""
     return np.frombuffer(b"".join(row.ljust(stride, b"\0") for row in rows), dtype=np.uint8).reshape(-1, stride)
 
 
-# The columns of a description: where the bits of validity begin (0 where nothing is null) and how many of them come
-# before the first row; the values, for BOOL with the bits before the first; the offsets of lists and of byte values, in
-# 4 or 8 bytes each.
+# The columns of a description: the address of the validity bits (0 if no value is null) and the number of bits before
+# the first row; the address of the values, for BOOL with the number of bits before the first; the addresses of the
+# offsets of lists and of byte values, and their widths, 4 or 8 bytes.
 VALID, VALID_BIT, DATA, DATA_BIT, LISTS, LISTS_WIDTH, ENDS, ENDS_WIDTH = range(8)
 DESCRIPTION_COLUMNS = 8
 
 
 def describe(layout: Layout, batch: pa.RecordBatch) -> tuple[NDArray[np.int64], list[pa.Array]]:
-    """Where the values of a batch lie, (k, 8) int64, and the columns that own them: keep these while it is in use.
+    """The addresses of a batch's values, (k, 8) int64, and the columns that own them: keep these while it is in use.
 
-    Columns are found by name. Raises DataError for a null where none may be or within a list, a tensor of the wrong
-    length, a decimal that is no uint64, and a column of another type, unless every value of it is exactly one of the
-    declared type.
+    Columns are found by name. Raises DataError for a null that the schema does not allow or inside a list, a tensor of
+    the wrong length, a decimal that is not a uint64, and a column of another type unless the declared type represents
+    each of its values exactly.
     """
     found = np.zeros((len(layout.fields), DESCRIPTION_COLUMNS), dtype=np.int64)
     columns = [as_recorded(field, batch.column(field.name)) for field in layout.fields]
@@ -156,7 +156,7 @@ def describe(layout: Layout, batch: pa.RecordBatch) -> tuple[NDArray[np.int64], 
 
 
 def _offsets(column: pa.Array) -> tuple[int, int]:
-    """Where a column's first offset lies, and how wide each is."""
+    """The address of a column's first offset, and the bytes of each."""
     large = pa.types.is_large_list(column.type) or column.type in (pa.large_string(), pa.large_binary())
     buffer, width = column.buffers()[1], 8 if large else 4
     return (0 if buffer is None else buffer.address + column.offset * width), width

@@ -1,15 +1,15 @@
-"""tf.SequenceExample for schemas that ask for it (`record = "sequence_example"`): lists become feature lists.
+"""tf.SequenceExample for schemas with `record = "sequence_example"`: lists become feature lists.
 
-A SequenceExample is a protobuf message. Its first field, `context`, holds features as an Example does, byte for byte:
-here all fields but the lists. Then come the lists, each value a Feature of its own:
+A SequenceExample is a protobuf message. Its first field, `context`, stores features with the same bytes as an Example:
+here all fields but the lists. The feature lists follow, with one Feature for each value:
 
-    12 LENGTH                     SequenceExample.feature_lists, absent where a schema has no list
+    12 LENGTH                     SequenceExample.feature_lists; absent if the schema has no list
       0a LENGTH                   one entry of the map, entries in byte order of their names
         0a LENGTH NAME
         12 LENGTH                 FeatureList, empty for an empty list
-          0a LENGTH FEATURE ...   one a value: an Example's Feature with one value
+          0a LENGTH FEATURE ...   for each value an Example's Feature with one value
 
-This is the plain form, a Python call a value. Frames are those of lockstep/storage/formats/tfrecord.py.
+This codec is in plain Python only. lockstep/storage/formats/tfrecord.py frames the records.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from lockstep.features.examples.column_checks import as_recorded
 from lockstep.features.examples.example import (
     MASK,
     BytesLike,
-    decode_batch,
-    encode_batch,
+    decode_examples,
+    encode_examples,
     list_tag,
     read_varint,
     sized,
     varint,
 )
 from lockstep.features.schema.fields import Field
-from lockstep.features.schema.schema import Schema
+from lockstep.features.schema.schema import Columns
 from lockstep.storage.errors import DataError
 from lockstep.storage.formats.tfrecord import frame
 
@@ -43,13 +43,13 @@ _RAW = {"float32": "<f4", "float64": "<f8", "uint64": "<u8"}
 
 
 class SequenceEncoder:
-    """Framed SequenceExamples of record batches, with the calls of lockstep.features.examples.codec.RecordEncoder."""
+    """Encodes and frames SequenceExamples; same interface as lockstep.features.examples.codec.RecordEncoder."""
 
-    def __init__(self, schema: Schema) -> None:
+    def __init__(self, schema: Columns) -> None:
         self._schema = schema
 
     def sizes(self, batch: pa.RecordBatch) -> NDArray[np.int64]:
-        """The bytes that each row takes framed, (n,) int64."""
+        """The framed size of each row in bytes, (n,) int64."""
         return np.diff(self.encode(batch)[1])
 
     def encode(self, batch: pa.RecordBatch) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
@@ -60,22 +60,20 @@ class SequenceEncoder:
         return np.frombuffer(b"".join(records), dtype=np.uint8), offsets
 
 
-def encode_sequence_batch(schema: Schema, batch: pa.RecordBatch) -> list[bytes]:
-    """Each row of the batch as a SequenceExample. Raises DataError as
-    lockstep.features.examples.example.encode_batch does.
-    """
+def encode_sequence_batch(schema: Columns, batch: pa.RecordBatch) -> list[bytes]:
+    """Each row of the batch as a SequenceExample. Raises DataError as encode_examples does."""
     parts = _Parts(schema)
-    context = encode_batch(parts.context, batch.select([field.name for field in parts.context]))
+    context = encode_examples(parts.context, batch.select([field.name for field in parts.context]))
     columns = [_entries(field, batch.column(field.name)) for field in parts.lists]
     return [
         head + sized(0x12, b"".join(entries)) for head, *entries in zip(context, *columns, strict=True)
-    ]  # a schema that asks for sequences has a list
+    ]  # a schema of SequenceExamples has a list
 
 
-def decode_sequence_batch(schema: Schema, records: Sequence[BytesLike]) -> pa.RecordBatch:
+def decode_sequence_batch(schema: Columns, records: Sequence[BytesLike]) -> pa.RecordBatch:
     """Rows from SequenceExamples that encode_sequence_batch wrote, as columns of schema.arrow_schema().
 
-    Raises DataError naming the record for bytes that are anything else.
+    Raises DataError naming the record for all other bytes.
     """
     parts = _Parts(schema)
     contexts: list[bytes] = []
@@ -85,23 +83,23 @@ def decode_sequence_batch(schema: Schema, records: Sequence[BytesLike]) -> pa.Re
             _split(bytes(record), parts, contexts, lists)
         except (IndexError, ValueError):
             raise _bad(number, "bytes in another form") from None
-    context = decode_batch(parts.context, contexts)
+    context = decode_examples(parts.context, contexts)
     columns = {field.name: context.column(field.name) for field in parts.context}
     for field, rows in zip(parts.lists, lists, strict=True):
         columns[field.name] = _column(field, rows)
     batch = pa.RecordBatch.from_arrays([columns[field.name] for field in schema], schema=schema.arrow_schema())
     for number, (record, again) in enumerate(zip(records, encode_sequence_batch(schema, batch), strict=True)):
         if again != bytes(record):
-            raise _bad(number, "other bytes than its values have")
+            raise _bad(number, "other bytes than the encoder writes for its values")
     return batch
 
 
 class _Parts:
-    """A schema's fields by where they lie."""
+    """A schema's fields: those of the context, and the lists."""
 
-    def __init__(self, schema: Schema) -> None:
+    def __init__(self, schema: Columns) -> None:
         self._schema = schema
-        self.context = Schema(tuple(field for field in schema if not field.is_list))
+        self.context = Columns(tuple(field for field in schema if not field.is_list))
 
     @cached_property
     def lists(self) -> tuple[Field, ...]:
@@ -117,7 +115,7 @@ def _entries(field: Field, column: pa.Array) -> list[bytes]:
         raise DataError(
             f"field `{field.name}` holds a null",
             got="null",
-            allowed="lists of values; an empty list where there is nothing",
+            allowed="lists of values; an empty list in place of null",
             next_step="Drop nulls from the lists.",
         )
     name = field.name.encode()
@@ -135,14 +133,14 @@ def _features(field: Field, flat: pa.Array) -> Iterator[bytes]:
     tag = list_tag(field)
     if field.dtype in ("int64", "bool"):
         return (sized(tag, sized(0x0A, varint(int(value) & MASK))) for value in flat.to_pylist())
-    if field.dtype in _RAW:  # as bits, since a float on its way through Python may lose those of a NaN
+    if field.dtype in _RAW:  # bytes, because a Python float may lose a NaN's payload
         raw, size = np.asarray(flat).astype(_RAW[field.dtype]).tobytes(), 4 if field.dtype == "float32" else 8
         return (sized(tag, sized(0x0A, raw[at : at + size])) for at in range(0, len(raw), size))
     return (sized(tag, sized(0x0A, value)) for value in flat.cast(pa.binary()).to_pylist())
 
 
 def _split(record: bytes, parts: _Parts, contexts: list[bytes], lists: list[list[list[bytes]]]) -> None:
-    """Append a record's context, and the bytes of each value of each list."""
+    """Append a record's context to `contexts` and the bytes of its lists' values to `lists`."""
     end = _field(record, 0, 0x0A)[1]
     contexts.append(record[:end])
     body, stop = _field(record, end, 0x12)
@@ -184,7 +182,7 @@ def _column(field: Field, rows: list[list[bytes]]) -> pa.Array:
 
 
 def _field(data: bytes, at: int, tag: int) -> tuple[bytes, int]:
-    """The content of the length-delimited field of this tag that begins at `at`, and where it ends."""
+    """The content of the length-delimited field with this tag at `at`, and its end."""
     if data[at] != tag:
         raise ValueError("another field")
     size, start = read_varint(data, at + 1)
@@ -200,5 +198,5 @@ def _bad(number: int | None, got: str) -> DataError:
         else f"record {number} of the batch does not fit the schema",
         got=got,
         allowed="a SequenceExample of exactly the schema's fields, in byte order",
-        next_step="Run `python -m jobs.verify URL`; if it finds nothing, the shard was written with another schema.",
+        next_step="Run `python -m jobs.verify URL`; if it finds no error, the shard was written with another schema.",
     )

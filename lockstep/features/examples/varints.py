@@ -1,4 +1,4 @@
-"""Base-128 varints in memory: their sizes, writing and reading them. Parts of kernels; a kernel is none of them."""
+"""Base-128 varints in memory: sizes, writing and reading. Functions that kernels inline; none is itself a kernel."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ _HIGH = np.uint64(0x8080808080808080)
 
 @njit
 def varint_size(value: Any) -> Any:
-    """The bytes of a uint64 as varint: a ninth bit for each eight, rounded up."""
+    """The bytes of a uint64 as a varint: seven bits in each."""
     return np.int64((np.uint64(640) - leading_zeros(value | np.uint64(1)) * np.uint64(9)) >> np.uint64(6))
 
 
 @njit
 def length_size(length: Any) -> Any:
-    """The bytes of a length as varint."""
+    """The bytes of a length as a varint."""
     return varint_size(np.uint64(length))
 
 
 @njit
 def wrapped(size: Any) -> Any:
-    """A message of `size` bytes with its tag and length."""
+    """The bytes of a message of `size` bytes with its tag and length."""
     return 1 + length_size(size) + size
 
 
 @njit
 def store_length(at: Any, length: Any) -> Any:
-    """Write a length; returns where it ends."""
+    """Write a length; returns the address after it."""
     while length > 127:
         store_u8(at, np.uint8(length & 127 | 128))
         length >>= 7
@@ -43,7 +43,7 @@ def store_length(at: Any, length: Any) -> Any:
 
 @njit
 def store_varint(at: Any, value: Any, size: Any) -> None:
-    """Spread the number over its bytes, seven bits each, all at once; stores up to 10 bytes."""
+    """Write a uint64 as a varint of `size` bytes, without a loop over its bytes; stores up to 10 bytes."""
     low = value & np.uint64(0xFFFFFFFFFFFFFF)
     low = (low & np.uint64(0x0FFFFFFF)) | (low & np.uint64(0xFFFFFFF0000000)) << np.uint64(4)
     low = (low & np.uint64(0x00003FFF00003FFF)) | (low & np.uint64(0x0FFFC0000FFFC000)) << np.uint64(2)
@@ -61,7 +61,7 @@ def store_varint(at: Any, value: Any, size: Any) -> None:
 
 @njit(forceinline=True)
 def read_length(at: Any, end: Any) -> Any:
-    """A length and where it ends; -1 for one that is cut, of more than five bytes or longer than it need be."""
+    """A length and its end; length -1 if it is cut off, has more than five bytes or more than necessary."""
     value: Any = 0
     shift = 0
     while at < end and shift < 35:
@@ -76,7 +76,7 @@ def read_length(at: Any, end: Any) -> Any:
 
 @njit(forceinline=True)
 def read_number(at: Any, size: Any, end: Any) -> Any:
-    """The varint of just `size` bytes (1 to 10) at `at`, and whether it is one that needs all of them."""
+    """The varint of exactly `size` bytes (1 to 10) at `at`, and whether it is one and needs all of them."""
     value = np.uint64(0)
     if size > 1 and load_u8(at + size - 1) == 0:
         return value, False

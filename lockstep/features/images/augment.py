@@ -1,9 +1,9 @@
-"""Random changes of images: crop, flip, rotate, scale, colour, cutout and mixup, parsed from text.
+"""Image augmentation: crop, flip, rotate, scale, colour, cutout and mixup, parsed from text.
 
-A sample's random numbers are functions of (seed, epoch, sample id) and of their own number: the same on any rank, in
-any batch and order, and after any restart. The function is splitmix64 (lockstep.features.sample_id), used as a
-counter-based generator as in J. Salmon and others, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011): for
-augmentation, not for secrecy.
+A sample's random numbers are functions of (seed, epoch, sample id) and of a counter: the same on any rank, in any batch
+and order, and after any restart. The function is splitmix64 (lockstep.features.sample_id) as a counter-based generator,
+after J. Salmon and others, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). It is not cryptographic. Decision
+record: docs/decisions/075-augmentation.md.
 """
 
 from __future__ import annotations
@@ -22,50 +22,58 @@ from lockstep.features.images.decode_many import aligned_empty
 from lockstep.features.sample_id import splitmix64, splitmix64_array
 from lockstep.storage.errors import ConfigError
 
-_PURPOSE = int.from_bytes(b"augment", "little")  # the same seed orders samples, too
+_PURPOSE = int.from_bytes(b"augment", "little")  # keeps these numbers apart from the plan's, which has the same seed
 _MASK = (1 << 64) - 1
 _HALF = np.uint64(32)
 PER_OPERATION = 16
+SHARES = 256
+_BITS = 24  # of the table's steps: few enough that rounding hides differences between math libraries
+_TERMS = 64
+Padding = Literal["zero", "edge", "reflect"]
+Axis = Literal["horizontal", "vertical", "both"]
+ONE = 1 << 16  # 1 in fixed point, with 16 fractional bits
+ANGLES_PER_DEGREE = 64
+Images = NDArray[np.uint8]  # (n, H, W, C)
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """The numbers of n samples that one operation may use; `states` (n,) uint64, `slot` its place in the list."""
+    """The random numbers of n samples for one operation; `states` (n,) uint64, `slot` the operation's index."""
 
     states: NDArray[np.uint64]
     slot: int = 0
 
     @classmethod
     def of(cls, seed: int, epochs: NDArray[np.int64], sample_ids: NDArray[np.int64]) -> Draws:
-        """The numbers of samples in their epochs: (n,) int64 each."""
+        """The random numbers of samples in their epochs: (n,) int64 each."""
         keyed = splitmix64_array(sample_ids.astype(np.int64, copy=False).view(np.uint64) ^ _key(seed))
         epoch_keys = splitmix64_array(epochs.astype(np.int64, copy=False).view(np.uint64))
         return cls(splitmix64_array(keyed ^ epoch_keys))
 
     def at(self, slot: int) -> Draws:
-        """The numbers of the operation at place `slot`: other ones than those of any other place."""
+        """The random numbers of the operation at index `slot`, different for each index."""
         return Draws(self.states, slot)
 
     def bits(self, number: int) -> NDArray[np.uint64]:
-        """64 random bits a sample, (n,) uint64; `number` 0..15 tells an operation's draws apart."""
+        """64 random bits for each sample, (n,) uint64; `number` 0..15 is the index of the operation's draw."""
         if not 0 <= number < PER_OPERATION:
             raise _unknown(f"draw {number} of an operation", f"0 to {PER_OPERATION - 1}")
         return splitmix64_array(self.states ^ np.uint64(splitmix64(self.slot * PER_OPERATION + number)))
 
     def below(self, bound: int, number: int) -> NDArray[np.int64]:
-        """A whole number 0..bound-1 a sample, (n,) int64; `bound` up to 2^31, each value equally likely to 2^-32."""
+        """An integer 0..bound-1 for each sample, (n,) int64; `bound` up to 2^31, values equally likely to 2^-32."""
         if not 1 <= bound <= 1 << 31:
             raise _unknown(f"a draw below {bound}", f"below 1 to {1 << 31}")
         return (((self.bits(number) >> _HALF) * np.uint64(bound)) >> _HALF).astype(np.int64)
 
     def between(self, low: int, high: int, number: int) -> NDArray[np.int64]:
-        """A whole number low..high a sample, both included: (n,) int64."""
+        """An integer low..high, both included, for each sample: (n,) int64."""
         return low + self.below(high - low + 1, number)
 
 
 def _unknown(got: str, allowed: str) -> ConfigError:
     return ConfigError(
-        "an operation asks for a random number that there is not",
+        "an operation draws a random number out of range",
         got=got,
         allowed=allowed,
         next_step="Correct the operation.",
@@ -76,16 +84,13 @@ def _key(seed: int) -> np.uint64:
     return np.uint64(splitmix64((seed ^ _PURPOSE) & _MASK))
 
 
-Images = NDArray[np.uint8]  # (n, H, W, C)
-
-
 class Operation(ABC):
-    """A random change of single images; a frozen dataclass of its settings."""
+    """A random change of single images; subclasses are frozen dataclasses of its settings."""
 
     __slots__ = ()
 
     def check(self, shape: tuple[int, int, int]) -> None:  # noqa: B027 - most operations take any shape
-        """Raise ConfigError where images of `shape` (H, W, C) cannot be changed so."""
+        """Raise ConfigError if the operation does not apply to images of `shape` (H, W, C)."""
 
     @abstractmethod
     def apply(self, images: Images, draws: Draws) -> Images:
@@ -93,30 +98,27 @@ class Operation(ABC):
 
 
 def name_of(operation: Any) -> str:
-    """The word of an operation in --augment."""
+    """An operation's name in --augment."""
     return type(operation).__name__.lower()
 
 
 def need(operation: Any, right: bool, allowed: str) -> None:
-    """Raise ConfigError with the operation's settings unless they are right."""
+    """Raise ConfigError with the operation's settings unless `right`."""
     if not right:
         settings = [str(getattr(operation, field.name)) for field in fields(operation)]
         raise ConfigError(
-            f"--augment {name_of(operation)} cannot be done",
+            f"--augment {name_of(operation)} is invalid",
             got=":".join([name_of(operation), *settings]),
             allowed=allowed,
             next_step="Correct --augment.",
         )
 
 
-SHARES = 256
-_BITS = 24  # of the table's steps: few enough that rounding hides the last places of a logarithm
-_TERMS = 64
-
-
 @dataclass(frozen=True, slots=True)
 class Mixup:
-    """Beta(alpha, alpha) decides how much of a sample is its own; the smaller `alpha`, the nearer to all or nothing."""
+    """Mixes each sample with another by a share drawn from Beta(alpha, alpha) (H. Zhang and others, "mixup: Beyond
+    empirical risk minimization", 2018); a small `alpha` draws shares near 0 or 1.
+    """
 
     alpha: float
 
@@ -124,19 +126,19 @@ class Mixup:
         need(self, 0.01 <= self.alpha <= 8, "alpha from 0.01 to 8")
 
     def partners(self, draws: Draws, rows: int) -> NDArray[np.int64]:
-        """The row that each row is mixed with, another one of its `rows` neighbours in a lane: (n,) int64."""
+        """The row that each row is mixed with, another one of the `rows` of its lane: (n,) int64."""
         at = np.arange(len(draws.states), dtype=np.int64)
         within = at % rows
         return at - within + (within + 1 + draws.below(rows - 1, 0)) % rows
 
     def shares(self, draws: Draws) -> NDArray[np.int64]:
-        """How much of a row is its own, in 1/256: (n,) int64 from 0 to 256."""
+        """The share that a row keeps of itself, in 1/256: (n,) int64 from 0 to 256."""
         drawn = draws.bits(1) >> np.uint64(64 - _BITS)
         return np.searchsorted(_steps(self.alpha), drawn.astype(np.int64), side="right").astype(np.int64)
 
 
 def mix_images(images: Images, partners: NDArray[np.int64], shares: NDArray[np.int64]) -> Images:
-    """Images of rows and their partners, by shares in 1/256, rounded half up: (n, H, W, C) uint8."""
+    """Mix images of rows with those of their partners, by shares in 1/256, rounded half up: (n, H, W, C) uint8."""
     from lockstep.features.images.kernels import mix
 
     out = aligned_empty(images.shape)
@@ -151,10 +153,10 @@ def mix_labels(
     partners: NDArray[np.int64],
     shares: NDArray[np.int64],
 ) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
-    """Labels (n,) or one-hot (n, classes) float32, and weights (n,) float32, of rows and their partners.
+    """Mix labels (n,) or one-hot (n, classes) float32, and weights (n,) float32, of rows and their partners.
 
-    Labels are exact where they are 0 or 1. Of weights w1 and w2 and an own share l the weight is W = l w1 + (1 - l) w2
-    and the label (l w1 y1 + (1 - l) w2 y2) / W, so that no class gains or loses weight by being mixed.
+    Labels of 0 and 1 are mixed exactly. For weights w1 and w2 and an own share l the mixed weight is
+    W = l w1 + (1 - l) w2 and the label (l w1 y1 + (1 - l) w2 y2) / W, so that mixing keeps the weight of each class.
     """
     own = (shares / np.float32(SHARES)).astype(np.float32)
     if weights is None:
@@ -178,10 +180,10 @@ def _mixed(values: NDArray[np.float32], partners: NDArray[np.int64], own: NDArra
 
 @cache
 def _steps(alpha: float) -> NDArray[np.int64]:
-    """(256,) int64: a draw of 24 bits that is not below steps[k] has a share of more than k / 256.
+    """(256,) int64: a draw of 24 bits that is at least steps[k] has a share of more than k / 256.
 
-    steps[k] is the chance of a share below (k + 1/2) / 256. Below 1/2 the incomplete beta function is the series
-    x^a * sum of (1-a)(2-a)...(k-a) / k! * x^k / (a+k) (DLMF 8.17.7); above it the distribution is its mirror image.
+    steps[k] is the probability of a share below (k + 1/2) / 256. Below 1/2 the incomplete beta function is the series
+    x^a * sum of (1-a)(2-a)...(k-a) / k! * x^k / (a+k) (DLMF 8.17.7); above it the distribution is mirrored.
     """
     places = (np.arange(SHARES // 2) + 0.5) / SHARES
     coefficient, series, half = 1.0, np.zeros_like(places), 0.0
@@ -194,15 +196,9 @@ def _steps(alpha: float) -> NDArray[np.int64]:
     return np.concatenate([low, (1 << _BITS) - low[::-1]])
 
 
-Padding = Literal["zero", "edge", "reflect"]
-Axis = Literal["horizontal", "vertical", "both"]
-ONE = 1 << 16  # of fixed-point numbers: 16 bits before, 16 after the point
-ANGLES_PER_DEGREE = 64
-
-
 @dataclass(frozen=True, slots=True)
 class Crop(Operation):
-    """A window of the image's own size out of the image with `pixels` more on each side, anywhere with equal chance
+    """Pads the image by `pixels` on each side and cuts out a window of its size at a uniformly random position
     (A. Krizhevsky, "Learning multiple layers of features from tiny images", 2009; 4 pixels in He and others, 2016).
     """
 
@@ -215,7 +211,7 @@ class Crop(Operation):
 
     def check(self, shape: tuple[int, int, int]) -> None:
         right = self.padding != "reflect" or self.pixels < min(shape[:2])
-        need(self, right, f"fewer pixels to reflect than the image has: {min(shape[:2]) - 1} at most")
+        need(self, right, f"at most {min(shape[:2]) - 1} pixels: reflection needs fewer than the image has")
 
     def apply(self, images: Images, draws: Draws) -> Images:
         from lockstep.features.images.kernels import crop
@@ -229,7 +225,7 @@ class Crop(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Flip(Operation):
-    """Mirrored with probability 1/2: left and right, top and bottom, or each by itself."""
+    """Mirrors with probability 1/2: left and right, top and bottom, or each independently."""
 
     axis: Axis = "horizontal"
 
@@ -249,10 +245,10 @@ class Flip(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Rotate90(Operation):
-    """Turned by 0, 90, 180 or 270 degrees, each with equal chance; images must be square."""
+    """Rotates by 0, 90, 180 or 270 degrees with equal probability; images must be square."""
 
     def check(self, shape: tuple[int, int, int]) -> None:
-        need(self, shape[0] == shape[1], f"square images; these are {shape[0]} x {shape[1]} (flip:both turns by 180)")
+        need(self, shape[0] == shape[1], f"square images; these are {shape[0]} x {shape[1]} (flip:both rotates by 180)")
 
     def apply(self, images: Images, draws: Draws) -> Images:
         from lockstep.features.images.kernels import turn
@@ -264,7 +260,7 @@ class Rotate90(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Rotate(Operation):
-    """Turned about the middle by up to `degrees` either way, in steps of 1/64 degree; bilinear, black outside."""
+    """Rotates about the centre by up to `degrees` either way, in steps of 1/64 degree; bilinear, black outside."""
 
     degrees: float
 
@@ -276,13 +272,13 @@ class Rotate(Operation):
         angle = draws.between(-most, most, 0) % (360 * ANGLES_PER_DEGREE)
         cosines, sines = _turns()
         cos, sin = cosines[angle], sines[angle]
-        # Where a pixel of the result comes from: the turn back.
+        # The inverse rotation: where a pixel of the result comes from.
         return _affine(images, cos, sin, -sin, cos)
 
 
 @dataclass(frozen=True, slots=True)
 class Scale(Operation):
-    """Made `low` to `high` times as large about the middle and cut to its own size; bilinear, black outside."""
+    """Scales about the centre by a factor from `low` to `high`, crops to the old size; bilinear, black outside."""
 
     low: float
     high: float
@@ -299,7 +295,7 @@ class Scale(Operation):
 
 @cache
 def _turns() -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Cosine and sine of each 1/64 degree in 1/65536: rounded so far from a tie that any libm gives the same."""
+    """Cosine and sine of each 1/64 degree in 1/65536; none is near a rounding tie, so any libm gives the same."""
     angles = [math.radians(step / ANGLES_PER_DEGREE) for step in range(360 * ANGLES_PER_DEGREE)]
     return tuple(np.array([round(of(a) * ONE) for a in angles], dtype=np.int64) for of in (math.cos, math.sin))  # type: ignore[return-value]  # a generator has no length to mypy
 
@@ -311,7 +307,10 @@ def _affine(
     yx: NDArray[np.int64],
     yy: NDArray[np.int64],
 ) -> Images:
-    """Each pixel from where the matrix ((xx, xy), (yx, yy)), (n,) each in 1/65536, leads about the middle."""
+    """Take each pixel from the position to which the matrix ((xx, xy), (yx, yy)) maps it about the centre.
+
+    The elements are (n,) int64 in 1/65536.
+    """
     from lockstep.features.images.kernels import affine
 
     out = aligned_empty(images.shape)
@@ -321,10 +320,10 @@ def _affine(
 
 @dataclass(frozen=True, slots=True)
 class Colour(Operation):
-    """Brightness, contrast and saturation, in this order, each by a factor of its own from 1 - setting to 1 + setting.
+    """Changes brightness, contrast and saturation, in this order, each by a factor from 1 - setting to 1 + setting.
 
     Brightness scales each value, contrast its distance from the image's mean luma, saturation its distance from the
-    pixel's luma (ITU-R 601); each is rounded and cut to 0..255. Saturation needs 3 channels.
+    pixel's luma (ITU-R 601); each result is rounded and clipped to 0..255. Saturation needs 3 channels.
     """
 
     brightness: float
@@ -352,8 +351,8 @@ class Colour(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Cutout(Operation):
-    """A square of `side` pixels, its middle anywhere in the image with equal chance, becomes `fill` (T. DeVries and
-    G. Taylor, "Improved regularization of convolutional neural networks with cutout", 2017); what stands over is lost.
+    """Sets a square of `side` pixels, its centre uniformly random in the image, to `fill` and clips it at the border
+    (T. DeVries and G. Taylor, "Improved regularization of convolutional neural networks with cutout", 2017).
     """
 
     side: int
@@ -382,31 +381,31 @@ _NUMBERS: dict[str, type] = {"int": int, "float": float}
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """What is done to each sample, in order, and with which others it is mixed at the end."""
+    """The operations on each sample, in order, and the mixup after them."""
 
     single: tuple[Operation, ...] = ()
     mixup: Mixup | None = None
 
 
 def parse(words: Sequence[str]) -> Operations:
-    """The operations that `words` say. Raises ConfigError naming the first that cannot be right."""
+    """Parse the operations in `words`. Raises ConfigError naming the first invalid one."""
     found = [_operation(word) for word in words]
     for place, operation in enumerate(found):
         if isinstance(operation, Mixup) and place < len(found) - 1:
-            raise _wrong(words[place], "mixup as the last word: it mixes images that are changed already")
+            raise _wrong(words[place], "mixup as the last operation: it mixes augmented images")
     mixup = found.pop() if found and isinstance(found[-1], Mixup) else None
     return Operations(tuple(found), mixup)
 
 
 def canonical(words: Sequence[str]) -> tuple[str, ...]:
-    """One way to write the same operations: defaults written out, numbers as Python prints them."""
+    """The canonical form of the same operations: with defaults, and numbers as Python prints them."""
     operations = parse(words)
     every: list[Any] = [*operations.single, *filter(None, [operations.mixup])]
     return tuple(":".join([name_of(op), *(str(getattr(op, field.name)) for field in fields(op))]) for op in every)
 
 
 def forms() -> str:
-    """How each operation is written, with its settings; those in brackets may be left out."""
+    """The syntax of each operation with its settings; those in brackets are optional."""
     return ", ".join(_form(name) for name in _KINDS)
 
 
@@ -428,7 +427,7 @@ def _value(word: str, field: Field[Any], text: str) -> Any:
     try:
         return number(text)
     except ValueError:
-        raise _wrong(word, f"{field.name} as a {'whole ' if number is int else ''}number") from None
+        raise _wrong(word, f"{field.name} as {'an integer' if number is int else 'a number'}") from None
 
 
 def _form(name: str) -> str:
@@ -439,4 +438,4 @@ def _form(name: str) -> str:
 
 
 def _wrong(word: str, allowed: str) -> ConfigError:
-    return ConfigError("--augment cannot be right", got=word, allowed=allowed, next_step="Correct --augment.")
+    return ConfigError("--augment is invalid", got=word, allowed=allowed, next_step="Correct --augment.")

@@ -1,6 +1,6 @@
 """Decode JPEG, PNG, GIF, TIFF and WebP files into 8-bit pixels. The header is checked before anything is decoded.
 
-Pillow decodes; docs/decisions/064-image-sources.md says which rules stand around it and why.
+Pillow decodes. Decision record with the limits and their reasons: docs/decisions/064-image-sources.md.
 """
 
 from __future__ import annotations
@@ -17,16 +17,27 @@ from numpy.typing import NDArray
 from lockstep.features.images.resize import blend, set_channels
 
 JPEG, PNG, GIF, TIFF, WEBP = "JPEG", "PNG", "GIF", "TIFF", "WEBP"
-_MAX_MARKERS = 4096  # a header made of millions of empty segments would cost a minute of looking
-_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0 to SOF15, less tables and extensions
+UNKNOWN_FORMAT = "unknown_format"
+BROKEN = "broken_image"
+TOO_MANY_PIXELS = "too_many_pixels"
+ODD_SIDES = "sides_too_unequal"
+TOO_DENSE = "expands_too_much"
+UNSUPPORTED = "unsupported_pixels"
+TOO_LONG = "too_many_bytes"
+_MAX_MARKERS = 4096  # walking a header of millions of empty segments would take a minute
+_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0 to SOF15 without tables and extensions
 _BARE = frozenset([0x01, *range(0xD0, 0xD8)])  # markers without a length
 _SOI, _EOI, _SOS, _EXIF = 0xD8, 0xD9, 0xDA, 0xE1
 _PROGRESSIVE = frozenset([0xC2, 0xC6, 0xCA, 0xCE])
+_ORIENTATION = 0x0112
+_TILE_WIDTH, _TILE_HEIGHT = 322, 323
+_SMALL_BYTES = 16 << 20  # allowed for a decoded image whatever its file's length: flat pages compress well
+_MAX_SCAN_PIXELS = 1 << 30  # pixels times scans of a progressive JPEG: about ten seconds of one core
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Format and sides in pixels (None where only the decoder can tell); the rest is known of JPEG alone."""
+    """Format and sides in pixels (None if only the decoder finds them); the rest is for JPEG only."""
 
     format: str
     height: int | None = None
@@ -37,7 +48,7 @@ class Header:
 
 
 def format_of(data: bytes) -> str | None:
-    """The format that a file begins like; None for none of these."""
+    """The format by a file's first bytes; None if it is none of these."""
     if data[:3] == b"\xff\xd8\xff":
         return JPEG
     if data[:8] == b"\x89PNG\r\n\x1a\n":
@@ -50,7 +61,7 @@ def format_of(data: bytes) -> str | None:
 
 
 def read_header(data: bytes) -> Header | None:
-    """Read the header of an image file; None where it is none of these formats, or damaged or cut."""
+    """Read the header of an image file; None if it has another format or is damaged or cut off."""
     kind = format_of(data)
     if kind == JPEG:
         return _jpeg(data)
@@ -81,7 +92,7 @@ def _webp(data: bytes) -> Header | None:
 
 
 def _jpeg(data: bytes) -> Header | None:
-    """Walk the segments as libjpeg does, up to the first scan: bytes between segments are skipped."""
+    """Walk the segments like libjpeg, up to the first scan, skipping bytes between segments."""
     at, exif, frame = 2, False, None
     for _ in range(_MAX_MARKERS):
         at = data.find(b"\xff", at)
@@ -116,21 +127,8 @@ def _jpeg(data: bytes) -> Header | None:
     return Header(JPEG, height, width, components, marker in _PROGRESSIVE, exif)
 
 
-UNKNOWN_FORMAT = "unknown_format"
-BROKEN = "broken_image"
-TOO_MANY_PIXELS = "too_many_pixels"
-ODD_SIDES = "sides_too_unequal"
-TOO_DENSE = "expands_too_much"
-UNSUPPORTED = "unsupported_pixels"
-TOO_LONG = "too_many_bytes"
-_ORIENTATION = 0x0112
-_TILE_WIDTH, _TILE_HEIGHT = 322, 323
-_SMALL_BYTES = 16 << 20  # what a decoded image may take whatever its file's length: flat pages compress well
-_MAX_SCAN_PIXELS = 1 << 30  # pixels times scans of a progressive JPEG: some ten seconds of one core
-
-
 class ImageError(Exception):
-    """An image that is not decoded; `reason` is one of the words above, `detail` a sentence for a person."""
+    """An image that is not decoded; `reason` is one of the constants above, `detail` a text for people."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -139,7 +137,7 @@ class ImageError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What an image's header may ask for. Under the defaults an image of 2^25 pixels took a whole process to 479 MiB
+    """Limits for an image's header. With the defaults, a process that decoded an image of 2^25 pixels took 479 MiB
     (RGB PNG), 543 MiB (RGBA PNG), 571 MiB (RGBA TIFF) and 801 MiB (RGBA WebP).
     """
 
@@ -150,12 +148,12 @@ class Limits:
     max_sides_ratio: int = 256
     """The longer side over the shorter one."""
     max_expansion: int = 2000
-    """Decoded bytes over those of the file, where they are more than 16 MiB."""
+    """Decoded bytes over those of the file; checked if they are more than 16 MiB."""
 
 
 def decode(data: bytes, channels: int, limits: Limits | None = None) -> NDArray[np.uint8]:
-    """Decode one image file: its first frame, turned as its EXIF orientation says, 16 bits cut to their upper 8,
-    palettes resolved, transparent parts over white, and CMYK as RGB.
+    """Decode one image file: its first frame, rotated by its EXIF orientation, 16 bits cut to the upper 8, palettes
+    resolved, transparent parts blended over white, and CMYK converted to RGB.
 
     `channels` is 3 (RGB) or 1 (ITU-R 601 luma). Returns (H, W, channels) uint8. Raises ImageError.
     """
@@ -170,7 +168,7 @@ def decode(data: bytes, channels: int, limits: Limits | None = None) -> NDArray[
 
 
 def checked_header(data: bytes, limits: Limits) -> Header:
-    """The header of an image file, once it is known to ask for no more than `limits`. Raises ImageError."""
+    """The header of an image file, checked against `limits`. Raises ImageError."""
     if len(data) > limits.max_file_bytes:
         raise ImageError(TOO_LONG, f"{len(data)} bytes, {limits.max_file_bytes} at most")
     header = read_header(data)
@@ -178,7 +176,7 @@ def checked_header(data: bytes, limits: Limits) -> Header:
         raise ImageError(BROKEN if format_of(data) else UNKNOWN_FORMAT, f"begins with {data[:8].hex(' ')}")
     if header.height is not None and header.width is not None:
         _check_sides(header.height, header.width, len(data), limits)
-        # Each scan of a progressive JPEG goes over all of it, and a scan may be as short as a dozen bytes.
+        # Each scan of a progressive JPEG updates the whole image, and a scan may be as short as a dozen bytes.
         if header.progressive and data.count(b"\xff\xda") * header.height * header.width > _MAX_SCAN_PIXELS:
             raise ImageError(TOO_DENSE, f"{data.count(bytes([0xFF, 0xDA]))} scans")
     return header
@@ -199,8 +197,8 @@ def _check_sides(height: int, width: int, file_bytes: int, limits: Limits) -> No
 def _plain_jpeg(data: bytes, header: Header, channels: int) -> bytes | None:
     """Decode a grey or three-component JPEG without EXIF; None for any other file.
 
-    Straight to Pillow's decoder: Image.open parses the segments in Python, which takes longer than a small image, and
-    Image.frombytes and tobytes around decoder and encoder take a quarter of the time of one of 32x32.
+    Calls Pillow's decoder directly: Image.open parses the segments in Python, which takes longer than decoding a small
+    image, and for one of 32x32, Image.frombytes and tobytes take a quarter of the time.
     """
     if header.format != JPEG or header.has_exif or header.components not in (1, 3):
         return None
@@ -213,27 +211,27 @@ def _plain_jpeg(data: bytes, header: Header, channels: int) -> bytes | None:
         return decode_plain(mode, size, data)
     try:
         return Image.frombytes(mode, size, data, "jpeg", mode, "").convert(wanted).tobytes()
-    except MemoryError:  # of this machine, not of the file
+    except MemoryError:  # this machine's fault, not the file's
         raise
     except Exception as error:
-        raise ImageError(BROKEN, _told(error)) from None
+        raise ImageError(BROKEN, _first_line(error)) from None
 
 
 def decode_plain(mode: str, size: tuple[int, int], data: bytes) -> bytes:
-    """The pixels of a JPEG without EXIF, of sides (width, height), in its own mode L or RGB. Raises ImageError."""
+    """The pixels of a JPEG without EXIF, of size (width, height), in its own mode L or RGB. Raises ImageError."""
     try:
         return _direct(mode, size, data)
-    except MemoryError:  # of this machine, not of the file
+    except MemoryError:  # this machine's fault, not the file's
         raise
     except Exception as error:
-        raise ImageError(BROKEN, _told(error)) from None
+        raise ImageError(BROKEN, _first_line(error)) from None
 
 
 def _direct(mode: str, size: tuple[int, int], data: bytes) -> bytes:
-    """The pixels of a JPEG by the C functions alone that Pillow's Image is built on; a pin holds them as they are."""
+    """The pixels of a JPEG by the C functions below Pillow's Image; Pillow is pinned, since these are not public."""
     from PIL import _imaging
 
-    core: Any = _imaging  # whose types are not told
+    core: Any = _imaging  # has no type hints
     image, decoder, encoder = core.new(mode, size), core.jpeg_decoder(mode, mode, ""), core.raw_encoder(mode, mode)
     decoder.setimage(image, (0, 0, *size))
     left, error = decoder.decode(data)
@@ -242,7 +240,7 @@ def _direct(mode: str, size: tuple[int, int], data: bytes) -> bytes:
     if error:
         raise ValueError("cannot decode image data")
     encoder.setimage(image, (0, 0, *size))
-    # Room for all of it: the encoder needs four bytes for each pixel of at least one row.
+    # A buffer for the whole image: the encoder needs four bytes for each pixel of at least one row.
     _, ended, pixels = encoder.encode(size[0] * max(len(mode) * size[1], 4))
     if ended != 1:
         raise ValueError(f"encoder ended with {ended}")
@@ -250,9 +248,9 @@ def _direct(mode: str, size: tuple[int, int], data: bytes) -> bytes:
 
 
 def _opened(data: bytes, header: Header, limits: Limits) -> tuple[NDArray[np.uint8], int]:
-    """(pixels (H, W, 1 or 3) uint8, EXIF orientation) by the format's own class of Pillow."""
+    """(pixels (H, W, 1 or 3) uint8, EXIF orientation) by Pillow's class for the format."""
     with warnings.catch_warnings():
-        # Pillow warns of odd metadata; what matters is whether pixels come out.
+        # Pillow warns about odd metadata; only the pixels matter here.
         warnings.simplefilter("ignore")
         try:
             with _open(data, header.format) as image:
@@ -260,18 +258,18 @@ def _opened(data: bytes, header: Header, limits: Limits) -> tuple[NDArray[np.uin
                 if header.format == TIFF:
                     _check_tiles(image, limits)
                 image.load()
-                # Pillow turns a TIFF while it loads.
+                # Pillow rotates a TIFF while it loads it.
                 orientation = 1 if header.format == TIFF else _orientation(image)
                 return _pixels(image), orientation
-        except (ImageError, MemoryError):  # memory is of this machine, not of the file
+        except (ImageError, MemoryError):  # lack of memory is this machine's fault, not the file's
             raise
-        # A hostile file makes Pillow raise almost anything; each of these ends in the quarantine with its reason.
+        # A hostile file can make Pillow raise almost any exception; callers quarantine the file with this reason.
         except Exception as error:
-            raise ImageError(BROKEN, _told(error)) from None
+            raise ImageError(BROKEN, _first_line(error)) from None
 
 
 def _open(data: bytes, kind: str) -> Any:
-    """The image, not yet decoded. By class and not by Image.open, which would try formats that are not ours."""
+    """The image, not yet decoded. By class, because Image.open would also try other formats."""
     from PIL import GifImagePlugin, JpegImagePlugin, PngImagePlugin, TiffImagePlugin, WebPImagePlugin
 
     classes: dict[str, Any] = {
@@ -295,8 +293,8 @@ def _orientation(image: Any) -> int:
         found = image.getexif().get(_ORIENTATION, 1)
     except MemoryError:
         raise
-    except Exception:  # Pillow raises whatever its parser of EXIF meets
-        return 1  # an image whose EXIF cannot be read has no orientation; its pixels are as good as any
+    except Exception:  # Pillow's EXIF parser may raise almost any exception
+        return 1  # unreadable EXIF has no orientation; the pixels are still good
     return found if isinstance(found, int) and 1 <= found <= 8 else 1
 
 
@@ -307,7 +305,7 @@ def _pixels(image: Any) -> NDArray[np.uint8]:
         wide: NDArray[np.uint16] = np.asarray(image).astype(np.uint16)
         return (wide >> 8).astype(np.uint8)[:, :, None]
     if mode in ("I", "F"):
-        raise ImageError(UNSUPPORTED, f"32-bit pixels (mode {mode}), whose range nothing tells")
+        raise ImageError(UNSUPPORTED, f"32-bit pixels (mode {mode}) of unknown range")
     if mode in ("LA", "La"):
         array = np.asarray(image.convert("LA"))
         return blend(array[:, :, :1], array[:, :, 1:])
@@ -320,7 +318,7 @@ def _pixels(image: Any) -> NDArray[np.uint8]:
 
 
 def _upright(pixels: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
-    """Turn and mirror as EXIF orientation 1 to 8 says: (H, W, C) -> (H, W, C), or (W, H, C) from 5 on."""
+    """Rotate and mirror by EXIF orientation 1 to 8: (H, W, C) -> (H, W, C), or (W, H, C) for 5 to 8."""
     if orientation >= 5:
         pixels = pixels.transpose(1, 0, 2)
     rows = -1 if orientation in (3, 4, 7, 8) else 1
@@ -328,5 +326,5 @@ def _upright(pixels: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
     return np.ascontiguousarray(pixels[::rows, ::columns])
 
 
-def _told(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

@@ -1,7 +1,7 @@
-"""Many image files into one array, by threads: Pillow decodes without the GIL.
+"""Decode many image files into one array, in threads: Pillow decodes without the GIL.
 
-The threads are a pool of the process, made at the first use: as many as `set_decode_threads` said, by default one a
-core. One thread is the caller's own, so that a rank with one core pays for no hand-over.
+The process has one pool of threads, created at the first use: as many as `set_decode_threads` set, by default one for
+each core. The caller's thread is one of them, so that a rank with one core hands nothing over.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ ALIGNMENT = 64
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike = np.uint8) -> npt.NDArray[Any]:
-    """An array of unset values that begins at a multiple of 64 bytes; NumPy's own begin at one of 16.
+    """An uninitialised array aligned to 64 bytes; NumPy aligns to 16 only.
 
-    Handing a batch of 39 MB to TensorFlow took 0.3 ms from such an array and 3 ms from another (one thread, 2 cores).
+    Handing a batch of 39 MB to TensorFlow took 0.3 ms from such an array and 3 ms from others (one thread, 2 cores).
     """
     size = math.prod(shape) * np.dtype(dtype).itemsize
     data = np.empty(size + ALIGNMENT, dtype=np.uint8)
@@ -38,17 +38,16 @@ def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike = np.uint8) -> np
     return data[start : start + size].view(dtype).reshape(shape)
 
 
-# A thread takes about so many bytes of decoded pixels at a time: some milliseconds of work, against some microseconds
-# for handing it over.
+# A thread decodes about so many bytes of pixels at a time: milliseconds of work, for microseconds of hand-over.
 _PART_BYTES = 1 << 20
-# Up to there lockstep.features.images.decode.Limits refuse nothing of a header.
+# Up to these sizes lockstep.features.images.decode.Limits refuses no header.
 _PLAIN_BYTES = 16 << 20
 _PLAIN_RATIO = 256
 
 
 class BadImageError(DataError):
-    """A file of a dataset that is no image: `row` within the rows that were decoded together, and, where it is known,
-    the sample's id and its place (shard and record).
+    """A file of a dataset that is not an image: `row` among the rows decoded together and, if known, the sample's id
+    and its place (shard and record).
     """
 
     def __init__(self, row: int, detail: str, sample_id: int | None = None, place: str = "") -> None:
@@ -57,16 +56,16 @@ class BadImageError(DataError):
             f"an image of the dataset cannot be decoded{where}{', ' if place else ''}{place}",
             got=detail,
             allowed="JPEG, PNG, GIF, TIFF or WebP",
-            next_step="Build the dataset anew without the file, or train with --bad-images skip.",
+            next_step="Build the dataset again without the file, or train with --bad-images skip.",
         )
         self.row, self.detail, self.sample_id = row, detail, sample_id
 
     def of(self, sample_id: int) -> BadImageError:
-        """The same error, the sample named."""
+        """The same error, naming the sample."""
         return BadImageError(self.row, self.detail, sample_id)
 
     def at(self, place: str) -> BadImageError:
-        """The same error, its place named."""
+        """The same error, naming the place."""
         return BadImageError(self.row, self.detail, self.sample_id, place)
 
 
@@ -75,7 +74,7 @@ _kept: ContextVar[list[BadImageError] | None] = ContextVar("bad images", default
 
 @contextmanager
 def keeping_bad() -> Iterator[list[BadImageError]]:
-    """In here what is no image becomes zeros; the list has these files, in any order."""
+    """In this context, files that are not images become zeros and are added to the list, in any order."""
     found: list[BadImageError] = []
     token = _kept.set(found)
     try:
@@ -85,7 +84,7 @@ def keeping_bad() -> Iterator[list[BadImageError]]:
 
 
 class _Pool:
-    """The process's threads, at most one set at a time."""
+    """The process's decoding threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -99,7 +98,10 @@ class _Pool:
     def set(self, threads: int) -> None:
         if threads < 1:
             raise ConfigError(
-                "no thread would decode", got=str(threads), allowed="1 or more", next_step="Correct the number."
+                "the number of decoding threads is too small",
+                got=str(threads),
+                allowed="1 or more",
+                next_step="Correct the number.",
             )
         self._wanted = threads
 
@@ -107,7 +109,7 @@ class _Pool:
         with self._lock:
             key = os.getpid(), self.threads  # threads do not follow a fork
             if self._made is None or self._made[:2] != key:
-                # One less than there are: the caller works, too.
+                # One less than `threads`: the caller works, too.
                 self._made = *key, ThreadPoolExecutor(max(1, self.threads - 1), thread_name_prefix="decode")
             return self._made[2]
 
@@ -116,7 +118,7 @@ _pool = _Pool()
 
 
 def set_decode_threads(threads: int) -> None:
-    """Use so many threads of this process, the caller's among them: a rank's share of the host's cores."""
+    """Decode in so many threads of this process, including the caller's: a rank's share of the host's cores."""
     _pool.set(threads)
 
 
@@ -126,8 +128,8 @@ def decode_files(
     """Decode n image files and `fit` each to (height, width) in the way `how`.
 
     File i is data[offsets[i]:offsets[i + 1]], offsets (n + 1,). Returns (n, height, width, channels) uint8, the same
-    whatever the number of threads. Beside it memory holds one decoded file a thread. Raises BadImageError for the
-    first file that is no image, but within `keeping_bad`.
+    for any number of threads. Memory: the result and one decoded file for each thread. Raises BadImageError for the
+    first file that is not an image, except within `keeping_bad`.
     """
     out = aligned_empty((len(offsets) - 1, *size, channels))
     work = partial(_decode_part, data, offsets, size, channels, how, out, _kept.get())
@@ -142,7 +144,7 @@ def decode_files(
 
 
 def _share(work: Any, parts: list[tuple[int, int]]) -> None:
-    """Do all parts, in order as far as they begin: some by the pool, some by the caller; the first error is raised."""
+    """Process all parts in the pool and in the caller's thread, starting them in order; raise the first error."""
     rest, lock = iter(parts), threading.Lock()
     failed: list[BadImageError] = []
 
@@ -163,10 +165,10 @@ def _share(work: Any, parts: list[tuple[int, int]]) -> None:
         turns()
     finally:
         for other in others:
-            other.cancel()  # one that has not begun: the pool may be at work for another caller
+            other.cancel()  # if it has not begun: the pool may be busy for another caller
         for other in others:
             if not other.cancelled():
-                other.result()  # decodes files in memory: it ends by itself
+                other.result()  # ends soon: it decodes files in memory
     if failed:
         raise min(failed, key=lambda error: error.row)
 
@@ -182,7 +184,7 @@ def _decode_part(
     start: int,
     stop: int,
 ) -> None:
-    """Rows start..stop-1 of `out`; with `bad`, files that are none are put there."""
+    """Decode rows start..stop-1 into `out`; adds files that are not images to `bad` if it is given."""
     plain = _plain(data, offsets[start : stop + 1], size, channels)
     places = offsets[start : stop + 1].tolist()
     bytes_of_row = out[:1].nbytes
@@ -205,9 +207,7 @@ def _decode_part(
 
 
 def _plain(data: NDArray[np.uint8], offsets: NDArray[np.int64], size: tuple[int, int], channels: int) -> list[bool]:
-    """Which files are JPEGs that come out as they are wanted. The rest, and what asks for more than is sure to be
-    harmless, goes the way on which each step is looked at.
-    """
+    """Which files are JPEGs of the wanted size and channels, of a harmless size. `decode` checks all others in full."""
     (height, width), count = size, len(offsets) - 1
     if 3 * height * width > _PLAIN_BYTES or max(size) > _PLAIN_RATIO * min(size):
         return [False] * count

@@ -1,7 +1,6 @@
-"""The loop behind lockstep.features.images.resize.resize, compiled: two passes of whole-number sums over the pixels
-that overlap.
+"""Kernels for images: resize by area, the operations of augment.py, and which JPEGs decode without further checks.
 
-In a module of its own because numba takes half a second to import, which nobody should pay who resizes nothing.
+They are in a separate module because Numba takes half a second to import; functions import it when they are called.
 """
 
 from __future__ import annotations
@@ -12,16 +11,20 @@ import numpy as np
 
 from lockstep.storage.kernels.jit import kernels
 
+# Numba infers the types at each call, of arrays of several shapes.
+_kernel = kernels(__name__)
+ZERO, EDGE, REFLECT = 0, 1, 2
+_MAX_MARKERS = 4096
 
-# Numba takes its types from the call, arrays of several shapes
-@kernels(__name__)
+
+@_kernel
 def resize_area(images, out, row, columns, new_h, new_w, first_row):  # type: ignore[no-untyped-def]
     """images (n, H, W * C) uint8 -> out (n, h, w, C) uint8; row (W * C,) int32 is scratch.
 
-    The whole new image has new_h rows and new_w columns; out is its part from first_row on, of the columns given.
-    Old pixel j covers [j*new, (j+1)*new) and new pixel i [i*old, (i+1)*old) of a line of old*new parts, so overlaps are
-    whole numbers; a row's sums stay below 255*H, which the caller keeps below 2^31, and a pixel's below 255*H*W.
-    columns (4, w) int64: the first and last old column under each one of out, and how much of those two lies under it.
+    The whole new image has new_h rows and new_w columns; out is its part from first_row on, with the given columns. On
+    a line of old*new units, old pixel j covers [j*new, (j+1)*new) and new pixel i covers [i*old, (i+1)*old), so
+    overlaps are integers; a row's sums are below 255*H, which the caller keeps below 2^31, a pixel's below 255*H*W.
+    columns (4, w) int64: the first and last old column that each column of out covers, and how much of these two.
     """
     n, old_h, line = images.shape
     height, width, channels = out.shape[1], out.shape[2], out.shape[3]
@@ -32,7 +35,7 @@ def resize_area(images, out, row, columns, new_h, new_w, first_row):  # type: ig
             top, bottom = (first_row + i) * old_h, (first_row + i + 1) * old_h
             row[:] = 0
             for y in range(top // new_h, (bottom - 1) // new_h + 1):
-                # 32 bits, so that a vector unit takes twice as many at once
+                # 32 bits, so that a vector instruction processes twice as many
                 weight = np.int32(min(bottom, (y + 1) * new_h) - max(top, y * new_h))
                 source = images[image, y]
                 for x in range(line):
@@ -45,12 +48,9 @@ def resize_area(images, out, row, columns, new_h, new_w, first_row):  # type: ig
                         total += new_w * row[x * channels + c]
                     if last > first:
                         total += columns[3, j] * row[last * channels + c]
-                    # Exact and faster than dividing integers: the quotient is below 256 and, unless it is whole, at
-                    # least 1 / (2 * area) away from a whole number, far more than a float64 rounds.
+                    # Exact, and faster than integer division: the quotient is below 256 and, unless it is an integer,
+                    # at least 1 / (2 * area) away from one, far more than the rounding error of float64.
                     out[image, i, j, c] = np.uint8(np.float64(2 * total + area) / double_area)
-
-
-_kernel = kernels(__name__)
 
 
 @_kernel
@@ -60,13 +60,13 @@ def _byte(value: Any) -> Any:
 
 @_kernel
 def _luma(red: Any, green: Any, blue: Any) -> Any:
-    """ITU-R 601, as lockstep.features.images.resize weighs it."""
+    """ITU-R 601 luma, with the weights of lockstep.features.images.resize."""
     return (19595 * red + 38470 * green + 7471 * blue + 32768) >> 16
 
 
 @_kernel
 def colour(images: Any, brightness: Any, contrast: Any, saturation: Any, out: Any) -> None:
-    """Brightness, contrast and saturation by factors (n,) in 1/65536; 1 or 3 channels."""
+    """Change brightness, contrast and saturation by factors (n,) in 1/65536; 1 or 3 channels."""
     count, height, width, channels = images.shape
     table = np.empty(256, dtype=np.int64)
     for i in range(count):
@@ -120,12 +120,9 @@ def mix(images: Any, partners: Any, shares: Any, out: Any) -> None:
             out[i, at] = (mine * images[i, at] + (256 - mine) * images[other, at] + 128) >> 8
 
 
-ZERO, EDGE, REFLECT = 0, 1, 2
-
-
 @_kernel
 def _inside(at: Any, size: Any, padding: Any) -> Any:
-    """The row or column that stands for `at`, -1 for none."""
+    """The row or column inside the image that pads position `at`, -1 for none."""
     if 0 <= at < size:
         return at
     if padding == ZERO:
@@ -137,7 +134,7 @@ def _inside(at: Any, size: Any, padding: Any) -> Any:
 
 @_kernel
 def crop(images: Any, top: Any, left: Any, padding: Any, out: Any) -> None:
-    """out[i, y, x] = images[i, y + top[i], x + left[i]]; `padding` says what lies outside."""
+    """out[i, y, x] = images[i, y + top[i], x + left[i]]; `padding` says how to fill the outside."""
     count, height, width, channels = images.shape
     for i in range(count):
         first = min(max(0, -left[i]), width)
@@ -151,7 +148,7 @@ def crop(images: Any, top: Any, left: Any, padding: Any, out: Any) -> None:
                 for c in range(channels):
                     out[i, y, x, c] = images[i, row, x + left[i], c]
             for x in range(first + width - last):
-                x += 0 if x < first else last - first  # what lies outside: left of the image, then right of it
+                x += 0 if x < first else last - first  # the outside: left of the image, then right of it
                 column = _inside(x + left[i], width, padding)
                 for c in range(channels):
                     out[i, y, x, c] = 0 if column < 0 else images[i, row, column, c]
@@ -174,7 +171,7 @@ def flip(images: Any, rows: Any, columns: Any, out: Any) -> None:
 
 @_kernel
 def turn(images: Any, quarters: Any, out: Any) -> None:
-    """Turn square images clockwise by so many quarters."""
+    """Rotate square images clockwise by so many quarter turns."""
     count, size, _, channels = images.shape
     last = size - 1
     for i in range(count):
@@ -193,9 +190,9 @@ def turn(images: Any, quarters: Any, out: Any) -> None:
 
 @_kernel
 def affine(images: Any, xx: Any, xy: Any, yx: Any, yy: Any, out: Any) -> None:
-    """out[i, y, x] = images[i] at the matrix's place for (x, y) about the middle, bilinear by 1/256, 0 outside.
+    """out[i, y, x] = images[i] where the matrix maps (x, y) about the centre, bilinear in steps of 1/256, 0 outside.
 
-    Places are in half pixels from the middle, which is whole for even and odd sizes; the matrix is in 1/65536.
+    Positions are in half pixels from the centre, so integers for even and odd sizes; the matrix is in 1/65536.
     """
     count, height, width, channels = images.shape
     for i in range(count):
@@ -226,9 +223,6 @@ def affine(images: Any, xx: Any, xy: Any, yx: Any, yy: Any, out: Any) -> None:
                     out[i, y, x, c] = total >> 16
 
 
-_MAX_MARKERS = 4096
-
-
 @_kernel
 def _is_exif(data: Any, at: Any) -> Any:
     return data[at] == 0x45 and data[at + 1] == 0x78 and data[at + 2] == 0x69 and data[at + 3] == 0x66
@@ -236,7 +230,7 @@ def _is_exif(data: Any, at: Any) -> Any:
 
 @_kernel
 def _components(data: Any, at: Any, stop: Any, height: Any, width: Any) -> Any:
-    """1 or 3 for a JPEG data[at:stop] of these sides that is neither progressive nor has EXIF, else 0."""
+    """The components, 1 or 3, of a JPEG data[at:stop] of this size without progressive scans and EXIF; else 0."""
     if stop - at < 4 or data[at] != 0xFF or data[at + 1] != 0xD8 or data[at + 2] != 0xFF:
         return 0
     at += 2
@@ -275,6 +269,6 @@ def _components(data: Any, at: Any, stop: Any, height: Any, width: Any) -> Any:
 
 @_kernel
 def plain_components(data: Any, offsets: Any, height: Any, width: Any, out: Any) -> None:
-    """out[i] (int64) for the file data[offsets[i]:offsets[i + 1]] (uint8)."""
+    """out[i] (int64) = _components of the file data[offsets[i]:offsets[i + 1]] (uint8)."""
     for i in range(len(out)):
         out[i] = _components(data, offsets[i], offsets[i + 1], height, width)

@@ -1,4 +1,4 @@
-"""Image operations that give the same bytes on every machine: exact integer arithmetic only."""
+"""Image operations with the same bytes on every machine: exact integer arithmetic only."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from lockstep.storage.errors import ConfigError, DataError
 
 FITS = ("resize", "crop", "pad")
 ROTATIONS = (0, 90, 180, 270)
-# ITU-R 601 luma in 1/65536, as Pillow weighs it
+# ITU-R 601 luma in 1/65536, with Pillow's weights
 _LUMA = np.array([19595, 38470, 7471], dtype=np.uint32)
-_BLOCK_PIXELS = 1 << 16  # at a time, so that the sums in 32 bits take little beside a large image
+_BLOCK_PIXELS = 1 << 16  # at a time, so that the 32-bit sums take little memory compared with a large image
 
 
 def resize(images: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
-    """Resize by area: each new pixel is the mean of what it covers, rounded half up.
+    """Resize by area: each new pixel is the mean of the area that it covers, rounded half up.
 
     images (n, H, W, C) uint8, H below 2^23 -> (n, height, width, C) uint8.
     """
@@ -25,14 +25,14 @@ def resize(images: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uin
 
 
 def _resized_part(images: NDArray[np.uint8], whole: tuple[int, int], part: tuple[int, int]) -> NDArray[np.uint8]:
-    """The middle of what `resize` to `whole` (height, width) gives: (n, H, W, C) uint8 -> (n, *part, C) uint8.
+    """The middle `part` of the images resized to `whole` (height, width): (n, H, W, C) uint8 -> (n, *part, C) uint8.
 
-    Only the part is computed: a line of pixels scaled to cover an image would take gigabytes as a whole.
+    Computes only the part: a line of pixels scaled to cover an image would take gigabytes.
     """
     n, old_height, old_width, channels = images.shape
     if old_height >= 1 << 23:
         raise DataError(
-            "an image is too high to be resized: its sums would not fit into 32 bits",
+            "an image is too high to be resized: its sums would exceed 32 bits",
             got=f"{old_height} rows of pixels",
             allowed=f"fewer than {1 << 23}",
             next_step="Cut the image into parts.",
@@ -42,15 +42,15 @@ def _resized_part(images: NDArray[np.uint8], whole: tuple[int, int], part: tuple
     (tall, wide), (height, width) = whole, part
     out = np.empty((n, height, width, channels), dtype=np.uint8)
     row, columns = np.empty(old_width * channels, dtype=np.int32), _columns(old_width, wide, (wide - width) // 2, width)
-    # Pixels straight from a decoder may be read-only, for which the loop would be compiled once more.
+    # Pixels from a decoder may be read-only, for which Numba would compile the loop once more.
     lines = np.require(images, requirements=["C", "W"]).reshape(n, old_height, old_width * channels)
     resize_area(lines, out, row, columns, tall, wide, (tall - height) // 2)
     return out
 
 
 def _columns(old: int, new: int, start: int, count: int) -> NDArray[np.int64]:
-    """(4, count): first and last old column under each of `count` new ones from `start` on, and what of these two lies
-    under it, in 1/new.
+    """(4, count): for `count` new columns from `start` on, the first and last old column that each covers, and how much
+    of these two it covers, in 1/new.
     """
     left = np.arange(start, start + count, dtype=np.int64) * old
     first, last = left // new, (left + old - 1) // new
@@ -60,12 +60,12 @@ def _columns(old: int, new: int, start: int, count: int) -> NDArray[np.int64]:
 def fit(images: NDArray[np.uint8], height: int, width: int, how: str) -> NDArray[np.uint8]:
     """Bring images to one size: (n, H, W, C) uint8 -> (n, height, width, C) uint8.
 
-    `resize` stretches each side by itself. `crop` keeps the sides' ratio, covers the whole new image and cuts what
-    stands over, on both sides alike. `pad` keeps it too, shows the whole old image and leaves the rest zero. An odd
-    row or column goes to the bottom or right. Raises ConfigError for another word.
+    `resize` stretches each side separately. `crop` keeps the aspect ratio, covers the whole new image and cuts off the
+    same on both sides. `pad` keeps the ratio, too, shows the whole old image and leaves the rest zero. An odd row or
+    column is at the bottom or right. Raises ConfigError for another `how`.
     """
     if how not in FITS:
-        raise ConfigError("--fit cannot be right", got=how, allowed=", ".join(FITS), next_step="Correct --fit.")
+        raise ConfigError("--fit is invalid", got=how, allowed=", ".join(FITS), next_step="Correct --fit.")
     old_height, old_width = images.shape[1:3]
     if how == "resize" or (old_height, old_width) == (height, width):
         return resize(images, height, width)
@@ -79,7 +79,7 @@ def fit(images: NDArray[np.uint8], height: int, width: int, how: str) -> NDArray
 
 
 def _scaled(old_height: int, old_width: int, height: int, width: int, *, cover: bool) -> tuple[int, int]:
-    """The size that an image is brought to: one side as wanted, the other in proportion, rounded half up."""
+    """The size of a scaled image: one side as given, the other in proportion, rounded half up."""
     if (height * old_width >= width * old_height) == cover:
         by_height = (2 * old_width * height + old_height) // (2 * old_height)
         return height, max(by_height, width) if cover else min(max(by_height, 1), width)
@@ -88,10 +88,10 @@ def _scaled(old_height: int, old_width: int, height: int, width: int, *, cover: 
 
 
 def rotate(images: NDArray[np.uint8], degrees: int) -> NDArray[np.uint8]:
-    """Turn clockwise by 0, 90, 180 or 270 degrees: (n, H, W, C) -> (n, H, W, C) or (n, W, H, C)."""
+    """Rotate clockwise by 0, 90, 180 or 270 degrees: (n, H, W, C) -> (n, H, W, C) or (n, W, H, C)."""
     if degrees not in ROTATIONS:
         raise ConfigError(
-            "images cannot be turned so",
+            "images cannot be rotated by this angle",
             got=f"{degrees} degrees",
             allowed=", ".join(map(str, ROTATIONS)),
             next_step="Correct --rotate.",
@@ -100,7 +100,7 @@ def rotate(images: NDArray[np.uint8], degrees: int) -> NDArray[np.uint8]:
 
 
 def blend(pixels: NDArray[np.uint8], alpha: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Lay pixels (H, W, C) of opacity (H, W, 1) over white, rounded half up: (H, W, C) uint8."""
+    """Blend pixels (H, W, C) of opacity (H, W, 1) over white, rounded half up: (H, W, C) uint8."""
     height, width, channels = pixels.shape
     out = np.empty((height, width, channels), dtype=np.uint8)
     rows = max(1, _BLOCK_PIXELS // max(1, width))

@@ -1,4 +1,4 @@
-"""A schema as a person writes it, in TOML or JSON: what is left out has a stated default.
+"""Declared schemas in TOML or JSON: each key that is left out has a documented default.
 
     [[fields]]
     name = "click"
@@ -6,7 +6,7 @@
     kind = "label"
 
     [[fields]]
-    names = ["user_feature_0", "user_feature_1"]     # the same for several columns
+    names = ["user_feature_0", "user_feature_1"]     # one declaration for several columns
     dtype = "string"
     nullable = true
     encoding = {kind = "hash", buckets = 1000}       # seed 42, output one_hot
@@ -17,7 +17,7 @@
     list = true
     encoding = {kind = "sequence", length = 8, of = {kind = "vocabulary", max_size = 500}}
 
-docs/features.md has every key. The manifest holds the same schema with nothing left out.
+docs/features.md lists every key. The manifest stores the same schema with all defaults filled in.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.features.schema.encodings import BAKED, Encoding
-from lockstep.features.schema.fields import Field, sample_id_field
+from lockstep.features.schema.fields import Field, check_name, sample_id_field
 from lockstep.features.schema.schema import EXAMPLE, Schema
 from lockstep.storage.errors import ConfigError, NotFoundError, nearest
 from lockstep.storage.fs import filesystem
 
-# With seed 42 the hash is that of Spark SQL's xxhash64: lockstep/features/encode/hashing.py.
+# With seed 42 the hash equals Spark SQL's xxhash64: lockstep/features/encode/hashing.py.
 DEFAULT_SEED = 42
 _MAX_BYTES = 16 << 20
-_MAX_DEPTH, _MAX_BITS = 16, 1024  # a sequence of a vocabulary lies six deep; no float holds more bits before its point
+_MAX_DEPTH, _MAX_BITS = 16, 1024  # a sequence of a vocabulary is six levels deep; a float64 is below 2**1024
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "vocabulary": {"max_size": 10_000, "min_count": 1, "oov_buckets": 1},
     "hash": {"seed": DEFAULT_SEED},
@@ -49,10 +49,10 @@ _KEYS = ("name", "names", "dtype", "shape", "list", "kind", "nullable", "encodin
 
 
 def load_schema(text_or_path: str) -> Schema:
-    """Read a declared schema: the text itself (it holds a newline or begins with `{`), or the URL of a .toml or .json.
+    """Read a declared schema from its text (with a newline, or beginning with `{`) or from the URL of a .toml or .json.
 
-    The field of the sample id comes first if none is declared. Raises ConfigError for text that is no TOML or JSON
-    and for a schema that cannot be, naming file, entry and line; NotFoundError for a missing file.
+    If no field of kind `id` is declared, the sample id comes first. Raises ConfigError, naming file, entry and line,
+    for text that is not TOML or JSON and for a wrong declaration; NotFoundError for a missing file.
 
     >>> import lockstep
     >>> schema = lockstep.load_schema('{"fields": [{"name": "hour", "dtype": "int64"}]}')
@@ -70,7 +70,7 @@ def load_schema(text_or_path: str) -> Schema:
             f"--schema: no such file {text_or_path}",
             got=error.got,
             allowed="a .toml or .json file with a declared schema",
-            next_step="Correct the path after --schema; docs/features.md says how to write one.",
+            next_step="Correct the path after --schema; docs/features.md shows how to write a schema.",
         ) from None
     if size > _MAX_BYTES:
         raise _bad(text_or_path, "a file of more than 16 MiB", "a schema")
@@ -83,7 +83,7 @@ def load_schema(text_or_path: str) -> Schema:
 
 
 def declared_field(document: Mapping[str, Any]) -> tuple[Field, ...]:
-    """One entry of `fields`: a field, or one for each of `names`. Raises ConfigError for keys or types not known."""
+    """One entry of `fields`: a field, or one for each of `names`. Raises ConfigError for unknown keys, wrong types."""
     names = document.get("names", [document.get("name")])
     for key in map(str, document):
         if key not in _KEYS:
@@ -92,9 +92,15 @@ def declared_field(document: Mapping[str, Any]) -> tuple[Field, ...]:
     if not good or not all(isinstance(name, str) for name in names):
         got = {key: document[key] for key in ("name", "names") if key in document}
         raise _bad("a field", f"{got or 'neither name nor names'}"[:200], "name = TEXT, or names = [TEXT, ...]")
+    for name in names:
+        check_name(name)
     shape = document.get("shape", [])
     if "list" in document and (not isinstance(document["list"], bool) or "shape" in document):
-        raise _bad(f"field `{names[0]}`", "list beside shape, or not true or false", "list = true, or shape = [...]")
+        raise _bad(
+            f"field `{names[0]}`",
+            "list together with shape, or a value other than true and false",
+            "list = true, or shape = [...]",
+        )
     full = {
         "dtype": document.get("dtype"),
         "shape": [None] if document.get("list") else shape,
@@ -109,14 +115,14 @@ def declared_field(document: Mapping[str, Any]) -> tuple[Field, ...]:
 
 
 def complete_encoding(encoding: object, name: str) -> Encoding | None:
-    """An encoding with what was left out: a vocabulary's sizes, a hash's seed, the file NAME.json of what is fitted."""
+    """An encoding with its defaults: a vocabulary's sizes, a hash's seed, the file NAME.json for fitted statistics."""
     if not isinstance(encoding, Mapping):
         if encoding is None:
             return None
         raise _bad(f"field `{name}`", f"encoding {encoding!r}"[:200], "an object with the key `kind`")
     kind = encoding.get("kind")
     if kind == BAKED:
-        raise _bad(f"field `{name}`", "encoding kind 'baked'", "the encoding itself, and --bake for the job")
+        raise _bad(f"field `{name}`", "encoding kind 'baked'", "the encoding itself; the job's --bake bakes it")
     full = {**_DEFAULTS.get(kind, {}), **encoding} if isinstance(kind, str) else dict(encoding)
     if kind in ("vocabulary", "standardise"):
         full.setdefault("file", f"{_file_stem(name)}.json")
@@ -135,7 +141,7 @@ def _parsed(text: str, where: str, *, as_json: bool) -> Schema:
     good = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
     if not good or not set(document) <= {"fields", "record"}:
         got = sorted(document) if isinstance(document, dict) else type(document).__name__
-        raise _bad(where, f"{got}", "`fields`: a list of objects; and perhaps `record`")
+        raise _bad(where, f"{got}", "`fields`: a list of objects; optionally `record`")
     assert isinstance(document, dict) and isinstance(entries, list)
     fields: list[Field] = []
     for number, entry in enumerate(entries):
@@ -156,8 +162,9 @@ def _named(error: ConfigError, place: str) -> ConfigError:
 
 
 def _place(text: str, where: str, entries: list[Any], number: int, got: str, *, as_json: bool) -> str:
-    """The file, the line and the entry that an error is about: the line of the key that `got` begins with, if it does,
-    else the entry's first one. The readers of TOML and JSON tell no lines, so none is named where we are not sure.
+    """The file, line and entry of an error: the line of the key that `got` begins with, or the entry's first line.
+
+    The TOML and JSON parsers report no lines of values, so an error names a line only if it is found with certainty.
     """
     found = (_json_lines if as_json else _toml_lines)(text, entries)
     if len(found) != len(entries):
@@ -170,7 +177,7 @@ def _place(text: str, where: str, entries: list[Any], number: int, got: str, *, 
 
 
 def _toml_lines(text: str, entries: list[Any]) -> list[int]:
-    """The lines in which the entries begin; others than there are entries, where they are not written as tables."""
+    """The lines in which entries begin as tables `[[fields]]`; not one for each entry if they are written otherwise."""
     return [number for number, line in enumerate(text.split("\n"), 1) if _TABLE.match(line)]
 
 
@@ -179,12 +186,12 @@ def _json_lines(text: str, entries: list[Any]) -> list[int]:
     before = at = 0
     for entry in entries:
         between = _BETWEEN.match(text, array.end() if array is not None and not lines else at)
-        assert between is not None, "it matches nothing too"
+        assert between is not None, "the pattern matches an empty string"
         try:
             value, at = json.JSONDecoder().raw_decode(text, between.end())
         except ValueError:
             return []
-        if value != entry:  # another list of this name
+        if value != entry:  # this is another list named `fields`
             return []
         line += text.count("\n", before, between.end())
         before = between.end()
@@ -193,8 +200,8 @@ def _json_lines(text: str, entries: list[Any]) -> list[int]:
 
 
 def _check_extent(document: object, where: str) -> None:
-    """Refuse what Python reads, but cannot tell of in an error: TOML's hexadecimal numbers of any length, and values
-    nested as deep as its own stack.
+    """Refuse values that Python parses but cannot print in an error: very long hexadecimal numbers of TOML, and values
+    nested almost as deep as Python's stack.
     """
     level = [document]
     for _ in range(_MAX_DEPTH):
@@ -208,13 +215,11 @@ def _check_extent(document: object, where: str) -> None:
         if long is not None:
             raise _bad(where, f"a number of {long.bit_length()} bits", f"numbers of at most {_MAX_BITS} bits")
     if level:
-        raise _bad(
-            where, f"values nested more than {_MAX_DEPTH} deep", "a list of fields, as docs/features.md has them"
-        )
+        raise _bad(where, f"values nested more than {_MAX_DEPTH} deep", "a list of fields as in docs/features.md")
 
 
 def _file_stem(name: str) -> str:
-    """A file's name for a column: letters, digits and `_.-` stay, others become their code point in hex."""
+    """A file name for a column: ASCII letters, digits and `_.-` stay, others become their code point in hex."""
     stem = "".join(c if c.isascii() and (c.isalnum() or c in "_.-") else f"-{ord(c):x}-" for c in name)
     return stem if stem[:1].isalnum() else f"f{stem}"
 

@@ -1,4 +1,4 @@
-"""Statistics learnt on stated splits: kept as small JSON files beside the shards, applied when read."""
+"""Fitted statistics: learned on named splits, stored as small JSON files next to the shards, applied when read."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from lockstep.storage.errors import DataError
 class Vocabulary:
     """The tokens of one field in the order of their columns: count descending, then UTF-8 bytes.
 
-    `counts` are those of the splits `fitted_on`; the tokens of an int64 field are its decimal digits. Raises DataError
-    where the parts do not fit together.
+    `counts` are those in the splits `fitted_on`; the tokens of an int64 field are its decimal digits. Raises DataError
+    if tokens and counts are inconsistent.
     """
 
     name: str
@@ -61,9 +61,9 @@ class Vocabulary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moments:
-    """Mean and variance (of the whole, divided by `count`) of the values of one field that are neither null nor NaN.
+    """Mean and population variance (divided by `count`) of the values of one field that are neither null nor NaN.
 
-    Both are the exact figure of the splits `fitted_on`, rounded once. Raises DataError for what they cannot be.
+    Both are exact over the splits `fitted_on` and rounded once. Raises DataError for impossible values.
     """
 
     name: str
@@ -102,13 +102,13 @@ Fitted = Vocabulary | Moments
 
 
 def read_fitted(document: object) -> Fitted:
-    """A fitted file's content; raises DataError for anything but what to_json of one of the classes gives."""
+    """Read a fitted file's document; raises DataError for anything but what to_json of Vocabulary or Moments gives."""
     kind = document.get("kind") if isinstance(document, dict) else None
     return Moments.from_json(document) if kind == "moments" else Vocabulary.from_json(document)
 
 
 def held_out_file(file: str, held_out: str | None) -> str:
-    """The name of a fitted file: NAME.json, or NAME.fold-0.json for what was fitted on all folds but fold-0."""
+    """The name of a fitted file: NAME.json, or NAME.fold-0.json if it was fitted on all folds but fold-0."""
     return file if held_out is None else f"{file.removesuffix('.json')}.{held_out}.json"
 
 
@@ -126,8 +126,8 @@ def _object(document: object, kind: str, keys: Sequence[str]) -> dict[str, Any]:
 
 def _bad(name: str, got: str, allowed: str) -> DataError:
     return DataError(
-        f"what was fitted for `{name}` is not in order",
+        f"the fitted statistics of `{name}` are invalid",
         got=got,
         allowed=allowed,
-        next_step="Build the dataset anew with its ETL job.",
+        next_step="Build the dataset again with its ETL job.",
     )

@@ -1,4 +1,4 @@
-"""Which share of the records of some classes was kept for training, and probabilities corrected for it."""
+"""Sampled classes: the share of their records that was kept for training, and probabilities corrected for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lockstep.features.schema.fields import Field, check_keys, not_so
+from lockstep.features.schema.encodings import declaration_error
+from lockstep.features.schema.fields import Field, check_keys
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError
 
@@ -19,8 +20,9 @@ _YES_OR_NO = ("false", "true")
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Of records whose `column` has one of the values (by its text) in `shares`, that share was kept, of others all; in
-    `splits` only.
+    """`shares`: by the text of a value of `column`, the share of its records that was kept, in `splits` only.
+
+    All records with other values were kept.
     """
 
     column: str
@@ -28,8 +30,9 @@ class Sampled:
     splits: tuple[str, ...]
 
     def of_classes(self, label: Field) -> tuple[float, ...] | None:
-        """The share kept of each class of `label`, in the order of a model's outputs: (no, yes), or one a class. None
-        where another column was sampled by, or the label has no classes: then no correction follows from a prediction.
+        """The share kept of each class of `label`, in the order of a model's outputs: (no, yes), or one for each class.
+
+        None if another column was sampled or the label has no classes: predictions cannot be corrected then.
         """
         if self.column != label.name:
             return None
@@ -42,30 +45,31 @@ class Sampled:
         return tuple(float(self.shares.get(name, 1)) for name in classes)
 
     def to_json(self) -> dict[str, Any]:
-        """As a manifest's `created_by.config.sampled` has it: shares as exact fractions."""
+        """As stored in a manifest's `created_by.config.sampled`: shares as exact fractions."""
         shares = {value: str(share) for value, share in self.shares.items()}
         return {"column": self.column, "shares": shares, "splits": list(self.splits)}
 
     @classmethod
     def from_json(cls, document: object) -> Sampled:
-        """Rebuild it; raises ConfigError for anything but what to_json gives."""
+        """Rebuild from JSON; raises ConfigError for anything but what to_json gives."""
         check_keys(document, {"column": str, "shares": dict, "splits": list}, "what was sampled")
         values = cast(dict[str, Any], document)
         if not all(isinstance(name, str) for name in values["splits"]):
-            raise not_so("what was sampled", f"splits {values['splits']!r}"[:200], "names")
+            raise declaration_error("what was sampled", f"splits {values['splits']!r}"[:200], "names")
         shares = {value: _share(text) for value, text in values["shares"].items()}
         return cls(values["column"], shares, tuple(values["splits"]))
 
 
 def corrected(probabilities: ArrayLike, shares: Sequence[float]) -> NDArray[np.float64]:
-    """What a model that was trained on sampled classes would predict without the sampling.
+    """Correct the predictions of a model that was trained on sampled classes, as if it had seen all records.
 
-    `probabilities` are (n,) or (n, 1) of yes, with `shares` = (no, yes), or (n, classes) with a share a class: of each
-    class the share, above 0 and at most 1, that training kept. Returns float64 of the same shape. If classes were
-    sampled by nothing but themselves, a well calibrated model says q_k, in proportion to p_k shares_k; so p_k is
-    q_k / shares_k over the sum of these, and the odds of yes are those predicted times shares[0] / shares[1]. The order
-    of the predictions of yes stays, and with it AUC; what depends on their size (log loss, accuracy, calibration)
-    changes. Raises ConfigError for shares and shapes that do not fit.
+    `probabilities` are (n,) or (n, 1) of yes, with `shares` = (no, yes), or (n, classes) with one share for each class:
+    the share of the class, above 0 and at most 1, that training kept. Returns float64 of the same shape.
+
+    If sampling depended on the class only, a well calibrated model predicts q_k, which is proportional to
+    p_k shares_k. So p_k is q_k / shares_k divided by the sum of these over all classes, and the odds of yes are the
+    predicted odds times shares[0] / shares[1]. The correction keeps the order of predictions of yes, so also AUC; it
+    changes log loss, accuracy and calibration. Raises ConfigError for shares and shapes that do not fit.
     """
     found, kept = np.asarray(probabilities, dtype=np.float64), np.asarray(shares, dtype=np.float64)
     yes_or_no = kept.shape == (2,) and (found.ndim == 1 or found.shape[1:] == (1,))
@@ -74,7 +78,7 @@ def corrected(probabilities: ArrayLike, shares: Sequence[float]) -> NDArray[np.f
             "probabilities cannot be corrected for sampling",
             got=f"probabilities of shape {found.shape}, shares {tuple(shares)}",
             allowed="(n,) or (n, 1) with two shares, or (n, classes) with one a class; shares above 0, at most 1",
-            next_step="Give the share that was kept of each class; of one that was left out whole nothing is known.",
+            next_step="Give the share that was kept of each class; a class that was dropped cannot be corrected.",
         )
     if yes_or_no:
         yes, no = found / kept[1], (1 - found) / kept[0]
@@ -84,8 +88,9 @@ def corrected(probabilities: ArrayLike, shares: Sequence[float]) -> NDArray[np.f
 
 
 def sampled_of(manifest: DatasetManifest) -> Sampled | None:
-    """What was sampled when a dataset was made; None where nothing was, or the dataset does not say. Raises ConfigError
-    for what cannot be read.
+    """What was sampled when a dataset was made; None if nothing was or the manifest does not say.
+
+    Raises ConfigError for an entry that cannot be read.
     """
     stored = manifest.created_by["config"].get("sampled")
     return None if stored is None else Sampled.from_json(stored)
@@ -97,5 +102,5 @@ def _share(text: object) -> Fraction:
     except (ValueError, ZeroDivisionError):
         share = None
     if share is None or not 0 <= share <= 1:
-        raise not_so("what was sampled", f"a share {text!r}"[:200], "fractions from 0 to 1, such as 1/10")
+        raise declaration_error("what was sampled", f"a share {text!r}"[:200], "fractions from 0 to 1, such as 1/10")
     return share

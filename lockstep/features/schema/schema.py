@@ -1,8 +1,8 @@
-"""The declared schema of a dataset: its fields, of which one is the sample id."""
+"""The declared schema of a dataset: its fields, one of which is the sample id."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as declared
 from functools import cached_property
@@ -10,56 +10,24 @@ from typing import Any, cast
 
 import pyarrow as pa
 
-from lockstep.features.schema.fields import ARROW_TYPES, SAMPLE_ID, Field, check_keys, not_so, sample_id_field
+from lockstep.features.schema.encodings import declaration_error
+from lockstep.features.schema.fields import Field, check_keys, check_name, sample_id_field
 from lockstep.features.schema.sampled import Sampled
 from lockstep.storage.errors import differences
 from lockstep.storage.urls import several
 
-__all__ = [
-    "ARROW_TYPES",
-    "EXAMPLE",
-    "SAMPLE_ID",
-    "SEQUENCE_EXAMPLE",
-    "Field",
-    "Schema",
-    "sample_id_field",
-]
 EXAMPLE, SEQUENCE_EXAMPLE = "example", "sequence_example"
 
 
 @dataclass(frozen=True)
-class Schema:
-    """The fields of a dataset, in the order of its columns; exactly one `id` field, at most one label and one weight.
+class Columns:
+    """Fields in the order of their columns, as codecs take them; each name once.
 
     `record` says what a TFRecord shard's records are: Examples, or SequenceExamples, in which lists are feature lists.
-    `sampled` is set in the schema of an exported model that was trained on sampled classes; schemas are equal without.
     """
 
     fields: tuple[Field, ...]
     record: str = EXAMPLE
-    sampled: Sampled | None = declared(default=None, compare=False)
-
-    def __post_init__(self) -> None:
-        names = [field.name for field in self.fields]
-        if len(set(names)) != len(names):
-            raise not_so("the schema", f"fields {names}", "each name once")
-        ids = [field for field in self.fields if field.kind == "id"]
-        if len(ids) != 1 or ids[0].dtype != "int64" or ids[0].shape:
-            raise not_so(
-                "the schema", f"id fields {[field.name for field in ids]}", "exactly one scalar int64 field of kind id"
-            )
-        if sum(field.kind == "label" for field in self.fields) > 1:
-            raise not_so("the schema", "several labels", "at most one")
-        files = [field.fitted_file for field in self.fitted_fields]
-        if len(set(files)) != len(files):
-            raise not_so("the schema", f"fitted files {files}", "a file for each field")
-        if sum(field.kind == "weight" for field in self.fields) > 1:
-            raise not_so("the schema", "several weights", "at most one")
-        if self.record not in (EXAMPLE, SEQUENCE_EXAMPLE):
-            raise not_so("the schema", f"record {self.record!r}", f"{EXAMPLE}, {SEQUENCE_EXAMPLE}")
-        if self.record == SEQUENCE_EXAMPLE and not any(field.is_list for field in self.fields):
-            got = f"record {self.record} without a list"
-            raise not_so("the schema", got, "a list field or more, or record example")
 
     def __iter__(self) -> Iterator[Field]:
         return iter(self.fields)
@@ -68,7 +36,51 @@ class Schema:
         for field in self.fields:
             if field.name == name:
                 return field
-        raise not_so("the schema", f"no field `{name}`", ", ".join(field.name for field in self.fields))
+        raise declaration_error("the schema", f"no field `{name}`", ", ".join(field.name for field in self.fields))
+
+    @cached_property
+    def in_byte_order(self) -> tuple[Field, ...]:
+        """The fields in the byte order of their names: their order in a tf.Example."""
+        return tuple(sorted(self.fields, key=lambda field: field.name.encode()))
+
+    def arrow_schema(self) -> pa.Schema:
+        """The columns as Arrow and Parquet hold them."""
+        return pa.schema([pa.field(field.name, field.arrow_type, nullable=field.nullable) for field in self.fields])
+
+
+@dataclass(frozen=True)
+class Schema(Columns):
+    """The fields of a dataset: exactly one is its `id`, at most one the label and one the weight.
+
+    `sampled` is set in the schema of an exported model that was trained on sampled classes; it does not count when
+    schemas are compared. Raises ConfigError for fields that make no dataset.
+    """
+
+    sampled: Sampled | None = declared(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        names = [field.name for field in self.fields]
+        for name in names:
+            check_name(name)
+        if len(set(names)) != len(names):
+            raise declaration_error("the schema", f"fields {names}", "each name once")
+        ids = [field for field in self.fields if field.kind == "id"]
+        if len(ids) != 1 or ids[0].dtype != "int64" or ids[0].shape:
+            raise declaration_error(
+                "the schema", f"id fields {[field.name for field in ids]}", "exactly one scalar int64 field of kind id"
+            )
+        if sum(field.kind == "label" for field in self.fields) > 1:
+            raise declaration_error("the schema", "several labels", "at most one")
+        files = [field.fitted_file for field in self.fitted_fields]
+        if len(set(files)) != len(files):
+            raise declaration_error("the schema", f"fitted files {files}", "a file for each field")
+        if sum(field.kind == "weight" for field in self.fields) > 1:
+            raise declaration_error("the schema", "several weights", "at most one")
+        if self.record not in (EXAMPLE, SEQUENCE_EXAMPLE):
+            raise declaration_error("the schema", f"record {self.record!r}", f"{EXAMPLE}, {SEQUENCE_EXAMPLE}")
+        if self.record == SEQUENCE_EXAMPLE and not any(field.is_list for field in self.fields):
+            got = f"record {self.record} without a list"
+            raise declaration_error("the schema", got, "a list field or more, or record example")
 
     @property
     def id_field(self) -> Field:
@@ -87,29 +99,20 @@ class Schema:
 
     @property
     def weight(self) -> Field | None:
-        """The field that says how much a sample counts in training, or None."""
+        """The field with the weight of each sample in training, or None."""
         return next((field for field in self.fields if field.kind == "weight"), None)
 
     @property
     def fitted_fields(self) -> tuple[Field, ...]:
-        """The fields whose encoding needs statistics of the training split."""
+        """The fields whose encoding is fitted on the training split."""
         return tuple(field for field in self.fields if field.fitted_file is not None)
-
-    @cached_property
-    def in_byte_order(self) -> tuple[Field, ...]:
-        """The fields in the byte order of their names: their order in a tf.Example."""
-        return tuple(sorted(self.fields, key=lambda field: field.name.encode()))
-
-    def arrow_schema(self) -> pa.Schema:
-        """The columns as Arrow and Parquet hold them."""
-        return pa.schema([pa.field(field.name, field.arrow_type, nullable=field.nullable) for field in self.fields])
 
     @classmethod
     def plain(cls, columns: Mapping[str, str], *, label: str | None = None, lists: str | Sequence[str] = ()) -> Schema:
-        """Columns by name and dtype, stored as they are and without an encoding; `lists` names those that hold lists.
+        """A schema of columns by name and dtype, stored unchanged and without encodings; `lists` names those of lists.
 
-        All but the label may be null, lists excepted. The sample id comes first. A model can be fed with the numbers
-        among them only; the others need an encoding. Raises ConfigError as Field and Schema do.
+        All but the label and lists may be null. The sample id comes first. Of these columns, a model takes only the
+        numbers; others need an encoding. Raises ConfigError as Field and Schema do.
         """
         lists = several(lists)
         fields = [
@@ -125,21 +128,21 @@ class Schema:
         return cls((sample_id_field(), *fields))
 
     def differences(self, wanted: Schema) -> str:
-        """In what this schema is not `wanted`, field by field, at most 500 characters; "" where they are equal."""
+        """How this schema differs from `wanted`, field by field, in at most 500 characters; "" if they are equal."""
         mine, other = ({field.name: field.to_json() for field in schema} for schema in (self, wanted))
-        told = [f"no field `{name}`" for name in other if name not in mine]
-        told += [f"field `{name}` (not there)" for name in mine if name not in other]
+        found = [f"no field `{name}`" for name in other if name not in mine]
+        found += [f"field `{name}` (not there)" for name in mine if name not in other]
         for name in mine:
-            if name in other and (found := differences(mine[name], other[name])):
-                told.append(f"field `{name}`: {', '.join(found)}")
-        if not told and list(mine) != list(other):
-            told.append(f"fields in the order {', '.join(mine)} (not {', '.join(other)})")
+            if name in other and (changes := differences(mine[name], other[name])):
+                found.append(f"field `{name}`: {', '.join(changes)}")
+        if not found and list(mine) != list(other):
+            found.append(f"fields in the order {', '.join(mine)} (not {', '.join(other)})")
         if self.record != wanted.record:
-            told.append(f"record {self.record} (not {wanted.record})")
-        return "; ".join(told)[:500]
+            found.append(f"record {self.record} (not {wanted.record})")
+        return "; ".join(found)[:500]
 
     def to_json(self) -> dict[str, Any]:
-        """The schema as the manifest holds it; with `sampled` as an exported model has it."""
+        """The schema as a manifest stores it; `sampled` only in that of an exported model."""
         record = {} if self.record == EXAMPLE else {"record": self.record}
         sampled = {} if self.sampled is None else {"sampled": self.sampled.to_json()}
         return {"fields": [field.to_json() for field in self.fields], **record, **sampled}
@@ -155,31 +158,10 @@ class Schema:
         return cls(tuple(Field.from_json(field) for field in values["fields"]), values.get("record", EXAMPLE), sampled)
 
 
-DATA_GLOB = "*.tfrecord*"  # the names of such files
-SAMPLE_RECORDS = 1000  # what their columns are inferred from
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ForeignField(Field):
-    """A feature of such a file; any name goes."""
-
-    def __post_init__(self) -> None:
-        """Nothing to check: the dtype is one that was inferred, or that the caller has looked up."""
-
-
-@dataclass(frozen=True)
-class ForeignSchema(Schema):
-    """The features of such a file: no sample id is needed."""
-
-    def __post_init__(self) -> None:
-        """Nothing to check: whoever names the columns gives each name once."""
+DATA_GLOB = "*.tfrecord*"  # the default names of TFRecord files without a manifest
+SAMPLE_RECORDS = 1000  # of which their columns are inferred
 
 
 def foreign_field(name: str, dtype: str, is_list: bool) -> Field:
-    """A feature that is null where a record lacks it; a list is empty there."""
-    return ForeignField(name=name, dtype=dtype, shape=(None,) if is_list else (), nullable=not is_list)
-
-
-def foreign_schema(fields: Iterable[Field]) -> Schema:
-    """Such features as a schema that an encoder or decoder takes."""
-    return ForeignSchema(tuple(fields))
+    """A feature of such a file, of any name: null where a record lacks it; a list is empty there."""
+    return Field(name=name, dtype=dtype, shape=(None,) if is_list else (), nullable=not is_list)

@@ -1,4 +1,4 @@
-"""What a model is fed: names, shapes and dtypes of its inputs and label, without the batch dimension."""
+"""A model's signature: names, shapes and dtypes of its inputs and label, without the batch dimension."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from lockstep.storage.errors import ConfigError
 class TensorSpec:
     """Shape of one row (batch dimension left out) and NumPy dtype name.
 
-    `ids` is set where the values are ids for an embedding: they lie in 0..ids-1, and 0 stands for nothing (null,
-    padding, unknown).
+    `ids` is set where the values are ids for an embedding: they are in 0..ids-1, and 0 means null, padding or unknown.
     """
 
     shape: tuple[int, ...]
@@ -44,10 +43,10 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Signature:
-    """A model's inputs by name in byte order, its label (None where a dataset has none) and its number of classes.
+    """A model's inputs by name in byte order, its label (None if the dataset has none) and its number of classes.
 
-    `num_classes` is None for a yes-or-no label (float32 0 or 1) and for a number. `weight` is set where each sample
-    has one.
+    `num_classes` is None for a yes-or-no label (float32 0 or 1) and for a numeric label. `weight` is set if each sample
+    has a weight.
     """
 
     features: Mapping[str, TensorSpec]
@@ -56,7 +55,7 @@ class Signature:
     weight: TensorSpec | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The signature as JSON, features in byte order of their names; `weight` only where there is one."""
+        """The signature as JSON, features in byte order of their names; `weight` only if there is one."""
         weight = {} if self.weight is None else {"weight": self.weight.to_json()}
         return {
             "features": {name: self.features[name].to_json() for name in sorted(self.features, key=str.encode)},

@@ -1,4 +1,4 @@
-"""The blocks of whatever has a manifest, one by one and in any order, without a plan: for looking at data."""
+"""The blocks of a dataset or of indexed files, one at a time and in any order: for inspecting data without a plan."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from lockstep.storage.verify.check import CHUNK_BYTES, HashedReader
 
 @dataclass(frozen=True)
 class Block:
-    """Some neighbouring records; `read` gives them as batches."""
+    """Consecutive records; `read` returns them as batches."""
 
     records: int
     read: Callable[[], Iterator[pa.RecordBatch]]
 
 
 def dataset_blocks(url: str, manifest: DatasetManifest) -> dict[str, list[Block]]:
-    """The blocks of each split of the dataset at `url`; batches are of its Schema.arrow_schema().
+    """The blocks of each split of the dataset at `url`; batches have its Schema.arrow_schema().
 
-    Reading raises CorruptionError and DataError as shards do.
+    Reading a block raises CorruptionError and DataError as read_range does.
     """
     fs, schema = filesystem(url), Schema.from_json(manifest.schema)
     found: dict[str, list[Block]] = {}
@@ -65,7 +65,7 @@ def indexed_fields(manifest: IndexedManifest) -> tuple[Field, ...]:
 
 
 def indexed_blocks(url: str, manifest: IndexedManifest) -> list[Block]:
-    """The blocks of the indexed files at `url`; a gzip file is one."""
+    """The blocks of the indexed files at `url`; a gzip file is one block."""
     fs, decode = filesystem(url), Lenient(indexed_fields(manifest))
     found: list[Block] = []
     for file in manifest.files:
@@ -80,10 +80,9 @@ def indexed_blocks(url: str, manifest: IndexedManifest) -> list[Block]:
 def read_gzip(
     fs: FileSystem, url: str, info: ShardInfo, decode: Decode, *, full: bool = False
 ) -> Iterator[pa.RecordBatch]:
-    """The records of an indexed gzip file as batches that `decode` makes, its digest checked too if `full`.
+    """The records of an indexed gzip file as batches that `decode` makes; `full` checks its digest, too.
 
-    Raises CorruptionError for a file of another length or number of records than `info` says, or another digest, and
-    what `pieces` raises.
+    Raises CorruptionError for another length, number of records or digest than in `info`, and what `pieces` raises.
     """
     size = fs.stat(url).size_bytes
     if size != info.bytes:
@@ -106,7 +105,7 @@ def read_gzip(
                 yield decode(piece.data, url, piece.first_record, piece.base_offset)
         if records != info.records:
             raise CorruptionError(
-                "a file holds another number of records than its manifest says",
+                "a file has another number of records than its manifest says",
                 file=url,
                 got=f"at least {records}" if records > info.records else str(records),
                 allowed=str(info.records),
@@ -125,7 +124,7 @@ def _ranges(fs: FileSystem, url: str, shard: ShardInfo, block_records: int, deco
 
 
 def _listed(url: str, read: Callable[[], Iterator[pa.RecordBatch]]) -> Iterator[pa.RecordBatch]:
-    """What `read` gives of a file that the manifest lists: where the file is not there, the dataset is damaged."""
+    """The batches of `read`; a missing file that the manifest lists is damage of the dataset."""
     try:
         yield from read()
     except NotFoundError as error:

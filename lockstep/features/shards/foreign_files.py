@@ -1,4 +1,4 @@
-"""TFRecord files that no manifest describes: finding them, reading their records, inferring what they hold."""
+"""TFRecord files without a manifest: finding them, reading their records, inferring their columns."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _GLOB_CHARACTERS = frozenset("*?[")
 
 @dataclass(frozen=True, slots=True)
 class ForeignFile:
-    """One file: its URL, its path relative to what was asked for, its length in bytes."""
+    """One file: its URL, its path relative to the given URL, its length in bytes."""
 
     url: str
     path: str
@@ -40,7 +40,7 @@ class ForeignFile:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some whole framed records, uint8; the number of the first in its file, where they begin there, how many."""
+    """Whole framed records, uint8; the number of the first one in the file, its offset there, their number."""
 
     data: NDArray[np.uint8]
     first_record: int
@@ -49,11 +49,11 @@ class Piece:
 
 
 def find_files(url: str, pattern: str) -> list[ForeignFile]:
-    """The files at `url`, by path: a file itself, the files of a directory tree whose names fit `pattern`, or those
-    that the last part of `url` fits where it holds `*`, `?` or `[`.
+    """The files at `url`, sorted by path: the file itself, the files of a directory tree whose names match `pattern`,
+    or those that match the last part of `url` if it has `*`, `?` or `[`.
 
-    Names that begin with `_` or `.` are passed over, as Spark does, directories too; so are links to directories.
-    Raises NotFoundError where nothing is at `url`, DataError where no file there fits.
+    Skips files and directories whose names begin with `_` or `.`, like Spark, and links to directories. Raises
+    NotFoundError if nothing is at `url`, DataError if no file there matches.
     """
     fs = filesystem(url)
     if _GLOB_CHARACTERS & set(basename(url)) and not fs.exists(url):
@@ -81,15 +81,15 @@ def find_files(url: str, pattern: str) -> list[ForeignFile]:
         raise DataError(
             f"{url} holds no TFRecord files",
             got=f"{others} other files" if others else "no files",
-            allowed=f"names that fit {pattern}, not beginning with `_` or `.`",
-            next_step="Check the path, or say which names: option pathGlobFilter, flag --pattern.",
+            allowed=f"names that match {pattern}, not beginning with `_` or `.`",
+            next_step="Check the path, or give a pattern of names: option pathGlobFilter, flag --pattern.",
         )
     return sorted(found, key=lambda file: file.path)
 
 
 @contextmanager
 def open_unpacked(fs: FileSystem, url: str) -> Iterator[BinaryIO]:
-    """A file's bytes; a gzip file, told by its first bytes, is unpacked."""
+    """A file's bytes; a gzip file, recognised by its first bytes, is unpacked."""
     with fs.open_read(url) as file:
         if not is_gzip(fs, url):
             yield file
@@ -100,20 +100,20 @@ def open_unpacked(fs: FileSystem, url: str) -> Iterator[BinaryIO]:
 
 @contextmanager
 def files_of_others() -> Iterator[None]:
-    """CorruptionError out of the block says what helps where no manifest of ours describes the file."""
+    """Give a CorruptionError raised in the block the next step for a file without a manifest."""
     try:
         yield
     except CorruptionError as error:
-        error.next_step = "Fetch or write that file again, or take it out of the directory."
+        error.next_step = "Fetch or write that file again, or remove it from the directory."
         raise
 
 
 def pieces(source: BinaryIO, url: str) -> Iterator[Piece]:
-    """The records of an open file, some MiB at a time; of their checksums only those that end a piece are looked at.
+    """The records of an open file, PIECE_BYTES at a time; of checksums, only that of the length at a piece's end.
 
-    Memory: a few times PIECE_BYTES or the largest record that is there; time: linear in the file, however long its
-    records are. Raises CorruptionError naming `url`, record and offset (in the unpacked bytes) for a file that ends
-    within a record, and naming `url` for damaged gzip.
+    Memory: a few times PIECE_BYTES or the largest record. Time: linear in the file, however long its records are.
+    Raises CorruptionError naming `url`, record and offset (in the unpacked bytes) for a file that ends within a record,
+    and naming `url` for damaged gzip.
     """
     from lockstep.storage.kernels import frames
 
@@ -125,7 +125,7 @@ def pieces(source: BinaryIO, url: str) -> Iterator[Piece]:
 
 
 def _pieces(source: BinaryIO, url: str, whole: Callable[[bytes], tuple[int, int]]) -> Iterator[Piece]:
-    """`pieces`; `whole` says how many bytes at the beginning of some are whole records, and how many records."""
+    """`pieces`; `whole` returns how many of the first bytes are whole records, and the number of records."""
     rest, wanted = b"", PIECE_BYTES
     record = place = 0
     while more := _read(source, url, wanted):
@@ -136,29 +136,29 @@ def _pieces(source: BinaryIO, url: str, whole: Callable[[bytes], tuple[int, int]
             yield Piece(np.frombuffer(data, dtype=np.uint8)[:size], record, place, count)
             record += count
             place += size
-        # Of a record longer than a piece all is read before it is looked at again, or each piece would copy it.
+        # A record longer than a piece is read completely at once; otherwise each piece would copy it.
         wanted = max(PIECE_BYTES, _missing(rest, url, record, place))
     if rest:
-        parse_records(rest, file=url, first_record=record, base_offset=place)  # says what it lacks
+        parse_records(rest, file=url, first_record=record, base_offset=place)  # raises the error
 
 
 def _read(source: BinaryIO, url: str, wanted: int) -> list[bytes]:
-    """The next bytes, `wanted` of them where they are there, in parts: a forged length takes no memory."""
+    """Up to `wanted` next bytes, in parts, so that a forged length takes no memory."""
     parts: list[bytes] = []
     try:
         while wanted > 0 and (part := source.read(min(wanted, PIECE_BYTES))):
             parts.append(part)
             wanted -= len(part)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        what, allowed = "a gzip file is damaged or cut", "whole gzip members"
+        what, allowed = "a gzip file is damaged or cut off", "whole gzip members"
         raise CorruptionError(what, file=url, got=str(error), allowed=allowed) from None
     return parts
 
 
 def _missing(rest: bytes, url: str, record: int, place: int) -> int:
-    """How many bytes the record that `rest` begins with lacks; 0 where its header is not there yet.
+    """How many bytes are missing from the record at the beginning of `rest`; 0 if its header is incomplete.
 
-    A length that its checksum denies, or that no message has, is not waited for: it raises CorruptionError.
+    Raises CorruptionError for a length that does not match its checksum or exceeds MAX_RECORD_BYTES.
     """
     header = rest[:HEADER_BYTES]
     if len(header) < HEADER_BYTES:
@@ -170,7 +170,7 @@ def _missing(rest: bytes, url: str, record: int, place: int) -> int:
 
 
 def _whole_records(data: bytes) -> tuple[int, int]:
-    """frames.whole without Numba, which takes a quarter of a second that planning has not."""
+    """frames.whole without Numba, which takes a quarter of a second to import, too long for planning."""
     at = count = 0
     while at + HEADER_BYTES <= len(data):
         end = at + int.from_bytes(data[at : at + 8], "little") + FRAMING_BYTES
@@ -181,8 +181,8 @@ def _whole_records(data: bytes) -> tuple[int, int]:
 
 
 def is_gzip(fs: FileSystem, url: str) -> bool:
-    """Whether a file is gzip. A TFRecord file may begin with the same three bytes, the length of its first record, but
-    then the checksum of that length follows.
+    """Whether a file is gzip. A TFRecord file may begin with the same three bytes, as the length of its first record,
+    but then the checksum of that length follows.
     """
     with fs.open_read(url) as file:
         head = file.read(HEADER_BYTES)
@@ -199,15 +199,15 @@ def read_file(fs: FileSystem, url: str, decode: Decode) -> Iterator[pa.RecordBat
 
 
 def sample(files: Sequence[ForeignFile], records: int) -> list[bytes]:
-    """The first records of up to 8 files that lie evenly among all, `records` of them together where there are so many.
+    """The first records of up to 8 files, evenly chosen from all; `records` in all, or fewer if there are not so many.
 
-    Raises DataError where the files are empty.
+    Raises DataError if the files are empty.
     """
     step = max(1, len(files) // SAMPLED_FILES)
     chosen = files[::step][:SAMPLED_FILES]
     found: list[bytes] = []
     for number, file in enumerate(chosen):
-        # What a short file leaves over goes to those after it.
+        # Records that a short file lacks are taken from the files after it.
         wanted = -(-(records - len(found)) // (len(chosen) - number))
         with files_of_others(), open_unpacked(filesystem(file.url), file.url) as source:
             found += islice(_records(source, file.url), wanted)
@@ -228,9 +228,9 @@ def _records(source: BinaryIO, url: str) -> Iterator[bytes]:
 
 
 def infer_columns(files: Sequence[ForeignFile], records: Sequence[bytes]) -> list[tuple[str, str, bool]]:
-    """What columns `records`, a sample of `files`, show: (name, dtype, is_list) in byte order of the names.
+    """The columns of `records`, a sample of `files`: (name, dtype, is_list) in byte order of the names.
 
-    Raises DataError for a feature of changing types, and for records that are no Examples.
+    Raises DataError for a feature of different types, and for records that are not Examples.
     """
     try:
         refuse_sequences(records)
@@ -248,5 +248,5 @@ def infer_columns(files: Sequence[ForeignFile], records: Sequence[bytes]) -> lis
             f"no one schema fits the first records of {files[0].url} and the files after it: {error.what}",
             got=error.got,
             allowed=error.allowed,
-            next_step="Give the schema of what you need: .schema(...).",
+            next_step="Give the schema of the columns that you need: .schema(...).",
         ) from None

@@ -1,7 +1,6 @@
-"""Stretches of a TFRecord shard, cut at the blocks of its manifest: what one task reads.
+"""Ranges of a TFRecord shard, cut at the blocks in its manifest: what one task reads.
 
-Planning takes no more than this; what reading takes (lockstep/features/shards/read.py) costs a process half a second
-to import.
+Planning imports only this file; what reading needs (lockstep/features/shards/read.py) takes half a second to import.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from lockstep.storage.dataset.manifest_entries import ShardInfo
 class ShardRange:
     """Whole blocks of the shard at `url`, from byte offsets[0] to offsets[-1].
 
-    `offsets` are the places where its blocks begin, and its end; `first_record` is the number of its first record in
-    the shard, `records` how many it has, each block but the last of a shard holding `block_records`. `sha256` is that
-    of the whole shard where it is to be checked. `unpacked` are the same places in what a gzip file unpacks to, None
-    for other files.
+    `offsets` are the beginnings of its blocks and its end; `first_record` is the number of its first record in the
+    shard, `records` the number of its records. Each block but the last of a shard has `block_records`. `sha256` is the
+    digest of the whole shard if it is to be checked. `unpacked` are the offsets in the unpacked gzip file, None for
+    other files.
     """
 
     url: str
@@ -32,13 +31,14 @@ class ShardRange:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """Where blocks begin and the last one ends in the framed records of the shard."""
+        """Where blocks begin and the last one ends, in the framed records of the shard."""
         return self.offsets if self.unpacked is None else self.unpacked
 
 
 def cut(url: str, shard: ShardInfo, block_records: int, range_bytes: int | None) -> list[ShardRange]:
-    """The ranges of a shard: whole blocks, about `range_bytes` of framed records each and as equal as blocks allow; for
-    None one range of all, with its SHA-256.
+    """The ranges of a shard: whole blocks, each about `range_bytes` of framed records and as equal as blocks allow.
+
+    For None, one range of the whole shard, with its SHA-256.
     """
     offsets, unpacked = shard.block_edges, shard.unpacked_offsets
     if range_bytes is None:

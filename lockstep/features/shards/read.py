@@ -1,37 +1,36 @@
-"""Stretches of a shard read front to back and decoded piece by piece, each by the decoder that fits its records."""
+"""Reading ranges of a shard: front to back, decoded piece by piece by the decoder for its records."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from lockstep.features.arrow import in_runs
 from lockstep.features.examples.codec import RecordDecoder
 from lockstep.features.examples.foreign import decode_foreign_frames
 from lockstep.features.schema.fields import Field
-from lockstep.features.schema.schema import Schema, foreign_schema
+from lockstep.features.schema.schema import Columns, Schema
 from lockstep.features.shards.ranges import ShardRange
 from lockstep.storage.errors import CorruptionError, DataError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.formats.gzip_blocks import unpack_blocks
 from lockstep.storage.formats.tfrecord import MAX_BLOCK_BYTES, record_offsets
 
-PIECE_BYTES = 4 << 20  # what is decoded at once: large enough for Arrow, small enough for a cache
+PIECE_BYTES = 4 << 20  # decoded at once: large enough for Arrow, small enough for a cache
 
 Buffer = bytes | NDArray[np.uint8]
-# From framed records end to end, their file, the number of the first of them in it and where they begin there, to their
-# columns. Raises CorruptionError and DataError with these places.
+# From framed records end to end, their file, and the number and the offset of the first one in it, to columns. Raises
+# CorruptionError and DataError naming file and record.
 Decode = Callable[[Buffer, str, int, int], pa.RecordBatch]
 
 
 def strict(schema: Schema, columns: Sequence[str] | None = None) -> Decode:
-    """Decode records of our own writing into columns of schema.arrow_schema(), or those of them in `columns`."""
+    """A decoder for records that Lockstep wrote, into columns of schema.arrow_schema(), or those in `columns`."""
     decoder = RecordDecoder(schema, columns)
 
     def decode(data: Buffer, file: str, first_record: int, base_offset: int) -> pa.RecordBatch:
@@ -42,24 +41,21 @@ def strict(schema: Schema, columns: Sequence[str] | None = None) -> Decode:
 
 
 class Lenient:
-    """Decode any Examples into a column for each of `fields`.
+    """A decoder for any Examples, into a column for each of `fields`.
 
-    Those of our form go to the compiled decoder as they are, those that differ in the order of their features or have
-    some that nobody asked for after a compiled rewriting, all others to one in Python. Raises DataError for no fields.
+    RecordDecoder decodes records in our own form. From the first piece that has others, decode_foreign_frames decodes
+    all. Raises DataError for no fields.
     """
 
     def __init__(self, fields: Sequence[Field]) -> None:
-        from lockstep.features.examples.foreign_kernels import Order
-
         if not fields:
             raise DataError(
                 "there is no column to read",
                 got="records without a feature",
                 allowed="a column or more",
-                next_step="Look at what wrote these files; index them anew.",
+                next_step="Look at what wrote these files; index them again.",
             )
-        schema = foreign_schema(fields)
-        self._fields, self._decoder, self._order = fields, RecordDecoder(schema), Order.of(schema.in_byte_order)
+        self._fields, self._decoder = fields, RecordDecoder(Columns(tuple(fields)))
         self._ours = True
 
     def __call__(self, data: Buffer, file: str, first_record: int, base_offset: int) -> pa.RecordBatch:
@@ -70,37 +66,27 @@ class Lenient:
             except CorruptionError:
                 raise
             except DataError:
-                self._ours = False  # and so, most likely, are those after them
+                self._ours = False  # most likely the following records are foreign, too
         framed = np.frombuffer(data, dtype=np.uint8)
         offsets = record_offsets(framed, file=file, first_record=first_record, base_offset=base_offset)
-        with suppress(DataError):  # what is wrong, if anything, is said of the records as they are
-            found = in_runs(offsets, self._order.rows_at_once, lambda some: self._reordered(framed, some, file))
-            if found is not None:
-                return found
         with placed(file, first_record):
             return decode_foreign_frames(self._fields, framed, offsets)
 
-    def _reordered(self, framed: NDArray[np.uint8], offsets: NDArray[np.int64], file: str) -> pa.RecordBatch | None:
-        rewritten = self._order.rewritten(framed, offsets)
-        return None if rewritten is None else self._decoder.decode(rewritten, file=file)
-
 
 def check_block_bytes(url: str, start: int, stop: int) -> None:
-    """Raise CorruptionError for a block from byte `start` to `stop` that is too long to be one."""
+    """Raise CorruptionError for a block from byte `start` to `stop` that is longer than any block may be."""
     if stop - start > MAX_BLOCK_BYTES:
         allowed = f"{MAX_BLOCK_BYTES} bytes"
-        raise CorruptionError(
-            "a block is longer than any", file=url, offset=start, got=f"{stop - start}", allowed=allowed
-        )
+        raise CorruptionError("a block is too long", file=url, offset=start, got=f"{stop - start}", allowed=allowed)
 
 
 def check_count(batch: pa.RecordBatch, count: int, url: str, record: int, start: int, stop: int, by: str) -> None:
-    """Raise CorruptionError where the bytes from `start` to `stop`, whose first record is number `record`, gave another
-    number of rows than `count`, which `by` says.
+    """Raise CorruptionError unless the bytes from `start` to `stop`, from record number `record` on, have `count` rows,
+    the number that `by` (such as a manifest) says.
     """
     if batch.num_rows != count:
         raise CorruptionError(
-            f"a shard holds another number of records than {by} says",
+            f"a shard has another number of records than {by} says",
             file=url,
             record=record,
             offset=start,
@@ -130,7 +116,7 @@ def read_range(fs: FileSystem, part: ShardRange, decode: Decode) -> Iterator[pa.
     with fs.open_read(part.url) as file:
         if digest is None:
             file.seek(part.offsets[0])
-        else:  # of a gzip file, also what lies around its blocks
+        else:  # for a gzip file, also the bytes before its first block
             digest.update(_exactly(file, 0, part.offsets[0], part.url))
         for record, count, first, after in _pieces(part):
             data = _exactly(file, part.offsets[first], part.offsets[after], part.url)
@@ -159,7 +145,7 @@ def read_range(fs: FileSystem, part: ShardRange, decode: Decode) -> Iterator[pa.
 
 @contextmanager
 def placed(file: str, first_record: int) -> Iterator[None]:
-    """Name the file, and the number of the first record, in an error that knows only its batch."""
+    """Add the file and the number of the first record to an error that names only a record of its batch."""
     try:
         yield
     except CorruptionError:
@@ -174,7 +160,7 @@ def placed(file: str, first_record: int) -> Iterator[None]:
 
 
 def _pieces(part: ShardRange) -> Iterator[tuple[int, int, int, int]]:
-    """(first record, records, first block, the block after) of runs of blocks of PIECE_BYTES or one block."""
+    """Runs of blocks of up to PIECE_BYTES, or of one block: (first record, records, first block, end block)."""
     end_record = part.first_record + part.records
     places, first = part.places, 0
     for block in range(len(places) - 1):

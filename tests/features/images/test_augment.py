@@ -301,7 +301,7 @@ def test_images_and_labels_are_mixed_by_the_same_shares() -> None:
     ("words", "told"),
     [
         (["crop"], "crop:pixels[:padding]"),
-        (["crop:four"], "pixels as a whole number"),
+        (["crop:four"], "pixels as an integer"),
         (["crop:-1"], "from 0"),
         (["crop:4:wrap"], "zero or edge or reflect"),
         (["crop:4:edge:1"], "crop:pixels[:padding]"),
@@ -312,7 +312,7 @@ def test_images_and_labels_are_mixed_by_the_same_shares() -> None:
         (["colour:2"], "from 0 to 1"),
         (["cutout:8:256"], "0 to 255"),
         (["mixup:0"], "alpha"),
-        (["mixup:0.2", "flip"], "last word"),
+        (["mixup:0.2", "flip"], "last operation"),
         (["blur:2"], "rotate90"),
         ([""], "crop:pixels"),
     ],
@@ -327,7 +327,7 @@ def test_words_that_cannot_be_right_are_refused(words: list[str], told: str) -> 
     ("word", "shape", "told"),
     [
         ("rotate90", (8, 9, 1), "square"),
-        ("crop:8:reflect", (8, 9, 1), "7 at most"),
+        ("crop:8:reflect", (8, 9, 1), "at most 7"),
         ("colour:0.1:0:0.1", (8, 8, 1), "no saturation"),
         ("colour:0.1", (8, 8, 4), "1 or 3 channels"),
     ],

@@ -15,7 +15,7 @@ from lockstep.features.schema.encodings import Encoding
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.fitted import Moments, Vocabulary
 from lockstep.features.schema.schema import Schema
-from tests.features.test_hashing import reference
+from tests.features.encode.test_hashing import reference
 
 TOKENS = ("a", "é", "", "ab", "7", "-1")
 KNOWN = Vocabulary(name="x", tokens=TOKENS, counts=(6, 5, 4, 3, 2, 1), fitted_on=("train",))

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.features.examples import encode_batch
 from lockstep.features.examples.codec import RecordEncoder
-from lockstep.features.examples.example import encode_batch
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import DataError

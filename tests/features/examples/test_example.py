@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.features.examples.example import decode_batch, encode_batch, encode_example
+from lockstep.features.examples import decode_batch, encode_batch, encode_example
 from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import DataError

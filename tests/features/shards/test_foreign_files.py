@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.features.examples.example import encode_example
-from lockstep.features.schema.schema import foreign_field, foreign_schema
+from lockstep.features.examples import encode_example
+from lockstep.features.schema.schema import Columns, foreign_field
 from lockstep.features.shards.foreign_files import (
     _pieces,
     _records,
@@ -30,7 +30,7 @@ from lockstep.storage.fs import filesystem
 from lockstep.storage.kernels import frames
 
 FIELDS = [foreign_field("_n", "int64", False), foreign_field("words", "string", True)]
-SCHEMA = foreign_schema(FIELDS)
+SCHEMA = Columns(tuple(FIELDS))
 
 
 def write(path: Path, numbers: range, packed: bool = False) -> None:

@@ -16,7 +16,7 @@ from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.fitted import Fitted, Moments, Vocabulary, read_fitted
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError, DataError
-from tests.features.test_hashing import reference
+from tests.features.encode.test_hashing import reference
 
 
 def vocabulary(name: str, *tokens: str) -> Vocabulary:

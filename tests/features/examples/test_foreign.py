@@ -9,16 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.features.examples import foreign
+from lockstep.features.examples import encode_batch, foreign
 from lockstep.features.examples.codec import RecordEncoder
-from lockstep.features.examples.example import encode_batch
 from lockstep.features.examples.foreign import decode_foreign_frames, infer_schema
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import DataError
-from tests.features.codec.framed import decode_foreign
-from tests.features.codec.test_encoder import tables
-from tests.features.test_example import ROWS, SCHEMA
+from tests.features.examples.framed import decode_foreign
+from tests.features.examples.test_encoder import tables
+from tests.features.examples.test_example import ROWS, SCHEMA
 
 
 def item(number: int, body: bytes) -> bytes:
