@@ -166,7 +166,7 @@ class Fit(AbstractContextManager["Fit"]):
         self._stop_wanted = False
         self._labels = LabelCounts(self._signature)
         self._class_counts: list[int] | None = None  # of the last epoch
-        self._weights = WeightCheck(self._comm, self._model.weights, config.compare_every)
+        self._weights = WeightCheck(self._comm, self._model.weights)
         self._checkpoints = Checkpoints(
             self._saver, self._exchange, context.control, config, self._clock, self._weights, self._reports
         )
