@@ -15,31 +15,21 @@ from training.comm.join import Joined, join_ranks
 from training.comm.options import CommOptions
 from training.comm.tcp.communicator import TcpCommunicator, connect_tcp
 from training.comm.tls import Credentials, Tls
+from training.world import World
 
 __all__ = ["CommOptions", "Communicator", "Joined", "Op", "SoloCommunicator", "TcpCommunicator", "connect", "join"]
 
 
 class Rendezvous(Protocol):
-    """What `connect` needs of the control client: this host's address, and every rank's, in rank order, for it."""
+    """The part of the control client that `connect` uses: this host's address, and every rank's in rank order."""
 
     @property
     def host(self) -> str: ...
     def rendezvous(self, host: str, port: int) -> list[tuple[str, int]]: ...
 
 
-class Place(Protocol):
-    """What `connect` needs of a `training.world.World`."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def num_ranks(self) -> int: ...
-    @property
-    def generation(self) -> int: ...
-
-
 def connect(
-    world: Place,
+    world: World,
     control: Rendezvous,
     key: bytes,
     deadline_s: float,
@@ -52,7 +42,7 @@ def connect(
 
 
 def join(
-    world: Place,
+    world: World,
     control: Rendezvous,
     key: bytes,
     deadline_s: float,

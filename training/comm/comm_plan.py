@@ -59,6 +59,11 @@ class CommPlan:
         """The algorithm for a buffer of so many bytes; the backend's name where it has one way alone."""
         return look_up(self.table, nbytes) if self.table else self.backend
 
+    def choose_flat(self, nbytes: int) -> str:
+        """The algorithm between TCP connections of all ranks, where `choose` names another one than two levels."""
+        name = self.choose(nbytes)
+        return default_choice(nbytes) if name == HIERARCHICAL else name
+
     def choose_between_leaders(self, nbytes: int) -> str:
         """The algorithm between the hosts' leaders."""
         return look_up(self.leaders, nbytes) if self.leaders else default_choice(nbytes)

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
+from training.comm.tcp.algorithms import WHOLE_BYTES
 from training.comm.tcp.schedule import Program
 
-WHOLE_BYTES = 32 << 10  # up to here halving-doubling exchanges whole buffers (training.comm.tcp.communicator)
 PIECE_BYTES = 8 << 20  # of what two levels work on at once; docs/decisions/043-cost-model.md
 EVEN = 1.05  # times closer than this are equal: the model is not better
 SMALLEST_BYTES, LARGEST_BYTES = 64, 1 << 30  # of the sizes for which an algorithm is chosen; powers of two

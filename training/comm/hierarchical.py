@@ -24,6 +24,10 @@ from training.comm.hosts import Layout
 LATER_S = 5.0  # for ranks to come to one call, and to tell each other what they wait for (2.5 s)
 
 
+def _always_hierarchical(nbytes: int) -> str:
+    return HIERARCHICAL
+
+
 class HierarchicalCommunicator(Communicator):
     """A rank of several hosts. Made by `training.comm.connect`; takes over the communicators it is given."""
 
@@ -33,7 +37,7 @@ class HierarchicalCommunicator(Communicator):
         inner: Communicator | None,
         outer: Communicator | None,
         layout: Layout,
-        choose: Callable[[int], str] | None = None,
+        choose: Callable[[int], str] = _always_hierarchical,
     ) -> None:
         """`flat` joins all ranks, `inner` those of this host (None: this rank alone), `outer` the leaders (None: this
         rank is none). `choose` names the algorithm for a buffer's bytes; where it is another one, `flat` does it.
@@ -43,7 +47,7 @@ class HierarchicalCommunicator(Communicator):
         self._host = layout.host_of[self.rank]
         self._mates = layout.hosts[self._host]
         self._ended: str | None = None
-        self.choose = choose or (lambda nbytes: HIERARCHICAL)
+        self.choose = choose
         self._carrier = ThreadPoolExecutor(1, thread_name_prefix="between-hosts")  # a thread once it is needed
 
     @property
@@ -62,12 +66,17 @@ class HierarchicalCommunicator(Communicator):
     def all_reduce(self, buf: NDArray[Any], op: Op = "sum") -> None:
         check_buffer(buf, op)
         if self.choose(buf.nbytes) != HIERARCHICAL:
-            self._whole(lambda: self._flat.all_reduce(buf, op))
+            with self._call():
+                self._flat.all_reduce(buf, op)
             return
         part: Op = "sum" if op == "mean" else op
         bounds = part_bounds(buf.size, pieces_of(buf.nbytes))
         pieces = [buf[start:stop] for start, stop in bounds]
-        self._whole(lambda: self._in_turn(pieces[0], part) if len(pieces) == 1 else self._at_once(pieces, part))
+        with self._call():
+            if len(pieces) == 1:
+                self._in_turn(pieces[0], part)
+            else:
+                self._at_once(pieces, part)
         if op == "mean":
             divide_by_ranks(buf, self.num_ranks)
 
@@ -76,7 +85,7 @@ class HierarchicalCommunicator(Communicator):
         check_rank("broadcast", root, self.num_ranks)
         there = self._layout.host_of[root]
 
-        def run() -> None:
+        with self._call():
             if self._inner is not None and there == self._host:
                 self._inner.broadcast(buf, self._mates.index(root))
             if self._outer is not None:
@@ -85,12 +94,10 @@ class HierarchicalCommunicator(Communicator):
             if there != self._host:
                 self._back(buf)
 
-        self._whole(run)
-
     def all_gather_parts(self, buf: NDArray[Any]) -> None:
         check_buffer(buf)
 
-        def run() -> None:
+        with self._call():
             if self._inner is not None:
                 mine = self._inner.all_gather_ragged(self.part_of(buf, self.rank))
                 for mate, part in zip(self._mates, mine, strict=True):
@@ -109,17 +116,17 @@ class HierarchicalCommunicator(Communicator):
                         start += target.size
             self._back(buf)
 
-        self._whole(run)
-
     def send(self, buf: NDArray[Any], to: int) -> None:
         check_buffer(buf, writable=False)
         check_peer("send", to, self.rank, self.num_ranks)
-        self._whole(lambda: self._flat.send(buf, to))
+        with self._call():
+            self._flat.send(buf, to)
 
     def recv(self, buf: NDArray[Any], source: int) -> None:
         check_buffer(buf)
         check_peer("recv", source, self.rank, self.num_ranks)
-        self._whole(lambda: self._flat.recv(buf, source))
+        with self._call():
+            self._flat.recv(buf, source)
 
     def group(self, ranks: Sequence[int]) -> Communicator:
         """As the interface says: shared memory where all members are on this host, else TCP between all of them."""
@@ -202,15 +209,16 @@ class HierarchicalCommunicator(Communicator):
     def _levels(self) -> list[Communicator]:
         return [level for level in (self._inner, self._outer, self._flat) if level is not None]
 
-    def _whole(self, run: Callable[[], None]) -> None:
-        """A level that fails ends the others, so that ranks which wait on those are told as well."""
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """A level that fails ends the others, so that the ranks that wait on those learn it too."""
         if self._ended is not None:
             raise CommunicationError(
                 f"rank {self.rank}: the communicator has ended: {self._ended}", next_step="Start the rank again."
             )
         try:
-            run()
-        except BaseException as error:  # an interrupt too: half a collective cannot be mended
+            yield
+        except BaseException as error:  # an interrupt too: half a collective cannot be repaired
             self._end(error)
             raise
 

@@ -15,7 +15,6 @@ from training.comm.cost import COUNTS, AlgorithmCosts
 from training.comm.hierarchical import HierarchicalCommunicator
 from training.comm.hosts import Layout, agree_on_layout
 from training.comm.options import CommOptions
-from training.comm.tcp.algorithms import default_choice
 from training.comm.tcp.communicator import TcpCommunicator
 
 Share = Callable[[Communicator, Sequence[int], float], Communicator]
@@ -88,16 +87,12 @@ def join_ranks(flat: TcpCommunicator, share: Share | None, identity: str, option
     elif backend == HIERARCHICAL:
         comm = HierarchicalCommunicator(flat, inner, outer, layout, plan.choose)
         # The flat one is asked where the plan names another algorithm, and by groups of ranks across hosts.
-        flat.choose = lambda nbytes: _flat_choice(plan.choose(nbytes), nbytes)
+        flat.choose = plan.choose_flat
         if isinstance(outer, TcpCommunicator):
             outer.choose = plan.choose_between_leaders
     else:
         flat.choose = plan.choose
     return Joined(comm, plan, calibrated)
-
-
-def _flat_choice(name: str, nbytes: int) -> str:
-    return default_choice(nbytes) if name == HIERARCHICAL else name
 
 
 def _wanted(options: CommOptions, found: Layout) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from lockstep.storage.errors import ConfigError
 from training.comm.base import Communicator, Op, check_buffer
 
-WHOLE_BYTES = 64 << 10  # up to here a pair sums whole buffers: half as many messages
+PAIR_BYTES = 64 << 10  # up to here a pair sums whole buffers: half as many messages
 
 
 class TreeSums(Communicator):
@@ -69,7 +69,7 @@ class TreeSums(Communicator):
         if level == len(self._pairs):
             return
         pair = self._pairs[level]
-        if buf.nbytes <= WHOLE_BYTES or level + 1 == len(self._pairs):
+        if buf.nbytes <= PAIR_BYTES or level + 1 == len(self._pairs):
             pair.all_reduce(buf)
             self._sum(buf, level + 1)
         else:

@@ -23,26 +23,35 @@ _LAYER = re.compile(r"([\w.-]+?)(?:_([0-9]+))?(?=/)")  # a part of a path, with 
 log = logging.getLogger(__name__)
 
 
-def compare(communicator: Communicator, tensors: Sequence[str]) -> None:
+def everyones(communicator: Communicator, mine: Any) -> list[Any]:
+    """`mine` (JSON) of every rank, in rank order. A collective: ranks send digests first, and the whole only where
+    these differ.
+    """
+    data = canonical_bytes(mine)
+    digests = communicator.all_gather_bytes(hashlib.sha256(data).digest())
+    gathered = [data] * len(digests) if len(set(digests)) == 1 else communicator.all_gather_bytes(data)
+    return [parse_canonical(one, file="a rank") for one in gathered]
+
+
+def compare_tensors(communicator: Communicator, tensors: Sequence[str]) -> None:
     """Raise ConfigError, on every rank alike, unless all give the same `tensors` (name, shape and dtype in words).
 
     Keras numbers layers by what the process has built before: numbers that are all higher on one rank are the same
     layers, which is logged. Names count nevertheless: of layers of one shape another may be frozen.
     """
-    mine = canonical_bytes(list(tensors))
-    counted = canonical_bytes(counted_from_0(tensors))
-    both = communicator.all_gather_bytes(hashlib.sha256(counted).digest() + hashlib.sha256(mine).digest())
-    digests = [one[:32] for one in both]
-    if len(set(digests)) == 1:
-        if len(set(both)) > 1:
-            log.warning(
-                "layers are numbered otherwise on other ranks, and taken for the same in their order; here %s",
-                _words(list(tensors), len(tensors)),
-            )
+    lists: list[list[str]] = everyones(communicator, list(tensors))
+    first = lists[0]
+    if all(theirs == first for theirs in lists):
         return
-    lists = [parse_canonical(data, file="a rank") for data in communicator.all_gather_bytes(mine)]
-    rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    theirs, first = [str(name) for name in lists[rank]], [str(name) for name in lists[0]]
+    counted = [counted_from_0(theirs) for theirs in lists]
+    if all(theirs == counted[0] for theirs in counted):
+        log.warning(
+            "layers are numbered otherwise on other ranks, and taken for the same in their order; here %s",
+            _words(list(tensors), len(tensors)),
+        )
+        return
+    rank = next(rank for rank, theirs in enumerate(counted) if theirs != counted[0])
+    theirs = lists[rank]
     only_theirs = [name for name in theirs if name not in first]
     only_first = [name for name in first if name not in theirs]
     if not only_theirs and not only_first:
@@ -90,16 +99,15 @@ def processor() -> str:
 
 def compare_runs(communicator: Communicator, mine: Mapping[str, Any]) -> None:
     """Raise ConfigError, on every rank alike, naming the first entry of JSON in which a rank differs from rank 0."""
-    gathered = communicator.all_gather_bytes(canonical_bytes(dict(mine)))
-    everyone = [parse_canonical(data, file="a rank") for data in gathered]
-    for name, value in everyone[0].items():
-        for rank, other in enumerate(everyone):
+    first, *others = everyones(communicator, dict(mine))
+    for name, value in first.items():
+        for rank, other in enumerate(others, 1):
             if other.get(name) != value:
                 raise ConfigError(
                     f"rank {rank} differs from rank 0 in `{name}`",
                     got=f"{other.get(name)}",
                     allowed=f"{value}",
-                    next_step="Ship the same packages and files to every host; draw weights by the seed alone.",
+                    next_step="Install the same packages and files on every host.",
                 )
 
 

@@ -9,18 +9,18 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.storage.errors import CommunicationError
+from lockstep.storage.errors import CommunicationError, ConfigError
 from training.comm.base import Communicator
-from training.exchange.agreement import CONTROL_WORDS, FLAGS, Agreement, Inquiry, NonFiniteError, Steps
+from training.exchange.agreement import FLAGS, STOPS, Agreement, Inquiry, NonFiniteError, NonFinitePolicy
 from training.exchange.buckets import Layout, Slot, all_finite, copy_scaled, scaled
-from training.exchange.compare_ranks import compare
+from training.exchange.compare_ranks import compare_tensors
 from training.exchange.sparse import Rows, Table, sum_rows
 
 Array = NDArray[Any]
@@ -131,26 +131,45 @@ class Reducer:
         self._reduced.put(result)
 
 
-__all__ = ["CONTROL_WORDS", "FLAGS", "Agreement", "Exchange", "NonFiniteError"]
+MAX_SKIPS = 10  # in a row: such a run learns nothing more
+# Each skip halves a loss scale, which begins at some tens of thousands: this many have passed all it could repair.
+MAX_SCALE_SKIPS = 60
 
 
-class Exchange(Steps):
-    """Sums of one optimizer step over all ranks.
+class Exchange:
+    """Sums of one optimizer step over all ranks, and what the ranks agree on with it.
 
     `scale` is n_r / G (None: 1 / num_ranks, ranks with equal batches): this rank's mean gradients, statistics and loss
-    are multiplied by it before the sum, which is then the mean over the global batch. `step` counts optimizer steps
-    done and is set by whoever restores a run.
+    are multiplied by it before the sum, which is then the mean over the global batch. `scaled_loss`: the optimizer
+    scales the loss, so a gradient that is not finite skips the step instead of ending the run.
     """
 
-    def __init__(self, communicator: Communicator, scale: float | None = None) -> None:
-        super().__init__(communicator.num_ranks)
+    def __init__(
+        self,
+        communicator: Communicator,
+        scale: float | None = None,
+        *,
+        scaled_loss: bool = False,
+        non_finite: NonFinitePolicy = STOPS,
+    ) -> None:
         self.communicator = communicator
         self.scale = 1.0 / communicator.num_ranks if scale is None else scale
+        self.skips_any = non_finite.skips and not scaled_loss
+        """Whatever is not finite skips the step: the caller restores what the step has changed before its end."""
+        self.step = 0
+        """Optimizer steps done."""
+        self.pending = 0
+        """Micro-batches accumulated since the last optimizer step; 0 if the last batch ended one."""
+        self.skips_in_a_row = 0
+        self.agreement: Agreement | None = None
         self.error: BaseException | None = None
         self.waited_s = 0.0
         """Seconds that the last step stood still for its sums."""
         self.reduced_s = 0.0
         """Seconds of the last step that the exchange's thread was at work, its waits for other ranks included."""
+        self._scaled_loss = scaled_loss
+        self._wanted: set[str] = set()
+        self._held_loss = 0.0
         self._layout: Layout | None = None
         self._tables: tuple[Table, ...] = ()
         self._names: tuple[str, ...] = ()
@@ -160,8 +179,28 @@ class Exchange(Steps):
         self._reducer = Reducer(communicator)
         self._safe = True  # this rank's part of the step makes no sum that is not finite
         self._here: list[str] = []  # what is not finite in it
-        self.inquiry = Inquiry(communicator)
-        """Who is asked for the samples of a step that is not finite."""
+        self._inquiry = Inquiry(communicator, non_finite)
+
+    def resume(self, step: int) -> None:
+        """Count on from `step`, which a restored run has done."""
+        self.step = step
+
+    def want(self, flag: str) -> None:
+        """Ask all ranks for `stop` or `checkpoint`, or say that this one is `busy`; they agree with the next step."""
+        if flag not in FLAGS:
+            raise ConfigError(
+                "ranks cannot agree on that", got=flag, allowed=", ".join(FLAGS), next_step="Ask for one of these."
+            )
+        self._wanted.add(flag)
+
+    def withdraw(self, flag: str) -> None:
+        """Take back a wish that no step has carried yet."""
+        self._wanted.discard(flag)
+
+    def hold(self, loss: np.ndarray) -> None:
+        """Note a micro-batch whose gradients stay on this rank until the accumulation's last one; no collective."""
+        self._held_loss += float(loss)
+        self.pending += 1
 
     def use(self, layout: Layout, names: Sequence[str], tables: Sequence[Table] = ()) -> None:
         """Set the buckets and the tables that go by rows; `names` of gradients and statistics, for errors.
@@ -182,7 +221,7 @@ class Exchange(Steps):
                 f"{_without_model(name)} {slot.shape} {layout.dtypes[slot.bucket]} in bucket {slot.bucket}"
                 for name, slot in zip(names, slots, strict=True)
             ]
-            compare(
+            compare_tensors(
                 self.communicator,
                 [*dense, *(f"{_without_model(table.name)} {table.shape} {table.dtype}" for table in tables)],
             )
@@ -239,7 +278,7 @@ class Exchange(Steps):
             self.waited_s = time.perf_counter() - began
             finite = finite and words[1] == 0
             gradients = (*self._names[: len(layout.gradients)], *(table.name for table in self._tables))
-            self._agree(words.tolist(), [] if finite else self._names_of_wrong(), gradients, self._where(loss))
+            self._agree(words.tolist(), [] if finite else self._names_of_wrong(), gradients, loss)
             sums = [self._current[slot.bucket].lend(slot) for slot in layout.gradients]
             # Copies: a variable that is assigned a statistic keeps its memory, and these are small.
             sums += [self._current[slot.bucket].view(slot).reshape(slot.shape).copy() for slot in layout.statistics]
@@ -258,7 +297,7 @@ class Exchange(Steps):
             if self.error is not None:
                 raise self.error
             self._here = list(wrong)
-            self._agree(self._words(loss), wrong, gradients, self._where(loss))
+            self._agree(self._words(loss), wrong, gradients, loss)
         except BaseException as error:
             self._fail(error)
             raise
@@ -267,9 +306,49 @@ class Exchange(Steps):
         """What is behind a step's failure, as it was raised: TensorFlow repeats only an error's text."""
         return self.error
 
-    def close(self) -> None:
-        """End the thread; the communicator stays open."""
+    def close(self, reason: BaseException | None = None) -> None:
+        """End the thread; the communicator stays open. Steps that were traced with this exchange raise `reason`."""
+        self.error = reason or self.error
         self._reducer.close()
+
+    def _words(self, loss: np.ndarray) -> list[float]:
+        """This rank's control words but for the second: its mean loss over the step's batches, and its wishes."""
+        words = [(self._held_loss + float(loss)) / (self.pending + 1), 0.0, *(flag in self._wanted for flag in FLAGS)]
+        self._wanted.clear()
+        return words
+
+    def _agree(self, words: Sequence[float], wrong: list[str], gradients: Collection[str], own_loss: Array) -> None:
+        """Set the agreement of the step by the ranks' summed `words`.
+
+        `wrong` names what is not finite, the same on all ranks. With a scaled loss a step is skipped if one of
+        `gradients` is in it; a smaller scale would not repair statistics. Ranks exchange the samples involved
+        for each step that ends the run or is skipped without a scaled loss; `own_loss` is this rank's. Raises
+        NonFiniteError on every rank.
+        """
+        step, batches = self.step + 1, self.pending + 1
+        self.pending, self._held_loss = 0, 0.0
+        loss = float(words[0])
+        scaled = self._scaled_loss and any(name in gradients for name in wrong)
+        if not scaled and not np.isfinite(loss):
+            wrong = ["the loss", *wrong]
+        skipped = bool(wrong) and (scaled or self.skips_any)
+        self.skips_in_a_row = self.skips_in_a_row + 1 if skipped else 0
+        most = MAX_SCALE_SKIPS if scaled else MAX_SKIPS
+        too_many = self.skips_in_a_row > most
+        where = ""
+        if wrong and (too_many or not scaled):
+            where = self._ask_where(own_loss, skipped=skipped and not too_many)
+        if wrong and (too_many or not skipped):
+            after = f", after {most} steps in a row that were skipped for it" if too_many else ""
+            raise NonFiniteError(
+                f"step {step}: {wrong[0]} is not finite{after}",
+                got=f"loss {loss}, over {self.communicator.num_ranks} ranks: {where}",
+                allowed="finite numbers; all ranks stop at this step, and none has applied it",
+                next_step="Lower the learning rate, clip gradients (clipnorm) or look at the data of this step.",
+            )
+        flags = dict(zip(FLAGS, (bool(word > 0) for word in words[2:]), strict=True))
+        self.step = step
+        self.agreement = Agreement(step, loss, **flags, skipped=skipped, batches=batches)
 
     def _fill(self, flat: LentBuffer, slot: Slot, value: Array, number: int) -> None:
         if not copy_scaled(value.reshape(-1), self.scale, flat.view(slot), self.communicator.num_ranks):
@@ -277,15 +356,12 @@ class Exchange(Steps):
             if not np.isfinite(value).all():
                 self._here.append(self._names[number])
 
-    def _where(self, loss: Array) -> Callable[[bool], str]:
-        """What `_agree` asks once a step is not finite; a collective."""
-        step, names = self.step + 1, self._here if np.isfinite(loss) else ["the loss", *self._here]
-
-        def where(skipped: bool) -> str:
-            order = {name: number for number, name in enumerate(("the loss", *self._names))}
-            return self.inquiry.hold(step, sorted(names, key=lambda name: order.get(name, len(order))), skipped=skipped)
-
-        return where
+    def _ask_where(self, loss: Array, *, skipped: bool) -> str:
+        """Which ranks and samples made the step not finite, in words; a collective."""
+        order = {name: number for number, name in enumerate(("the loss", *self._names))}
+        here = self._here if np.isfinite(loss) else ["the loss", *self._here]
+        here = sorted(here, key=lambda name: order.get(name, len(order)))
+        return self._inquiry.hold(self.step + 1, here, skipped=skipped)
 
     def _of_layout(self) -> Layout:
         assert self._layout is not None, "use() comes first"

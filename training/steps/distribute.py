@@ -8,6 +8,7 @@ rank; accumulation adds on each rank alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar, cast
 from weakref import WeakSet, ref
 
@@ -18,6 +19,7 @@ import tensorflow as tf
 from lockstep.storage.errors import ConfigError
 from training.comm.base import Communicator
 from training.control.context import report_faults_of
+from training.exchange.agreement import STOPS, NonFinitePolicy
 from training.exchange.buckets import BUCKET_BYTES
 from training.exchange.exchange import Exchange
 from training.exchange.sparse import ROWS_FROM_BYTES
@@ -171,6 +173,7 @@ def distribute(
     finalizes: bool = True,
     compression: Any = None,
     same_start: bool = True,
+    non_finite: NonFinitePolicy = STOPS,
 ) -> OptimizerT:
     """Make `optimizer` reduce gradients over the ranks of `communicator`; returns the same object.
 
@@ -201,10 +204,9 @@ def distribute(
     if communicator in _USED:
         communicator = communicator.group(range(communicator.num_ranks))
     _USED.add(communicator)
-    exchange = exchange_for(communicator, scale)
-    known = ref(exchange)
-    report_faults_of(lambda: None if (still := known()) is None or still in _ENDED else still.fault())
-    exchange.skips_non_finite = isinstance(outermost, keras.optimizers.LossScaleOptimizer)
+    scaled_loss = isinstance(outermost, keras.optimizers.LossScaleOptimizer)
+    exchange = exchange_for(communicator, scale, scaled_loss=scaled_loss, non_finite=non_finite)
+    report_faults_of(partial(_fault_of, ref(exchange)))
     reduction = Reduction(exchange, statistics, bucket_bytes, rows_from_bytes, compression)
     # Saved models name the class and its module: those of the plain class, so that they load without Lockstep.
     names = {"__module__": plain.__module__, "__doc__": plain.__doc__}
@@ -216,17 +218,25 @@ def distribute(
 def undistribute(optimizer: keras.optimizers.Optimizer) -> None:
     """Give the optimizer its own class back and end its exchange; a model that was trained with it: compile it anew."""
     state = _state(optimizer)
-    _ENDED.add(state.reduction.exchange)
-    state.reduction.exchange.error = ConfigError(
-        "this step was traced with an exchange that has ended",
-        got=f"a {state.plain.__name__} that was given to undistribute since",
-        allowed="steps traced after distribute",
-        next_step="Compile the model again after undistribute, or set model.train_function = None.",
+    exchange = state.reduction.exchange
+    _ENDED.add(exchange)
+    exchange.close(
+        ConfigError(
+            "this step was traced with an exchange that has ended",
+            got=f"a {state.plain.__name__} that was given to undistribute since",
+            allowed="steps traced after distribute",
+            next_step="Compile the model again after undistribute, or set model.train_function = None.",
+        )
     )
     object.__setattr__(optimizer, "__class__", state.plain)
     object.__delattr__(optimizer, "_lockstep")
-    state.reduction.exchange.close()
-    _USED.discard(state.reduction.exchange.communicator)
+    _USED.discard(exchange.communicator)
+
+
+def _fault_of(known: ref[Exchange]) -> BaseException | None:
+    """An exchange's fault, while it is in use."""
+    exchange = known()
+    return None if exchange is None or exchange in _ENDED else exchange.fault()
 
 
 def exchange_of(optimizer: keras.optimizers.Optimizer) -> Exchange:

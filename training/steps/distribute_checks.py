@@ -14,9 +14,10 @@ import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 from tensorflow.python.ops.control_flow_v2_func_graphs import CondBranchFuncGraph
 
-from lockstep.storage.documents import canonical_bytes, parse_canonical
+from lockstep.storage.documents import canonical_bytes
 from lockstep.storage.errors import ConfigError, DataError
 from training.comm.base import FLOATS, Communicator
+from training.exchange.compare_ranks import everyones, view_of
 
 SHARES_WITHIN = 1e-4  # a share may have been written with few digits
 SHOWN = 500  # characters of an optimizer's settings
@@ -79,8 +80,7 @@ def compare_start(
     with tf.init_scope():  # values, also while a step is traced
         weights = [_digest(one) for one in variables]
         settings = settings_of(optimizer)
-    mine = canonical_bytes({"optimizer": settings, "weights": weights, "scale": float(scale)})
-    everyone = [parse_canonical(data, file="a rank") for data in communicator.all_gather_bytes(mine)]
+    everyone = everyones(communicator, {"optimizer": settings, "weights": weights, "scale": float(scale)})
     scales = [other["scale"] for other in everyone]
     if abs(sum(scales) - 1.0) > SHARES_WITHIN:
         raise ConfigError(
@@ -122,7 +122,7 @@ def _where_they_differ(*texts: str) -> list[str]:
 
 
 def _digest(variable: Any) -> str:
-    value = np.ascontiguousarray(np.asarray(getattr(variable, "value", variable)))
+    value = np.ascontiguousarray(view_of(variable))
     return hashlib.sha256(value.reshape(-1).view(np.uint8).data).hexdigest()  # no second copy: tables may be gigabytes
 
 

@@ -177,15 +177,6 @@ def _times(value: Any, factor: float) -> NDArray[Any]:
     return np.zeros_like(array) if factor == 0.0 else (array * factor).astype(array.dtype)
 
 
-def weights_digest(model: keras.Model) -> str:
-    """sha256 over all weights' names and bytes: equal where two models are, bit for bit."""
-    digest = hashlib.sha256()
-    for name, value in tensors_of(model, WEIGHTS).items():
-        digest.update(name.encode() + b"\0")
-        digest.update(np.ascontiguousarray(value).data)
-    return digest.hexdigest()
-
-
 def model_identity(model: keras.Model, signature: Signature) -> str:
     """sha256 over names, shapes and dtypes of weights and optimizer state, and over what the model is fed."""
     variables = {name: list(_spec(v)) for kind in (WEIGHTS, OPTIMIZER) for name, v in _named(model, kind).items()}

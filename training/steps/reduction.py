@@ -18,7 +18,7 @@ from lockstep.storage.errors import CommunicationError
 from training.comm.base import Communicator
 from training.comm.tf.cluster import RESTART
 from training.comm.tf.communicator import TensorflowCommunicator
-from training.exchange.agreement import CONTROL_WORDS
+from training.exchange.agreement import CONTROL_WORDS, NonFinitePolicy
 from training.exchange.buckets import BUCKET_BYTES, Layout, lay_out
 from training.exchange.exchange import Alone, Exchange
 from training.exchange.sparse import ROWS_FROM_BYTES, Table, added_up
@@ -27,11 +27,12 @@ from training.steps.ordered import put_last, tail
 Array = NDArray[Any]
 
 
-def exchange_for(communicator: Communicator, scale: float | None) -> Exchange:
+def exchange_for(
+    communicator: Communicator, scale: float | None, *, scaled_loss: bool, non_finite: NonFinitePolicy
+) -> Exchange:
     """The exchange that fits the communicator: in the graph over TensorFlow's, else through the host's memory."""
-    if isinstance(communicator, TensorflowCommunicator):
-        return GraphExchange(communicator, scale)
-    return Exchange(communicator, scale)
+    kind = GraphExchange if isinstance(communicator, TensorflowCommunicator) else Exchange
+    return kind(communicator, scale, scaled_loss=scaled_loss, non_finite=non_finite)
 
 
 class GraphExchange(Exchange):
@@ -41,8 +42,10 @@ class GraphExchange(Exchange):
     a batch of another size still meets the others. A deadline is that of the communicator when the graph is traced.
     """
 
-    def __init__(self, communicator: TensorflowCommunicator, scale: float | None = None) -> None:
-        super().__init__(communicator, scale)
+    def __init__(self, communicator: Communicator, scale: float | None = None, **options: Any) -> None:
+        """`communicator` is TensorFlow's; `options` are those of `Exchange`."""
+        assert isinstance(communicator, TensorflowCommunicator)
+        super().__init__(communicator, scale, **options)
         self._cluster, self._key, self._ordinary = communicator.cluster, communicator.graph_key(), communicator.ordinary
         with tf.init_scope(), tf.device(self._cluster.device):
             self._token = tf.Variable(0.0, trainable=False, name="collective_order")
@@ -117,7 +120,7 @@ class GraphExchange(Exchange):
             judged = [*wrong.tolist(), *(not np.isfinite(value).all() for value in sums)]
             names = [name for name, bad in zip(self._names, judged, strict=True) if bad]
             # Gradients never came here: of these, ranks can tell nothing of their own.
-            self._agree(flat[: words.size].tolist(), names, self._names[: wrong.size], self._where(loss))
+            self._agree(flat[: words.size].tolist(), names, self._names[: wrong.size], loss)
         except BaseException as error:
             self._fail(error)
             raise

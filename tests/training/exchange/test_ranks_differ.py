@@ -16,7 +16,7 @@ from tests.training._ring import run_ring
 from training.comm import Communicator
 from training.exchange.agreement import CONTROL_WORDS
 from training.exchange.buckets import Spec, lay_out
-from training.exchange.compare_ranks import compare, compare_runs, counted_from_0, versions
+from training.exchange.compare_ranks import compare_runs, compare_tensors, counted_from_0, versions
 from training.exchange.exchange import Exchange
 from training.exchange.sparse import Table
 
@@ -59,10 +59,10 @@ def test_layers_that_keras_numbers_otherwise_are_the_same(caplog: pytest.LogCapt
     first = ["the gradient of dense/kernel", "the gradient of dense_1/kernel", "the gradient of scale"]
 
     def work(comm: Communicator) -> None:
-        compare(comm, first)
+        compare_tensors(comm, first)
         assert "numbered otherwise" not in caplog.text
         comm.barrier()
-        compare(
+        compare_tensors(
             comm, [name.replace("dense", "dense_3").replace("_3_1", "_4") for name in first] if comm.rank else first
         )
 
