@@ -10,16 +10,22 @@ from difflib import get_close_matches
 from typing import Any
 
 from training.horovod import callbacks
-from training.horovod.gather import (
+from training.horovod.collectives import (
+    Adasum,
+    Average,
+    Compression,
+    Max,
+    Min,
+    Sum,
     allgather,
-    allgather_object,
-    barrier,
+    allreduce,
     broadcast,
-    broadcast_object,
     broadcast_variables,
+    grouped_allreduce,
 )
+from training.horovod.objects import allgather_object, barrier, broadcast_object
 from training.horovod.optimizer import DistributedGradientTape, DistributedOptimizer, load_model
-from training.horovod.place import (
+from training.horovod.runtime import (
     absent,
     cross_rank,
     cross_size,
@@ -34,7 +40,6 @@ from training.horovod.place import (
     shutdown,
     size,
 )
-from training.horovod.reduce import Adasum, Average, Compression, Max, Min, Sum, allreduce, grouped_allreduce
 
 # What scripts ask before they choose a way of Horovod's.
 mpi_threads_supported = mpi_enabled = mpi_built = gloo_enabled = gloo_built = not_built

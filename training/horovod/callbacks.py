@@ -10,9 +10,8 @@ import keras
 import numpy as np
 
 from lockstep.storage.errors import ConfigError
-from training.horovod.gather import broadcast_variables
-from training.horovod.place import absent, check, rank, size
-from training.horovod.reduce import Average, Min, allreduce
+from training.horovod.collectives import Average, Min, allreduce, broadcast_variables
+from training.horovod.runtime import absent, check, rank, size
 from training.steps.optimizers import CorrectedSGD
 
 
@@ -95,7 +94,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
                 next_step="Pass the scaled rate, such as 0.001 * hvd.size().",
             )
         self.initial_lr, self.start_epoch, self.end_epoch = initial_lr, start_epoch, end_epoch
-        self.multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier
+        self.multiplier = multiplier
         self.staircase = staircase or not callable(multiplier)
         self.momentum_correction, self.steps_per_epoch = momentum_correction, steps_per_epoch
         self.epoch = 0
@@ -118,15 +117,16 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             return
         if not self.staircase:
             assert self.steps_per_epoch is not None  # on_train_begin saw to it
-            self._set(self.initial_lr * self.multiplier(self.epoch + batch / self.steps_per_epoch))
+            self._set(self.epoch + batch / self.steps_per_epoch)
         elif batch == 0:
-            self._set(self.initial_lr * self.multiplier(self.epoch))
+            self._set(self.epoch)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if logs is not None:
             logs["lr"] = float(self.model.optimizer.learning_rate)
 
-    def _set(self, rate: float) -> None:
+    def _set(self, epoch: float) -> None:
+        rate = self.initial_lr * (self.multiplier(epoch) if callable(self.multiplier) else self.multiplier)
         optimizer = self.model.optimizer
         old = float(optimizer.learning_rate)
         optimizer.learning_rate = rate

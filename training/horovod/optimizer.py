@@ -10,8 +10,17 @@ import tensorflow as tf
 from keras.src.trainers import trainer
 
 from lockstep.storage.errors import ConfigError
-from training.horovod.place import absent, check, here
-from training.horovod.reduce import Average, Compression, Compressor, ReduceOp, Sum, allreduce, grouped_allreduce, op_of
+from training.horovod.collectives import (
+    Average,
+    Compression,
+    Compressor,
+    ReduceOp,
+    Sum,
+    allreduce,
+    grouped_allreduce,
+    op_of,
+)
+from training.horovod.runtime import absent, check, runtime
 from training.steps.distribute import distribute, exchange_of
 
 
@@ -52,12 +61,12 @@ def DistributedOptimizer(
             allowed="keras.optimizers.*",
             next_step="Use keras.optimizers (tf.keras of this TensorFlow is Keras 3), or hvd.DistributedGradientTape.",
         )
-    how, place = op_of(op), here()
+    how, here = op_of(op), runtime()
     if how not in (Average, Sum):
         absent(f"DistributedOptimizer(op={how.name})", instead="Use op=hvd.Average or op=hvd.Sum.")
     if gradient_predivide_factor != 1.0 and how is Sum:
         check("DistributedOptimizer(op=Sum)", gradient_predivide_factor=gradient_predivide_factor)
-    scale = 1.0 if how is Sum else 1.0 / place.world.num_ranks
+    scale = 1.0 if how is Sum else 1.0 / here.world.num_ranks
     if backward_passes_per_step > 1:
         counts = getattr(optimizer, "inner_optimizer", optimizer)
         if counts.built and counts.gradient_accumulation_steps != backward_passes_per_step:
@@ -66,8 +75,8 @@ def DistributedOptimizer(
         scale *= 1.0 if average_aggregated_gradients else backward_passes_per_step
     compressor = None if compression is Compression.none else compression
     # Scripts begin with weights of their own, which a callback then makes those of one rank.
-    distributed = distribute(optimizer, place.new_group(), scale, compression=compressor, same_start=False)
-    place.exchanges.append(exchange_of(distributed))
+    distributed = distribute(optimizer, here.new_group(), scale, compression=compressor, same_start=False)
+    here.exchanges.append(exchange_of(distributed))
     _without_xla()
     return distributed
 
@@ -139,7 +148,7 @@ class DistributedGradientTape:
         check("DistributedGradientTape", **given)
         if not scale_local_gradients:
             absent("DistributedGradientTape(scale_local_gradients=...)", "False")
-        here()
+        runtime()
         self._tape, self._compression, self._sparse_as_dense = gradtape, compression, sparse_as_dense
         self._op, self._before, self._after = op_and_factors("DistributedGradientTape", op, gradient_predivide_factor)
 
@@ -202,4 +211,4 @@ def op_and_factors(call: str, op: ReduceOp, predivide: float) -> tuple[ReduceOp,
         return how, 1.0, 1.0
     if how is not Average:
         check(f"{call}(op={how.name})", gradient_predivide_factor=predivide)
-    return ReduceOp.Sum, 1.0 / predivide, predivide / here().world.num_ranks
+    return ReduceOp.Sum, 1.0 / predivide, predivide / runtime().world.num_ranks

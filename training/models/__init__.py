@@ -13,6 +13,7 @@ import re
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lockstep.features.schema.signature import Signature
@@ -132,7 +133,7 @@ def function_of(name: str) -> Callable[[Signature, ModelOptions], Any]:
     if depth := _depth_of(name):
         from training.models.resnet import resnet
 
-        return lambda signature, options: resnet(signature, options, depth=depth)
+        return partial(resnet, depth=depth)
     check_name(name)
     module, _, function = name.partition(":")
     try:

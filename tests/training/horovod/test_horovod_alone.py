@@ -22,8 +22,8 @@ from lockstep.storage.errors import ConfigError, TrainingFailedError
 from tests.training._ring import run_ring
 from training.comm import Communicator
 from training.horovod import ABSENT
-from training.horovod.gather import _decode, _encode
-from training.horovod.place import agree
+from training.horovod.objects import _decode, _encode
+from training.horovod.runtime import agree
 
 pytestmark = pytest.mark.slow  # TensorFlow's import
 
@@ -262,6 +262,6 @@ def test_a_rank_that_calls_something_else_is_named_on_all() -> None:
 
 
 def test_a_forked_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("training.horovod.place.os.getpid", lambda: -1)
+    monkeypatch.setattr("training.horovod.runtime.os.getpid", lambda: -1)
     with pytest.raises(ConfigError, match="forked process"):
         hvd.barrier()

@@ -87,7 +87,7 @@ def absent(what: str, got: str = "", instead: str = "") -> NoReturn:
     )
 
 
-class Place:
+class Runtime:
     """An initialised rank: its world, its hosts and the communicator that Horovod's calls share."""
 
     def __init__(self, context: RankContext | None) -> None:
@@ -140,7 +140,7 @@ class Place:
             self.context.control.beat(self.calls, phase)
 
 
-_place: Place | None = None
+_runtime: Runtime | None = None
 _has_begun = False  # in this process, whether or not it has left since
 
 
@@ -150,11 +150,11 @@ def init(*args: Any, **kwargs: Any) -> None:
     A second call does nothing.
     All ranks are always in: Horovod's `comm` and `process_sets` are refused.
     """
-    global _place, _has_begun
+    global _runtime, _has_begun
     check("init", **{f"argument {i + 1}": value for i, value in enumerate(args)}, **kwargs)
-    if _place is None:
-        _place = Place(current.context())
-        _place.said(HOROVOD)
+    if _runtime is None:
+        _runtime = Runtime(current.context())
+        _runtime.said(HOROVOD)
         if not _has_begun:
             current.report_faults_of(_fault)
             _has_begun = True
@@ -162,65 +162,65 @@ def init(*args: Any, **kwargs: Any) -> None:
 
 def shutdown() -> None:
     """Leave: later calls need `init` again. Does nothing before `init`."""
-    global _place
-    if _place is not None:
-        for exchange in _place.exchanges:
+    global _runtime
+    if _runtime is not None:
+        for exchange in _runtime.exchanges:
             exchange.close()
-        _place.communicator.close()
-        _place.said(SCRIPT)
-        _place = None
+        _runtime.communicator.close()
+        _runtime.said(SCRIPT)
+        _runtime = None
 
 
 def is_initialized() -> bool:
     """Whether `init` has been called."""
-    return _place is not None
+    return _runtime is not None
 
 
-def here() -> Place:
+def runtime() -> Runtime:
     """The place of this rank; raises ConfigError before `init`."""
-    if _place is None:
+    if _runtime is None:
         raise ConfigError(
             "Horovod's calls need an initialised rank",
             got="a call before hvd.init() or after hvd.shutdown()",
             allowed="hvd.init() first",
             next_step="Call hvd.init() at the start of the script.",
         )
-    return _place
+    return _runtime
 
 
 def rank() -> int:
     """This rank's number, from 0."""
-    return here().world.rank
+    return runtime().world.rank
 
 
 def size() -> int:
     """The number of ranks."""
-    return here().world.num_ranks
+    return runtime().world.num_ranks
 
 
 def local_rank() -> int:
     """This rank's number among the ranks of its host."""
-    return here().world.rank_of_node
+    return runtime().world.rank_of_node
 
 
 def local_size() -> int:
     """The number of ranks on this host."""
-    return here().world.ranks_per_node
+    return runtime().world.ranks_per_node
 
 
 def cross_rank() -> int:
     """The number of this host among the hosts that have a rank of this local number."""
-    return here().cross_rank
+    return runtime().cross_rank
 
 
 def cross_size() -> int:
     """How many hosts have a rank of this local number."""
-    return len(here().cross)
+    return len(runtime().cross)
 
 
 def is_homogeneous() -> bool:
     """Whether every host has the same number of ranks."""
-    return len(set(here().counts)) == 1
+    return len(set(runtime().counts)) == 1
 
 
 def not_built(verbose: bool = False) -> bool:
@@ -233,29 +233,29 @@ def call(text: str, extra: int, function: Callable[[Communicator, list[int]], An
 
     `text` is what must be equal on all ranks. Raises TrainingFailedError on every rank where it differs, naming two.
     """
-    place = here()
-    if os.getpid() != place.process:
+    here = runtime()
+    if os.getpid() != here.process:
         raise ConfigError(
             "a forked process has called other ranks",
-            got=f"process {os.getpid()}, a child of the rank's process {place.process}",
+            got=f"process {os.getpid()}, a child of the rank's process {here.process}",
             allowed="calls from the process that called hvd.init()",
             next_step="Let data workers read only; call other ranks from the script itself.",
         )
-    with place.lock:
-        place.calls += 1
+    with here.lock:
+        here.calls += 1
         try:
-            return function(place.communicator, agree(place.communicator, place.calls, text, extra))
+            return function(here.communicator, agree(here.communicator, here.calls, text, extra))
         except BaseException as error:
-            place.error = error
+            here.error = error
             raise
         finally:
-            place.said(HOROVOD)
+            here.said(HOROVOD)
 
 
 def _fault() -> BaseException | None:
-    if _place is None:
+    if _runtime is None:
         return None
-    errors = [_place.error, *(exchange.fault() for exchange in _place.exchanges)]
+    errors = [_runtime.error, *(exchange.fault() for exchange in _runtime.exchanges)]
     return next((error for error in errors if error is not None), None)
 
 
