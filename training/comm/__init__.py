@@ -52,15 +52,15 @@ def join(
     identity: str | None = None,
     arena_bytes: int | None = None,
 ) -> Joined:
-    """Join the ranks of `world` in one communicator, and tell by which plan it works.
+    """Join the ranks of `world` in one communicator; also returns the plan that chooses its algorithms.
 
     `control` exchanges the listening addresses, `key` is the generation's secret, `deadline_s` the longest that
     joining may take, `call_deadline_s` the longest for any collective (attribute `deadline_s` of the result).
-    `tls`, where given, encrypts what leaves a host. `identity` stands for this host where a test lays out several;
-    None: `topology.host_identity()`. `arena_bytes`: what a rank will allocate in shared memory at most, the same on
-    all ranks; None: its share of the machine's memory.
-    Raises CommunicationError naming the rank that did not come or could not prove the key, ConfigError for an option
-    that cannot be had here.
+    `tls`, if given, encrypts the traffic between hosts. `identity` names this host, so that a test can simulate
+    several; None: `hosts.host_identity()`. `arena_bytes`: the most shared memory that a rank will allocate, the same
+    on all ranks; None: its share of the machine's memory.
+    Raises CommunicationError naming the rank that did not connect or could not prove the key, ConfigError for an
+    option that is not available here.
     """
     options = options or CommOptions()
     if world.num_ranks == 1:

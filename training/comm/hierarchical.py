@@ -1,8 +1,8 @@
-"""Two levels: within a host by one communicator (shared memory, as a rule), between the hosts' leaders by another.
+"""Two levels: one communicator within each host (usually shared memory), another between the hosts' leaders.
 
-The sums of a host are formed first, then those of the hosts: a fixed order, so results are equal bit for bit on every
-rank and in every run with the same layout. Hosts may have different numbers of ranks. A large buffer goes in pieces:
-while one is between the leaders, the hosts sum the next one and take the one before it back.
+Each host adds its own ranks first, then the leaders add the hosts: a fixed order, so results are equal bit for bit on
+every rank and in every run with the same layout. Hosts may have different numbers of ranks. A large buffer is sent in
+pieces: while one is between the leaders, the hosts sum the next one and distribute the one before it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from training.comm.comm_plan import HIERARCHICAL
 from training.comm.cost import pieces_of
 from training.comm.hosts import Layout
 
-LATER_S = 5.0  # for ranks to come to one call, and to tell each other what they wait for (2.5 s)
+LATER_S = 5.0  # for ranks to reach one call, and to report to each other what they wait for (2.5 s)
 
 
 def _always_hierarchical(nbytes: int) -> str:
@@ -29,7 +29,7 @@ def _always_hierarchical(nbytes: int) -> str:
 
 
 class HierarchicalCommunicator(Communicator):
-    """A rank of several hosts. Made by `training.comm.connect`; takes over the communicators it is given."""
+    """A rank in a layout of several hosts. Made by `training.comm.connect`; takes over its communicators."""
 
     def __init__(
         self,
@@ -39,8 +39,8 @@ class HierarchicalCommunicator(Communicator):
         layout: Layout,
         choose: Callable[[int], str] = _always_hierarchical,
     ) -> None:
-        """`flat` joins all ranks, `inner` those of this host (None: this rank alone), `outer` the leaders (None: this
-        rank is none). `choose` names the algorithm for a buffer's bytes; where it is another one, `flat` does it.
+        """`flat` joins all ranks, `inner` those of this host (None: only this rank), `outer` the leaders (None: this
+        rank is not one). `choose` gives the algorithm for a buffer's bytes; `flat` runs any but `hierarchical`.
         """
         self._flat, self._inner, self._outer, self._layout = flat, inner, outer, layout
         super().__init__(flat.rank, flat.num_ranks, flat.generation, flat.deadline_s)
@@ -52,9 +52,9 @@ class HierarchicalCommunicator(Communicator):
 
     @property
     def deadline_s(self) -> float:
-        """The longest that one call (of a large buffer: one piece) may take on the first level.
+        """The longest that one call (for a large buffer: one piece) may take on the first level.
 
-        On each further level LATER_S more.
+        Each further level adds LATER_S.
         """
         return self._flat.deadline_s
 
@@ -129,7 +129,7 @@ class HierarchicalCommunicator(Communicator):
             self._flat.recv(buf, source)
 
     def group(self, ranks: Sequence[int]) -> Communicator:
-        """As the interface says: shared memory where all members are on this host, else TCP between all of them."""
+        """A group of ranks: over shared memory if all members are on this host, else over TCP."""
         if self._inner is not None and len(ranks) > 1 and all(rank in self._mates for rank in ranks):
             return self._inner.group([self._mates.index(rank) for rank in ranks])
         return self._flat.group(ranks)
@@ -158,7 +158,7 @@ class HierarchicalCommunicator(Communicator):
         self._back(buf)
 
     def _at_once(self, pieces: Sequence[NDArray[Any]], op: Op) -> None:
-        """The calls within a host in one order on all of its ranks, those between leaders beside them."""
+        """Calls within a host have one order on all of its ranks; those between leaders run at the same time."""
         carried: list[Future[None]] = []
         try:
             for number, piece in enumerate(pieces):
@@ -172,7 +172,7 @@ class HierarchicalCommunicator(Communicator):
             self._back(pieces[-1])
         except BaseException as error:
             self._end(error)
-            wait(carried)  # nobody writes into the buffer after this call
+            wait(carried)  # nothing may write into the buffer after this call
             raise
 
     def _between(self, buf: NDArray[Any], op: Op) -> None:
@@ -182,14 +182,14 @@ class HierarchicalCommunicator(Communicator):
                 self._outer.all_reduce(buf, op)
 
     def _back(self, buf: NDArray[Any]) -> None:
-        """From the leader to its host."""
+        """Send the result from the leader to the ranks of its host."""
         if self._inner is not None:
             with self._patient(self._inner, 2):
                 self._inner.broadcast(buf, 0)
 
     @contextmanager
     def _patient(self, level: Communicator, steps: int) -> Iterator[None]:
-        """Wait longer than those who are waited for, who tell whom they wait for; or they would be named instead."""
+        """Wait longer than the ranks this level waits for: their error names the cause, and must come first."""
         level.deadline_s = self.deadline_s + steps * LATER_S
         try:
             yield
@@ -197,12 +197,12 @@ class HierarchicalCommunicator(Communicator):
             level.deadline_s = self.deadline_s
 
     def _check_size(self, ranks: Sequence[int], size: int, expected: int) -> None:
-        """Parts of buffers of other sizes would land in wrong places, or be spread over them, without a word."""
+        """Parts of buffers of different sizes would be copied to wrong positions without an error."""
         if size != expected:
             raise CommunicationError(
                 f"rank {self.rank}: ranks {tuple(ranks)} gather the parts of a buffer of another size",
-                got=f"{size} elements of theirs",
-                allowed=f"{expected} elements, as this rank's buffer has",
+                got=f"{size} elements from them",
+                allowed=f"{expected} elements, as in this rank's buffer",
                 next_step="Give buffers of equal size on every rank.",
             )
 
@@ -224,4 +224,4 @@ class HierarchicalCommunicator(Communicator):
 
     def _end(self, error: BaseException) -> None:
         what = error.what if isinstance(error, CommunicationError) else f"{type(error).__name__}: {error}"
-        self.abort(what.removeprefix(f"rank {self.rank}: "))  # each level says who speaks
+        self.abort(what.removeprefix(f"rank {self.rank}: "))  # each level adds the rank again

@@ -20,12 +20,12 @@ CONTROL_WORDS = 2 + len(FLAGS)  # loss, whether a rank has what might not be fin
 
 
 class NonFiniteError(DataError):
-    """A loss, gradient or statistic that is no finite number; a restart would meet it again."""
+    """A loss, gradient or statistic is not finite; a restart would meet it again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What all ranks know after a step."""
+    """The state that all ranks agree on after a step."""
 
     step: int
     """Steps done, this one included."""
@@ -34,9 +34,9 @@ class Agreement:
     stop: bool
     checkpoint: bool
     busy: bool = False
-    """On some rank a checkpoint was in flight when the step began."""
+    """A checkpoint was in flight on some rank when the step began."""
     skipped: bool = False
-    """Something was not finite, and such a step is skipped: no rank has changed its weights."""
+    """Something was not finite, and the step was skipped: no rank has changed its weights."""
     batches: int = 1
     """Batches that went into the step: the micro-batches of gradient accumulation, else 1."""
 
@@ -48,9 +48,9 @@ log = logging.getLogger(__name__)
 
 
 class FedBatches:
-    """Which samples lie in the batches that a rank was fed and has not done with; for two threads.
+    """The samples in the batches that a rank was fed and has not finished; safe for two threads.
 
-    `first_lane` and `rows_a_lane` are the rank's: its rows lie lane after lane.
+    `first_lane` and `rows_a_lane` are the rank's; its rows are ordered by lane.
     """
 
     def __init__(self, first_lane: int, rows_a_lane: int) -> None:
@@ -59,18 +59,18 @@ class FedBatches:
         self._ids: dict[int, NDArray[np.int64]] = {}
 
     def add(self, batch: int, sample_ids: NDArray[np.int64]) -> None:
-        """Batch number `batch`, from 0, which optimizer step `batch` + 1 takes, has these rows."""
+        """Note the rows of batch number `batch`, from 0, which optimizer step `batch` + 1 takes."""
         with self._lock:
             self._ids[batch] = sample_ids.copy()
 
     def forget(self, step: int) -> None:
-        """Optimizer step `step` is done, and all before it."""
+        """Drop the batches of optimizer step `step` and all before it."""
         with self._lock:
             for batch in [batch for batch in self._ids if batch < step]:
                 del self._ids[batch]
 
     def of_step(self, step: int, rows: slice = slice(None)) -> dict[str, Any]:
-        """{lanes: [first, last], samples: hex ids in order} of `rows` of optimizer step `step`; empty if not known."""
+        """{lanes: [first, last], samples: hex ids in order} of `rows` of optimizer step `step`; empty if unknown."""
         with self._lock:
             ids = self._ids.get(step - 1)
         if ids is None:
@@ -104,7 +104,7 @@ class Inquiry:
     policy: NonFinitePolicy
 
     def hold(self, step: int, here: Sequence[str], *, skipped: bool, rows: slice = slice(None)) -> str:
-        """A collective: what each rank found not finite in its own part of `step`, in words, the same on all ranks.
+        """A collective: what each rank found not finite in its own part of `step`, as text, the same on all ranks.
 
         `here` names what was not finite on this rank, in its `rows`. The rank's log and metrics get all its samples.
         """
@@ -118,7 +118,7 @@ class Inquiry:
         parts = everyones(self.communicator.on_host, short)
         found = [_words(rank, part) for rank, part in enumerate(parts) if part["what"]]
         if not found:
-            return "finite on each rank alone, but not their sum"
+            return "finite on each rank, but not their sum"
         return "; ".join([*found[:SHOWN_RANKS], *["..."] * (len(found) > SHOWN_RANKS)])
 
     def _report(self, step: int, mine: dict[str, Any], skipped: bool) -> None:

@@ -1,4 +1,4 @@
-"""Before the first exchange: all ranks must be about to sum the same tensors in the same order."""
+"""Comparisons between ranks: versions, data and tensors at the start, weights during the run."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def everyones(communicator: Communicator, mine: Any) -> list[Any]:
 
 
 def compare_tensors(communicator: Communicator, tensors: Sequence[str]) -> None:
-    """Raise ConfigError, on every rank alike, unless all give the same `tensors` (name, shape and dtype in words).
+    """Raise ConfigError on every rank unless all pass the same `tensors` (texts of name, shape and dtype).
 
-    Keras numbers layers by what the process has built before: numbers that are all higher on one rank are the same
-    layers, which is logged. Names count nevertheless: of layers of one shape another may be frozen.
+    Keras numbers layers by those that the process has built before: if one rank's numbers are all higher, these are the
+    same layers, which is logged. Names still count: ranks may have frozen different layers of one shape.
     """
     lists: list[list[str]] = everyones(communicator, list(tensors))
     first = lists[0]
@@ -46,7 +46,7 @@ def compare_tensors(communicator: Communicator, tensors: Sequence[str]) -> None:
     counted = [counted_from_0(theirs) for theirs in lists]
     if all(theirs == counted[0] for theirs in counted):
         log.warning(
-            "layers are numbered otherwise on other ranks, and taken for the same in their order; here %s",
+            "layers have other numbers on other ranks; ranks treat them as the same, in order; here %s",
             _words(list(tensors), len(tensors)),
         )
         return
@@ -55,18 +55,18 @@ def compare_tensors(communicator: Communicator, tensors: Sequence[str]) -> None:
     only_theirs = [name for name in theirs if name not in first]
     only_first = [name for name in first if name not in theirs]
     if not only_theirs and not only_first:
-        only_theirs, only_first = theirs, first  # the order alone
+        only_theirs, only_first = theirs, first  # only the order differs
     raise ConfigError(
         f"rank {rank} has gradients for other tensors than rank 0",
         got=f"on rank {rank}: {_words(only_theirs, len(theirs))}",
-        allowed=f"the same on all, as on rank 0: {_words(only_first, len(first))}",
-        next_step="Build the same model on every rank: the same layers in one order, frozen alike, every output in the "
-        "loss of every rank.",
+        allowed=f"the same on all ranks, as on rank 0: {_words(only_first, len(first))}",
+        next_step="Build the same model on every rank: the same layers in the same order, the same ones frozen, every "
+        "output in the loss of every rank.",
     )
 
 
 def counted_from_0(names: Sequence[str]) -> list[str]:
-    """The names, the layers of each kind numbered from the lowest that is among them: dense_4/, dense_5/ are 0 and 1.
+    """The names, with the layers of each kind numbered from the lowest one: dense_4/ and dense_5/ become 0 and 1.
 
     A layer without a number is Keras' number 0.
     """
@@ -78,7 +78,7 @@ def counted_from_0(names: Sequence[str]) -> list[str]:
 
 
 def _words(names: list[str], count: int) -> str:
-    shown = ", ".join(names[:20]) or "nothing that the other lacks"
+    shown = ", ".join(names[:20]) or "nothing that the other one lacks"
     return f"{shown}{', ...' if len(names) > 20 else ''} ({count} in all)"
 
 
@@ -86,19 +86,19 @@ PACKAGES = ("numpy", "keras", "tensorflow", "pyarrow")
 
 
 def versions() -> dict[str, str]:
-    """Python's version and those of the packages that every weight depends on."""
+    """The versions of Python and of the packages that every weight depends on."""
     return {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}}
 
 
 def processor() -> str:
-    """`GPU` or `CPU`: what this rank computes on. A rank without the others' GPUs would be waited for in each step."""
+    """`GPU` or `CPU`: this rank's device. If one rank had no GPU, all others would wait for it in each step."""
     import tensorflow as tf
 
     return "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
 
 
 def compare_runs(communicator: Communicator, mine: Mapping[str, Any]) -> None:
-    """Raise ConfigError, on every rank alike, naming the first entry of JSON in which a rank differs from rank 0."""
+    """Raise ConfigError on every rank, naming the first entry of JSON in which a rank differs from rank 0."""
     first, *others = everyones(communicator, dict(mine))
     for name, value in first.items():
         for rank, other in enumerate(others, 1):
@@ -112,12 +112,14 @@ def compare_runs(communicator: Communicator, mine: Mapping[str, Any]) -> None:
 
 
 def view_of(variable: Any) -> NDArray[Any]:
-    """The numbers of a Keras variable (or an array), on a CPU under TensorFlow without a copy.
+    """The values of a Keras variable (or an array), on a CPU under TensorFlow without a copy.
 
-    For reading at once: while the view is held, TensorFlow copies the variable before its next change.
+    Read it at once: while the view is held, TensorFlow copies the variable before its next change.
     """
     value = variable.value if hasattr(variable, "value") and not callable(variable.value) else variable
-    read = getattr(value, "read_value", None)  # NumPy copies TensorFlow's variable, and not the tensor that it reads as
+    # NumPy would copy TensorFlow's variable, but not the tensor read from it, which it cannot convert if it is a scalar
+    # of bfloat16.
+    read = getattr(value, "read_value", None) if len(value.shape) else None
     return np.asarray(value if read is None else read())
 
 
@@ -126,7 +128,7 @@ MAX_NAMED = 10
 
 
 class DivergedError(LockstepError):
-    """Ranks' weights are not equal bit for bit; a restart goes on from a checkpoint, whose weights were compared."""
+    """Ranks' weights are not equal bit for bit; a restart resumes from a checkpoint, whose weights were compared."""
 
 
 class WeightCheck:
@@ -160,14 +162,14 @@ class WeightCheck:
 
 
 def checksums(variables: Sequence[Any]) -> NDArray[np.int64]:
-    """(variables,) int64: CRC32C of the bytes of each, which finds any burst of up to 32 changed bits for sure."""
+    """(variables,) int64: CRC32C of the bytes of each, which detects every burst of up to 32 changed bits."""
     return np.array([google_crc32c.value(_bytes(variable)) for variable in variables], np.int64)
 
 
 def _bytes(variable: Any) -> NDArray[np.uint8]:
-    """The variable's memory, flat; on a CPU without a copy where TensorFlow lends it."""
+    """The variable's memory, flat; on a CPU without a copy if TensorFlow allows it."""
     flat = np.ascontiguousarray(view_of(variable)).reshape(-1).view(np.uint8)
-    flat.flags.writeable = False  # google_crc32c takes no other, and no memoryview
+    flat.flags.writeable = False  # google_crc32c requires this, and takes no memoryview
     return flat
 
 
@@ -183,7 +185,7 @@ def _diverged(step: int, sums: NDArray[np.int64], paths: Sequence[str]) -> Diver
         common, odd = rows[0], [rank for rank, row in enumerate(rows) if row != rows[0]]
         what = f"the weights of {_ranks(odd)} are not those of rank 0 after step {step}"
         allowed = "the same on all ranks, bit for bit; no majority agrees, so any of them may be wrong"
-    # The first variable in which any of them differs: what went wrong there may have spread since.
+    # The first variable in which any of them differs: an error there may have spread since.
     first = next(i for i in range(len(paths)) if any(rows[rank][i] != common[i] for rank in odd))
     values = ", ".join(f"{rows[rank][first]:08x} on rank {rank}" for rank in odd[:MAX_NAMED])
     count = sum(any(rows[rank][i] != common[i] for rank in odd) for i in range(len(paths)))
@@ -192,8 +194,8 @@ def _diverged(step: int, sums: NDArray[np.int64], paths: Sequence[str]) -> Diver
         got=f"{paths[first]} and {count - 1} more of {len(paths)} variables; CRC32C of the first: {values}, "
         f"{common[first]:08x} elsewhere",
         allowed=allowed,
-        next_step="A restart goes on from the last checkpoint. Where it comes again on one host, test its memory; "
-        "where at the same step, look for a layer or callback that changes weights by what one rank alone sees.",
+        next_step="A restart resumes from the last checkpoint. If it happens again on one host, test its memory; if at "
+        "the same step, look for a layer or callback that changes weights by data that only one rank has.",
     )
 
 

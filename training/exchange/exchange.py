@@ -1,6 +1,7 @@
-"""The step's one exchange: buckets go to a thread that reduces them while later gradients are still computed.
+"""The exchange of one step: a thread reduces buckets of gradients while later gradients are still computed.
 
 No TensorFlow here: `training.steps.reduction` calls `post`, `post_rows` and `finish` from the graph, with NumPy arrays.
+docs/decisions/041-keras-on-ranks.md.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Array = NDArray[Any]
 
 
 class LentBuffer:
-    """A flat, aligned buffer that knows which views of it are still held."""
+    """A flat, aligned buffer that knows whether views of it are still held."""
 
     def __init__(self, data: Array) -> None:
         self.data = data
@@ -46,12 +47,12 @@ class LentBuffer:
         return bool(self._lent)
 
 
-GRACE_S = 30.0  # beyond the communicator's own deadline, which has the better message
+GRACE_S = 30.0  # beyond the communicator's own deadline, whose message is better
 Task = Callable[[], bool]
 
 
 class Reducer:
-    """Posts come from one thread; what they give or raise is handed out by `wait`, in their order."""
+    """Sums buffers in a thread. One thread posts them; `wait` returns their results, or raises, in their order."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -63,21 +64,21 @@ class Reducer:
         self._thread.start()
 
     def sum(self, flat: Array) -> None:
-        """Post a buffer (n,), to be replaced by its sum over all ranks; gives True. Several may be under way."""
+        """Post a buffer (n,), to be replaced by its sum over all ranks; the result is True. Several may be posted."""
         self._posted.put(flat)
         self._communicator.look_again()
 
     def run(self, task: Task) -> None:
-        """Post something else, which begins when all before it is done."""
+        """Post another task, which begins when all before it is done."""
         self._posted.put(task)
 
     def wait(self, posts: int, what: str) -> tuple[bool, float]:
-        """Wait for the oldest `posts`: (whether all gave True, seconds that the thread was at work for them).
+        """Wait for the oldest `posts`: (whether all results are True, seconds that the thread worked on them).
 
-        Raises what the first that failed raised, or CommunicationError saying that `what` did not end.
+        Raises the first failure, or CommunicationError saying that `what` did not end.
         """
         patience_s = self._communicator.deadline_s + GRACE_S
-        well = True
+        all_true = True
         for _ in range(posts):
             try:
                 reduced = self._reduced.get(timeout=min(patience_s, threading.TIMEOUT_MAX))
@@ -90,9 +91,9 @@ class Reducer:
                 ) from None
             if isinstance(reduced, BaseException):
                 raise reduced
-            well = well and reduced
+            all_true = all_true and reduced
         busy_s, self._busy_s = self._busy_s, 0.0
-        return well, busy_s
+        return all_true, busy_s
 
     def close(self) -> None:
         """End the thread; the communicator stays open."""
@@ -141,7 +142,7 @@ class Exchange:
 
     `scale` is n_r / G (None: 1 / num_ranks, ranks with equal batches): this rank's mean gradients, statistics and loss
     are multiplied by it before the sum, which is then the mean over the global batch. `scaled_loss`: the optimizer
-    scales the loss, so a gradient that is not finite skips the step instead of ending the run.
+    scales the loss, so that a gradient that is not finite skips the step instead of ending the run.
     """
 
     def __init__(
@@ -164,9 +165,9 @@ class Exchange:
         self.agreement: Agreement | None = None
         self.error: BaseException | None = None
         self.waited_s = 0.0
-        """Seconds that the last step stood still for its sums."""
+        """Seconds that the last step waited for its sums."""
         self.reduced_s = 0.0
-        """Seconds of the last step that the exchange's thread was at work, its waits for other ranks included."""
+        """Seconds of the last step that the exchange's thread worked, its waits for other ranks included."""
         self._scaled_loss = scaled_loss
         self._wanted: set[str] = set()
         self._held_loss = 0.0
@@ -177,35 +178,35 @@ class Exchange:
         self._current: list[LentBuffer] = []
         self._rows: dict[int, Rows] = {}
         self._reducer = Reducer(communicator)
-        self._safe = True  # this rank's part of the step makes no sum that is not finite
-        self._here: list[str] = []  # what is not finite in it
+        self._safe = True  # no sum can become infinite by this rank's part of the step
+        self._here: list[str] = []  # names of this rank's values that are not finite
         self._inquiry = Inquiry(communicator, non_finite)
 
     def resume(self, step: int) -> None:
-        """Count on from `step`, which a restored run has done."""
+        """Continue to count from `step`, the last one of a restored run."""
         self.step = step
 
     def want(self, flag: str) -> None:
-        """Ask all ranks for `stop` or `checkpoint`, or say that this one is `busy`; they agree with the next step."""
+        """Ask all ranks for `stop` or `checkpoint`, or report this one `busy`; they agree with the next step."""
         if flag not in FLAGS:
             raise ConfigError(
-                "ranks cannot agree on that", got=flag, allowed=", ".join(FLAGS), next_step="Ask for one of these."
+                "ranks cannot agree on this flag", got=flag, allowed=", ".join(FLAGS), next_step="Use one of these."
             )
         self._wanted.add(flag)
 
     def withdraw(self, flag: str) -> None:
-        """Take back a wish that no step has carried yet."""
+        """Withdraw a flag that no step has sent yet."""
         self._wanted.discard(flag)
 
     def hold(self, loss: np.ndarray) -> None:
-        """Note a micro-batch whose gradients stay on this rank until the accumulation's last one; no collective."""
+        """Count a micro-batch whose gradients stay on this rank until the last one of the accumulation."""
         self._held_loss += float(loss)
         self.pending += 1
 
     def use(self, layout: Layout, names: Sequence[str], tables: Sequence[Table] = ()) -> None:
-        """Set the buckets and the tables that go by rows; `names` of gradients and statistics, for errors.
+        """Set the buckets and the tables exchanged by rows; `names` are of gradients and statistics, for errors.
 
-        A graph traced again gives the same. The first call is a collective: ConfigError where ranks differ.
+        A graph that is traced again passes the same. The first call is a collective: ConfigError if ranks differ.
         """
         if self._layout is not None and (self._layout, self._tables) != (layout, tuple(tables)):
             raise CommunicationError(
@@ -229,7 +230,7 @@ class Exchange:
             self._pools = [[] for _ in layout.sizes]
 
     def post(self, bucket: int, *gradients: Array) -> None:
-        """Hand in the gradients of a bucket, in the order of `Layout.posted`; returns at once."""
+        """Take the gradients of a bucket, in the order of `Layout.posted`; returns at once."""
         try:
             layout = self._of_layout()
             while len(self._current) <= bucket:
@@ -238,13 +239,13 @@ class Exchange:
             for number, gradient in zip(layout.posted(bucket), gradients, strict=True):
                 self._fill(flat, layout.gradients[number], gradient, number)
             if bucket < layout.first_tail:
-                self._reducer.sum(flat.data)  # its numbers were judged when they were copied, on every rank
+                self._reducer.sum(flat.data)  # every rank has checked its values while it copied them
         except BaseException as error:
             self._fail(error)
             raise
 
     def post_rows(self, number: int, indices: Array, values: Array) -> None:
-        """Hand in the gradient of table `number`: indices (n,), values (n, *row); returns at once."""
+        """Take the gradient of table `number`: indices (n,), values (n, *row); returns at once."""
         try:
             values = scaled(values, self.scale)
             self._reducer.run(partial(self._reduce_rows, number, indices.reshape(-1), values))
@@ -253,10 +254,10 @@ class Exchange:
             raise
 
     def finish(self, loss: Array, *statistics: Array) -> list[Array]:
-        """Hand in the rest and wait: the sums of all gradients, of all statistics, then indices and values of tables.
+        """Take the rest and wait: the sums of all gradients, of all statistics, then indices and values of tables.
 
-        Gradients are views of buffers that stay untouched while anyone holds them. Raises NonFiniteError on every rank
-        alike, or what the communicator raises.
+        Gradients are views of buffers, which are not reused while a view is held. Raises NonFiniteError on every rank,
+        or the communicator's error.
         """
         try:
             layout = self._of_layout()
@@ -280,7 +281,7 @@ class Exchange:
             gradients = (*self._names[: len(layout.gradients)], *(table.name for table in self._tables))
             self._agree(words.tolist(), [] if finite else self._names_of_wrong(), gradients, loss)
             sums = [self._current[slot.bucket].lend(slot) for slot in layout.gradients]
-            # Copies: a variable that is assigned a statistic keeps its memory, and these are small.
+            # Copies: a variable keeps the memory of a statistic that is assigned to it, and these are small.
             sums += [self._current[slot.bucket].view(slot).reshape(slot.shape).copy() for slot in layout.statistics]
             for number in range(len(self._tables)):
                 sums += [self._rows[number].indices, self._rows[number].values]
@@ -292,7 +293,7 @@ class Exchange:
         return sums
 
     def agree_alone(self, loss: Array, wrong: list[str], gradients: Sequence[str]) -> None:
-        """End the step of one rank, whose gradients stayed where they were; raises NonFiniteError."""
+        """End the step of a run with one rank, whose gradients stayed in the graph; raises NonFiniteError."""
         try:
             if self.error is not None:
                 raise self.error
@@ -303,7 +304,7 @@ class Exchange:
             raise
 
     def fault(self) -> BaseException | None:
-        """What is behind a step's failure, as it was raised: TensorFlow repeats only an error's text."""
+        """The error behind a step's failure, as it was raised: TensorFlow repeats only its text."""
         return self.error
 
     def close(self, reason: BaseException | None = None) -> None:
@@ -312,7 +313,7 @@ class Exchange:
         self._reducer.close()
 
     def _words(self, loss: np.ndarray) -> list[float]:
-        """This rank's control words but for the second: its mean loss over the step's batches, and its wishes."""
+        """This rank's control words without the second: its mean loss over the step's batches, and its flags."""
         words = [(self._held_loss + float(loss)) / (self.pending + 1), 0.0, *(flag in self._wanted for flag in FLAGS)]
         self._wanted.clear()
         return words
@@ -339,7 +340,7 @@ class Exchange:
         if wrong and (too_many or not scaled):
             where = self._ask_where(own_loss, skipped=skipped and not too_many)
         if wrong and (too_many or not skipped):
-            after = f", after {most} steps in a row that were skipped for it" if too_many else ""
+            after = f", after {most} steps in a row that were skipped for this" if too_many else ""
             raise NonFiniteError(
                 f"step {step}: {wrong[0]} is not finite{after}",
                 got=f"loss {loss}, over {self.communicator.num_ranks} ranks: {where}",
@@ -373,7 +374,7 @@ class Exchange:
             self.communicator.abort(f"rank {self.communicator.rank}, step {self.step + 1}: {error}")
 
     def _free_buffer(self, bucket: int) -> LentBuffer:
-        """A buffer of the bucket that nobody reads any more; TensorFlow frees the last step's a little late."""
+        """A buffer of the bucket that has no reader any more; TensorFlow frees the last step's a little late."""
         pool = self._pools[bucket]
         found = next((flat for flat in pool if not flat.is_lent()), None)
         if found is None:
@@ -384,7 +385,7 @@ class Exchange:
         return found
 
     def _names_of_wrong(self) -> list[str]:
-        """The sums that are not finite, of all gradients and statistics."""
+        """The names of all gradients and statistics whose sums are not finite."""
         layout = self._of_layout()
         slots = (*layout.gradients, *layout.statistics)
         sums = [self._current[slot.bucket].view(slot) for slot in slots]
@@ -402,20 +403,20 @@ class Exchange:
 
 
 def _without_model(name: str) -> str:
-    """A name of the last two parts of a variable's path: one loaded with a Sequential lacks the first, its name."""
+    """A name with only the last two parts of a variable's path: a loaded Sequential lacks the first, its own name."""
     words, space, path = name.rpartition(" ")
     return words + space + "/".join(path.split("/")[-2:])
 
 
-class Alone:
-    """Functions of arrays for the graph of one rank; `names` of the gradients, then of the statistics."""
+class SoloExchange:
+    """Functions of arrays for the graph of one rank, which sums nothing; `gradients` and `statistics` are names."""
 
     def __init__(self, exchange: Exchange, gradients: Sequence[str], statistics: Sequence[str]) -> None:
         self._exchange, self._gradients, self._statistics = exchange, tuple(gradients), tuple(statistics)
         self._wrong: set[str] = set()
 
     def look_at(self, numbers: Sequence[int]) -> Callable[..., np.int32]:
-        """Notes which of the gradients with these numbers are not finite."""
+        """A function that notes which of the gradients with these numbers are not finite."""
         names = [self._gradients[number] for number in numbers]
 
         def look(*gradients: Array) -> np.int32:
@@ -425,7 +426,7 @@ class Alone:
         return look
 
     def finish(self, loss: Array, *statistics: Array) -> np.int32:
-        """End the step: 1 where it is skipped; raises NonFiniteError."""
+        """End the step: 1 if it is skipped; raises NonFiniteError."""
         self._note(self._statistics, statistics)
         wrong = [name for name in (*self._gradients, *self._statistics) if name in self._wrong]
         self._wrong.clear()

@@ -1,7 +1,8 @@
 """Horovod's verbs under their known names, over Lockstep's ranks: `import training.horovod as hvd`.
 
-A script of Horovod for TensorFlow 2 or Keras runs after this change of its import; by jobs.launch on N ranks, by itself
-on one. docs/launch.md lists what is there and what differs; what is missing is refused by name.
+A script for Horovod with TensorFlow 2 or Keras runs after this change of its import; under jobs.launch on N ranks, by
+itself on one. docs/launch.md lists the supported names and the differences; a missing name is refused with an
+alternative. docs/decisions/048-any-script.md.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from training.horovod.runtime import (
     size,
 )
 
-# What scripts ask before they choose a way of Horovod's.
+# Scripts call these before they choose one of Horovod's backends.
 mpi_threads_supported = mpi_enabled = mpi_built = gloo_enabled = gloo_built = not_built
 nccl_built = ccl_built = ddl_built = cuda_built = rocm_built = not_built
 

@@ -18,11 +18,11 @@ from training.horovod.runtime import absent, call, check, run, runtime
 
 
 class Compressor:
-    """How a tensor is made smaller before it is reduced, and brought back afterwards."""
+    """Makes a tensor smaller before it is reduced, and restores its dtype afterwards."""
 
     @staticmethod
     def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        """The tensor to reduce, and what `decompress` needs."""
+        """The tensor to reduce, and the context for `decompress`."""
         raise NotImplementedError
 
     @staticmethod
@@ -32,7 +32,7 @@ class Compressor:
 
 
 class NoneCompressor(Compressor):
-    """Tensors as they are."""
+    """Leaves tensors unchanged."""
 
     @staticmethod
     def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
@@ -58,19 +58,19 @@ class FP16Compressor(Compressor):
 
 
 class Compression:
-    """The known ways."""
+    """The known compressors."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
 
 
 Array = NDArray[Any]
-# Integers that the communicator does not know, in one that holds all their values; sums wrap when they go back.
+# The wider dtype for integers that the communicator does not know; sums wrap when they are converted back.
 _WIDER = {np.dtype(name): np.dtype(np.int64) for name in ("int8", "int16", "uint16", "uint32")}
 
 
 class ReduceOp(Enum):
-    """How values of ranks become one."""
+    """How the values of all ranks are combined."""
 
     Average = "mean"
     Sum = "sum"
@@ -97,9 +97,9 @@ def allreduce(
 ) -> Any:
     """Reduce a tensor over all ranks; returns a tensor of its shape and dtype (tf.IndexedSlices for tf.IndexedSlices).
 
-    The mean where neither `op` nor `average` says otherwise; a mean of integers is cut off. A name may stand second
-    and `average` third, as in horovod.tensorflow.keras. Values are multiplied by the factors before and after. Can be
-    differentiated, but for Min and Max. Raises TrainingFailedError where the ranks' calls differ.
+    The mean unless `op` or `average` is given; a mean of integers is truncated. The name may be second and `average`
+    third, as in horovod.tensorflow.keras. Values are multiplied by the factors before and after. Differentiable,
+    except for Min and Max. Raises TrainingFailedError if the ranks' calls differ.
     """
     if isinstance(average, str):
         average, name = None, name or average
@@ -125,7 +125,7 @@ def grouped_allreduce(
     process_set: Any = None,
     ignore_name_scope: bool = False,
 ) -> list[tf.Tensor]:
-    """`allreduce` of several dense tensors at once: one message for each dtype."""
+    """`allreduce` of several dense tensors at once, with one message per dtype."""
     check("grouped_allreduce", device_dense=device_dense, device_sparse=device_sparse, process_set=process_set)
     how = op_of(op, average)
     dense = [tf.convert_to_tensor(tensor) for tensor in tensors]
@@ -157,9 +157,9 @@ def grouped_allreduce(
 
 
 def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = False, process_set: Any = None) -> Any:
-    """The tensors of all ranks joined along their first dimension, which may differ; a scalar is one row.
+    """The tensors of all ranks, joined along their first dimension, which may differ; a scalar counts as one row.
 
-    Can be differentiated. Raises TrainingFailedError where the ranks' calls, dtypes or other dimensions differ.
+    Differentiable. Raises TrainingFailedError if the ranks' calls, dtypes or other dimensions differ.
     """
     check("allgather", process_set=process_set)
     value = tf.convert_to_tensor(tensor)
@@ -185,7 +185,7 @@ def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = Fa
 def broadcast(
     tensor: Any, root_rank: int, name: str | None = None, ignore_name_scope: bool = False, process_set: Any = None
 ) -> tf.Tensor:
-    """Rank `root_rank`'s tensor on all ranks; shapes and dtypes are equal everywhere. Can be differentiated."""
+    """Rank `root_rank`'s tensor on all ranks; shapes and dtypes must be equal. Differentiable."""
     check("broadcast", process_set=process_set)
     value = tf.convert_to_tensor(tensor)
     _check_numbers("broadcast", value)
@@ -216,7 +216,7 @@ def broadcast_variables(
     if not found:
         return
     values = [tf.convert_to_tensor(variable) for variable in found]
-    # Without the model's name: a Sequential that was loaded has it not, where a new one has.
+    # Without the model's name, which a new Sequential has and a loaded one lacks.
     paths = [str(getattr(variable, "path", variable.name)).split("/") for variable in found[:3]]
     names = ", ".join("/".join(path[-2:]) for path in paths)
     text = f"variables ({len(found)}: {names}...)"
@@ -227,10 +227,10 @@ def broadcast_variables(
 
 
 def op_of(op: ReduceOp | None, average: bool | None = None) -> ReduceOp:
-    """The operation of Horovod's two ways to name it. Raises ConfigError for both at once and for Adasum."""
+    """The operation that `op` or `average` names. Raises ConfigError for both at once and for Adasum."""
     if op is not None and average is not None:
         raise ConfigError(
-            "allreduce has two arguments for one thing",
+            "allreduce got both `op` and `average`",
             got=f"average={average} and op={op}",
             allowed="one of them; op is the newer",
             next_step="Leave `average` out.",
@@ -273,7 +273,7 @@ def _reduce_arrays(
                 flat[:] = np.trunc(flat / communicator.num_ranks)
             _scale(flat, after)
             place = 0
-            for i in mine:  # copies: the buffer is used again, and a tensor may keep an array's memory
+            for i in mine:  # copies: the buffer is reused, and a tensor may keep an array's memory
                 results[i] = flat[place : place + arrays[i].size].astype(dtype).reshape(arrays[i].shape)
                 place += arrays[i].size
         return results  # type: ignore[return-value]  # every place is filled above
@@ -283,7 +283,7 @@ def _reduce_arrays(
 
 
 def _buffer(communicator: Communicator, size: int, dtype: np.dtype[Any]) -> Array:
-    """A buffer that is kept: a training reduces the same number of elements at every step."""
+    """A buffer that is kept, since training reduces the same number of elements at every step."""
     buffers = runtime().buffers
     found = buffers.get(dtype)
     if found is None or found.size != size:
@@ -299,7 +299,7 @@ def _scale(flat: Array, factor: float) -> None:
 def _reduce_slices(
     slices: tf.IndexedSlices, how: ReduceOp, name: str | None, before: float, after: float
 ) -> tf.IndexedSlices:
-    """The rows of all ranks, one after another: whoever applies them adds rows of one index."""
+    """The rows of all ranks, one after another; an optimizer adds rows with the same index."""
     if how not in (Average, Sum):
         absent(f"allreduce of tf.IndexedSlices by {how.name}", instead="Use op=hvd.Average or op=hvd.Sum.")
     factor = before * after / (runtime().world.num_ranks if how is Average else 1)
@@ -309,10 +309,10 @@ def _reduce_slices(
 
 
 def _broadcast_arrays(root: int, name: str, *arrays: Array) -> list[Array]:
-    """Rank `root`'s arrays on all ranks: as bytes, one after another."""
+    """Rank `root`'s arrays on all ranks, sent as bytes."""
     if not 0 <= root < runtime().world.num_ranks:
         raise ConfigError(
-            "broadcast got a root rank that is not there",
+            "broadcast got a root rank that does not exist",
             got=f"root_rank={root}",
             allowed=f"0 to {runtime().world.num_ranks - 1}",
             next_step="Correct root_rank.",
@@ -353,7 +353,7 @@ def _bytes_of(array: Array) -> NDArray[np.uint8]:
 def _check_numbers(what: str, value: tf.Tensor) -> None:
     if value.dtype in (tf.string, tf.resource, tf.variant):
         raise ConfigError(
-            f"{what} got a tensor that is no numbers",
+            f"{what} got a tensor without numbers",
             got=value.dtype.name,
             allowed="numbers and booleans",
             next_step="For strings use hvd.broadcast_object or hvd.allgather_object.",

@@ -18,10 +18,10 @@ _TUPLE, _BYTES, _ARRAY, _PAIRS = "tuple", "bytes", "array", "dict"
 def broadcast_object(
     obj: Any = None, root_rank: int = 0, session: Any = None, name: str | None = None, process_set: Any = None
 ) -> Any:
-    """Rank `root_rank`'s value on all ranks; the others' own is not looked at.
+    """Rank `root_rank`'s value on all ranks; the others' own values are unused.
 
     None, booleans, numbers, strings, bytes, NumPy arrays and scalars, tensors, and lists, tuples and dicts of these.
-    Raises ConfigError for anything else: Horovod pickles, which would run code that came over the network.
+    Raises ConfigError for anything else. Horovod would pickle it, but loading a pickle runs code from the network.
     """
     check("broadcast_object", session=session, process_set=process_set)
     mine = _encode(obj) if runtime().world.rank == root_rank else b""
@@ -37,7 +37,7 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, session: Any = None, name: str | None = None, process_set: Any = None) -> list[Any]:
-    """Every rank's value, in rank order; see `broadcast_object` for what it may be."""
+    """Every rank's value, in rank order, of the types of `broadcast_object`."""
     check("allgather_object", session=session, process_set=process_set)
     mine = _encode(obj)
 
@@ -66,7 +66,7 @@ def _decode(data: bytes) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """JSON for a value: a list or a base type as itself, all else as {kind: content}."""
+    """JSON for a value: lists and base types unchanged, all others as {kind: content}."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) is list:
@@ -79,13 +79,13 @@ def _plain(value: Any) -> Any:
         return {_BYTES: base64.b64encode(value).decode()}
     held = value.numpy() if hasattr(value, "numpy") else value
     array = np.asarray(held)
-    # What NumPy could make an array of (a named tuple, a range) would come back as another thing than it was.
+    # A named tuple or a range would be converted to an array, and come back as one.
     if not isinstance(held, np.ndarray | np.generic) or array.dtype.kind not in "biufc":
         raise ConfigError(
             "a value cannot be sent to other ranks",
             got=f"{type(value).__module__}.{type(value).__name__}",
             allowed="None, booleans, numbers, strings, bytes, arrays, and lists, tuples and dicts of these",
-            next_step="Send what it is made of: pickled objects are not accepted, since to read one is to run it.",
+            next_step="Send its parts: pickled objects are not accepted, since loading one runs its code.",
         )
     data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
     return {_ARRAY: [array.dtype.str, list(array.shape), isinstance(value, np.generic), data]}

@@ -44,10 +44,10 @@ def DistributedOptimizer(
     """Make a Keras 3 optimizer reduce gradients over all ranks before it applies them; returns the same object, or
     under the policy mixed_float16 one that scales the loss around it (see `training.steps.distribute`).
 
-    The mean over ranks, or the sum with `op=hvd.Sum`. With `backward_passes_per_step` k, gradients of k batches are
-    added on each rank (their mean, with `average_aggregated_gradients`) and reduced once. A `gradient_predivide_factor`
-    changes where the mean divides, never its value: here each rank divides first. `compression` is of whole gradients,
-    not of rows (`tf.IndexedSlices`). A collective: all ranks call it.
+    The mean over ranks, or the sum with `op=hvd.Sum`. With `backward_passes_per_step` k, each rank adds the gradients
+    of k batches (their mean, with `average_aggregated_gradients`) and the ranks reduce once. A
+    `gradient_predivide_factor` changes where the mean divides, not its value: here each rank divides first.
+    `compression` applies to whole gradients, not to rows (`tf.IndexedSlices`). A collective: all ranks must call it.
     """
     given: dict[str, Any] = {"use_locking": use_locking, "device_dense": device_dense, "device_sparse": device_sparse}
     given |= {"num_groups": num_groups, "groups": groups, "process_set": process_set}
@@ -56,7 +56,7 @@ def DistributedOptimizer(
         absent("DistributedOptimizer(scale_local_gradients=...)", "False")
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ConfigError(
-            "hvd.DistributedOptimizer got no optimizer of Keras 3",
+            "hvd.DistributedOptimizer needs an optimizer of Keras 3",
             got=f"{type(optimizer).__module__}.{type(optimizer).__name__}",
             allowed="keras.optimizers.*",
             next_step="Use keras.optimizers (tf.keras of this TensorFlow is Keras 3), or hvd.DistributedGradientTape.",
@@ -74,7 +74,7 @@ def DistributedOptimizer(
         counts.gradient_accumulation_steps = backward_passes_per_step  # Keras' own takes the mean of the batches
         scale *= 1.0 if average_aggregated_gradients else backward_passes_per_step
     compressor = None if compression is Compression.none else compression
-    # Scripts begin with weights of their own, which a callback then makes those of one rank.
+    # Scripts begin with different weights on each rank; then a callback broadcasts those of one rank.
     distributed = distribute(optimizer, here.new_group(), scale, compression=compressor, same_start=False)
     here.exchanges.append(exchange_of(distributed))
     _without_xla()
@@ -88,10 +88,10 @@ def load_model(
     compression: type[Compressor] = Compression.none,
     legacy_opts: bool = False,
 ) -> Any:
-    """A model saved by Keras, with its optimizer and that one's state, distributed again.
+    """A model saved by Keras, with its optimizer and the optimizer's state, distributed again.
 
-    Where it accumulates gradients of k batches, they are added as by DistributedOptimizer's own default. A collective;
-    on ranks that do not load, `DistributedOptimizer` is the other side of it.
+    If it accumulates gradients of k batches, they are added as by DistributedOptimizer's default. A collective: ranks
+    that load no model must call `DistributedOptimizer` at the same time.
     """
     check("load_model", legacy_opts=legacy_opts)
     known = {one.__name__: one for one in custom_optimizers or ()}
@@ -101,7 +101,7 @@ def load_model(
             f"the model {filepath} was saved without an optimizer",
             got="a model that is not compiled",
             allowed="a model saved by model.save after compile",
-            next_step="Load it by keras.models.load_model, and compile it with hvd.DistributedOptimizer.",
+            next_step="Load it with keras.models.load_model, and compile it with hvd.DistributedOptimizer.",
         )
     counts = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     passes = counts.gradient_accumulation_steps or 1
@@ -111,9 +111,9 @@ def load_model(
 
 
 def _without_xla() -> None:
-    """Have Keras compile a model whose optimizer calls other ranks without XLA, which knows no such call.
+    """Make Keras compile a model whose optimizer calls other ranks without XLA, which cannot compile such calls.
 
-    Keras' `jit_compile="auto"` asks this function whether a model can have it, and warns where a script insisted.
+    Keras' `jit_compile="auto"` asks `trainer.model_supports_jit`, and warns if a script insists.
     """
     supports = trainer.model_supports_jit
     if getattr(supports, "knows_ranks", False):
@@ -127,7 +127,7 @@ def _without_xla() -> None:
 
 
 class DistributedGradientTape:
-    """Wraps a tape, before or after it has recorded; everything but `gradient` is the tape's own."""
+    """Wraps a tape, before or after it has recorded; all attributes except `gradient` are the tape's own."""
 
     def __init__(
         self,
@@ -173,8 +173,8 @@ class DistributedGradientTape:
     ) -> Any:
         """The tape's gradients in the structure of `sources`, reduced over ranks.
 
-        Dense ones together, in one message a dtype; tf.IndexedSlices as the rows of all ranks. None stays None and
-        must be so on all ranks.
+        Dense ones are sent together, in one message per dtype; tf.IndexedSlices as the rows of all ranks. None stays
+        None, and must be None on all ranks.
         """
         grads = self._tape.gradient(target, sources, output_gradients, unconnected_gradients)
         return tf.nest.pack_sequence_as(sources, self._reduce(tf.nest.flatten(grads)))
@@ -205,7 +205,7 @@ class DistributedGradientTape:
 
 
 def op_and_factors(call: str, op: ReduceOp, predivide: float) -> tuple[ReduceOp, float, float]:
-    """The operation with the factors before and after it: a predivided mean is a sum of parts that stay small."""
+    """The operation with the factors before and after it: a predivided mean is a sum of parts divided before."""
     how = op_of(op)
     if predivide == 1.0:
         return how, 1.0, 1.0

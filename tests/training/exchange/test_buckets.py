@@ -172,7 +172,7 @@ def test_ten_steps_in_a_row_are_skipped_and_no_more() -> None:
         return str(caught.value)
 
     first, second = run_ring(2, work)
-    assert first == second and "finite on each rank alone, but not their sum" in first
+    assert first == second and "finite on each rank, but not their sum" in first
 
 
 def test_samples_are_told_of_the_rank_that_had_them() -> None:

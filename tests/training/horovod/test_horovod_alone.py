@@ -91,10 +91,10 @@ REFUSED: list[tuple[str, Any]] = [
     ("legacy_opts", lambda: hvd.load_model("model.keras", legacy_opts=True)),
     ("register_local_source", lambda: hvd.DistributedGradientTape(tf.GradientTape()).register_local_source(1)),
     ("Adasum", lambda: hvd.allreduce(1.0, op=hvd.Adasum)),
-    ("two arguments for one thing", lambda: hvd.allreduce(1.0, True, op=hvd.Sum)),
+    ("both `op` and `average`", lambda: hvd.allreduce(1.0, True, op=hvd.Sum)),
     ("dtype that it cannot sum", lambda: hvd.allreduce(tf.constant([True]))),
     ("no numbers", lambda: hvd.broadcast(tf.constant("text"), 0)),
-    ("root rank that is not there", lambda: hvd.broadcast(1.0, 1)),
+    ("root rank that does not exist", lambda: hvd.broadcast(1.0, 1)),
     ("cannot be sent", lambda: hvd.broadcast_object({"model": object()})),
     ("cannot be sent", lambda: hvd.broadcast_object([Named(1, 2)])),  # would come back as an array
     ("cannot be sent", lambda: hvd.allgather_object(range(3))),

@@ -1,4 +1,4 @@
-"""Collectives over TCP: picks a program for each call and runs it over the connections of its channel."""
+"""Collectives over TCP: chooses a program for each call and runs it. docs/decisions/040-communicator.md."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ _open: weakref.WeakSet[TcpCommunicator] = weakref.WeakSet()
 class TcpCommunicator(Communicator):
     """A rank of a mesh, or of one of its groups. Made by `connect_tcp` and `group`.
 
-    `choose` gives the algorithm of `all_reduce` for a buffer's bytes, "ring", "halving-doubling" or "double-tree"; it
-    must be the same on every rank, and may be set between calls. The other collectives choose by size alone.
-    Two ranks that `send` to each other at the same time may wait for each other where the buffers are large.
+    `choose` returns the algorithm of `all_reduce` for a buffer's bytes, "ring", "halving-doubling" or "double-tree"; it
+    must be the same on every rank, and may be set between calls. The other collectives choose by size.
+    Two ranks that `send` large buffers to each other at the same time wait for each other.
     """
 
     def __init__(
@@ -151,14 +151,14 @@ class TcpCommunicator(Communicator):
             made = SoloCommunicator(self.generation, self.deadline_s)
         else:
             self._group_counts[members] += 1
-            # All members have made the same groups of these ranks before, so they arrive at the same number.
+            # All members have made the same groups of these ranks before, so they count the same number.
             label = f"{self._channel} {members} {self._group_counts[members]}"
             channel = int.from_bytes(hashlib.sha256(label.encode()).digest()[:7], "big") + 1
             world = [self._members[member] for member in members]
             place = members.index(self.rank)
             made = TcpCommunicator(self._mesh, world, place, self.deadline_s, channel, self._choice_now)
         self._groups = [group for group in self._groups if not group.has_ended] + [made]
-        if self._ended is not None:  # meanwhile, by another thread
+        if self._ended is not None:  # by another thread, meanwhile
             made.abort(self._ended)
         return made
 
@@ -168,9 +168,9 @@ class TcpCommunicator(Communicator):
         return self._ended is not None
 
     def look(self, what: str) -> str | None:
-        """Why this communicator has ended, None while it lives: hears of a rank's end without a call, while `what`.
+        """Check for the end of a rank without a collective; returns why this communicator has ended, None if it lives.
 
-        Waits for nothing but a call of another thread, which hears of it by itself.
+        `what` names the caller's activity in the reason. Waits only for a call of another thread.
         """
         with suppress(CommunicationError), self._call():  # the reason is kept, and returned
             self._engine.look(what)
@@ -185,15 +185,15 @@ class TcpCommunicator(Communicator):
         self._mark("it was closed", aborted=False)
         with ExitStack() as calls:
             for one in words:
-                calls.enter_context(one._lock)  # a call that was woken leaves first
+                calls.enter_context(one._lock)  # wait for a call that was woken
             Engine.end({one._engine: word for one, word in words.items()}, self.generation)
             if self._channel == 0:
                 self._mesh.close()
 
     def let_go(self) -> None:
-        """In a forked process: close its copies of the sockets, which stay open in this rank."""
+        """In a forked process: close its copies of the sockets, which stay open in the rank."""
         self._ended = "this process was forked from the rank"
-        self._lock = threading.Lock()  # the old one may be held by a thread that is not here
+        self._lock = threading.Lock()  # a thread that does not exist here may hold the old one
         self._mesh.let_go()
         self._engine.drop()
 
@@ -214,12 +214,12 @@ class TcpCommunicator(Communicator):
         return self.deadline_s
 
     def _family(self) -> list[TcpCommunicator]:
-        """This one and its groups, and theirs."""
+        """This communicator, its groups, and theirs."""
         groups = [group for group in self._groups if isinstance(group, TcpCommunicator)]
         return [self, *(one for group in groups for one in group._family())]
 
     def _mark(self, reason: str, *, aborted: bool) -> None:
-        """Let a blocked call and every later one raise, here and in the groups."""
+        """Make a blocked call and every later one raise, here and in the groups."""
         self._ended, self._aborted = self._ended or reason, self._aborted or aborted
         self._engine.abort(self._ended)
         for group in self._groups:
@@ -232,7 +232,7 @@ class TcpCommunicator(Communicator):
         return None if self._ended is None else f"rank {self._members[self.rank]}: {self._ended}"
 
     def _report_where_idle(self) -> None:
-        """Tell the others now, who may be waiting; where a call is under way it wakes, and tells them itself."""
+        """Send the reason to the other ranks, which may be waiting; a call under way wakes and sends it itself."""
         idle = [one for one in self._family() if one._lock.acquire(blocking=False)]
         try:
             Engine.end({one._engine: one._last_word() for one in idle}, self.generation)
@@ -296,7 +296,7 @@ def connect_tcp(
 
 
 def _in_child() -> None:
-    """A forked process holds every socket of the rank, whose end would stay unseen as long as it lives."""
+    """In a forked process: close the sockets, or others would not see the rank's end while this process lives."""
     for communicator in list(_open):
         communicator.let_go()
 
