@@ -67,7 +67,6 @@ def measure(root: str, dataset: str, num_ranks: int, steps_between: int) -> None
         epochs=1,
         checkpoint_every=steps_between,
         launcher="local",
-        compare_every=10**9,
     )
     train(config, run_local, hooks=Hooks(lease_watch_s=0.1))
     history = read_history(config.run)

@@ -101,7 +101,6 @@ def command(data: str, run: str, ranks: int, *, canonical: bool, take_over: bool
         "--global-batch": 32,
         "--epochs": EPOCHS,
         "--checkpoint-every": 15,
-        "--compare-every": 10,
         "--seed": 7,
         "--launcher": "local",
         "--max-restarts": 20,

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from jobs._cli import JobParser, check_master, joined, refuse_idle
 from lockstep.features.images.augment import forms
-from training.comm.options import Algorithm, Backend
+from training.comm.options import Backend
 from training.config import (
     AUTO,
     READ_AHEAD_BYTES,
@@ -180,13 +180,6 @@ def parser(description: str, job_name: str = "train", without: Collection[str] =
         help="a loss or gradient that is not finite: stop the run (default) or skip the step, on all ranks",
     )
     add("--canonical", action="store_true", help="the same weights, bit for bit, at 1, 2, 4, ... ranks; slower")
-    add(
-        "--compare-every",
-        type=int,
-        default=100,
-        metavar="N",
-        help="compare the ranks' weights every N steps (default 100)",
-    )
     add("--audit", action="store_true", help="list each sample that counts, in RUN/audit")
     add = under("ranks and how they talk (docs/scaling.md, docs/security.md)")
     add("--launcher", choices=["barrier", "local"], default="barrier", help="Spark barrier stage (default) | this host")
@@ -197,7 +190,6 @@ def parser(description: str, job_name: str = "train", without: Collection[str] =
         default="auto",
         help="what carries gradients (default auto); nccl: docs/gpu.md",
     )
-    add("--algorithm", choices=get_args(Algorithm), default="auto", help="how gradients are added (default: measured)")
     add(
         "--trust-network",
         metavar="IFACE",

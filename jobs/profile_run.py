@@ -29,7 +29,7 @@ from training.profiling.profile import NO_RUN, ROUNDS, Profile, profile, table
 NOT_OF_A_STEP = (
     "--run", "--epochs", "--verify", "--learning-rate-scaling", "--base-batch", "--warm-up-epochs", "--init-from",
     "--checkpoint-every", "--mean-time-between-failures", "--keep-checkpoints", "--keep-every", "--keep-best",
-    "--compare-every", "--audit", "--take-over", "--max-restarts", "--max-restarts-per-hour", "--spare",
+    "--audit", "--take-over", "--max-restarts", "--max-restarts-per-hour", "--spare",
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from lockstep.features.images.augment import canonical
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.urls import several
-from training.comm.options import UNAUTHENTICATED, Algorithm, Backend, CommOptions
+from training.comm.options import UNAUTHENTICATED, Backend, CommOptions
 
 if TYPE_CHECKING:
     from training.run.lineage import CheckpointRef
@@ -117,6 +117,9 @@ def flag_of(field: str) -> str:
     return "--dataset" if field == "datasets" else "--" + field.removesuffix("_s").replace("_", "-")
 
 
+REMOVED_FIELDS = ("algorithm", "compare_every")  # in the run.json of an older version
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
     """All that a run is made from; saved in run.json and handed to every rank. Its fields are the options of
@@ -195,8 +198,6 @@ class TrainConfig:
     non_finite: NonFinite = "stop"
     """What a loss or gradient that is not finite does: `stop` the run, or `skip` the step on all ranks, up to 10 in a
     row (docs/exactly-once.md). A scaled loss skips by itself."""
-    compare_every: int = 100
-    """Steps between comparisons of the ranks' weights; one is made with each checkpoint too."""
     precision: Precision = "float32"
     """Keras' floatx, or a dtype policy: weights in float32, layers in float16 (with loss scaling) or bfloat16."""
     learning_rate: float | None = None
@@ -215,8 +216,6 @@ class TrainConfig:
     """Whether ranks on different hosts encrypt what they send; conf/production.toml turns it on (docs/security.md)."""
     backend: Backend = "auto"
     """What carries gradients: `auto` by where the ranks are; `nccl` between GPUs (docs/gpu.md)."""
-    algorithm: Algorithm = "auto"
-    """Of all_reduce: `auto` by size and a cost model, frozen at the first start; else this one (docs/scaling.md)."""
     trust_network: str | None = None
     """Interface (or ADDRESS/BITS) whose network may carry gRPC and NCCL, which cannot be authenticated."""
     start_limit_s: float = 300.0
@@ -235,7 +234,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "datasets", several(self.datasets))
         object.__setattr__(self, "augment", " ".join(canonical(self.augment.split())))
-        counts = ("num_ranks", "global_batch", "epochs", "keep_checkpoints", "compare_every")
+        counts = ("num_ranks", "global_batch", "epochs", "keep_checkpoints")
         for name in (*counts, "window_bytes", "interleave"):
             self._check(name, 1 <= getattr(self, name) < 2**63, "an integer from 1 to 2^63 - 1")
         self._check("keep_every", self.keep_every is None or self.keep_every >= 1, "steps from 1 up")
@@ -271,15 +270,13 @@ class TrainConfig:
             self._check("num_ranks", power_of_two, "with --canonical 1, 2, 4, ...: ranks add up whole subtrees")
             self._check("batchnorm", self.batchnorm != "sync", "with --canonical: ghost or local")
             self._check("micro_batches", self.micro_batches == 1, "1 with --canonical, which goes unit by unit anyway")
-            self._check("algorithm", self.algorithm == "auto", "auto with --canonical, which has an order of its own")
             self._check("backend", self.backend not in UNAUTHENTICATED, "with --canonical: auto, tcp or shm")
         self._check("bad_images", self.bad_images in get_args(BadImages), " or ".join(get_args(BadImages)))
         self._check("launcher", self.launcher in get_args(Launcher), " or ".join(get_args(Launcher)))
         self._check("tls", self.tls in get_args(Switch), " or ".join(get_args(Switch)))
         self._check("backend", self.backend in get_args(Backend), " or ".join(get_args(Backend)))
-        self._check("algorithm", self.algorithm in get_args(Algorithm), " or ".join(get_args(Algorithm)))
         self._check("trust_network", self.trust_network != "", "an interface's name, or a network as 10.1.0.0/16")
-        CommOptions(backend=self.backend, algorithm=self.algorithm, trust_network=self.trust_network)  # what fits what
+        CommOptions(backend=self.backend, trust_network=self.trust_network)  # what fits what
         rules = get_args(ScalingRule)
         self._check("learning_rate_scaling", self.learning_rate_scaling in rules, " or ".join(rules))
         scales, base = self.learning_rate_scaling != "none", self.base_batch
@@ -327,10 +324,10 @@ class TrainConfig:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> TrainConfig:
-        """The inverse of `to_json`; raises ConfigError for an unknown or missing field."""
+        """The inverse of `to_json`, also of an older version; raises ConfigError for an unknown or missing field."""
         known = {field.name for field in fields(cls)}
         try:
-            return cls(**document)
+            return cls(**{name: value for name, value in document.items() if name not in REMOVED_FIELDS})
         except TypeError as error:
             raise ConfigError(
                 "a stored training configuration does not fit this version",

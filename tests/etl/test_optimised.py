@@ -38,7 +38,7 @@ Draws.of(0, np.zeros(1, np.int64), np.zeros(1, np.int64)).at(0).bits(16)
 Draws.of(0, np.zeros(1, np.int64), np.zeros(1, np.int64)).at(0).below(0, 0)
 RunPaths("/run").relative("/other/file")
 all_reduce_short(0, 2, even_grid(8, 2, 4))
-Steps(2).want("rest")
+Exchange(SoloCommunicator()).want("rest")
 RecordDecoder(NULLABLE, in_place=["n"])
 """
 CHILD = f"""
@@ -56,7 +56,7 @@ from lockstep.storage.errors import LockstepError
 from lockstep.storage.dataset.layout import DatasetPaths
 from lockstep.storage.files.local import LocalFileSystem
 from lockstep.storage.formats.tfrecord import frame
-from training.exchange.agreement import Steps
+from training.comm import SoloCommunicator; from training.exchange.exchange import Exchange
 from training.comm.tcp.algorithms import halving_all_reduce_short as all_reduce_short
 from training.comm.tcp.schedule import even_grid
 from training.run.paths import RunPaths

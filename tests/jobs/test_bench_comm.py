@@ -27,7 +27,7 @@ def test_sizes(text: str, nbytes: int) -> None:
         (("--num-ranks", "2", "--rounds", "0"), "--rounds"),
         (("--num-ranks", "2", "--algorithm", "star"), "star"),
         (("--num-ranks", "2", "--backend", "shm", "--algorithm", "ring"), "no algorithm `ring`"),
-        (("--num-ranks", "2", "--backend", "tcp", "nccl"), "cannot tell a rank from a stranger"),
+        (("--num-ranks", "2", "--backend", "tcp", "nccl"), "does not authenticate its peers"),
         (("--num-ranks", "2", "--master", "yarn"), "--master without --launcher barrier"),  # local is the default
     ],
 )

@@ -13,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.storage.errors import DataError, StorageTimeoutError
+from training.comm import SoloCommunicator
 from training.config import CheckpointEvery, TrainConfig
-from training.exchange.agreement import Agreement, NonFiniteError, Steps
+from training.exchange.agreement import Agreement, NonFiniteError
+from training.exchange.exchange import Exchange
 from training.rank.checkpointing import FIRST_S, Checkpoints, Schedule, best_interval_s
 from training.rank.metrics import Saved
 from training.rank.saver import InFlight, Tell
@@ -164,7 +166,10 @@ class Ranks:
             checkpoint_every=every,
         )
         self.step = 0
-        self.exchanges, self.disks = [Steps(num_ranks) for _ in range(num_ranks)], [Disk() for _ in range(num_ranks)]
+        self.exchanges, self.disks = (
+            [Exchange(SoloCommunicator()) for _ in range(num_ranks)],
+            [Disk() for _ in range(num_ranks)],
+        )
         self.rows = Quiet()
         reports: list[Any] = [self.rows, *[None] * num_ranks]
         quiet: Any = Quiet()

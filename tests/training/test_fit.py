@@ -234,12 +234,13 @@ def test_a_step_that_is_not_finite_is_skipped_by_all_ranks_and_its_samples_are_t
 
 
 def test_weights_that_part_are_found_and_the_run_goes_on_from_a_checkpoint(
-    data: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    data: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bit changes after step 17; the next look is after step 21, the last checkpoint is that of step 12."""
+    monkeypatch.setattr("training.exchange.compare_ranks.COMPARE_EVERY", 7)
     from tests.training import _models  # imports TensorFlow
 
-    options: dict[str, Any] = {"checkpoint_every": 12, "compare_every": 7, "epochs": 3}
+    options: dict[str, Any] = {"checkpoint_every": 12, "epochs": 3}
     train(data["table"], tmp_path / "whole", 2, f"{OWN}:momentum", **options)
     _models.FAIL_AT.update(step=17)
     result = train(data["table"], tmp_path / "run", 2, f"{OWN}:momentum_that_parts", **options)

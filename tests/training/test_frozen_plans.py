@@ -63,7 +63,7 @@ def test_a_restart_follows_the_frozen_plan(config: TrainConfig, capfd: pytest.Ca
     assert [finding.path for finding in verify(config.run)] == [f"comm/{plans[0].name}"]
 
 
-@pytest.mark.parametrize(("name", "value"), [("algorithm", "ring"), ("backend", "tcp")])
+@pytest.mark.parametrize(("name", "value"), [("backend", "tcp")])
 def test_another_way_is_refused_where_there_is_a_result(config: TrainConfig, name: str, value: str) -> None:
     """Who resumes with another order of sums would get other last bits without having asked for them."""
     one = dataclasses.replace(config, num_ranks=1)

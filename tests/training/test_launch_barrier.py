@@ -13,7 +13,7 @@ import pytest
 from lockstep.storage.errors import ConfigError
 from tests.training._ranks import HERE, judge_when, lives, rank_path
 from tests.training._tiny import write_table
-from tests.training.test_horovod import DATA, SCRIPTS, check_loop
+from tests.training.horovod.test_horovod import DATA, SCRIPTS, check_loop
 from training.config import TrainConfig
 from training.control.failures import LauncherGoneError, RankFailedError
 from training.control.task import Limits, RankTask

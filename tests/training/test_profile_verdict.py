@@ -31,7 +31,6 @@ SETTING = Setting(
     read_ahead_bytes=64 << 20,
     micro_batches=1,
     precision="float32",
-    algorithm="auto",
     batchnorm="ghost",
     canonical=False,
     augment="",

@@ -30,7 +30,6 @@ def test_a_run_that_dies_at_random_steps_ends_as_the_undisturbed_one(tmp_path: P
             "global_batch": 32,
             "epochs": 3,
             "checkpoint_every": 5,
-            "compare_every": 3,
             "seed": 7,
         }
         config = TrainConfig(

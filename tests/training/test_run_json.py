@@ -38,7 +38,6 @@ REFUSED: dict[str, Any] = {
     "warm_up_epochs": 1.5,
     "micro_batches": 2,
     "canonical": True,
-    "algorithm": "ring",
     "backend": "tcp",
     "audit": True,
     "epochs": 2,
@@ -56,7 +55,6 @@ FREE: dict[str, Any] = {
     "cache": "/var/cache/blocks",
     "cache_bytes": 1 << 20,
     "verify": "full",
-    "compare_every": 7,
     "non_finite": "skip",  # what a run that stopped so may go on with
     "launcher": "barrier",
     "spare": True,
@@ -127,3 +125,33 @@ def test_a_number_beyond_64_bits_is_told_by_its_flag(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         TrainConfig(datasets=("d",), run="r", model="m", **numbers)
     assert flag_of(name) in caught.value.next_step
+
+
+@pytest.mark.parametrize(("algorithm", "resumes"), [("auto", True), ("ring", False)])
+def test_a_run_with_removed_fields_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str, resumes: bool
+) -> None:
+    """`compare_every` changed no weight; `algorithm` the last bits of all of them."""
+    manifest = write_table(tmp_path / "data", records={"train": 96, "test": 64})
+    config = TrainConfig(
+        datasets=(str(tmp_path / "data"),),
+        run=str(tmp_path / "run"),
+        num_ranks=2,
+        model="logistic",
+        global_batch=24,
+        epochs=1,
+    )
+    older = {**config.to_json(), "algorithm": algorithm, "compare_every": 7}
+    assert TrainConfig.from_json(older) == config
+    fs, paths = filesystem(config.run), RunPaths(config.run)
+    plan = plan_for(manifest, config)
+    monkeypatch.setattr(TrainConfig, "to_json", lambda _: older)
+    run_json.open_run(fs, paths, config, manifest, plan)
+    monkeypatch.setattr(run_json, "checkpoints", lambda *_: ["step-1"])
+    monkeypatch.setattr(run_json, "epochs_asked", lambda _: 1)
+    if resumes:
+        assert run_json.check_run(fs, paths, config, plan)
+        return
+    with pytest.raises(ConfigError, match="--algorithm ring") as caught:
+        run_json.check_run(fs, paths, config, plan)
+    assert "--init-from" in caught.value.next_step

@@ -15,31 +15,21 @@ from training.comm.join import Joined, join_ranks
 from training.comm.options import CommOptions
 from training.comm.tcp.communicator import TcpCommunicator, connect_tcp
 from training.comm.tls import Credentials, Tls
+from training.world import World
 
 __all__ = ["CommOptions", "Communicator", "Joined", "Op", "SoloCommunicator", "TcpCommunicator", "connect", "join"]
 
 
 class Rendezvous(Protocol):
-    """What `connect` needs of the control client: this host's address, and every rank's, in rank order, for it."""
+    """The part of the control client that `connect` uses: this host's address, and every rank's in rank order."""
 
     @property
     def host(self) -> str: ...
     def rendezvous(self, host: str, port: int) -> list[tuple[str, int]]: ...
 
 
-class Place(Protocol):
-    """What `connect` needs of a `training.world.World`."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def num_ranks(self) -> int: ...
-    @property
-    def generation(self) -> int: ...
-
-
 def connect(
-    world: Place,
+    world: World,
     control: Rendezvous,
     key: bytes,
     deadline_s: float,
@@ -52,7 +42,7 @@ def connect(
 
 
 def join(
-    world: Place,
+    world: World,
     control: Rendezvous,
     key: bytes,
     deadline_s: float,
@@ -62,15 +52,15 @@ def join(
     identity: str | None = None,
     arena_bytes: int | None = None,
 ) -> Joined:
-    """Join the ranks of `world` in one communicator, and tell by which plan it works.
+    """Join the ranks of `world` in one communicator; also returns the plan that chooses its algorithms.
 
     `control` exchanges the listening addresses, `key` is the generation's secret, `deadline_s` the longest that
     joining may take, `call_deadline_s` the longest for any collective (attribute `deadline_s` of the result).
-    `tls`, where given, encrypts what leaves a host. `identity` stands for this host where a test lays out several;
-    None: `topology.host_identity()`. `arena_bytes`: what a rank will allocate in shared memory at most, the same on
-    all ranks; None: its share of the machine's memory.
-    Raises CommunicationError naming the rank that did not come or could not prove the key, ConfigError for an option
-    that cannot be had here.
+    `tls`, if given, encrypts the traffic between hosts. `identity` names this host, so that a test can simulate
+    several; None: `hosts.host_identity()`. `arena_bytes`: the most shared memory that a rank will allocate, the same
+    on all ranks; None: its share of the machine's memory.
+    Raises CommunicationError naming the rank that did not connect or could not prove the key, ConfigError for an
+    option that is not available here.
     """
     options = options or CommOptions()
     if world.num_ranks == 1:

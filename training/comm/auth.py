@@ -1,13 +1,13 @@
-"""Mutual proof of the generation's key between two ranks, before anything else is read or allocated.
+"""Two ranks prove to each other that they have the generation's key, before anything else is read or allocated.
 
     caller -> listener   magic, generation, channel, num_ranks, caller's rank, listener's rank, nonce     (fixed size)
     listener -> caller   nonce, HMAC(key, "listener" + all bytes so far)
     caller -> listener   HMAC(key, "caller" + all bytes so far)
     listener -> caller   HMAC(key, "ready" + all bytes so far)
 
-Fresh nonces on both sides make a recorded handshake worthless; the ranks stand inside the HMAC, so that a rank
-cannot be taken for another one; the labels keep an answer from being reflected. The channel says which communicator
-of the two ranks (the whole one or a group) the connection belongs to.
+Fresh nonces on both sides make a recorded handshake worthless; the HMAC covers the ranks, so that no rank can pass for
+another; the labels keep an answer from being reflected. The channel says to which communicator of the two ranks (the
+whole one or a group) the connection belongs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class HandshakeError(Exception):
 
 
 class DrivenOutError(HandshakeError):
-    """The other side hung up before it had said what is wrong: a crowd at its door may be all that is."""
+    """The other side hung up without a reason: it may only have had too many callers."""
 
 
 def call(
@@ -42,7 +42,7 @@ def call(
 ) -> None:
     """Prove to the listener that this is `rank`, and let it prove that it is `peer`, before monotonic time `until`.
 
-    Raises HandshakeError or OSError; the socket is then of no use.
+    Raises HandshakeError or OSError; the socket is then unusable.
     """
     talk = _HELLO.pack(_MAGIC, generation, channel, num_ranks, rank, peer, secrets.token_bytes(_NONCE_BYTES))
     _send(sock, talk, until)
@@ -55,9 +55,9 @@ def call(
 def answer(
     sock: socket.socket, key: bytes, generation: int, num_ranks: int, rank: int, peers: Container[int], until: float
 ) -> tuple[int, int]:
-    """The listener's side of `call`: accepts one of `peers` calling `rank` of this generation, nobody else.
+    """The listener's side of `call`: accepts only `peers` of this generation that call `rank`.
 
-    Returns (the caller's rank, the channel that it asks for).
+    Returns (the caller's rank, the channel that it requests).
     """
     hello = _receive(sock, _HELLO.size, until)
     magic, their_generation, channel, their_ranks, their_rank, called, _ = _HELLO.unpack(hello)
@@ -108,22 +108,22 @@ def _left(until: float) -> float:
 
 
 log = logging.getLogger(__name__)
-HANDSHAKE_S = 5.0  # for one caller; a real one needs milliseconds
-PATIENCE_S = 0.25  # nobody is sent away for others before that: of many ranks at once each has its turn
+HANDSHAKE_S = 5.0  # for one caller; a rank needs milliseconds
+PATIENCE_S = 0.25  # no caller has to make room for others before that: of many ranks at once each gets its turn
 ACCEPT_S = 0.2  # a closed listener does not wake accept() everywhere
 MAX_CALLERS = 32  # at once, a thread and one fixed-size hello each
-BACKLOG = 1024  # callers whom the kernel holds meanwhile: those beyond would try again after a second
+BACKLOG = 1024  # callers that the kernel queues meanwhile; those beyond would try again after a second
 LOG_EVERY_S = 1.0
 _CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
 
 
 class Reception:
-    """Examines each caller in a thread of its own.
+    """Authenticates each caller in a thread of its own.
 
-    `examine(sock, until)` returns when the caller has proved who it is (and keeps the socket), or raises
-    HandshakeError or OSError, upon which the socket is closed and the refusal logged. When MAX_CALLERS are being
-    examined, a new caller takes the place of the one that has been there longest among those of the address that most
-    of them come from: a stranger with hundreds of connections drives out its own.
+    `examine(sock, until)` keeps the socket and returns when the caller has proved its identity, or raises
+    HandshakeError or OSError; the socket is then closed and the refusal logged. While MAX_CALLERS are examined, a new
+    caller replaces the oldest one of the address with the most callers: an attacker with hundreds of connections
+    displaces its own.
     """
 
     def __init__(self, whom: str, examine: Callable[[socket.socket, float], None], until: float) -> None:
@@ -133,13 +133,13 @@ class Reception:
         self._lock = threading.Lock()
         self._logged_at, self._unlogged = -LOG_EVERY_S, 0
         self.refused = 0
-        """Callers turned away so far."""
+        """Callers refused so far."""
         self.last = ""
-        """Why the last one was, in words; empty before that."""
+        """Address and reason of the last refusal; empty before that."""
 
     def serve(self, listener: socket.socket) -> None:
-        """Admit whoever calls, until `listener` is closed."""
-        with suppress(OSError):  # closed before this thread came to it
+        """Admit all callers, until `listener` is closed."""
+        with suppress(OSError):  # closed before this thread began
             listener.settimeout(ACCEPT_S)
         while listener.fileno() >= 0:
             try:
@@ -148,34 +148,34 @@ class Reception:
             except TimeoutError:
                 continue
             except OSError as error:
-                if listener.fileno() >= 0:  # not the end: the network failed, or there are no descriptors just now
+                if listener.fileno() >= 0:  # still open: the network failed, or the process is out of descriptors
                     self._refuse("somewhere", str(error))
                     time.sleep(ACCEPT_S)
 
     def admit(self, sock: socket.socket, address: str) -> None:
-        """Begin to examine a caller; returns at once, or as soon as the caller that had to leave is gone."""
+        """Begin to examine a caller; returns at once, or as soon as another caller has made room."""
         wait_s = 0.0
         while not self._slots.acquire(timeout=wait_s):
             wait_s = self._make_room()
         handle: socket.socket | None = None
         try:
-            handle = sock.dup()  # TLS takes the caller's own socket away from under us
+            handle = sock.dup()  # wrapping the caller's own socket in TLS detaches it
             with self._lock:
                 self._callers[handle] = address, time.monotonic()
             threading.Thread(target=self._run, args=(sock, handle, address), name="handshake", daemon=True).start()
-        except (OSError, RuntimeError) as error:  # no descriptor, or no thread, to be had just now
+        except (OSError, RuntimeError) as error:  # out of descriptors or threads
             sock.close()
             self._done_with(handle)
             raise OSError(str(error)) from error
 
     def close(self) -> None:
-        """Turn away all who have not proved themselves."""
+        """Hang up on all callers that have not proved their identity."""
         with self._lock:
             for handle in self._callers:
                 _hang_up(handle)
 
     def _make_room(self) -> float:
-        """Send one away, if it has had its time; returns for how long to wait for a slot."""
+        """Hang up on one caller, if it has had its time; returns how many seconds to wait for a slot."""
         with self._lock:
             crowd = Counter(address for address, _ in self._callers.values()).most_common(1)
             for handle, (address, came_at) in self._callers.items():
@@ -224,5 +224,5 @@ def peer_of(sock: socket.socket) -> tuple[int, int]:
 
 
 def _hang_up(handle: socket.socket) -> None:
-    with suppress(OSError):  # it was faster
+    with suppress(OSError):  # it has hung up itself
         handle.shutdown(socket.SHUT_RDWR)

@@ -1,7 +1,7 @@
-"""The communicator's interface: what a rank may ask of the others.
+"""The communicator's interface: collectives between ranks.
 
 Every rank makes the same calls in the same order with equal sizes and dtypes; a difference is an error, never a
-wrong sum. Sums are formed in one fixed order, so results are equal bit for bit on every rank and in every run.
+wrong sum. Each backend adds in one fixed order, so results are equal bit for bit on every rank and in every run.
 """
 
 from __future__ import annotations
@@ -24,49 +24,49 @@ UFUNCS: dict[str, np.ufunc] = {"sum": np.add, "mean": np.add, "min": np.minimum,
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = (np.dtype("float16"), BFLOAT16, np.dtype("float32"), np.dtype("float64"))
 DTYPES = (*(np.dtype(name) for name in ("uint8", "int32", "int64")), *FLOATS)
-CALL_DEADLINE_S = 600.0  # slow is no failure: tracing, restoring or a slow batch elsewhere can take minutes
+CALL_DEADLINE_S = 600.0  # a slow rank has not failed: tracing, restoring or a slow batch can take minutes
 MAX_GATHERED_BYTES = 64 << 20  # of one rank in all_gather_bytes: metadata, not tensors
 ALIGN_BYTES = 64  # a cache line, and the widest vector register
 
 
 class Communicator(ABC):
-    """Collectives over the ranks of one generation. Not for use by two threads at the same time; see `group`.
+    """Collectives over the ranks of one generation. Two threads must not use it at the same time; see `group`.
 
     Buffers are flat, contiguous and writable, of uint8, int32, int64 (which wrap), float16, bfloat16 (ml_dtypes),
-    float32 or float64; else TypeError or ValueError on this rank alone, before anything is sent. Every collective
-    raises CommunicationError naming the rank waited for, lost or differing; the communicator has then ended.
+    float32 or float64; else TypeError or ValueError on this rank only, before anything is sent. Every collective
+    raises CommunicationError naming the rank that is late, lost or makes another call; the communicator has then ended.
     """
 
     def __init__(self, rank: int, num_ranks: int, generation: int, deadline_s: float) -> None:
         self.rank, self.num_ranks, self.generation = rank, num_ranks, generation
         self.deadline_s = deadline_s
-        """The longest that one call may take; may be changed between calls."""
+        """The longest that one call may take; callers may set it between calls."""
 
     @abstractmethod
     def all_reduce(self, buf: NDArray[Any], op: Op = "sum") -> None:
         """Replace `buf` (n,) on every rank by the elementwise sum, mean, minimum or maximum over ranks, in place.
 
-        `mean` is for floats alone: the sum, divided by num_ranks. A NaN of any rank makes sum, mean, min and max NaN.
-        Each single addition, and the division, is rounded to the buffer's dtype, also for float16 and bfloat16.
+        `mean` is for floats only: the sum, divided by num_ranks. A NaN of any rank makes sum, mean, min and max NaN.
+        Each addition, and the division, is rounded to the buffer's dtype, also for float16 and bfloat16.
         """
 
     def all_reduce_each(self, take: Callable[[], NDArray[Any] | None], done: Callable[[], None]) -> None:
-        """Sum the buffers that `take` gives, one after another, until it gives None; `done` is called for each.
+        """Sum the buffers that `take` returns, one after another, until it returns None; `done` is called for each.
 
-        A backend may begin a buffer before the ones before it are done (so they share no memory), and asks `take` again
-        at `look_again`; `done` comes in their order. Ranks may take the same buffers in other portions, by `all_reduce`
-        too.
+        A backend may begin a buffer before earlier ones are done, so buffers must share no memory; it calls `take`
+        again after `look_again`. `done` is called in the order of the buffers. Ranks may group the same buffers
+        differently, and mix this with `all_reduce`.
         """
         while (buf := take()) is not None:
             self.all_reduce(buf)
             done()
 
-    def look_again(self) -> None:  # noqa: B027 - a backend that begins no buffer early has nobody to tell
-        """Say, from any thread, that `take` of an `all_reduce_each` under way has more to give than before."""
+    def look_again(self) -> None:  # noqa: B027 - a backend that begins no buffer early ignores it
+        """From any thread: `take` of the `all_reduce_each` under way now has another buffer."""
 
     @abstractmethod
     def all_gather_parts(self, buf: NDArray[Any]) -> None:
-        """Give each rank's own part of `buf` (n,), as in `part_of`, to all ranks, in place."""
+        """Send each rank's own part of `buf` (n,), as in `part_of`, to all ranks, in place."""
 
     @abstractmethod
     def broadcast(self, buf: NDArray[Any], root: int = 0) -> None:
@@ -76,26 +76,25 @@ class Communicator(ABC):
     def send(self, buf: NDArray[Any], to: int) -> None:
         """Send `buf` (n,), which may be read-only, to rank `to`, which calls `recv` with equal n and dtype.
 
-        It may wait for that `recv`, and does where `buf` is large: two ranks that first send to each other and then
-        receive wait for each other, as in MPI, until the deadline's error names one to the other. Let one begin with
-        `recv`.
+        It may wait for that `recv`, and does if `buf` is large: two ranks that both send first wait for each other,
+        as in MPI, until the deadline. Let one of them begin with `recv`.
         """
 
     @abstractmethod
     def recv(self, buf: NDArray[Any], source: int) -> None:
-        """Fill `buf` (n,) by what rank `source` sends. Frames between two ranks keep their order."""
+        """Fill `buf` (n,) with what rank `source` sends. Messages between two ranks keep their order."""
 
     @abstractmethod
     def group(self, ranks: Sequence[int]) -> Communicator:
-        """A communicator of these ranks, numbered anew by their place in `ranks`; ValueError if this rank is none.
+        """A communicator of these ranks, numbered by their position in `ranks`; ValueError if this rank is not in it.
 
-        Called by its members alone, in the same order on each. It has a sequence of its own and may be used from
-        another thread at the same time as this one; it ends when this one is closed or aborted.
+        Only its members call this, in the same order on each. Another thread may use the group at the same time as
+        this communicator; the group ends when this one is closed or aborted.
         """
 
     @property
     def on_host(self) -> Communicator:
-        """What takes small arrays of the host in the middle of a step: this one, unless it is for a device's."""
+        """The communicator for small arrays in host memory: this one, unless this one works on a device's memory."""
         return self
 
     @abstractmethod
@@ -104,10 +103,10 @@ class Communicator(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Free what it holds, its groups included. Safe to call twice."""
+        """Release all resources, those of its groups too. Safe to call twice."""
 
     def reduce_scatter(self, buf: NDArray[Any], op: Op = "sum") -> NDArray[Any]:
-        """Reduce as `all_reduce` does, but return this rank's part alone: a view, `part_of(buf, rank)`.
+        """Reduce like `all_reduce`, but return only this rank's part: a view, `part_of(buf, rank)`.
 
         The rest of `buf` (n,) is undefined afterwards.
         """
@@ -135,7 +134,7 @@ class Communicator(ABC):
         self.all_reduce(np.zeros(1, np.uint8), "max")
 
     def allocate(self, size: int, dtype: Any) -> NDArray[Any]:
-        """A flat zeroed buffer (size,) that this backend reduces fastest, 64-byte aligned; any other works too."""
+        """A flat zeroed buffer (size,), 64-byte aligned, of the kind that this backend reduces fastest."""
         dtype = np.dtype(dtype)
         raw = np.zeros(size * dtype.itemsize + ALIGN_BYTES, np.uint8)
         start = -raw.ctypes.data % ALIGN_BYTES
@@ -161,20 +160,20 @@ class Communicator(ABC):
 
 
 def part_bounds(size: int, num_ranks: int) -> list[tuple[int, int]]:
-    """Start and stop of each rank's part of `size` elements: as np.array_split, the first parts one longer."""
+    """Start and stop of each rank's part of `size` elements; like np.array_split, the first parts are one longer."""
     each, longer = divmod(size, num_ranks)
     starts = [rank * each + min(rank, longer) for rank in range(num_ranks + 1)]
     return list(pairwise(starts))
 
 
 def divide_by_ranks(buf: NDArray[Any], num_ranks: int) -> None:
-    """Make a mean of a sum, in place: one rounded division in the buffer's own dtype, the same on every rank."""
+    """Turn a sum into a mean, in place: one rounded division in the buffer's own dtype, the same on every rank."""
     with np.errstate(all="ignore"):
         np.divide(buf, buf.dtype.type(num_ranks), out=buf)
 
 
 def check_buffer(buf: NDArray[Any], op: str = "sum", *, writable: bool = True) -> None:
-    """Raise TypeError or ValueError unless `buf` is what collectives work on in place."""
+    """Raise TypeError or ValueError unless collectives can work on `buf` in place."""
     if not isinstance(buf, np.ndarray) or isinstance(buf, np.ma.MaskedArray):  # a mask would not travel
         raise TypeError(f"a collective needs a numpy array, got {type(buf).__name__}; pass numpy.asarray(it), unmasked")
     if buf.ndim != 1 or not buf.flags.c_contiguous or (writable and not buf.flags.writeable):
@@ -205,8 +204,8 @@ def check_peer(what: str, peer: int, rank: int, num_ranks: int) -> None:
 
 
 def check_group(ranks: Sequence[int], rank: int, num_ranks: int) -> tuple[int, ...]:
-    """The group's ranks; ValueError unless they are different ranks of this communicator, this one among them."""
-    members = tuple(operator.index(member) for member in ranks)  # TypeError for half a rank
+    """The group's ranks; ValueError unless they are distinct ranks of this communicator and include this one."""
+    members = tuple(operator.index(member) for member in ranks)  # TypeError unless they are integers
     for member in members:
         check_rank("group", member, num_ranks)
     if len(set(members)) != len(members) or rank not in members:
@@ -215,7 +214,7 @@ def check_group(ranks: Sequence[int], rank: int, num_ranks: int) -> tuple[int, .
 
 
 class SoloCommunicator(Communicator):
-    """One rank alone; the same checks and the same behaviour after `abort` and `close` as the others."""
+    """The communicator of a single rank, with the same checks and the same behaviour after `abort` and `close`."""
 
     def __init__(self, generation: int = 1, deadline_s: float = CALL_DEADLINE_S) -> None:
         super().__init__(0, 1, generation, deadline_s)

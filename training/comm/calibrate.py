@@ -1,4 +1,4 @@
-"""The three costs of a communicator's links, measured with all ranks at work, the same result on every rank."""
+"""Measures the three costs of a communicator's links, with all ranks at work and the same result on every rank."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from training.comm.base import Communicator
 from training.comm.cost import COUNTS, AlgorithmCosts, LinkCosts
 from training.comm.tcp.communicator import TcpCommunicator
 
-BUDGET_S, INNER_BUDGET_S = 0.4, 0.1  # all ranks, then leaders and, much faster, the ranks of a host: below one second
+BUDGET_S, INNER_BUDGET_S = 0.4, 0.1  # all ranks, then leaders, and the faster ranks of a host: below one second in all
 SMALL_BYTES = 256
 LARGE_BYTES = 1 << 20
-SMALL_CALLS = 8  # ranks leave a barrier one after another: of one small call that would be half of what is timed
-DIGITS = 2  # the tables hardly differ beyond; more would be noise
+SMALL_CALLS = 8  # ranks leave a barrier one after another, which would be half the time of a single small call
+DIGITS = 2  # more would be noise, and hardly change the tables
 MIN_ROUNDS, MAX_ROUNDS = 3, 15
 
 
@@ -35,13 +35,13 @@ def calibrate_tcp(comm: TcpCommunicator, budget_s: float = BUDGET_S) -> Algorith
 def calibrate(comm: Communicator, budget_s: float = BUDGET_S, algorithm: str = "ring") -> LinkCosts:
     """Measure all_reduce on `comm` (two ranks or more) for about `budget_s` seconds at most. A collective.
 
-    alpha from a small buffer, beta from a large one, gamma from additions in memory; of the rounds the median, of the
-    ranks the slowest. All ranks stop after the same round, so they agree on how many there are.
+    alpha from a small buffer, beta from a large one, gamma from additions in memory: the median over rounds, the
+    maximum over ranks. All ranks stop after the same round.
     """
     small, large = (comm.allocate(nbytes // 4, np.float32) for nbytes in (SMALL_BYTES, LARGE_BYTES))
     times: list[tuple[float, float]] = []
     began = time.perf_counter()
-    comm.all_reduce(small)  # the first call of each size pays for what later ones find there
+    comm.all_reduce(small)  # the first call of each size makes its connections and its program
     comm.all_reduce(large)
     elapsed = np.zeros(1)
     while len(times) < MIN_ROUNDS or (len(times) < MAX_ROUNDS and elapsed[0] < budget_s):
@@ -60,7 +60,7 @@ def calibrate(comm: Communicator, budget_s: float = BUDGET_S, algorithm: str = "
 
 
 def slowest(comm: Communicator, costs: LinkCosts | None) -> LinkCosts:
-    """Of each cost the highest that any rank of `comm` has; one rank at least has some. A collective."""
+    """The maximum of each cost over the ranks of `comm`, of which one at least has measured. A collective."""
     found = np.array(list(costs.to_json().values()) if costs else [0.0] * 3)
     comm.all_reduce(found, "max")
     alpha, beta, gamma = found.tolist()

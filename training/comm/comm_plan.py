@@ -1,7 +1,7 @@
-"""What a run freezes of how its ranks talk: a restart must add in the same order, or the last bits of weights differ.
+"""The communication plan that a run freezes: a restart must add in the same order, or the last bits of weights differ.
 
-A plan belongs to a number of ranks, their layout on hosts, and the backend and algorithm that were asked for. The costs
-in it were measured once, at the first start; the table that came out of them is what later starts follow.
+A plan belongs to a number of ranks, their layout on hosts, and the requested backend and algorithm. Its costs were
+measured once, at the first start; later starts follow the table made from them (docs/decisions/043-cost-model.md).
 """
 
 from __future__ import annotations
@@ -36,28 +36,33 @@ BACKENDS = ("tcp", "shm", "hierarchical")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommPlan:
-    """How all_reduce is done at each size between ranks laid out like this."""
+    """The algorithm of all_reduce at each size, for one layout of the ranks."""
 
     layout: Layout
-    """As found, shared memory tried."""
+    """As found, after trying shared memory."""
     backend: str
     """tcp, shm or hierarchical."""
     asked: str
-    """The algorithm asked for; `auto` where the costs chose."""
+    """The requested algorithm; `auto` if the costs chose."""
     table: Table
-    """Algorithm by size of the buffer in bytes; empty for `shm`, which has one way."""
+    """Algorithm by size of the buffer in bytes; empty for `shm`, which has only one."""
     leaders: Table = ()
-    """The same between the hosts' leaders, where the algorithm is `hierarchical`; empty: TCP's own choice by size."""
+    """The same between the hosts' leaders, if the algorithm is `hierarchical`; empty: TCP's own choice by size."""
     flat: AlgorithmCosts | None = None
-    """Between all ranks over TCP, as measured; None where nothing had to be chosen."""
+    """Measured between all ranks over TCP; None if there was no choice."""
     outer: AlgorithmCosts | None = None
-    """Between the hosts' leaders, as measured; None where each rank has a host of its own."""
+    """Measured between the hosts' leaders; None if no two ranks share a host."""
     inner: LinkCosts | None = None
-    """Within hosts, as measured; None where no host has two ranks."""
+    """Measured within hosts; None if no two ranks share a host."""
 
     def choose(self, nbytes: int) -> str:
-        """The algorithm for a buffer of so many bytes; the backend's name where it has one way alone."""
+        """The algorithm for a buffer of this size; the backend's name if it has only one."""
         return look_up(self.table, nbytes) if self.table else self.backend
+
+    def choose_flat(self, nbytes: int) -> str:
+        """As `choose`, for the TCP communicator of all ranks, which does not know two levels."""
+        name = self.choose(nbytes)
+        return default_choice(nbytes) if name == HIERARCHICAL else name
 
     def choose_between_leaders(self, nbytes: int) -> str:
         """The algorithm between the hosts' leaders."""
@@ -65,11 +70,11 @@ class CommPlan:
 
     @property
     def key(self) -> str:
-        """Names what the plan belongs to: equal keys, equal order of sums."""
+        """The plan's identity: equal keys mean the same order of additions."""
         return key_of(self.layout, self.backend, self.asked)
 
     def describe(self) -> str:
-        """The choices in one line."""
+        """The table in one line."""
         if not self.table:
             return "shared memory"
         if len(self.table) == 1:
@@ -119,9 +124,9 @@ class CommPlan:
 
 
 def key_of(layout: Layout, backend: str, asked: str) -> str:
-    """16 hex digits over what a plan belongs to."""
-    told = {"host_of": list(layout.host_of), "backend": backend, "asked": asked}
-    return hashlib.sha256(canonical_bytes(told)).hexdigest()[:16]
+    """16 hex digits over layout, backend and requested algorithm."""
+    identity = {"host_of": list(layout.host_of), "backend": backend, "asked": asked}
+    return hashlib.sha256(canonical_bytes(identity)).hexdigest()[:16]
 
 
 def make_plan(
@@ -132,7 +137,7 @@ def make_plan(
     outer: AlgorithmCosts | None = None,
     inner: LinkCosts | None = None,
 ) -> CommPlan:
-    """The plan that these costs make; none are needed where nothing is to choose."""
+    """The plan for these costs; none are needed if there is no choice."""
     table: Table = ()
     leaders: Table = ()
     if backend == HIERARCHICAL and outer is not None:
@@ -141,7 +146,7 @@ def make_plan(
     if backend != "shm" and asked != "auto":
         table = ((LARGEST_BYTES, asked),)
     elif backend != "shm":
-        # Of equally good ones the first: two levels carry the least between hosts.
+        # Two levels first: of equally fast ones they send the least between hosts.
         names = (HIERARCHICAL, *COUNTS) if backend == HIERARCHICAL else tuple(COUNTS)
 
         def seconds(name: str, nbytes: int) -> float:
@@ -177,7 +182,7 @@ def _table(document: Any, names: Sequence[str], *, where: str) -> Table:
 def _check(right: Any, got: Any, where: str) -> None:
     if not right:
         raise DataError(
-            f"{where} is not what a communication plan holds",
+            f"{where} is not that of a communication plan",
             got=str(got)[:200],
             allowed="what this version of Lockstep wrote",
             next_step="Restore the file from a backup, or start a new run.",

@@ -1,4 +1,4 @@
-"""What an all_reduce costs: T = alpha * messages + beta * bytes + gamma * reduced bytes, along the slowest rank's path.
+"""The cost of an all_reduce: T = alpha * messages + beta * bytes + gamma * reduced bytes, on the slowest rank's path.
 
 The counts are those of Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH"
 (2005), for ring and halving-doubling, and of Sanders, Speck and Traeff, "Two-tree algorithms for full bandwidth
@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
+from training.comm.tcp.algorithms import WHOLE_BYTES
 from training.comm.tcp.schedule import Program
 
-WHOLE_BYTES = 32 << 10  # up to here halving-doubling exchanges whole buffers (training.comm.tcp.communicator)
-PIECE_BYTES = 8 << 20  # of what two levels work on at once; docs/decisions/043-cost-model.md
-EVEN = 1.05  # times closer than this are equal: the model is not better
+PIECE_BYTES = 8 << 20  # of a buffer in two levels; docs/decisions/043-cost-model.md
+EVEN = 1.05  # times closer than this count as equal: the model is not more precise
 SMALLEST_BYTES, LARGEST_BYTES = 64, 1 << 30  # of the sizes for which an algorithm is chosen; powers of two
 
 
@@ -29,21 +29,21 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkCosts:
-    """The three costs of one kind of link, as measured or as assumed."""
+    """The three costs of one kind of link, measured or assumed."""
 
     alpha_s: float
-    """Seconds a message, whatever its size."""
+    """Seconds per message, independent of its size."""
     beta_s_per_byte: float
-    """Seconds a byte on the way from rank to rank."""
+    """Seconds per byte sent from rank to rank."""
     gamma_s_per_byte: float
-    """Seconds a byte added to another."""
+    """Seconds per byte added to another."""
 
     def of(self, algorithm: str) -> LinkCosts:
         """The same for every algorithm."""
         return self
 
     def seconds(self, counts: Counts) -> float:
-        """What this work costs on this link."""
+        """The time of this work on this link."""
         return (
             self.alpha_s * counts.messages
             + self.beta_s_per_byte * counts.bytes
@@ -57,7 +57,7 @@ class LinkCosts:
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmCosts:
-    """The costs of one kind of link for each algorithm: ranks wait for each other otherwise in each."""
+    """The costs of one kind of link for each algorithm, since ranks wait for each other differently in each."""
 
     costs: Mapping[str, LinkCosts]
 
@@ -74,16 +74,16 @@ Links = LinkCosts | AlgorithmCosts
 
 
 def ring(num_ranks: int, nbytes: int) -> Counts:
-    """Reduce-scatter and all-gather round a ring: the fewest bytes, the most messages."""
+    """Reduce-scatter and all-gather on a ring: the fewest bytes, the most messages."""
     hops = num_ranks - 1
     share = nbytes / num_ranks
     return Counts(2 * hops, 2 * hops * share, hops * share)
 
 
 def halving_doubling(num_ranks: int, nbytes: int) -> Counts:
-    """Recursive halving, then doubling, on the largest power of two; the other ranks fold in before and after.
+    """Recursive halving, then doubling, on the largest power of two; the other ranks are folded in.
 
-    Short buffers are exchanged whole at each step: half as many messages.
+    Pairs exchange short buffers whole at each step: half as many messages.
     """
     power = 1 << (num_ranks.bit_length() - 1)
     rounds, share = power.bit_length() - 1, nbytes / power
@@ -92,16 +92,17 @@ def halving_doubling(num_ranks: int, nbytes: int) -> Counts:
         counts = Counts(rounds, rounds * nbytes, rounds * nbytes)
     if power == num_ranks:
         return counts
-    # A long buffer folds in while the first cells are halved already; it is given back whole by the same rank.
+    # Folding in a long buffer overlaps with halving its first cells; the result is sent back whole.
     folded = 2 * nbytes if nbytes <= WHOLE_BYTES else nbytes
     return Counts(counts.messages + 2, counts.bytes + folded, counts.reduced_bytes + nbytes)
 
 
 def double_tree(num_ranks: int, nbytes: int) -> Counts:
-    """Each half of the buffer up and down its own binary tree; an inner node of one tree is a leaf of the other.
+    """Each half of the buffer goes up and down its own binary tree; an inner node of one tree is a leaf of the other.
 
-    The busiest rank sends its half up in both trees and down to two children in one: two buffers. Chunks follow each
-    other, so the way through the tree costs messages. Two ranks have one child at most, three have no node between.
+    The busiest rank sends its half up in both trees and down to two children in one: two buffers. Chunks are
+    pipelined, so the depth of the tree costs messages only. Two ranks have one child at most, three no inner node with
+    a parent.
     """
     depth = (num_ranks - 1).bit_length()
     return Counts(4 * depth, nbytes * min(num_ranks, 4) / 2, nbytes)
@@ -120,20 +121,20 @@ def predict_s(algorithm: str, num_ranks: int, nbytes: int, link: Links) -> float
 
 
 def fastest(num_ranks: int, nbytes: int, link: Links, names: Sequence[str] = tuple(COUNTS)) -> str:
-    """The algorithm that the model expects to be done first; of equal ones the first of `names`."""
+    """The algorithm with the shortest predicted time; of equal ones the first of `names`."""
     return min(names, key=lambda name: predict_s(name, num_ranks, nbytes, link))
 
 
 def pieces_of(nbytes: int) -> int:
-    """Pieces of a buffer that two levels work on at once, each at most PIECE_BYTES, as equal as elements allow."""
+    """The number of pieces in which a buffer goes through two levels, each at most PIECE_BYTES."""
     return max(1, -(-nbytes // PIECE_BYTES))
 
 
 def hierarchical_s(hosts: Sequence[int], nbytes: int, inner: LinkCosts, outer: Links) -> float:
-    """Seconds of an all_reduce within hosts of so many ranks each, between their leaders, and back within the hosts.
+    """Seconds of an all_reduce within hosts of these numbers of ranks, between their leaders, and back.
 
-    The fullest host is the slowest: what it reads and adds is done by one rank a part, as a ring would. While one
-    piece of a large buffer is between the leaders, the hosts work on those before and after it.
+    The host with the most ranks is the slowest: each of its ranks reads and adds one part, as in a ring. While one
+    piece of a large buffer is between the leaders, the hosts work on the pieces before and after it.
     """
     widest, pieces = max(hosts), pieces_of(nbytes)
     piece = -(-nbytes // pieces)
@@ -144,7 +145,7 @@ def hierarchical_s(hosts: Sequence[int], nbytes: int, inner: LinkCosts, outer: L
 
 
 def work_of(programs: Sequence[Program], itemsize: int) -> Counts:
-    """What all ranks together do in one call, counted in their programs: frames, their bytes, bytes reduced."""
+    """The work of all ranks together in one call, counted in their programs: frames, their bytes, bytes reduced."""
     sends = [send for program in programs for send in program.sends]
     receives = [receive for program in programs for receive in program.receives if receive.combine != "copy"]
     return Counts(
@@ -155,13 +156,13 @@ def work_of(programs: Sequence[Program], itemsize: int) -> Counts:
 
 
 Table = tuple[tuple[int, str], ...]
-"""(largest bytes, algorithm) in rising order; the last one also takes everything larger."""
+"""(largest bytes, algorithm) in rising order; the last algorithm also takes all larger sizes."""
 
 
 def table_of(seconds: Callable[[str, int], float], names: Sequence[str]) -> Table:
-    """Which of `names` to take up to which size, by `seconds(name, nbytes)`, at powers of two.
+    """The fastest of `names` for each size, by `seconds(name, nbytes)`, at powers of two.
 
-    Of those that are as good as the best, as far as a model can tell, the first of `names`.
+    Of those within EVEN of the fastest, the first of `names`.
     """
     rows: list[tuple[int, str]] = []
     nbytes = SMALLEST_BYTES

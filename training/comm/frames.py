@@ -10,12 +10,12 @@
     36      4     crc32c      of bytes 0..35 and the payload
     40      ...   payload
 
-The receiver always knows which frame must come next, so all fields are checked against what is expected and
-nothing is allocated by a number read from the wire.
+The receiver always knows which frame must come next. It checks every field against that, and allocates nothing by a
+number from the wire.
 
-Wherever a frame may begin a word may come instead, of a fixed size: `LEFT` (all is well, the rank has closed), `ENDED`
-(it gives up, and says why) or `STALLED` (its deadline has passed; it tells whom it waits for, and wants to hear the
-same). An end of the connection without a word is a death.
+Instead of a frame, a rank may send a word of fixed size: `LEFT` (it has closed, without an error), `ENDED` (it gives
+up, with the reason) or `STALLED` (its deadline has passed; it reports which rank it waits for, and asks the receiver to
+do the same). A connection that ends without a word means that the rank has died.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ KINDS = {
     "all_gather_parts": 5,
     "send": 6,
     "barrier": 7,
-    "all_gather": 8,  # of shared memory; over TCP it is all_gather_parts
+    "all_gather": 8,  # only over shared memory; over TCP it is all_gather_parts
 }
 _OPS = {"": 0, "sum": 1, "max": 2, "mean": 3, "min": 4}
 _DTYPES = {"uint8": 1, "int64": 2, "float32": 3, "float64": 4, "int32": 5, "float16": 6, "bfloat16": 7}
 
 LEFT, ENDED, STALLED = WORDS = (0xFD << 16, 0xFE << 16, 0xFF << 16)
-WORD_BYTES = 512  # payload of such a frame: UTF-8, zeros behind
+WORD_BYTES = 512  # payload of a word: UTF-8, padded with zeros
 
 
 class Expected(NamedTuple):
-    """Fields of the one frame that may come next."""
+    """The fields of the only frame that may come next."""
 
     length: int
     tag: int
@@ -60,19 +60,19 @@ class Expected(NamedTuple):
     call: int = 0
 
     def pack(self) -> bytes:
-        """As they stand in the header."""
+        """The fields in the format of the header."""
         return _FIELDS.pack(*self)
 
 
 @cache
 def tag_of(kind: str, op: str, dtype: np.dtype[Any], root: int = 0) -> int:
-    """The tag of a collective: ranks that call different ones, with another dtype or from another `root` of a broadcast
-    notice at the first frame."""
+    """The tag of a collective, by which ranks notice at the first frame if another one calls another collective, uses
+    another dtype or broadcasts from another `root`."""
     return (root & 255) << 24 | KINDS[kind] << 16 | _OPS[op] << 8 | _DTYPES[dtype.name]
 
 
 def describe_tag(tag: int) -> str:
-    """A tag in words, for errors."""
+    """A tag as text, for errors."""
 
     def name(table: dict[str, int], code: int) -> str:
         return next((key for key, value in table.items() if value == code), f"unknown({code})")
@@ -88,7 +88,7 @@ def pack_header(fields: bytes, payload: NDArray[np.uint8]) -> bytes:
 
 
 def check_header(header: bytes | bytearray, fields: bytes) -> str | None:
-    """None if the packed fields are the expected ones, else what differs, in words (before any payload is read)."""
+    """None if the packed fields are the expected ones, else the difference as text (before any payload is read)."""
     if header.startswith(fields):
         return None
     expected, got = Expected(*_FIELDS.unpack(fields)), Expected(*_FIELDS.unpack_from(header))
@@ -97,19 +97,19 @@ def check_header(header: bytes | bytearray, fields: bytes) -> str | None:
         if mine != theirs:
             if name == "tag":
                 mine, theirs = describe_tag(mine), describe_tag(theirs)
-            return f"{name} {theirs} where {mine} must come"
+            return f"{name} {theirs} instead of {mine}"
     return None
 
 
 def check_payload(header: bytes | bytearray, payload: NDArray[np.uint8]) -> str | None:
-    """None if the checksum is right, else what differs, in words."""
+    """None if the checksum is right, else the difference as text."""
     (stated,) = _CRC.unpack_from(header, _FIELDS.size)
     crc = google_crc32c.extend(google_crc32c.value(bytes(header[: _FIELDS.size])), payload)
     return None if crc == stated else f"checksum {crc:08x} where the frame says {stated:08x}"
 
 
 def pack_word(tag: int, generation: int, sequence: int, text: str) -> bytes:
-    """A whole frame that tells how it stands with a rank."""
+    """A whole frame that reports a rank's state: `tag` is LEFT, ENDED or STALLED."""
     payload = np.zeros(WORD_BYTES, np.uint8)
     data = text.encode()[:WORD_BYTES]
     payload[: len(data)] = np.frombuffer(data, np.uint8)
@@ -129,5 +129,5 @@ def read_word(frame: bytes, generation: int) -> tuple[int, str] | None:
 
 
 def is_word(header: bytes | bytearray) -> bool:
-    """Whether this header says that a word follows."""
+    """Whether this header is that of a word."""
     return int(_FIELDS.unpack_from(header)[1]) in WORDS

@@ -1,8 +1,8 @@
-"""Two levels: within a host by one communicator (shared memory, as a rule), between the hosts' leaders by another.
+"""Two levels: one communicator within each host (usually shared memory), another between the hosts' leaders.
 
-The sums of a host are formed first, then those of the hosts: a fixed order, so results are equal bit for bit on every
-rank and in every run with the same layout. Hosts may have different numbers of ranks. A large buffer goes in pieces:
-while one is between the leaders, the hosts sum the next one and take the one before it back.
+Each host adds its own ranks first, then the leaders add the hosts: a fixed order, so results are equal bit for bit on
+every rank and in every run with the same layout. Hosts may have different numbers of ranks. A large buffer is sent in
+pieces: while one is between the leaders, the hosts sum the next one and distribute the one before it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,15 @@ from training.comm.comm_plan import HIERARCHICAL
 from training.comm.cost import pieces_of
 from training.comm.hosts import Layout
 
-LATER_S = 5.0  # for ranks to come to one call, and to tell each other what they wait for (2.5 s)
+LATER_S = 5.0  # for ranks to reach one call, and to report to each other what they wait for (2.5 s)
+
+
+def _always_hierarchical(nbytes: int) -> str:
+    return HIERARCHICAL
 
 
 class HierarchicalCommunicator(Communicator):
-    """A rank of several hosts. Made by `training.comm.connect`; takes over the communicators it is given."""
+    """A rank in a layout of several hosts. Made by `training.comm.connect`; takes over its communicators."""
 
     def __init__(
         self,
@@ -33,24 +37,24 @@ class HierarchicalCommunicator(Communicator):
         inner: Communicator | None,
         outer: Communicator | None,
         layout: Layout,
-        choose: Callable[[int], str] | None = None,
+        choose: Callable[[int], str] = _always_hierarchical,
     ) -> None:
-        """`flat` joins all ranks, `inner` those of this host (None: this rank alone), `outer` the leaders (None: this
-        rank is none). `choose` names the algorithm for a buffer's bytes; where it is another one, `flat` does it.
+        """`flat` joins all ranks, `inner` those of this host (None: only this rank), `outer` the leaders (None: this
+        rank is not one). `choose` gives the algorithm for a buffer's bytes; `flat` runs any but `hierarchical`.
         """
         self._flat, self._inner, self._outer, self._layout = flat, inner, outer, layout
         super().__init__(flat.rank, flat.num_ranks, flat.generation, flat.deadline_s)
         self._host = layout.host_of[self.rank]
         self._mates = layout.hosts[self._host]
         self._ended: str | None = None
-        self.choose = choose or (lambda nbytes: HIERARCHICAL)
+        self.choose = choose
         self._carrier = ThreadPoolExecutor(1, thread_name_prefix="between-hosts")  # a thread once it is needed
 
     @property
     def deadline_s(self) -> float:
-        """The longest that one call (of a large buffer: one piece) may take on the first level.
+        """The longest that one call (for a large buffer: one piece) may take on the first level.
 
-        On each further level LATER_S more.
+        Each further level adds LATER_S.
         """
         return self._flat.deadline_s
 
@@ -62,12 +66,17 @@ class HierarchicalCommunicator(Communicator):
     def all_reduce(self, buf: NDArray[Any], op: Op = "sum") -> None:
         check_buffer(buf, op)
         if self.choose(buf.nbytes) != HIERARCHICAL:
-            self._whole(lambda: self._flat.all_reduce(buf, op))
+            with self._call():
+                self._flat.all_reduce(buf, op)
             return
         part: Op = "sum" if op == "mean" else op
         bounds = part_bounds(buf.size, pieces_of(buf.nbytes))
         pieces = [buf[start:stop] for start, stop in bounds]
-        self._whole(lambda: self._in_turn(pieces[0], part) if len(pieces) == 1 else self._at_once(pieces, part))
+        with self._call():
+            if len(pieces) == 1:
+                self._in_turn(pieces[0], part)
+            else:
+                self._at_once(pieces, part)
         if op == "mean":
             divide_by_ranks(buf, self.num_ranks)
 
@@ -76,7 +85,7 @@ class HierarchicalCommunicator(Communicator):
         check_rank("broadcast", root, self.num_ranks)
         there = self._layout.host_of[root]
 
-        def run() -> None:
+        with self._call():
             if self._inner is not None and there == self._host:
                 self._inner.broadcast(buf, self._mates.index(root))
             if self._outer is not None:
@@ -85,12 +94,10 @@ class HierarchicalCommunicator(Communicator):
             if there != self._host:
                 self._back(buf)
 
-        self._whole(run)
-
     def all_gather_parts(self, buf: NDArray[Any]) -> None:
         check_buffer(buf)
 
-        def run() -> None:
+        with self._call():
             if self._inner is not None:
                 mine = self._inner.all_gather_ragged(self.part_of(buf, self.rank))
                 for mate, part in zip(self._mates, mine, strict=True):
@@ -109,20 +116,20 @@ class HierarchicalCommunicator(Communicator):
                         start += target.size
             self._back(buf)
 
-        self._whole(run)
-
     def send(self, buf: NDArray[Any], to: int) -> None:
         check_buffer(buf, writable=False)
         check_peer("send", to, self.rank, self.num_ranks)
-        self._whole(lambda: self._flat.send(buf, to))
+        with self._call():
+            self._flat.send(buf, to)
 
     def recv(self, buf: NDArray[Any], source: int) -> None:
         check_buffer(buf)
         check_peer("recv", source, self.rank, self.num_ranks)
-        self._whole(lambda: self._flat.recv(buf, source))
+        with self._call():
+            self._flat.recv(buf, source)
 
     def group(self, ranks: Sequence[int]) -> Communicator:
-        """As the interface says: shared memory where all members are on this host, else TCP between all of them."""
+        """A group of ranks: over shared memory if all members are on this host, else over TCP."""
         if self._inner is not None and len(ranks) > 1 and all(rank in self._mates for rank in ranks):
             return self._inner.group([self._mates.index(rank) for rank in ranks])
         return self._flat.group(ranks)
@@ -151,7 +158,7 @@ class HierarchicalCommunicator(Communicator):
         self._back(buf)
 
     def _at_once(self, pieces: Sequence[NDArray[Any]], op: Op) -> None:
-        """The calls within a host in one order on all of its ranks, those between leaders beside them."""
+        """Calls within a host have one order on all of its ranks; those between leaders run at the same time."""
         carried: list[Future[None]] = []
         try:
             for number, piece in enumerate(pieces):
@@ -165,7 +172,7 @@ class HierarchicalCommunicator(Communicator):
             self._back(pieces[-1])
         except BaseException as error:
             self._end(error)
-            wait(carried)  # nobody writes into the buffer after this call
+            wait(carried)  # nothing may write into the buffer after this call
             raise
 
     def _between(self, buf: NDArray[Any], op: Op) -> None:
@@ -175,14 +182,14 @@ class HierarchicalCommunicator(Communicator):
                 self._outer.all_reduce(buf, op)
 
     def _back(self, buf: NDArray[Any]) -> None:
-        """From the leader to its host."""
+        """Send the result from the leader to the ranks of its host."""
         if self._inner is not None:
             with self._patient(self._inner, 2):
                 self._inner.broadcast(buf, 0)
 
     @contextmanager
     def _patient(self, level: Communicator, steps: int) -> Iterator[None]:
-        """Wait longer than those who are waited for, who tell whom they wait for; or they would be named instead."""
+        """Wait longer than the ranks this level waits for: their error names the cause, and must come first."""
         level.deadline_s = self.deadline_s + steps * LATER_S
         try:
             yield
@@ -190,30 +197,31 @@ class HierarchicalCommunicator(Communicator):
             level.deadline_s = self.deadline_s
 
     def _check_size(self, ranks: Sequence[int], size: int, expected: int) -> None:
-        """Parts of buffers of other sizes would land in wrong places, or be spread over them, without a word."""
+        """Parts of buffers of different sizes would be copied to wrong positions without an error."""
         if size != expected:
             raise CommunicationError(
                 f"rank {self.rank}: ranks {tuple(ranks)} gather the parts of a buffer of another size",
-                got=f"{size} elements of theirs",
-                allowed=f"{expected} elements, as this rank's buffer has",
+                got=f"{size} elements from them",
+                allowed=f"{expected} elements, as in this rank's buffer",
                 next_step="Give buffers of equal size on every rank.",
             )
 
     def _levels(self) -> list[Communicator]:
         return [level for level in (self._inner, self._outer, self._flat) if level is not None]
 
-    def _whole(self, run: Callable[[], None]) -> None:
-        """A level that fails ends the others, so that ranks which wait on those are told as well."""
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """A level that fails ends the others, so that the ranks that wait on those learn it too."""
         if self._ended is not None:
             raise CommunicationError(
                 f"rank {self.rank}: the communicator has ended: {self._ended}", next_step="Start the rank again."
             )
         try:
-            run()
-        except BaseException as error:  # an interrupt too: half a collective cannot be mended
+            yield
+        except BaseException as error:  # an interrupt too: half a collective cannot be repaired
             self._end(error)
             raise
 
     def _end(self, error: BaseException) -> None:
         what = error.what if isinstance(error, CommunicationError) else f"{type(error).__name__}: {error}"
-        self.abort(what.removeprefix(f"rank {self.rank}: "))  # each level says who speaks
+        self.abort(what.removeprefix(f"rank {self.rank}: "))  # each level adds the rank again

@@ -1,4 +1,4 @@
-"""Which address of this host the other ranks shall use, and which network may carry what cannot be authenticated."""
+"""Hosts: the address that other ranks use for this one, trusted networks, and which ranks share a host."""
 
 from __future__ import annotations
 
@@ -18,23 +18,22 @@ Addresses = Mapping[str, Sequence[str]]
 
 
 def route_address(control: tuple[str, int]) -> str:
-    """The address of this host from which the driver's control server is reached; nothing is sent.
+    """The address of this host on its route to the driver's control server; nothing is sent.
 
-    Every rank has a way to the driver, so this network is one that all ranks share. It is the loopback address where
-    the driver is on this host alone. A host's own name may stand for another network or for 127.0.1.1: it is not asked.
-    Raises OSError where there is no way to `control`.
+    Every rank has a route to the driver, so all ranks share this network. It is the loopback address if the driver
+    listens on this host only. The host's own name is not used, since it may resolve to another network or to 127.0.1.1.
+    Raises OSError if there is no route to `control`.
     """
     family, kind, protocol, _, address = socket.getaddrinfo(*control, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)  # of a datagram socket: only chooses the route
+        probe.connect(address)  # on a datagram socket this only chooses the route
         return str(probe.getsockname()[0])
 
 
 def trusted_address(trust_network: str, interfaces: Addresses | None = None) -> str:
     """The address of the interface that --trust-network names, or of the one in that network (10.1.0.0/16).
 
-    Loopback comes last and IPv4 before IPv6; link-local addresses do not count. Raises ConfigError listing the
-    interfaces there are.
+    It prefers IPv4 and avoids loopback; link-local addresses do not count. Raises ConfigError listing the interfaces.
     """
     found = local_addresses() if interfaces is None else interfaces
     try:
@@ -52,17 +51,18 @@ def trusted_address(trust_network: str, interfaces: Addresses | None = None) -> 
 
 
 def require_trust(trust_network: str | None, backend: str) -> str:
-    """The address that an unauthenticated `backend` shall use; raises ConfigError where no network is trusted.
+    """The address that an unauthenticated `backend` uses; raises ConfigError if no network is trusted.
 
-    Who can reach a port of TensorFlow's gRPC or of NCCL can read and change gradients: neither proves who speaks.
+    Any host that can reach a port of TensorFlow's gRPC or of NCCL can read and change gradients: neither
+    authenticates its peers.
     """
     if trust_network is None:
         raise ConfigError(
-            f"the {backend} backend cannot tell a rank from a stranger",
+            f"the {backend} backend does not authenticate its peers",
             got=f"backend {backend} without --trust-network",
             allowed="a network that only ranks can reach, named by its interface",
             next_step="Give --trust-network IFACE (such as eth1, or 10.1.0.0/16), or leave --backend to auto. "
-            f"Here are: {_listed(local_addresses())}.",
+            f"This host has: {_listed(local_addresses())}.",
         )
     return trusted_address(trust_network)
 
@@ -95,12 +95,12 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def host_identity() -> str:
-    """A text that is equal for two processes only where a Unix socket between them can pass memory.
+    """A text that is equal for two processes only if a Unix socket between them can pass memory.
 
-    The kernel's boot id tells hosts apart whatever their names are; the network namespace tells containers (and tests)
-    apart that share a kernel and cannot reach each other's sockets; memory is lent to processes of the same user alone.
-    Empty where the system does not tell: such a rank shares its host with nobody. That memory really can be shared is
-    tried afterwards; this only says who tries.
+    The kernel's boot id distinguishes hosts, whatever their names; the network namespace distinguishes containers (and
+    tests) that share a kernel but cannot reach each other's sockets; only processes of one user share memory. Empty if
+    the system does not provide these: such a rank then shares memory with no other. Ranks with equal identities still
+    try whether they can share memory.
     """
     try:
         network = os.stat("/proc/self/ns/net")
@@ -111,7 +111,7 @@ def host_identity() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where each rank is: `host_of[r]` numbers the host of rank r, in order of the hosts' first ranks."""
+    """The host of each rank: `host_of[r]` is the number of rank r's host, in order of the hosts' first ranks."""
 
     host_of: tuple[int, ...]
 
@@ -128,7 +128,7 @@ class Layout:
 
     @classmethod
     def apart(cls, num_ranks: int) -> Layout:
-        """No two ranks share memory."""
+        """A layout in which no two ranks share memory."""
         return cls(tuple(range(num_ranks)))
 
     @property

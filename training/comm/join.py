@@ -1,4 +1,4 @@
-"""Joining the ranks: TCP first, then who shares a host, whether memory can be shared there, and which plan holds."""
+"""Joins the ranks: over TCP first, then by shared memory where ranks share a host, with a plan of the algorithms."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from training.comm.cost import COUNTS, AlgorithmCosts
 from training.comm.hierarchical import HierarchicalCommunicator
 from training.comm.hosts import Layout, agree_on_layout
 from training.comm.options import CommOptions
-from training.comm.tcp.algorithms import default_choice
 from training.comm.tcp.communicator import TcpCommunicator
 
 Share = Callable[[Communicator, Sequence[int], float], Communicator]
-"""Shared memory between the ranks of a communicator on one host, their ranks among all, joined within so many seconds.
-Raises CommunicationError where memory cannot be shared."""
-SHARE_S = 20.0  # for the ranks of a host, which are all there already
+"""(ranks of one host, their ranks among all, seconds to join) -> their shared memory.
+Raises CommunicationError if memory cannot be shared."""
+SHARE_S = 20.0  # for the ranks of a host, which have all connected before
 
 
 class Joined(NamedTuple):
@@ -29,16 +28,16 @@ class Joined(NamedTuple):
 
     communicator: Communicator
     plan: CommPlan | None
-    """None for one rank, and for a backend that has no choices of ours."""
+    """None for one rank, and for a backend whose algorithms we do not choose."""
     calibrated: bool
-    """Whether the plan was made now, and none of `options.plans` followed."""
+    """Whether the plan was made now, because none of `options.plans` fits."""
 
 
 def join_ranks(flat: TcpCommunicator, share: Share | None, identity: str, options: CommOptions, until: float) -> Joined:
-    """From a TCP communicator of all ranks to the one that fits where they are. A collective.
+    """Replace a TCP communicator of all ranks by the one that fits their hosts. A collective.
 
-    Takes over `flat`, which is closed where it is not needed any more. `until` is a monotonic time. Raises ConfigError,
-    on every rank alike, where `options` force what cannot be had here.
+    Takes over `flat`, and closes it if it is no longer needed. `until` is a monotonic time. Raises ConfigError on every
+    rank if `options` force a backend that is not available here.
     """
     found = agree_on_layout(flat, identity)
     backend, why = _wanted(options, found)
@@ -49,34 +48,34 @@ def join_ranks(flat: TcpCommunicator, share: Share | None, identity: str, option
             layout = found
         elif options.backend == "shm":
             raise ConfigError(
-                "shared memory cannot be had between these ranks",
+                "these ranks cannot share memory",
                 got=failure,
                 allowed="memfd and Unix sockets between all ranks of a host",
-                next_step="Leave --backend to auto, which then takes TCP, or mend what is told above.",
+                next_step="Use --backend auto, which then takes TCP, or remove the cause named above.",
             )
         elif backend == HIERARCHICAL and HIERARCHICAL in (options.backend, options.algorithm):
-            layout, why = found, f"asked for; TCP within hosts, since shared memory cannot be had: {failure}"
+            layout, why = found, f"requested; TCP within hosts, since shared memory is not available: {failure}"
             mates = _mates(found, flat.rank)
             inner = flat.group(mates) if len(mates) > 1 else None
         else:
-            backend, why = "tcp", f"shared memory cannot be had: {failure}"
+            backend, why = "tcp", f"shared memory is not available: {failure}"
     outer: Communicator | None = None
     if backend == HIERARCHICAL:
         leaders = [ranks[0] for ranks in layout.hosts]
         outer = flat.group(leaders) if flat.rank in leaders else None
     try:
         for level in (inner, outer):
-            if isinstance(level, TcpCommunicator):  # now: who waits for a first call hears of no end elsewhere
+            if isinstance(level, TcpCommunicator):  # now: before its first call a rank would not notice another's end
                 level.connect_neighbours(max(1.0, until - time.monotonic()))
         plan, calibrated = _plan(flat, inner, outer, layout, backend, options)
     except BaseException:
         if inner is not None:
-            inner.close()  # the others end with `flat`, of which they are groups
+            inner.close()  # the others are groups of `flat`, and end with it
         raise
     if flat.rank == 0:
-        came = "calibrated now" if calibrated else "as frozen before" if options.plans else "nothing to measure"
+        origin = "calibrated now" if calibrated else "as frozen before" if options.plans else "nothing to measure"
         print(
-            f"ranks talk by {plan.describe()} ({came}): backend {backend}, {found}; {why}",
+            f"ranks talk by {plan.describe()} ({origin}): backend {backend}, {found}; {why}",
             file=sys.stderr,
             flush=True,
         )
@@ -87,8 +86,8 @@ def join_ranks(flat: TcpCommunicator, share: Share | None, identity: str, option
         flat.close()
     elif backend == HIERARCHICAL:
         comm = HierarchicalCommunicator(flat, inner, outer, layout, plan.choose)
-        # The flat one is asked where the plan names another algorithm, and by groups of ranks across hosts.
-        flat.choose = lambda nbytes: _flat_choice(plan.choose(nbytes), nbytes)
+        # The flat one serves sizes for which the plan names another algorithm, and groups of ranks across hosts.
+        flat.choose = plan.choose_flat
         if isinstance(outer, TcpCommunicator):
             outer.choose = plan.choose_between_leaders
     else:
@@ -96,25 +95,21 @@ def join_ranks(flat: TcpCommunicator, share: Share | None, identity: str, option
     return Joined(comm, plan, calibrated)
 
 
-def _flat_choice(name: str, nbytes: int) -> str:
-    return default_choice(nbytes) if name == HIERARCHICAL else name
-
-
 def _wanted(options: CommOptions, found: Layout) -> tuple[str, str]:
-    """(backend, why) before shared memory has been tried."""
+    """(backend, reason) before shared memory has been tried."""
     shared = max(found.sizes) > 1
     several = len(found.sizes) > 1
     if options.backend == "tcp":
-        return "tcp", "asked for"
+        return "tcp", "requested"
     if options.algorithm not in ("auto", HIERARCHICAL):
         return "tcp", f"{options.algorithm} is an algorithm between TCP connections"
     if HIERARCHICAL in (options.backend, options.algorithm):
         if shared and several:
-            return HIERARCHICAL, "asked for"
+            return HIERARCHICAL, "requested"
         raise _impossible(HIERARCHICAL, found, "several hosts, one of them with several ranks")
     if options.backend == "shm":
         if not several:
-            return "shm", "asked for"
+            return "shm", "requested"
         raise _impossible("shm", found, "all ranks on one host")
     if not several:
         return "shm", "all ranks share a host"
@@ -125,21 +120,21 @@ def _wanted(options: CommOptions, found: Layout) -> tuple[str, str]:
 
 def _impossible(name: str, found: Layout, allowed: str) -> ConfigError:
     return ConfigError(
-        f"`{name}` does not fit where the ranks are",
+        f"`{name}` does not fit the ranks' hosts",
         got=f"{found}",
         allowed=f"{allowed}, in one network namespace a host",
-        next_step="Leave --backend and --algorithm to auto, or start the ranks elsewhere.",
+        next_step="Set backend and algorithm to `auto`, or start the ranks on other hosts.",
     )
 
 
 def _shared(
     flat: Communicator, found: Layout, share: Share | None, until: float
 ) -> tuple[Communicator | None, str | None]:
-    """(this host's shared memory or None, why it cannot be had or None), the same reason on every rank."""
+    """(this host's shared memory or None, the reason why there is none or None); every rank gets the same reason."""
     mates, inner, reason = _mates(found, flat.rank), None, ""
     if len(mates) > 1:
         if share is None:
-            reason = "this system has none"
+            reason = "this system has no shared memory"
         else:
             group = flat.group(mates)
             try:
@@ -149,7 +144,7 @@ def _shared(
             finally:
                 group.close()
     reasons = [data.decode() for data in flat.all_gather_bytes(reason.encode())]
-    failed = next(((rank, told) for rank, told in enumerate(reasons) if told), None)
+    failed = next(((rank, reason) for rank, reason in enumerate(reasons) if reason), None)
     if failed is None:
         return inner, None
     if inner is not None:

@@ -1,4 +1,4 @@
-"""How the ranks of a launch shall talk to each other: backend, algorithm, and what a run has frozen of it."""
+"""How the ranks of a launch communicate: backend, algorithm, and the plans that a run has frozen."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from lockstep.storage.errors import ConfigError
 from training.comm.hosts import require_trust
 
 Backend = Literal["auto", "tcp", "shm", "hierarchical", "tensorflow", "nccl"]
-UNAUTHENTICATED = ("tensorflow", "nccl")  # backends whose traffic proves nothing of who speaks
+UNAUTHENTICATED = ("tensorflow", "nccl")  # backends whose traffic does not prove the sender's identity
 Algorithm = Literal["auto", "ring", "halving-doubling", "double-tree", "hierarchical"]
 ALGORITHMS_OF: dict[str, tuple[str, ...]] = {
     "auto": get_args(Algorithm),
     "tcp": ("auto", "ring", "halving-doubling", "double-tree"),
     "hierarchical": ("auto", "hierarchical"),
 }
-"""The others have their own way, so `auto` alone."""
+"""The other backends have one algorithm, so only `auto`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommOptions:
-    """What `training.comm.connect` is told; the default lets it choose."""
+    """Options of `training.comm.connect`; by default it chooses."""
 
     backend: Backend = "auto"
-    """`auto`: shared memory where all ranks share a host, both where some do, else TCP; the others force one."""
+    """`auto`: shared memory if all ranks share a host, both if some do, else TCP; any other value forces one."""
     algorithm: Algorithm = "auto"
-    """Of all_reduce: `auto` chooses by size from the cost model; the others force one."""
+    """Of all_reduce: `auto` chooses by size from the cost model; any other value forces one."""
     trust_network: str | None = None
-    """Interface whose network may carry what cannot be authenticated (gRPC, NCCL); None: none may."""
+    """Interface whose network may carry unauthenticated traffic (gRPC, NCCL); None: no network may."""
     plans: Sequence[Mapping[str, Any]] = ()
-    """What earlier starts froze for this number of ranks (CommPlan as JSON); without one that fits: calibrate."""
+    """Plans that earlier starts froze for this number of ranks (CommPlan as JSON); if none fits, ranks calibrate."""
 
     def __post_init__(self) -> None:
         self._check("backend", self.backend in get_args(Backend), " | ".join(get_args(Backend)))
@@ -42,7 +42,7 @@ class CommOptions:
                 f"backend `{self.backend}` has no algorithm `{self.algorithm}`",
                 got=f"backend = {self.backend!r}, algorithm = {self.algorithm!r}",
                 allowed="; ".join(f"{name}: {' | '.join(each)}" for name, each in ALGORITHMS_OF.items()),
-                next_step="Leave one of --backend and --algorithm to auto.",
+                next_step="Set the backend or the algorithm to `auto`.",
             )
         if self.backend in UNAUTHENTICATED and self.trust_network is None:
             require_trust(None, self.backend)
@@ -50,7 +50,7 @@ class CommOptions:
     def _check(self, name: str, right: bool, allowed: str) -> None:
         if not right:
             raise ConfigError(
-                f"the communicator's `{name}` cannot be right",
+                f"invalid `{name}` of the communicator",
                 got=f"{name} = {getattr(self, name)!r}",
                 allowed=allowed,
                 next_step=f"Correct --{name.replace('_', '-')}.",
@@ -66,9 +66,9 @@ class CommOptions:
         known = {field.name for field in fields(cls)}
         if strange := sorted(document.keys() - known):
             raise ConfigError(
-                "the communicator's options do not fit this version",
+                "the communicator's options are not those of this version",
                 got=", ".join(strange),
                 allowed=", ".join(sorted(known)),
-                next_step="Ship one version to the driver and the executors.",
+                next_step="Install one version on the driver and the executors.",
             )
         return cls(**document)

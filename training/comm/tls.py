@@ -1,8 +1,8 @@
 """TLS 1.3 between ranks on different hosts, with certificates that the driver makes for one launch.
 
-The driver is the certificate authority of one launch: it makes a key, signs one certificate a rank and forgets the
-key. A certificate names its rank and generation, so a rank can prove to be no other one; both sides show theirs. The
-challenge and response of `training.comm.auth` runs inside, since a certificate alone says nothing of who may join.
+The driver is the certificate authority of one launch: it makes a key, signs one certificate per rank and discards the
+key. A certificate names its rank and generation, so no rank can pass for another; both sides show theirs. The handshake
+of `training.comm.auth` runs inside, since a certificate does not prove the generation's key.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from dataclasses import asdict, dataclass, field
 
 from training.comm.auth import DrivenOutError, HandshakeError
 
-VALID_DAYS = 7  # ranks join within minutes; groups of them may be made later in a long run
-SKEW_MINUTES = 60  # by which clocks of hosts may differ
+VALID_DAYS = 7  # ranks join within minutes, but a long run may make groups of them later
+SKEW_MINUTES = 60  # the most by which hosts' clocks may differ
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What one rank shows and checks others by: PEM texts. It goes where the generation's key goes and nowhere else."""
+    """One rank's PEM texts. They are sent only to where the generation's key is sent."""
 
     authority: str = field(repr=False)
     """Certificate of the launch's authority."""
@@ -47,9 +47,9 @@ class Credentials:
 def issue(generation: int, num_ranks: int) -> list[Credentials]:
     """Make an authority and sign one certificate for each rank of a launch; the authority's key is not kept.
 
-    ECDSA over P-256, valid for VALID_DAYS. Some milliseconds a rank.
+    ECDSA over P-256, valid for VALID_DAYS. Takes a few milliseconds per rank.
     """
-    # Only the driver needs this package: importing the communicator must not cost it.
+    # Only the driver needs this package; ranks do not load it.
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -124,8 +124,8 @@ def name_of(rank: int, generation: int) -> str:
 def leaves_host(sock: socket.socket) -> bool:
     """Whether a TCP connection goes to another host: its two ends then have different addresses.
 
-    Both sides see the same pair, so both decide alike; a packet from outside that bears a local source address is
-    dropped by the kernel. (Behind address translation the sides may differ: then the handshake fails, never a secret.)
+    Both sides see the same pair, so both decide alike; the kernel drops packets from outside with a local source
+    address. (Behind address translation the sides may decide differently: then the handshake fails, and nothing leaks.)
     """
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
         return False
@@ -139,10 +139,10 @@ class Tls:
         self._generation = generation
         self._calling = _context(ssl.PROTOCOL_TLS_CLIENT, credentials)
         self._listening = _context(ssl.PROTOCOL_TLS_SERVER, credentials)
-        self._listening.num_tickets = 0  # nobody comes back, and a caller that never reads would keep them
+        self._listening.num_tickets = 0  # no session is resumed, and a caller that never reads would block on them
 
     def call(self, sock: socket.socket, peer: int, until: float) -> socket.socket:
-        """The caller's side: returns the wrapped socket, or `sock` itself where it stays on this host.
+        """The caller's side: returns the wrapped socket, or `sock` itself if the peer is on this host.
 
         Raises HandshakeError unless the listener's certificate is that of rank `peer`, before monotonic `until`.
         """
@@ -152,7 +152,7 @@ class Tls:
         return _shake(self._calling.wrap_socket(sock, server_hostname=name, do_handshake_on_connect=False), until)
 
     def answer(self, sock: socket.socket, until: float) -> socket.socket:
-        """The listener's side; who calls is checked by `check_caller`, once the caller has said which rank it is."""
+        """The listener's side; `check_caller` checks the caller once it has sent its rank."""
         if not leaves_host(sock):
             return sock
         return _shake(self._listening.wrap_socket(sock, server_side=True, do_handshake_on_connect=False), until)
@@ -179,7 +179,7 @@ def _context(protocol: int, credentials: Credentials) -> ssl.SSLContext:
 
 @contextmanager
 def _as_file(text: str) -> Iterator[str]:
-    """A path to `text` for ssl, which takes a private key from a file alone: in memory where the system can."""
+    """A path to `text`, in memory where the system can: ssl reads a private key only from a file."""
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("lockstep-certificate", os.MFD_CLOEXEC)
         try:

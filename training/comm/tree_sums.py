@@ -1,9 +1,9 @@
 """Sums over ranks in the order of a binary tree over their numbers: ((0 + 1) + (2 + 3)) + ..., at any size of buffer.
 
-Other algorithms add in orders of their own, which depend on the number of ranks: they cannot go on with a tree that
-each rank has begun. Here a rank meets at each level the one rank that differs from it in one bit; of two ranks every
-algorithm forms the same sum, since a + b = b + a. Halves and quarters travel, as in recursive halving and doubling
-(Thakur, Rabenseifner and Gropp, 2005), with neighbours first.
+The order of other algorithms depends on the number of ranks, so they cannot continue a tree that each rank has begun.
+Here each rank forms a pair, at each level, with the rank whose number differs in one bit; of two ranks every algorithm
+forms the same sum, since a + b = b + a. Pairs exchange halves, then quarters, as in recursive halving and doubling
+(Thakur, Rabenseifner and Gropp, 2005), neighbours first. docs/decisions/080-canonical-sums.md has the reasons.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from numpy.typing import NDArray
 from lockstep.storage.errors import ConfigError
 from training.comm.base import Communicator, Op, check_buffer
 
-WHOLE_BYTES = 64 << 10  # up to here a pair sums whole buffers: half as many messages
+PAIR_BYTES = 64 << 10  # up to here a pair sums whole buffers: half as many messages
 
 
 class TreeSums(Communicator):
-    """A communicator over that of all ranks whose `sum` follows the tree; all else is the other's own.
+    """Wraps the communicator of all ranks: `sum` follows the tree, all other calls are passed on.
 
-    Its first sum makes groups, which is a collective. Raises ConfigError for a number of ranks that is no power of two.
+    Its first sum makes groups, which is a collective. Raises ConfigError unless the number of ranks is a power of two.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         rank, ranks = communicator.rank, communicator.num_ranks
         if ranks & (ranks - 1) or communicator.on_host is not communicator:
             raise ConfigError(
-                "these ranks cannot add in a binary tree",
+                "these ranks cannot add in the order of a binary tree",
                 got=f"{ranks} ranks over {type(communicator).__name__}",
-                allowed="a power of two of them, over TCP or shared memory",
+                allowed="1, 2, 4, 8, ... ranks, over TCP or shared memory",
                 next_step="Use another --num-ranks, and --backend auto.",
             )
         self._all = communicator
@@ -40,7 +40,7 @@ class TreeSums(Communicator):
 
     @property
     def deadline_s(self) -> float:
-        """Of the communicator below, for each of a call's steps."""
+        """That of the wrapped communicator, for each step of a call."""
         return self._all.deadline_s
 
     @deadline_s.setter
@@ -69,7 +69,7 @@ class TreeSums(Communicator):
         if level == len(self._pairs):
             return
         pair = self._pairs[level]
-        if buf.nbytes <= WHOLE_BYTES or level + 1 == len(self._pairs):
+        if buf.nbytes <= PAIR_BYTES or level + 1 == len(self._pairs):
             pair.all_reduce(buf)
             self._sum(buf, level + 1)
         else:

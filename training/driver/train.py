@@ -47,7 +47,6 @@ def task_of(
     """The task of the generation that `claim` names; the communication plans that are frozen by now go with it."""
     options = CommOptions(
         backend=config.backend,
-        algorithm=config.algorithm,
         trust_network=config.trust_network,
         plans=read_plans(fs, paths, config.num_ranks),
     )

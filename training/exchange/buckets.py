@@ -1,8 +1,8 @@
-"""Where each gradient lies in the flat buffers that are reduced.
+"""The layout of gradients in the flat buffers that are reduced.
 
-Tensors are taken in reverse order of the variables, since backpropagation has the last layers' gradients first, and
-are filled into buckets of about 4 MiB, one dtype each. What every step shares (statistics, loss, control word) follows
-in the last bucket, so it costs no message of its own.
+Buckets of about 4 MiB, one dtype each, take the tensors in reverse order of the variables, since backpropagation
+produces the last layers' gradients first. Statistics, loss and control words follow in the last bucket, so they need no
+message of their own.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 
 from lockstep.storage.kernels.jit import kernels
 
-BUCKET_BYTES = 4 << 20  # facts of the exchange on one core a rank: 4 MiB buckets 925 samples/s, one bucket 855
-ALIGN_BYTES = 64  # TensorFlow takes an array without a copy only where it begins at a multiple of this
+BUCKET_BYTES = 4 << 20  # measured with one core a rank: 4 MiB buckets 925 samples/s, one bucket 855
+ALIGN_BYTES = 64  # TensorFlow takes an array without a copy only if it begins at a multiple of this
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One tensor's place: elements start..start + size - 1 of bucket `bucket`."""
+    """One tensor's range: elements start..start + size - 1 of bucket `bucket`."""
 
     bucket: int
     start: int
@@ -35,7 +35,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The buckets of one model; equal on every rank, since it comes from shapes and dtypes alone."""
+    """The buckets of one model; equal on every rank, since it depends only on shapes and dtypes."""
 
     dtypes: tuple[np.dtype[Any], ...]
     """Of each bucket."""
@@ -50,11 +50,11 @@ class Layout:
 
     @property
     def first_tail(self) -> int:
-        """The first bucket that holds more than gradients, so that it can leave only at the end of the step."""
+        """The first bucket that holds more than gradients, so that it can be sent only at the end of the step."""
         return min([self.control.bucket, *(slot.bucket for slot in self.statistics)])
 
     def posted(self, bucket: int) -> list[int]:
-        """Numbers of the gradients in a bucket, in the order of their places."""
+        """Numbers of the gradients in a bucket, in the order of their positions."""
         found = [i for i, slot in enumerate(self.gradients) if slot.bucket == bucket]
         return sorted(found, key=lambda i: self.gradients[i].start)
 
@@ -82,7 +82,7 @@ def lay_out(
 
     placed = [place(shape, dtype, grow=False) for shape, dtype in reversed(gradients)]
     statistic_slots = tuple(place(shape, dtype, grow=True) for shape, dtype in statistics)
-    # Never in two bytes: the loss would lose its digits.
+    # Never a dtype of two bytes: the loss would lose digits.
     wide = dtypes[-1] if dtypes and dtypes[-1].itemsize >= 4 else np.dtype(np.float32)
     control = place((control_words,), wide, grow=True)
     return Layout(tuple(dtypes), tuple(sizes), tuple(reversed(placed)), statistic_slots, control)
@@ -115,8 +115,8 @@ def _judge(bits: Any, mask: Any) -> Any:
 def copy_scaled(source: Array, factor: float, out: Array, num_ranks: int) -> bool:
     """Set flat `out` (n,) to flat `source` (n,) of the same float dtype, times `factor`.
 
-    7.4 ms for 92 MB of float32, where NumPy's product alone takes 7.8 ms and a look at the sums 3.7 ms more (AMD EPYC,
-    one core, medians of 9). Returns whether no sum over `num_ranks` ranks that all get True can be anything but finite.
+    7.4 ms for 92 MB of float32; NumPy's product takes 7.8 ms, and a check of the sums 3.7 ms more (AMD EPYC, one core,
+    medians of 9). Returns whether the sum is certainly finite, if all `num_ranks` ranks return True.
     """
     if not source.size:
         return True
@@ -144,7 +144,7 @@ def all_finite(flat: Array) -> bool:
 
 
 def _wide(values: Array, factor: float) -> Any:
-    """The factor in four bytes at least: bfloat16 would make a factor of 1 / 3 wrong by 0.2 % for all values alike."""
+    """The factor in at least four bytes: in bfloat16 a factor of 1 / 3 would be wrong by 0.2 % for all values."""
     return np.result_type(values.dtype, np.float32).type(factor)
 
 
@@ -157,6 +157,6 @@ def _bits(flat: Array) -> tuple[Array, Any]:
 def _least_unsafe(dtype: np.dtype[Any], factor: float, num_ranks: int) -> int:
     """Bits of the least number whose sums might be infinite; half of what the dtype holds, as sums are rounded."""
     info = np.finfo(dtype)
-    # A factor of 0 makes a NaN of infinity, so that even then nothing but numbers is safe.
+    # A factor of 0 turns infinity into NaN, so infinity is unsafe even then.
     least = min(float(info.max), float(info.max) / 2 / max(factor * num_ranks, float(info.tiny)))
     return int(np.array(least, dtype).view(_SIGNLESS[dtype.itemsize].dtype))

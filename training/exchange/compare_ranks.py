@@ -1,4 +1,4 @@
-"""Before the first exchange: all ranks must be about to sum the same tensors in the same order."""
+"""Comparisons between ranks: versions, data and tensors at the start, weights during the run."""
 
 from __future__ import annotations
 
@@ -23,41 +23,50 @@ _LAYER = re.compile(r"([\w.-]+?)(?:_([0-9]+))?(?=/)")  # a part of a path, with 
 log = logging.getLogger(__name__)
 
 
-def compare(communicator: Communicator, tensors: Sequence[str]) -> None:
-    """Raise ConfigError, on every rank alike, unless all give the same `tensors` (name, shape and dtype in words).
-
-    Keras numbers layers by what the process has built before: numbers that are all higher on one rank are the same
-    layers, which is logged. Names count nevertheless: of layers of one shape another may be frozen.
+def everyones(communicator: Communicator, mine: Any) -> list[Any]:
+    """`mine` (JSON) of every rank, in rank order. A collective: ranks send digests first, and the whole only where
+    these differ.
     """
-    mine = canonical_bytes(list(tensors))
-    counted = canonical_bytes(counted_from_0(tensors))
-    both = communicator.all_gather_bytes(hashlib.sha256(counted).digest() + hashlib.sha256(mine).digest())
-    digests = [one[:32] for one in both]
-    if len(set(digests)) == 1:
-        if len(set(both)) > 1:
-            log.warning(
-                "layers are numbered otherwise on other ranks, and taken for the same in their order; here %s",
-                _words(list(tensors), len(tensors)),
-            )
+    data = canonical_bytes(mine)
+    digests = communicator.all_gather_bytes(hashlib.sha256(data).digest())
+    gathered = [data] * len(digests) if len(set(digests)) == 1 else communicator.all_gather_bytes(data)
+    return [parse_canonical(one, file="a rank") for one in gathered]
+
+
+def compare_tensors(communicator: Communicator, tensors: Sequence[str]) -> None:
+    """Raise ConfigError on every rank unless all pass the same `tensors` (texts of name, shape and dtype).
+
+    Keras numbers layers by those that the process has built before: if one rank's numbers are all higher, these are the
+    same layers, which is logged. Names still count: ranks may have frozen different layers of one shape.
+    """
+    lists: list[list[str]] = everyones(communicator, list(tensors))
+    first = lists[0]
+    if all(theirs == first for theirs in lists):
         return
-    lists = [parse_canonical(data, file="a rank") for data in communicator.all_gather_bytes(mine)]
-    rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    theirs, first = [str(name) for name in lists[rank]], [str(name) for name in lists[0]]
+    counted = [counted_from_0(theirs) for theirs in lists]
+    if all(theirs == counted[0] for theirs in counted):
+        log.warning(
+            "layers have other numbers on other ranks; ranks treat them as the same, in order; here %s",
+            _words(list(tensors), len(tensors)),
+        )
+        return
+    rank = next(rank for rank, theirs in enumerate(counted) if theirs != counted[0])
+    theirs = lists[rank]
     only_theirs = [name for name in theirs if name not in first]
     only_first = [name for name in first if name not in theirs]
     if not only_theirs and not only_first:
-        only_theirs, only_first = theirs, first  # the order alone
+        only_theirs, only_first = theirs, first  # only the order differs
     raise ConfigError(
         f"rank {rank} has gradients for other tensors than rank 0",
         got=f"on rank {rank}: {_words(only_theirs, len(theirs))}",
-        allowed=f"the same on all, as on rank 0: {_words(only_first, len(first))}",
-        next_step="Build the same model on every rank: the same layers in one order, frozen alike, every output in the "
-        "loss of every rank.",
+        allowed=f"the same on all ranks, as on rank 0: {_words(only_first, len(first))}",
+        next_step="Build the same model on every rank: the same layers in the same order, the same ones frozen, every "
+        "output in the loss of every rank.",
     )
 
 
 def counted_from_0(names: Sequence[str]) -> list[str]:
-    """The names, the layers of each kind numbered from the lowest that is among them: dense_4/, dense_5/ are 0 and 1.
+    """The names, with the layers of each kind numbered from the lowest one: dense_4/ and dense_5/ become 0 and 1.
 
     A layer without a number is Keras' number 0.
     """
@@ -69,7 +78,7 @@ def counted_from_0(names: Sequence[str]) -> list[str]:
 
 
 def _words(names: list[str], count: int) -> str:
-    shown = ", ".join(names[:20]) or "nothing that the other lacks"
+    shown = ", ".join(names[:20]) or "nothing that the other one lacks"
     return f"{shown}{', ...' if len(names) > 20 else ''} ({count} in all)"
 
 
@@ -77,64 +86,74 @@ PACKAGES = ("numpy", "keras", "tensorflow", "pyarrow")
 
 
 def versions() -> dict[str, str]:
-    """Python's version and those of the packages that every weight depends on."""
+    """The versions of Python and of the packages that every weight depends on."""
     return {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}}
 
 
 def processor() -> str:
-    """`GPU` or `CPU`: what this rank computes on. A rank without the others' GPUs would be waited for in each step."""
+    """`GPU` or `CPU`: this rank's device. If one rank had no GPU, all others would wait for it in each step."""
     import tensorflow as tf
 
     return "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
 
 
 def compare_runs(communicator: Communicator, mine: Mapping[str, Any]) -> None:
-    """Raise ConfigError, on every rank alike, naming the first entry of JSON in which a rank differs from rank 0."""
-    gathered = communicator.all_gather_bytes(canonical_bytes(dict(mine)))
-    everyone = [parse_canonical(data, file="a rank") for data in gathered]
-    for name, value in everyone[0].items():
-        for rank, other in enumerate(everyone):
+    """Raise ConfigError on every rank, naming the first entry of JSON in which a rank differs from rank 0."""
+    first, *others = everyones(communicator, dict(mine))
+    for name, value in first.items():
+        for rank, other in enumerate(others, 1):
             if other.get(name) != value:
                 raise ConfigError(
                     f"rank {rank} differs from rank 0 in `{name}`",
                     got=f"{other.get(name)}",
                     allowed=f"{value}",
-                    next_step="Ship the same packages and files to every host; draw weights by the seed alone.",
+                    next_step="Install the same packages and files on every host.",
                 )
 
 
 def view_of(variable: Any) -> NDArray[Any]:
-    """The numbers of a Keras variable (or an array), on a CPU under TensorFlow without a copy.
+    """The values of a Keras variable (or an array), on a CPU under TensorFlow without a copy.
 
-    For reading at once: while the view is held, TensorFlow copies the variable before its next change.
+    Read it at once: while the view is held, TensorFlow copies the variable before its next change.
     """
     value = variable.value if hasattr(variable, "value") and not callable(variable.value) else variable
-    read = getattr(value, "read_value", None)  # NumPy copies TensorFlow's variable, and not the tensor that it reads as
+    # NumPy would copy TensorFlow's variable, but not the tensor read from it, which it cannot convert if it is a scalar
+    # of bfloat16.
+    read = getattr(value, "read_value", None) if len(value.shape) else None
     return np.asarray(value if read is None else read())
 
 
+COMPARE_EVERY = 100  # steps: less than 0.1 % of a step of ResNet-20
 MAX_NAMED = 10
 
 
 class DivergedError(LockstepError):
-    """Ranks' weights are not equal bit for bit; a restart goes on from a checkpoint, whose weights were compared."""
+    """Ranks' weights are not equal bit for bit; a restart resumes from a checkpoint, whose weights were compared."""
 
 
 class WeightCheck:
-    """Compares `variables` (of Keras, equal in order on all ranks) after each step that `every` divides."""
+    """Compares `variables` (Keras, in one order on all ranks) every COMPARE_EVERY steps and before each checkpoint.
 
-    def __init__(self, communicator: Communicator, variables: Sequence[Any], every: int) -> None:
-        self._comm, self._variables, self._every = communicator.on_host, list(variables), every
+    docs/decisions/079-what-ranks-compare.md has the cost.
+    """
+
+    def __init__(self, communicator: Communicator, variables: Sequence[Any]) -> None:
+        self._comm, self._variables = communicator.on_host, list(variables)
+        self._compared: int | None = None  # the last step
 
     def after(self, step: int) -> None:
-        """A collective after each step that is due. Raises DivergedError, on every rank alike."""
-        if step % self._every == 0:
+        """Compare if `step` is a multiple of COMPARE_EVERY. Raises as `compare`."""
+        if step % COMPARE_EVERY == 0:
             self.compare(step)
 
     def compare(self, step: int) -> None:
-        """Compare now: 4 bytes a variable from each rank, in one message. Raises DivergedError, on every rank alike."""
-        if self._comm.num_ranks == 1:
+        """Compare the weights after `step`, unless that is done: 4 bytes a variable from each rank, in one message.
+
+        A collective. Raises DivergedError on every rank.
+        """
+        if self._comm.num_ranks == 1 or self._compared == step:
             return
+        self._compared = step
         sums = checksums(self._variables)
         everyone = self._comm.all_gather(sums)
         if (everyone == everyone[0]).all():
@@ -143,14 +162,14 @@ class WeightCheck:
 
 
 def checksums(variables: Sequence[Any]) -> NDArray[np.int64]:
-    """(variables,) int64: CRC32C of the bytes of each, which finds any burst of up to 32 changed bits for sure."""
+    """(variables,) int64: CRC32C of the bytes of each, which detects every burst of up to 32 changed bits."""
     return np.array([google_crc32c.value(_bytes(variable)) for variable in variables], np.int64)
 
 
 def _bytes(variable: Any) -> NDArray[np.uint8]:
-    """The variable's memory, flat; on a CPU without a copy where TensorFlow lends it."""
+    """The variable's memory, flat; on a CPU without a copy if TensorFlow allows it."""
     flat = np.ascontiguousarray(view_of(variable)).reshape(-1).view(np.uint8)
-    flat.flags.writeable = False  # google_crc32c takes no other, and no memoryview
+    flat.flags.writeable = False  # google_crc32c requires this, and takes no memoryview
     return flat
 
 
@@ -166,7 +185,7 @@ def _diverged(step: int, sums: NDArray[np.int64], paths: Sequence[str]) -> Diver
         common, odd = rows[0], [rank for rank, row in enumerate(rows) if row != rows[0]]
         what = f"the weights of {_ranks(odd)} are not those of rank 0 after step {step}"
         allowed = "the same on all ranks, bit for bit; no majority agrees, so any of them may be wrong"
-    # The first variable in which any of them differs: what went wrong there may have spread since.
+    # The first variable in which any of them differs: an error there may have spread since.
     first = next(i for i in range(len(paths)) if any(rows[rank][i] != common[i] for rank in odd))
     values = ", ".join(f"{rows[rank][first]:08x} on rank {rank}" for rank in odd[:MAX_NAMED])
     count = sum(any(rows[rank][i] != common[i] for rank in odd) for i in range(len(paths)))
@@ -175,8 +194,8 @@ def _diverged(step: int, sums: NDArray[np.int64], paths: Sequence[str]) -> Diver
         got=f"{paths[first]} and {count - 1} more of {len(paths)} variables; CRC32C of the first: {values}, "
         f"{common[first]:08x} elsewhere",
         allowed=allowed,
-        next_step="A restart goes on from the last checkpoint. Where it comes again on one host, test its memory; "
-        "where at the same step, look for a layer or callback that changes weights by what one rank alone sees.",
+        next_step="A restart resumes from the last checkpoint. If it happens again on one host, test its memory; if at "
+        "the same step, look for a layer or callback that changes weights by data that only one rank has.",
     )
 
 

@@ -1,6 +1,7 @@
-"""The step's one exchange: buckets go to a thread that reduces them while later gradients are still computed.
+"""The exchange of one step: a thread reduces buckets of gradients while later gradients are still computed.
 
 No TensorFlow here: `training.steps.reduction` calls `post`, `post_rows` and `finish` from the graph, with NumPy arrays.
+docs/decisions/041-keras-on-ranks.md.
 """
 
 from __future__ import annotations
@@ -9,25 +10,25 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.storage.errors import CommunicationError
+from lockstep.storage.errors import CommunicationError, ConfigError
 from training.comm.base import Communicator
-from training.exchange.agreement import CONTROL_WORDS, FLAGS, Agreement, Inquiry, NonFiniteError, Steps
+from training.exchange.agreement import FLAGS, STOPS, Agreement, Inquiry, NonFiniteError, NonFinitePolicy
 from training.exchange.buckets import Layout, Slot, all_finite, copy_scaled, scaled
-from training.exchange.compare_ranks import compare
+from training.exchange.compare_ranks import compare_tensors
 from training.exchange.sparse import Rows, Table, sum_rows
 
 Array = NDArray[Any]
 
 
 class LentBuffer:
-    """A flat, aligned buffer that knows which views of it are still held."""
+    """A flat, aligned buffer that knows whether views of it are still held."""
 
     def __init__(self, data: Array) -> None:
         self.data = data
@@ -46,12 +47,12 @@ class LentBuffer:
         return bool(self._lent)
 
 
-GRACE_S = 30.0  # beyond the communicator's own deadline, which has the better message
+GRACE_S = 30.0  # beyond the communicator's own deadline, whose message is better
 Task = Callable[[], bool]
 
 
 class Reducer:
-    """Posts come from one thread; what they give or raise is handed out by `wait`, in their order."""
+    """Sums buffers in a thread. One thread posts them; `wait` returns their results, or raises, in their order."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -63,21 +64,21 @@ class Reducer:
         self._thread.start()
 
     def sum(self, flat: Array) -> None:
-        """Post a buffer (n,), to be replaced by its sum over all ranks; gives True. Several may be under way."""
+        """Post a buffer (n,), to be replaced by its sum over all ranks; the result is True. Several may be posted."""
         self._posted.put(flat)
         self._communicator.look_again()
 
     def run(self, task: Task) -> None:
-        """Post something else, which begins when all before it is done."""
+        """Post another task, which begins when all before it is done."""
         self._posted.put(task)
 
     def wait(self, posts: int, what: str) -> tuple[bool, float]:
-        """Wait for the oldest `posts`: (whether all gave True, seconds that the thread was at work for them).
+        """Wait for the oldest `posts`: (whether all results are True, seconds that the thread worked on them).
 
-        Raises what the first that failed raised, or CommunicationError saying that `what` did not end.
+        Raises the first failure, or CommunicationError saying that `what` did not end.
         """
         patience_s = self._communicator.deadline_s + GRACE_S
-        well = True
+        all_true = True
         for _ in range(posts):
             try:
                 reduced = self._reduced.get(timeout=min(patience_s, threading.TIMEOUT_MAX))
@@ -90,9 +91,9 @@ class Reducer:
                 ) from None
             if isinstance(reduced, BaseException):
                 raise reduced
-            well = well and reduced
+            all_true = all_true and reduced
         busy_s, self._busy_s = self._busy_s, 0.0
-        return well, busy_s
+        return all_true, busy_s
 
     def close(self) -> None:
         """End the thread; the communicator stays open."""
@@ -131,26 +132,45 @@ class Reducer:
         self._reduced.put(result)
 
 
-__all__ = ["CONTROL_WORDS", "FLAGS", "Agreement", "Exchange", "NonFiniteError"]
+MAX_SKIPS = 10  # in a row: such a run learns nothing more
+# Each skip halves a loss scale, which begins at some tens of thousands: this many have passed all it could repair.
+MAX_SCALE_SKIPS = 60
 
 
-class Exchange(Steps):
-    """Sums of one optimizer step over all ranks.
+class Exchange:
+    """Sums of one optimizer step over all ranks, and what the ranks agree on with it.
 
     `scale` is n_r / G (None: 1 / num_ranks, ranks with equal batches): this rank's mean gradients, statistics and loss
-    are multiplied by it before the sum, which is then the mean over the global batch. `step` counts optimizer steps
-    done and is set by whoever restores a run.
+    are multiplied by it before the sum, which is then the mean over the global batch. `scaled_loss`: the optimizer
+    scales the loss, so that a gradient that is not finite skips the step instead of ending the run.
     """
 
-    def __init__(self, communicator: Communicator, scale: float | None = None) -> None:
-        super().__init__(communicator.num_ranks)
+    def __init__(
+        self,
+        communicator: Communicator,
+        scale: float | None = None,
+        *,
+        scaled_loss: bool = False,
+        non_finite: NonFinitePolicy = STOPS,
+    ) -> None:
         self.communicator = communicator
         self.scale = 1.0 / communicator.num_ranks if scale is None else scale
+        self.skips_any = non_finite.skips and not scaled_loss
+        """Whatever is not finite skips the step: the caller restores what the step has changed before its end."""
+        self.step = 0
+        """Optimizer steps done."""
+        self.pending = 0
+        """Micro-batches accumulated since the last optimizer step; 0 if the last batch ended one."""
+        self.skips_in_a_row = 0
+        self.agreement: Agreement | None = None
         self.error: BaseException | None = None
         self.waited_s = 0.0
-        """Seconds that the last step stood still for its sums."""
+        """Seconds that the last step waited for its sums."""
         self.reduced_s = 0.0
-        """Seconds of the last step that the exchange's thread was at work, its waits for other ranks included."""
+        """Seconds of the last step that the exchange's thread worked, its waits for other ranks included."""
+        self._scaled_loss = scaled_loss
+        self._wanted: set[str] = set()
+        self._held_loss = 0.0
         self._layout: Layout | None = None
         self._tables: tuple[Table, ...] = ()
         self._names: tuple[str, ...] = ()
@@ -158,15 +178,35 @@ class Exchange(Steps):
         self._current: list[LentBuffer] = []
         self._rows: dict[int, Rows] = {}
         self._reducer = Reducer(communicator)
-        self._safe = True  # this rank's part of the step makes no sum that is not finite
-        self._here: list[str] = []  # what is not finite in it
-        self.inquiry = Inquiry(communicator)
-        """Who is asked for the samples of a step that is not finite."""
+        self._safe = True  # no sum can become infinite by this rank's part of the step
+        self._here: list[str] = []  # names of this rank's values that are not finite
+        self._inquiry = Inquiry(communicator, non_finite)
+
+    def resume(self, step: int) -> None:
+        """Continue to count from `step`, the last one of a restored run."""
+        self.step = step
+
+    def want(self, flag: str) -> None:
+        """Ask all ranks for `stop` or `checkpoint`, or report this one `busy`; they agree with the next step."""
+        if flag not in FLAGS:
+            raise ConfigError(
+                "ranks cannot agree on this flag", got=flag, allowed=", ".join(FLAGS), next_step="Use one of these."
+            )
+        self._wanted.add(flag)
+
+    def withdraw(self, flag: str) -> None:
+        """Withdraw a flag that no step has sent yet."""
+        self._wanted.discard(flag)
+
+    def hold(self, loss: np.ndarray) -> None:
+        """Count a micro-batch whose gradients stay on this rank until the last one of the accumulation."""
+        self._held_loss += float(loss)
+        self.pending += 1
 
     def use(self, layout: Layout, names: Sequence[str], tables: Sequence[Table] = ()) -> None:
-        """Set the buckets and the tables that go by rows; `names` of gradients and statistics, for errors.
+        """Set the buckets and the tables exchanged by rows; `names` are of gradients and statistics, for errors.
 
-        A graph traced again gives the same. The first call is a collective: ConfigError where ranks differ.
+        A graph that is traced again passes the same. The first call is a collective: ConfigError if ranks differ.
         """
         if self._layout is not None and (self._layout, self._tables) != (layout, tuple(tables)):
             raise CommunicationError(
@@ -182,7 +222,7 @@ class Exchange(Steps):
                 f"{_without_model(name)} {slot.shape} {layout.dtypes[slot.bucket]} in bucket {slot.bucket}"
                 for name, slot in zip(names, slots, strict=True)
             ]
-            compare(
+            compare_tensors(
                 self.communicator,
                 [*dense, *(f"{_without_model(table.name)} {table.shape} {table.dtype}" for table in tables)],
             )
@@ -190,7 +230,7 @@ class Exchange(Steps):
             self._pools = [[] for _ in layout.sizes]
 
     def post(self, bucket: int, *gradients: Array) -> None:
-        """Hand in the gradients of a bucket, in the order of `Layout.posted`; returns at once."""
+        """Take the gradients of a bucket, in the order of `Layout.posted`; returns at once."""
         try:
             layout = self._of_layout()
             while len(self._current) <= bucket:
@@ -199,13 +239,13 @@ class Exchange(Steps):
             for number, gradient in zip(layout.posted(bucket), gradients, strict=True):
                 self._fill(flat, layout.gradients[number], gradient, number)
             if bucket < layout.first_tail:
-                self._reducer.sum(flat.data)  # its numbers were judged when they were copied, on every rank
+                self._reducer.sum(flat.data)  # every rank has checked its values while it copied them
         except BaseException as error:
             self._fail(error)
             raise
 
     def post_rows(self, number: int, indices: Array, values: Array) -> None:
-        """Hand in the gradient of table `number`: indices (n,), values (n, *row); returns at once."""
+        """Take the gradient of table `number`: indices (n,), values (n, *row); returns at once."""
         try:
             values = scaled(values, self.scale)
             self._reducer.run(partial(self._reduce_rows, number, indices.reshape(-1), values))
@@ -214,10 +254,10 @@ class Exchange(Steps):
             raise
 
     def finish(self, loss: Array, *statistics: Array) -> list[Array]:
-        """Hand in the rest and wait: the sums of all gradients, of all statistics, then indices and values of tables.
+        """Take the rest and wait: the sums of all gradients, of all statistics, then indices and values of tables.
 
-        Gradients are views of buffers that stay untouched while anyone holds them. Raises NonFiniteError on every rank
-        alike, or what the communicator raises.
+        Gradients are views of buffers, which are not reused while a view is held. Raises NonFiniteError on every rank,
+        or the communicator's error.
         """
         try:
             layout = self._of_layout()
@@ -239,9 +279,9 @@ class Exchange(Steps):
             self.waited_s = time.perf_counter() - began
             finite = finite and words[1] == 0
             gradients = (*self._names[: len(layout.gradients)], *(table.name for table in self._tables))
-            self._agree(words.tolist(), [] if finite else self._names_of_wrong(), gradients, self._where(loss))
+            self._agree(words.tolist(), [] if finite else self._names_of_wrong(), gradients, loss)
             sums = [self._current[slot.bucket].lend(slot) for slot in layout.gradients]
-            # Copies: a variable that is assigned a statistic keeps its memory, and these are small.
+            # Copies: a variable keeps the memory of a statistic that is assigned to it, and these are small.
             sums += [self._current[slot.bucket].view(slot).reshape(slot.shape).copy() for slot in layout.statistics]
             for number in range(len(self._tables)):
                 sums += [self._rows[number].indices, self._rows[number].values]
@@ -253,23 +293,63 @@ class Exchange(Steps):
         return sums
 
     def agree_alone(self, loss: Array, wrong: list[str], gradients: Sequence[str]) -> None:
-        """End the step of one rank, whose gradients stayed where they were; raises NonFiniteError."""
+        """End the step of a run with one rank, whose gradients stayed in the graph; raises NonFiniteError."""
         try:
             if self.error is not None:
                 raise self.error
             self._here = list(wrong)
-            self._agree(self._words(loss), wrong, gradients, self._where(loss))
+            self._agree(self._words(loss), wrong, gradients, loss)
         except BaseException as error:
             self._fail(error)
             raise
 
     def fault(self) -> BaseException | None:
-        """What is behind a step's failure, as it was raised: TensorFlow repeats only an error's text."""
+        """The error behind a step's failure, as it was raised: TensorFlow repeats only its text."""
         return self.error
 
-    def close(self) -> None:
-        """End the thread; the communicator stays open."""
+    def close(self, reason: BaseException | None = None) -> None:
+        """End the thread; the communicator stays open. Steps that were traced with this exchange raise `reason`."""
+        self.error = reason or self.error
         self._reducer.close()
+
+    def _words(self, loss: np.ndarray) -> list[float]:
+        """This rank's control words without the second: its mean loss over the step's batches, and its flags."""
+        words = [(self._held_loss + float(loss)) / (self.pending + 1), 0.0, *(flag in self._wanted for flag in FLAGS)]
+        self._wanted.clear()
+        return words
+
+    def _agree(self, words: Sequence[float], wrong: list[str], gradients: Collection[str], own_loss: Array) -> None:
+        """Set the agreement of the step by the ranks' summed `words`.
+
+        `wrong` names what is not finite, the same on all ranks. With a scaled loss a step is skipped if one of
+        `gradients` is in it; a smaller scale would not repair statistics. Ranks exchange the samples involved
+        for each step that ends the run or is skipped without a scaled loss; `own_loss` is this rank's. Raises
+        NonFiniteError on every rank.
+        """
+        step, batches = self.step + 1, self.pending + 1
+        self.pending, self._held_loss = 0, 0.0
+        loss = float(words[0])
+        scaled = self._scaled_loss and any(name in gradients for name in wrong)
+        if not scaled and not np.isfinite(loss):
+            wrong = ["the loss", *wrong]
+        skipped = bool(wrong) and (scaled or self.skips_any)
+        self.skips_in_a_row = self.skips_in_a_row + 1 if skipped else 0
+        most = MAX_SCALE_SKIPS if scaled else MAX_SKIPS
+        too_many = self.skips_in_a_row > most
+        where = ""
+        if wrong and (too_many or not scaled):
+            where = self._ask_where(own_loss, skipped=skipped and not too_many)
+        if wrong and (too_many or not skipped):
+            after = f", after {most} steps in a row that were skipped for this" if too_many else ""
+            raise NonFiniteError(
+                f"step {step}: {wrong[0]} is not finite{after}",
+                got=f"loss {loss}, over {self.communicator.num_ranks} ranks: {where}",
+                allowed="finite numbers; all ranks stop at this step, and none has applied it",
+                next_step="Lower the learning rate, clip gradients (clipnorm) or look at the data of this step.",
+            )
+        flags = dict(zip(FLAGS, (bool(word > 0) for word in words[2:]), strict=True))
+        self.step = step
+        self.agreement = Agreement(step, loss, **flags, skipped=skipped, batches=batches)
 
     def _fill(self, flat: LentBuffer, slot: Slot, value: Array, number: int) -> None:
         if not copy_scaled(value.reshape(-1), self.scale, flat.view(slot), self.communicator.num_ranks):
@@ -277,15 +357,12 @@ class Exchange(Steps):
             if not np.isfinite(value).all():
                 self._here.append(self._names[number])
 
-    def _where(self, loss: Array) -> Callable[[bool], str]:
-        """What `_agree` asks once a step is not finite; a collective."""
-        step, names = self.step + 1, self._here if np.isfinite(loss) else ["the loss", *self._here]
-
-        def where(skipped: bool) -> str:
-            order = {name: number for number, name in enumerate(("the loss", *self._names))}
-            return self.inquiry.hold(step, sorted(names, key=lambda name: order.get(name, len(order))), skipped=skipped)
-
-        return where
+    def _ask_where(self, loss: Array, *, skipped: bool) -> str:
+        """Which ranks and samples made the step not finite, in words; a collective."""
+        order = {name: number for number, name in enumerate(("the loss", *self._names))}
+        here = self._here if np.isfinite(loss) else ["the loss", *self._here]
+        here = sorted(here, key=lambda name: order.get(name, len(order)))
+        return self._inquiry.hold(self.step + 1, here, skipped=skipped)
 
     def _of_layout(self) -> Layout:
         assert self._layout is not None, "use() comes first"
@@ -297,7 +374,7 @@ class Exchange(Steps):
             self.communicator.abort(f"rank {self.communicator.rank}, step {self.step + 1}: {error}")
 
     def _free_buffer(self, bucket: int) -> LentBuffer:
-        """A buffer of the bucket that nobody reads any more; TensorFlow frees the last step's a little late."""
+        """A buffer of the bucket that has no reader any more; TensorFlow frees the last step's a little late."""
         pool = self._pools[bucket]
         found = next((flat for flat in pool if not flat.is_lent()), None)
         if found is None:
@@ -308,7 +385,7 @@ class Exchange(Steps):
         return found
 
     def _names_of_wrong(self) -> list[str]:
-        """The sums that are not finite, of all gradients and statistics."""
+        """The names of all gradients and statistics whose sums are not finite."""
         layout = self._of_layout()
         slots = (*layout.gradients, *layout.statistics)
         sums = [self._current[slot.bucket].view(slot) for slot in slots]
@@ -326,20 +403,20 @@ class Exchange(Steps):
 
 
 def _without_model(name: str) -> str:
-    """A name of the last two parts of a variable's path: one loaded with a Sequential lacks the first, its name."""
+    """A name with only the last two parts of a variable's path: a loaded Sequential lacks the first, its own name."""
     words, space, path = name.rpartition(" ")
     return words + space + "/".join(path.split("/")[-2:])
 
 
-class Alone:
-    """Functions of arrays for the graph of one rank; `names` of the gradients, then of the statistics."""
+class SoloExchange:
+    """Functions of arrays for the graph of one rank, which sums nothing; `gradients` and `statistics` are names."""
 
     def __init__(self, exchange: Exchange, gradients: Sequence[str], statistics: Sequence[str]) -> None:
         self._exchange, self._gradients, self._statistics = exchange, tuple(gradients), tuple(statistics)
         self._wrong: set[str] = set()
 
     def look_at(self, numbers: Sequence[int]) -> Callable[..., np.int32]:
-        """Notes which of the gradients with these numbers are not finite."""
+        """A function that notes which of the gradients with these numbers are not finite."""
         names = [self._gradients[number] for number in numbers]
 
         def look(*gradients: Array) -> np.int32:
@@ -349,7 +426,7 @@ class Alone:
         return look
 
     def finish(self, loss: Array, *statistics: Array) -> np.int32:
-        """End the step: 1 where it is skipped; raises NonFiniteError."""
+        """End the step: 1 if it is skipped; raises NonFiniteError."""
         self._note(self._statistics, statistics)
         wrong = [name for name in (*self._gradients, *self._statistics) if name in self._wrong]
         self._wrong.clear()

@@ -1,7 +1,8 @@
 """Horovod's verbs under their known names, over Lockstep's ranks: `import training.horovod as hvd`.
 
-A script of Horovod for TensorFlow 2 or Keras runs after this change of its import; by jobs.launch on N ranks, by itself
-on one. docs/launch.md lists what is there and what differs; what is missing is refused by name.
+A script for Horovod with TensorFlow 2 or Keras runs after this change of its import; under jobs.launch on N ranks, by
+itself on one. docs/launch.md lists the supported names and the differences; a missing name is refused with an
+alternative. docs/decisions/048-any-script.md.
 """
 
 from __future__ import annotations
@@ -10,16 +11,22 @@ from difflib import get_close_matches
 from typing import Any
 
 from training.horovod import callbacks
-from training.horovod.gather import (
+from training.horovod.collectives import (
+    Adasum,
+    Average,
+    Compression,
+    Max,
+    Min,
+    Sum,
     allgather,
-    allgather_object,
-    barrier,
+    allreduce,
     broadcast,
-    broadcast_object,
     broadcast_variables,
+    grouped_allreduce,
 )
+from training.horovod.objects import allgather_object, barrier, broadcast_object
 from training.horovod.optimizer import DistributedGradientTape, DistributedOptimizer, load_model
-from training.horovod.place import (
+from training.horovod.runtime import (
     absent,
     cross_rank,
     cross_size,
@@ -34,9 +41,8 @@ from training.horovod.place import (
     shutdown,
     size,
 )
-from training.horovod.reduce import Adasum, Average, Compression, Max, Min, Sum, allreduce, grouped_allreduce
 
-# What scripts ask before they choose a way of Horovod's.
+# Scripts call these before they choose one of Horovod's backends.
 mpi_threads_supported = mpi_enabled = mpi_built = gloo_enabled = gloo_built = not_built
 nccl_built = ccl_built = ddl_built = cuda_built = rocm_built = not_built
 

@@ -10,17 +10,16 @@ import keras
 import numpy as np
 
 from lockstep.storage.errors import ConfigError
-from training.horovod.gather import broadcast_variables
-from training.horovod.place import absent, check, rank, size
-from training.horovod.reduce import Average, Min, allreduce
+from training.horovod.collectives import Average, Min, allreduce, broadcast_variables
+from training.horovod.runtime import absent, check, rank, size
 from training.steps.optimizers import CorrectedSGD
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Gives all ranks the weights and the optimizer's state of rank `root_rank`.
+    """Sends the weights and the optimizer's state of rank `root_rank` to all ranks.
 
-    Before the first step where every rank's model is built by then; else, as Horovod always does, after it: a model
-    without an Input is built by its first batch. Random seeds stay each rank's own.
+    Before the first step if every rank's model is built by then; else after it, as Horovod always does: the first batch
+    builds a model without an Input. Each rank keeps its own random seeds.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
@@ -30,7 +29,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self.broadcast_done = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        # Ranks decide alike: rank 0 may have loaded its model, while the others' are new.
+        # All ranks decide the same: rank 0 may have loaded its model, while those of the others are new.
         built = allreduce(np.int64(self.model.built), op=Min, name="whether the model is built")
         self.broadcast_done = False
         if built:
@@ -49,10 +48,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Replaces each value of an epoch's logs by its mean over ranks; it stands before callbacks that read them.
+    """Replaces each value of an epoch's logs by its mean over ranks; put it before callbacks that read them.
 
-    As Horovod's, it takes the mean of the ranks' results. That is not the result over all samples for metrics that are
-    no means (AUC, precision), nor where ranks have different numbers of samples; see docs/launch.md.
+    Like Horovod's, it takes the mean of the ranks' results. That differs from the result over all samples for metrics
+    that are not means (AUC, precision), and if ranks have different numbers of samples; see docs/launch.md.
     """
 
     def __init__(self, device: str = "", process_set: Any = None) -> None:
@@ -70,10 +69,10 @@ class MetricAverageCallback(keras.callbacks.Callback):
 class LearningRateScheduleCallback(keras.callbacks.Callback):
     """Sets the learning rate to `initial_lr * multiplier(epoch)` from `start_epoch` to before `end_epoch`.
 
-    `multiplier` is a number or a function of the epoch. With `staircase` it is asked at the start of each epoch, else
-    at each batch with a fraction of the epoch; `steps_per_epoch` is found by itself where `fit` knows it.
-    `momentum_correction` scales the momentum that SGD has gathered by new rate / old rate (Goyal et al., 2017, section
-    3), so that a higher rate does not lag behind. An optimizer that does so itself is left alone.
+    `multiplier` is a number or a function of the epoch. With `staircase` it is evaluated at the start of each epoch,
+    else at each batch with a fraction of the epoch; `steps_per_epoch` defaults to the number that `fit` knows.
+    `momentum_correction` scales SGD's accumulated momentum by new rate / old rate (Goyal et al., 2017, section 3), so
+    that a higher rate takes effect at once. An optimizer that does so itself is unchanged.
     """
 
     def __init__(
@@ -89,13 +88,13 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         super().__init__()
         if not (math.isfinite(initial_lr) and initial_lr > 0):
             raise ConfigError(
-                f"{type(self).__name__} got a learning rate that cannot be",
+                f"{type(self).__name__} got an invalid learning rate",
                 got=f"initial_lr={initial_lr}",
                 allowed="a number above 0: that of all ranks together, as given to the optimizer",
                 next_step="Pass the scaled rate, such as 0.001 * hvd.size().",
             )
         self.initial_lr, self.start_epoch, self.end_epoch = initial_lr, start_epoch, end_epoch
-        self.multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier
+        self.multiplier = multiplier
         self.staircase = staircase or not callable(multiplier)
         self.momentum_correction, self.steps_per_epoch = momentum_correction, steps_per_epoch
         self.epoch = 0
@@ -117,26 +116,27 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         if self.epoch < self.start_epoch or (self.end_epoch is not None and self.epoch >= self.end_epoch):
             return
         if not self.staircase:
-            assert self.steps_per_epoch is not None  # on_train_begin saw to it
-            self._set(self.initial_lr * self.multiplier(self.epoch + batch / self.steps_per_epoch))
+            assert self.steps_per_epoch is not None  # checked in on_train_begin
+            self._set(self.epoch + batch / self.steps_per_epoch)
         elif batch == 0:
-            self._set(self.initial_lr * self.multiplier(self.epoch))
+            self._set(self.epoch)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if logs is not None:
             logs["lr"] = float(self.model.optimizer.learning_rate)
 
-    def _set(self, rate: float) -> None:
+    def _set(self, epoch: float) -> None:
+        rate = self.initial_lr * (self.multiplier(epoch) if callable(self.multiplier) else self.multiplier)
         optimizer = self.model.optimizer
         old = float(optimizer.learning_rate)
         optimizer.learning_rate = rate
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         scales = self.momentum_correction and getattr(inner, "momentum", None) and not isinstance(inner, CorrectedSGD)
         if scales and old > 0 and rate != old:
-            # The step is momentum * gathered - rate * gradient: what is gathered holds the old rate.
-            for gathered in getattr(inner, "momentums", ()):
-                if gathered is not None:
-                    gathered.assign(gathered * (rate / old))
+            # The step is momentum * velocity - rate * gradient: the velocity includes the old rate.
+            for velocity in getattr(inner, "momentums", ()):
+                if velocity is not None:
+                    velocity.assign(velocity * (rate / old))
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
@@ -159,7 +159,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     def _share(self, epoch: float) -> float:
         assert self.steps_per_epoch is not None
-        done = min(1.0, (epoch + 1 / self.steps_per_epoch) / self.warmup_epochs)  # the last batch of all has the whole
+        done = min(1.0, (epoch + 1 / self.steps_per_epoch) / self.warmup_epochs)  # 1 at the last batch of the warm-up
         return (1 + done * (size() - 1)) / size()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

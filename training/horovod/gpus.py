@@ -1,10 +1,10 @@
-"""This rank's GPU where Horovod's scripts look for it: at `gpus[hvd.local_rank()]`.
+"""Puts this rank's GPU where Horovod's scripts look for it: at `gpus[hvd.local_rank()]`.
 
-A rank sees its own GPU alone (training.devices), which TensorFlow lists as its first. Horovod's scripts choose among
-the GPUs of all ranks of the host. So TensorFlow, which reads CUDA_VISIBLE_DEVICES once, is shown those in order of
-local rank, and told at once to use this rank's: a script that chooses by local rank chooses the same, and one that
-chooses nothing has its own. The variable itself is then put back: child processes see the rank's GPU alone.
-Tested with GPUs that are none; never run on a GPU.
+A rank sees only its own GPU (training.devices), which TensorFlow lists as its first. Horovod's scripts choose among the
+GPUs of all ranks of the host. So TensorFlow, which reads CUDA_VISIBLE_DEVICES once, gets all of them in order of local
+rank, and is set at once to use this rank's: a script that chooses by local rank chooses the same, and one that does not
+choose has its own. Then the variable is restored: child processes see only the rank's GPU.
+Tested with simulated GPUs; never run on a GPU.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from training.world import World
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Where a rank sits, and which GPU it has there, as all ranks tell each other."""
+    """A rank's host and its GPU there, which all ranks exchange."""
 
     host: str
     rank_of_node: int
     gpu: str = ""
-    """UUID of the rank's own GPU; empty without one, with several, or where its UUID cannot be found (MIG slices)."""
+    """UUID of the rank's own GPU; empty without one, with several, or if its UUID cannot be found (MIG slices)."""
     listed: tuple[str, ...] = ()
-    """UUIDs of the GPUs that this rank's process can reach: an executor may be shut off from those of others."""
+    """UUIDs of the GPUs that this rank's process can reach: an executor may have no access to those of others."""
 
     @classmethod
     def of(cls, host: str, world: World, environment: MutableMapping[str, str]) -> Seat:
-        """This process's; asks the driver for UUIDs only where a rank with a GPU has others beside it."""
+        """This process's seat; asks the GPU driver for UUIDs only if a rank with a GPU shares its host with others."""
         given = devices.listed(environment) or ()
         if len(given) != 1 or world.ranks_per_node == 1:
             return cls(host, world.rank_of_node)
@@ -57,21 +57,21 @@ class Seat:
 def in_local_order(seats: Sequence[Seat], mine: Seat) -> tuple[str, ...]:
     """UUIDs of the GPUs of the host's ranks in order of local rank.
 
-    Empty where scripts cannot choose among them: a rank is alone on its host, does not have exactly one GPU, shares it
-    (CUDA takes no device twice), or this process cannot reach the others'.
+    Empty if scripts cannot choose among them: a rank is the only one of its host, does not have exactly one GPU, shares
+    it (CUDA takes no device twice), or this process cannot reach the others'.
     """
     mates = sorted((seat for seat in seats if seat.host == mine.host), key=lambda seat: seat.rank_of_node)
     gpus = tuple(seat.gpu for seat in mates)
-    told = [seat.rank_of_node for seat in mates] == list(range(len(mates)))
+    complete = [seat.rank_of_node for seat in mates] == list(range(len(mates)))
     distinct = len({*gpus}) == len(gpus) > 1
-    return gpus if told and distinct and "" not in gpus and {*gpus} <= {*mine.listed} else ()
+    return gpus if complete and distinct and "" not in gpus and {*gpus} <= {*mine.listed} else ()
 
 
 def line_up(seats: Sequence[Seat], mine: Seat, environment: MutableMapping[str, str]) -> None:
-    """Have TensorFlow list the GPUs of this host's ranks in local order and use this rank's; see the module.
+    """Make TensorFlow list the GPUs of this host's ranks in local order and use this rank's; see the module.
 
-    Where TensorFlow has listed its devices already, its list stays, and a line says where the rank's GPU is in it.
-    Raises ConfigError where TensorFlow lists other GPUs than it was shown: this rank's could not be told among them.
+    If TensorFlow has already listed its devices, its list stays, and a line prints the index of the rank's GPU. Raises
+    ConfigError if TensorFlow lists other GPUs than those in the variable: this rank's could not be identified.
     """
     gpus = in_local_order(seats, mine)
     if not gpus:
@@ -82,8 +82,8 @@ def line_up(seats: Sequence[Seat], mine: Seat, environment: MutableMapping[str, 
     if context.context()._physical_devices is not None:
         if mine.rank_of_node > 0:
             print(
-                "TensorFlow has listed its devices before hvd.init(), so this rank's GPU is gpus[0]; for a script that "
-                "takes gpus[hvd.local_rank()], call hvd.init() first"
+                "TensorFlow listed its devices before hvd.init(), so this rank's GPU is gpus[0]; in a script that uses "
+                "gpus[hvd.local_rank()], call hvd.init() first"
             )
         return
     own = environment[devices.VISIBLE]
@@ -98,9 +98,9 @@ def line_up(seats: Sequence[Seat], mine: Seat, environment: MutableMapping[str, 
         raise ConfigError(
             "TensorFlow lists other GPUs than those of this host's ranks",
             got=f"{len(found)} GPUs, where {devices.VISIBLE} was {','.join(gpus)}",
-            allowed=f"{len(gpus)}: one a rank, in order of local rank",
-            next_step="Call tf.config.list_physical_devices('GPU') before hvd.init(): then each rank sees its own GPU "
-            "alone, as gpus[0].",
+            allowed=f"{len(gpus)}: one per rank, in order of local rank",
+            next_step="Call tf.config.list_physical_devices('GPU') before hvd.init(): then each rank sees only its own "
+            "GPU, as gpus[0].",
         )
     else:
         tf.config.set_visible_devices(found[mine.rank_of_node], "GPU")

@@ -10,8 +10,17 @@ import tensorflow as tf
 from keras.src.trainers import trainer
 
 from lockstep.storage.errors import ConfigError
-from training.horovod.place import absent, check, here
-from training.horovod.reduce import Average, Compression, Compressor, ReduceOp, Sum, allreduce, grouped_allreduce, op_of
+from training.horovod.collectives import (
+    Average,
+    Compression,
+    Compressor,
+    ReduceOp,
+    Sum,
+    allreduce,
+    grouped_allreduce,
+    op_of,
+)
+from training.horovod.runtime import absent, check, runtime
 from training.steps.distribute import distribute, exchange_of
 
 
@@ -35,10 +44,10 @@ def DistributedOptimizer(
     """Make a Keras 3 optimizer reduce gradients over all ranks before it applies them; returns the same object, or
     under the policy mixed_float16 one that scales the loss around it (see `training.steps.distribute`).
 
-    The mean over ranks, or the sum with `op=hvd.Sum`. With `backward_passes_per_step` k, gradients of k batches are
-    added on each rank (their mean, with `average_aggregated_gradients`) and reduced once. A `gradient_predivide_factor`
-    changes where the mean divides, never its value: here each rank divides first. `compression` is of whole gradients,
-    not of rows (`tf.IndexedSlices`). A collective: all ranks call it.
+    The mean over ranks, or the sum with `op=hvd.Sum`. With `backward_passes_per_step` k, each rank adds the gradients
+    of k batches (their mean, with `average_aggregated_gradients`) and the ranks reduce once. A
+    `gradient_predivide_factor` changes where the mean divides, not its value: here each rank divides first.
+    `compression` applies to whole gradients, not to rows (`tf.IndexedSlices`). A collective: all ranks must call it.
     """
     given: dict[str, Any] = {"use_locking": use_locking, "device_dense": device_dense, "device_sparse": device_sparse}
     given |= {"num_groups": num_groups, "groups": groups, "process_set": process_set}
@@ -47,17 +56,17 @@ def DistributedOptimizer(
         absent("DistributedOptimizer(scale_local_gradients=...)", "False")
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ConfigError(
-            "hvd.DistributedOptimizer got no optimizer of Keras 3",
+            "hvd.DistributedOptimizer needs an optimizer of Keras 3",
             got=f"{type(optimizer).__module__}.{type(optimizer).__name__}",
             allowed="keras.optimizers.*",
             next_step="Use keras.optimizers (tf.keras of this TensorFlow is Keras 3), or hvd.DistributedGradientTape.",
         )
-    how, place = op_of(op), here()
+    how, here = op_of(op), runtime()
     if how not in (Average, Sum):
         absent(f"DistributedOptimizer(op={how.name})", instead="Use op=hvd.Average or op=hvd.Sum.")
     if gradient_predivide_factor != 1.0 and how is Sum:
         check("DistributedOptimizer(op=Sum)", gradient_predivide_factor=gradient_predivide_factor)
-    scale = 1.0 if how is Sum else 1.0 / place.world.num_ranks
+    scale = 1.0 if how is Sum else 1.0 / here.world.num_ranks
     if backward_passes_per_step > 1:
         counts = getattr(optimizer, "inner_optimizer", optimizer)
         if counts.built and counts.gradient_accumulation_steps != backward_passes_per_step:
@@ -65,9 +74,9 @@ def DistributedOptimizer(
         counts.gradient_accumulation_steps = backward_passes_per_step  # Keras' own takes the mean of the batches
         scale *= 1.0 if average_aggregated_gradients else backward_passes_per_step
     compressor = None if compression is Compression.none else compression
-    # Scripts begin with weights of their own, which a callback then makes those of one rank.
-    distributed = distribute(optimizer, place.new_group(), scale, compression=compressor, same_start=False)
-    place.exchanges.append(exchange_of(distributed))
+    # Scripts begin with different weights on each rank; then a callback broadcasts those of one rank.
+    distributed = distribute(optimizer, here.new_group(), scale, compression=compressor, same_start=False)
+    here.exchanges.append(exchange_of(distributed))
     _without_xla()
     return distributed
 
@@ -79,10 +88,10 @@ def load_model(
     compression: type[Compressor] = Compression.none,
     legacy_opts: bool = False,
 ) -> Any:
-    """A model saved by Keras, with its optimizer and that one's state, distributed again.
+    """A model saved by Keras, with its optimizer and the optimizer's state, distributed again.
 
-    Where it accumulates gradients of k batches, they are added as by DistributedOptimizer's own default. A collective;
-    on ranks that do not load, `DistributedOptimizer` is the other side of it.
+    If it accumulates gradients of k batches, they are added as by DistributedOptimizer's default. A collective: ranks
+    that load no model must call `DistributedOptimizer` at the same time.
     """
     check("load_model", legacy_opts=legacy_opts)
     known = {one.__name__: one for one in custom_optimizers or ()}
@@ -92,7 +101,7 @@ def load_model(
             f"the model {filepath} was saved without an optimizer",
             got="a model that is not compiled",
             allowed="a model saved by model.save after compile",
-            next_step="Load it by keras.models.load_model, and compile it with hvd.DistributedOptimizer.",
+            next_step="Load it with keras.models.load_model, and compile it with hvd.DistributedOptimizer.",
         )
     counts = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     passes = counts.gradient_accumulation_steps or 1
@@ -102,9 +111,9 @@ def load_model(
 
 
 def _without_xla() -> None:
-    """Have Keras compile a model whose optimizer calls other ranks without XLA, which knows no such call.
+    """Make Keras compile a model whose optimizer calls other ranks without XLA, which cannot compile such calls.
 
-    Keras' `jit_compile="auto"` asks this function whether a model can have it, and warns where a script insisted.
+    Keras' `jit_compile="auto"` asks `trainer.model_supports_jit`, and warns if a script insists.
     """
     supports = trainer.model_supports_jit
     if getattr(supports, "knows_ranks", False):
@@ -118,7 +127,7 @@ def _without_xla() -> None:
 
 
 class DistributedGradientTape:
-    """Wraps a tape, before or after it has recorded; everything but `gradient` is the tape's own."""
+    """Wraps a tape, before or after it has recorded; all attributes except `gradient` are the tape's own."""
 
     def __init__(
         self,
@@ -139,7 +148,7 @@ class DistributedGradientTape:
         check("DistributedGradientTape", **given)
         if not scale_local_gradients:
             absent("DistributedGradientTape(scale_local_gradients=...)", "False")
-        here()
+        runtime()
         self._tape, self._compression, self._sparse_as_dense = gradtape, compression, sparse_as_dense
         self._op, self._before, self._after = op_and_factors("DistributedGradientTape", op, gradient_predivide_factor)
 
@@ -164,8 +173,8 @@ class DistributedGradientTape:
     ) -> Any:
         """The tape's gradients in the structure of `sources`, reduced over ranks.
 
-        Dense ones together, in one message a dtype; tf.IndexedSlices as the rows of all ranks. None stays None and
-        must be so on all ranks.
+        Dense ones are sent together, in one message per dtype; tf.IndexedSlices as the rows of all ranks. None stays
+        None, and must be None on all ranks.
         """
         grads = self._tape.gradient(target, sources, output_gradients, unconnected_gradients)
         return tf.nest.pack_sequence_as(sources, self._reduce(tf.nest.flatten(grads)))
@@ -196,10 +205,10 @@ class DistributedGradientTape:
 
 
 def op_and_factors(call: str, op: ReduceOp, predivide: float) -> tuple[ReduceOp, float, float]:
-    """The operation with the factors before and after it: a predivided mean is a sum of parts that stay small."""
+    """The operation with the factors before and after it: a predivided mean is a sum of parts divided before."""
     how = op_of(op)
     if predivide == 1.0:
         return how, 1.0, 1.0
     if how is not Average:
         check(f"{call}(op={how.name})", gradient_predivide_factor=predivide)
-    return ReduceOp.Sum, 1.0 / predivide, predivide / here().world.num_ranks
+    return ReduceOp.Sum, 1.0 / predivide, predivide / runtime().world.num_ranks

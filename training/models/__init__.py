@@ -1,7 +1,7 @@
 """Models by name, or the user's own by `module:function`.
 
-A model's function takes the signature of what it is fed and the options of the run, and returns a compiled
-`keras.Model`, or (model, list of Keras callbacks). Importing this loads no TensorFlow; building does.
+A model's function takes the signature of its inputs and the options of the run, and returns a compiled `keras.Model`,
+or (model, list of Keras callbacks). Importing this loads no TensorFlow; building does.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lockstep.features.schema.signature import Signature
@@ -27,14 +28,14 @@ _RESNET = re.compile(r"resnet(\d{1,4})")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOptions:
-    """What a run tells the function that builds its model."""
+    """A run's options for the function that builds its model."""
 
     seed: int = 0
-    """Of the first weights; already set in Keras when the function is called."""
+    """The seed of the first weights; already set in Keras when the function is called."""
     group_rows: int | None = None
-    """Rows of a lane group: batch normalisation is over these (ghost); None for Keras' own, over a rank's rows."""
+    """Rows of a lane group: batch normalisation is over these (ghost); None: Keras' own, over a rank's rows."""
     learning_rate: float | None = None
-    """None is the model's own."""
+    """None: the model's own."""
     global_batch: int = 1
     """Rows of one optimizer step over all ranks."""
     steps: int = 1
@@ -42,14 +43,14 @@ class ModelOptions:
 
 
 class Built(NamedTuple):
-    """A compiled model and the callbacks that came with it."""
+    """A compiled model and its callbacks."""
 
     model: keras.Model
     callbacks: list[Any]
 
 
 def build(name: str, signature: Signature, options: ModelOptions) -> Built:
-    """Build and compile the model `name`. Raises ConfigError for an unknown name or what a function returns."""
+    """Build and compile the model `name`. Raises ConfigError for an unknown name, or if a function returns no model."""
     function = function_of(name)
     own = ":" in name
     returned = _called(name, function, signature, options) if own else function(signature, options)
@@ -59,7 +60,7 @@ def build(name: str, signature: Signature, options: ModelOptions) -> Built:
 
 
 def _check_soft_labels(name: str, model: keras.Model, signature: Signature) -> None:
-    """Raise ConfigError where labels are shares of classes and the loss takes the number of a class."""
+    """Raise ConfigError if labels are shares of classes and the loss takes the number of a class."""
     if signature.label is None or not signature.label.shape:
         return
     import keras
@@ -68,7 +69,7 @@ def _check_soft_labels(name: str, model: keras.Model, signature: Signature) -> N
     names = [loss if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__) for loss in losses]
     if any(name.replace("_", "").lower() == "sparsecategoricalcrossentropy" for name in names):
         raise ConfigError(
-            f"the model {name} takes the numbers of classes, and mixup gives shares of classes",
+            f"the model {name} takes the numbers of classes, but mixup makes shares of classes",
             got=", ".join(names),
             allowed=f"a loss of labels (n, {signature.label.shape[0]}) float32, such as CategoricalCrossentropy",
             next_step="Choose the loss by signature.label.shape, or leave mixup out.",
@@ -76,9 +77,9 @@ def _check_soft_labels(name: str, model: keras.Model, signature: Signature) -> N
 
 
 def check_name(name: str, *, here: bool = False) -> None:
-    """Raise ConfigError for a name that no rank can build, with the nearest one that there is; loads nothing.
+    """Raise ConfigError for a name that no rank can build, with the nearest known one; loads nothing.
 
-    `here`: ranks run on this host with this process' import path, so the module of a `module:function` must be on it.
+    `here`: ranks run on this host with this process' import path, which must have the module of a `module:function`.
     """
     module, _, function = name.partition(":")
     if name == "logistic" or _depth_of(name):
@@ -113,7 +114,7 @@ def _nearest(name: str) -> str | None:
 def _can_import(top: str) -> bool:
     try:
         return importlib.util.find_spec(top) is not None
-    except ValueError:  # it is imported, and does not say from where
+    except ValueError:  # it is imported, without a spec
         return True
 
 
@@ -124,7 +125,7 @@ def _depth_of(name: str) -> int | None:
 
 
 def function_of(name: str) -> Callable[[Signature, ModelOptions], Any]:
-    """The function behind a model's name; raises ConfigError listing the names that there are."""
+    """The function of a model's name; raises ConfigError listing the known names."""
     if name == "logistic":
         from training.models.logistic import logistic
 
@@ -132,17 +133,17 @@ def function_of(name: str) -> Callable[[Signature, ModelOptions], Any]:
     if depth := _depth_of(name):
         from training.models.resnet import resnet
 
-        return lambda signature, options: resnet(signature, options, depth=depth)
+        return partial(resnet, depth=depth)
     check_name(name)
     module, _, function = name.partition(":")
     try:
         loaded = importlib.import_module(module)
-    except Exception as error:  # a module of the user's may raise anything
+    except Exception as error:  # a user's module may raise anything
         raise ConfigError(
             f"the model {name} cannot be imported",
-            got=_told(error),
+            got=_text_of(error),
             allowed="module:function, importable where the ranks run",
-            next_step="Mend the module, ship it with --py-files or put it on PYTHONPATH.",
+            next_step="Fix the module, ship it with --py-files or put it on PYTHONPATH.",
         ) from error
     found: Callable[[Signature, ModelOptions], Any] | None = getattr(loaded, function, None)
     if not callable(found):
@@ -156,34 +157,34 @@ def function_of(name: str) -> Callable[[Signature, ModelOptions], Any]:
 
 
 def scales_learning_rate(name: str) -> bool:
-    """Whether this model's own learning rate follows the global batch and warms up, as that of a resnet does."""
+    """Whether this model's own learning rate follows the global batch and warms up, like a resnet's."""
     return _RESNET.fullmatch(name) is not None
 
 
 def may_follow_length(name: str) -> bool:
-    """Whether training by this model may depend on `options.steps`, as the learning rate of a resnet does."""
+    """Whether training this model may depend on `options.steps`, like the learning rate of a resnet."""
     return name != "logistic"
 
 
 def _called(name: str, function: Callable[..., Any], signature: Signature, options: ModelOptions) -> Any:
-    """Call a function of the user's: what it raises it would raise again after a restart."""
+    """Call a user's function; its exception becomes a ConfigError, since a restart would raise it again."""
     try:
         return function(signature, options)
     except Exception as error:
         traceback.print_exception(error)  # into the rank's log
         raise ConfigError(
             f"the model {name} raised {type(error).__name__}",
-            got=_told(error),
+            got=_text_of(error),
             allowed="a function of (signature, options) that returns a compiled model",
-            next_step="Mend the function; the whole trace is in the rank's log.",
+            next_step="Fix the function; the rank's log has the whole trace.",
         ) from error
 
 
-def _told(error: Exception) -> str:
-    """An error's text, with the innermost place that is no library's."""
+def _text_of(error: Exception) -> str:
+    """An error's text, with the innermost line outside of libraries."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
-    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return f"{' '.join(str(error).split())[:500] or type(error).__name__}{place}"
+    line = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"{' '.join(str(error).split())[:500] or type(error).__name__}{line}"
 
 
 def check_built(name: str, returned: Any) -> Built:
@@ -194,7 +195,7 @@ def check_built(name: str, returned: Any) -> Built:
     right = isinstance(model, keras.Model) and model.compiled and isinstance(callbacks, list)
     if not right or not all(isinstance(callback, keras.callbacks.Callback) for callback in callbacks):
         raise ConfigError(
-            f"the model {name} returned what cannot be trained",
+            f"the model {name} returned an object that cannot be trained",
             got=f"{type(returned).__name__}, {'not ' if not getattr(model, 'compiled', False) else ''}compiled",
             allowed="a compiled keras.Model, or (model, list of Keras callbacks)",
             next_step="Call model.compile(...) and return the model.",

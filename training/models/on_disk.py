@@ -1,4 +1,4 @@
-"""The final model as plain Keras: it loads without Lockstep."""
+"""Models on disk: the export as plain Keras, which loads without Lockstep, and loading of exports and weights."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def export(
 ) -> list[dict[str, Any]]:
     """Write model.keras, the feature schema, the fitted files and the signature; returns {name, bytes, sha256} each.
 
-    Where --sample left out records for training, schema.json says which share of which classes was kept. Of a dataset
-    whose features are baked, schema.json says how each input was made, and raw_schema.json is the declared schema
-    behind it: its Encoder, with the fitted files, makes those inputs of raw rows. Ghost batch normalisation is
-    saved as Keras' BatchNormalization, which computes the same in inference, and an optimizer whose rate warmed up as
-    Keras' own at the last rate, its state anew. Other optimizers keep theirs: Keras' format cannot leave it out.
+    If --sample left out training records, schema.json has the share of each class that was kept. For a dataset with
+    baked features, schema.json describes how each input was made, and raw_schema.json is the declared schema: its
+    Encoder, with the fitted files, makes those inputs from raw rows. Ghost batch normalisation is saved as Keras'
+    BatchNormalization, which computes the same in inference, and an optimizer whose rate warmed up as Keras' own at the
+    last rate, with new state. Other optimizers keep their state, since Keras' format cannot leave it out.
     """
     with tempfile.TemporaryDirectory() as folder, plain_layers(model), _plain_optimizer(model):
         path = Path(folder, MODEL_FILE)
@@ -77,7 +77,7 @@ def export(
 def _upload(path: Path, directory: str) -> dict[str, Any]:
     """Write a file of this host durably, in pieces; returns {name, bytes, sha256}.
 
-    A model with its optimizer's state may be larger than what a container has left.
+    A model with its optimizer's state may be larger than the container's free memory.
     """
     fs, url = filesystem(directory), join(directory, path.name)
     fs.mkdirs(directory)
@@ -91,7 +91,7 @@ def _upload(path: Path, directory: str) -> dict[str, Any]:
     size, digest = file_digest(filesystem(str(path)), str(path))
     if (written := file_digest(fs, url)) != (size, digest):
         raise CorruptionError(
-            "a model reads back otherwise than it was written",
+            "a model was not read back as it was written",
             file=url,
             got=f"{written[0]} bytes, sha256 {written[1]}",
             allowed=f"{size} bytes, sha256 {digest}",
@@ -101,7 +101,7 @@ def _upload(path: Path, directory: str) -> dict[str, Any]:
 
 @contextmanager
 def plain_layers(model: keras.Model) -> Iterator[None]:
-    """Ghost layers take their base class while the model is saved: same variables, same inference."""
+    """While the model is saved, ghost layers have their base class: same variables, same inference."""
     ghosts = [layer for layer in model._flatten_layers() if isinstance(layer, GhostBatchNormalization)]
     try:
         for layer in ghosts:
@@ -114,14 +114,14 @@ def plain_layers(model: keras.Model) -> Iterator[None]:
 
 @contextmanager
 def _plain_optimizer(model: keras.Model) -> Iterator[None]:
-    """Nothing of `training.steps.optimizers` in the optimizer while the model is saved."""
+    """While the model is saved, its optimizer has no class of `training.steps.optimizers`."""
     inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     own = own_class(inner)
     if not issubclass(own, CorrectedSGD) and not isinstance(getattr(inner, "_learning_rate", None), WarmUp):
         yield
         return
     kind = keras.optimizers.SGD if issubclass(own, CorrectedSGD) else own
-    rate = float(str(np.asarray(inner.learning_rate)))  # 0.05, not what float32 makes of it
+    rate = float(str(np.asarray(inner.learning_rate)))  # 0.05, not its float32 value
     plain = kind.from_config({**inner.get_config(), "learning_rate": rate})
     plain.build(model.trainable_variables)
     compiled = {**model.get_compile_config(), "optimizer": keras.saving.serialize_keras_object(plain)}
@@ -137,8 +137,8 @@ def load_export(url: str, config: TrainConfig, dataset: DatasetManifest) -> kera
     files = unseal(filesystem(url).read_bytes(where), where)["files"]
     # Baked or not, the same declared schema and fitted files give the same inputs.
     trained = Schema.from_json(parse_canonical(checked_file(url, SCHEMA_FILE), file=join(url, SCHEMA_FILE)))
-    if told := raw_schema(Schema.from_json(dataset.schema)).differences(raw_schema(trained)):
-        raise _other_data("schema", told)
+    if differences := raw_schema(Schema.from_json(dataset.schema)).differences(raw_schema(trained)):
+        raise _other_data("schema", differences)
     for name in sorted(files):
         if name.startswith(FITTED_PREFIX):
             path = fitted_path(name.removeprefix(FITTED_PREFIX))
@@ -163,7 +163,7 @@ def load_export(url: str, config: TrainConfig, dataset: DatasetManifest) -> kera
 
 
 def load_checkpoint(url: str, config: TrainConfig, dataset: DatasetManifest, signature: Signature) -> keras.Model:
-    """The model of `config` with a checkpoint's weights. Raises ConfigError for another dataset, as Encoder sees it."""
+    """The model of `config` with a checkpoint's weights. Raises ConfigError if the run has not trained on `dataset`."""
     manifest = read_manifest(url)
     plan = manifest["plan"]
     # Any dataset of a mixture has the schema and fitted files of all.
@@ -185,14 +185,14 @@ def _other_data(what: str, got: str) -> ConfigError:
     )
 
 
-WEIGHTS_FILE = "model.weights.h5"  # as it is called in an archive of Keras', and as Keras wants its name to end
+WEIGHTS_FILE = "model.weights.h5"  # its name in a .keras archive; Keras requires this ending
 HDF5 = b"\x89HDF\r\n\x1a\n"
 
 
 def load_initial(model: keras.Model, url: str) -> None:
-    """Put the weights at `url` (training.run.weights_source) into a built model; all of them or none.
+    """Load the weights at `url` (training.run.weights_source) into a built model; all of them or none.
 
-    No code that lies in a model's file is run: layers are the model's own. Raises ConfigError for weights of another
+    This runs no code from the model's file: layers are the model's own. Raises ConfigError for weights of another
     model, CorruptionError for a file that cannot be read.
     """
     source = weights_at(url)
@@ -208,7 +208,7 @@ def load_initial(model: keras.Model, url: str) -> None:
         try:
             path.write_bytes(_weights_in(source.file))
             model.load_weights(path, objects_to_skip=[model.optimizer])
-        # What is no archive or a damaged one. RuntimeError: HDF5's names are broken, an archive is of a later version.
+        # No archive, or a damaged one. RuntimeError: HDF5's names are broken, or an archive has a later version.
         except (OSError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error, EOFError) as error:
             model.set_weights(before)
             got = (str(error) or repr(error)).splitlines()[0]
@@ -224,7 +224,7 @@ def load_initial(model: keras.Model, url: str) -> None:
 
 
 def _weights_in(data: bytes) -> bytes:
-    """The HDF5 file in a .keras archive; what is HDF5 already is returned as it is."""
+    """The HDF5 file in a .keras archive; a file that already is HDF5 is returned unchanged."""
     if data.startswith(HDF5):
         return data
     with zipfile.ZipFile(io.BytesIO(data)) as archive:

@@ -23,9 +23,9 @@ MOMENTUM = 0.9  # of the moving averages: two epochs of a small set are too few 
 def resnet(signature: Signature, options: ModelOptions, *, depth: int) -> keras.Model:
     """Three stages of `(depth - 2) / 6` blocks with 16, 32 and 64 filters, projections between stages.
 
-    One input (n, height, width, channels), any size and channels: whole numbers of 0..255, which are brought to 0..1,
-    or floats, which are taken as they are, since their schema normalises them; label (n,) int64 in 0..num_classes-1, or
-    (n, num_classes) float32 where mixup makes shares of classes.
+    One input (n, height, width, channels), any size and channels: integers 0..255, which are scaled to 0..1, or floats,
+    which are used unchanged, since their schema normalises them; label (n,) int64 in 0..num_classes-1, or
+    (n, num_classes) float32 if mixup makes shares of classes.
     Raises ConfigError for other signatures.
     """
     (name, image), *others = signature.features.items()
@@ -44,7 +44,7 @@ def resnet(signature: Signature, options: ModelOptions, *, depth: int) -> keras.
         for block in range((depth - 2) // 6):
             x = _block(x, filters, 2 if stage and not block else 1, options)
     x = keras.layers.GlobalAveragePooling2D()(x)
-    # Probabilities and loss need more digits than a mixed precision's layers have.
+    # Probabilities and loss need more digits than layers in mixed precision have.
     last = keras.layers.Dense(signature.num_classes, activation="softmax", name="classes", dtype=keras.config.floatx())
     output = last(x)
     kind = keras.metrics.CategoricalAccuracy if label.shape else keras.metrics.SparseCategoricalAccuracy

@@ -101,9 +101,7 @@ def profile(
     manifest, encoder = open_dataset(config)
     plan = plan_for(manifest, config)
     plan.steps(config.epochs)
-    options = CommOptions(
-        backend=config.backend, algorithm=config.algorithm, trust_network=config.trust_network, plans=()
-    )
+    options = CommOptions(backend=config.backend, trust_network=config.trust_network)
     payload = {
         "config": config.to_json(),
         "plan": plan.identity(),
@@ -151,7 +149,6 @@ def _profile(config: TrainConfig, encoder: Encoder, ranks: list[dict[str, Any]])
         read_ahead_bytes=config.read_ahead_bytes,
         micro_batches=config.micro_batches,
         precision=config.precision,
-        algorithm=config.algorithm,
         batchnorm=config.batchnorm,
         canonical=config.canonical,
         augment=config.augment,

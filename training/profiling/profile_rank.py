@@ -25,6 +25,7 @@ from training.config import TrainConfig, lane_groups
 from training.control.client import ControlClient
 from training.control.context import RankContext
 from training.control.protocol import OPENING
+from training.exchange.agreement import NonFinitePolicy
 from training.exchange.exchange import Exchange
 from training.profiling.verdict import CACHED, CACHED_ALONE, COLD, COLD_ALONE, SYNTHETIC
 from training.rank.callbacks import RunCallbacks
@@ -239,9 +240,9 @@ class ProfileRank(AbstractContextManager["ProfileRank"]):
             context.control.beat(0, "join the ranks")
             self._comm = context.communicator(arena_bytes=arena_bytes(self._model))
             self._comm.deadline_s = config.stall_limit_s
-            self._step = distributed(config, plan, prepared, self._comm, rows, groups)
+            non_finite = NonFinitePolicy(config.non_finite == "skip")
+            self._step = distributed(config, plan, prepared, self._comm, rows, groups, non_finite)
             self._exchange = exchange_of(self._model.optimizer)
-            self._exchange.skips_any = config.non_finite == "skip" and not self._exchange.skips_non_finite
             stack.callback(self._exchange.close)
             self._stack = stack.pop_all()
 

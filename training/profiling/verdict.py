@@ -206,7 +206,6 @@ class Setting:
     read_ahead_bytes: int
     micro_batches: int
     precision: str
-    algorithm: str
     batchnorm: str
     canonical: bool
     augment: str
@@ -277,8 +276,6 @@ def _exchange(measured: Measured, setting: Setting) -> Iterator[str]:
         f"A larger --global-batch than {setting.global_batch} (docs/learning-rate.md): the sums are as large for any "
         "batch; with --micro-batches it needs no more memory."
     )
-    if setting.algorithm != "auto":
-        yield f"--algorithm auto instead of {setting.algorithm}."
     yield (
         f"python -m jobs.bench_comm --num-ranks {setting.num_ranks}: whether the network gives what it should; "
         "fewer hosts with more ranks each send less."

@@ -112,7 +112,7 @@ class Checkpoints:
     ) -> None:
         self._saver, self._exchange, self._clock = saver, exchange, clock
         self._control, self._weights, self._reports = control, weights, reports
-        self._compare_every, self._limit_s = config.compare_every, config.stall_limit_s
+        self._limit_s = config.stall_limit_s
         every = CheckpointEvery.parse(config.checkpoint_every)
         self._schedule = Schedule(every, config.mean_time_between_failures_s)
         self._keeps_best = config.keep_best is not None
@@ -187,8 +187,7 @@ class Checkpoints:
         began = time.perf_counter()
         with self._clock.checkpoint():
             self._settle(self._saver.look())
-            if progress.step % self._compare_every:  # else they were compared at the end of the step
-                self._weights.compare(progress.step)
+            self._weights.compare(progress.step)
             self._saver.save(progress, in_epoch=in_epoch)
         self._exchange.withdraw("checkpoint")
         self._exchange.want("busy")

@@ -23,7 +23,7 @@ from training.comm.base import Communicator
 from training.config import TrainConfig, lane_groups
 from training.control.context import RankContext
 from training.control.protocol import OPENING, json_safe
-from training.exchange.agreement import FedBatches
+from training.exchange.agreement import FedBatches, NonFinitePolicy
 from training.exchange.compare_ranks import WeightCheck, compare_runs, processor, versions
 from training.models.on_disk import export, load_initial
 from training.plan.mixture import Plan
@@ -37,8 +37,8 @@ from training.reading.open import verify_share
 from training.reading.reader import ReadOptions
 from training.run.paths import staged_model
 from training.steps.distribute import exchange_of, finalize
-from training.steps.distribute_checks import settings_of
-from training.steps.model_state import as_floats, derive_seeds, model_identity, weights_digest
+from training.steps.distribute_checks import compare_start
+from training.steps.model_state import as_floats, derive_seeds, model_identity
 from training.steps.own_fit import of_all_ranks, only_on_leader
 
 
@@ -59,8 +59,6 @@ def compare_ranks(
             "dataset": data.manifest.digest,
             "plan": plan.identity(),
             "model": model_identity(model, signature),
-            "optimizer": settings_of(model.optimizer),
-            "weights": weights_digest(model),
             "step": step,
         },
     )
@@ -139,13 +137,10 @@ class Fit(AbstractContextManager["Fit"]):
         context.control.beat(0, "join the ranks")
         self._comm = context.communicator(arena_bytes=arena_bytes(self._model))
         self._comm.deadline_s = config.stall_limit_s
-        self._step = distributed(config, self._plan, prepared, self._comm, self._feed.rows, groups)
-        self._exchange = exchange_of(self._model.optimizer)
-        # With a scaled loss the optimizer skips by itself what the scale has made too large.
-        self._exchange.skips_any = config.non_finite == "skip" and not self._exchange.skips_non_finite
         self._fed = FedBatches(self._feed.lanes.start, self._plan.global_batch // self._plan.lanes)
-        self._exchange.inquiry.fed = self._fed
-        self._exchange.inquiry.report = lambda row: context.control.notify("metrics", rows=[row])
+        non_finite = NonFinitePolicy(config.non_finite == "skip", self._fed, self._report_non_finite)
+        self._step = distributed(config, self._plan, prepared, self._comm, self._feed.rows, groups, non_finite)
+        self._exchange = exchange_of(self._model.optimizer)
         per_epoch = max(1, self._plan.total // self._plan.global_batch)
         callbacks = [only_on_leader(callback, world.rank) for callback in prepared.callbacks]
         self._callbacks = RunCallbacks(
@@ -166,7 +161,7 @@ class Fit(AbstractContextManager["Fit"]):
         self._stop_wanted = False
         self._labels = LabelCounts(self._signature)
         self._class_counts: list[int] | None = None  # of the last epoch
-        self._weights = WeightCheck(self._comm, self._model.weights, config.compare_every)
+        self._weights = WeightCheck(self._comm, self._model.weights)
         self._checkpoints = Checkpoints(
             self._saver, self._exchange, context.control, config, self._clock, self._weights, self._reports
         )
@@ -195,10 +190,11 @@ class Fit(AbstractContextManager["Fit"]):
                 derive_seeds(model, self._config.seed, 0, self._comm.rank)
         else:
             self._progress = self._saver.restore(restored)
-            self._exchange.step = self._progress.step
+            self._exchange.resume(self._progress.step)
         del restored  # it holds the whole checkpoint
         control.beat(self._progress.step, "compare with the other ranks")
         compare_ranks(self._comm, self._split, plan, model, self._signature, self._progress.step)
+        compare_start(self._comm, self._feed.rows / plan.global_batch, model.optimizer, model.weights)
         self._saver.make_ready()
         began_at, began = self._progress.step, time.monotonic()
         control.beat(began_at, "train")
@@ -309,6 +305,9 @@ class Fit(AbstractContextManager["Fit"]):
             self._reports.epoch(self._progress.step, epoch, json_safe(self._progress.metrics), self._class_counts)
         if self._exchange.agreement is not None:
             self._checkpoints.epoch_ends(self._exchange.agreement, self._progress)
+
+    def _report_non_finite(self, row: dict[str, Any]) -> None:
+        self._context.control.notify("metrics", rows=[row])
 
     def _batch_is_ready(self, batch: Batch) -> None:
         """Called by TensorFlow's thread that reads ahead."""

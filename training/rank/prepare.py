@@ -13,6 +13,7 @@ from lockstep.storage.errors import ConfigError
 from training.comm.base import Communicator
 from training.comm.tree_sums import TreeSums
 from training.config import TrainConfig, check_metric
+from training.exchange.agreement import NonFinitePolicy
 from training.models import ModelOptions, build
 from training.plan.lane_count import units_of
 from training.plan.mixture import Plan
@@ -115,7 +116,13 @@ def _accumulate(model: keras.Model, micro_batches: int) -> None:
 
 
 def distributed(
-    config: TrainConfig, plan: Plan, prepared: Prepared, communicator: Communicator, rows: int, groups: int | None
+    config: TrainConfig,
+    plan: Plan,
+    prepared: Prepared,
+    communicator: Communicator,
+    rows: int,
+    groups: int | None,
+    non_finite: NonFinitePolicy,
 ) -> RankStep | CanonicalStep:
     """The step of a rank of `rows` rows, to be installed; the model's optimizer is distributed over the ranks."""
     model, scale = prepared.model, rows / plan.global_batch
@@ -148,6 +155,7 @@ def distributed(
         statistics=statistics,
         auto_scale_loss=False,  # compile has decided
         finalizes=False,  # one fit call is one epoch
-        same_start=not config.canonical,  # shares of 1 add up to no whole; the run compares weights by itself
+        same_start=False,  # the run compares its ranks when it has restored the model
+        non_finite=non_finite,
     )
     return step

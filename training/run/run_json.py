@@ -38,7 +38,6 @@ LATER_FIELDS = {
     "bad_images": "refuse",
     "init_from": None,
     # Others add in another order. What encrypts or may be trusted changes no sum: `tls` and `trust_network` are free.
-    "algorithm": "auto",
     "backend": "auto",
 }
 PLAN_FIELDS = {
@@ -89,6 +88,14 @@ def _check_same(fs: FileSystem, paths: RunPaths, found: dict[str, Any], config: 
         _same(paths, name, name, found["config"].get(name), getattr(config, name))
     for name, default in LATER_FIELDS.items():
         _same(paths, name, name, found["config"].get(name, default), getattr(config, name))
+    algorithm = found["config"].get("algorithm", "auto")
+    if algorithm != "auto":
+        raise ConfigError(
+            f"{paths.root} was started with `--algorithm {algorithm}`, which jobs.train no longer has",
+            got=f"algorithm = {algorithm!r}",
+            allowed="runs with `auto`: any other order of additions changes the last bits of the weights",
+            next_step=f"Resume with the version that started the run, or start another with --init-from {paths.root}.",
+        )
     epochs = epochs_asked(read_claims(fs, paths))
     if config.epochs < epochs:
         _differ(paths, "epochs", f"epochs = {config.epochs}", f"epochs = {epochs} or more", "epochs")

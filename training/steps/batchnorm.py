@@ -1,7 +1,8 @@
 """Batch normalisation on ranks: over lane groups (ghost), over all ranks (sync) or over each rank's rows (local).
 
 "Ghost" batches are from Hoffer, Hubara and Soudry, "Train longer, generalize better" (2017): the same statistics at any
-number of ranks, without communication. `batchnorm_as` makes a model's own BatchNormalization layers so.
+number of ranks, without communication. `batchnorm_as` switches a model's own BatchNormalization layers to one of them.
+docs/decisions/047-batch-statistics-and-denominators.md.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ Array = NDArray[np.float64]
 class SyncMoments:
     """Mean and variance of a batch normalisation's input over all ranks.
 
-    `scale` is n_r / G, by which the exchange multiplies this rank's gradients afterwards: what other ranks' losses ask
-    of this rank's rows is divided by it first. Ranks may have different numbers of rows.
+    `scale` is n_r / G, by which the exchange multiplies this rank's gradients afterwards: the gradients that come from
+    other ranks' losses are divided by it first. Ranks may have different numbers of rows.
     """
 
     def __init__(self, calls: OrderedCalls, scale: float) -> None:
         self._calls, self._scale = calls, scale
 
     def moments(self, x: tf.Tensor, axes: list[int], mask: tf.Tensor | None, who: str) -> tuple[tf.Tensor, tf.Tensor]:
-        """x (n, ..., channels) float32 or float64, `axes` all but the channels', mask as x without its last axis.
+        """x (n, ..., channels) float32 or float64, `axes` all but the channels', mask like x without its last axis.
 
         Returns mean and variance (channels,) of x's dtype. With a mask the divisor is count + keras.epsilon, as in
         Keras' own layer. Raises ConfigError for a gradient of a gradient.
@@ -102,21 +103,21 @@ class SyncMoments:
         return cast(tuple[tf.Tensor, tf.Tensor], tuple(tf.split(total, 2)))
 
     def _sum(self, mine: Array) -> Array:
-        total = mine.copy()  # TensorFlow's memory is not ours to write to
+        total = mine.copy()  # this memory is TensorFlow's
         self._calls.communicator.all_reduce(total)
         return total
 
 
 def merged(gathered: Array, epsilon: float = 0.0) -> Array:
-    """Each rank's (count, mean, sum of squared deviations) as those of all rows.
+    """Merge each rank's (count, mean, sum of squared deviations) into the moments of all rows.
 
     gathered (num_ranks, 3 * channels) -> (4, channels): mean, variance, the divisor count + epsilon of both, and
-    the sum of deviations from that mean, zero but for epsilon. Channels without a row have mean and variance 0.
+    the sum of deviations from that mean, zero if epsilon is. Channels without a row have mean and variance 0.
     """
     counts, means, squares = np.moveaxis(gathered.reshape(len(gathered), 3, -1), 1, 0)  # (num_ranks, channels) each
     count = counts.sum(axis=0)
     divisor = np.where(count + epsilon > 0, count + epsilon, 1.0)
-    with np.errstate(all="ignore"):  # what is not finite is found in the gradients
+    with np.errstate(all="ignore"):  # the check of the gradients finds values that are not finite
         total = (counts * means).sum(axis=0)
         mean = total / divisor
         true_mean = total / np.where(count > 0, count, 1.0)
@@ -129,7 +130,7 @@ PLAIN = keras.layers.BatchNormalization
 
 
 class _Fused(keras.layers.BatchNormalization):
-    """Mixed in before a layer's own class: the same over the whole batch, in one operation where there is one."""
+    """Mixed in before a layer's own class: the same over the whole batch, in one operation if TensorFlow has one."""
 
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
         """inputs (n, ..., channels) -> the same shape and dtype."""
@@ -138,14 +139,14 @@ class _Fused(keras.layers.BatchNormalization):
         return self._moved(normalise(self, inputs, inputs.shape[0]))
 
     def _moved(self, normalised: Normalised) -> Any:
-        """The result, once the moving averages have taken its statistics."""
+        """Update the moving averages with its statistics, and return its result."""
         for moving, value in ((self.moving_mean, normalised.mean), (self.moving_variance, normalised.variance)):
             moving.assign(moving * self.momentum + value * (1.0 - self.momentum))
         return normalised.y
 
 
 class _Ghost(_Fused):
-    """Mixed in before a layer's own class: batch statistics of each run of `group_rows` rows by itself."""
+    """Mixed in before a layer's own class: separate batch statistics for each run of `group_rows` rows."""
 
     group_rows: int
 
@@ -182,7 +183,7 @@ class _Ghost(_Fused):
         return ops.cast(ops.reshape(x * factor + offset, shape), self.compute_dtype)
 
     def _move(self, moving: keras.Variable, value: Any) -> None:
-        """Towards the mean over this rank's groups; value (groups, 1, ..., channels)."""
+        """Move an average towards the mean over this rank's groups; value (groups, 1, ..., channels)."""
         channels = moving.shape[0]
         mean = ops.mean(ops.reshape(value, (-1, channels)), axis=0)
         old = ops.cast(moving, mean.dtype)
@@ -191,18 +192,18 @@ class _Ghost(_Fused):
 
 @keras.saving.register_keras_serializable("lockstep")
 class GhostBatchNormalization(_Ghost):
-    """Keras' BatchNormalization, its batch statistics taken over each run of `group_rows` rows by itself.
+    """Keras' BatchNormalization with separate batch statistics for each run of `group_rows` rows.
 
-    Rows of a lane group lie together in a batch, and a rank has whole groups, so a sample is normalised alike at any
-    number of ranks. The moving averages take the mean over this rank's groups; `training.steps.distribute` makes it
-    the mean over all groups after each step. A batch in training must be a multiple of `group_rows`.
+    The rows of a lane group are neighbours in a batch, and a rank has whole groups, so a sample is normalised the same
+    way at any number of ranks. The moving averages take the mean over this rank's groups; `training.steps.distribute`
+    turns it into the mean over all groups after each step. A batch in training must be a multiple of `group_rows`.
     """
 
     def __init__(self, group_rows: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if group_rows < 1 or self.renorm or self.synchronized:
             raise ConfigError(
-                "GhostBatchNormalization cannot be made so",
+                "GhostBatchNormalization got invalid arguments",
                 got=f"group_rows={group_rows}, renorm={self.renorm}, synchronized={self.synchronized}",
                 allowed="group_rows from 1 up, without renorm or synchronized",
                 next_step="Use keras.layers.BatchNormalization for these.",
@@ -229,9 +230,9 @@ def batchnorm_as(
 ) -> Iterator[None]:
     """While this is open, the model's own BatchNormalization layers, nested ones too, are `ghost` or `sync`.
 
-    Neither argument leaves their results as they are, to rounding. Variables, names and what is saved stay Keras' own:
-    nothing of a layer changes but the class, and that only while a step is traced. Layers that are ghost by themselves
-    stay so. Raises ConfigError naming a layer whose batch statistics are its own affair.
+    With neither argument their results stay the same, to rounding. Variables, names and saved models stay Keras' own:
+    only the class of a layer changes, and only while a step is traced. GhostBatchNormalization layers stay as they are.
+    Raises ConfigError naming a layer that computes batch statistics by code of its own.
     """
     with ExitStack() as stack:
         for layer in normalisations(model):
@@ -248,7 +249,7 @@ def batchnorm_as(
 
 
 def normalisations(model: keras.Model) -> list[Any]:
-    """All batch normalisation layers of a model, nested ones too, which the public `layers` leaves out."""
+    """All batch normalisation layers of a model, also nested ones, which Keras' public `layers` omits."""
     return [layer for layer in model._flatten_layers() if isinstance(layer, PLAIN)]
 
 
@@ -258,7 +259,7 @@ def _check(layer: Any, *, ghost: bool) -> None:
         own.append("renorm" if layer.renorm else "synchronized")
     if "_moments" in own or (ghost and own):
         raise ConfigError(
-            f"the layer {layer.name} ({type(layer).__name__}) takes its batch statistics in its own way",
+            f"the layer {layer.name} ({type(layer).__name__}) computes its batch statistics by code of its own",
             got=f"{', '.join(own)} of its own",
             allowed="keras.layers.BatchNormalization" + (" without renorm or synchronized" if ghost else ""),
             next_step=f"Use {'--batchnorm sync or ' if ghost and '_moments' not in own else ''}--batchnorm local.",
@@ -266,7 +267,7 @@ def _check(layer: Any, *, ghost: bool) -> None:
 
 
 def statistics_of(model: keras.Model) -> list[keras.Variable]:
-    """The moving averages of all trainable batch normalisations: what ranks must agree on after each step."""
+    """The moving averages of all trainable batch normalisations, which ranks average after each step."""
     layers = [layer for layer in normalisations(model) if layer.trainable]
     found = [variable for layer in layers for variable in (layer.moving_mean, layer.moving_variance)]
     renorms = [layer for layer in layers if layer.renorm]

@@ -1,9 +1,10 @@
-"""A rank's `train_step` under `--canonical`: unit after unit by one piece of graph, added up in the tree's order.
+"""A rank's `train_step` under `--canonical`: unit after unit by one piece of graph, added up in the order of a tree.
 
-Everything that a unit changes begins anew for each: moving averages where the step found them, metrics at zero, seed
-generators at a state made of (seed, step, unit). So a unit's numbers do not depend on which units its rank has besides.
-What is added up over units and ranks is its gradients, moving averages, metric states and loss; the optimizer sees the
-sums once. The exchange must be over `TreeSums`, with scale 1: a unit's share is in its loss.
+The state that a unit changes is reset for each: moving averages to their values before the step, metrics to zero, seed
+generators to a state made of (seed, step, unit). So a unit's results do not depend on the other units of its rank.
+Gradients, moving averages, metric states and losses are added up over units and ranks; the optimizer sees the sums
+once. The exchange must be over `TreeSums`, with scale 1: a unit's share is in its loss.
+docs/decisions/080-canonical-sums.md.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ NOTHING, KEEP, ADD = 0, 1, 2
 
 
 def carries(units: int) -> list[list[int]]:
-    """What becomes of each unit's value in the tree over `units`: row u has an entry for each depth, the root's first.
+    """The steps of each unit's value in the tree over `units`: row u has an entry for each depth, the root's first.
 
-    A value comes from below: at its unit's own depth, then at each one above. KEEP: it is a left part and waits there;
-    ADD: it is a right part, added to what waits, and the sum goes one up; NOTHING: the value does not get there, or the
-    unit does not lie so deep. At most one value waits at each depth. The last one is kept at depth 0: the sum of all.
+    A value goes up from its unit's own depth. KEEP: it is a left part and waits there; ADD: it is a right part, added
+    to the one that waits, and the sum goes one up; NOTHING: the value does not get there, or its unit is not that deep.
+    At most one value waits at each depth. The last one is kept at depth 0: the sum of all.
     """
     deepest = (units - 1).bit_length()
     table = [[NOTHING] * (deepest + 1) for _ in range(units)]
@@ -52,13 +53,13 @@ def carries(units: int) -> list[list[int]]:
 
 
 class CanonicalStep:
-    """What `RankStep` is otherwise. A rank has the `count` units from number `first` on, of `units` in all.
+    """Takes the part of `RankStep` under --canonical. A rank has `count` units from number `first` on, of `units`.
 
-    `group_rows` are a unit's rows where BatchNormalization is `ghost`; None leaves it Keras' own, over a unit too.
+    `group_rows` are a unit's rows if BatchNormalization is `ghost`; None leaves it Keras' own, also over a unit.
     """
 
     error: BaseException | None = None
-    """No collective is within the step, so none can fail."""
+    """Always None: the step has no collective that could fail."""
 
     def __init__(
         self, model: keras.Model, *, units: int, first: int, count: int, seed: int, group_rows: int | None
@@ -69,7 +70,7 @@ class CanonicalStep:
         self._metrics = variables_of(model, METRICS)
         self._check_metrics()
         self.metric_sums = [_like(variable) for variable in self._metrics]
-        """Statistics for the exchange: what the step adds to each metric state, over all units."""
+        """Statistics for the exchange: the sum that the step adds to each metric state, over all units."""
         self._seeds = variables_of(model, SEEDS)
         self._leader = True
         self._plain: Any = None
@@ -77,7 +78,7 @@ class CanonicalStep:
         self._variables: list[Any] = []
 
     def install(self, model: keras.Model, communicator: Communicator) -> None:
-        """Have `model.fit` trace its steps so, until `remove`. Metrics of all ranks are kept on the first."""
+        """Make `model.fit` trace this step, until `remove`. The first rank keeps the metrics of all ranks."""
         self._leader = communicator.rank == 0
         self._plain = model.train_step
         kept, skipped = KeptStatistics(model), SkippedStep(model)
@@ -92,7 +93,7 @@ class CanonicalStep:
         install_step(model, train_step)
 
     def remove(self, model: keras.Model) -> None:
-        """Give the model its own train_step and test_step back."""
+        """Restore the model's own train_step and test_step."""
         remove_step(model)
 
     def _step(self, data: Any) -> None:
@@ -105,10 +106,10 @@ class CanonicalStep:
             variable.assign(old)
         for variable, value in zip([*self._statistics, *self.metric_sums], [*statistics, *metrics], strict=True):
             variable.assign(value)
-        optimizer.scale_loss(loss)  # told so what to report: the step's loss
+        optimizer.scale_loss(loss)  # passes the step's loss, which the exchange reports
         absent = zip(gradients, self._absent, strict=True)
         optimizer.apply([None if missing else gradient for gradient, missing in absent], self._variables)
-        # Zero on other ranks: metrics are read from the sum over ranks, here as without --canonical.
+        # Zero on other ranks: metrics are read from the sum over ranks, as without --canonical.
         for variable, total in zip(self._metrics, self.metric_sums, strict=True):
             added = variable.value + tf.cast(total.value, variable.dtype)
             variable.assign(added if self._leader else tf.zeros_like(added))
@@ -139,10 +140,10 @@ class CanonicalStep:
             [tf.constant(0), *zeros * steps.shape[1]],
             parallel_iterations=1,
         )
-        return list(found[1 : 1 + len(zeros)])  # what is kept at the root
+        return list(found[1 : 1 + len(zeros)])  # the values kept at the root
 
     def _leaves(self, data: Any, number: tf.Tensor, statistics: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """One unit's gradients, moving averages (these two with its share), metric states and share of the loss."""
+        """One unit's gradients and moving averages, times its share, its metric states and its share of the loss."""
         model, optimizer = self._model, self._model.optimizer
         self._begin(number, statistics)
         losses: list[tf.Tensor] = []
@@ -162,7 +163,7 @@ class CanonicalStep:
             weighed_by_rows(model, data),
             batchnorm_as(model, group_rows=self._group_rows),
             Denominators(None, 1.0 / self._units).of(model),
-            draws_of_step(self._seed, lambda: self._step_and_unit(number)),
+            draws_of_step(self._seed, self._step_and_unit(number)),
         ):
             logs = self._plain(data)
         self._check_step(logs, losses, applied)
@@ -184,7 +185,7 @@ class CanonicalStep:
         return [step_of(self._model.optimizer), tf.cast(number + self._first, tf.int64)]
 
     def _dense(self, grads: list[Any], variables: Any) -> list[tf.Tensor]:
-        """Whole tensors in the order of the model's variables; zeros, and a note, for what has no gradient."""
+        """Whole tensors in the order of the model's variables; zeros, and a note, for variables without gradient."""
         given = {id(v): grad for v, grad in zip(variables, grads, strict=True)} if variables is not None else None
         found = grads if given is None else [given.get(id(v)) for v in self._variables]
         self._absent = [grad is None for grad in found]
@@ -201,10 +202,10 @@ class CanonicalStep:
         same = isinstance(logs, dict) and set(logs) == set(self._model.get_metrics_result())
         if len(losses) != 1 or len(applied) != 1 or not same:
             raise ConfigError(
-                "the model's train_step cannot be taken unit by unit",
+                "the model's train_step cannot be run unit by unit",
                 got=f"{len(losses)} calls of optimizer.scale_loss, {len(applied)} of apply, "
                 f"{'the metrics' if same else 'other values than the metrics'} returned",
-                allowed="one call of each, and the model's metrics returned, as Keras' own train_step does it",
+                allowed="one call of each, and the model's metrics returned, as in Keras' own train_step",
                 next_step="Train without --canonical, or call scale_loss and apply once and return the metrics.",
             )
 
@@ -220,14 +221,14 @@ class CanonicalStep:
 
 
 def _like(variable: Any) -> keras.Variable:
-    """A variable for sums of `variable`; of whole numbers in float64, which holds them."""
+    """A variable for sums of `variable`; integers are summed in float64."""
     dtype = variable.dtype if "float" in variable.dtype else "float64"
     name = f"sum_of_{variable.path.replace('/', '_')}"
     return keras.Variable(np.zeros(variable.shape), dtype=dtype, trainable=False, name=name)
 
 
 def _carry(step: tf.Tensor, waits: list[tf.Tensor], value: list[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-    """One depth of `carries`: what waits there then, and the value that goes up."""
+    """One depth of `carries`: the value that then waits there, and the value that goes up."""
 
     def nothing() -> list[tf.Tensor]:
         return [*waits, *value]

@@ -1,13 +1,14 @@
 """`distribute(optimizer, ...)`: the user's Keras optimizer, reducing gradients over all ranks before it applies them.
 
-The object stays the user's own; its class becomes a subclass whose `apply` exchanges first. So it is the outermost
+The object stays the user's own; its class becomes a subclass whose `apply` exchanges first. So it must be the outermost
 optimizer: finiteness, loss scale, clipping, decay and averages see the global gradients, equal bit for bit on every
-rank; accumulation adds on each rank alone.
+rank; accumulation adds on each rank separately. docs/decisions/046-any-optimizer.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar, cast
 from weakref import WeakSet, ref
 
@@ -18,6 +19,7 @@ import tensorflow as tf
 from lockstep.storage.errors import ConfigError
 from training.comm.base import Communicator
 from training.control.context import report_faults_of
+from training.exchange.agreement import STOPS, NonFinitePolicy
 from training.exchange.buckets import BUCKET_BYTES
 from training.exchange.exchange import Exchange
 from training.exchange.sparse import ROWS_FROM_BYTES
@@ -30,7 +32,7 @@ Gradients = list[Any]
 
 
 def steps_of(optimizer: keras.optimizers.Optimizer) -> int:
-    """Micro-batches of one update, 1 without accumulation."""
+    """Micro-batches per update, 1 without accumulation."""
     return optimizer.gradient_accumulation_steps or 1
 
 
@@ -45,9 +47,9 @@ def is_last(optimizer: keras.optimizers.Optimizer) -> tf.Tensor:
 
 
 def local_sums(optimizer: keras.optimizers.Optimizer, grads: Gradients, variables: list[Any]) -> Gradients:
-    """This rank's micro-gradients so far, the present ones included; None where None.
+    """The sums of this rank's micro-gradients so far, with the present ones; None for None.
 
-    Of the scale that `grads` have: with `loss_scale_factor` Keras divides by it before it accumulates.
+    They have the scale of `grads`: with `loss_scale_factor` Keras divides by it before it accumulates.
     """
     factor = optimizer.loss_scale_factor
 
@@ -72,7 +74,7 @@ def reduced_at_last(
     reduce: Callable[[Gradients], Gradients],
     hold: Callable[[], Any],
 ) -> Gradients:
-    """What Keras' `apply` is to be given for this micro-batch: the ranks' sum on the last of a cycle, else `grads`."""
+    """The gradients for Keras' `apply` in this micro-batch: the ranks' sum on the last of a cycle, else `grads`."""
     grads = [None if grad is None else tf.convert_to_tensor(grad) for grad in grads]
     present = [i for i, grad in enumerate(grads) if grad is not None]
 
@@ -104,9 +106,9 @@ POLICY = "mixed_float16"
 
 
 def scaled(optimizer: keras.optimizers.Optimizer, *, automatic: bool) -> keras.optimizers.Optimizer:
-    """`optimizer`, in a LossScaleOptimizer where `automatic` and the global policy is mixed_float16.
+    """`optimizer`, in a LossScaleOptimizer if `automatic` and the global policy is mixed_float16.
 
-    As `compile` does it, which then finds it done.
+    `compile` would wrap it likewise, and then finds it done.
     """
     scaling = keras.optimizers.LossScaleOptimizer
     if automatic and keras.config.dtype_policy().name == POLICY and not isinstance(optimizer, scaling):
@@ -141,7 +143,7 @@ def apply_in_cycles(
         return tf.constant(True)
 
     def skip() -> tf.Tensor:
-        inner._iterations.assign_sub(steps_of(inner) - 1)  # the cycle begins anew
+        inner._iterations.assign_sub(steps_of(inner) - 1)  # the cycle starts over
         optimizer._stateful_handle_non_finite_grads()
         return tf.constant(False)
 
@@ -155,7 +157,7 @@ def apply_in_cycles(
 
 
 OptimizerT = TypeVar("OptimizerT", bound=keras.optimizers.Optimizer)
-_USED: WeakSet[Communicator] = WeakSet()  # those that an exchange's thread works with
+_USED: WeakSet[Communicator] = WeakSet()  # used by the thread of an exchange
 _ENDED: WeakSet[Exchange] = WeakSet()
 
 
@@ -171,20 +173,22 @@ def distribute(
     finalizes: bool = True,
     compression: Any = None,
     same_start: bool = True,
+    non_finite: NonFinitePolicy = STOPS,
 ) -> OptimizerT:
     """Make `optimizer` reduce gradients over the ranks of `communicator`; returns the same object.
 
     `scale` is n_r / G, this rank's share of the global batch (None: all ranks have batches of one size). `statistics`
     are float variables that the forward pass updates on each rank (moving averages): after each step they hold their
-    mean, weighted by the shares. Gradients by rows (embeddings) of variables from `rows_from_bytes` on travel by rows
-    while that is fewer bytes. Under the policy mixed_float16 an optimizer without loss scaling comes back in a
+    mean, weighted by the shares. Gradients by rows (embeddings) of variables of at least `rows_from_bytes` are sent by
+    rows while that is fewer bytes. Under the policy mixed_float16 an optimizer without loss scaling is returned in a
     LossScaleOptimizer, as `compile` would wrap it, unless `auto_scale_loss` is false. `finalizes`: whether the end of
-    `fit` is the end of the run, where `use_ema` makes the averages the weights; else `finalize` does it. `compression`
-    makes whole gradients smaller before they are summed (see `Reduction`). `same_start`: ranks compare weights and the
-    optimizer's settings before the first sum, and add up their shares; without it somebody else sees to that.
+    `fit` is the end of the run, where `use_ema` makes the averages the weights; if false, call `finalize`.
+    `compression` makes whole gradients smaller before they are summed (see `Reduction`). `same_start`: before the first
+    sum ranks compare weights and the optimizer's settings, and check that their shares add up to 1; if false, the
+    caller must do so. `non_finite`: what happens to a step that is not finite.
 
-    A collective where `communicator` has an exchange already: the new one gets a group of its own. `exchange_of` gives
-    the exchange. Raises ConfigError for what cannot be the outermost optimizer, and for arguments that cannot be right.
+    A collective if `communicator` already has an exchange: the new one gets a group of its own. `exchange_of` returns
+    the exchange. Raises ConfigError for an optimizer that cannot be the outermost one, and for invalid arguments.
     """
     statistics = tuple(statistics)  # which may be an iterator
     check_wish(optimizer, communicator, scale, statistics, bucket_bytes, rows_from_bytes)
@@ -201,10 +205,9 @@ def distribute(
     if communicator in _USED:
         communicator = communicator.group(range(communicator.num_ranks))
     _USED.add(communicator)
-    exchange = exchange_for(communicator, scale)
-    known = ref(exchange)
-    report_faults_of(lambda: None if (still := known()) is None or still in _ENDED else still.fault())
-    exchange.skips_non_finite = isinstance(outermost, keras.optimizers.LossScaleOptimizer)
+    scaled_loss = isinstance(outermost, keras.optimizers.LossScaleOptimizer)
+    exchange = exchange_for(communicator, scale, scaled_loss=scaled_loss, non_finite=non_finite)
+    report_faults_of(partial(_fault_of, ref(exchange)))
     reduction = Reduction(exchange, statistics, bucket_bytes, rows_from_bytes, compression)
     # Saved models name the class and its module: those of the plain class, so that they load without Lockstep.
     names = {"__module__": plain.__module__, "__doc__": plain.__doc__}
@@ -214,19 +217,27 @@ def distribute(
 
 
 def undistribute(optimizer: keras.optimizers.Optimizer) -> None:
-    """Give the optimizer its own class back and end its exchange; a model that was trained with it: compile it anew."""
+    """Restore the optimizer's own class and end its exchange; compile a model that was trained with it again."""
     state = _state(optimizer)
-    _ENDED.add(state.reduction.exchange)
-    state.reduction.exchange.error = ConfigError(
-        "this step was traced with an exchange that has ended",
-        got=f"a {state.plain.__name__} that was given to undistribute since",
-        allowed="steps traced after distribute",
-        next_step="Compile the model again after undistribute, or set model.train_function = None.",
+    exchange = state.reduction.exchange
+    _ENDED.add(exchange)
+    exchange.close(
+        ConfigError(
+            "this step was traced with an exchange that has ended",
+            got=f"a {state.plain.__name__} that was passed to undistribute since",
+            allowed="steps traced after distribute",
+            next_step="Compile the model again after undistribute, or set model.train_function = None.",
+        )
     )
     object.__setattr__(optimizer, "__class__", state.plain)
     object.__delattr__(optimizer, "_lockstep")
-    state.reduction.exchange.close()
-    _USED.discard(state.reduction.exchange.communicator)
+    _USED.discard(exchange.communicator)
+
+
+def _fault_of(known: ref[Exchange]) -> BaseException | None:
+    """An exchange's fault, while it is in use."""
+    exchange = known()
+    return None if exchange is None or exchange in _ENDED else exchange.fault()
 
 
 def exchange_of(optimizer: keras.optimizers.Optimizer) -> Exchange:
@@ -235,7 +246,7 @@ def exchange_of(optimizer: keras.optimizers.Optimizer) -> Exchange:
 
 
 def skipped_of(optimizer: keras.optimizers.Optimizer) -> Any:
-    """Within the step that is being traced, after `apply`: int32 (), 1 where the ranks have agreed to skip it."""
+    """Within the step that is being traced, after `apply`: int32 (), 1 if the ranks have agreed to skip it."""
     return tf.reshape(_state(optimizer).reduction.skipped, ())
 
 
@@ -246,8 +257,8 @@ def own_class(optimizer: keras.optimizers.Optimizer) -> type[keras.optimizers.Op
 
 
 def finalize(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> None:
-    """What Keras does once at the end of `fit`: with `use_ema`, the averages become the weights."""
-    _state(optimizer)  # a plain one is refused by name
+    """The last action of Keras' `fit`: with `use_ema`, the averages become the weights."""
+    _state(optimizer)  # raises for a plain one
     super(_Distributed, optimizer).finalize_variable_values(variables)
 
 
@@ -270,15 +281,15 @@ def _state(optimizer: Any) -> _State:
 
 
 class _Distributed:
-    """Mixed in before the optimizer's own class, which `super()` is here and mypy cannot know: hence type: ignore."""
+    """Mixed in before the optimizer's own class, to which `super()` refers; mypy cannot know it: hence type: ignore."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "loss_scale_factor" and value is None:  # what an optimizer around another one does first
+        if name == "loss_scale_factor" and value is None:  # the first action of an optimizer around another one
             raise ConfigError(
                 "a distributed optimizer cannot be inside another one",
-                got=f"{type(self).__name__}, taken into a LossScaleOptimizer or MultiOptimizer (`compile` does so for "
+                got=f"{type(self).__name__}, wrapped in a LossScaleOptimizer or MultiOptimizer (`compile` does so for "
                 "a model of the policy mixed_float16)",
-                allowed="the outermost optimizer: one around it would judge finiteness on one rank alone",
+                allowed="the outermost optimizer: one around it would check finiteness on each rank separately",
                 next_step="Call distribute on the outer optimizer, or on model.optimizer after compile.",
             )
         super().__setattr__(name, value)
@@ -286,27 +297,27 @@ class _Distributed:
     @classmethod
     def from_config(cls, config: dict[str, Any], **more: Any) -> Any:
         """A plain optimizer of the same settings, as from any saved one."""
-        return cls.__mro__[2].from_config(config, **more)  # type: ignore[attr-defined] # Keras' class comes behind this mixin
+        return cls.__mro__[2].from_config(config, **more)  # type: ignore[attr-defined] # Keras' class follows this mixin
 
     @tf.autograph.experimental.do_not_convert
     def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
-        """Keras hands in the step's local mean loss here; it travels with the last bucket."""
+        """Keras passes the step's local mean loss here; it is sent with the last bucket."""
         _state(self).loss = loss
-        return super().scale_loss(loss)  # type: ignore[misc] # Keras' class comes behind this mixin
+        return super().scale_loss(loss)  # type: ignore[misc] # Keras' class follows this mixin
 
-    # Plain Python while a user's tf.function is traced: nothing of it depends on tensors' values.
+    # Plain Python while a user's tf.function is traced: it does not depend on tensors' values.
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Reduce, then apply; with accumulation only on the last micro-batch of each cycle."""
         me = cast(keras.optimizers.Optimizer, self)
         state, grads = _state(self), list(grads)
-        if not grads:  # as Keras has it
+        if not grads:  # like Keras
             return
         variables = list(me._trainable_variables if trainable_variables is None else trainable_variables)
         if not me.built:
             me.build(variables)
         loss, state.loss = state.loss, None
-        if loss is None:  # a train_step of the user's that does not call scale_loss: nothing to report
+        if loss is None:  # the user's train_step does not call scale_loss: there is no loss to report
             loss = tf.zeros((), tf.float32)
         elif loss.dtype.size < 4:
             loss = tf.cast(loss, tf.float32)
@@ -325,8 +336,8 @@ class _Distributed:
             return tf.numpy_function(_holding(exchange), [loss], tf.int32, name="hold")
 
         if all(grad is None for grad in grads):
-            reduce(grads)  # ranks that have some hear of it
-            apply(grads, trainable_variables)  # which says so in Keras' own words
+            reduce(grads)  # ranks that have gradients raise
+            apply(grads, trainable_variables)  # raises Keras' own error
         elif exchange.skips_any:
             _apply_unless_skipped(apply, reduce(grads), trainable_variables, state.reduction)
         elif steps_of(counts) == 1:
@@ -338,20 +349,20 @@ class _Distributed:
             apply(sums, trainable_variables)
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """One variable's update, when all that comes before it is done."""
+        """One variable's update, the last stage of `apply`."""
         if fused.can_fuse_update(_state(self).plain, self, gradient, variable):
             fused.update(self, gradient, variable, learning_rate)
         else:
-            super().update_step(gradient, variable, learning_rate)  # type: ignore[misc] # Keras' class comes behind this mixin
+            super().update_step(gradient, variable, learning_rate)  # type: ignore[misc] # Keras' class follows this mixin
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """At the end of a `fit` that is the end of the run."""
         if _state(self).finalizes:
-            super().finalize_variable_values(var_list)  # type: ignore[misc] # Keras' class comes behind this mixin
+            super().finalize_variable_values(var_list)  # type: ignore[misc] # Keras' class follows this mixin
 
 
 def _apply_unless_skipped(apply: Any, sums: list[Any], variables: Any, reduction: Reduction) -> None:
-    """Keras' own update of weights, its state and its count of steps; nothing of it where the ranks skip the step."""
+    """Keras' own update of weights, its state and its count of steps, unless the ranks skip the step."""
 
     def update() -> tf.Tensor:
         apply(sums, variables)

@@ -1,4 +1,4 @@
-"""What `distribute` is asked for, and what ranks begin from: told before the first sum, not seen in wrong weights."""
+"""Checks of `distribute`: its arguments, each traced step, and that all ranks start equal."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 from tensorflow.python.ops.control_flow_v2_func_graphs import CondBranchFuncGraph
 
-from lockstep.storage.documents import canonical_bytes, parse_canonical
+from lockstep.storage.documents import canonical_bytes
 from lockstep.storage.errors import ConfigError, DataError
 from training.comm.base import FLOATS, Communicator
+from training.exchange.compare_ranks import everyones, view_of
 
-SHARES_WITHIN = 1e-4  # a share may have been written with few digits
+SHARES_WITHIN = 1e-4  # a user may have written a share with few digits
 SHOWN = 500  # characters of an optimizer's settings
 
 
 def check_wish(
     optimizer: Any, communicator: Any, scale: Any, statistics: Sequence[Any], bucket_bytes: Any, rows_from_bytes: Any
 ) -> None:
-    """Raise ConfigError for an argument of `distribute` that cannot be right."""
+    """Raise ConfigError for an invalid argument of `distribute`."""
     _check("optimizer", isinstance(optimizer, keras.optimizers.Optimizer), optimizer, "one of keras.optimizers")
     _check("communicator", isinstance(communicator, Communicator), communicator, "a communicator of all ranks")
     number = isinstance(scale, int | float | np.number) and bool(math.isfinite(scale) and scale >= 0)
@@ -38,12 +39,12 @@ def check_wish(
 
 
 def check_step(variables: Sequence[Any], num_ranks: int) -> None:
-    """Raise ConfigError for a step that N ranks would not take as one would, while it is traced."""
+    """Raise ConfigError, while a step is traced, if N ranks would compute other results than one process."""
     graph = tf.compat.v1.get_default_graph() if not tf.executing_eagerly() else None
     if graph is not None and GraphOrParentsInXlaContext(graph):
         raise ConfigError(
             "a step that calls other ranks cannot be compiled by XLA",
-            got="a model or a tf.function with jit_compile (on a GPU Keras chooses so where `compile` is not told)",
+            got="a model or a tf.function with jit_compile (Keras' default on a GPU)",
             allowed="jit_compile=False",
             next_step="Call model.compile(..., jit_compile=False).",
         )
@@ -52,7 +53,7 @@ def check_step(variables: Sequence[Any], num_ranks: int) -> None:
             raise ConfigError(
                 "gradients are applied under a condition",
                 got=f"optimizer.apply in the branch {graph.name} of a tf.cond",
-                allowed="every rank applies in every step: a rank that does not take the branch is waited for",
+                allowed="every rank applies in every step: the others would wait for one that does not take the branch",
                 next_step="Apply outside of conditions; compile with steps_per_execution=1.",
             )
         graph = getattr(graph, "outer_graph", None)
@@ -69,37 +70,36 @@ def check_step(variables: Sequence[Any], num_ranks: int) -> None:
 def compare_start(
     communicator: Communicator, scale: float, optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]
 ) -> None:
-    """Raise ConfigError, on every rank alike, unless all ranks begin with equal weights and the same optimizer.
+    """Raise ConfigError on every rank unless all ranks start with equal weights and the same optimizer.
 
-    Ranks that do not would take the same sums, each from where it is, and never meet. Their `scale`, shares of one
-    batch, must add up to 1. A collective.
+    Otherwise each rank would apply the same sums to weights of its own, which never become equal. The `scale`s, ranks'
+    shares of a batch, must add up to 1. A collective. docs/decisions/079-what-ranks-compare.md.
     """
     if communicator.num_ranks == 1:
         return
     with tf.init_scope():  # values, also while a step is traced
         weights = [_digest(one) for one in variables]
         settings = settings_of(optimizer)
-    mine = canonical_bytes({"optimizer": settings, "weights": weights, "scale": float(scale)})
-    everyone = [parse_canonical(data, file="a rank") for data in communicator.all_gather_bytes(mine)]
+    everyone = everyones(communicator, {"optimizer": settings, "weights": weights, "scale": float(scale)})
     scales = [other["scale"] for other in everyone]
     if abs(sum(scales) - 1.0) > SHARES_WITHIN:
         raise ConfigError(
-            "the ranks' shares of a step's rows do not add up to 1, so their sums would be no mean",
+            "the ranks' shares of a step's rows do not add up to 1, so their sums would not be means",
             got=f"{sum(scales):g} = {' + '.join(f'{one:g}' for one in scales[:20])}",
             allowed="n_r / G on each rank: its rows of a step, divided by those of all ranks",
-            next_step="Correct `scale` of distribute, on every rank; leave it out where batches are of one size.",
+            next_step="Correct `scale` of distribute on every rank; leave it out if all batches have one size.",
         )
     first, what = everyone[0], type(optimizer).__name__
     for rank, other in enumerate(everyone):
         if other["optimizer"] != first["optimizer"]:
             there, here = _where_they_differ(other["optimizer"], first["optimizer"])
             raise ConfigError(
-                f"rank {rank} has another optimizer than rank 0, which would take its weights elsewhere",
+                f"rank {rank} has another optimizer than rank 0, so their weights would differ",
                 got=f"on rank {rank}: {there}",
                 allowed=f"as on rank 0: {here}",
                 next_step=f"Make {what} with the same settings on every rank.",
             )
-        # Where ranks have other variables altogether, the exchange says which.
+        # If ranks have different variables, the exchange reports which.
         if len(other["weights"]) == len(weights) and other["weights"] != first["weights"]:
             pairs = zip(variables, first["weights"], other["weights"], strict=True)
             paths = [_path(variable) for variable, one, another in pairs if one != another]
@@ -122,14 +122,14 @@ def _where_they_differ(*texts: str) -> list[str]:
 
 
 def _digest(variable: Any) -> str:
-    value = np.ascontiguousarray(np.asarray(getattr(variable, "value", variable)))
+    value = np.ascontiguousarray(view_of(variable))
     return hashlib.sha256(value.reshape(-1).view(np.uint8).data).hexdigest()  # no second copy: tables may be gigabytes
 
 
 def settings_of(optimizer: keras.optimizers.Optimizer) -> str:
-    """An optimizer's settings in canonical JSON; its class's name where they cannot be written down."""
+    """An optimizer's settings in canonical JSON; its class's name if Keras cannot serialize them."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # that a lambda cannot be loaded: nobody saves one
+        with warnings.catch_warnings(action="ignore"):  # that a lambda cannot be loaded: this is not saved
             config = keras.saving.serialize_keras_object(optimizer)
         return canonical_bytes(_of_all_ranks(config)).decode()
     except (TypeError, ValueError, NotImplementedError, OSError, DataError):  # an own class, or code without a source
@@ -137,7 +137,7 @@ def settings_of(optimizer: keras.optimizers.Optimizer) -> str:
 
 
 def _of_all_ranks(config: Any) -> Any:
-    """Without what depends on the process alone: the numbers that Keras gives names, the file that a lambda is in."""
+    """Without parts that depend on the process: Keras' numbers in names, the file that a lambda is in."""
     if isinstance(config, dict):
         if config.get("class_name") == "__lambda__":
             return "a lambda"
@@ -148,7 +148,7 @@ def _of_all_ranks(config: Any) -> Any:
 def _check(name: str, right: bool, got: Any, allowed: str) -> None:
     if not right:
         raise ConfigError(
-            f"distribute got a `{name}` that cannot be right",
+            f"distribute got an invalid `{name}`",
             got=f"{got!r}"[:200],
             allowed=allowed,
             next_step="Correct the call: distribute(keras.optimizers.Adam(), context().communicator()).",

@@ -1,8 +1,8 @@
-"""One variable's update in one operation of TensorFlow, where it has one for the optimizer at hand.
+"""One operation of TensorFlow for one variable's update, or for a batch normalisation, where TensorFlow has one.
 
-Keras 3 builds an update from a handful of operations, each of which goes over the whole variable and most of which
-leave a new tensor behind; TensorFlow's kernel goes over it once or twice. docs/decisions/051-fused-updates.md has the
-figures. The optimizer's variables, and all that Keras does before and after the update, stay as they are.
+Keras 3 builds an update from a handful of operations, each of which reads the whole variable and most of which allocate
+a new tensor; TensorFlow's kernel passes over it once or twice. docs/decisions/051-fused-updates.md has the figures. The
+optimizer's variables, and Keras' work before and after the update, stay the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from keras import ops
 
 from training.steps.optimizers import CorrectedSGD
 
-# Exactly these: a subclass of anybody else's may have changed what an update is made of.
+# Exactly these: a subclass may have changed the update.
 _SGD = (keras.optimizers.SGD, CorrectedSGD)
 _ADAM = (keras.optimizers.Adam, keras.optimizers.AdamW)
 
@@ -24,8 +24,8 @@ _ADAM = (keras.optimizers.Adam, keras.optimizers.AdamW)
 def can_fuse_update(plain: type, optimizer: Any, gradient: Any, variable: Any) -> bool:
     """Whether TensorFlow has a kernel for this update; `plain` is the optimizer's own class.
 
-    That is: SGD, Adam and AdamW of Keras but for amsgrad, a gradient that is a whole tensor of the variable's shape,
-    float32 or float64 both.
+    It has one for Keras' SGD, Adam and AdamW without amsgrad, if the gradient is a whole tensor of the variable's
+    shape, both of float32 or both of float64.
     """
     known = plain in _SGD or (plain in _ADAM and not optimizer.amsgrad)
     if not known or not isinstance(gradient, tf.Tensor) or not isinstance(variable, tf.Variable):
@@ -35,7 +35,7 @@ def can_fuse_update(plain: type, optimizer: Any, gradient: Any, variable: Any) -
 
 
 def update(optimizer: Any, gradient: tf.Tensor, variable: tf.Variable, learning_rate: Any) -> None:
-    """What `optimizer.update_step` does, to rounding, where `can_fuse`."""
+    """The update of `optimizer.update_step`, equal to rounding, where `can_fuse_update`."""
     index = optimizer._get_variable_index(variable)
     rate = ops.cast(learning_rate, variable.dtype)
     if isinstance(optimizer, keras.optimizers.SGD):
@@ -61,7 +61,7 @@ def _descend(optimizer: Any, index: int, gradient: tf.Tensor, variable: tf.Varia
 def _adapt(optimizer: Any, index: int, gradient: tf.Tensor, variable: tf.Variable, rate: tf.Tensor) -> None:
     dtype, betas = variable.dtype, (optimizer.beta_1, optimizer.beta_2)
     step = ops.cast(optimizer.iterations + 1, dtype)
-    # As Keras has them: `cast` rounds a number to float32 first, which its powers are made of and nothing else.
+    # Like Keras: `cast` rounds a number to float32 first, but only the powers are computed from that.
     power1, power2 = (ops.power(ops.cast(beta, dtype), step) for beta in betas)
     beta1, beta2, epsilon = (ops.convert_to_tensor(number, dtype) for number in (*betas, optimizer.epsilon))
     tf.raw_ops.ResourceApplyAdam(
@@ -73,13 +73,13 @@ def _adapt(optimizer: Any, index: int, gradient: tf.Tensor, variable: tf.Variabl
         lr=rate,
         beta1=beta1,
         beta2=beta2,
-        epsilon=epsilon,  # added to the root, in Keras too
+        epsilon=epsilon,  # added to the root, as in Keras
         grad=gradient,
     )
 
 
 class Normalised(NamedTuple):
-    """`y` has the shape and dtype of the batch; `mean` and `variance` (channels,) float32 are the groups' mean ones."""
+    """`y` has the shape and dtype of the batch; `mean` and `variance` (channels,) float32 are means over the groups."""
 
     y: tf.Tensor
     mean: tf.Tensor
@@ -87,9 +87,9 @@ class Normalised(NamedTuple):
 
 
 def can_fuse_batchnorm(layer: Any, inputs: tf.Tensor, mask: Any) -> bool:
-    """Whether TensorFlow's kernel does what `layer` (keras.layers.BatchNormalization) asks for, in training.
+    """Whether TensorFlow's kernel can compute `layer` (keras.layers.BatchNormalization) in training.
 
-    That is: float32, (n, height, width, channels) of known sizes, channels last, no mask, no renorm.
+    It can for float32 (n, height, width, channels) of known sizes, channels last, without mask and renorm.
     """
     shape = inputs.shape
     fits = len(shape) == 4 and None not in shape and math.prod(shape) > 0 and layer.axis in (-1, 3)
@@ -98,7 +98,7 @@ def can_fuse_batchnorm(layer: Any, inputs: tf.Tensor, mask: Any) -> bool:
 
 
 def normalise(layer: Any, x: tf.Tensor, group_rows: int) -> Normalised:
-    """Normalise each run of `group_rows` rows of `x` by itself; n is a multiple of it."""
+    """Normalise each run of `group_rows` rows of `x` separately; n is a multiple of `group_rows`."""
     channels = x.shape[-1]
     gamma = layer.gamma.value if layer.scale else tf.ones(channels)
     beta = layer.beta.value if layer.center else tf.zeros(channels)
@@ -108,7 +108,7 @@ def normalise(layer: Any, x: tf.Tensor, group_rows: int) -> Normalised:
         for part in (tf.split(x, groups) if groups > 1 else [x])
     ]
     ys, means, variances = zip(*parts, strict=True)
-    # The kernel tells the variance of the population that the batch is a sample of; Keras' moves by the batch's own.
+    # The kernel returns the unbiased variance; Keras' moving average takes the batch's own.
     count = group_rows * math.prod(x.shape[1:3])
     variance = tf.add_n(variances) * ((count - 1) / count / groups)
     return Normalised(tf.concat(ys, 0) if groups > 1 else ys[0], tf.add_n(means) / groups, variance)

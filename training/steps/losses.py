@@ -1,9 +1,9 @@
 """Losses of a rank's rows, scaled so that their sum over ranks is the loss of the whole global batch.
 
-The exchange multiplies each rank's gradients by n_r / G and adds them: exact for a mean over rows. Keras divides by
-other numbers too: by the entries that a mask leaves (`sum_over_batch_size`), by the sum of the weights
-(`mean_with_sample_weight`), by nothing (`sum`, `none`). The global number is reduced in the forward pass, and the
-rank's loss multiplied by what makes its part of the sum right. A plain mean costs nothing.
+The exchange multiplies each rank's gradients by n_r / G and adds them: exact for a mean over rows. Keras also divides
+by other numbers: the number of unmasked entries (`sum_over_batch_size`), the sum of the weights
+(`mean_with_sample_weight`), or nothing (`sum`, `none`). Ranks add up this number in the forward pass, and each corrects
+its loss by it. A plain mean costs nothing. docs/decisions/047-batch-statistics-and-denominators.md.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from training.steps.patching import swapped
 def changed_losses(
     model: keras.Model, changes: Callable[[Any], Iterator[AbstractContextManager[None]]]
 ) -> Iterator[None]:
-    """While this is open, the contexts of `changes(losses)` are, which is asked once the compiled losses are built.
+    """While this is open, so are the contexts of `changes(losses)`, which is called once the compiled losses are built.
 
-    In a loop of the user's own that is within it: the first loss builds them. A model without losses has no changes.
+    In a user's own training loop the first loss builds them, within this context. A model without losses has no
+    changes.
     """
     losses = model._compile_loss  # Keras has no public way to it
     with ExitStack() as stack:
@@ -59,7 +60,7 @@ log = logging.getLogger(__name__)
 
 
 def divides_by(reduction: str | None, *, masked: bool, weighted: bool) -> Divides:
-    """What Keras divides the sum of a loss's values by, beyond constants that are equal on all ranks."""
+    """The number by which Keras divides the sum of a loss's values, except constants that are equal on all ranks."""
     if reduction in (None, "none", "sum"):
         return "nothing"
     if reduction == "mean_with_sample_weight":
@@ -70,9 +71,9 @@ def divides_by(reduction: str | None, *, masked: bool, weighted: bool) -> Divide
 class Denominators:
     """The losses of one rank. `scale` is n_r / G, by which the exchange multiplies its gradients.
 
-    With `micro_batches` the optimizer takes the mean over so many calls before: sums make up for it, denominators of
-    masks and weights, which are not known before the last micro-batch, are refused. So they are without `calls`, where
-    a rank takes its rows unit by unit and `scale` is a unit's share.
+    With `micro_batches` the optimizer takes the mean over that many calls: sums are multiplied to compensate, and
+    denominators of masks and weights, unknown before the last micro-batch, are refused. They are also refused without
+    `calls`, where a rank takes its rows unit by unit and `scale` is a unit's share.
     """
 
     def __init__(self, calls: OrderedCalls | None, scale: float, micro_batches: int = 1) -> None:
@@ -82,7 +83,7 @@ class Denominators:
     def of(self, model: keras.Model) -> Iterator[None]:
         """While a training step of `model` is traced, its losses are those of the global batch.
 
-        What `add_loss` and regularisers add is taken for means over rows, as Keras makes it of activity regularisers.
+        Terms of `add_loss` and regularisers count as means over rows, as Keras computes activity regularisers.
         """
 
         def changes(losses: Any) -> Iterator[AbstractContextManager[None]]:
@@ -95,7 +96,7 @@ class Denominators:
         none = next((entry for entry in entries if entry.loss.reduction in (None, "none")), None)
         if none is not None and len(entries) > 1:
             raise ConfigError(
-                f"the loss {none.name} without a reduction stands beside others",
+                f"the loss {none.name} without a reduction is not the only loss",
                 got=f"reduction none, {len(entries)} losses",
                 allowed="reduction none for the only loss: Keras adds the others once for each of its values",
                 next_step="Use reduction `sum`.",
@@ -109,7 +110,7 @@ class Denominators:
         return of_all
 
     def _global(self, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> Any:
-        """The loss of this rank's rows as Keras computes it, times this rank's correction."""
+        """Keras' loss of this rank's rows, times this rank's correction."""
         mask = keras.src.backend.get_keras_mask(y_pred)
         if type(loss).__call__ is not LOSS_BASE.__call__:
             return _unknown(loss, loss(y_true, y_pred, sample_weight), mask, sample_weight)
@@ -130,15 +131,15 @@ class Denominators:
                 return local
             if divides == "nothing":
                 total = tf.reduce_sum(local) * self._micro_batches / self._scale
-                # `none` leaves a value for each entry, whose gradients Keras adds; their mean is what it reports.
+                # `none` leaves a value for each entry: Keras adds their gradients, and reports their mean.
                 return total if loss.reduction == "sum" else total + tf.stop_gradient(tf.reduce_mean(local) - total)
             if self._micro_batches > 1 or self._calls is None:
                 parts = "--canonical" if self._calls is None else "--micro-batches"
                 raise ConfigError(
                     f"the loss {loss.name} cannot be split into {'units' if self._calls is None else 'micro-batches'}",
                     got=f"a sum divided by the batch's {divides}, and {parts}",
-                    allowed="losses that are divided by rows, or by nothing",
-                    next_step=f"Leave out {parts}, or use reduction `sum` with weights that are divided before.",
+                    allowed="losses that are divided by the number of rows, or by nothing",
+                    next_step=f"Leave out {parts}, or use reduction `sum` with weights that you have divided.",
                 )
             if divides == "mask":
                 return self._corrected(local, tf.reduce_sum(tf.cast(mask, tf.float64)), loss.name)
@@ -162,7 +163,7 @@ class Denominators:
 
 
 def _unknown(loss: Any, local: Any, mask: Any, sample_weight: Any) -> Any:
-    """A loss that makes one number of its rows by itself: a mean over rows, unless that cannot be."""
+    """A loss that returns one number for all rows: treated as a mean over rows, or refused if it cannot be one."""
     function = getattr(loss, "fn", None)
     of_keras = (type(loss) if function is None else function).__module__.startswith("keras.")
     if of_keras or mask is not None or sample_weight is not None:
@@ -173,16 +174,18 @@ def _unknown(loss: Any, local: Any, mask: Any, sample_weight: Any) -> Any:
             "without a mask and weights a mean over rows",
             next_step="Return one value a row from `call` and leave the reduction to Keras.",
         )
-    log.warning("the loss %s returns one number: it is taken for a mean over its rows", loss.name)
+    log.warning("the loss %s returns one number: it must be a mean over its rows", loss.name)
     return local
 
 
 @contextmanager
 def weighed_by_rows(model: keras.Model, data: Any) -> Iterator[None]:
-    """While a step of `model` on the batch `data` (what train_step and test_step are given) is traced or run."""
+    """While a step on the batch `data` (the argument of train_step and test_step) is traced or run: weigh the model's
+    reported losses by rows.
+    """
 
     def changes(losses: Any) -> Iterator[AbstractContextManager[None]]:
-        for metric in losses.metrics:  # none where there is one output
+        for metric in losses.metrics:  # empty for a single output
             x = keras.utils.unpack_x_y_sample_weight(data)[0]
             rows = tf.shape(next(part for part in keras.tree.flatten(x) if part is not None))[0]
             yield swapped(metric, "update_state", partial(_update, metric.update_state, rows))
@@ -192,7 +195,7 @@ def weighed_by_rows(model: keras.Model, data: Any) -> Iterator[None]:
 
 
 def weigh_tests(model: keras.Model) -> None:
-    """Have `evaluate` of `model`, and the validation of its `fit`, weigh so from now on."""
+    """Make `evaluate` of `model`, and the validation of its `fit`, weigh reported losses by rows from now on."""
     plain = model.test_step
     if getattr(plain, "weighs_by_rows", False):
         return
@@ -202,7 +205,7 @@ def weigh_tests(model: keras.Model) -> None:
             return plain(data)
 
     test_step.weighs_by_rows = True  # type: ignore[attr-defined]  # a mark, for the second call
-    object.__setattr__(model, "test_step", test_step)  # past Keras' tracking
+    object.__setattr__(model, "test_step", test_step)  # bypasses Keras' tracking
     model.test_function = None
 
 

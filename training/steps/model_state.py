@@ -1,4 +1,4 @@
-"""A model's state as named tensors, and back: weights, optimizer, metrics, seed generators."""
+"""A model's state as named tensors: weights, optimizer, metrics and seed generators, saved and loaded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from training.run.checkpoint import Tensors, TensorSpec, take
 
 
 def show_labels_as_columns(model: keras.Model) -> None:
-    """Have the compiled metrics of Keras' own that `model` has, or is going to build, see labels so from now on."""
+    """Make Keras' own compiled metrics of `model`, built or not, see labels (n,) as columns (n, 1) from now on."""
     metrics = model._compile_metrics  # Keras has no public way to it
     if metrics is None:
         return
@@ -33,7 +33,7 @@ def show_labels_as_columns(model: keras.Model) -> None:
         plain(*args)
         _change(metrics)
 
-    object.__setattr__(metrics, "build", build)  # past Keras' tracking
+    object.__setattr__(metrics, "build", build)  # bypasses Keras' tracking
 
 
 def _change(metrics: Any) -> None:
@@ -44,7 +44,7 @@ def _change(metrics: Any) -> None:
 
 
 def _is_of_keras(metric: Any) -> bool:
-    function = getattr(metric, "_fn", None)  # what a MeanMetricWrapper takes the mean of: a function, or a loss
+    function = getattr(metric, "_fn", None)  # of a MeanMetricWrapper: a function or a loss, whose mean it takes
     parts = [type(metric).update_state, *([] if function is None else [function])]
     return all(str(part.__module__).startswith("keras.") for part in parts)
 
@@ -61,7 +61,7 @@ WEIGHTS, OPTIMIZER, METRICS, SEEDS = "weights", "optimizer", "metrics", "seeds"
 def build_all(model: keras.Model, signature: Signature, rows: int) -> None:
     """Create every variable that training will need, so that a checkpoint can be loaded before the first step."""
     show_labels_as_columns(model)
-    # Keras has no public way to build metrics and loss; this one is what its JAX and PyTorch trainers use.
+    # Keras has no public way to build metrics and loss; its JAX and PyTorch trainers use this one.
     x = {name: np.zeros((rows, *spec.shape), spec.dtype) for name, spec in signature.features.items()}
     specs = [spec for spec in (signature.label, signature.weight) if spec is not None]
     others = [np.zeros((rows, *spec.shape), spec.dtype) for spec in specs]
@@ -88,7 +88,7 @@ def tensors_of(model: keras.Model, *kinds: str) -> Tensors:
 
 
 def views_of(model: keras.Model, *kinds: str, only: Container[str] | None = None) -> Tensors:
-    """As `tensors_of`, of these names alone, where they lie in memory if that is the host's: to be read at once."""
+    """As `tensors_of`, only these names, as views of host memory where possible: to be read at once."""
     named = {name: variable for kind in kinds for name, variable in _named(model, kind).items()}
     return {name: view_of(variable) for name, variable in named.items() if only is None or name in only}
 
@@ -99,7 +99,7 @@ def specs_of(model: keras.Model, *kinds: str) -> dict[str, TensorSpec]:
 
 
 def load(model: keras.Model, tensors: Tensors, kinds: Sequence[str], where: str) -> None:
-    """Assign what `tensors_of` gave. Raises DataError for a name, shape or dtype that differs; then nothing changed."""
+    """Assign the tensors of `tensors_of`. Raises DataError, and changes nothing, if a name, shape or dtype differs."""
     variables = {name: variable for kind in kinds for name, variable in _named(model, kind).items()}
     expected = {name: _spec(variable) for name, variable in variables.items()}
     for variable, value in zip(variables.values(), take(tensors, expected, where), strict=True):
@@ -107,10 +107,10 @@ def load(model: keras.Model, tensors: Tensors, kinds: Sequence[str], where: str)
 
 
 def load_metrics(model: keras.Model, parts: Sequence[Tensors], where: str, *, takes_sums: bool) -> None:
-    """Set metric states to what the ranks of `parts` had together, for a run that goes on with other ranks.
+    """Set metric states to those that the ranks of `parts` had together, for a run that resumes with other ranks.
 
-    A sum goes to the one rank that `takes_sums`, others begin it anew; what another `aggregation` says is the mean or
-    rank 0's goes to all. Of one part everything is taken as it is by the rank that wrote it.
+    The one rank that `takes_sums` gets the sums, and the others start at zero; all ranks get a state whose
+    `aggregation` is the mean or rank 0's value.
     """
     expected = {name: _spec(variable) for name, variable in _named(model, METRICS).items()}
     columns = list(zip(*(take(part, expected, where) for part in parts), strict=True))
@@ -127,9 +127,9 @@ def load_metrics(model: keras.Model, parts: Sequence[Tensors], where: str, *, ta
 
 
 def derive_seeds(model: keras.Model, seed: int, step: int, rank: int) -> None:
-    """Give each seed generator a state of its own for this rank, derived from (seed, step, rank, its number).
+    """Give each seed generator a state for this rank, derived from (seed, step, rank, the generator's number).
 
-    Ranks that draw equal dropout masks for different samples would train on less randomness than one rank.
+    Ranks that drew equal dropout masks for different samples would train with less randomness than one rank.
     """
     for number, variable in enumerate(variables_of(model, SEEDS)):
         digest = hashlib.sha256(f"seed generator {seed} {step} {rank} {number}".encode()).digest()
@@ -138,24 +138,24 @@ def derive_seeds(model: keras.Model, seed: int, step: int, rank: int) -> None:
 
 
 def summed_metrics(model: keras.Model, communicator: Communicator) -> None:
-    """Replace metric states by their sums over ranks: AUC or R2 of all samples is no mean of the ranks' values."""
+    """Replace metric states by their sums over ranks: AUC or R2 of all samples is not the mean of the ranks' values."""
     sum_variables(variables_of(model, METRICS), communicator)
 
 
 def sum_variables(variables: Sequence[keras.Variable], communicator: Communicator) -> None:
-    """Replace each variable by its sum over ranks, formed in float64 or int64.
+    """Replace each variable by its sum over ranks, computed in float64 or int64.
 
-    A state that says another `aggregation` to Keras' add_variable is taken so: `mean`, or `only_first_replica`, rank
-    0's. Raises ConfigError naming one with `none`.
+    Variables made with another `aggregation` in Keras' add_variable follow it: `mean`, or `only_first_replica`, rank
+    0's value. Raises ConfigError naming a variable with `none`.
     """
     shares = {"sum": 1.0, "mean": 1.0 / communicator.num_ranks, "only_first_replica": float(communicator.rank == 0)}
     for variable in variables:
         if (variable.aggregation or "none") not in shares and communicator.num_ranks > 1:
             raise ConfigError(
-                f"the state {variable.path} of a metric cannot be put together from several ranks",
+                f"the state {variable.path} of a metric cannot be combined over ranks",
                 got=f"aggregation {variable.aggregation}",
                 allowed=", ".join(shares),
-                next_step="Make the metric's variables with add_variable(..., aggregation='sum'), and such states.",
+                next_step="Make the metric's variables with add_variable(..., aggregation='sum'), if they are sums.",
             )
     values = [_times(variable.numpy(), shares.get(variable.aggregation, 1.0)) for variable in variables]
     for dtype in sorted({_wide(value.dtype) for value in values}, key=str):
@@ -170,24 +170,15 @@ def sum_variables(variables: Sequence[keras.Variable], communicator: Communicato
 
 
 def _times(value: Any, factor: float) -> NDArray[Any]:
-    """An array times a factor, of its own dtype; 0 also of what is not finite."""
+    """An array times a factor, of its own dtype; times 0 it is 0, even if it is not finite."""
     array: NDArray[Any] = np.asarray(value)
     if factor == 1.0:
         return array
     return np.zeros_like(array) if factor == 0.0 else (array * factor).astype(array.dtype)
 
 
-def weights_digest(model: keras.Model) -> str:
-    """sha256 over all weights' names and bytes: equal where two models are, bit for bit."""
-    digest = hashlib.sha256()
-    for name, value in tensors_of(model, WEIGHTS).items():
-        digest.update(name.encode() + b"\0")
-        digest.update(np.ascontiguousarray(value).data)
-    return digest.hexdigest()
-
-
 def model_identity(model: keras.Model, signature: Signature) -> str:
-    """sha256 over names, shapes and dtypes of weights and optimizer state, and over what the model is fed."""
+    """sha256 over names, shapes and dtypes of weights and optimizer state, and over the input signature."""
     variables = {name: list(_spec(v)) for kind in (WEIGHTS, OPTIMIZER) for name, v in _named(model, kind).items()}
     document: dict[str, Any] = {"variables": variables, "signature": signature.to_json()}
     return sha256_hex(canonical_bytes(document))
@@ -206,7 +197,7 @@ def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def as_floats(logs: dict[str, Any]) -> dict[str, Any]:
-    """Logs with NumPy and TensorFlow scalars as Python numbers; arrays (one value an output) as lists."""
+    """Logs with NumPy and TensorFlow scalars as Python numbers, and arrays (one value per output) as lists."""
 
     def plain(value: Any) -> Any:
         array: NDArray[Any] = np.asarray(value)

@@ -21,18 +21,18 @@ Rule = Literal["none", "linear", "sqrt"]
 
 
 def factor_of(rule: Rule, global_batch: int, base_batch: int) -> float:
-    """What the rate that was good at `base_batch` is multiplied by at `global_batch`."""
+    """The factor from the rate for `base_batch` to that for `global_batch`."""
     share = global_batch / base_batch
     return {"none": 1.0, "linear": share, "sqrt": share**0.5}[rule]
 
 
 @keras.saving.register_keras_serializable("lockstep")
 class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
-    """`base` (a number, or a schedule of the step) times a factor that is reached over `warm_up_steps` steps.
+    """`base` (a number, or a schedule of the step) times a factor that rises over `warm_up_steps` steps.
 
     The factor of step i (from 0) rises linearly from `start` to `factor`: start + (factor - start) * (i + 1) /
     warm_up_steps, so step warm_up_steps - 1 is the first with the whole rate. `calls_per_step` are the micro-batches of
-    a step: Keras hands a schedule the number of calls, not that of steps.
+    a step: Keras passes a schedule the number of calls, not of steps.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
         super().__init__()
         if not (factor > 0 and start >= 0 and warm_up_steps >= 0 and calls_per_step >= 1):
             raise ConfigError(
-                "a learning rate cannot warm up so",
+                "invalid arguments of a learning rate's warm-up",
                 got=f"factor={factor}, start={start}, warm_up_steps={warm_up_steps}, calls_per_step={calls_per_step}",
                 allowed="factor above 0, start and warm_up_steps from 0, calls_per_step from 1 up",
                 next_step="Correct the schedule.",
@@ -60,7 +60,7 @@ class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
         return rate * (self.start + (self.factor - self.start) * done)
 
     def get_config(self) -> dict[str, Any]:
-        """What the constructor takes."""
+        """The constructor's arguments."""
         base = self.base
         schedule = isinstance(base, keras.optimizers.schedules.LearningRateSchedule)
         return {
@@ -84,13 +84,13 @@ class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
 class CorrectedSGD(keras.optimizers.SGD):
     """Keras' SGD whose momentum follows the learning rate.
 
-    Keras gathers velocity = momentum * velocity - rate * gradient: the rates of earlier steps are in it. Where the rate
-    changes, the velocity is first multiplied by new / old, or a rising rate would lag behind and a falling one
-    overshoot. With a rate that never changes it is SGD, bit for bit.
+    Keras computes velocity = momentum * velocity - rate * gradient, which includes the rates of earlier steps. When the
+    rate changes, the velocity is first multiplied by new / old; otherwise a rising rate would take effect too late, and
+    a falling one would overshoot. With a constant rate it is SGD, bit for bit.
     """
 
     def build(self, variables: Any) -> None:
-        """Keras', and the rate of the step before, 0 at the start."""
+        """Keras' variables, and the previous step's rate, 0 at the start."""
         if self.built:
             return
         super().build(variables)
@@ -108,20 +108,20 @@ class CorrectedSGD(keras.optimizers.SGD):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scaled:
-    """What was done to a model's learning rate; a row of the run's metrics."""
+    """The scaling of a model's learning rate; a row of the run's metrics."""
 
     rule: Rule
     global_batch: int
     base_batch: int | None
     base_rate: float | dict[str, Any]
-    """As the model has it: a number, or the configuration of its schedule."""
+    """The model's own: a number, or the configuration of its schedule."""
     factor: float
     peak: float | None
-    """base_rate * factor; None where the model has a schedule of its own."""
+    """base_rate * factor; None if the model has a schedule of its own."""
     warm_up_steps: int
     momentum_correction: bool
     notes: tuple[str, ...]
-    """Traps that this optimizer has."""
+    """Warnings about this optimizer."""
 
     def to_json(self) -> dict[str, Any]:
         """The fields as a JSON object."""
@@ -137,11 +137,11 @@ def scale_learning_rate(
     warm_up_steps: int = 0,
     calls_per_step: int = 1,
 ) -> Scaled:
-    """Scale the learning rate of a compiled model whose optimizer is not built yet, and let it warm up.
+    """Scale and warm up the learning rate of a compiled model whose optimizer is not built yet.
 
     With a rule the warm-up goes from the base rate to the scaled one, without a rule from nearly 0 to the model's own.
-    A plain SGD with momentum becomes a CorrectedSGD where the rate changes. Without warm-up and schedules the rate
-    stays a variable, which callbacks may set. Raises ConfigError for a MultiOptimizer and a rate that is a function.
+    A plain SGD with momentum becomes a CorrectedSGD if the rate changes. Without warm-up and schedules the rate stays a
+    variable, which callbacks may set. Raises ConfigError for a MultiOptimizer and a rate that is a function.
     """
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     rate = getattr(optimizer, "_learning_rate", None)
@@ -149,18 +149,18 @@ def scale_learning_rate(
     if optimizer.built or not (schedule or isinstance(rate, keras.Variable)):
         raise ConfigError(
             f"the learning rate of {type(optimizer).__name__} cannot be scaled",
-            got=f"{type(rate).__name__}{', built already' if optimizer.built else ''}",
+            got=f"{type(rate).__name__}{', already built' if optimizer.built else ''}",
             allowed="one optimizer that is not built yet, with a number or a Keras schedule as its rate",
             next_step="Scale the rates in the model's function, and leave out --learning-rate-scaling.",
         )
     factor = 1.0 if base_batch is None else factor_of(rule, global_batch, base_batch)
-    base: Any = rate if schedule else float(str(np.asarray(rate)))  # 0.05, not what float32 makes of it
+    base: Any = rate if schedule else float(str(np.asarray(rate)))  # 0.05, not its float32 value
     if warm_up_steps or (schedule and (factor != 1.0 or calls_per_step > 1)):
         start = 0.0 if rule == "none" else min(1.0, factor)
         warm = WarmUp(base, factor, start=start, warm_up_steps=warm_up_steps, calls_per_step=calls_per_step)
         changes = warm_up_steps > 0 or factor != 1.0
         if changes and type(optimizer) is keras.optimizers.SGD and optimizer.momentum:
-            # In place: what `compile` was given, which is saved with the model, is this object.
+            # In place: `compile` was given this object, and it is saved with the model.
             object.__setattr__(optimizer, "__class__", CorrectedSGD)
         optimizer.learning_rate = warm
     elif not schedule:
@@ -181,21 +181,21 @@ def scale_learning_rate(
 def _notes(optimizer: Any, rule: Rule, factor: float) -> tuple[str, ...]:
     notes = []
     if optimizer.weight_decay and factor != 1.0:
-        decay = "as much an epoch as before" if rule == "linear" else f"{1 / factor:.3g} times as much an epoch"
+        decay = "as much per epoch as before" if rule == "linear" else f"{1 / factor:.3g} times as much per epoch"
         notes.append(f"decoupled weight decay is multiplied by the rate: {decay}")
     if getattr(optimizer, "momentum", 0) and not isinstance(optimizer, CorrectedSGD):
-        notes.append("momentum holds the rates of earlier steps")
+        notes.append("momentum includes the rates of earlier steps")
     if rule == "linear" and not isinstance(optimizer, keras.optimizers.SGD):
-        notes.append("the linear rule was found for SGD; for adaptive optimizers sqrt is the usual one")
+        notes.append("the linear rule was found for SGD; for adaptive optimizers sqrt is usual")
     return tuple(notes)
 
 
-EXCLUDED = ("bias", "beta", "gamma")  # and whatever has one dimension only, as the authors' later code does
+EXCLUDED = ("bias", "beta", "gamma")  # and variables of one dimension, as in the authors' later code
 
 
 @keras.saving.register_keras_serializable("lockstep")
 class LARS(keras.optimizers.Optimizer):
-    """SGD with momentum whose rate is scaled for each variable by how large it is against its gradient.
+    """SGD with momentum, whose rate is scaled for each variable by the ratio of its norm to its gradient's.
 
         local = trust * |w| / (|g| + weight_decay * |w|)
         velocity = momentum * velocity + rate * local * (g + weight_decay * w)
@@ -203,8 +203,8 @@ class LARS(keras.optimizers.Optimizer):
 
     A variable or gradient of norm 0 has local = 1. Variables whose name matches one of `exclude` (regular expressions;
     biases and normalisations by default) or that have one dimension take plain steps with momentum, without decay. The
-    velocity holds the rate, as in Keras' SGD; weight decay is part of the gradient, not Keras' decoupled one. Raises
-    ConfigError for numbers that cannot be.
+    velocity includes the rate, as in Keras' SGD; weight decay is part of the gradient, not Keras' decoupled one. Raises
+    ConfigError for numbers out of range.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class LARS(keras.optimizers.Optimizer):
         super().__init__(learning_rate=learning_rate, name=name, **kwargs)
         if not (0 <= momentum < 1 and trust > 0 and weight_decay >= 0):
             raise ConfigError(
-                "LARS cannot be made so",
+                "LARS got invalid arguments",
                 got=f"momentum={momentum}, trust={trust}, weight_decay={weight_decay}",
                 allowed="momentum from 0 to below 1, trust above 0, weight_decay from 0 up",
                 next_step="Correct the optimizer's arguments.",
@@ -228,7 +228,7 @@ class LARS(keras.optimizers.Optimizer):
         self.momentum, self.trust, self.decay, self.exclude = momentum, trust, weight_decay, tuple(exclude)
 
     def build(self, variables: Any) -> None:
-        """One velocity a variable."""
+        """One velocity per variable."""
         if self.built:
             return
         super().build(variables)
@@ -250,7 +250,7 @@ class LARS(keras.optimizers.Optimizer):
         self.assign_sub(variable, velocity)
 
     def get_config(self) -> dict[str, Any]:
-        """What the constructor takes."""
+        """The constructor's arguments."""
         own = {
             "momentum": self.momentum,
             "trust": self.trust,

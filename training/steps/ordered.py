@@ -1,9 +1,9 @@
-"""Small collectives in the middle of a step: each waits for the one that was traced before it.
+"""Small collectives in the middle of a step: each waits for the one traced before it.
 
-An executor may start operations that do not depend on each other in any order, another one on each rank: two ranks
-that wait in different collectives wait for ever. So all of a step's are one chain of control dependencies, in the order
-of the trace, which is the same on all ranks. They use a group of the communicator, whose sequence is its own: the
-exchange reduces gradients at the same time. The exchange's await comes after `tail`, the end of the chain.
+An executor may start independent operations in any order, a different one on each rank: two ranks that wait in
+different collectives would wait for ever. So the collectives of a step form one chain of control dependencies, in the
+order of the trace, which is the same on all ranks. They use a group of the communicator, since the exchange reduces
+gradients at the same time. The exchange's await comes after `tail`, the end of the chain.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LAST: WeakKeyDictionary[Any, tf.Operation] = WeakKeyDictionary()  # graph -> th
 
 
 def tail() -> list[tf.Operation]:
-    """The last collective of the graph that is being traced; none in eager mode, where operations run at once."""
+    """The last collective of the graph that is being traced; none in eager mode, where operations run in order."""
     if tf.executing_eagerly():
         return []
     last = _LAST.get(tf.compat.v1.get_default_graph())
@@ -36,9 +36,9 @@ def put_last(tensor: tf.Tensor) -> None:
 
 
 class OrderedCalls:
-    """Functions of NumPy arrays that wait for other ranks, called from a step's graph one after another.
+    """Functions of NumPy arrays that wait for other ranks, called one after another from a step's graph.
 
-    `error` is what a function raised: TensorFlow repeats only its text.
+    `error` is the exception that a function raised: TensorFlow repeats only its text.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -48,7 +48,7 @@ class OrderedCalls:
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """While a step is traced (or run, in eager mode): collectives belong to the graph that is current now."""
+        """While a step is traced (or run, in eager mode): allow collectives only in the graph that is current now."""
         before, self._home = self._home, _graph()
         try:
             yield
@@ -58,14 +58,14 @@ class OrderedCalls:
     def call(
         self, function: Callable[..., Any], inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType], who: str
     ) -> list[tf.Tensor]:
-        """The results of `function(*arrays)`, after all calls that were traced before. `who` asks, for errors.
+        """The results of `function(*arrays)`, after all calls traced before. `who` names the caller in errors.
 
-        Raises ConfigError where the graph is a loop, a branch or a function of its own within the step.
+        Raises ConfigError if the graph is a loop, a branch or a function of its own within the step.
         """
         graph = _graph()
         if graph is not self._home:
             self.error = ConfigError(
-                f"{who} needs the other ranks within a loop, a branch or a tf.function of its own",
+                f"{who} calls other ranks within a loop, a branch or a tf.function of its own",
                 got=f"a call in {getattr(graph, 'name', 'eager mode')}, not in the step's own graph",
                 allowed="calls in the model's train_step, whose order is the same on all ranks",
                 next_step="Call it outside of tf.while_loop, tf.cond, RNN cells and nested tf.functions, "

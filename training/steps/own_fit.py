@@ -1,4 +1,4 @@
-"""`fit`, `evaluate` and `predict` of a user's own on several ranks: the same numbers and decisions on each.
+"""For users' own `fit`, `evaluate` and `predict` on several ranks: the same results and decisions on each.
 
     comm = context().communicator()
     model.optimizer = distribute(model.optimizer, comm)
@@ -39,20 +39,20 @@ _INSTALLED: WeakKeyDictionary[keras.Model, RankStep] = WeakKeyDictionary()
 
 
 def rank_step(model: keras.Model, communicator: Communicator, *, batchnorm: Statistics = "sync") -> RankStep:
-    """Have `model`, compiled with a distributed optimizer, train on masks, weights and batch statistics of all ranks.
+    """Make `model`, compiled with a distributed optimizer, train on masks, weights and batch statistics of all ranks.
 
-    A collective: it makes a group of the communicator. Call it again after another `compile`. Returns what it
-    installed, whose `remove` takes it back. Raises ConfigError for another word in `batchnorm`.
+    A collective: it makes a group of the communicator. Call it again after another `compile`. Returns the installed
+    step, whose `remove` undoes this. Raises ConfigError for another value of `batchnorm`.
     """
     if batchnorm not in get_args(Statistics):
         raise ConfigError(
-            "rank_step does not know such a batch normalisation",
+            "rank_step got an unknown batch normalisation",
             got=f"batchnorm={batchnorm!r}",
             allowed=" or ".join(get_args(Statistics)),
             next_step="Correct it; ghost needs the lane groups of jobs.train.",
         )
     before = _INSTALLED.pop(model, None)
-    if before is not None and "train_step" in vars(model):  # compiled anew since; two of them would undo each other
+    if before is not None and "train_step" in vars(model):  # compiled again since; two steps would undo each other
         before.remove(model)
     step = _INSTALLED[model] = RankStep(exchange_of(model.optimizer).scale, sync=batchnorm == "sync")
     step.install(model, communicator.group(range(communicator.num_ranks)))
@@ -70,9 +70,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """Loss and metrics over all ranks' rows, the same on each rank, by summed states of the metrics.
 
-    Arrays hold all rows and each rank takes its part of them, which may be none; a tf.data.Dataset or PyDataset is a
-    rank's own part, in batches. Ranks meet once, at the end. Losses, of single outputs too, are means over rows of
-    batches' losses: where masks or the weights' sum divide them, they depend on where batches end, as in Keras.
+    Arrays hold all rows and each rank takes its part of them, which may be empty; a tf.data.Dataset or PyDataset is a
+    rank's own part, in batches. Ranks communicate once, at the end. Losses, also of single outputs, are means over rows
+    of batches' losses: if masks or the sum of weights divide them, they depend on batch boundaries, as in Keras.
     """
     weigh_tests(model)
     model.reset_metrics()
@@ -84,7 +84,7 @@ def evaluate(
         if _rows(mine):
             more = dict(zip(("y", "sample_weight"), mine[1:], strict=False))
             model.evaluate(mine[0], **more, batch_size=batch_size, verbose=0)
-        else:  # metrics make their variables at the first batch, which never comes here
+        else:  # metrics make their variables at the first batch, and this rank has none
             first = keras.tree.map_structure(lambda array: np.asarray(array)[:1], data)
             model._symbolic_build(data_batch=first if len(first) > 1 else first[0])
     summed_metrics(model, communicator)
@@ -92,9 +92,9 @@ def evaluate(
 
 
 def predict(model: keras.Model, communicator: Communicator, x: Any, *, batch_size: int = 32) -> Any:
-    """Predictions for all rows of arrays `x`, on each rank; a rank computes its part, which may be none.
+    """Predictions for all rows of arrays `x`, on each rank; a rank computes its part, which may be empty.
 
-    Returns what `model.predict` does: arrays in the structure of the model's output. Every rank holds all of them.
+    Like `model.predict`, returns arrays in the structure of the model's output, with all rows on every rank.
     """
     mine = share_of(x, communicator.rank, communicator.num_ranks)
     if _rows(mine):
@@ -107,18 +107,18 @@ def predict(model: keras.Model, communicator: Communicator, x: Any, *, batch_siz
 
 
 def callbacks_on_ranks(callbacks: Sequence[Any], model: keras.Model, communicator: Communicator) -> list[Any]:
-    """The callbacks of a `fit` of one's own: all see the epoch's logs of all ranks, writers write on rank 0 alone.
+    """The callbacks for a user's own `fit`: all see the epoch's logs of all ranks, writers only write on rank 0.
 
-    EarlyStopping or ReduceLROnPlateau decide alike on all ranks then; one that stops for its own rank's reasons stops
-    all after the next step, at the latest with the epoch. Raises ConfigError for BackupAndRestore, which would restore
-    rank 0 alone.
+    So EarlyStopping or ReduceLROnPlateau decide the same on all ranks; a callback that stops on one rank stops all
+    after the next step, at the latest with the epoch. Raises ConfigError for BackupAndRestore, which would restore only
+    rank 0.
     """
     kept = [only_on_leader(callback, communicator.rank) for callback in callbacks]
     return [LogsOfAllRanks(communicator), *kept, AgreedStop(communicator)]
 
 
 def only_on_leader(callback: Any, rank: int) -> Any:
-    """The callback itself; on other ranks than 0 one that does nothing in place of one that writes files.
+    """The callback itself; on ranks other than 0, one that does nothing instead of one that writes files.
 
     Raises ConfigError for BackupAndRestore.
     """
@@ -126,17 +126,17 @@ def only_on_leader(callback: Any, rank: int) -> Any:
         raise ConfigError(
             "BackupAndRestore cannot restore several ranks",
             got=type(callback).__name__,
-            allowed="callbacks that leave weights alone",
-            next_step="Leave it out of jobs.train, whose runs go on from checkpoints; else load weights on every rank.",
+            allowed="callbacks that do not change weights",
+            next_step="Leave it out: jobs.train resumes from checkpoints; elsewhere load weights on every rank.",
         )
     if rank == 0 or not isinstance(callback, WRITERS):
         return callback
-    # Of the same name: a checkpoint compares the names of callbacks.
+    # With the same name, since a checkpoint compares the names of callbacks.
     return type(type(callback).__name__, (keras.callbacks.Callback,), {"__doc__": "Rank 0 writes."})()
 
 
 class LogsOfAllRanks(keras.callbacks.Callback):
-    """Stands first: an epoch's logs become those over all ranks' rows, training's and validation's."""
+    """First in the list: replaces an epoch's logs, of training and validation, by those over all ranks' rows."""
 
     def __init__(self, communicator: Communicator) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class LogsOfAllRanks(keras.callbacks.Callback):
         strange = sorted(name for name in mine if name not in values)
         if strange:
             raise ConfigError(
-                "the logs of an epoch hold values that are no metric's",
+                "the logs of an epoch have values that belong to no metric",
                 got=", ".join(strange),
                 allowed=", ".join(sorted(values)),
                 next_step="Return metrics' results from train_step, so that ranks can add up their states.",
@@ -176,7 +176,7 @@ class LogsOfAllRanks(keras.callbacks.Callback):
 
 
 class AgreedStop(keras.callbacks.Callback):
-    """Stands last: what one rank's callback wants to end, all ranks end after the same step."""
+    """Last in the list: if a callback stops training on one rank, all ranks stop after the same step."""
 
     def __init__(self, communicator: Communicator) -> None:
         super().__init__()
@@ -196,11 +196,11 @@ class AgreedStop(keras.callbacks.Callback):
         stop = np.array([self.model.stop_training or self._asked], np.uint8)
         self._comm.all_reduce(stop, "max")
         self.model.stop_training, self._asked = bool(stop[0]), False
-        exchange_of(self.model.optimizer).withdraw("stop")  # a wish that no step has carried is heard here
+        exchange_of(self.model.optimizer).withdraw("stop")  # a flag that no step has sent is agreed on here
 
 
 def share_of(data: Any, rank: int, num_ranks: int) -> Any:
-    """A rank's rows of nested arrays that have equally many: neighbours, of sizes that differ by one at most."""
+    """A rank's rows of nested arrays of equal length: a contiguous part, whose size differs by one at most."""
     if not (rows := _rows(data)):
         raise _no_rows("0 rows")
     start, stop = part_bounds(rows, num_ranks)[rank]
@@ -216,10 +216,10 @@ def _rows(data: Any) -> int:
 
 def _no_rows(got: str) -> ConfigError:
     return ConfigError(
-        "there are no rows to give each rank a part of",
+        "there are no rows to divide over the ranks",
         got=got,
         allowed="arrays in any structure; for evaluate also a rank's own tf.data.Dataset or PyDataset",
-        next_step="Hand in arrays, or call the model's own method with this rank's part.",
+        next_step="Pass arrays, or call the model's own method with this rank's part.",
     )
 
 
@@ -236,7 +236,7 @@ def of_all_ranks(model: keras.Model, communicator: Communicator, scale: float, l
     result = as_floats(model.get_metrics_result())
     if set(result) == set(logs):
         return result
-    # A train_step of the user's that returns other values: their mean, weighted by the ranks' rows.
+    # The user's train_step returns other values: take their mean, weighted by the ranks' rows.
     names = sorted(logs)
     values = np.array([float(logs[name]) for name in names]) * scale
     communicator.all_reduce(values)

@@ -1,4 +1,4 @@
-"""For a while, an object's class is a subclass of it, or an attribute has another value."""
+"""Context managers that replace an object's class by a subclass, or the value of an attribute."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 @contextmanager
 def swapped_class(thing: Any, mixin: type, **attributes: Any) -> Iterator[None]:
-    """`thing` is an instance of (mixin, its own class), whose class attributes are `attributes`, until the end.
+    """Make `thing` an instance of (mixin, its own class), with class attributes `attributes`, until the end.
 
-    Past Keras' tracking: its variables, names and identity stay. The class keeps the plain one's name and module.
+    This bypasses Keras' tracking: variables, names and identity stay. The class keeps the plain one's name and module.
     """
     plain = type(thing)
     names = {"__module__": plain.__module__, "__doc__": plain.__doc__, **attributes}
@@ -24,7 +24,7 @@ def swapped_class(thing: Any, mixin: type, **attributes: Any) -> Iterator[None]:
 
 @contextmanager
 def swapped(thing: Any, name: str, value: Any) -> Iterator[None]:
-    """The attribute `name` of `thing` is `value` until the end, past Keras' tracking of attributes."""
+    """Set the attribute `name` of `thing` to `value` until the end, without Keras' tracking of attributes."""
     own, before = name in vars(thing), getattr(thing, name)
     object.__setattr__(thing, name, value)
     try:
@@ -32,5 +32,5 @@ def swapped(thing: Any, name: str, value: Any) -> Iterator[None]:
     finally:
         if own:
             object.__setattr__(thing, name, before)
-        else:  # its class's again, which may be another one by then
+        else:  # then the class's attribute is visible again; the class may have changed meanwhile
             object.__delattr__(thing, name)

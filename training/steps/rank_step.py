@@ -1,4 +1,7 @@
-"""A model's `train_step` on ranks: batch statistics and losses of the global batch, while the step is traced."""
+"""A model's `train_step` on ranks: while it is traced, batch statistics and losses are those of the global batch.
+
+docs/decisions/047-batch-statistics-and-denominators.md.
+"""
 
 from __future__ import annotations
 
@@ -21,32 +24,32 @@ from training.steps.patching import swapped
 
 
 def install_step(model: keras.Model, train_step: Callable[[Any], Any]) -> None:
-    """Have `fit` and `train_on_batch` trace `train_step`, and tests weigh batches by rows, until `remove_step`."""
-    object.__setattr__(model, "train_step", train_step)  # past Keras' tracking
+    """Make `fit` and `train_on_batch` trace `train_step`, and tests weigh batches by rows, until `remove_step`."""
+    object.__setattr__(model, "train_step", train_step)  # bypasses Keras' tracking
     model.train_function = None
     weigh_tests(model)
 
 
 def remove_step(model: keras.Model) -> None:
-    """Give the model its own train_step and test_step back."""
+    """Restore the model's own train_step and test_step."""
     object.__delattr__(model, "train_step")
     object.__delattr__(model, "test_step")
     model.train_function = model.test_function = None
 
 
 class KeptStatistics:
-    """The moving averages of `model`, whose optimizer is distributed, as they were before its last step began.
+    """Restores the moving averages of `model` after a step that loss scaling has skipped.
 
-    Without loss scaling nothing is kept: there what is not finite ends the run.
+    Without loss scaling it does nothing: a value that is not finite then ends the run.
     """
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
-        self._before: list[tf.Variable] = []  # with gradient accumulation: as they were before its first micro-batch
+        self._before: list[tf.Variable] = []  # with gradient accumulation: their values before its first micro-batch
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """While the whole of a training step is traced (or run, in eager mode), the optimizer's `apply` included."""
+        """Open while a whole training step is traced (or run, in eager mode), the optimizer's `apply` included."""
         optimizer = self._model.optimizer
         statistics = statistics_of(self._model)
         if not (isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and statistics):
@@ -74,7 +77,7 @@ class KeptStatistics:
 
 
 class MicroStatistics:
-    """The moving averages of `model`, whose optimizer accumulates over `micro_batches` parts of each rank's rows."""
+    """Averages the moving averages of `model` over the `micro_batches` that its optimizer accumulates."""
 
     def __init__(self, model: keras.Model, micro_batches: int) -> None:
         self._model, self._micro_batches = model, micro_batches
@@ -83,7 +86,7 @@ class MicroStatistics:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """While the whole of a training step is traced (or run, in eager mode), the optimizer's `apply` included."""
+        """Open while a whole training step is traced (or run, in eager mode), the optimizer's `apply` included."""
         optimizer, statistics = self._model.optimizer, statistics_of(self._model)
         if self._micro_batches == 1 or not statistics:
             yield
@@ -102,7 +105,7 @@ class MicroStatistics:
         plain = optimizer.apply
 
         def apply(*args: Any, **kwargs: Any) -> None:
-            """After the forward pass, and before the exchange of the last micro-batch takes the averages."""
+            """Runs after the forward pass, and before the exchange of the last micro-batch takes the averages."""
             for variable, total in zip(statistics, self._sums, strict=True):
                 total.assign_add(variable.value)
                 variable.assign(tf.where(last, total / self._micro_batches, variable.value))
@@ -113,16 +116,16 @@ class MicroStatistics:
 
 
 class SkippedStep:
-    """The state of `model` besides trained weights, put back after a step that its distributed optimizer skipped."""
+    """Restores the state of `model` except trained weights after a step that its distributed optimizer skipped."""
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
 
     @contextmanager
     def step(self, result: dict[str, Any]) -> Iterator[None]:
-        """While the whole of a training step is traced (or run, in eager mode), the optimizer's `apply` included.
+        """Open while a whole training step is traced (or run, in eager mode), the optimizer's `apply` included.
 
-        `result` is filled with what the step returns, the metrics; these are taken anew where they are the model's.
+        The caller fills `result` with the step's return values; they are updated if they are the model's metrics.
         """
         model = self._model
         if not exchange_of(model.optimizer).skips_any:
@@ -143,14 +146,14 @@ log = logging.getLogger(__name__)
 
 
 class RankStep:
-    """What differs between a rank's step and that of one process, besides the optimizer's exchange.
+    """The changes to a rank's step, compared with one process, besides the optimizer's exchange.
 
     `scale` is this rank's share n_r / G of the global batch. `group_rows` makes BatchNormalization `ghost`, `sync`
-    makes it see all ranks' rows, neither leaves it `local`. Nothing of the model stays changed: layers and losses are
-    Keras' own again once a step has been traced, and so is what is saved. On one rank gradients are Keras' own, but for
-    `ghost`; moving averages of a skipped step or of micro-batches, and the weights of reported losses, are not.
-    `micro_batches` is the optimizer's gradient accumulation: parts of one batch, of equal size. With `seed`, draws of
-    keras.random without a seed are made of it, the step and the rank; else they are the process's own.
+    makes it use all ranks' rows, neither leaves it `local`. The model does not stay changed: layers and losses are
+    Keras' own again once a step has been traced, and saved models are Keras' own. On one rank gradients are those of
+    Keras, except with `ghost`; moving averages of a skipped step or of micro-batches, and the weights of reported
+    losses, are not. `micro_batches` is the optimizer's gradient accumulation: parts of one batch, of equal size. With
+    `seed`, draws of keras.random without a seed depend on it, the step and the rank; else they are the process's own.
     """
 
     def __init__(
@@ -164,7 +167,7 @@ class RankStep:
     ) -> None:
         if group_rows is not None and sync:
             raise ConfigError(
-                "batch statistics are either over lane groups or over all ranks",
+                "batch statistics cannot be both over lane groups and over all ranks",
                 got=f"group_rows={group_rows} and sync",
                 allowed="one of them",
                 next_step="Leave out group_rows or sync.",
@@ -175,13 +178,13 @@ class RankStep:
 
     @property
     def error(self) -> BaseException | None:
-        """What ended a collective of the step: TensorFlow repeats only its text."""
+        """The exception that ended a collective of the step: TensorFlow repeats only its text."""
         return None if self._calls is None else self._calls.error
 
     def install(self, model: keras.Model, communicator: Communicator) -> None:
-        """Have `model.fit` and `train_on_batch` trace their steps so, until `remove`. The model must be compiled.
+        """Make `model.fit` and `train_on_batch` trace this step, until `remove`. The model must be compiled.
 
-        `communicator` is a group of its own, `comm.group(range(n))`: the exchange uses its own at the same time.
+        `communicator` must be a group, `comm.group(range(n))`, since the exchange uses its own at the same time.
         """
         self._calls = OrderedCalls(communicator)
         if self._sync and self._micro_batches > 1 and normalisations(model):
@@ -191,7 +194,7 @@ class RankStep:
                 allowed="sync with one, ghost with micro-batches of whole lane groups",
                 next_step="Use --batchnorm ghost or --micro-batches 1.",
             )
-        self._tell(model)
+        self._warn(model)
         plain, kept, micro = model.train_step, KeptStatistics(model), MicroStatistics(model, self._micro_batches)
         skipped = SkippedStep(model)
 
@@ -211,12 +214,12 @@ class RankStep:
         install_step(model, train_step)
 
     def remove(self, model: keras.Model) -> None:
-        """Give the model its own train_step and test_step back."""
+        """Restore the model's own train_step and test_step."""
         remove_step(model)
 
     @contextmanager
     def tracing(self, model: keras.Model) -> Iterator[None]:
-        """The forward pass, loss and gradients of one step, after `install`."""
+        """Open during the forward pass, loss and gradients of one step, after `install`."""
         calls = self._calls
         assert calls is not None, "install() comes first"
         several = calls.communicator.num_ranks > 1
@@ -231,18 +234,17 @@ class RankStep:
     def _draws(self, model: keras.Model, rank: int) -> AbstractContextManager[None]:
         if self._seed is None:
             return nullcontext()
-        of_rank = tf.constant(rank, tf.int64)
-        return draws_of_step(self._seed, lambda: [step_of(model.optimizer), of_rank])
+        return draws_of_step(self._seed, [step_of(model.optimizer), tf.constant(rank, tf.int64)])
 
-    def _tell(self, model: keras.Model) -> None:
-        """Say what nobody could see in the numbers."""
+    def _warn(self, model: keras.Model) -> None:
+        """Warn of effects that the results do not show."""
         own = type(model)
         if own.train_step is not keras.Model.train_step or own.compute_loss is not keras.Model.compute_loss:
-            log.warning(
-                "%s computes its loss itself: what it adds to compile's is taken for means over rows", own.__name__
-            )
+            log.warning("%s computes its loss itself: what it adds to compile's must be means over rows", own.__name__)
         layers = [layer.name for layer in normalisations(model) if not isinstance(layer, GhostBatchNormalization)]
         if layers and self._group_rows == 1:
             log.warning("%s: batch statistics over groups of one row; use a larger global batch or sync", layers[0])
         if layers and self._group_rows is None and not self._sync:
-            log.warning("%s: batch statistics are each rank's own, and depend on the number of ranks", layers[0])
+            log.warning(
+                "%s: batch statistics are over each rank's rows, so they depend on the number of ranks", layers[0]
+            )

@@ -18,37 +18,40 @@ from lockstep.storage.errors import CommunicationError
 from training.comm.base import Communicator
 from training.comm.tf.cluster import RESTART
 from training.comm.tf.communicator import TensorflowCommunicator
-from training.exchange.agreement import CONTROL_WORDS
+from training.exchange.agreement import CONTROL_WORDS, NonFinitePolicy
 from training.exchange.buckets import BUCKET_BYTES, Layout, lay_out
-from training.exchange.exchange import Alone, Exchange
+from training.exchange.exchange import Exchange, SoloExchange
 from training.exchange.sparse import ROWS_FROM_BYTES, Table, added_up
 from training.steps.ordered import put_last, tail
 
 Array = NDArray[Any]
 
 
-def exchange_for(communicator: Communicator, scale: float | None) -> Exchange:
-    """The exchange that fits the communicator: in the graph over TensorFlow's, else through the host's memory."""
-    if isinstance(communicator, TensorflowCommunicator):
-        return GraphExchange(communicator, scale)
-    return Exchange(communicator, scale)
+def exchange_for(
+    communicator: Communicator, scale: float | None, *, scaled_loss: bool, non_finite: NonFinitePolicy
+) -> Exchange:
+    """The exchange that fits the communicator: in the graph over TensorFlow's, else through host memory."""
+    kind = GraphExchange if isinstance(communicator, TensorflowCommunicator) else Exchange
+    return kind(communicator, scale, scaled_loss=scaled_loss, non_finite=non_finite)
 
 
 class GraphExchange(Exchange):
-    """As `Exchange`, but its sums never leave the device.
+    """Like `Exchange`, but its sums never leave the device.
 
     Instance keys are the buckets' numbers, in every step and in every trace of the graph: a rank that traces again for
-    a batch of another size still meets the others. A deadline is that of the communicator when the graph is traced.
+    a batch of another size still meets the others. The deadline is the communicator's when the graph is traced.
     """
 
-    def __init__(self, communicator: TensorflowCommunicator, scale: float | None = None) -> None:
-        super().__init__(communicator, scale)
+    def __init__(self, communicator: Communicator, scale: float | None = None, **options: Any) -> None:
+        """`communicator` is TensorFlow's; `options` are those of `Exchange`."""
+        assert isinstance(communicator, TensorflowCommunicator)
+        super().__init__(communicator, scale, **options)
         self._cluster, self._key, self._ordinary = communicator.cluster, communicator.graph_key(), communicator.ordinary
         with tf.init_scope(), tf.device(self._cluster.device):
             self._token = tf.Variable(0.0, trainable=False, name="collective_order")
 
     def fault(self) -> BaseException | None:
-        """As `Exchange.fault`. TensorFlow's own error of a sum that was ended elsewhere names no rank."""
+        """As `Exchange.fault`. TensorFlow's own error for a sum that another rank ended names no rank."""
         reason = self._cluster.reason() if self.error is None else None
         if reason is not None:
             self.error = CommunicationError(
@@ -85,7 +88,7 @@ class GraphExchange(Exchange):
     ) -> tuple[list[Any], list[Any], Any]:
         """The scaled sums of `gradients` and `statistics` over all ranks, and whether the ranks skip the step (int32).
 
-        Begins after `after`. Sets the agreement of the step; raises what `Exchange.finish` raises.
+        Begins after `after`. Sets the agreement of the step; raises the errors of `Exchange.finish`.
         """
         sums = self._sums(layout, gradients, after)
         wrong = [tf.logical_not(tf.reduce_all(tf.math.is_finite(total))) for total in sums]
@@ -94,7 +97,7 @@ class GraphExchange(Exchange):
             dtypes = [tf.int32, *(value.dtype for value in statistics)]
             agreed, *means = tf.nest.flatten(tf.numpy_function(self._finish, inputs, dtypes, name="agree"))
         put_last(agreed)  # another optimizer's sums come after it on every rank
-        with tf.control_dependencies([agreed]):  # nothing is applied before all is known to be finite
+        with tf.control_dependencies([agreed]):  # nothing is applied before the ranks have agreed
             return [tf.identity(total) for total in sums], means, agreed
 
     def _finish(self, wrong: Array, loss: Array, *statistics: Array) -> list[Array]:
@@ -116,8 +119,8 @@ class GraphExchange(Exchange):
                 start += value.size
             judged = [*wrong.tolist(), *(not np.isfinite(value).all() for value in sums)]
             names = [name for name, bad in zip(self._names, judged, strict=True) if bad]
-            # Gradients never came here: of these, ranks can tell nothing of their own.
-            self._agree(flat[: words.size].tolist(), names, self._names[: wrong.size], self._where(loss))
+            # Gradients stay on the device: a rank cannot say which of its own were not finite.
+            self._agree(flat[: words.size].tolist(), names, self._names[: wrong.size], loss)
         except BaseException as error:
             self._fail(error)
             raise
@@ -126,7 +129,7 @@ class GraphExchange(Exchange):
 
 
 def _scaled(part: Any, factor: float) -> Any:
-    """Times a factor that keeps its digits where `part` has two bytes a number."""
+    """`part` times a factor, which keeps its digits if `part` has a dtype of two bytes."""
     if part.dtype.size >= 4:
         return part * tf.cast(factor, part.dtype)
     return tf.cast(tf.cast(part, tf.float32) * factor, part.dtype)
@@ -137,11 +140,11 @@ Gradient = Any  # tf.Tensor, tf.IndexedSlices or None
 
 @dataclass(eq=False, slots=True)
 class Reduction:
-    """What one optimizer's gradients pass through.
+    """The path of one optimizer's gradients through the exchange.
 
-    `statistics` are averaged with the last bucket; a tensor of at least `rows_from_bytes` whose gradient comes by rows
-    is exchanged by rows. `compression` has `compress(tensor)` -> (tensor, context) and `decompress(tensor, context)`,
-    as training.horovod.Compression; sums are made of, and judged by, what it makes of whole gradients.
+    `statistics` are averaged with the last bucket; a tensor of at least `rows_from_bytes` whose gradient has rows is
+    exchanged by rows. `compression` has `compress(tensor)` -> (tensor, context) and `decompress(tensor, context)`, like
+    training.horovod.Compression; ranks sum and check the compressed gradients.
     """
 
     exchange: Exchange
@@ -150,22 +153,21 @@ class Reduction:
     rows_from_bytes: int = ROWS_FROM_BYTES
     compression: Any = None
     skipped: Any = None
-    """Of the step that is traced (or was run, in eager mode) last: int32 (), 1 where the ranks have agreed to skip it.
-    """
+    """Of the step traced (or run, in eager mode) last: int32 (), 1 if the ranks have agreed to skip it."""
 
     def __call__(
         self, grads: Sequence[Gradient], variables: Sequence[Any], loss: tf.Tensor, *, rows: bool = True
     ) -> list[Gradient]:
-        """Sums over all ranks, scaled, None where None; `rows`: whether the optimizer takes gradients by rows.
+        """Sums over all ranks, scaled, None for None; `rows`: whether the optimizer takes gradients by rows.
 
-        Every rank's operations are in one order: posts in a chain, then the await, which also comes after whatever
-        else of the step waits for other ranks.
+        Operations have one order on every rank: a chain of posts, then the await, which also comes after all other
+        operations of the step that wait for other ranks.
         """
         present = [i for i, grad in enumerate(grads) if grad is not None]
         slices = [i for i in present if isinstance(grads[i], tf.IndexedSlices)]
         by_rows = [i for i in slices if self._is_large(variables[i], _dtype(grads[i].values))]
         if isinstance(self.exchange, GraphExchange):
-            by_rows = []  # TensorFlow's collectives take whole tensors alone
+            by_rows = []  # TensorFlow's collectives only take whole tensors
         whole = [i for i in present if i not in by_rows]
         dense = [tf.convert_to_tensor(grads[i]) for i in whole]  # a small table's rows become a whole tensor
         contexts: list[Any] = []
@@ -191,7 +193,7 @@ class Reduction:
         if not present:
             return list(grads)
         if alone:
-            judge = Alone(self.exchange, [*names, *(table.name for table in tables)], statistics)
+            judge = SoloExchange(self.exchange, [*names, *(table.name for table in tables)], statistics)
             summed, pairs = self._alone(judge, layout, dense, sparse, [loss, *values])
         elif isinstance(self.exchange, GraphExchange):
             summed, means, self.skipped = self.exchange.reduce(layout, dense, loss, values, tail())
@@ -244,7 +246,7 @@ class Reduction:
         return [_skipped(self.exchange), *sums]
 
     def _alone(
-        self, judge: Alone, layout: Layout, dense: list[Any], sparse: list[Any], rest: list[Any]
+        self, judge: SoloExchange, layout: Layout, dense: list[Any], sparse: list[Any], rest: list[Any]
     ) -> tuple[list[Any], list[tuple[Any, Any]]]:
         chain: list[Any] = []
         for bucket in range(len(layout.sizes)):
@@ -258,7 +260,7 @@ class Reduction:
             pairs.append((indices, values))
         chain = _then([*chain, *tail()], judge.finish, rest, "agree")
         (self.skipped,) = chain
-        with tf.control_dependencies(chain):  # nothing is applied before all is known to be finite
+        with tf.control_dependencies(chain):  # nothing is applied before all values have been checked
             return [tf.identity(grad) for grad in dense], [(tf.identity(i), tf.identity(v)) for i, v in pairs]
 
     def _is_large(self, variable: Any, dtype: np.dtype[Any]) -> bool:
@@ -266,15 +268,15 @@ class Reduction:
 
 
 def _then(chain: list[Any], function: Callable[..., Any], inputs: list[Any], name: str) -> list[Any]:
-    """The chain, one operation longer."""
-    if tf.executing_eagerly():  # where TensorFlow makes no array of a scalar in bfloat16
+    """The chain with one more operation."""
+    if tf.executing_eagerly():  # where TensorFlow converts no scalar of bfloat16 to an array
         inputs = [tf.reshape(x, [1]) if x.dtype == tf.bfloat16 and x.shape.rank == 0 else x for x in inputs]
     with tf.control_dependencies(chain):
         return [tf.numpy_function(function, inputs, tf.int32, name=name)]
 
 
 def _posting(post: Callable[..., None], number: int) -> Callable[..., np.int32]:
-    """A function of arrays for the graph, which needs a value to order operations by."""
+    """`post` as a function for the graph, which orders operations by their values: it returns one."""
 
     def posting(*gradients: np.ndarray) -> np.int32:
         post(number, *gradients)

@@ -1,7 +1,7 @@
 """Words that processes share, inside kernels: atomic access, sleeping until one changes, numbers by their bits.
 
-A flag is two uint32 in one cache line: a counter that wraps round, and how many sleep until it moves. Who publishes
-wakes sleepers by a system call only where there are any (futex(2): U. Drepper, Futexes are tricky, 2011).
+A flag is two uint32 in one cache line: a counter that wraps round, and the number of sleepers. A rank that publishes
+makes the system call that wakes them only if there are any (futex(2): U. Drepper, Futexes are tricky, 2011).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _word(builder: Any, address: Any, kind: Any = _I32) -> Any:
 
 @intrinsic
 def load_word(typingctx: Any, address: Any) -> Any:
-    """The int32 at `address`, with all that was written before it was published."""
+    """The int32 at `address`; all that was written before it was published is then visible."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load_atomic(_word(builder, args[0]), "seq_cst", 4)
@@ -80,7 +80,7 @@ def _futex(typingctx: Any, address: Any, operation: Any, value: Any, timeout: An
 
 @intrinsic
 def _relax(typingctx: Any) -> Any:
-    """Let the processor rest for some cycles between two looks at a word."""
+    """Let the processor pause for some cycles between two reads of a word."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x86 = platform.machine() == "x86_64"
@@ -143,7 +143,7 @@ def reached(value: Any, target: Any) -> Any:
 
 @njit
 def publish(flag: Any, value: Any) -> Any:
-    """Set the flag at address `flag` to the counter `value` (int32) and wake who sleeps on it."""
+    """Set the flag at address `flag` to the counter `value` (int32) and wake its sleepers."""
     store_word(flag, value)
     if load_word(flag + 4) > 0:
         _futex(flag, _WAKE, _ALL, 0)

@@ -1,8 +1,8 @@
 """Collectives through memory that the ranks of one host share.
 
-Buffers of `allocate` lie in the segment: each rank reduces its part of all of them, in rank order, and writes the
+Buffers of `allocate` are in the segment: each rank reduces its part of all of them, in rank order, and writes the
 result to all of them, so that every byte is read once and written once. Any other array goes through a stage in
-chunks that stay in the caches. Kernels do it all in one call; docs/decisions/042-shared-memory.md has the figures.
+chunks that stay in the caches. One kernel does a whole call; docs/decisions/042-shared-memory.md has the figures.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from training.comm.shm.kernels import announce, announced_size, gather, receive,
 from training.comm.shm.reduce import OP_CODES, reducer
 from training.comm.shm.segment import PAGE_BYTES, Layout, Segment, default_arena_bytes
 
-SPINS = 400  # looks at a flag before sleeping, 10 microseconds; docs/decisions/042-shared-memory.md
-SLICE_S = 0.05  # a kernel that waits comes back so often, to look for the end of a rank, an abort and the deadline
-LONGEST_S = 3600.0  # of one wait on a socket: the system takes no more than 24 days, a deadline may be any number
+SPINS = 400  # reads of a flag before sleeping, 10 microseconds; docs/decisions/042-shared-memory.md
+SLICE_S = 0.05  # a waiting kernel returns this often, to check for lost ranks, an abort and the deadline
+LONGEST_S = 3600.0  # of one wait on a socket: the system takes at most 24 days, a deadline may be any number
 _open: weakref.WeakSet[Calls] = weakref.WeakSet()
 
 
 class Calls:
-    """The calls of one rank: announces them, runs their kernels, ends the communicator where one fails."""
+    """The calls of one rank: announces them, runs their kernels, and ends the communicator if one fails."""
 
     def __init__(self, segment: Segment, links: Links, rank: int, labels: Sequence[int]) -> None:
         self.segment, self.links, self.labels = segment, links, tuple(labels)
@@ -63,7 +63,7 @@ class Calls:
         self.ctx = ctx = np.zeros(k.TABLES + 3 * n, np.int64)
         ctx[k.RANK], ctx[k.RANKS], ctx[k.SELF] = rank, n, ctx.ctypes.data
         ctx[k.TIMEOUT_NS] = int(SLICE_S * 1e9)
-        # More ranks than cores: who spins keeps away the rank that it waits for.
+        # With more ranks than cores, a rank that spins keeps the one it waits for from running.
         ctx[k.SPINS] = SPINS if n <= len(os.sched_getaffinity(0)) else 1
         ctx[k.CHUNK], ctx[k.HALF] = layout.chunk_bytes, layout.half_bytes
         ctx[k.SEGMENT] = base = segment.address
@@ -72,7 +72,7 @@ class Calls:
         _open.add(self)
 
     def announce(self, kind: str, op: str, dtype: np.dtype[Any], size: int, address: int, own: int, root: int) -> None:
-        """Prepare a call over `size` bytes, of which `own` at `address` are this rank's to give; holds the lock."""
+        """Prepare a call over `size` bytes; this rank contributes `own` bytes at `address`. The caller has the lock."""
         self.check_open()
         ctx = self.ctx
         ctx[k.TAG] = tag_of(kind, op, dtype, root)
@@ -95,16 +95,16 @@ class Calls:
             )
 
     def run(self, kernel: Callable[[Any], int], what: str, deadline_s: float) -> None:
-        """Run a kernel until it is done. Half a collective cannot be mended: whatever ends it ends the communicator."""
+        """Run a kernel until it is done. An error ends the communicator: half a collective cannot be repaired."""
         try:
             if kernel(self.ctx) != k.DONE:
-                self._go_on(kernel, what, time.monotonic() + deadline_s - SLICE_S, deadline_s)
+                self._continue(kernel, what, time.monotonic() + deadline_s - SLICE_S, deadline_s)
         except BaseException as error:
             self.abort_by(error, what)
             raise
 
     def wait_for_message(self, rank: int, what: str, deadline_s: float) -> socket.socket:
-        """The socket of `rank` once it can be read. Raises CommunicationError as `run` does, but ends nothing."""
+        """The socket of `rank`, once it is readable. Raises CommunicationError like `run`, but ends nothing."""
         link, until = self.links[rank], time.monotonic() + deadline_s
         assert link is not None
         poll = select.poll()
@@ -115,13 +115,13 @@ class Calls:
         return link
 
     def find_end(self, waited: int, call: str) -> CommunicationError | None:
-        """The end of a rank or of the communicator, if there is one, by which what has just failed is explained."""
+        """The end of a rank or of the communicator that explains the failure of `call`, if there is one."""
         return self._look(waited, call, math.inf, 0.0)
 
     def abort_by(self, error: BaseException, what: str) -> None:
-        """End the communicator because a call has met `error`."""
+        """End the communicator because a call has raised `error`."""
         me = self.labels[self._rank]
-        self.abort(error.what if isinstance(error, CommunicationError) else f"rank {me}: {what} met {error!r}")
+        self.abort(error.what if isinstance(error, CommunicationError) else f"rank {me}: {what} raised {error!r}")
 
     def abort(self, reason: str) -> None:
         """End the communicator on all ranks, from any thread."""
@@ -130,7 +130,7 @@ class Calls:
             self.segment.end(reason)
 
     def close(self) -> None:
-        """Leave; a call that is under way in another thread sees it and leaves first."""
+        """Leave; a call under way in another thread notices and ends first."""
         if self.ended is None:
             self.ended = "it was closed"
         with self.lock:
@@ -140,15 +140,15 @@ class Calls:
                 close_all(self.links)
                 self.segment.close()
 
-    def _go_on(self, kernel: Callable[[Any], int], what: str, until: float, deadline_s: float) -> None:
-        """Between a kernel's slices look for what can keep it from its end."""
+    def _continue(self, kernel: Callable[[Any], int], what: str, until: float, deadline_s: float) -> None:
+        """Run a kernel slice by slice, and check between slices for what can keep it from ending."""
         while (status := kernel(self.ctx)) != k.DONE:
             rank, round_before = status // k.RANK_FROM, self.ctx[k.ROUND]
             if status % k.RANK_FROM == k.DIFFERENT:
                 raise self._different(rank, what)
             if (problem := self._look(rank, f"{what} of {self.ctx[k.SIZE]} bytes", until, deadline_s)) is None:
                 continue
-            # Who has ended may have done its part of this call just before: only what does not move now is stuck.
+            # A rank that has ended may have done its part of this call before: fail only if the kernel is stuck.
             status = kernel(self.ctx)
             if status == k.DONE:
                 return
@@ -193,7 +193,7 @@ class Calls:
             theirs = self.segment.call_of(rank, int(ctx[k.CALL]))
         me, other = self.labels[self._rank], self.labels[rank]
         return CommunicationError(
-            f"ranks {me} and {other} differ in what they call",
+            f"ranks {me} and {other} make different calls",
             got=f"rank {me}: {_describe(int(ctx[k.TAG]), int(ctx[k.SIZE]))}; rank {other}: {_describe(*theirs)}",
             allowed="the same collectives in the same order, with equal sizes and dtypes",
             next_step="Compare the ranks' logs; all must run one version and one configuration.",
@@ -205,11 +205,11 @@ def _describe(tag: int, size: int) -> str:
 
 
 def _in_child() -> None:
-    """In a forked process: let go of the sockets, or the end of the rank itself would stay unseen while it lives."""
+    """In a forked process: close the sockets, or others would not see the rank's end while this process lives."""
     for calls in list(_open):
         calls.ended = "this process was forked from the rank"
-        calls.closed = True  # or its `close` would say in the segment that the rank itself has left
-        calls.lock = threading.Lock()  # the old one may be held by a thread that is not here
+        calls.closed = True  # or its `close` would record in the segment that the rank has left
+        calls.lock = threading.Lock()  # the old one may be held by a thread that does not exist here
         close_all(calls.links)
 
 
@@ -230,13 +230,13 @@ def connect_shm(
 ) -> ShmCommunicator:
     """Join `num_ranks` >= 2 processes of one host in a communicator; rank 0 makes the segment.
 
-    `peers_exchange` gives each of these ranks the bytes of all, in rank order (`all_gather_bytes` of a communicator
-    over just them); it is called twice on every rank unless it raises. `key` is the generation's secret, `deadline_s`
-    the longest that joining may take once all have met in the first exchange, `labels` the ranks' numbers in messages
-    (their ranks in the whole run), `arena_bytes` what `allocate` may hand out to a rank, in whole pages, by default its
-    share of the machine's memory (address space: no memory is taken before it is allocated).
-    Raises SharedMemoryUnavailableError on every rank alike, with the reason, where memory cannot be shared.
-    `training.comm.hosts.host_identity` tells beforehand which ranks are of one host.
+    `peers_exchange` gathers the bytes of these ranks, in rank order (`all_gather_bytes` of a communicator over them);
+    it is called twice on every rank unless it raises. `key` is the generation's secret, `deadline_s` the longest that
+    joining may take after the first exchange, `labels` the ranks' numbers in messages (their ranks in the whole run),
+    `arena_bytes` the most that a rank may `allocate`, rounded up to whole pages, by default its share of the machine's
+    memory (address space: memory is taken only when it is allocated).
+    Raises SharedMemoryUnavailableError on every rank, with the reason, if memory cannot be shared. Ranks whose
+    `training.comm.hosts.host_identity` is equal are of one host.
     """
     if not 0 <= rank < num_ranks or num_ranks < 2:
         raise ValueError(f"shared memory got rank {rank} of {num_ranks}; allowed are 2 ranks or more, numbered from 0")
@@ -248,8 +248,8 @@ def connect_shm(
 class ShmCommunicator(Communicator):
     """A rank of a host. Made by `connect_shm`.
 
-    Order of sums: rank 0 + rank 1 + ..., for every element. float16 and bfloat16 are summed in float32 and rounded
-    once, to the nearest, as is their mean.
+    Order of additions: rank 0 + rank 1 + ..., for every element. float16 and bfloat16 are summed in float32 and
+    rounded once, to the nearest, as is their mean.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class ShmCommunicator(Communicator):
         super().__init__(rank, layout.num_ranks, generation, deadline_s)
         self._calls = Calls(segment, links, rank, labels)
         self._groups: list[ShmCommunicator] = []
-        self._alone: list[SoloCommunicator] = []  # groups of this rank alone
+        self._alone: list[SoloCommunicator] = []  # groups that have only this rank
         self._messages: dict[tuple[int, int], int] = {}
         self._reducers: dict[np.dtype[Any], tuple[int, Any]] = {}
         self._targets, self._sizes = (k.TABLES + table * self.num_ranks for table in (k.TARGETS, k.SIZES))
@@ -336,8 +336,8 @@ class ShmCommunicator(Communicator):
     def allocate(self, size: int, dtype: Any) -> NDArray[Any]:
         """A flat zeroed buffer (size,) in the segment, 64-byte aligned, which collectives work on without a copy.
 
-        Each rank allocates by itself. The memory is free for another one once no array views it, and stays valid after
-        `close`. Where the segment has no room left, an array of the process's own, which works too.
+        Each rank allocates by itself. The memory is reused once no array views it, and stays valid after `close`. If
+        the segment has no room, this returns an array of the process's own, which works too.
         """
         dtype = np.dtype(dtype)
         found = None if self._calls.ended is not None else self._calls.segment.allocate(size, dtype)
@@ -378,7 +378,7 @@ class ShmCommunicator(Communicator):
         self._groups = [made for made in self._groups if not made._calls.closed]
         made = ShmCommunicator(segment, links, mine, self.generation, self.deadline_s, labels)
         self._groups.append(made)
-        if self._calls.ended is not None:  # meanwhile, by another thread
+        if self._calls.ended is not None:  # by another thread, meanwhile
             made.abort(self._calls.ended)
         return made
 

@@ -1,8 +1,8 @@
-"""How the ranks of one host come to share a segment: an abstract Unix socket, proof of the key, then descriptors.
+"""The ranks of one host join a shared segment: an abstract Unix socket, proof of the key, then descriptors.
 
-The lowest rank listens. Who connects must be of the same user (SO_PEERCRED) and prove the generation's key; then it is
-handed the sealed file and one end of a socket to each other rank. These sockets stay open and silent: their end tells
-that a rank has ended. A group's segment and sockets are dealt in the same way over the sockets of the whole.
+The lowest rank listens. A caller must be of the same user (SO_PEERCRED) and prove the generation's key; then it gets
+the sealed file and one end of a socket to each other rank. These sockets stay open and silent: when one closes, that
+rank has ended. A group's segment and sockets are sent in the same way over the sockets of the whole communicator.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from training.comm.hosts import host_identity
 from training.comm.shm.atomics import FUTEX_CALL
 from training.comm.shm.segment import MAX_RANKS, Layout, Segment, create_file
 
-JOIN_S = 20.0  # the ranks of one host are all there when they begin
+JOIN_S = 20.0  # the ranks of one host have all met when they begin
 _HAND = struct.Struct("<8sQII16s")
 _MAGIC = b"LOCKSHM2"
-CHANNEL = 0x73686D  # none of TCP's: a handshake is worth nothing on the other kind of socket
+CHANNEL = 0x73686D  # none of TCP's: a handshake for one kind of socket is invalid on the other
 
-Links = list[socket.socket | None]  # to each rank, None at the own place
+Links = list[socket.socket | None]  # to each rank, None for this one
 Exchange = Callable[[bytes], list[bytes]]
 
 
 class SharedMemoryUnavailableError(CommunicationError):
-    """Ranks cannot share memory; raised on all of them alike, so that they can fall back to TCP."""
+    """Ranks cannot share memory; raised on all of them, so that they can fall back to TCP."""
 
 
 def join(
@@ -48,8 +48,8 @@ def join(
     arena_bytes: int,
     deadline_s: float,
 ) -> tuple[Segment, Links]:
-    """Share a segment; see `training.comm.shm.communicator.connect_shm`. Calls `exchange` twice on every rank,
-    whatever happens.
+    """Share a segment; see `training.comm.shm.communicator.connect_shm`. Calls `exchange` twice on every rank, also
+    if one of them fails.
     """
     found: tuple[Segment, Links] | None = None
     problem = ""
@@ -57,7 +57,7 @@ def join(
     with socket.socket(socket.AF_UNIX) as listener:
         table = [json.loads(data) for data in exchange(_introduction(rank, num_ranks, arena_bytes, listener))]
         _check_table(table)
-        until = time.monotonic() + min(deadline_s, JOIN_S)  # from when all are there
+        until = time.monotonic() + min(deadline_s, JOIN_S)  # counted from when all have met
         layout = Layout(num_ranks, table[0]["arena"])
         try:
             if rank == 0:
@@ -89,9 +89,9 @@ def close_all(links: Links) -> None:
 
 
 def deal(layout: Layout, carriers: Links, names: Sequence[int], until: float) -> tuple[Segment, Links]:
-    """Rank 0's part: make the file and a socket for each pair of ranks, and hand them out over `carriers`.
+    """Rank 0's part: make the file and a socket for each pair of ranks, and send them over `carriers`.
 
-    `names` are the ranks in messages, and what those who `take` must expect too. Raises OSError or HandshakeError.
+    `names` are the ranks' numbers in messages; ranks that `take` must give the same. Raises OSError or HandshakeError.
     """
     ranks = range(layout.num_ranks)
     fd = create_file(layout.size)
@@ -113,23 +113,23 @@ def deal(layout: Layout, carriers: Links, names: Sequence[int], until: float) ->
             head, mine = _head(layout, rank, names), [end.fileno() for end in ends[rank] if end is not None]
             try:
                 socket.send_fds(carrier, [head], [fd, *mine])
-            except OSError as error:  # it has ended, or never took what it was handed before
+            except OSError as error:  # it has ended, or never took what it was sent before
                 raise auth.HandshakeError(f"rank {names[rank]} takes nothing: {error}") from error
-            close_all(ends[rank])  # at once: all together would be more than a process may hold
+            close_all(ends[rank])  # now: all of them together may exceed a process's descriptors
         return segment, ends.pop(0)
     except BaseException as error:
-        segment.end(f"rank {names[0]}: {error}")  # for those who have been handed theirs already
+        segment.end(f"rank {names[0]}: {error}")  # for ranks that have got theirs already
         segment.close()
         raise
     finally:
-        for links in ends:  # without rank 0's own once all went well
+        for links in ends:  # after success without those of rank 0
             close_all(links)
 
 
 def take(
     layout: Layout, rank: int, carrier: socket.socket, names: Sequence[int], until: float
 ) -> tuple[Segment, Links]:
-    """What `deal`, at the other end of `carrier`, hands to `rank`. Raises OSError or HandshakeError."""
+    """Receive what `deal`, at the other end of `carrier`, sends to `rank`. Raises OSError or HandshakeError."""
     count = layout.num_ranks  # the file, and a socket to each other rank
     carrier.settimeout(max(0.01, until - time.monotonic()))
     head, fds, flags, _ = _receive_fds(carrier, count)
@@ -137,7 +137,7 @@ def take(
     try:
         if head != _head(layout, rank, names) or len(fds) != count or flags & socket.MSG_CTRUNC:
             what = f"{len(fds)} descriptors of another group" if head else "nothing"
-            raise auth.HandshakeError(f"rank {names[0]} handed over {what}, not {count} of ranks {tuple(names)}")
+            raise auth.HandshakeError(f"rank {names[0]} sent {what}, not {count} of ranks {tuple(names)}")
         while len(fds) > 1:
             links.append(socket.socket(fileno=fds.pop(1)))
         links.insert(rank, None)
@@ -150,27 +150,27 @@ def take(
 
 
 def _head(layout: Layout, rank: int, names: Sequence[int]) -> bytes:
-    """What goes before the descriptors: groups that members make in different orders must not be mixed up."""
+    """The message before the descriptors: it reveals if members make groups in different orders."""
     group = hashlib.sha256(repr(tuple(names)).encode()).digest()[:16]
     return _HAND.pack(_MAGIC, layout.arena_bytes, layout.num_ranks, rank, group)
 
 
 def _receive_fds(carrier: socket.socket, count: int) -> tuple[bytes, list[int], int, Any]:
-    # With this flag no child that is started at this moment inherits them.
+    # The flag keeps a child that is started at this moment from inheriting them.
     return socket.recv_fds(carrier, _HAND.size, count, socket.MSG_CMSG_CLOEXEC)
 
 
 def _introduction(rank: int, num_ranks: int, arena_bytes: int, listener: socket.socket) -> bytes:
-    """What this rank tells the others: where it runs, what keeps it from sharing; rank 0 also where it listens."""
+    """This rank's entry for the others: its host, why it cannot share if so; for rank 0 also its socket's name."""
     mine: dict[str, Any] = {"host": "", "problem": "", "arena": arena_bytes}
     try:
         mine["host"] = host_identity()
         if not mine["host"]:
-            raise OSError("this system does not tell in which network namespace a process is")
+            raise OSError("this system does not report the network namespace of a process")
         if FUTEX_CALL < 0:
-            raise OSError("this processor's way to sleep on shared memory is not known here")
+            raise OSError("the futex call of this processor is not known")
         if num_ranks > MAX_RANKS:
-            raise OSError(f"{num_ranks} ranks on a host, at most {MAX_RANKS} can share memory")
+            raise OSError(f"{num_ranks} ranks on a host; at most {MAX_RANKS} can share memory")
         os.close(create_file(Layout(num_ranks, arena_bytes).size))
         if rank == 0:
             mine["name"] = f"lockstep-{secrets.token_hex(16)}"
@@ -199,7 +199,7 @@ def _unavailable(reason: str) -> SharedMemoryUnavailableError:
 
 
 def _admit(listener: socket.socket, num_ranks: int, generation: int, key: bytes, until: float) -> Links:
-    """Sockets to the ranks, each proved; until the listener is closed, others are turned away."""
+    """Sockets to the ranks, each authenticated; other callers are refused until the listener is closed."""
     carriers: Links = [None] * num_ranks
     proved: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
 
@@ -207,7 +207,7 @@ def _admit(listener: socket.socket, num_ranks: int, generation: int, key: bytes,
         _check_user(sock)
         rank, channel = auth.answer(sock, key, generation, num_ranks, 0, range(1, num_ranks), patience)
         if channel != CHANNEL:
-            raise auth.HandshakeError(f"rank {rank} asks for channel {channel}: a handshake meant for another socket")
+            raise auth.HandshakeError(f"rank {rank} requests channel {channel}: a handshake for another socket")
         proved.put((rank, sock))
 
     reception = Reception("the shared memory's socket", examine, until)
@@ -219,7 +219,7 @@ def _admit(listener: socket.socket, num_ranks: int, generation: int, key: bytes,
             except queue.Empty:
                 seen = f"; refused: {reception.last}" if reception.last else ""
                 missing = carriers.index(None, 1)
-                raise auth.HandshakeError(f"rank {missing} did not come within {JOIN_S:g} s{seen}") from None
+                raise auth.HandshakeError(f"rank {missing} did not connect within {JOIN_S:g} s{seen}") from None
             if carriers[rank] is None:
                 carriers[rank] = sock
             else:

@@ -1,7 +1,8 @@
-"""Reductions of shared memory, each a kernel that does everything, waiting included, without the GIL.
+"""Collectives in shared memory: each kernel does the whole call, waiting included, without the GIL.
 
-Three ways, by what the ranks have announced: small buffers lie beside the announcements and every rank reduces all of
-them; buffers in the segment are reduced where they lie, a part by each rank; others go through the stages in chunks.
+A reduction takes one of three ways, by what the ranks have announced: small buffers are stored next to the
+announcements, and every rank reduces all of them; buffers in the segment are reduced in place, one part by each rank;
+all others go through the stages in chunks. docs/decisions/042-shared-memory.md has the figures.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ DONE, WAITING, DIFFERENT = 0, 1, 2  # what a kernel returns, plus RANK_FROM time
 RANK_FROM = 4
 (
     RANK, RANKS, STEP, CALL, ROUND, SPINS, TIMEOUT_S, TIMEOUT_NS,  # who, how far, how to wait
-    TAG, SIZE, PLACE, LOOSE,  # the announcement; LOOSE 1 where sizes may differ by rank
-    BUFFER, OWN, REDUCER, OP, ITEM, ALL, CHUNK, HALF,  # a reduction: ALL 1 where every rank gets the result
+    TAG, SIZE, PLACE, LOOSE,  # the announcement; LOOSE 1 if sizes may differ by rank
+    BUFFER, OWN, REDUCER, OP, ITEM, ALL, CHUNK, HALF,  # a reduction: ALL 1 if every rank gets the result
     CONTROL, INLINE, STAGE, PAIRS, SEGMENT,  # addresses in this process
     PEER, MESSAGE, SELF,  # send and recv: the other rank, slots used before; the address of ctx
 ) = range(28)  # fmt: skip
 TABLES = 32
-SOURCES, TARGETS, SIZES = range(3)  # tables behind the numbers, each of RANKS numbers
+SOURCES, TARGETS, SIZES = range(3)  # tables after the numbers, each of RANKS numbers
 
 
 @njit
@@ -56,7 +57,7 @@ def flag(ctx: Any, rank: Any) -> Any:
 
 @njit
 def call_of(ctx: Any, rank: Any) -> Any:
-    """The address of a rank's announcement of this call: two take turns, since nobody is two calls ahead."""
+    """The address of a rank's announcement of this call: two alternate, since no rank is two calls ahead."""
     return ctx[CONTROL] + rank * PAGE_BYTES + CALLS + (ctx[CALL] & 1) * CALL_BYTES
 
 
@@ -96,7 +97,7 @@ def end_call(ctx: Any) -> Any:
 
 @njit
 def meet(ctx: Any) -> Any:
-    """Wait until all have ended the round before; 0, or what to return."""
+    """Wait until all ranks have ended the previous round; 0, or the status to return."""
     target = types.int32(ctx[STEP] + ctx[ROUND])
     for rank in range(ctx[RANKS]):
         if rank == ctx[RANK] or reached(load_word(flag(ctx, rank)), target):
@@ -108,7 +109,7 @@ def meet(ctx: Any) -> Any:
 
 @njit
 def compare(ctx: Any) -> Any:
-    """0 if every rank has announced the same, else what to return."""
+    """0 if every rank has announced the same, else the status to return."""
     for rank in range(ctx[RANKS]):
         place = call_of(ctx, rank)
         differs = load_i64(place) != ctx[TAG]
@@ -119,7 +120,7 @@ def compare(ctx: Any) -> Any:
 
 @njit
 def part(ctx: Any, rank: Any) -> Any:
-    """(first byte, bytes) of a rank's part, as training.comm.base.part_bounds."""
+    """(first byte, bytes) of a rank's part, like training.comm.base.part_bounds."""
     count = ctx[SIZE] // ctx[ITEM]
     each, longer = count // ctx[RANKS], count % ctx[RANKS]
     start = rank * each + min(rank, longer)
@@ -128,7 +129,7 @@ def part(ctx: Any, rank: Any) -> Any:
 
 @njit
 def chunk(ctx: Any, rank: Any, turn: Any) -> Any:
-    """(first byte, bytes) of chunk `turn` of a rank's part; 0 bytes where it has no such chunk."""
+    """(first byte, bytes) of chunk `turn` of a rank's part; 0 bytes if it has no such chunk."""
     start, size = part(ctx, rank)
     done = min(size, turn * ctx[CHUNK])
     return start + done, min(size - done, ctx[CHUNK])
@@ -150,7 +151,7 @@ def _all_in_segment(ctx: Any) -> Any:
 
 @njit
 def _reduce_inline(ctx: Any) -> Any:
-    """Every rank reduces all, or its part, from everybody's announcement."""
+    """Reduce all, or this rank's part, from the buffers next to the announcements."""
     start, size = types.int64(0), ctx[SIZE]
     if ctx[ALL] == 0:
         start, size = part(ctx, ctx[RANK])
@@ -163,7 +164,7 @@ def _reduce_inline(ctx: Any) -> Any:
 
 @njit
 def _reduce_in_place(ctx: Any) -> Any:
-    """Reduce the own part of everybody's buffer, into everybody's buffer."""
+    """Reduce this rank's part of all ranks' buffers, into all ranks' buffers."""
     start, size = part(ctx, ctx[RANK])
     for rank in range(ctx[RANKS]):
         address = ctx[SEGMENT] + load_i64(call_of(ctx, rank) + 16) + start
@@ -177,7 +178,7 @@ def _reduce_in_place(ctx: Any) -> Any:
 
 @njit
 def _reduce_staged(ctx: Any, turn: Any) -> Any:
-    """Stage chunk `turn` of the others' parts, reduce the one before of the own part, fetch the one before that."""
+    """Stage chunk `turn` of the others' parts, reduce chunk `turn - 1` of this rank's part, fetch chunk `turn - 2`."""
     mine = ctx[RANK]
     for rank in range(ctx[RANKS]):
         start, size = chunk(ctx, rank, turn)
@@ -231,7 +232,7 @@ def reduce_all(ctx: Any) -> Any:
 
 @_kernel
 def announce(ctx: Any) -> Any:
-    """Round 0 of a gather whose sizes differ: afterwards `announced_size` knows them, and `gather` goes on."""
+    """Round 0 of a gather whose sizes differ; then `announced_size` reads them, and `gather` continues the call."""
     if ctx[ROUND] == 0:
         announce_self(ctx)
     waiting = meet(ctx)
@@ -246,7 +247,7 @@ def announced_size(ctx: Any, rank: Any) -> Any:
 
 @_kernel
 def gather(ctx: Any) -> Any:
-    """Copy SIZES[r] bytes of each rank r to TARGETS[r] (0: not wanted) on every rank; the OWN ones are at BUFFER."""
+    """Copy SIZES[r] bytes of each rank r to TARGETS[r] (0: skip) on every rank; this rank's are at BUFFER."""
     if ctx[ROUND] == 0:
         announce_self(ctx)
     mine, ranks = ctx[RANK], ctx[RANKS]
@@ -278,7 +279,7 @@ def gather(ctx: Any) -> Any:
                 before = min(size, (turn - 1) * ctx[HALF])
                 if turn >= 1 and target:
                     copy(target + before, half_of(ctx, rank, turn - 1), min(size - before, ctx[HALF]))
-        # A buffer that others read must stay as it is until all have: one more round.
+        # A buffer must not change before all have read it: one more round.
         if turn >= (1 if direct and chunks == 0 else chunks):
             return end_call(ctx)
         next_round(ctx)

@@ -27,7 +27,7 @@ from training.comm.shm.atomics import bits_of, float_of, pointer_like
 SUM, MEAN, MIN, MAX = range(4)
 OP_CODES = {"sum": SUM, "mean": MEAN, "min": MIN, "max": MAX}
 _BLOCK = 1024  # elements in the accumulator: with as many of each source they stay in the first-level cache
-_HALF, _BRAIN = types.int16, types.uint16  # stand for float16 and bfloat16, which Numba does not know
+_HALF, _BRAIN = types.int16, types.uint16  # in place of float16 and bfloat16, which Numba does not know
 _TYPES = {
     "uint8": types.uint8,
     "int32": types.int32,
@@ -44,7 +44,7 @@ _INFINITE, _SIGN, _QUIET = _U32(0x7F800000), _U32(0x80000000), _U32(0x00400000) 
 @register_jitable
 def _from_half(number: Any) -> Any:
     bits = _U32(_U32(number) & _U32(0x7FFF)) << _U32(13)
-    # As a float32 these bits are 2^112 too small, which a product mends exactly, subnormal numbers included.
+    # As a float32 these bits are 2^112 too small, which a product corrects exactly, subnormal numbers included.
     wide = bits_of(float_of(_U32(bits)) * np.float32(2.0**112))
     wide = _U32(wide | _INFINITE) if bits >= _U32(0x0F800000) else wide
     return float_of(_U32(wide | (_U32(_U32(number) & _U32(0x8000)) << _U32(16))))
@@ -106,7 +106,7 @@ def _divided_of(number: Any, count: Any) -> Any:
     if isinstance(number, types.Float):
         kind = as_dtype(number).type
         return lambda number, count: kind(number / kind(count))
-    return lambda number, count: number  # refused before: a mean is for floats
+    return lambda number, count: number  # unused: a mean of integers has been refused
 
 
 @overload(_accumulator, strict=False)
@@ -133,13 +133,13 @@ def _combine(total: Any, first: Any, more: Any, op: Any) -> Any:
 
 @njit
 def sources_are_targets(sources: Any, targets: Any) -> Any:
-    """Whether two buffers are reduced where they lie."""
+    """Whether two buffers are reduced in place."""
     return load_i64(sources) == load_i64(targets) and load_i64(sources + 8) == load_i64(targets + 8)
 
 
 @njit
 def _add_in_place(first: Any, second: Any) -> Any:
-    """The case of two ranks without the accumulator: 1.5 times as fast where both buffers lie in a cache."""
+    """Two ranks need no accumulator: 1.5 times as fast if both buffers are in a cache."""
     for at in range(len(first)):
         total = _narrow(_widen(first[at]) + _widen(second[at]), first)
         first[at] = total
@@ -191,7 +191,7 @@ _cached: Any = kernels(__name__, memory, atomics)(reduce)
 
 @cache
 def reducer(dtype: str) -> tuple[int, Any]:
-    """(address, what keeps it alive) of `reduce` compiled for a dtype; half a second where no cache has it."""
+    """(address, owner) of `reduce` compiled for a dtype, valid while the owner lives; half a second if not cached."""
     signature = ((types.CPointer(_TYPES[dtype]), *[types.int64] * 6), types.void)
     compiled: Any = CFunc(reduce, signature, locals={}, options={}, pipeline_class=compiler.Compiler)
     compiled._cache = _cached._cache

@@ -1,4 +1,4 @@
-"""The memory that the ranks of one host share: an anonymous sealed file, mapped, and the buffers handed out of it."""
+"""The memory that the ranks of one host share: an anonymous sealed file, mapped, and the buffers allocated in it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PAGE_BYTES = 4096
 FLAG, LEFT, CALLS, REASON = 0, 64, 128, 1024  # offsets in a rank's control page
 CALL_BYTES = 64  # tag, size in bytes, place in the segment or -1: int64 each
 REASON_BYTES = PAGE_BYTES - REASON - 4
-INLINE_BYTES = 32 << 10  # up to here each rank reduces all of it alone; docs/decisions/042-shared-memory.md
+INLINE_BYTES = 32 << 10  # up to here each rank reduces the whole buffer; docs/decisions/042-shared-memory.md
 SLOTS, SLOT_BYTES = 4, 64 << 10  # of send and recv
 SENT, TAKEN, HEADERS = 0, 64, 128  # offsets in the page of a pair; a header: tag, size
 HEADER_BYTES = 24
@@ -46,13 +46,13 @@ class Layout:
 
     @property
     def chunk_bytes(self) -> int:
-        """What a reduction stages of one part at a time: a half holds such a chunk for each rank, and the result."""
+        """Bytes of one part that a reduction stages at a time: a half holds a chunk for each rank, and the result."""
         each = max(MIN_CHUNK_BYTES, STAGE_BYTES // max(1, self.num_ranks - 1))
         return -(-each // PAGE_BYTES) * PAGE_BYTES
 
     @property
     def half_bytes(self) -> int:
-        """Of one half of a rank's stage."""
+        """Bytes of one half of a rank's stage."""
         return (self.num_ranks + 1) * self.chunk_bytes
 
     @property
@@ -85,13 +85,13 @@ class Layout:
 
 
 def default_arena_bytes(num_ranks: int) -> int:
-    """A rank's share of the machine's memory, which no sum of buffers can go beyond."""
+    """A rank's share of the machine's memory, which its buffers cannot exceed."""
     pages = os.sysconf("SC_PHYS_PAGES")
     return -(-pages * mmap.PAGESIZE // num_ranks // PAGE_BYTES) * PAGE_BYTES
 
 
 log = logging.getLogger(__name__)
-# Of <linux/fcntl.h>; Python 3.11 has them too, but only where it was built on a kernel with them.
+# From <linux/fcntl.h>; Python 3.11 has them only if it was built on a kernel with them.
 _ADD_SEALS, _GET_SEALS, _SEAL, _SHRINK, _GROW = 1033, 1034, 1, 2, 4
 _SEALS = _SEAL | _SHRINK | _GROW
 _WORD = struct.Struct("<i")
@@ -99,10 +99,10 @@ _CALL = struct.Struct("<qqq")
 
 
 def create_file(size: int) -> int:
-    """A file descriptor of `size` zero bytes without a name, which nobody can resize. Raises OSError."""
+    """A descriptor of an unnamed file of `size` zero bytes, sealed against resizing. Raises OSError."""
     fd = os.memfd_create("lockstep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.ftruncate(fd, size)  # takes no memory: pages come when they are touched
+        os.ftruncate(fd, size)  # takes no memory before pages are touched
         fcntl.fcntl(fd, _ADD_SEALS, _SEALS)
     except OSError:
         os.close(fd)
@@ -112,14 +112,14 @@ def create_file(size: int) -> int:
 
 @kernels(__name__, memory, atomics)
 def _claim(address: Any, mark: Any) -> Any:
-    """Write `mark` at `address` if nothing is there."""
+    """Write `mark` at `address` if 0 is there."""
     claim_word(address, types.int32(mark))
 
 
 class Segment:
     """One rank's mapping of the file `fd`, which it takes over. Unmapped when it and all its buffers are gone.
 
-    Raises OSError if it cannot be mapped, CommunicationError if the file is not what `layout` says.
+    Raises OSError if it cannot be mapped, CommunicationError if the file does not match `layout`.
     """
 
     def __init__(self, fd: int, layout: Layout, rank: int) -> None:
@@ -127,51 +127,51 @@ class Segment:
         size, seals = os.fstat(fd).st_size, fcntl.fcntl(fd, _GET_SEALS)
         if size != layout.size or seals & _SEALS != _SEALS:
             raise CommunicationError(
-                f"rank {rank} was handed a wrong shared file",
+                f"rank {rank} got a wrong shared file",
                 got=f"{size} bytes, seals {seals}",
                 allowed=f"{layout.size} bytes, sealed against resizing ({_SEALS})",
-                next_step="Ship one version to all ranks.",
+                next_step="Install one version for all ranks.",
             )
         self._map = mmap.mmap(fd, size)
         self.address: int = np.frombuffer(self._map, np.uint8, 1).ctypes.data
-        _claim(self.address, 0)  # changes nothing; compiled or loaded now, an abort is heard at once
+        _claim(self.address, 0)  # changes nothing; compiled or loaded now, so that an abort takes effect at once
         self._holes = [(layout.arena + rank * layout.arena_bytes, layout.arena_bytes)]  # (start, bytes), by start
         self._own = self._holes[0]
         self._returned: deque[tuple[int, int]] = deque()
-        self._told = False
-        self._lock = threading.Lock()  # buffers may be asked for while another thread is in a call
+        self._warned = False
+        self._lock = threading.Lock()  # a thread may allocate while another one is in a call
 
     def close(self) -> None:
-        """Give the file back; the mapping stays while a buffer is held."""
-        with self._lock:  # a thread that allocates would reserve space in whatever file has the number next
+        """Close the file; the mapping stays while a buffer is held."""
+        with self._lock:  # or a thread that allocates would reserve space in the next file with this number
             os.close(self._fd)
             self._fd = -1
 
     def place_of(self, address: int, size: int) -> int:
-        """The offset of a buffer of `size` bytes in this rank's arena, -1 if it lies elsewhere."""
+        """The offset of a buffer of `size` bytes in this rank's arena, -1 if it is elsewhere."""
         start, length = self._own
         place = address - self.address
         return place if start <= place and place + size <= start + length else -1
 
     def allocate(self, size: int, dtype: np.dtype[Any]) -> NDArray[Any] | None:
-        """A zeroed buffer (size,) of the arena, None if there is no room. Its place is free again when it is gone."""
+        """A zeroed buffer (size,) in the arena, None if there is no room. Its memory is free again when it is gone."""
         length = -(-max(1, size * dtype.itemsize) // ALIGN_BYTES) * ALIGN_BYTES
         with self._lock:
             start = self._take(length) if self._fd >= 0 else None
             if start is None:
                 return None
             try:
-                # Now, not when a page is touched: there it would be a signal that ends the process.
+                # Reserve pages now: a failure when one is touched would be a signal that ends the process.
                 os.posix_fallocate(self._fd, start, length)
             except OSError as error:
                 self._returned.append((start, length))
-                if not self._told:
+                if not self._warned:
                     log.warning("rank %d: no %d bytes to share (%s): buffers are copied", self._rank, length, error)
-                self._told = True
+                self._warned = True
                 return None
         raw = np.frombuffer(self._map, np.uint8, length, start)
         raw[:] = 0
-        # A finalizer may run in any thread, at any allocation: it only notes the place.
+        # A finalizer may run in any thread, at any allocation: it only notes the range.
         weakref.finalize(raw, self._returned.append, (start, length)).atexit = False
         return raw[: size * dtype.itemsize].view(dtype)
 
@@ -195,7 +195,7 @@ class Segment:
         return self.layout.control + rank * PAGE_BYTES
 
     def end(self, reason: str) -> None:
-        """Say why this rank ends the communicator; the first reason of all ranks is kept."""
+        """Record why this rank ends the communicator; the first reason of all ranks is kept."""
         text = reason.encode()[:REASON_BYTES]
         start = self._page(self._rank) + REASON
         self._map[start : start + 4 + len(text)] = _WORD.pack(len(text)) + text
@@ -212,7 +212,7 @@ class Segment:
         return first - 1, text.decode(errors="replace")
 
     def leave(self) -> None:
-        """Say that this rank makes no more calls, which is no failure."""
+        """Record that this rank makes no more calls, without an error."""
         _WORD.pack_into(self._map, self._page(self._rank) + LEFT, 1)
 
     def has_left(self, rank: int) -> bool:

@@ -1,7 +1,10 @@
-"""Ring: each rank sends to the next and receives from the previous (Patarasuk and Yuan, 2009).
+"""The algorithms over TCP, as programs: ring, halving and doubling, double tree, broadcast by tree or chain, send.
 
-Each part travels once round, every rank adding its own, and ends complete on the rank that it belongs to; complete
-parts travel round once more. 2 (N - 1) / N of the buffer leaves each rank, the least possible, in 2 (N - 1) steps.
+Ring (Patarasuk and Yuan, 2009): each rank sends to the next and receives from the previous. Each part goes round once,
+every rank adding its own, and ends complete on the rank that it belongs to; then complete parts go round once more.
+2 (N - 1) / N of the buffer leaves each rank, the least possible, in 2 (N - 1) steps.
+
+Halving and doubling, and the double tree, are those of training.comm.cost, with their sources.
 """
 
 from __future__ import annotations
@@ -62,15 +65,15 @@ def halving_all_reduce(rank: int, num_ranks: int, grid: Grid) -> Program:
 
 
 def halving_all_reduce_short(rank: int, num_ranks: int, grid: Grid) -> Program:
-    """The same by exchanging all at each step; the grid has one cell, so that each step is one frame."""
+    """The same with whole buffers at each step; the grid has one cell, so that each step is one frame."""
     builder = Builder(grid)
     cells = len(grid.edges) - 1
-    if cells > 1:  # a second frame would leave after the first one's answer has changed it
+    if cells > 1:  # a second frame would be sent after the answer to the first has changed it
         raise CommunicationError(
             "an all-reduce in one exchange a step was planned in several frames",
             got=f"{cells} frames",
             allowed="1",
-            next_step="Choose another --algorithm.",
+            next_step="Choose another algorithm.",
         )
     core = _fold(builder, rank, num_ranks, grid)
     if core is not None:
@@ -131,7 +134,7 @@ def _double(builder: Builder, core: int, num_ranks: int, grid: Grid) -> None:
 
 
 def _fold(builder: Builder, rank: int, num_ranks: int, grid: Grid) -> int | None:
-    """The extra ranks hand their buffers in; this rank's number among the cores, None for an extra one."""
+    """The extra ranks send their buffers; returns this rank's number among the cores, None for an extra one."""
     cells = len(grid.edges) - 1
     core = _core_of(rank, num_ranks)
     if core is None:
@@ -159,7 +162,7 @@ def _block(core: int, width: int, num_ranks: int, grid: Grid) -> tuple[int, int]
 
 
 def _lower_first(core: int, other: int) -> Combine:
-    """Both sides of a pair put the lower one's values first: they form the same expression."""
+    """Both sides of a pair put the lower one's values first, so they compute the same expression."""
     return "own_first" if core < other else "own_last"
 
 
@@ -185,7 +188,7 @@ def _rank_of(core: int, num_ranks: int) -> int:
 
 
 class Node(NamedTuple):
-    """A rank's place in a tree."""
+    """A rank's position in a tree."""
 
     parent: int | None
     children: tuple[int, ...]
@@ -195,9 +198,9 @@ def double_tree_all_reduce(rank: int, num_ranks: int, grid: Grid) -> Program:
     """Every cell complete on every rank; the first half of the cells by the first tree."""
     cells = len(grid.edges) - 1
     middle = cells - cells // 2
-    # Frames of both trees may share a connection. All ranks order them by the same key, in which every frame comes
-    # after those that it waits for, so the queues cannot block each other. A cell's way down begins `depth` frames
-    # after its way up, so that the next cells go up meanwhile.
+    # Frames of both trees may share a connection. All ranks sort them by the same key, which puts every frame after
+    # those that it waits for, so the queues cannot block each other. A cell starts down `depth` frames after it started
+    # up, so that the next cells go up meanwhile.
     depth = num_ranks.bit_length() + 1
     steps = []
     for tree, (first, last) in enumerate(((0, middle), (middle, cells))):
@@ -222,47 +225,47 @@ def double_tree_all_reduce(rank: int, num_ranks: int, grid: Grid) -> Program:
 
 
 def node_of(rank: int, num_ranks: int, tree: int) -> Node:
-    """The place of `rank` in tree 0 or 1; in the second each rank stands where its predecessor does in the first."""
-    places = [(place + tree) % num_ranks for place in range(num_ranks)]  # place 0.. of a tree -> rank
-    mine = places.index(rank)
+    """The position of `rank` in tree 0 or 1; in the second, each rank has its predecessor's position in the first."""
+    ranks = [(position + tree) % num_ranks for position in range(num_ranks)]
+    mine = ranks.index(rank)
     parent = _parent(mine + 1, num_ranks)
-    children = [place for place in range(num_ranks) if _parent(place + 1, num_ranks) == mine + 1]
-    return Node(None if parent is None else places[parent - 1], tuple(places[child] for child in children))
+    children = [position for position in range(num_ranks) if _parent(position + 1, num_ranks) == mine + 1]
+    return Node(None if parent is None else ranks[parent - 1], tuple(ranks[child] for child in children))
 
 
-def _parent(place: int, count: int) -> int | None:
-    """The parent of place 1..count in the tree whose inner order is 1..count: odd places are leaves."""
-    bit = place & -place
+def _parent(position: int, count: int) -> int | None:
+    """The parent of position 1..count in the tree whose in-order numbering is 1..count: odd positions are leaves."""
+    bit = position & -position
     while True:
-        place, bit = (place & ~bit) | (bit << 1), bit << 1
-        if place <= count:
-            return place
-        if place == bit:  # the next power of two: nobody stands above
+        position, bit = (position & ~bit) | (bit << 1), bit << 1
+        if position <= count:
+            return position
+        if position == bit:  # the next power of two: the root has no parent
             return None
 
 
 def broadcast_tree(rank: int, num_ranks: int, root: int, grid: Grid) -> Program:
     """Binomial tree: in step s the first 2**s ranks, counted from the root, each send to one more."""
     builder = Builder(grid)
-    cells, place = len(grid.edges) - 1, (rank - root) % num_ranks
+    cells, number = len(grid.edges) - 1, (rank - root) % num_ranks
     distance = 1
-    if place:
-        distance = 1 << (place.bit_length() - 1)
+    if number:
+        distance = 1 << (number.bit_length() - 1)
         builder.receive((rank - distance) % num_ranks, 0, cells, "copy")
         distance *= 2
-    while place + distance < num_ranks:
+    while number + distance < num_ranks:
         builder.send((rank + distance) % num_ranks, 0, cells)
         distance *= 2
     return builder.program()
 
 
 def broadcast_chain(rank: int, num_ranks: int, root: int, grid: Grid) -> Program:
-    """Each rank hands every cell on to the next."""
+    """Each rank passes every cell on to the next."""
     builder = Builder(grid)
-    cells, place = len(grid.edges) - 1, (rank - root) % num_ranks
-    if place:
+    cells, number = len(grid.edges) - 1, (rank - root) % num_ranks
+    if number:
         builder.receive((rank - 1) % num_ranks, 0, cells, "copy")
-    if place < num_ranks - 1:
+    if number < num_ranks - 1:
         builder.send((rank + 1) % num_ranks, 0, cells)
     return builder.program()
 
@@ -281,9 +284,9 @@ def receive(peer: int, grid: Grid) -> Program:
     return builder.program()
 
 
-SMALL_BYTES = 64 << 10  # up to here what counts is the number of steps, beyond it the bytes
+SMALL_BYTES = 64 << 10  # up to here the number of steps decides, above it the bytes
 WHOLE_BYTES = 32 << 10  # up to here halving-doubling exchanges whole buffers
-TREE_CHUNK_BYTES = 128 << 10  # of the double tree, whose time is that of the buffer and of a few frames
+TREE_CHUNK_BYTES = 128 << 10  # of the double tree, which takes the time of the buffer and of a few frames
 MAX_KEPT_FRAMES = 1 << 16  # about 16 MB of frames
 ALGORITHMS = ("ring", "halving-doubling", "double-tree")
 _PROGRAMS = {
@@ -297,7 +300,7 @@ _PROGRAMS = {
 
 
 class ProgramKey(NamedTuple):
-    """What a program depends on, but for the rank."""
+    """The arguments of a program, except the rank."""
 
     kind: str
     algorithm: str
@@ -315,7 +318,7 @@ class Programs:
         self._frames = 0
 
     def of(self, key: ProgramKey) -> Program:
-        """As `program_of`; training asks for the same few again and again."""
+        """Like `program_of`, with a cache: training repeats the same few calls."""
         program = self._kept.get(key)
         if program is None:
             program = program_of(key, self._rank, self._num_ranks)
@@ -329,12 +332,12 @@ class Programs:
 
 
 def default_choice(nbytes: int) -> str:
-    """The algorithm where nobody has measured."""
+    """The algorithm for a buffer, without measurements."""
     return "halving-doubling" if nbytes <= SMALL_BYTES else "ring"
 
 
 def program_of(key: ProgramKey, rank: int, n: int) -> Program:
-    """What rank `rank` of `n` sends and receives in this call."""
+    """The program of rank `rank` of `n` in this call."""
     nbytes = key.size * key.itemsize
     if key.kind in ("send", "recv"):
         step = send if key.kind == "send" else receive

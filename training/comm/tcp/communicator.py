@@ -1,4 +1,4 @@
-"""Collectives over TCP: picks a program for each call and runs it over the connections of its channel."""
+"""Collectives over TCP: chooses a program for each call and runs it. docs/decisions/040-communicator.md."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -27,17 +27,13 @@ from training.comm.base import (
     divide_by_ranks,
 )
 from training.comm.frames import tag_of
-from training.comm.tcp import algorithms
-from training.comm.tcp import algorithms as halving_doubling
 from training.comm.tcp.algorithms import (
-    ALGORITHMS,
     SMALL_BYTES,
-    TREE_CHUNK_BYTES,
-    WHOLE_BYTES,
     ProgramKey,
     Programs,
     default_choice,
-    program_of,
+    halving_all_gather,
+    ring_all_gather,
 )
 from training.comm.tcp.engine import Engine
 from training.comm.tcp.link import Call
@@ -45,136 +41,15 @@ from training.comm.tcp.mesh import Mesh
 from training.comm.tcp.schedule import Program, grid_of
 from training.comm.tls import Tls
 
-_open: weakref.WeakSet[TcpLife] = weakref.WeakSet()
+_open: weakref.WeakSet[TcpCommunicator] = weakref.WeakSet()
 
 
-class TcpLife(Communicator):
-    """What `TcpCommunicator` is without its collectives; those run in `_guarded`."""
-
-    def __init__(self, mesh: Mesh, members: Sequence[int], rank: int, deadline_s: float, channel: int) -> None:
-        super().__init__(rank, len(members), mesh.generation, deadline_s)
-        self._mesh, self._members, self._channel = mesh, tuple(members), channel
-        self._engine = Engine(mesh, channel, members, rank)
-        self._lock = threading.Lock()
-        self._ended: str | None = None
-        self._aborted = False
-        self._groups: list[TcpLife | SoloCommunicator] = []
-        _open.add(self)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it was closed or aborted, or has failed."""
-        return self._ended is not None
-
-    def look(self, what: str) -> str | None:
-        """Why this communicator has ended, None while it lives: hears of a rank's end without a call, while `what`.
-
-        Waits for nothing but a call of another thread, which hears of it by itself.
-        """
-        with suppress(CommunicationError):  # what is kept of it is returned
-            self._guarded(lambda: self._engine.look(what))
-        return self._ended
-
-    def abort(self, reason: str) -> None:
-        self._mark(reason, aborted=True)
-        self._tell_where_idle()
-
-    def close(self) -> None:
-        words = {one: one._last_word() for one in self._family()}
-        self._mark("it was closed", aborted=False)
-        with ExitStack() as calls:
-            for one in words:
-                calls.enter_context(one._lock)  # a call that was woken leaves first
-            Engine.end({one._engine: word for one, word in words.items()}, self.generation)
-            if self._channel == 0:
-                self._mesh.close()
-
-    def let_go(self) -> None:
-        """In a forked process: close its copies of the sockets, which stay open in this rank."""
-        self._ended = "this process was forked from the rank"
-        self._lock = threading.Lock()  # the old one may be held by a thread that is not here
-        self._mesh.let_go()
-        self._engine.drop()
-
-    def _family(self) -> list[TcpLife]:
-        """This one and its groups, and theirs."""
-        groups = [group for group in self._groups if isinstance(group, TcpLife)]
-        return [self, *(one for group in groups for one in group._family())]
-
-    def _mark(self, reason: str, *, aborted: bool) -> None:
-        """Let a blocked call and every later one raise, here and in the groups."""
-        self._ended, self._aborted = self._ended or reason, self._aborted or aborted
-        self._engine.abort(self._ended)
-        for group in self._groups:
-            if isinstance(group, TcpLife):
-                group._mark(self._ended, aborted=aborted)
-            else:
-                group.abort(self._ended)
-
-    def _last_word(self) -> str | None:
-        return None if self._ended is None else f"rank {self._members[self.rank]}: {self._ended}"
-
-    def _tell_where_idle(self) -> None:
-        """Tell the others now, who may be waiting; where a call is under way it wakes, and tells them itself."""
-        idle = [one for one in self._family() if one._lock.acquire(blocking=False)]
-        try:
-            Engine.end({one._engine: one._last_word() for one in idle}, self.generation)
-        finally:
-            for one in idle:
-                one._lock.release()
-
-    def _guarded(self, call: Callable[[], None]) -> None:
-        with self._lock:
-            self._check_open()
-            try:
-                call()
-                if self._aborted:  # by another thread, too late for this call to see it
-                    Engine.end({self._engine: self._last_word()}, self.generation)
-            except BaseException as error:
-                # Half a collective cannot be mended; the neighbours are told at once, and tell theirs.
-                what = error.what if isinstance(error, CommunicationError) else f"{type(error).__name__}: {error}"
-                reason = self._engine.reason or what
-                self._ended = self._ended or reason
-                Engine.end({self._engine: reason}, self.generation)
-                self._mark(reason, aborted=True)
-                self._tell_where_idle()  # the groups: this one's lock is taken
-                raise
-
-    def _check_open(self) -> None:
-        if self._ended is not None:
-            name = self._members[self.rank]
-            raise CommunicationError(
-                f"rank {name}: the communicator has ended: {self._ended}", next_step="Start the rank again."
-            )
-
-
-def _in_child() -> None:
-    """A forked process holds every socket of the rank, whose end would stay unseen as long as it lives."""
-    for communicator in list(_open):
-        communicator.let_go()
-
-
-os.register_at_fork(after_in_child=_in_child)
-
-
-__all__ = [
-    "ALGORITHMS",
-    "TREE_CHUNK_BYTES",
-    "WHOLE_BYTES",
-    "ProgramKey",
-    "TcpCommunicator",
-    "connect_tcp",
-    "default_choice",
-    "program_of",
-]
-
-
-class TcpCommunicator(TcpLife):
+class TcpCommunicator(Communicator):
     """A rank of a mesh, or of one of its groups. Made by `connect_tcp` and `group`.
 
-    `choose` gives the algorithm of `all_reduce` for a buffer's bytes, "ring", "halving-doubling" or "double-tree"; it
-    must be the same on every rank, and may be set between calls. The other collectives choose by size alone.
-    Two ranks that `send` to each other at the same time may wait for each other where the buffers are large.
+    `choose` returns the algorithm of `all_reduce` for a buffer's bytes, "ring", "halving-doubling" or "double-tree"; it
+    must be the same on every rank, and may be set between calls. The other collectives choose by size.
+    Two ranks that `send` large buffers to each other at the same time wait for each other.
     """
 
     def __init__(
@@ -186,15 +61,23 @@ class TcpCommunicator(TcpLife):
         channel: int = 0,
         choose: Callable[[int], str] = default_choice,
     ) -> None:
-        super().__init__(mesh, members, rank, deadline_s, channel)
+        super().__init__(rank, len(members), mesh.generation, deadline_s)
         self.choose = choose
+        self._mesh, self._members, self._channel = mesh, tuple(members), channel
+        self._engine = Engine(mesh, channel, members, rank)
+        self._lock = threading.Lock()
+        self._ended: str | None = None
+        self._aborted = False
+        self._groups: list[TcpCommunicator | SoloCommunicator] = []
         self._group_counts: Counter[tuple[int, ...]] = Counter()
         self._programs = Programs(rank, len(members))
+        _open.add(self)
 
     def connect_neighbours(self, deadline_s: float) -> None:
         """Connect with the ranks before and after this one; raises CommunicationError naming the one that failed."""
         around = {(self.rank + 1) % self.num_ranks, (self.rank - 1) % self.num_ranks}
-        self._guarded(lambda: self._engine.connect(sorted(around), deadline_s))
+        with self._call():
+            self._engine.connect(sorted(around), deadline_s)
 
     def all_reduce(self, buf: NDArray[Any], op: Op = "sum") -> None:
         check_buffer(buf, op)
@@ -211,7 +94,8 @@ class TcpCommunicator(TcpLife):
             key = ProgramKey("all_reduce", self.choose(buf.nbytes), buf.size, buf.itemsize)
             return _call_of("all_reduce", self._programs.of(key), buf, "sum")
 
-        self._guarded(lambda: self._engine.run_each(next_call, done, lambda: self.deadline_s))
+        with self._call():
+            self._engine.run_each(next_call, done, self._deadline_now)
 
     def look_again(self) -> None:
         self._engine.look_again()
@@ -235,7 +119,7 @@ class TcpCommunicator(TcpLife):
         bounds = [(starts[rank], starts[rank + 1]) for rank in range(self.num_ranks)]
         flat = np.empty(starts[-1], buf.dtype)
         flat[bounds[self.rank][0] : bounds[self.rank][1]] = buf
-        gather = halving_doubling.halving_all_gather if flat.nbytes <= SMALL_BYTES else algorithms.ring_all_gather
+        gather = halving_all_gather if flat.nbytes <= SMALL_BYTES else ring_all_gather
         program = gather(self.rank, self.num_ranks, grid_of(bounds, buf.itemsize))
         self._run_call(_call_of("all_gather_ragged", program, flat))
         return [flat[start:stop] for start, stop in bounds]
@@ -267,22 +151,55 @@ class TcpCommunicator(TcpLife):
             made = SoloCommunicator(self.generation, self.deadline_s)
         else:
             self._group_counts[members] += 1
-            # All members have made the same groups of these ranks before, so they arrive at the same number.
+            # All members have made the same groups of these ranks before, so they count the same number.
             label = f"{self._channel} {members} {self._group_counts[members]}"
             channel = int.from_bytes(hashlib.sha256(label.encode()).digest()[:7], "big") + 1
             world = [self._members[member] for member in members]
-            made = TcpCommunicator(
-                self._mesh,
-                world,
-                members.index(self.rank),
-                self.deadline_s,
-                channel,
-                lambda nbytes: self.choose(nbytes),
-            )
+            place = members.index(self.rank)
+            made = TcpCommunicator(self._mesh, world, place, self.deadline_s, channel, self._choice_now)
         self._groups = [group for group in self._groups if not group.has_ended] + [made]
-        if self._ended is not None:  # meanwhile, by another thread
+        if self._ended is not None:  # by another thread, meanwhile
             made.abort(self._ended)
         return made
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was closed or aborted, or has failed."""
+        return self._ended is not None
+
+    def look(self, what: str) -> str | None:
+        """Check for the end of a rank without a collective; returns why this communicator has ended, None if it lives.
+
+        `what` names the caller's activity in the reason. Waits only for a call of another thread.
+        """
+        with suppress(CommunicationError), self._call():  # the reason is kept, and returned
+            self._engine.look(what)
+        return self._ended
+
+    def abort(self, reason: str) -> None:
+        self._mark(reason, aborted=True)
+        self._report_where_idle()
+
+    def close(self) -> None:
+        words = {one: one._last_word() for one in self._family()}
+        self._mark("it was closed", aborted=False)
+        with ExitStack() as calls:
+            for one in words:
+                calls.enter_context(one._lock)  # wait for a call that was woken
+            Engine.end({one._engine: word for one, word in words.items()}, self.generation)
+            if self._channel == 0:
+                self._mesh.close()
+
+    def let_go(self) -> None:
+        """In a forked process: close its copies of the sockets, which stay open in the rank."""
+        self._ended = "this process was forked from the rank"
+        self._lock = threading.Lock()  # a thread that does not exist here may hold the old one
+        self._mesh.let_go()
+        self._engine.drop()
+
+    def _choice_now(self, nbytes: int) -> str:
+        """The groups' choice, which follows this communicator's."""
+        return self.choose(nbytes)
 
     def _run(self, kind: str, algorithm: str, buf: NDArray[Any], peer: int = 0, op: str = "") -> None:
         program = self._programs.of(ProgramKey(kind, algorithm, buf.size, buf.itemsize, peer))
@@ -290,7 +207,64 @@ class TcpCommunicator(TcpLife):
         self._run_call(_call_of("send" if kind == "recv" else kind, program, buf, op, root))
 
     def _run_call(self, call: Call) -> None:
-        self._guarded(lambda: self._engine.run(call, self.deadline_s))
+        with self._call():
+            self._engine.run(call, self.deadline_s)
+
+    def _deadline_now(self) -> float:
+        return self.deadline_s
+
+    def _family(self) -> list[TcpCommunicator]:
+        """This communicator, its groups, and theirs."""
+        groups = [group for group in self._groups if isinstance(group, TcpCommunicator)]
+        return [self, *(one for group in groups for one in group._family())]
+
+    def _mark(self, reason: str, *, aborted: bool) -> None:
+        """Make a blocked call and every later one raise, here and in the groups."""
+        self._ended, self._aborted = self._ended or reason, self._aborted or aborted
+        self._engine.abort(self._ended)
+        for group in self._groups:
+            if isinstance(group, TcpCommunicator):
+                group._mark(self._ended, aborted=aborted)
+            else:
+                group.abort(self._ended)
+
+    def _last_word(self) -> str | None:
+        return None if self._ended is None else f"rank {self._members[self.rank]}: {self._ended}"
+
+    def _report_where_idle(self) -> None:
+        """Send the reason to the other ranks, which may be waiting; a call under way wakes and sends it itself."""
+        idle = [one for one in self._family() if one._lock.acquire(blocking=False)]
+        try:
+            Engine.end({one._engine: one._last_word() for one in idle}, self.generation)
+        finally:
+            for one in idle:
+                one._lock.release()
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """One call at a time. A call that fails ends this communicator and its groups, and the others learn why."""
+        with self._lock:
+            self._check_open()
+            try:
+                yield
+                if self._aborted:  # by another thread, too late for this call to see it
+                    Engine.end({self._engine: self._last_word()}, self.generation)
+            except BaseException as error:
+                # Half a collective cannot be repaired; the neighbours learn it at once, and pass it on.
+                what = error.what if isinstance(error, CommunicationError) else f"{type(error).__name__}: {error}"
+                reason = self._engine.reason or what
+                self._ended = self._ended or reason
+                Engine.end({self._engine: reason}, self.generation)
+                self._mark(reason, aborted=True)
+                self._report_where_idle()  # the groups: this one's lock is taken
+                raise
+
+    def _check_open(self) -> None:
+        if self._ended is not None:
+            name = self._members[self.rank]
+            raise CommunicationError(
+                f"rank {name}: the communicator has ended: {self._ended}", next_step="Start the rank again."
+            )
 
 
 def _call_of(kind: str, program: Program, buf: NDArray[Any], op: str = "", root: int = 0) -> Call:
@@ -319,3 +293,12 @@ def connect_tcp(
         mesh.close()
         raise
     return comm
+
+
+def _in_child() -> None:
+    """In a forked process: close the sockets, or others would not see the rank's end while this process lives."""
+    for communicator in list(_open):
+        communicator.let_go()
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -1,4 +1,4 @@
-"""One connection to another rank: its socket, its counters, and what is under way on it."""
+"""One connection to another rank: its socket, its counters, and the calls under way on it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PIECE_BYTES = 128 << 10  # of TLS at a time: eight records; see docs/decisions/0
 def send_some(sock: socket.socket, parts: Sequence[memoryview]) -> int:
     """Send the beginning of `parts`; returns how many bytes were taken, 0 where the socket takes none now.
 
-    After a 0 the next call must begin with the same bytes (TLS has encrypted some of them already).
+    After a 0 the next call must begin with the same bytes: TLS has already encrypted some of them.
     Raises OSError when the connection is lost.
     """
     if not isinstance(sock, ssl.SSLSocket):
@@ -30,7 +30,7 @@ def send_some(sock: socket.socket, parts: Sequence[memoryview]) -> int:
         except BlockingIOError:
             return 0
     first = parts[0]
-    if len(parts) > 1 and len(first) < PIECE_BYTES:  # a header alone would be a record and a packet of its own
+    if len(parts) > 1 and len(first) < PIECE_BYTES:  # or the header would be a record and a packet of its own
         first = memoryview(b"".join([first, parts[1][: PIECE_BYTES - len(first)]]))
     try:
         return sock.send(first[:PIECE_BYTES])
@@ -39,10 +39,10 @@ def send_some(sock: socket.socket, parts: Sequence[memoryview]) -> int:
 
 
 def receive_some(sock: socket.socket, parts: Sequence[memoryview]) -> int | None:
-    """Fill the beginning of `parts`; returns the bytes that came, 0 at the end, None where nothing is there now.
+    """Fill the beginning of `parts`; returns the bytes received, 0 at the end, None if nothing is there now.
 
-    TLS hands over whole records: ask again until None (or `held`), since poll knows nothing of what TLS holds already.
-    Raises OSError when the connection is lost.
+    TLS decrypts whole records: call again until None (or ask `held`), since poll does not see what TLS holds. Raises
+    OSError when the connection is lost.
     """
     if not isinstance(sock, ssl.SSLSocket):
         try:
@@ -69,7 +69,7 @@ def held(sock: socket.socket) -> bool:
 
 
 class Call:
-    """Made for one run of `program` over `buf`; the engine counts what is left of it."""
+    """One run of `program` over `buf`; the engine counts its remaining frames."""
 
     __slots__ = (
         "_copies",
@@ -139,7 +139,7 @@ HUNG_UP = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
 class Link:
-    """State that the engine keeps of a connection; it carries frames both ways and outlives the collectives."""
+    """The engine's state of one connection, which carries frames both ways and outlives the collectives."""
 
     def __init__(self, sock: socket.socket, peer: int, name: int) -> None:
         self.sock, self.fd = sock, sock.fileno()
@@ -147,27 +147,27 @@ class Link:
         self.tls = isinstance(sock, ssl.SSLSocket)
         self.sent = self.received = 0  # whole frames, in all collectives
         self.mask = 0  # of poll
-        self.closing = False  # the other side has closed: nothing can be sent, but frames may still be here
+        self.closing = False  # the other side has closed: nothing can be sent, but frames may still arrive
         self.over = False  # and all of them have been read
-        self.left = False  # it has said so
-        self.sending = self.receiving = NO_CALL  # whose frames leave and come now
+        self.left = False  # the other side has sent LEFT
+        self.sending = self.receiving = NO_CALL  # the calls whose frames are sent and received now
         self.sends: Sequence[Send] = ()
         self.receives: Sequence[Receive] = ()
         self.send_at = self.receive_at = 0
         self.sends_later: deque[tuple[Call, Sequence[Send]]] = deque()  # of calls that began after it
         self.receives_later: deque[tuple[Call, Sequence[Receive]]] = deque()
-        self.outgoing: list[memoryview] = []  # what is left of the frame that is leaving
+        self.outgoing: list[memoryview] = []  # the rest of the frame that is being sent
         self.header = bytearray(HEADER_BYTES)
         self.header_view = memoryview(self.header)
-        self.got = 0  # bytes of the header that comes or has come in
+        self.got = 0  # bytes of the next header received so far
         self.active = False  # receives[receive_at] may be read
-        self.expected = b""  # fields of the frame that comes next
+        self.expected = b""  # fields of the next frame
         self.scratch: NDArray[np.uint8] = np.empty(0, np.uint8)
         self.payload: NDArray[np.uint8] = self.scratch
         self.payload_left = memoryview(b"")
 
     def begin(self, call: Call, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
-        """Take the frames of a new collective, behind those of the ones before."""
+        """Queue the frames of a new collective after those of earlier ones."""
         if sends and self.is_sending():
             self.sends_later.append((call, sends))
         elif sends:
@@ -178,15 +178,15 @@ class Link:
             self.receiving, self.receives, self.receive_at = call, receives, 0
 
     def is_sending(self) -> bool:
-        """Whether frames of a collective have still to leave."""
+        """Whether frames of a collective remain to be sent."""
         return self.send_at < len(self.sends)
 
     def is_receiving(self) -> bool:
-        """Whether frames of a collective have still to come."""
+        """Whether frames of a collective remain to be received."""
         return self.receive_at < len(self.receives)
 
     def sent_one(self) -> None:
-        """A whole frame is out."""
+        """A whole frame has been sent."""
         self.sent += 1
         self.send_at += 1
         self.sending.left -= 1
@@ -194,7 +194,7 @@ class Link:
             (self.sending, self.sends), self.send_at = self.sends_later.popleft(), 0
 
     def received_one(self) -> None:
-        """A whole frame has come in and has been used."""
+        """A whole frame has been received and used."""
         self.received += 1
         self.got, self.active = 0, False
         self.receiving.received(self.receives[self.receive_at].number)
@@ -203,7 +203,7 @@ class Link:
             (self.receiving, self.receives), self.receive_at = self.receives_later.popleft(), 0
 
     def scratch_for(self, nbytes: int) -> NDArray[np.uint8]:
-        """A place for a frame that is combined; the same one each time."""
+        """A buffer for a frame that is combined; the same one each time."""
         if self.scratch.nbytes < nbytes:
             self.scratch = np.empty(nbytes, np.uint8)
         return self.scratch[:nbytes]

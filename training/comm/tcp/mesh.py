@@ -1,8 +1,8 @@
-"""A rank's door, and the connections between it and the other ranks, made when a collective first needs them.
+"""A rank's listener and its connections to other ranks, made when a collective first needs them.
 
 In a pair the lower rank calls. A connection belongs to a channel, the whole communicator or one of its groups, which
-the handshake names; one that comes before this rank asks for it is kept. A rank that waits for another one's call holds
-a lifeline to it meanwhile, a connection that carries nothing, and so hears at once if that rank ends.
+the handshake names; one that arrives before this rank asks for it is kept. A rank that waits for another one's call
+holds a lifeline to it meanwhile: an idle connection whose end shows at once that that rank has ended.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from training.comm.tls import Tls
 
 SOCKET_BUFFER_BYTES = 4 << 20  # measured on loopback, see docs/decisions/040-communicator.md
 LIFELINE = (1 << 64) - 1  # the channel of lifelines
-RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)  # after being driven out by a crowd at the other rank's door
+RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)  # pauses, when the other rank had too many callers
 ANSWER_S = 30.0  # for a lifeline; then this rank calls again
 
 
 class Mesh:
-    """Made first; `rendezvous` then tells where the others are. Safe for the use of several threads."""
+    """Listens from the start; `rendezvous` then exchanges addresses. Several threads may use it."""
 
     def __init__(
         self, rank: int, num_ranks: int, generation: int, key: bytes, host: str, tls: Tls | None = None
@@ -40,7 +40,7 @@ class Mesh:
         self._failed: dict[tuple[int, int], str] = {}
         self._asked: set[tuple[int, int]] = set()
         self._gone: dict[int, str] = {}
-        self._ended: dict[int, str | None] = {}  # channels, and the reason where they did not end well
+        self._ended: dict[int, str | None] = {}  # channels, and the reason if they failed
         self._lifelines: list[socket.socket] = []
         self._wakers: dict[int, Callable[[], None]] = {}
         self._closed = False
@@ -51,7 +51,7 @@ class Mesh:
         threading.Thread(target=self._reception.serve, args=(self._listener,), name="mesh-door", daemon=True).start()
 
     def rendezvous(self, exchange: Callable[[str, int], list[tuple[str, int]]]) -> None:
-        """Tell this rank's address and learn all, in rank order. Raises CommunicationError for a wrong table."""
+        """Exchange addresses: send this rank's, get all in rank order. Raises CommunicationError for a wrong table."""
         table = exchange(*self._listener.getsockname()[:2])
         if len(table) != self.num_ranks:
             raise CommunicationError(
@@ -63,7 +63,7 @@ class Mesh:
         self._addresses = table
 
     def ask(self, channel: int, peers: Sequence[int], wake: Callable[[], None], until: float) -> None:
-        """Begin to connect with `peers` on `channel`; `wake` is called, from another thread, when there is news."""
+        """Begin to connect with `peers` on `channel`; another thread calls `wake` when one has connected or failed."""
         with self._lock:
             self._wakers[channel] = wake
             fresh = [peer for peer in peers if peer > self.rank and (channel, peer) not in self._asked]
@@ -72,7 +72,7 @@ class Mesh:
             threading.Thread(target=self._call, args=(channel, peer, until), name="mesh-call", daemon=True).start()
 
     def take(self, channel: int, peer: int) -> socket.socket | str | None:
-        """The connection; or why there will be none, in words; or None while neither is known."""
+        """The connection; or the reason why there will be none; or None while neither is known."""
         with self._lock:
             sock = self._arrived.pop((channel, peer), None)
             return sock or self._failed.get((channel, peer)) or self._gone.get(peer)
@@ -92,11 +92,11 @@ class Mesh:
 
     @property
     def last_refused(self) -> str:
-        """Who was turned away last and why; empty if nobody was."""
+        """The address and reason of the last refused caller; empty if there was none."""
         return self._reception.last
 
     def close(self) -> None:
-        """Shut the door and end what no communicator has taken. Safe to call twice."""
+        """Stop listening and close connections that no communicator has taken. Safe to call twice."""
         with self._lock:
             self._closed = True
             kept = [*self._arrived.values(), *self._lifelines]
@@ -109,7 +109,7 @@ class Mesh:
             sock.close()
 
     def forget(self, channel: int, reason: str | None) -> list[Link]:
-        """A communicator has ended: what comes for it from now on is told so, and why; what has come is handed out."""
+        """A communicator has ended: answer later callers with `reason`, and return the connections it has not taken."""
         with self._lock:
             self._ended.setdefault(channel, reason)
             self._wakers.pop(channel, None)
@@ -118,8 +118,8 @@ class Mesh:
             return [Link(self._arrived.pop(key), 0, key[1]) for key in left]
 
     def let_go(self) -> None:
-        """In a forked process: close its copies of the sockets, which stay open in this rank."""
-        self._lock, self._closed = threading.Lock(), True  # the old lock may be held by a thread that is not here
+        """In a forked process: close its copies of the sockets, which stay open in the rank."""
+        self._lock, self._closed = threading.Lock(), True  # a thread that does not exist here may hold the old lock
         for sock in (self._listener, *self._arrived.values(), *self._lifelines):
             sock.close()
 
@@ -138,13 +138,13 @@ class Mesh:
                 sock = self._connect(LIFELINE, peer, time.monotonic() + ANSWER_S)
                 with self._lock:
                     self._lifelines.append(sock)
-                    if self._closed:  # meanwhile: nobody else would end this one
+                    if self._closed:  # meanwhile, so `close` did not see this one
                         sock.close()
                         return
                 sock.settimeout(None)
-                sock.recv(1)  # nothing ever comes but the end
+                sock.recv(1)  # the other side sends nothing; this returns at its end
                 reason = "its connection was closed or reset"
-            except TimeoutError:  # frozen, which is not dead
+            except TimeoutError:  # frozen, not dead
                 continue
             except (OSError, auth.HandshakeError) as error:
                 reason = str(error) or type(error).__name__
@@ -188,7 +188,7 @@ class Mesh:
             if self._tls is not None:
                 self._tls.check_caller(sock, peer)
         except BaseException:
-            sock.close()  # TLS has taken the place of the socket that the caller of this would close
+            sock.close()  # TLS has replaced the socket that our caller would close
             raise
         if channel == LIFELINE:
             with self._lock:
@@ -209,10 +209,10 @@ class Mesh:
             ended = self._closed or channel in self._ended
             if not ended:
                 former = self._arrived.pop((channel, peer), None)
-                if former is not None:  # a caller that was cut off after its proof comes again
+                if former is not None:  # a caller that was cut off after its handshake calls again
                     former.close()
                 self._arrived[channel, peer] = sock
-        if ended:  # the other rank may hear of it here alone, and must not take this rank for the one that is to blame
+        if ended:  # this may be the only way for the other rank to learn the reason, and not to blame this rank
             say_farewell({Link(sock, 0, peer): self._ended.get(channel)}, self.generation)
             sock.close()
             raise auth.HandshakeError("this rank, or its part in the group, has ended")

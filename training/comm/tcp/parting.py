@@ -1,8 +1,8 @@
-"""How a rank gives up: it tells the others why, and asks first whether one of them knows better.
+"""How a rank gives up: it first asks the others for the cause, then sends them the reason.
 
-When a deadline passes, the rank that is waited for may itself be waiting for a third one. So each tells its neighbours
-whom it waits for, upon which they do the same; a rank that answers is alive and will pass on what it learns, and the
-one that does not answer is the one to name.
+When a deadline passes, the rank that is waited for may itself be waiting for a third one. So each rank sends its
+neighbours the rank it waits for, upon which they do the same; a rank that answers is alive and passes on what it
+learns, and the one that does not answer is named in the error.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ DRAIN_BYTES = 256 << 10
 
 
 def say_farewell(reasons: Mapping[Link, str | None], generation: int) -> None:
-    """Send the last word on each connection, whole where the other side reads, for LINGER_S at most in all.
+    """Send the last word on each connection, for LINGER_S at most in all.
 
-    Where there is a reason, what comes in meanwhile is read and dropped, until the others have closed: closing a
-    socket with unread bytes would destroy the word on its way.
+    If there is a reason, incoming bytes are read and dropped until the others have closed: closing a socket with unread
+    bytes would destroy the word on its way.
     """
     poll, until = select.poll(), time.monotonic() + LINGER_S
     open_links = {}
@@ -56,17 +56,18 @@ def say_farewell(reasons: Mapping[Link, str | None], generation: int) -> None:
 def ask_around(
     links: Sequence[Link], waited: Link | None, generation: int, text: str, *, alive: bool
 ) -> tuple[Link, str | None] | None:
-    """Tell all whom this rank waits for; returns (who answered, the reason that it knows), None if nobody knows one.
+    """Send `text`, which names the rank that this one waits for, to all; returns (connection, reason) of the first rank
+    that knows a reason, None if no rank does.
 
     A rank that dies meanwhile is the reason itself: (its connection, None). `alive`: the rank that is waited for has
-    said already that it waits too.
+    already reported that it waits too.
     """
     poll, listening = select.poll(), {}
     for link in links:
         if not link.over:
             _post(link, pack_word(STALLED, generation, link.sent, text))
             listening[link.fd] = link
-            # Behind a frame that has begun no word can be read but the last one, once the other side has closed.
+            # After the beginning of a frame only the last word can be read, once the other side has closed.
             poll.register(link.fd, select.POLLIN if link.got < HEADER_BYTES else select.POLLRDHUP)
     until = time.monotonic() + (4 * GRACE_S if alive else GRACE_S)
     while listening and (left := until - time.monotonic()) > 0:
@@ -89,21 +90,21 @@ def ask_around(
 
 
 def last_word(link: Link, generation: int) -> tuple[int, str] | None:
-    """Read all that a closed connection still holds; the word at its end, if there is one."""
+    """Read the rest of a closed connection; returns the word at its end, if there is one."""
     tail, space = b"", memoryview(bytearray(DRAIN_BYTES))
     if link.got < HEADER_BYTES:
         tail = bytes(link.header[: link.got])
     try:
         while count := receive_some(link.sock, [space]):
             tail = (tail + bytes(space[:count]))[-HEADER_BYTES - WORD_BYTES :]
-    except OSError:  # reset: nothing more comes
+    except OSError:  # reset: nothing more arrives
         count = 0
     link.closing = link.over = True
     return read_word(tail, generation)
 
 
 def rest_of_word(link: Link, beginning: bytes, generation: int) -> tuple[int, str] | None:
-    """The word whose header, and perhaps `beginning`, has been read; None if it is damaged."""
+    """Read the word whose header, and perhaps `beginning`, has been read; None if it is damaged."""
     frame, until = bytes(link.header) + beginning, time.monotonic() + GRACE_S
     space = memoryview(bytearray(WORD_BYTES))
     while (missing := HEADER_BYTES + WORD_BYTES - len(frame)) and time.monotonic() < until:
@@ -123,7 +124,7 @@ def rest_of_word(link: Link, beginning: bytes, generation: int) -> tuple[int, st
 
 
 def _next_word(link: Link, generation: int) -> tuple[int, str] | None:
-    """A word if one has begun; None where nothing, a frame or the end comes."""
+    """The next word; None if nothing, a frame or the end comes instead."""
     try:
         count = receive_some(link.sock, [link.header_view[link.got :]])
     except OSError:
@@ -138,7 +139,7 @@ def _next_word(link: Link, generation: int) -> tuple[int, str] | None:
 
 
 def _post(link: Link, frame: bytes) -> None:
-    """Begin to send a frame, unless another one is under way."""
+    """Begin to send a frame, unless another one is being sent."""
     if not link.outgoing:
         link.outgoing = [memoryview(frame)]
         link.sent += 1
@@ -149,7 +150,7 @@ def _post(link: Link, frame: bytes) -> None:
 
 
 def _write(link: Link) -> bool:
-    """Send what the socket takes; True once all is out."""
+    """Send what the socket takes; True once all is sent."""
     while link.outgoing:
         count = send_some(link.sock, link.outgoing)
         if count == 0:

@@ -1,9 +1,9 @@
-"""What one rank sends and receives in a collective: a program over the cells of its buffer.
+"""The program of one rank in a collective: the frames it sends and receives, over the cells of its buffer.
 
-The buffer is cut into parts (one a rank) and these into cells; an algorithm is a pure function that writes down, in one
-order that all ranks share, which runs of cells travel as one frame. What must wait for what follows from the cells:
-a frame leaves when all that was written into its cells before it has come in, and frames that go into the same cells
-are taken in the order of the program. Frames between two ranks keep the order of the program on both sides.
+The buffer is cut into parts (one per rank) and these into cells; an algorithm is a pure function that lists, in one
+order that all ranks share, which runs of cells are sent as one frame. The dependencies follow from the cells: a frame
+leaves when all earlier frames into its cells have arrived, and frames into the same cells are taken in the order of the
+program. Frames between two ranks keep the order of the program on both sides.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from training.comm.base import part_bounds
 CHUNK_BYTES = 512 << 10  # stays in the caches between receiving, checking and adding; benchmarks/all_reduce.py chose it
 
 Combine = Literal["copy", "own_first", "own_last"]
-"""What becomes of a frame: it replaces the cells, or is combined with them as op(own, frame) or op(frame, own)."""
+"""How a frame is used: it replaces the cells, or is combined with them as op(own, frame) or op(frame, own)."""
 
 
 class Grid(NamedTuple):
@@ -28,7 +28,7 @@ class Grid(NamedTuple):
     parts: tuple[int, ...]
     """Part p is the cells from parts[p] to parts[p + 1]; an empty part has none."""
     cells_per_frame: int
-    """Neighbouring cells that travel together at most."""
+    """The most neighbouring cells in one frame."""
 
 
 class Send(NamedTuple):
@@ -41,7 +41,7 @@ class Send(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """A frame from `peer` for the elements from start to stop; begun once those in `after` are done."""
+    """A frame from `peer` for the elements from start to stop; begun once the receives in `after` are done."""
 
     number: int
     peer: int
@@ -53,12 +53,12 @@ class Receive(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """What one rank does."""
+    """The frames of one rank, in order."""
 
     sends: tuple[Send, ...]
     receives: tuple[Receive, ...]
     keeps_sent: bool = False
-    """Cells are written while a frame of them may still be leaving: each frame is copied when it becomes ready."""
+    """Cells may be overwritten while a frame of them is being sent: each frame is copied when it becomes ready."""
 
     @cached_property
     def peers(self) -> tuple[int, ...]:
@@ -88,7 +88,7 @@ class Builder:
         self._writer: list[int | None] = [None] * (len(grid.edges) - 1)
 
     def send(self, peer: int, first: int, last: int) -> None:
-        """Cells first to last (excluded) go to `peer`, in as many frames as the grid says."""
+        """Cells first to last (excluded) go to `peer`, in frames of the grid's size."""
         for start, stop in self._frames(first, last):
             edges = self._grid.edges
             self._sends.append(Send(peer, edges[start], edges[stop], self._writers(start, stop)))
@@ -103,7 +103,7 @@ class Builder:
             self._writer[start:stop] = [number] * (stop - start)
 
     def program(self, *, keeps_sent: bool = False) -> Program:
-        """What was collected."""
+        """The collected frames."""
         return Program(tuple(self._sends), tuple(self._receives), keeps_sent)
 
     def _frames(self, first: int, last: int) -> list[tuple[int, int]]:

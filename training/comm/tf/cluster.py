@@ -1,8 +1,9 @@
 """TensorFlow's own servers, joined for its collective operations: one a process, for as long as the process lives.
 
-The ranks learn each other's addresses through the driver's control server. What flows between these servers, and
-between NCCL's sockets, cannot be authenticated, so it is had only on a network that `--trust-network` names. TensorFlow
-addresses its peers there, but its server listens on every interface of the host: keep strangers off by a firewall.
+The ranks learn each other's addresses through the driver's control server. Traffic between these servers, and between
+NCCL's sockets, is not authenticated, so this backend needs a network that `--trust-network` names. TensorFlow addresses
+its peers there, but its server listens on every interface of the host: protect them by a firewall.
+docs/decisions/045-tensorflow-collectives-and-gpus.md.
 """
 
 from __future__ import annotations
@@ -27,28 +28,28 @@ from training.comm.tcp.communicator import TcpCommunicator
 JOB = "worker"
 HEALTH_LIMIT_MS = 1000
 ABORTED = 10  # tensorflow.error.Code
-LOOK_EVERY_S = 0.1  # 3 microseconds of work each time
+LOOK_EVERY_S = 0.1  # each look takes 3 microseconds
 WORD_LIMIT_S = 1.0
 RESTART = "Start the ranks again: TensorFlow's collectives do not recover within a process. The launcher does so."
-_joined = threading.Lock()  # never released: a second server in one process cannot be had
+_joined = threading.Lock()  # never released: a process can have only one server
 
 
 class Cluster:
-    """This process's server among those of all ranks; `ordinary` is their own communicator, watched until `close`."""
+    """This process's server among those of all ranks. Watches `ordinary`, their own communicator, until `close`."""
 
     def __init__(self, ordinary: TcpCommunicator, backend: str) -> None:
         self.rank, self.num_ranks = ordinary.rank, ordinary.num_ranks
         self.hint = "nccl" if backend == "nccl" else "ring"
         self.device = f"/job:{JOB}/replica:0/task:{self.rank}/device:{'GPU' if backend == 'nccl' else 'CPU'}:0"
         self.ended: str | None = None
-        """Why nothing can be called any more."""
+        """The reason why no call is possible any more."""
         self.ordinary = ordinary
         self._lock = threading.Lock()
         self._over = threading.Event()
         threading.Thread(target=self._watch, name="tensorflow-watch", daemon=True).start()
 
     def end(self, reason: str) -> None:
-        """Abort what runs and refuse what comes, of all groups: one failed collective spoils all of the process."""
+        """Abort running and refuse later calls of all groups: one failed collective breaks all in the process."""
         from tensorflow.python.eager import context
 
         with self._lock:
@@ -57,21 +58,21 @@ class Cluster:
             self.ended = reason
         self._over.set()
         context.context().abort_collective_ops(ABORTED, reason)
-        self.ordinary.abort(reason.removeprefix(f"rank {self.rank}: "))  # which says itself who speaks
+        self.ordinary.abort(reason.removeprefix(f"rank {self.rank}: "))  # which adds the rank again
 
     def close(self) -> None:
-        """Watch no more; the ordinary communicator is about to be closed."""
+        """Stop watching; the ordinary communicator is about to be closed."""
         self._over.set()
 
     def reason(self) -> str | None:
-        """Why TensorFlow's call has failed, where a rank has ended it: its word may come a little later."""
+        """The reason why TensorFlow's call has failed, if a rank has ended it: its word may arrive a little later."""
         self._over.wait(WORD_LIMIT_S)
         return None if self.ended is None else self.ended.removeprefix(f"rank {self.rank}: ")
 
     def _watch(self) -> None:
-        """End what runs as soon as another rank has ended.
+        """Abort running calls as soon as another rank has ended.
 
-        Who waits within TensorFlow reads no word of the others; their end reaches it late (gRPC) or never (NCCL).
+        A rank that waits within TensorFlow reads no words; it learns of an end late (gRPC) or never (NCCL).
         """
         while not self._over.wait(LOOK_EVERY_S):
             reason = self.ordinary.look("a call of TensorFlow's")
@@ -104,25 +105,25 @@ def start(
 ) -> Cluster:
     """Start this process's server at `address` and join it with the others.
 
-    `ordinary` is the ranks' authenticated communicator. Raises ConfigError where TensorFlow has been used in this
-    process before, and with `nccl` where a rank has no GPU of its own.
+    `ordinary` is the ranks' authenticated communicator. Raises ConfigError if TensorFlow has been used in this process
+    before, and with `nccl` if a rank has no GPU of its own.
     """
     from tensorflow.python.eager import context
 
     if context.context()._initialized or not _joined.acquire(blocking=False):
         raise ConfigError(
-            f"the {backend} backend comes too late in this process",
-            got="a process in which TensorFlow has tensors or a server already",
-            allowed="one server a process, started before the first tensor",
+            f"the {backend} backend was requested too late in this process",
+            got="a process in which TensorFlow already has tensors or a server",
+            allowed="one server per process, started before the first tensor",
             next_step="Call context.communicator() first in the entry, before any model is built.",
         )
     if backend == "nccl":
         _check_gpus(ordinary)
         interface = next((name for name, found in local_addresses().items() if address in found), None)
-        if interface is not None:  # NCCL chooses an interface by itself, unless it is told
+        if interface is not None:  # else NCCL chooses an interface by itself
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as kept:
-        # Bound until TensorFlow listens there too, so that nobody else is given the port in between.
+        # Bound until TensorFlow listens there too, so that no other process gets the port in between.
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         kept.bind((address, 0))
         table = rendezvous(address, kept.getsockname()[1])
@@ -134,8 +135,8 @@ def start(
                 next_step="Start the run again.",
             )
         os.environ["TF_GRPC_REUSE_PORT"] = "1"
-        # A proxy of the environment is for the world outside: peers are reached as they are.
-        os.environ["no_grpc_proxy"] = ",".join(host for host, _ in table)  # noqa: SIM112 (gRPC's own, in small letters)
+        # Peers are reached directly, not through a proxy of the environment.
+        os.environ["no_grpc_proxy"] = ",".join(host for host, _ in table)  # noqa: SIM112 (gRPC's own, in lower case)
         _enable(context.context(), rank, table)
     return Cluster(ordinary, backend)
 
@@ -159,7 +160,7 @@ def _enable(context: Any, rank: int, table: Sequence[tuple[str, int]]) -> None:
 
 
 def _check_gpus(ordinary: Communicator) -> None:
-    """Raise ConfigError, on every rank alike, unless each has a GPU that no other rank has."""
+    """Raise ConfigError on every rank unless each has a GPU that no other rank has."""
     import tensorflow as tf
 
     seen = tf.config.list_physical_devices("GPU")
@@ -176,19 +177,19 @@ def _refused(got: str, next_step: str) -> ConfigError:
     return ConfigError(
         "the nccl backend cannot serve these ranks",
         got=got,
-        allowed="one GPU for each rank: NCCL cannot have two ranks on one, nor on two slices of one",
-        next_step=f"{next_step} Or leave --backend to auto, which takes gradients through the hosts' memory.",
+        allowed="one GPU for each rank: NCCL supports no two ranks on one GPU, nor on two slices of one",
+        next_step=f"{next_step} Or use --backend auto, which sends gradients through the hosts' memory.",
     )
 
 
 MERGE = {"sum": "Add", "mean": "Add", "min": "Min", "max": "Max"}
-WORD = np.dtype(np.float32)  # as which bytes travel: TensorFlow gathers no uint8; nothing is computed with them
-NARROW = np.dtype(np.uint8)  # TensorFlow reduces none: it is widened, and wraps when it is narrowed again
+WORD = np.dtype(np.float32)  # bytes are sent as this dtype, since TensorFlow gathers no uint8; nothing computes with it
+NARROW = np.dtype(np.uint8)  # TensorFlow does not reduce it: it is widened, and wraps when it is narrowed again
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What the members of a group must give alike."""
+    """The arguments in which the members of a group must agree."""
 
     key: int
     """Of the group."""
@@ -202,7 +203,7 @@ class Call:
 
 
 Operation = Callable[[Call], Any]
-"""Makes TensorFlow's call; returns its tensor."""
+"""A function that makes TensorFlow's call and returns its tensor."""
 
 
 def summing(values: NDArray[Any], op: str) -> Operation:
@@ -261,18 +262,18 @@ def taking(words: NDArray[Any]) -> Operation:
 
 
 def words_of(buf: NDArray[Any]) -> NDArray[Any]:
-    """The bytes of `buf` (n,) as 32-bit words, zeros behind them."""
+    """The bytes of `buf` (n,) as 32-bit words, padded with zeros."""
     words = np.zeros(-(-buf.nbytes // WORD.itemsize), WORD)
     words.view(np.uint8)[: buf.nbytes] = buf.view(np.uint8)
     return words
 
 
 def from_words(words: NDArray[Any], like: NDArray[Any]) -> NDArray[Any]:
-    """The inverse: (..., words) as (..., n) of the size and dtype of `like` (n,)."""
+    """The inverse: (..., words) -> (..., n) of the size and dtype of `like` (n,)."""
     return words.view(np.uint8)[..., : like.nbytes].view(like.dtype)
 
 
 def key_of(parent: int, *parts: object) -> int:
-    """A group's key from its parent's and what makes it: equal on its members, who cannot ask anybody else."""
+    """A group's key, from its parent's and the group's own parts: equal on all members without communication."""
     digest = sha256(repr((parent, *parts)).encode()).digest()
     return int.from_bytes(digest[:4], "little") & 0x7FFF_FFFF or 1

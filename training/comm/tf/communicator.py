@@ -1,11 +1,11 @@
 """TensorFlow's collective operations as a communicator: gRPC's ring (the slow cross-check) and NCCL on GPUs.
 
 The sums, gathers and broadcasts are TensorFlow's (CollectiveReduceV2, CollectiveGatherV2, CollectiveBcast*V2). Before
-each of them the ranks meet on their ordinary communicator and compare what they are about to call: so a rank that is
-absent or makes another call is named within the deadline, where TensorFlow alone would wait or name nobody.
+each of them the ranks meet on their ordinary communicator and compare the calls they are about to make: so an error
+names a rank that is absent or makes another call within the deadline, where TensorFlow would wait or name no rank.
 
-After an error only the death of the process cures: TensorFlow refuses every later collective of the process, of other
-groups too. The launcher starts ranks anew, which is that death.
+After an error TensorFlow refuses every later collective of the process, of other groups too: only a new process helps,
+and the launcher starts new ones. docs/decisions/045-tensorflow-collectives-and-gpus.md.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ Header = NDArray[np.int64]
 
 
 class Meeting:
-    """Meetings of the ranks of `ordinary`; each raises CommunicationError naming a rank absent, lost or differing."""
+    """Ranks meet on `ordinary` and compare calls; raises CommunicationError naming a rank absent, lost or differing."""
 
     def __init__(self, ordinary: Communicator) -> None:
         self._ordinary = ordinary
 
     def all(self, what: str, size: int, number: int) -> None:
-        """All ranks are about to make call `number`, of `size` elements; `what` has operation and dtype."""
+        """All ranks are about to make call `number`, of `size` elements; `what` names operation and dtype."""
         mine = _header(what, size, number)
         self._compare(what, mine, enumerate(self._ordinary.all_gather(mine)))
 
     def two(self, source: int, to: int, what: str, size: int, number: int) -> None:
-        """As `all`, of two ranks; neither goes on before it knows what the other one does."""
+        """As `all`, of two ranks; neither continues before it knows the other one's call."""
         mine, theirs = _header(what, size, number), np.zeros(3, np.int64)
         if self._ordinary.rank == source:
             self._ordinary.send(mine, to)
@@ -103,9 +103,9 @@ class TensorflowCommunicator(Communicator):
     def __init__(self, cluster: Cluster, ordinary: Communicator, tasks: Sequence[int], key: int) -> None:
         super().__init__(ordinary.rank, ordinary.num_ranks, ordinary.generation, ordinary.deadline_s)
         self.cluster, self.ordinary = cluster, ordinary
-        """`ordinary` is the ranks' authenticated communicator, for what is no tensor."""
+        """`ordinary` is the ranks' authenticated communicator, for data other than tensors."""
         self.gathers_extremes = cluster.hint == "nccl"
-        """Whether minima and maxima of floats are formed here, since the backend's may lose a NaN."""
+        """Whether minima and maxima of floats are computed here, since the backend's may lose a NaN."""
         self._tasks, self._key = tuple(tasks), key
         self._instances: dict[int, int] = {}  # group key -> the next instance's, counted alike on each of its ranks
         self._groups: list[TensorflowCommunicator] = []
@@ -113,9 +113,9 @@ class TensorflowCommunicator(Communicator):
         self._lock = threading.RLock()
         self._closed = False
         self._meeting = Meeting(ordinary)
-        # TensorFlow's call blocks the thread that makes it, and no signal's handler would run there.
+        # TensorFlow's call blocks its thread; in the main thread no signal handler would run meanwhile.
         self._caller = ThreadPoolExecutor(1, thread_name_prefix="tensorflow-call")
-        # TensorFlow orders the members of a group by itself.
+        # TensorFlow has its own order of a group's members.
         self._places = np.argsort(self._gather(np.array([self.rank], WORD), "join")[:, 0], kind="stable")
 
     def all_reduce(self, buf: NDArray[Any], op: Op = "sum") -> None:
@@ -205,11 +205,11 @@ class TensorflowCommunicator(Communicator):
         return self._run(what, words.size, gathering(words)).reshape(self.num_ranks, words.size)
 
     def _pass(self, buf: NDArray[Any], operation: Operation, source: int, to: int) -> NDArray[Any]:
-        """A call of two ranks; TensorFlow knows groups alone, so they are one."""
+        """A call of two ranks, which form a group, since TensorFlow has no calls between two."""
         return self._run(f"send of {buf.dtype} from {source} to {to}", buf.size, operation, (source, to))
 
     def _run(self, what: str, size: int, operation: Operation, pair: tuple[int, int] | None = None) -> NDArray[Any]:
-        """Meet all others, or the one of the `pair`, then make TensorFlow's call; none for a `size` of 0."""
+        """Meet all others, or the other one of the `pair`, then make TensorFlow's call, unless `size` is 0."""
         import tensorflow as tf
 
         key = self._key if pair is None else key_of(self._key, "pair", *pair)
@@ -232,12 +232,12 @@ class TensorflowCommunicator(Communicator):
                 self.abort(lost.what)
                 raise lost from error
             except BaseException as error:  # an interrupt too: the others have met this rank, and wait for it
-                met = f"{type(error).__name__}: {error}".removesuffix(": ")
-                self.abort(error.what if isinstance(error, CommunicationError) else met)
+                text = f"{type(error).__name__}: {error}".removesuffix(": ")
+                self.abort(error.what if isinstance(error, CommunicationError) else text)
                 raise
 
     def _call(self, operation: Operation, call: Call) -> NDArray[Any]:
-        """In a thread that traces no graph, so at once: ranks that trace compare their shapes by such calls."""
+        """Runs in a thread that traces no graph, so at once: ranks that trace compare their shapes by such calls."""
         import tensorflow as tf
 
         with tf.device(self.cluster.device):
@@ -249,12 +249,12 @@ class TensorflowCommunicator(Communicator):
         if reason is not None:
             return CommunicationError(f"rank {self.rank}: {what} was ended: {reason}", next_step=RESTART)
         silent = [self._tasks.index(task) for task in self.cluster.silent(self._tasks)]
-        who = f"rank {', '.join(map(str, silent))}" if silent else "the other ranks, which all answer"
+        who = f"rank {', '.join(map(str, silent))}" if silent else "the other ranks, which all respond"
         return CommunicationError(
             f"rank {self.rank}: {what} failed while waiting for {who}",
             got=f"{type(error).__name__}: {str(error).strip().splitlines()[0][:500]}",
             allowed=f"an end within {self.deadline_s:.0f} s",
-            next_step=f"{RESTART} Look at the log of the rank that is named, else at all.",
+            next_step=f"{RESTART} Look at the log of the rank that is named, or at all logs.",
         )
 
     def _check_open(self) -> None:

@@ -1,4 +1,4 @@
-"""Where this process stands among the ranks, and the communicator of Horovod's calls."""
+"""An initialised rank: its number among the ranks and hosts, and the communicator of Horovod's calls."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def agree(communicator: Communicator, number: int, text: str, extra: int = 0) ->
     digest = int.from_bytes(blake2b(f"{number} {text}".encode(), digest_size=8).digest(), "big", signed=True)
     rows = communicator.all_gather(np.array([digest, extra], np.int64))
     if (rows[:, 0] != rows[0, 0]).any():
-        told = [part.decode() for part in communicator.all_gather_bytes(f"{text} (call {number})".encode())]
-        other = next(rank for rank in range(len(told)) if told[rank] != told[0])
+        calls = [part.decode() for part in communicator.all_gather_bytes(f"{text} (call {number})".encode())]
+        other = next(rank for rank in range(len(calls)) if calls[rank] != calls[0])
         raise TrainingFailedError(
             f"ranks 0 and {other} make different calls",
-            got=f"rank 0: {told[0]}; rank {other}: {told[other]}",
+            got=f"rank 0: {calls[0]}; rank {other}: {calls[other]}",
             allowed="the same calls in the same order on all ranks, with equal shapes and dtypes",
             next_step="Look for a call under `if rank() == 0`, or for ranks with different numbers of batches.",
         )
@@ -53,14 +53,14 @@ HINTS = {
     "num_groups": int,
     "groups": int | list,
 }
-"""Where, and how many at a time, Horovod sends tensors; what is summed is the same without. Their types."""
+"""Arguments for where and how many at a time Horovod sends tensors, which do not change the sums: name -> type."""
 
 
 def check(call: str, **given: Any) -> None:
-    """Take hints, and the set of all ranks as `process_set`; refuse any other argument that is not at its default.
+    """Accept hints, and the set of all ranks as `process_set`; refuse any other argument that is not at its default.
 
-    None, "", False, 0 and empty lists are defaults. Raises ConfigError for an argument that has no meaning here, and
-    for a hint that cannot be one: a value that was meant for another argument.
+    None, "", False, 0 and empty lists are defaults. Raises ConfigError for an unsupported argument, and for a hint of
+    the wrong type, which was meant for another argument.
     """
     for name, value in given.items():
         if value is None or (name == "process_set" and getattr(value, "process_set_id", None) == 0):
@@ -70,31 +70,31 @@ def check(call: str, **given: Any) -> None:
                 absent(f"{call}({name}=...)", repr(value))
         elif not isinstance(value, HINTS[name]):
             raise ConfigError(
-                f"hvd.{call} got a `{name}` that cannot be right",
+                f"hvd.{call} got an invalid `{name}`",
                 got=repr(value),
                 allowed=f"{getattr(HINTS[name], '__name__', HINTS[name])}, which changes nothing here",
-                next_step="Pass arguments by keyword: Horovod's modules have them in different orders.",
+                next_step="Pass arguments by keyword: their order differs between Horovod's modules.",
             )
 
 
 def absent(what: str, got: str = "", instead: str = "") -> NoReturn:
-    """Raise ConfigError for a part of Horovod that is not here."""
+    """Raise ConfigError for a part of Horovod that is not supported."""
     raise ConfigError(
         f"training.horovod has no {what}",
         got=got or what,
         allowed="what docs/launch.md lists",
-        next_step=instead or "Leave it out, or see docs/launch.md for what stands in its place.",
+        next_step=instead or "Leave it out, or look for an alternative in docs/launch.md.",
     )
 
 
-class Place:
+class Runtime:
     """An initialised rank: its world, its hosts and the communicator that Horovod's calls share."""
 
     def __init__(self, context: RankContext | None) -> None:
         self.context, self.process = context, os.getpid()
         self.world = World.local(0, 1) if context is None else context.world
-        # Before a backend of TensorFlow's is joined, which starts TensorFlow: GPUs are chosen until then.
-        seats = self._tell_seats()
+        # First: joining a backend of TensorFlow starts TensorFlow, and then GPUs cannot be chosen any more.
+        seats = self._gather_seats()
         self.whole: Communicator = SoloCommunicator() if context is None else context.communicator()
         self.communicator = self.new_group()
         self.lock = threading.Lock()
@@ -102,16 +102,15 @@ class Place:
         self.error: BaseException | None = None
         self.exchanges: list[Any] = []
         self.buffers: dict[Any, Any] = {}
-        places = [(seat.host, seat.rank_of_node) for seat in seats]
-        self.hosts = list(dict.fromkeys(host for host, _ in places))  # in order of their first rank
-        self.counts = [sum(other == host for other, _ in places) for host in self.hosts]
-        mine = places[self.world.rank][0]
+        hosts = list(dict.fromkeys(seat.host for seat in seats))  # in order of their first rank
+        self.counts = [sum(seat.host == host for seat in seats) for host in hosts]
         # The hosts that have a rank of this one's local number, in order.
-        self.cross = [host for host in self.hosts if (host, self.world.rank_of_node) in places]
-        self.cross_rank = self.cross.index(mine)
+        peers = {seat.host for seat in seats if seat.rank_of_node == self.world.rank_of_node}
+        self.cross = [host for host in hosts if host in peers]
+        self.cross_rank = self.cross.index(seats[self.world.rank].host)
 
-    def _tell_seats(self) -> list[Seat]:
-        """Every rank's seat, once this rank's GPU stands where scripts look for it. A collective."""
+    def _gather_seats(self) -> list[Seat]:
+        """Every rank's seat; then this rank's GPU is at the index where scripts look for it. A collective."""
         context = self.context
         if context is None:
             return [Seat(socket.gethostname(), 0)]
@@ -122,145 +121,144 @@ class Place:
             context.join(CommOptions(backend="tcp", algorithm="ring")).communicator if apart else context.communicator()
         )
         try:
-            seats = [Seat.from_bytes(told) for told in first.all_gather_bytes(mine.to_bytes())]
+            seats = [Seat.from_bytes(data) for data in first.all_gather_bytes(mine.to_bytes())]
         finally:
             if apart:
                 first.close()
-        if not _has_begun:  # TensorFlow takes its devices once; after hvd.shutdown() they are as they were
+        if not _has_begun:  # TensorFlow lists its devices once; after hvd.shutdown() they are the same
             line_up(seats, mine, os.environ)
         return seats
 
     def new_group(self) -> Communicator:
-        """All ranks again, for another thread. A collective."""
+        """A communicator of all ranks for another thread. A collective."""
         return self.whole.group(range(self.world.num_ranks))
 
-    def said(self, phase: str) -> None:
-        """Tell the driver that this rank goes on."""
+    def beat(self, phase: str) -> None:
+        """Report this rank's progress to the driver."""
         if self.context is not None:
             self.context.control.beat(self.calls, phase)
 
 
-_place: Place | None = None
+_runtime: Runtime | None = None
 _has_begun = False  # in this process, whether or not it has left since
 
 
 def init(*args: Any, **kwargs: Any) -> None:
     """Join the other ranks of this launch; without jobs.launch this process is the only rank.
 
-    A second call does nothing.
-    All ranks are always in: Horovod's `comm` and `process_sets` are refused.
+    A second call does nothing. Horovod's `comm` and `process_sets` are refused: all ranks always take part.
     """
-    global _place, _has_begun
+    global _runtime, _has_begun
     check("init", **{f"argument {i + 1}": value for i, value in enumerate(args)}, **kwargs)
-    if _place is None:
-        _place = Place(current.context())
-        _place.said(HOROVOD)
+    if _runtime is None:
+        _runtime = Runtime(current.context())
+        _runtime.beat(HOROVOD)
         if not _has_begun:
             current.report_faults_of(_fault)
             _has_begun = True
 
 
 def shutdown() -> None:
-    """Leave: later calls need `init` again. Does nothing before `init`."""
-    global _place
-    if _place is not None:
-        for exchange in _place.exchanges:
+    """Leave the other ranks; later calls need `init` again. Does nothing before `init`."""
+    global _runtime
+    if _runtime is not None:
+        for exchange in _runtime.exchanges:
             exchange.close()
-        _place.communicator.close()
-        _place.said(SCRIPT)
-        _place = None
+        _runtime.communicator.close()
+        _runtime.beat(SCRIPT)
+        _runtime = None
 
 
 def is_initialized() -> bool:
     """Whether `init` has been called."""
-    return _place is not None
+    return _runtime is not None
 
 
-def here() -> Place:
-    """The place of this rank; raises ConfigError before `init`."""
-    if _place is None:
+def runtime() -> Runtime:
+    """The runtime of this rank; raises ConfigError before `init`."""
+    if _runtime is None:
         raise ConfigError(
             "Horovod's calls need an initialised rank",
             got="a call before hvd.init() or after hvd.shutdown()",
             allowed="hvd.init() first",
             next_step="Call hvd.init() at the start of the script.",
         )
-    return _place
+    return _runtime
 
 
 def rank() -> int:
     """This rank's number, from 0."""
-    return here().world.rank
+    return runtime().world.rank
 
 
 def size() -> int:
     """The number of ranks."""
-    return here().world.num_ranks
+    return runtime().world.num_ranks
 
 
 def local_rank() -> int:
     """This rank's number among the ranks of its host."""
-    return here().world.rank_of_node
+    return runtime().world.rank_of_node
 
 
 def local_size() -> int:
     """The number of ranks on this host."""
-    return here().world.ranks_per_node
+    return runtime().world.ranks_per_node
 
 
 def cross_rank() -> int:
     """The number of this host among the hosts that have a rank of this local number."""
-    return here().cross_rank
+    return runtime().cross_rank
 
 
 def cross_size() -> int:
     """How many hosts have a rank of this local number."""
-    return len(here().cross)
+    return len(runtime().cross)
 
 
 def is_homogeneous() -> bool:
     """Whether every host has the same number of ranks."""
-    return len(set(here().counts)) == 1
+    return len(set(runtime().counts)) == 1
 
 
 def not_built(verbose: bool = False) -> bool:
-    """Whether one of the libraries under Horovod is there (MPI, Gloo, NCCL ...): none of them is."""
+    """Whether one of Horovod's libraries (MPI, Gloo, NCCL, ...) is available: always False."""
     return False
 
 
 def call(text: str, extra: int, function: Callable[[Communicator, list[int]], Any]) -> Any:
-    """`function(communicator, every rank's extra)`, after all ranks have said that they make the same call.
+    """`function(communicator, every rank's extra)`, after a check that all ranks make the same call.
 
-    `text` is what must be equal on all ranks. Raises TrainingFailedError on every rank where it differs, naming two.
+    `text` must be equal on all ranks. If it differs, raises TrainingFailedError on every rank, naming two of them.
     """
-    place = here()
-    if os.getpid() != place.process:
+    here = runtime()
+    if os.getpid() != here.process:
         raise ConfigError(
             "a forked process has called other ranks",
-            got=f"process {os.getpid()}, a child of the rank's process {place.process}",
+            got=f"process {os.getpid()}, a child of the rank's process {here.process}",
             allowed="calls from the process that called hvd.init()",
-            next_step="Let data workers read only; call other ranks from the script itself.",
+            next_step="Data workers should only read; call other ranks from the script itself.",
         )
-    with place.lock:
-        place.calls += 1
+    with here.lock:
+        here.calls += 1
         try:
-            return function(place.communicator, agree(place.communicator, place.calls, text, extra))
+            return function(here.communicator, agree(here.communicator, here.calls, text, extra))
         except BaseException as error:
-            place.error = error
+            here.error = error
             raise
         finally:
-            place.said(HOROVOD)
+            here.beat(HOROVOD)
 
 
 def _fault() -> BaseException | None:
-    if _place is None:
+    if _runtime is None:
         return None
-    errors = [_place.error, *(exchange.fault() for exchange in _place.exchanges)]
+    errors = [_runtime.error, *(exchange.fault() for exchange in _runtime.exchanges)]
     return next((error for error in errors if error is not None), None)
 
 
 class AllRanks:
-    """What Horovod's `process_set` arguments may name."""
+    """The only process set that Horovod's `process_set` arguments accept."""
 
     process_set_id = 0
 
@@ -291,16 +289,16 @@ _turns: list[tf.Variable] = []
 def run(
     function: Callable[..., Sequence[Any]], tensors: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec]
 ) -> list[tf.Tensor]:
-    """`function(*arrays)` -> arrays as `specs` say; runs at once in eager mode, else when the graph runs."""
+    """`function(*arrays)`, which returns arrays of `specs`; runs at once in eager mode, else when the graph runs."""
     if tf.executing_eagerly():
-        results = function(*map(np.asarray, tensors))  # views: nothing here writes to its arguments
+        results = function(*map(np.asarray, tensors))  # views: functions do not write to their arguments
         return [tf.convert_to_tensor(value, spec.dtype) for value, spec in zip(results, specs, strict=True)]
 
     def taken(turn: Any, *arrays: Any) -> list[Any]:
         return [turn + 1, *function(*arrays)]
 
     order = _turn()
-    # Ranks wait here: nothing of it may be on a device whose kernels run in their own order.
+    # Ranks wait here: this must not be on a device, whose kernels run in an order of their own.
     with tf.device("CPU:0"):
         turn, *results = tf.numpy_function(
             taken, [order.read_value(), *tensors], [tf.int64, *(spec.dtype for spec in specs)], name="horovod"

@@ -167,7 +167,7 @@ def test_a_gradient_in_the_graph_that_is_not_finite(ranks: Ranks) -> None:
 def test_a_second_server_is_refused(ranks: Ranks) -> None:
     def work(comm: Any) -> str:
         options = CommOptions(backend="tensorflow", trust_network="lo")
-        with pytest.raises(ConfigError, match="comes too late") as caught:
+        with pytest.raises(ConfigError, match="requested too late") as caught:
             join_servers(comm.rank, comm.num_ranks, lambda *_: [], comm.ordinary, options)
         return caught.value.next_step
 
@@ -332,7 +332,7 @@ def test_two_that_differ_are_told() -> None:
 
 @pytest.mark.parametrize("backend", ["tensorflow", "nccl"])
 def test_no_network_is_trusted_by_itself(backend: Any) -> None:
-    with pytest.raises(ConfigError, match=f"the {backend} backend cannot tell a rank from a stranger") as caught:
+    with pytest.raises(ConfigError, match=f"the {backend} backend does not authenticate its peers") as caught:
         CommOptions(backend=backend)
     assert "--trust-network IFACE" in caught.value.next_step
 

@@ -11,7 +11,6 @@ from training.comm.cost import (
     COUNTS,
     EVEN,
     LARGEST_BYTES,
-    WHOLE_BYTES,
     Counts,
     LinkCosts,
     double_tree,
@@ -24,7 +23,7 @@ from training.comm.cost import (
     table_of,
     work_of,
 )
-from training.comm.tcp import communicator
+from training.comm.tcp import algorithms
 
 LINK = LinkCosts(alpha_s=1e-4, beta_s_per_byte=1e-9, gamma_s_per_byte=1e-10)
 
@@ -54,10 +53,6 @@ def test_no_algorithm_moves_fewer_bytes_than_the_ring(num_ranks: int, nbytes: in
         found = count(num_ranks, nbytes)
         assert found.bytes >= least.bytes * (1 - 1e-12)
         assert found.reduced_bytes >= least.reduced_bytes * (1 - 1e-12)
-
-
-def test_the_counts_are_of_the_programs_that_run() -> None:
-    assert WHOLE_BYTES == communicator.WHOLE_BYTES
 
 
 def test_costs_are_added_up() -> None:
@@ -170,8 +165,8 @@ def test_gbit_are_bits() -> None:
 def test_counted_work_is_that_of_the_formulas(name: str, num_ranks: int) -> None:
     """Over all ranks: bytes reduced are always (N - 1) buffers; bytes sent those of the formula, or fewer."""
     nbytes = 8 * 3 * 1000 * 4
-    key = communicator.ProgramKey("all_reduce", name, nbytes // 4, 4)
-    work = work_of([communicator.program_of(key, rank, num_ranks) for rank in range(num_ranks)], 4)
+    key = algorithms.ProgramKey("all_reduce", name, nbytes // 4, 4)
+    work = work_of([algorithms.program_of(key, rank, num_ranks) for rank in range(num_ranks)], 4)
     assert work.reduced_bytes == (num_ranks - 1) * nbytes
     assert work.bytes == 2 * (num_ranks - 1) * nbytes
     assert work.messages <= num_ranks * COUNTS[name](num_ranks, nbytes).messages

@@ -38,7 +38,7 @@ def test_what_is_not_there_is_refused_with_a_list_of_what_is(trust: str) -> None
 
 
 def test_nothing_unauthenticated_without_a_trusted_network() -> None:
-    with pytest.raises(ConfigError, match="nccl backend cannot tell a rank from a stranger") as caught:
+    with pytest.raises(ConfigError, match="nccl backend does not authenticate its peers") as caught:
         require_trust(None, "nccl")
     assert "--trust-network IFACE" in caught.value.next_step and "lo (127.0.0.1" in caught.value.next_step
     assert require_trust("127.0.0.0/8", "nccl") == "127.0.0.1"

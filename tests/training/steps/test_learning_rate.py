@@ -39,7 +39,7 @@ def test_warm_up_rises_in_a_line_and_survives_saving() -> None:
     again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(schedule))
     assert [float(again(call)) for call in range(8)] == [float(schedule(call)) for call in range(8)]
     for wrong in ({"factor": 0.0}, {"start": -1.0}, {"warm_up_steps": -1}, {"calls_per_step": 0}):
-        with pytest.raises(ConfigError, match="cannot warm up so"):
+        with pytest.raises(ConfigError, match="invalid arguments of a learning rate"):
             WarmUp(0.1, **wrong)
 
 
@@ -108,7 +108,7 @@ def test_lars_is_its_formula() -> None:
         again = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
         assert again.get_config() == optimizer.get_config()
         assert (again.trust, again.decay, again.exclude) == (0.02, 0.1, ("bias", "beta", "gamma"))
-    with pytest.raises(ConfigError, match="LARS cannot be made so"):
+    with pytest.raises(ConfigError, match="LARS got invalid arguments"):
         LARS(trust=0)
 
 
@@ -164,7 +164,7 @@ def test_what_was_done_is_told(
     else:  # callbacks may still set it
         assert float(model.optimizer.learning_rate.numpy()) == pytest.approx(peak)
     model.optimizer.build(model.trainable_variables)
-    with pytest.raises(ConfigError, match="built already"):
+    with pytest.raises(ConfigError, match="already built"):
         scale_learning_rate(model, "linear", global_batch=64, base_batch=16)
 
 

@@ -1,9 +1,11 @@
-"""Sums, means, minima and maxima of tensors over ranks: `hvd.allreduce` and its relatives."""
+"""Tensors of all ranks reduced, joined or replaced by one rank's: `hvd.allreduce`, `hvd.allgather`, `hvd.broadcast`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -12,16 +14,15 @@ from numpy.typing import NDArray
 
 from lockstep.storage.errors import ConfigError
 from training.comm.base import DTYPES, FLOATS, Communicator, Op
-from training.horovod.gather import allgather
-from training.horovod.place import absent, call, check, here, run
+from training.horovod.runtime import absent, call, check, run, runtime
 
 
 class Compressor:
-    """How a tensor is made smaller before it is reduced, and brought back afterwards."""
+    """Makes a tensor smaller before it is reduced, and restores its dtype afterwards."""
 
     @staticmethod
     def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        """The tensor to reduce, and what `decompress` needs."""
+        """The tensor to reduce, and the context for `decompress`."""
         raise NotImplementedError
 
     @staticmethod
@@ -31,7 +32,7 @@ class Compressor:
 
 
 class NoneCompressor(Compressor):
-    """Tensors as they are."""
+    """Leaves tensors unchanged."""
 
     @staticmethod
     def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
@@ -57,19 +58,19 @@ class FP16Compressor(Compressor):
 
 
 class Compression:
-    """The known ways."""
+    """The known compressors."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
 
 
 Array = NDArray[Any]
-# Integers that the communicator does not know, in one that holds all their values; sums wrap when they go back.
+# The wider dtype for integers that the communicator does not know; sums wrap when they are converted back.
 _WIDER = {np.dtype(name): np.dtype(np.int64) for name in ("int8", "int16", "uint16", "uint32")}
 
 
 class ReduceOp(Enum):
-    """How values of ranks become one."""
+    """How the values of all ranks are combined."""
 
     Average = "mean"
     Sum = "sum"
@@ -96,9 +97,9 @@ def allreduce(
 ) -> Any:
     """Reduce a tensor over all ranks; returns a tensor of its shape and dtype (tf.IndexedSlices for tf.IndexedSlices).
 
-    The mean where neither `op` nor `average` says otherwise; a mean of integers is cut off. A name may stand second
-    and `average` third, as in horovod.tensorflow.keras. Values are multiplied by the factors before and after. Can be
-    differentiated, but for Min and Max. Raises TrainingFailedError where the ranks' calls differ.
+    The mean unless `op` or `average` is given; a mean of integers is truncated. The name may be second and `average`
+    third, as in horovod.tensorflow.keras. Values are multiplied by the factors before and after. Differentiable,
+    except for Min and Max. Raises TrainingFailedError if the ranks' calls differ.
     """
     if isinstance(average, str):
         average, name = None, name or average
@@ -124,7 +125,7 @@ def grouped_allreduce(
     process_set: Any = None,
     ignore_name_scope: bool = False,
 ) -> list[tf.Tensor]:
-    """`allreduce` of several dense tensors at once: one message for each dtype."""
+    """`allreduce` of several dense tensors at once, with one message per dtype."""
     check("grouped_allreduce", device_dense=device_dense, device_sparse=device_sparse, process_set=process_set)
     how = op_of(op, average)
     dense = [tf.convert_to_tensor(tensor) for tensor in tensors]
@@ -155,11 +156,81 @@ def grouped_allreduce(
     return list(results) if isinstance(results, list | tuple) else [results]
 
 
+def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = False, process_set: Any = None) -> Any:
+    """The tensors of all ranks, joined along their first dimension, which may differ; a scalar counts as one row.
+
+    Differentiable. Raises TrainingFailedError if the ranks' calls, dtypes or other dimensions differ.
+    """
+    check("allgather", process_set=process_set)
+    value = tf.convert_to_tensor(tensor)
+    _check_numbers("allgather", value)
+    if value.shape.rank == 0:
+        value = tf.reshape(value, (1,))
+
+    @tf.custom_gradient
+    def gather(rows: tf.Tensor) -> Any:
+        shape = tf.TensorShape([None, *rows.shape[1:]]) if rows.shape.rank is not None else None
+        specs = [tf.TensorSpec(shape, rows.dtype), tf.TensorSpec((), tf.int64)]
+        joined, start = run(partial(_gather, name or ""), [rows], specs)
+
+        def backward(upstream: tf.Tensor) -> tf.Tensor:
+            total = allreduce(upstream, op=Sum, name=f"gradient of {name or 'allgather'}")
+            return total[start : start + tf.shape(rows, tf.int64)[0]]
+
+        return joined, backward
+
+    return gather(value)
+
+
+def broadcast(
+    tensor: Any, root_rank: int, name: str | None = None, ignore_name_scope: bool = False, process_set: Any = None
+) -> tf.Tensor:
+    """Rank `root_rank`'s tensor on all ranks; shapes and dtypes must be equal. Differentiable."""
+    check("broadcast", process_set=process_set)
+    value = tf.convert_to_tensor(tensor)
+    _check_numbers("broadcast", value)
+
+    @tf.custom_gradient
+    def send(mine: tf.Tensor) -> Any:
+        spec = tf.TensorSpec(mine.shape, mine.dtype)
+        (theirs,) = run(partial(_broadcast_arrays, root_rank, name or ""), [mine], [spec])
+
+        def backward(upstream: tf.Tensor) -> tf.Tensor:
+            total = allreduce(upstream, op=Sum, name=f"gradient of {name or 'broadcast'}")
+            return total if runtime().world.rank == root_rank else tf.zeros_like(total)
+
+        return theirs, backward
+
+    return send(value)
+
+
+def broadcast_variables(
+    variables: Iterable[Any], root_rank: int, process_set: Any = None, inplace: bool = False
+) -> None:
+    """Assign rank `root_rank`'s values to Keras or TensorFlow variables on all ranks, in one message.
+
+    Ranks must have the same variables in the same order; in eager code or inside a tf.function.
+    """
+    check("broadcast_variables", process_set=process_set)
+    found = list(variables)
+    if not found:
+        return
+    values = [tf.convert_to_tensor(variable) for variable in found]
+    # Without the model's name, which a new Sequential has and a loaded one lacks.
+    paths = [str(getattr(variable, "path", variable.name)).split("/") for variable in found[:3]]
+    names = ", ".join("/".join(path[-2:]) for path in paths)
+    text = f"variables ({len(found)}: {names}...)"
+    specs = [tf.TensorSpec(value.shape, value.dtype) for value in values]
+    theirs = run(partial(_broadcast_arrays, root_rank, text), values, specs)
+    for variable, value in zip(found, theirs, strict=True):
+        variable.assign(value)
+
+
 def op_of(op: ReduceOp | None, average: bool | None = None) -> ReduceOp:
-    """The operation of Horovod's two ways to name it. Raises ConfigError for both at once and for Adasum."""
+    """The operation that `op` or `average` names. Raises ConfigError for both at once and for Adasum."""
     if op is not None and average is not None:
         raise ConfigError(
-            "allreduce has two arguments for one thing",
+            "allreduce got both `op` and `average`",
             got=f"average={average} and op={op}",
             allowed="one of them; op is the newer",
             next_step="Leave `average` out.",
@@ -202,7 +273,7 @@ def _reduce_arrays(
                 flat[:] = np.trunc(flat / communicator.num_ranks)
             _scale(flat, after)
             place = 0
-            for i in mine:  # copies: the buffer is used again, and a tensor may keep an array's memory
+            for i in mine:  # copies: the buffer is reused, and a tensor may keep an array's memory
                 results[i] = flat[place : place + arrays[i].size].astype(dtype).reshape(arrays[i].shape)
                 place += arrays[i].size
         return results  # type: ignore[return-value]  # every place is filled above
@@ -212,8 +283,8 @@ def _reduce_arrays(
 
 
 def _buffer(communicator: Communicator, size: int, dtype: np.dtype[Any]) -> Array:
-    """A buffer that is kept: a training reduces the same number of elements at every step."""
-    buffers = here().buffers
+    """A buffer that is kept, since training reduces the same number of elements at every step."""
+    buffers = runtime().buffers
     found = buffers.get(dtype)
     if found is None or found.size != size:
         found = buffers[dtype] = communicator.allocate(size, dtype)
@@ -228,10 +299,62 @@ def _scale(flat: Array, factor: float) -> None:
 def _reduce_slices(
     slices: tf.IndexedSlices, how: ReduceOp, name: str | None, before: float, after: float
 ) -> tf.IndexedSlices:
-    """The rows of all ranks, one after another: whoever applies them adds rows of one index."""
+    """The rows of all ranks, one after another; an optimizer adds rows with the same index."""
     if how not in (Average, Sum):
         absent(f"allreduce of tf.IndexedSlices by {how.name}", instead="Use op=hvd.Average or op=hvd.Sum.")
-    factor = before * after / (here().world.num_ranks if how is Average else 1)
+    factor = before * after / (runtime().world.num_ranks if how is Average else 1)
     values = allgather(slices.values, f"{name or 'slices'}, values")
     indices = allgather(slices.indices, f"{name or 'slices'}, indices")
     return tf.IndexedSlices(values * tf.cast(factor, values.dtype), indices, slices.dense_shape)
+
+
+def _broadcast_arrays(root: int, name: str, *arrays: Array) -> list[Array]:
+    """Rank `root`'s arrays on all ranks, sent as bytes."""
+    if not 0 <= root < runtime().world.num_ranks:
+        raise ConfigError(
+            "broadcast got a root rank that does not exist",
+            got=f"root_rank={root}",
+            allowed=f"0 to {runtime().world.num_ranks - 1}",
+            next_step="Correct root_rank.",
+        )
+    shapes = "; ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)
+
+    def send(communicator: Communicator, _: list[int]) -> list[Array]:
+        flat = np.concatenate([_bytes_of(array) for array in arrays])
+        communicator.broadcast(flat, root)
+        results, start = [], 0
+        for array in arrays:
+            results.append(flat[start : start + array.nbytes].copy().view(array.dtype).reshape(array.shape))
+            start += array.nbytes
+        return results
+
+    found: list[Array] = call(f"broadcast {name} of {shapes} from rank {root}", 0, send)
+    return found
+
+
+def _gather(name: str, array: Array) -> list[Array]:
+    rest = array.shape[1:]
+    text = f"allgather {name} of {array.dtype}{['rows', *rest]}"
+
+    def gather(communicator: Communicator, rows: list[int]) -> list[Array]:
+        joined = np.concatenate(communicator.all_gather_ragged(_bytes_of(array)))
+        whole = joined.view(array.dtype) if math.prod(rest) and sum(rows) else np.empty(0, array.dtype)
+        start = np.int64(sum(rows[: communicator.rank]))
+        return [whole.reshape(sum(rows), *rest), np.asarray(start)]
+
+    found: list[Array] = call(text, len(array), gather)
+    return found
+
+
+def _bytes_of(array: Array) -> NDArray[np.uint8]:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _check_numbers(what: str, value: tf.Tensor) -> None:
+    if value.dtype in (tf.string, tf.resource, tf.variant):
+        raise ConfigError(
+            f"{what} got a tensor without numbers",
+            got=value.dtype.name,
+            allowed="numbers and booleans",
+            next_step="For strings use hvd.broadcast_object or hvd.allgather_object.",
+        )

@@ -22,8 +22,8 @@ from lockstep.storage.errors import ConfigError, TrainingFailedError
 from tests.training._ring import run_ring
 from training.comm import Communicator
 from training.horovod import ABSENT
-from training.horovod.gather import _decode, _encode
-from training.horovod.place import agree
+from training.horovod.objects import _decode, _encode
+from training.horovod.runtime import agree
 
 pytestmark = pytest.mark.slow  # TensorFlow's import
 
@@ -91,10 +91,10 @@ REFUSED: list[tuple[str, Any]] = [
     ("legacy_opts", lambda: hvd.load_model("model.keras", legacy_opts=True)),
     ("register_local_source", lambda: hvd.DistributedGradientTape(tf.GradientTape()).register_local_source(1)),
     ("Adasum", lambda: hvd.allreduce(1.0, op=hvd.Adasum)),
-    ("two arguments for one thing", lambda: hvd.allreduce(1.0, True, op=hvd.Sum)),
+    ("both `op` and `average`", lambda: hvd.allreduce(1.0, True, op=hvd.Sum)),
     ("dtype that it cannot sum", lambda: hvd.allreduce(tf.constant([True]))),
     ("no numbers", lambda: hvd.broadcast(tf.constant("text"), 0)),
-    ("root rank that is not there", lambda: hvd.broadcast(1.0, 1)),
+    ("root rank that does not exist", lambda: hvd.broadcast(1.0, 1)),
     ("cannot be sent", lambda: hvd.broadcast_object({"model": object()})),
     ("cannot be sent", lambda: hvd.broadcast_object([Named(1, 2)])),  # would come back as an array
     ("cannot be sent", lambda: hvd.allgather_object(range(3))),
@@ -262,6 +262,6 @@ def test_a_rank_that_calls_something_else_is_named_on_all() -> None:
 
 
 def test_a_forked_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("training.horovod.place.os.getpid", lambda: -1)
+    monkeypatch.setattr("training.horovod.runtime.os.getpid", lambda: -1)
     with pytest.raises(ConfigError, match="forked process"):
         hvd.barrier()

@@ -268,6 +268,6 @@ def test_what_cannot_be_split_is_refused_by_name(caplog: pytest.LogCaptureFixtur
     model = keras.Model(inputs, [keras.layers.Dense(1)(inputs) for _ in range(2)])
     model.compile("sgd", [keras.losses.MeanSquaredError(reduction="none"), "mse"])
     model.train_on_batch(np.ones((4, 2)), [np.ones((4, 1))] * 2)
-    refused = pytest.raises(ConfigError, match="stands beside others")
+    refused = pytest.raises(ConfigError, match="is not the only loss")
     with refused, Denominators(OrderedCalls(SoloCommunicator()), 0.5).of(model):
         raise AssertionError("was not refused")

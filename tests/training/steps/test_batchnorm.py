@@ -75,5 +75,5 @@ def test_float64_stays_float64() -> None:
 
 @pytest.mark.parametrize("options", [{"group_rows": 0}, {"renorm": True}, {"synchronized": True}])
 def test_what_a_ghost_layer_cannot_be(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="cannot be made so"):
+    with pytest.raises(ConfigError, match="got invalid arguments"):
         layer(**({"group_rows": 4} | options))

@@ -10,9 +10,9 @@ import pytest
 from lockstep.storage.errors import CommunicationError
 from tests.training._ring import run_ring
 from training.comm import Communicator, SoloCommunicator
-from training.exchange.agreement import CONTROL_WORDS, MAX_SKIPS, Agreement, FedBatches, NonFiniteError
+from training.exchange.agreement import CONTROL_WORDS, Agreement, FedBatches, NonFiniteError, NonFinitePolicy
 from training.exchange.buckets import ALIGN_BYTES, Layout, Slot, Spec, lay_out
-from training.exchange.exchange import Exchange
+from training.exchange.exchange import MAX_SKIPS, Exchange
 
 F4, F8 = np.dtype("float32"), np.dtype("float64")
 
@@ -132,8 +132,7 @@ def test_with_loss_scaling_a_gradient_that_is_not_finite_skips(
     gradient: float, statistic: float, skipped: bool
 ) -> None:
     def work(comm: Communicator) -> bool | str:
-        exchange = Exchange(comm, 0.5)
-        exchange.skips_non_finite = True
+        exchange = Exchange(comm, 0.5, scaled_loss=True)
         part = (
             [np.full(3, gradient if comm.rank else 0, np.float32)],
             [np.full(2, statistic if comm.rank else 0, np.float32)],
@@ -155,9 +154,8 @@ def test_ten_steps_in_a_row_are_skipped_and_no_more() -> None:
     """Both ranks' gradients are finite, their sum is not: no rank is named, and a good step begins the count anew."""
 
     def work(comm: Communicator) -> str:
-        exchange = Exchange(comm, 1.0)
+        exchange = Exchange(comm, 1.0, non_finite=NonFinitePolicy(skips=True))
         skipped: list[bool] = []
-        exchange.skips_any = True
 
         def steps(value: float, count: int) -> None:
             for _ in range(count):
@@ -174,19 +172,18 @@ def test_ten_steps_in_a_row_are_skipped_and_no_more() -> None:
         return str(caught.value)
 
     first, second = run_ring(2, work)
-    assert first == second and "finite on each rank alone, but not their sum" in first
+    assert first == second and "finite on each rank, but not their sum" in first
 
 
 def test_samples_are_told_of_the_rank_that_had_them() -> None:
     """Rank 1 has lanes 4 to 7 of 5 rows each, of which the message shows 16 samples and its metrics all."""
 
     def work(comm: Communicator) -> tuple[str, list[Any]]:
-        exchange = Exchange(comm, 0.5)
         rows: list[Any] = []
-        exchange.inquiry.fed = FedBatches(4 * comm.rank, 5)
-        exchange.inquiry.report = rows.append
-        exchange.inquiry.fed.add(0, np.arange(20) + 100 * comm.rank)
-        exchange.inquiry.fed.add(1, np.zeros(20, np.int64))  # read ahead
+        fed = FedBatches(4 * comm.rank, 5)
+        fed.add(0, np.arange(20) + 100 * comm.rank)
+        fed.add(1, np.zeros(20, np.int64))  # read ahead
+        exchange = Exchange(comm, 0.5, non_finite=NonFinitePolicy(fed=fed, report=rows.append))
         with pytest.raises(NonFiniteError) as caught:
             step(exchange, [np.full(3, np.nan if comm.rank else 0, np.float32)], [], 0.0)
         return str(caught.value), rows

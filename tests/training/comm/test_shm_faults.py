@@ -63,7 +63,10 @@ def failure(work: Callable[[], Any]) -> str:
 def test_a_difference_is_an_error_that_names_both(call: Work, words: tuple[str, ...]) -> None:
     told = run_shared(2, lambda comm: (failure(lambda: call(comm)), failure(comm.barrier)))
     assert all("no error" not in text for pair in told for text in pair)
-    assert any("ranks 0 and 1 differ" in first or "ranks 1 and 0 differ" in first for first, _ in told)
+    assert any(
+        "ranks 0 and 1 make different calls" in first or "ranks 1 and 0 make different calls" in first
+        for first, _ in told
+    )
     whole = " ".join(first for first, _ in told)
     assert all(word in whole for word in words), whole
 
@@ -179,7 +182,7 @@ def test_groups_made_in_different_orders_are_not_mixed_up() -> None:
         return failure(sums)
 
     told = run_shared(4, work)
-    assert "rank 0 handed over 3 descriptors of another group, not 3 of ranks (0, 1, 3)" in told[1]
+    assert "rank 0 sent 3 descriptors of another group, not 3 of ranks (0, 1, 3)" in told[1]
     assert "no error" not in told
 
 
@@ -263,7 +266,7 @@ def test_a_call_that_is_interrupted_ends_the_communicator(monkeypatch: pytest.Mo
         over.set()
         return failure(comm.barrier)  # the flags of the broken call must not be taken for another's
 
-    assert all("barrier met KeyboardInterrupt" in told for told in run_shared(2, work))
+    assert all("barrier raised KeyboardInterrupt" in told for told in run_shared(2, work))
 
 
 def test_groups_leave_nothing_behind() -> None:
@@ -308,7 +311,7 @@ def join_threads(num_ranks: int, keys: list[bytes], deadline_s: float = PATIENCE
 def test_a_rank_without_the_key_gets_nothing() -> None:
     found = join_threads(3, [KEY, KEY, b"x" * 32], 1.0)
     assert all(isinstance(error, SharedMemoryUnavailableError) for error in found)
-    assert "rank 2 did not come" in str(found[1])
+    assert "rank 2 did not connect" in str(found[1])
 
 
 def test_a_stranger_is_turned_away_and_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,9 +346,9 @@ def test_another_user_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("create_file", lambda size: (_ for _ in ()).throw(PermissionError(1, "memfd refused")), "memfd refused"),
         ("FUTEX_CALL", -1, "this processor"),
-        ("MAX_RANKS", 1, "2 ranks on a host, at most 1"),
+        ("MAX_RANKS", 1, "2 ranks on a host; at most 1"),
         ("host_identity", lambda: threading.current_thread().name, "rank 0 runs in"),  # as in other containers
-        ("host_identity", lambda: "", "does not tell"),
+        ("host_identity", lambda: "", "does not report"),
     ],
 )
 def test_what_cannot_be_shared_is_told_on_every_rank(

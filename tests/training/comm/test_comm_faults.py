@@ -73,13 +73,13 @@ def test_right_frame_is_taken() -> None:
     ("data", "words"),
     [
         (frame(length=1 << 31), "length 2147483648"),  # nothing is allocated by it
-        (frame(generation=6), "generation 6 where 7"),  # a rank of an older attempt
-        (frame(sequence=1), "sequence 1 where 0"),  # a frame was lost, or comes again
-        (frame(tag=tag_of("all_reduce", "sum", PAYLOAD.dtype)), "tag all_reduce sum float32 where broadcast float32"),
+        (frame(generation=6), "generation 6 instead of 7"),  # a rank of an older attempt
+        (frame(sequence=1), "sequence 1 instead of 0"),  # a frame was lost, or comes again
+        (frame(tag=tag_of("all_reduce", "sum", PAYLOAD.dtype)), "all_reduce sum float32 instead of broadcast float32"),
         (frame(tag=tag_of("broadcast", "", np.dtype("int64"), 1)), "tag broadcast int64"),
-        (frame(tag=tag_of("broadcast", "", PAYLOAD.dtype)), "float32 from rank 0 where broadcast float32 from rank 1"),
-        (frame(call=3), "call 3 where 0"),  # of another call of the same kind
-        (frame(total=20), "total 20 where 16"),  # ranks disagree on the buffer's size
+        (frame(tag=tag_of("broadcast", "", PAYLOAD.dtype)), "from rank 0 instead of broadcast float32 from rank 1"),
+        (frame(call=3), "call 3 instead of 0"),  # of another call of the same kind
+        (frame(total=20), "total 20 instead of 16"),  # ranks disagree on the buffer's size
         (flipped(frame(), 40), "checksum"),  # first byte of the payload
         (flipped(frame(), 55), "checksum"),  # last byte
         (flipped(frame(), 37), "checksum"),  # the checksum itself
@@ -125,7 +125,7 @@ def test_replayed_frame_is_refused() -> None:
 
     with fake_rank_1(twice) as (sock, future):
         sock.sendall(frame() + frame(call=1))
-        with pytest.raises(CommunicationError, match="sequence 0 where 1"):
+        with pytest.raises(CommunicationError, match="sequence 0 instead of 1"):
             future.result(PATIENCE_S)
 
 
@@ -264,7 +264,7 @@ def test_two_roots_are_an_error_and_no_stale_values() -> None:
             return str(error)
         return "no error"
 
-    assert any("call 0 where 1 must come" in what for what in run_ring(2, work))
+    assert any("call 0 instead of 1" in what for what in run_ring(2, work))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tests.training._ring import run_ring
 from training.comm import Communicator
 from training.exchange.agreement import CONTROL_WORDS
 from training.exchange.buckets import Spec, lay_out
-from training.exchange.compare_ranks import compare, compare_runs, counted_from_0, versions
+from training.exchange.compare_ranks import compare_runs, compare_tensors, counted_from_0, versions
 from training.exchange.exchange import Exchange
 from training.exchange.sparse import Table
 
@@ -28,7 +28,7 @@ F4 = np.dtype(np.float32)
     [
         ({"names": ["a", "c"]}, r"on rank 1: c \(3,\) float32"),  # another layer is frozen
         ({"names": ["b", "a"]}, r"on rank 1: b .*, a .*\(2 in all\)"),  # the same in another order
-        ({"names": ["a"]}, r"nothing that the other lacks \(1 in all\)"),  # None on this rank
+        ({"names": ["a"]}, r"nothing that the other one lacks \(1 in all\)"),  # None on this rank
         ({"shape": (4,)}, r"on rank 1: a \(4,\)"),
         ({"dtype": np.dtype(np.float64)}, "float64"),
         ({"tables": [Table("t", (9, 2), F4)]}, r"t \(9, 2\)"),
@@ -59,15 +59,15 @@ def test_layers_that_keras_numbers_otherwise_are_the_same(caplog: pytest.LogCapt
     first = ["the gradient of dense/kernel", "the gradient of dense_1/kernel", "the gradient of scale"]
 
     def work(comm: Communicator) -> None:
-        compare(comm, first)
-        assert "numbered otherwise" not in caplog.text
+        compare_tensors(comm, first)
+        assert "have other numbers" not in caplog.text
         comm.barrier()
-        compare(
+        compare_tensors(
             comm, [name.replace("dense", "dense_3").replace("_3_1", "_4") for name in first] if comm.rank else first
         )
 
     run_ring(2, work)
-    assert "numbered otherwise" in caplog.text
+    assert "have other numbers" in caplog.text
     names = ["conv2d_9/kernel", "a_3", "b/conv2d_11/bias"]
     assert counted_from_0(names) == ["conv2d_0/kernel", "a_3", "b_0/conv2d_2/bias"]
     of_three = [["dense/kernel", "dense_1/kernel"], ["dense/kernel", "dense_2/kernel"]]  # the third, the second frozen

@@ -37,10 +37,14 @@ def _flip(array: Any, bit: int) -> None:
         (3, {0: [0], 1: [1], 2: [2]}, "ranks 1, 2 are not those of rank 0", "no majority"),  # each its own
     ],
 )
-def test_who_parted_is_named(ranks: int, flipped: dict[int, list[int]], who: str, agrees: str) -> None:
+def test_who_parted_is_named(
+    ranks: int, flipped: dict[int, list[int]], who: str, agrees: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("training.exchange.compare_ranks.COMPARE_EVERY", 5)
+
     def work(comm: Communicator) -> str:
         variables = [Variable(f"dense/{i}") for i in range(3)]
-        check = WeightCheck(comm, variables, every=5)
+        check = WeightCheck(comm, variables)
         for step in range(1, 10):
             check.after(step)
         for number in flipped.get(comm.rank, ()):
@@ -59,7 +63,7 @@ def test_who_parted_is_named(ranks: int, flipped: dict[int, list[int]], who: str
 
 
 def test_one_rank_has_nobody_to_compare_with() -> None:
-    told = run_solo(1, lambda comm: WeightCheck(comm, [object()], 1).after(1))
+    told = run_solo(1, lambda comm: WeightCheck(comm, [object()]).compare(1))
     assert told == [None], "and its weights are not looked at: this one has none"
 
 
