@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lockstep.features.examples.example import BYTES_LIST, FLOAT_LIST, INT64_LIST, list_tag
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.schema import SEQUENCE_EXAMPLE, Schema
 
-# The type of a tf.Example's list, by dtype; float64 and uint64 values and tensors are bytes.
-_LIST_TYPES = {"int64": "int64", "bool": "int64", "float32": "float32"}
+# TensorFlow's type for each list of a Feature; float64 and uint64 values, text and tensors are bytes.
+_LIST_TYPES = {BYTES_LIST: "string", FLOAT_LIST: "float32", INT64_LIST: "int64"}
 
 
 def parse_spec(schema: Schema) -> dict[str, Any]:
@@ -74,7 +75,7 @@ def _feature(field: Field) -> Any:
 def _list_type(field: Field) -> Any:
     import tensorflow as tf
 
-    return tf.as_dtype("string" if field.is_tensor else _LIST_TYPES.get(field.dtype, "string"))
+    return tf.as_dtype(_LIST_TYPES[list_tag(field)])
 
 
 def _decoded(field: Field, values: Any) -> Any:

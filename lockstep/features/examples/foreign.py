@@ -73,8 +73,8 @@ def _fast(asked: tuple[Field, ...], data: NDArray[np.uint8], starts: _Places, en
     kinds = np.array([list_tag(field) >> 3 for field in asked], dtype=np.int64)
     found = np.empty((len(asked), len(starts), 2), dtype=np.int64)
     base = data.ctypes.data
-    raw_names = np.frombuffer(b"".join(names), dtype=np.uint8)
-    if not kernel.split(starts + base, ends + base, raw_names, name_ends, kinds, found):
+    raw_names = np.frombuffer(b"".join(names) or b"\0", dtype=np.uint8)
+    if not kernel.split(starts + base, ends + base, raw_names.ctypes.data, name_ends, kinds, found):
         return None
     columns = []
     for field, kind, places in zip(asked, kinds.tolist(), found, strict=True):

@@ -13,7 +13,7 @@ from numba import njit
 
 from lockstep.storage.kernels import memory
 from lockstep.storage.kernels.jit import kernels
-from lockstep.storage.kernels.memory import load_u8, load_u32, store_u32, store_u64
+from lockstep.storage.kernels.memory import load_u8, load_u32, same, store_u32, store_u64
 
 _kernel = kernels(__name__, memory)
 
@@ -73,14 +73,7 @@ def _column_of(at: Any, size: Any, names: Any, name_ends: Any, guess: Any) -> An
         if field >= count:
             field -= count
         start = name_ends[field]
-        if name_ends[field + 1] - start != size:
-            continue
-        same = True
-        for place in range(size):
-            if load_u8(at + place) != names[start + place]:
-                same = False
-                break
-        if same:
+        if name_ends[field + 1] - start == size and same(at, names + start, size):
             return field
     return -1
 
@@ -123,9 +116,9 @@ def _entry(at: Any, end: Any, names: Any, name_ends: Any, guess: Any) -> Any:
 def split(starts: Any, ends: Any, names: Any, name_ends: Any, kinds: Any, found: Any) -> Any:
     """Find each requested feature's list in the records between the addresses `starts` and `ends`, (n,) int64.
 
-    `names` are the fields' names end to end, `kinds` (k,) the kinds of list that they must have. Writes start and end
-    addresses to `found` (k, n, 2) int64, 0 for a missing list. Returns False for records of a rare form, with lists of
-    other kinds, and for SequenceExamples with feature lists.
+    `names` is the address of the fields' names end to end, `kinds` (k,) are the kinds of list that they must have.
+    Start and end addresses are written to `found` (k, n, 2) int64, 0 for a missing list. Returns False for records of a
+    rare form, with lists of other kinds, and for SequenceExamples with feature lists.
     """
     found[:] = 0
     guesses = np.zeros(_REMEMBERED, dtype=np.int64)
