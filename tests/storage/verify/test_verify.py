@@ -25,7 +25,7 @@ from lockstep.storage.verify import verify
 from lockstep.storage.verify.check import Finding
 from tests.storage.make_dataset import footer_of, make_dataset
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SHARD = "split=train/part-00001"
 FORMATS = ("tfrecord", "parquet")
 

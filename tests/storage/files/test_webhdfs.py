@@ -26,7 +26,7 @@ from lockstep.storage.files.webhdfs_streams import WebHdfsRaw, WebHdfsWriter, _A
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.settings import DEFAULTS
-from tests.storage.fake_webhdfs import FakeWebHdfs, gone, refusing, serving, silent
+from tests.storage.files.fake_webhdfs import FakeWebHdfs, gone, refusing, serving, silent
 
 DATA = bytes(range(100))
 QUICK = DEFAULTS | {
