@@ -102,7 +102,7 @@ def _path(given: Mapping[str, str]) -> str:
 def _choice(given: Mapping[str, str], key: str, allowed: tuple[str, ...], default: str) -> str:
     value = given.get(key, default).lower()
     if value not in allowed:
-        raise _bad(f"option `{key}` cannot be right", value, ", ".join(allowed))
+        raise _bad(f"option `{key}` is invalid", value, ", ".join(allowed))
     return value
 
 
@@ -117,14 +117,14 @@ def _names(text: str) -> tuple[str, ...]:
     """A JSON list, for names with a comma in them, or names with commas between."""
     found: Any = _json("columns", text) if text.lstrip().startswith("[") else [part.strip() for part in text.split(",")]
     if not all(isinstance(name, str) and name for name in found) or len(set(found)) != len(found):
-        raise _bad("option `columns` cannot be right", text, "different names: a,b,c or a JSON list of strings")
+        raise _bad("option `columns` is invalid", text, "different names: a,b,c or a JSON list of strings")
     return tuple(found)
 
 
 def _settings(given: Mapping[str, str]) -> dict[str, str]:
     found = _json("hadoopSettings", given.get("hadoopsettings", "{}"))
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
-        raise _bad("option `hadoopSettings` cannot be right", repr(found)[:200], "a JSON object of strings")
+        raise _bad("option `hadoopSettings` is invalid", repr(found)[:200], "a JSON object of strings")
     return found
 
 

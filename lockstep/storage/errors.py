@@ -130,12 +130,8 @@ class TrainingFailedError(LockstepError):
     """A run ended without its result; `what` names rank, host, step and phase."""
 
 
-def check_flag(good: bool, what: str, got: str, allowed: str) -> None:
-    """Raise ConfigError, naming the flag `what`, unless its value is `good`."""
-    if not good:
-        raise ConfigError(
-            f"{what} cannot be right",
-            got=got or "nothing",
-            allowed=allowed,
-            next_step="Correct it; --help lists the flags.",
-        )
+def require(right: bool, what: str, got: str, allowed: str, next_step: str = "") -> None:
+    """Raise ConfigError unless the value of `what`, such as a flag, is `right`."""
+    if not right:
+        next_step = next_step or "Correct it; --help lists the flags."
+        raise ConfigError(f"{what} is invalid", got=got or "nothing", allowed=allowed, next_step=next_step)

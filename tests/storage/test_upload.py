@@ -245,7 +245,7 @@ def test_the_temporary_name_is_hidden_and_beside_the_target() -> None:
         (["--output", "webhdfs://host/x"], "names no NameNode"),
         (["--output", "hdfs://host:1/x", "--via", "webhdfs"], "cannot be reached by webhdfs"),
         (["--output", "webhdfs://host:1/x", "--parallel", "0"], "--parallel"),
-        (["--output", "webhdfs://host:1/x", "--overwrite", "always"], "command line"),
+        (["--output", "webhdfs://host:1/x", "--overwrite", "always"], "invalid arguments"),
         (["--output", "webhdfs://host:1/x", "--input", "/none"], "/none"),
     ],
 )

@@ -439,4 +439,4 @@ def _form(name: str) -> str:
 
 
 def _wrong(word: str, allowed: str) -> ConfigError:
-    return ConfigError("--augment cannot be right", got=word, allowed=allowed, next_step="Correct --augment.")
+    return ConfigError("--augment is invalid", got=word, allowed=allowed, next_step="Correct --augment.")
