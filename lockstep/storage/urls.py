@@ -50,9 +50,11 @@ def absolute(url: str | os.PathLike[str]) -> str:
     return os.path.abspath(path) if scheme == "file" and not path.startswith("/") else url
 
 
-def several(names: str | os.PathLike[str] | Iterable[str]) -> tuple[str, ...]:
-    """URLs or names as a tuple: one that is given alone is a list of one, never one of its characters."""
-    return (os.fspath(names),) if isinstance(names, str | os.PathLike) else tuple(names)
+def several(names: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> tuple[str, ...]:
+    """URLs or names as a tuple of texts; a single one becomes a tuple of one, never of its characters."""
+    if isinstance(names, str | os.PathLike):
+        return (os.fspath(names),)
+    return tuple(os.fspath(name) if isinstance(name, os.PathLike) else name for name in names)
 
 
 def join(url: str, *parts: str) -> str:

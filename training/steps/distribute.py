@@ -185,6 +185,12 @@ def distribute(
 
     A collective where `communicator` has an exchange already: the new one gets a group of its own. `exchange_of` gives
     the exchange. Raises ConfigError for what cannot be the outermost optimizer, and for arguments that cannot be right.
+
+    >>> import keras
+    >>> from lockstep import on_ranks
+    >>> optimizer = on_ranks.distribute(keras.optimizers.Adam(0.01), on_ranks.communicator())
+    >>> isinstance(optimizer, keras.optimizers.Adam)
+    True
     """
     statistics = tuple(statistics)  # which may be an iterator
     check_wish(optimizer, communicator, scale, statistics, bucket_bytes, rows_from_bytes)
@@ -214,7 +220,17 @@ def distribute(
 
 
 def undistribute(optimizer: keras.optimizers.Optimizer) -> None:
-    """Give the optimizer its own class back and end its exchange; a model that was trained with it: compile it anew."""
+    """Give the optimizer its own class back and end its exchange; a model that was trained with it: compile it anew.
+
+    Raises ConfigError for an optimizer that is not distributed.
+
+    >>> import keras
+    >>> from lockstep import on_ranks
+    >>> optimizer = on_ranks.distribute(keras.optimizers.Adam(0.01), on_ranks.communicator())
+    >>> on_ranks.undistribute(optimizer)
+    >>> type(optimizer) is keras.optimizers.Adam
+    True
+    """
     state = _state(optimizer)
     _ENDED.add(state.reduction.exchange)
     state.reduction.exchange.error = ConfigError(
@@ -230,7 +246,14 @@ def undistribute(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 def exchange_of(optimizer: keras.optimizers.Optimizer) -> Exchange:
-    """The exchange of a distributed optimizer."""
+    """The exchange of a distributed optimizer. Raises ConfigError for an optimizer that is not distributed.
+
+    >>> import keras
+    >>> from lockstep import on_ranks
+    >>> optimizer = on_ranks.distribute(keras.optimizers.Adam(0.01), on_ranks.communicator())
+    >>> on_ranks.exchange_of(optimizer).waited_s  # seconds for other ranks, so far
+    0.0
+    """
     return _state(optimizer).reduction.exchange
 
 
