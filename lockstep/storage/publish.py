@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import secrets
 from collections.abc import Callable
 
+from lockstep.storage.digest import digest_of
 from lockstep.storage.documents import sha256_hex
 from lockstep.storage.errors import (
     CorruptionError,
@@ -24,8 +24,6 @@ from lockstep.storage.urls import basename, join, parent
 
 MANIFEST_NAME = "_manifest.json"
 
-
-_READ_BACK_BYTES = 1 << 22
 _TEMPORARY = re.compile(r"\..*\.[0-9a-f]{16}\.tmp")
 
 
@@ -152,12 +150,9 @@ def occupied(url: str) -> ExistsError:
 
 def file_digest(fs: FileSystem, url: str) -> tuple[int, str]:
     """Length in bytes and SHA-256 (hex) of a file, read once, in constant memory."""
-    digest, total = hashlib.sha256(), 0
     with fs.open_read(url) as file:
-        while chunk := file.read(_READ_BACK_BYTES):
-            digest.update(chunk)
-            total += len(chunk)
-    return total, digest.hexdigest()
+        digest = digest_of(file)
+    return digest.bytes, digest.sha256
 
 
 class _Counting(Writer):

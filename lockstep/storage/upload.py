@@ -14,6 +14,7 @@ from typing import BinaryIO, cast
 
 import google_crc32c
 
+from lockstep.storage.digest import digest_of
 from lockstep.storage.errors import (
     ConfigError,
     CorruptionError,
@@ -25,7 +26,7 @@ from lockstep.storage.errors import (
 )
 from lockstep.storage.files.deadlines import Backoff
 from lockstep.storage.files.interface import FileStat, FileSystem, StoredChecksum
-from lockstep.storage.fs import filesystem
+from lockstep.storage.fs import filesystem, walk
 from lockstep.storage.settings import write_give_up_s
 from lockstep.storage.urls import absolute, basename, join, parent, split_url
 
@@ -178,22 +179,16 @@ def survey(fs: FileSystem, items: Sequence[Item], output: str) -> Survey:
 
 
 def _below(fs: FileSystem, folder: str) -> list[tuple[str, FileStat]]:
-    found, pending = list[tuple[str, FileStat]](), [("", folder)]
-    while pending:
-        prefix, url = pending.pop()
-        for entry in fs.list(url):
-            relative = prefix + entry.name
-            if entry.is_special:
-                raise ConfigError(
-                    f"{entry.url} is a symbolic link, pipe, socket or device",
-                    got="no plain file",
-                    allowed="files and directories",
-                    next_step="Give what it leads to as an --input of its own, or take it out.",
-                )
-            if entry.is_dir:
-                pending.append((relative + "/", entry.url))
-            else:
-                found.append((relative, entry))
+    found = []
+    for entry in walk(fs, folder):
+        if entry.is_special:
+            raise ConfigError(
+                f"{entry.url} is a symbolic link, pipe, socket or device",
+                got="no plain file",
+                allowed="files and directories",
+                next_step="Give what it leads to as an --input of its own, or take it out.",
+            )
+        found.append((entry.url.removeprefix(folder.rstrip("/") + "/"), entry))
     return sorted(found, key=lambda pair: pair[0])
 
 
@@ -354,13 +349,9 @@ class _Upload:
         local = self._digest(filesystem(item.path), item.path)
         return BY_READING if self._digest(self._fs, url) == local else None
 
-    def _digest(self, fs: FileSystem, url: str) -> bytes:
-        digest = hashlib.sha256()
+    def _digest(self, fs: FileSystem, url: str) -> str:
         with fs.open_read(url) as file:
-            source = _Stoppable(file, self._stopped)
-            while data := source.read(COPY_BYTES):
-                digest.update(data)
-        return digest.digest()
+            return digest_of(_Stoppable(file, self._stopped)).sha256
 
     def _count(self, count: int) -> None:
         with self._lock:

@@ -7,16 +7,15 @@ those that it needs. Members end to end would do that too, but TensorFlow loses 
 
 from __future__ import annotations
 
-import hashlib
 import zlib
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Protocol
 
-import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.storage.digest import Digest
 from lockstep.storage.errors import CorruptionError, DataError
 from lockstep.storage.formats.tfrecord import MAX_BLOCK_BYTES, record_offsets
 
@@ -109,8 +108,7 @@ class GzipWriter:
 
     def __init__(self, sink: _Sink, block_records: int) -> None:
         self._sink, self._block_records = sink, block_records
-        self._sha256 = hashlib.sha256()
-        self._crc32c = self._unpacked_crc32 = 0
+        self._digest, self._unpacked_crc32 = Digest(), 0
         self._held, self._held_records = bytearray(), 0
         self.records = self.bytes = 0
         self.block_offsets: list[int] = []
@@ -140,12 +138,12 @@ class GzipWriter:
     @property
     def sha256(self) -> str:
         """SHA-256 of all bytes written, in hex."""
-        return self._sha256.hexdigest()
+        return self._digest.sha256
 
     @property
     def crc32c(self) -> str:
         """CRC-32C of all bytes written, 8 hex digits."""
-        return f"{self._crc32c:08x}"
+        return self._digest.crc32c
 
     def _put(self) -> None:
         self.block_offsets.append(self.bytes)
@@ -157,8 +155,7 @@ class GzipWriter:
 
     def _send(self, data: bytes) -> None:
         self._sink.write(data)
-        self._sha256.update(data)
-        self._crc32c = google_crc32c.extend(self._crc32c, data)
+        self._digest.add(data)
         self.bytes += len(data)
 
 

@@ -12,6 +12,7 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.storage.digest import Digest
 from lockstep.storage.errors import CorruptionError
 
 # A record on disk:
@@ -55,10 +56,8 @@ class RecordWriter:
 
     def __init__(self, sink: _Sink) -> None:
         self._sink = sink
-        self._sha256 = hashlib.sha256()
-        self._crc32c = 0
-        self.records = 0
-        self.bytes = 0
+        self._digest = Digest()
+        self.records = self.bytes = 0
         self.offsets = array("Q")
 
     def write(self, record: bytes) -> int:
@@ -76,20 +75,19 @@ class RecordWriter:
             position += len(record) + FRAMING_BYTES
         data = b"".join(frames)
         self._sink.write(data)
-        self._sha256.update(data)
-        self._crc32c = google_crc32c.extend(self._crc32c, data)
+        self._digest.add(data)
         self.records += len(frames)
         self.bytes = position
 
     @property
     def sha256(self) -> str:
         """SHA-256 of all bytes written, in hex."""
-        return self._sha256.hexdigest()
+        return self._digest.sha256
 
     @property
     def crc32c(self) -> str:
         """CRC-32C of all bytes written, 8 hex digits."""
-        return f"{self._crc32c:08x}"
+        return self._digest.crc32c
 
     def block_offsets(self, block_records: int) -> list[int]:
         """The byte offset of each block's first record, blocks being `block_records` records long."""

@@ -11,10 +11,11 @@ from lockstep.storage.errors import ConfigError, DataError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import MANIFEST_NAME
+from lockstep.storage.run_names import CHECKPOINTS, CLAIMS, RUN_JSON
 from lockstep.storage.urls import basename, join
 from lockstep.storage.verify.check import Check, Finding
 from lockstep.storage.verify.dataset import check_dataset, check_indexed
-from lockstep.storage.verify.run import RUN_JSON, check_checkpoint, check_model, check_run
+from lockstep.storage.verify.run import check_checkpoint, check_model, check_run
 
 __all__ = ["Finding", "kind_of", "total_bytes", "verify"]
 
@@ -53,7 +54,7 @@ def kind_of(fs: FileSystem, url: str) -> str:
     if not status.is_dir:
         raise ConfigError(f"{url} is a file", got="a file", allowed=_ALLOWED, next_step="Give the directory.")
     names = {entry.name for entry in fs.list(url)}
-    if RUN_JSON in names or {"generations", "checkpoints"} <= names:
+    if RUN_JSON in names or {CLAIMS, CHECKPOINTS} <= names:
         return "run"
     if MANIFEST_NAME in names:
         return _kind_of_manifest(fs, url)

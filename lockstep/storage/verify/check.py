@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, BinaryIO
 
-import google_crc32c
-
+from lockstep.storage.digest import Digest, HashedReader
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import walk
 from lockstep.storage.publish import is_temporary
 from lockstep.storage.urls import join
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
-
-CHUNK_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +68,11 @@ class Check:
 
     def special_files(self) -> bool:
         """Note every link, pipe, socket and device, which nothing published holds; returns whether there are any."""
-        before, pending = len(self.findings), [self.root]
-        while pending:
-            with suppress(NotFoundError):  # a run in progress moves its staging directories away
-                for entry in self.fs.list(pending.pop()):
-                    if entry.is_special:
-                        what = "a link, pipe, socket or device where only files and directories may be"
-                        self.bad(entry.url[len(self.root) :].lstrip("/"), what)
-                    elif entry.is_dir:
-                        pending.append(entry.url)
+        before = len(self.findings)
+        for entry in walk(self.fs, self.root, may_vanish=True):  # a run in progress moves its staging directories
+            if entry.is_special:
+                what = "a link, pipe, socket or device where only files and directories may be"
+                self.bad(entry.url[len(self.root) :].lstrip("/"), what)
         return len(self.findings) > before
 
     def extra_files(self, expected: Iterable[str], below: str = "") -> None:
@@ -125,7 +111,7 @@ class Check:
         except (NotFoundError, CorruptionError) as error:
             self.caught(path, error)
             return False
-        return self.compare(path, hashed, size, sha256, crc32c=crc32c)
+        return self.compare(path, hashed.digest, size, sha256, crc32c=crc32c)
 
     def too_long(self, path: str, size: int) -> bool:
         """Note a listed file that is longer than `size`, before it is read: a sparse TiB would be read for hours."""
@@ -141,7 +127,7 @@ class Check:
     def compare(
         self,
         path: str,
-        hashed: HashedReader,
+        found: Digest,
         size: int,
         sha256: str,
         *,
@@ -149,59 +135,17 @@ class Check:
         silent: bool = False,
     ) -> bool:
         """Compare what was read with what is listed; `silent` where a finer finding was noted already."""
-        if hashed.bytes != size:
-            self._wrong_length(path, hashed.bytes, size)
+        if found.bytes != size:
+            self._wrong_length(path, found.bytes, size)
             return False
-        if hashed.sha256 != sha256:
+        if found.sha256 != sha256:
             if not silent:
-                self.bad(path, f"changed: sha256 is {hashed.sha256}, listed is {sha256}")
+                self.bad(path, f"changed: sha256 is {found.sha256}, listed is {sha256}")
             return False
-        if crc32c is not None and hashed.crc32c != crc32c:
-            self.bad(path, f"crc32c is {hashed.crc32c}, the manifest says {crc32c}")
+        if crc32c is not None and found.crc32c != crc32c:
+            self.bad(path, f"crc32c is {found.crc32c}, the manifest says {crc32c}")
             return False
         return True
-
-
-class HashedReader(io.RawIOBase):
-    """Reads a file in order while its SHA-256 and CRC-32C are worked out; for use below io.BufferedReader."""
-
-    def __init__(self, file: BinaryIO, on_bytes: Callable[[int], None]) -> None:
-        super().__init__()
-        self._file, self._on_bytes = file, on_bytes
-        self._sha256 = hashlib.sha256()
-        self._crc32c = 0
-        self.bytes = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: WriteableBuffer) -> int:
-        view = memoryview(buffer).cast("B")
-        data = self._file.read(len(view))
-        view[: len(data)] = data
-        self._count(data)
-        return len(data)
-
-    def drain(self) -> None:
-        """Read what is left."""
-        while data := self._file.read(CHUNK_BYTES):
-            self._count(data)
-
-    @property
-    def sha256(self) -> str:
-        """SHA-256 of the bytes so far, in hex."""
-        return self._sha256.hexdigest()
-
-    @property
-    def crc32c(self) -> str:
-        """CRC-32C of the bytes so far, 8 hex digits."""
-        return f"{self._crc32c:08x}"
-
-    def _count(self, data: bytes) -> None:
-        self._sha256.update(data)
-        self._crc32c = google_crc32c.extend(self._crc32c, data)
-        self.bytes += len(data)
-        self._on_bytes(len(data))
 
 
 def _detail(error: ConfigError | DataError) -> str:

@@ -13,13 +13,14 @@ from lockstep.storage.dataset.indexed import INDEX_FOLDER, index_name, read_inde
 from lockstep.storage.dataset.layout import index_path
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.dataset.manifest_entries import FileInfo, ShardInfo
+from lockstep.storage.digest import CHUNK_BYTES, HashedReader
 from lockstep.storage.documents import sha256_hex
 from lockstep.storage.errors import CorruptionError, NotFoundError
 from lockstep.storage.formats.gzip_blocks import HEADER, TRAILER_BYTES, trailer, unpack
 from lockstep.storage.formats.parquet_footer import columns_can_be_told, read_published_footer
 from lockstep.storage.formats.tfrecord import FRAMING_BYTES, MAX_BLOCK_BYTES, index_bytes, read_records, record_offsets
 from lockstep.storage.publish import MANIFEST_NAME
-from lockstep.storage.verify.check import CHUNK_BYTES, Check, HashedReader
+from lockstep.storage.verify.check import Check
 
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
@@ -60,7 +61,7 @@ def check_packed(check: Check, shard: ShardInfo, block_records: int) -> bool:
         check.caught(shard.path, error)
         return False
     whole = len(check.findings) == before
-    same = check.compare(shard.path, hashed, shard.bytes, shard.sha256, crc32c=shard.crc32c, silent=not whole)
+    same = check.compare(shard.path, hashed.digest, shard.bytes, shard.sha256, crc32c=shard.crc32c, silent=not whole)
     return whole and same
 
 
@@ -171,7 +172,7 @@ def _check_tfrecord(check: Check, shard: ShardInfo, block_records: int, index: s
         check.file(index, info.bytes, info.sha256)
         return False
     whole = len(check.findings) == before
-    same = check.compare(shard.path, hashed, shard.bytes, shard.sha256, crc32c=shard.crc32c, silent=not whole)
+    same = check.compare(shard.path, hashed.digest, shard.bytes, shard.sha256, crc32c=shard.crc32c, silent=not whole)
     if whole and len(offsets) != shard.records:
         check.bad(shard.path, f"{len(offsets)} records instead of {shard.records}", record=len(offsets))
     if whole and same:
@@ -181,7 +182,7 @@ def _check_tfrecord(check: Check, shard: ShardInfo, block_records: int, index: s
                 check.bad(shard.path, what, record=block * block_records, offset=found)
                 break
     good = len(check.findings) == before
-    expected = index_bytes(offsets, hashed.bytes) if good else None
+    expected = index_bytes(offsets, hashed.digest.bytes) if good else None
     if _check_index(check, index, info, expected):
         check.on_ok(index, f"{shard.records} offsets")
     return good

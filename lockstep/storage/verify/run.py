@@ -15,48 +15,70 @@ from lockstep.storage.errors import ConfigError, CorruptionError, DataError, Not
 from lockstep.storage.formats.safetensors import check_part, read_divided, read_header
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import MANIFEST_NAME
+from lockstep.storage.run_names import (
+    AUDITS,
+    CHECKPOINTS,
+    CLAIMS,
+    COMM_PLANS,
+    LOGS,
+    METRICS,
+    MODELS,
+    RESULTS,
+    RUN_JSON,
+    TRASHES,
+    checkpoint_of,
+    claim_name,
+    claim_of,
+    comm_plan_ranks_of,
+    part_of,
+    rank_name,
+    rank_of,
+    result_of,
+)
 from lockstep.storage.urls import basename, parent
 from lockstep.storage.verify.check import Check
 
 SINGLY = 20  # of a gap, told one by one
-_PART = re.compile(r"part-([0-9]{5,})\.(jsonl|log)")
 
 
 def check_parts(check: Check, folder: str) -> None:
     """Closed parts: numbered without gaps, whole lines; those of metrics hold one JSON object a line."""
     numbers: list[int] = []
     for name in check.names(folder):
-        path, found = f"{folder}/{name}", _PART.fullmatch(name)
+        path, found = f"{folder}/{name}", part_of(name)
         if found is None:
             check.unexpected(path)
             continue
-        numbers.append(int(found[1]))
+        number, suffix = found
+        numbers.append(number)
         try:
             data = check.fs.read_bytes(check.url(path))
         except (CorruptionError, NotFoundError) as error:
             check.caught(path, error)
             continue
         check.on_bytes(len(data))
-        place = _bad_line(data, json_lines=found[2] == "jsonl")
+        place = _bad_line(data, json_lines=suffix == "jsonl")
         if place is None:
             check.on_ok(path, f"{len(data)} bytes")
         else:
-            check.bad(
-                path, "not a whole line" + (" of JSON" if found[2] == "jsonl" else ""), record=place[0], offset=place[1]
-            )
-    tell_gaps(check, numbers, 0, max(numbers, default=-1), f"{folder}/part-{{:05d}}".format)
+            what = "not a whole line of JSON" if suffix == "jsonl" else "not a whole line"
+            check.bad(path, what, record=place[0], offset=place[1])
+    note_gaps(check, folder, numbers, 0, max(numbers, default=-1), "part-{:05d}".format)
 
 
-def tell_gaps(check: Check, numbers: Iterable[int], first: int, last: int, path_of: Callable[[int], str]) -> None:
-    """Note each of `first` to `last` that is not in `numbers`; of a long gap its first one and how far it goes.
+def note_gaps(
+    check: Check, folder: str, numbers: Iterable[int], first: int, last: int, name_of: Callable[[int], str]
+) -> None:
+    """Note each of `first` to `last` that is missing in `numbers`; of a long gap, the first SINGLY and its end.
 
-    A name may hold any number: what there is to tell must not grow with it.
+    A name may hold any number, and the findings must not grow with it.
     """
     for before, after in pairwise([first - 1, *sorted(number for number in {*numbers} if number >= first), last + 1]):
         for number in range(before + 1, after)[:SINGLY]:
-            check.bad(path_of(number), "missing")
+            check.bad(f"{folder}/{name_of(number)}", "missing")
         if after - before - 1 > SINGLY:
-            check.bad(path_of(before + 1 + SINGLY), f"missing, as all are up to {path_of(after - 1)}")
+            what = f"missing, as are all up to {folder}/{name_of(after - 1)}"
+            check.bad(f"{folder}/{name_of(before + 1 + SINGLY)}", what)
 
 
 def _bad_line(data: bytes, *, json_lines: bool) -> tuple[int, int] | None:
@@ -74,14 +96,7 @@ def _bad_line(data: bytes, *, json_lines: bool) -> tuple[int, int] | None:
     return None
 
 
-RUN_JSON = "run.json"
-_STEP = re.compile(r"step-([0-9]{10})\.g([0-9]{4,})")
-_RANK_FILE = re.compile(r"rank-([0-9]{5,})\.safetensors")
-_OF_RANK = re.compile(r"rank-([0-9]{5,})\.")
-_CLAIM = re.compile(r"([0-9]{6,})\.json")
-_RESULT = re.compile(r"g([0-9]{4,})\.json")
-_COMM_PLAN = re.compile(r"ranks-[0-9]{5,}-[0-9a-f]{16}\.json")
-_GENERATION = re.compile(r"(?:^|\.)g([0-9]{4,})")
+_GENERATION = re.compile(r"(?:^|\.)g([0-9]{4,})")  # in names of any room
 
 
 def check_checkpoint(check: Check) -> None:
@@ -104,50 +119,48 @@ def check_run(check: Check) -> None:
     unseal(check.fs.read_bytes(check.url(RUN_JSON)), check.url(RUN_JSON))
     check.on_ok(RUN_JSON, "sealed")
     _check_claims(check)
-    for name in check.names("results"):
-        path = f"results/{name}"
-        found = _RESULT.fullmatch(name)
-        if found is None:
+    for name in check.names(RESULTS):
+        path, generation = f"{RESULTS}/{name}", result_of(name)
+        if generation is None:
             check.unexpected(path)
         elif (doc := _sealed(check, path)) is not None:
-            if doc.get("generation") != int(found[1]):
+            if doc.get("generation") != generation:
                 check.bad(path, f"the generation inside is {doc.get('generation')!r}")
             else:
                 check.on_ok(path, "sealed")
-    for name in check.names("comm"):
-        path = f"comm/{name}"
-        if _COMM_PLAN.fullmatch(name) is None:
+    for name in check.names(COMM_PLANS):
+        path = f"{COMM_PLANS}/{name}"
+        if comm_plan_ranks_of(name) is None:
             check.unexpected(path)
         elif _sealed(check, path) is not None:
             check.on_ok(path, "sealed")
-    for name in check.names("checkpoints"):
-        _check_commit(check, f"checkpoints/{name}", "checkpoint")
-    for name in check.names("models"):
-        _check_commit(check, f"models/{name}", "model")
+    for name in check.names(CHECKPOINTS):
+        _check_commit(check, f"{CHECKPOINTS}/{name}", "checkpoint")
+    for name in check.names(MODELS):
+        _check_commit(check, f"{MODELS}/{name}", "model")
     _check_trashed_audits(check)
-    for folder, rooms in (("metrics", check.names("metrics")), ("logs", _log_folders(check))):
+    for folder, rooms in ((METRICS, check.names(METRICS)), (LOGS, _log_folders(check))):
         for room in rooms:
             check_parts(check, f"{folder}/{room}")
 
 
 def _check_claims(check: Check) -> None:
     # Whoever has written there had claimed before; looked at first, since a run that is under way claims meanwhile.
-    rooms = ("checkpoints", "models", "results", "metrics", "logs", "audit", ".trash")
+    rooms = (CHECKPOINTS, MODELS, RESULTS, METRICS, LOGS, AUDITS, TRASHES)
     written = [int(g) for room in rooms for name in check.names(room) for g in _GENERATION.findall(name)]
     numbers = []
-    for name in check.names("generations"):
-        path = f"generations/{name}"
-        found = _CLAIM.fullmatch(name)
-        if found is None:
+    for name in check.names(CLAIMS):
+        path, generation = f"{CLAIMS}/{name}", claim_of(name)
+        if generation is None:
             check.unexpected(path)
             continue
-        numbers.append(int(found[1]))
+        numbers.append(generation)
         doc = _sealed(check, path)
-        if doc is not None and doc.get("generation") != numbers[-1]:
+        if doc is not None and doc.get("generation") != generation:
             check.bad(path, f"the generation inside is {doc.get('generation')!r}")
         elif doc is not None:
             check.on_ok(path, "sealed")
-    tell_gaps(check, numbers, 1, max([0, *numbers, *written]), "generations/{:06d}.json".format)
+    note_gaps(check, CLAIMS, numbers, 1, max([0, *numbers, *written]), claim_name)
 
 
 def _check_commit(check: Check, path: str, kind: str) -> None:
@@ -168,12 +181,12 @@ def _check_sealed_directory(check: Check, path: str, kind: str) -> dict[str, Any
     files = _listed(manifest, "files", where)
     if kind == "checkpoint":
         manifest["audit"] = _listed(manifest, "audit", where)
-        name = _STEP.fullmatch(basename(where.removesuffix(f"/{MANIFEST_NAME}")))
-        if name is not None and (int(name[1]), int(name[2])) != (manifest.get("step"), manifest.get("generation")):
+        directory = basename(parent(where))
+        of_name = checkpoint_of(directory)
+        if of_name is not None and of_name != (manifest.get("step"), manifest.get("generation")):
             found = f"step {manifest.get('step')}, generation {manifest.get('generation')}"
-            raise CorruptionError(
-                "a manifest that contradicts its directory's name", file=where, got=found, allowed=f"those of {name[0]}"
-            )
+            what = "a manifest that contradicts its directory's name"
+            raise CorruptionError(what, file=where, got=found, allowed=f"those of {directory}")
     check.on_ok(f"{below}{MANIFEST_NAME}", f"{len(files)} files")
     before = len(check.findings)
     _check_files(check, below, files)
@@ -187,26 +200,31 @@ def _check_tensors(check: Check, below: str, manifest: dict[str, Any], files: di
     """Hold the manifest's `tensors` against the headers of the ranks' files, as going on from the checkpoint does."""
     where, headers = check.url(f"{below}{MANIFEST_NAME}"), {}
     for name, (size, _) in files.items():
-        if found := _RANK_FILE.fullmatch(name):
+        rank = rank_of(name)
+        if rank is not None and name == _rank_file(rank):
             try:
                 with check.fs.open_read(check.url(below + name)) as file:
-                    headers[int(found[1])] = read_header(file, size, check.url(below + name))
+                    headers[rank] = read_header(file, size, check.url(below + name))
             except CorruptionError as error:
                 check.caught(below + name, error)
                 return
     ranks = documents.count(manifest.get("num_ranks"), where=f"{where}: num_ranks", least=1)
-    wrote = {int(found[1]) for name in files if (found := _OF_RANK.match(name))}
+    wrote = {rank for name in files if (rank := rank_of(name)) is not None}
     if len(wrote) != ranks or max(wrote, default=-1) != ranks - 1:
         check.bad(f"{below}{MANIFEST_NAME}", f"files of ranks {sorted(wrote)} where num_ranks is {ranks}")
         return
     for name, entry in documents.mapping(manifest.get("tensors"), where=f"{where}: tensors").items():
         tensor = read_divided(name, entry, where)
         for part in tensor.parts:
-            file_name = f"rank-{part[0]:05d}.safetensors"
+            file_name = _rank_file(part[0])
             try:
                 check_part(name, tensor, part, headers.get(part[0], {}), check.url(below + file_name))
             except CorruptionError as error:
                 check.caught(below + file_name, error)
+
+
+def _rank_file(rank: int) -> str:
+    return f"{rank_name(rank)}.safetensors"
 
 
 def _listed(manifest: dict[str, Any], key: str, where: str) -> dict[str, tuple[int, str]]:
@@ -226,9 +244,9 @@ def _check_files(check: Check, below: str, files: dict[str, tuple[int, str]]) ->
 
 def _check_trashed_audits(check: Check) -> None:
     # Retention moves old checkpoints into the trash, but their audits stay part of the record of the run.
-    for trash in check.names(".trash"):
-        for name in check.names(f".trash/{trash}"):
-            where = check.url(f".trash/{trash}/{name}/{MANIFEST_NAME}")
+    for trash in check.names(TRASHES):
+        for name in check.names(f"{TRASHES}/{trash}"):
+            where = check.url(f"{TRASHES}/{trash}/{name}/{MANIFEST_NAME}")
             try:
                 files = _listed(unseal(check.fs.read_bytes(where), where), "audit", where)
             except (DataError, NotFoundError):
@@ -237,8 +255,8 @@ def _check_trashed_audits(check: Check) -> None:
 
 
 def _log_folders(check: Check) -> Iterable[str]:
-    for generation in check.names("logs"):
-        for rank in check.names(f"logs/{generation}"):
+    for generation in check.names(LOGS):
+        for rank in check.names(f"{LOGS}/{generation}"):
             yield f"{generation}/{rank}"
 
 
