@@ -1,4 +1,4 @@
-"""The choice of a file system by the scheme of a URL; what all rooms import."""
+"""The file system for a URL, by its scheme, and the names that all rooms import."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def _cached(key: tuple[str, str, str], make: Callable[[], FileSystem]) -> FileSy
 
 
 def _forget_after_fork() -> None:
-    # A forked child has none of its parent's threads: a client that lives on threads would wait for ever, and so would
-    # its destructor, so the parent's clients are neither used nor dropped here.
+    # A forked child has none of its parent's threads: a client that depends on them would wait forever, and so would
+    # its destructor. So the parent's clients are neither used nor dropped here.
     global _lock, _cache
     _lock = threading.Lock()
     _of_the_parent.append(_cache)

@@ -14,7 +14,7 @@ _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+):(//)?")
 def split_url(url: str) -> tuple[str, str, str]:
     """Take a URL apart into (scheme, authority, path); a plain path has the scheme "file".
 
-    Nothing is percent-decoded: a name is what is written. Raises ConfigError for a URL without a path or host.
+    Nothing is percent-decoded. Raises ConfigError for a URL without a path or host.
     """
     if not url or "\0" in url:
         raise ConfigError(

@@ -58,10 +58,10 @@ def test_another_content_is_refused_before_anything_is_sent_or_replaced_when_ask
     source = files(tmp_path / "in", a=b"new", b=b"old", c=b"longer")
     target = files(tmp_path / "out", b=b"abc", c=b"short")
     before = tree(target)
-    with pytest.raises(ExistsError, match="c is there with another content"):  # told by the lengths alone
+    with pytest.raises(ExistsError, match="c exists with another content"):  # by the lengths alone
         run(source, target)
     (target / "c").unlink()
-    with pytest.raises(ExistsError, match="b is there with another content"):  # the same length
+    with pytest.raises(ExistsError, match="b exists with another content"):  # the same length
         run(source, target)
     assert tree(target) == {"b": before["b"]}
     counted: list[int] = []

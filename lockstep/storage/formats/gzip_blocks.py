@@ -1,8 +1,8 @@
-"""Gzip files that can be entered in the middle: each block of records is a stretch of deflate that stands alone.
+"""Gzip files that can be read from the middle: each block of records is deflated independently.
 
-A file is one gzip member (RFC 1952), so that any reader of gzip takes it whole. Within it, no block refers back to
-another one and each ends on a byte, as after zlib's Z_FULL_FLUSH; so one that knows where blocks begin inflates just
-those that it needs. Members end to end would do that too, but TensorFlow loses some: docs/decisions/068-gzip-shards.md.
+A file is one gzip member (RFC 1952), so that any reader of gzip can read it. No block refers back to another one, and
+each ends on a byte boundary, as after zlib's Z_FULL_FLUSH; so a reader that knows where blocks begin inflates only the
+ones that it needs. Concatenated members would allow that too, but TensorFlow loses some of them: decision 068.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HEADER = bytes.fromhex("1f8b08000000000000ff")
 MARK = b"\x00\x00\xff\xff"
 _LAST = b"\x03\x00"
 TRAILER_BYTES = 10
-LEVEL = 6  # what gzip, Hadoop and TensorFlow take
+LEVEL = 6  # the default of gzip, Hadoop and TensorFlow
 _RAW = -15  # zlib's number for deflate without a header, window of 32 KiB
 _NOTHING = ("", "", "")
 
@@ -62,9 +62,9 @@ def trailer(crc32: int, size: int) -> bytes:
 
 
 def unpack(block: Buffer, size: int, *, file: str, record: int, offset: int) -> bytes:
-    """What one block unpacks to, which must be `size` bytes; no more than one byte beyond them is ever made.
+    """The uncompressed bytes of one block, which must be `size`; inflates at most one byte more.
 
-    Nothing but the length is checked: the records have checksums of their own. Raises CorruptionError naming `file`,
+    Checks only the length: the records have their own checksums. Raises CorruptionError naming `file`,
     the number of the first record and the block's offset for bytes that are no block, or one of more or fewer bytes.
     """
     data, wrong = b"", ("a block is longer than any", f"{size} bytes unpacked", f"{MAX_BLOCK_BYTES} bytes")
@@ -79,8 +79,8 @@ def unpack(block: Buffer, size: int, *, file: str, record: int, offset: int) -> 
 def unpack_blocks(
     data: bytes, starts: Sequence[int], unpacked: Sequence[int], *, file: str, first_record: int, block_records: int
 ) -> bytes:
-    """What neighbouring blocks hold, end to end. They lie in `file` from starts[0] to starts[-1], `data` being these
-    bytes, and their contents from unpacked[0] to unpacked[-1] in what the file unpacks to. Raises as `unpack` does.
+    """The uncompressed bytes of neighbouring blocks. `data` are the bytes of `file` from starts[0] to starts[-1]; they
+    inflate to the bytes unpacked[0] to unpacked[-1] of the uncompressed file. Raises as `unpack` does.
     """
     view = memoryview(data)
     places = zip(pairwise(starts), pairwise(unpacked), strict=True)
@@ -98,9 +98,9 @@ def unpack_blocks(
 
 
 class GzipWriter:
-    """Writes records that are framed already as a gzip file that can be entered at each block; `finish` ends it.
+    """Writes framed records as a gzip file that can be read from each block on; `finish` ends it.
 
-    Both checksums of each record are checked once more. Memory: one block, and its packed form.
+    Checks both checksums of each record once more. Memory: one block, plain and compressed.
 
     Attributes: `records` and `bytes` written so far, `block_offsets` where blocks begin, `unpacked_offsets` where their
     contents do in what the file unpacks to, and where they end (one number more).

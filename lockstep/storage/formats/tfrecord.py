@@ -27,7 +27,7 @@ _HEAD = struct.Struct("<QI")
 HEADER_BYTES = 12
 FOOTER_BYTES = 4
 FRAMING_BYTES = HEADER_BYTES + FOOTER_BYTES
-MAX_BLOCK_BYTES = 2 << 30  # ours have some MiB; a forged manifest over a sparse file may name any number
+MAX_BLOCK_BYTES = 2 << 30  # ours have some MiB; a forged manifest for a sparse file may claim any size
 _MASK_DELTA = 0xA282EAD8
 _CHUNK_BYTES = 1 << 22
 
@@ -108,8 +108,8 @@ def record_offsets(
 ) -> NDArray[np.int64]:
     """Where each record of a buffer of whole records begins and the last one ends, (n + 1,) int64.
 
-    Checks as parse_records does, at the speed of memory, and raises the same CorruptionError. Without `check_data` the
-    caller checks the data's own checksums: they are the longer part.
+    Checks what parse_records does, at memory speed, and raises the same CorruptionError. Without `check_data` the
+    caller checks the checksums of the data, which take most of the time.
     """
     from lockstep.storage.kernels import frames
 
@@ -118,8 +118,8 @@ def record_offsets(
     count = frames.scan(data.ctypes.data, len(data), offsets, check_data)
     if count < 0:
         parse_records(data.data, file=file, first_record=first_record, base_offset=base_offset)
-        raise AssertionError(f"{file}: two readers disagree on records behind offset {base_offset}")
-    return offsets[: count + 1].copy()  # a copy: the rest of the room for them is given back
+        raise AssertionError(f"{file}: two readers disagree on the records after offset {base_offset}")
+    return offsets[: count + 1].copy()  # a copy, which releases the unused rest
 
 
 def index_bytes(offsets: Iterable[int], total_bytes: int) -> bytes:
@@ -134,8 +134,8 @@ def parse_records(
 ) -> list[memoryview]:
     """Take a buffer of whole records apart, both checksums checked; the views point into `buffer`.
 
-    `file`, `first_record` and `base_offset` (where the buffer lies in the file) only serve the message of the
-    CorruptionError that a cut or changed buffer raises.
+    `file`, `first_record` and `base_offset` (of the buffer in the file) are for the message of the CorruptionError that
+    a cut or changed buffer raises.
     """
     view = memoryview(buffer).cast("B")
     found: list[memoryview] = []
@@ -237,10 +237,10 @@ class _FileSink(Protocol):
 
 
 class FramedWriter:
-    """Writes records that are framed already, many at once, and the offset index beside them as they come.
+    """Writes framed records, many at a time, and their offset index.
 
-    Both checksums of each are checked once more: what was encoded is what is written, whatever lay between. Memory
-    grows with the blocks alone.
+    Checks both checksums of each record once more, so that what was encoded is what is written. Memory grows only with
+    the number of blocks.
 
     Attributes: `records` and `bytes` written so far, `index_bytes` of the index, `block_offsets` (list of int).
     """

@@ -1,4 +1,4 @@
-"""Verification of a dataset, checkpoint or run: every listed byte by its digest, and nothing that is not listed."""
+"""Verification of a dataset, checkpoint or run: every listed byte by its digest, and no unlisted file."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def verify(
 ) -> list[Finding]:
     """Read everything that belongs to the dataset, checkpoint, exported model or run at `url`.
 
-    Returns one finding for each fault, in the order found; none means whole. `on_ok(path, text)` is told each file
-    that is right, `on_bytes(n)` how many bytes were just read. Raises NotFoundError where nothing is at `url`,
-    ConfigError where it is none of the kinds, StorageError where the storage fails.
+    Returns one finding for each fault, in the order found; none if all is intact. Calls `on_ok(path, text)` for each
+    intact file and `on_bytes(n)` after reading n bytes. Raises NotFoundError if nothing is at `url`, ConfigError if it
+    is none of the kinds, StorageError if the storage fails.
     """
     fs = filesystem(url)
     check = Check(fs, url, on_ok, on_bytes)
     kind = kind_of(fs, url)
     if check.special_files():
-        return check.findings  # what lies behind a link is not ours to read
+        return check.findings  # a link may lead out of the directory
     try:
         CHECKS[kind](check)
-    except DataError as error:  # the manifest itself cannot be used, so nothing else can be held against it
+    except DataError as error:  # without a manifest there is nothing to compare with
         check.caught(RUN_JSON if kind == "run" else MANIFEST_NAME, error)
     except NotFoundError as error:
         check.caught(RUN_JSON if kind == "run" else MANIFEST_NAME, error)
@@ -49,7 +49,7 @@ def verify(
 
 
 def kind_of(fs: FileSystem, url: str) -> str:
-    """Which of KINDS lies at `url`, told by its files even where the manifest is damaged or missing."""
+    """Which of KINDS is at `url`, decided by its files if the manifest is damaged or missing."""
     status = fs.stat(url)
     if not status.is_dir:
         raise ConfigError(f"{url} is a file", got="a file", allowed=_ALLOWED, next_step="Give the directory.")
@@ -71,7 +71,7 @@ def kind_of(fs: FileSystem, url: str) -> str:
 
 
 def total_bytes(url: str) -> int | None:
-    """About how many bytes `verify` will read, for a progress display; None where the manifest does not tell."""
+    """About how many bytes `verify` will read, for a progress display; None if the manifest does not say."""
     fs = filesystem(url)
     try:
         data = fs.read_bytes(join(url, MANIFEST_NAME))
@@ -99,6 +99,6 @@ def _kind_of_manifest(fs: FileSystem, url: str) -> str:
     try:
         doc: dict[str, Any] = unseal(fs.read_bytes(join(url, MANIFEST_NAME)), url)
     except DataError:
-        return guess  # damaged: verification says how
+        return guess  # damaged: verification will report how
     kind = doc.get("kind", "dataset")
     return kind if kind in KINDS else guess

@@ -1,4 +1,4 @@
-"""What a verification collects: findings with their place, and the digest check of one listed file."""
+"""The findings of a verification with their place, and the digest check of one listed file."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Finding:
 
 
 class Check:
-    """A verification under way: where it looks, what it has found, whom it tells.
+    """One verification: its root, its findings so far, its callbacks.
 
-    `on_ok(path, text)` is called for each file that is right, `on_bytes(n)` as bytes are read.
+    `on_ok(path, text)` is called for each intact file, `on_bytes(n)` as bytes are read.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Check:
             self.bad(path, error.what + _detail(error))
 
     def special_files(self) -> bool:
-        """Note every link, pipe, socket and device, which nothing published holds; returns whether there are any."""
+        """Note every link, pipe, socket and device; nothing published holds any. Returns whether there are some."""
         before = len(self.findings)
         for entry in walk(self.fs, self.root, may_vanish=True):  # a run in progress moves its staging directories
             if entry.is_special:
@@ -88,20 +88,20 @@ class Check:
                 self.bad(path, "an extra file that no manifest lists")
 
     def names(self, path: str) -> list[str]:
-        """The names in a directory; none where it is not there."""
+        """The names in a directory; none if it does not exist."""
         try:
             return [entry.name for entry in self.fs.list(self.url(path))]
         except NotFoundError:
             return []
 
     def unexpected(self, path: str) -> None:
-        """Note a file that does not belong where it is, unless a writer that died has left it under such a name."""
+        """Note a file that does not belong there, unless it has the name of a file that a killed writer leaves."""
         name = path.rpartition("/")[2]
         if not (is_temporary(name) or name.endswith(".part")):
             self.bad(path, "an extra file that does not belong here")
 
     def file(self, path: str, size: int, sha256: str, *, crc32c: str | None = None) -> bool:
-        """Read one listed file whole and compare length and digests; returns whether they are right."""
+        """Read all of a listed file and compare length and digests; returns whether they match."""
         try:
             with self.fs.open_read(self.url(path)) as file:
                 hashed = HashedReader(file, self.on_bytes)
@@ -114,7 +114,7 @@ class Check:
         return self.compare(path, hashed.digest, size, sha256, crc32c=crc32c)
 
     def too_long(self, path: str, size: int) -> bool:
-        """Note a listed file that is longer than `size`, before it is read: a sparse TiB would be read for hours."""
+        """Note a listed file that is longer than `size`, before it is read: a sparse TiB would take hours."""
         actual = self.fs.stat(self.url(path)).size_bytes
         if actual > size:
             self._wrong_length(path, actual, size)
@@ -134,7 +134,7 @@ class Check:
         crc32c: str | None = None,
         silent: bool = False,
     ) -> bool:
-        """Compare what was read with what is listed; `silent` where a finer finding was noted already."""
+        """Compare the bytes read with the manifest; `silent` if a more precise finding was noted already."""
         if found.bytes != size:
             self._wrong_length(path, found.bytes, size)
             return False

@@ -1,4 +1,4 @@
-"""Verification of what a run numbers from one on: closed parts of metrics and logs, and gaps in any numbering."""
+"""Verification of a run: claims, results, plans, checkpoints, models, and the closed parts of metrics and logs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from lockstep.storage.run_names import (
 from lockstep.storage.urls import basename, parent
 from lockstep.storage.verify.check import Check
 
-SINGLY = 20  # of a gap, told one by one
+SINGLY = 20  # missing numbers of a gap that get a finding each
 
 
 def check_parts(check: Check, folder: str) -> None:
@@ -100,7 +100,7 @@ _GENERATION = re.compile(r"(?:^|\.)g([0-9]{4,})")  # in names of any room
 
 
 def check_checkpoint(check: Check) -> None:
-    """Check one checkpoint directory, and its audit files where the run around it is there."""
+    """Check one checkpoint directory, and its audit files if it is inside a run."""
     manifest = _check_sealed_directory(check, "", "checkpoint")
     run = parent(parent(check.root))
     if manifest["audit"] and filesystem(run).exists(f"{run}/{RUN_JSON}"):
@@ -145,7 +145,7 @@ def check_run(check: Check) -> None:
 
 
 def _check_claims(check: Check) -> None:
-    # Whoever has written there had claimed before; looked at first, since a run that is under way claims meanwhile.
+    # A driver claims its generation before it writes. Listed before the claims: a running driver may add one meanwhile.
     rooms = (CHECKPOINTS, MODELS, RESULTS, METRICS, LOGS, AUDITS, TRASHES)
     written = [int(g) for room in rooms for name in check.names(room) for g in _GENERATION.findall(name)]
     numbers = []
@@ -197,7 +197,7 @@ def _check_sealed_directory(check: Check, path: str, kind: str) -> dict[str, Any
 
 
 def _check_tensors(check: Check, below: str, manifest: dict[str, Any], files: dict[str, tuple[int, str]]) -> None:
-    """Hold the manifest's `tensors` against the headers of the ranks' files, as going on from the checkpoint does."""
+    """Compare the manifest's `tensors` with the headers of the ranks' files, as resuming from the checkpoint does."""
     where, headers = check.url(f"{below}{MANIFEST_NAME}"), {}
     for name, (size, _) in files.items():
         rank = rank_of(name)
@@ -243,14 +243,14 @@ def _check_files(check: Check, below: str, files: dict[str, tuple[int, str]]) ->
 
 
 def _check_trashed_audits(check: Check) -> None:
-    # Retention moves old checkpoints into the trash, but their audits stay part of the record of the run.
+    # Retention moves old checkpoints to the trash, but their audits remain part of the run's record.
     for trash in check.names(TRASHES):
         for name in check.names(f"{TRASHES}/{trash}"):
             where = check.url(f"{TRASHES}/{trash}/{name}/{MANIFEST_NAME}")
             try:
                 files = _listed(unseal(check.fs.read_bytes(where), where), "audit", where)
             except (DataError, NotFoundError):
-                continue  # half deleted, as trash may be
+                continue  # trash may be half deleted
             _check_files(check, "", files)
 
 

@@ -255,7 +255,7 @@ def test_a_write_that_breaks_is_written_anew_under_another_name(fs: WebHdfsFileS
 def test_a_file_that_is_taken_away_from_its_writer(fs: WebHdfsFileSystem, fake: FakeWebHdfs) -> None:
     writer = fs.create(url("a"))
     del fake.files["/a"]
-    with pytest.raises(RetryableStorageError, match="taken away") as caught:
+    with pytest.raises(RetryableStorageError, match="taken over") as caught:
         writer.write(b"1" * WebHdfsWriter.piece_bytes)
     assert caught.value.got and caught.value.allowed and caught.value.next_step
     assert not_there("cannot write x", "write", "gone").next_step == caught.value.next_step  # by hdfs:// just so
