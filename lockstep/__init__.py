@@ -68,10 +68,10 @@ def __dir__() -> list[str]:
 
 
 def read_manifest(dataset: str | os.PathLike[str]) -> DatasetManifest:
-    """Read and check what a dataset says of itself: `splits` (by name, each with `records` and `shards`), `counts`,
+    """Read and check the manifest of a dataset: `splits` (by name, each with `records` and `shards`), `counts`,
     `schema` (JSON), `digest` (equal for equal bytes). Reads no shard.
 
-    Raises NotFoundError where there is no dataset, CorruptionError for a damaged manifest.
+    Raises NotFoundError if there is no dataset, CorruptionError for a damaged manifest.
 
     >>> import lockstep
     >>> lockstep.read_manifest("data").splits["train"].records
@@ -83,10 +83,10 @@ def read_manifest(dataset: str | os.PathLike[str]) -> DatasetManifest:
 
 
 def describe(dataset: str | os.PathLike[str], max_records: int = 10_000) -> str:
-    """What is in a dataset, as a text: schema, counts, sizes in bytes, shards, and statistics of each column over about
+    """Describe a dataset as a text: schema, counts, sizes in bytes, shards, and statistics of each column over about
     `max_records` records.
 
-    Raises ConfigError for max_records below 1, NotFoundError where there is no dataset, DataError for a damaged one.
+    Raises ConfigError for max_records below 1, NotFoundError if there is no dataset, DataError for a damaged one.
 
     >>> import lockstep
     >>> "written" in lockstep.describe("data")
@@ -101,8 +101,8 @@ def describe(dataset: str | os.PathLike[str], max_records: int = 10_000) -> str:
 def verify(path: str | os.PathLike[str]) -> list[Finding]:
     """Read every byte of a dataset, checkpoint, exported model or run, and compare it with its digests.
 
-    Returns a Finding for each fault (`path`, `record` and `offset` in bytes where known, `what`), none where all is
-    intact. Raises NotFoundError where there is nothing, ConfigError for another kind of path, StorageError.
+    Returns a Finding for each fault (`path`, `record` and `offset` in bytes if known, `what`), none if all is intact.
+    Raises NotFoundError if there is nothing, ConfigError for another kind of path, StorageError if the storage fails.
 
     >>> import lockstep
     >>> lockstep.verify("data")
@@ -136,8 +136,8 @@ def train(
     seed, augment, checkpoint_every or learning_rate.
 
     The result has `metrics` (of the last epoch), `steps`, `seconds`, `samples_per_s`, `checkpoint` and `model` (the URL
-    of the exported model). Raises ConfigError for arguments that do not fit, DataError for damaged data,
-    TrainingFailedError when ranks keep failing, SupersededError when another driver takes the run over.
+    of the exported model). Raises ConfigError for invalid arguments, DataError for damaged data, TrainingFailedError
+    when ranks keep failing, SupersededError when another driver takes the run over.
 
     >>> import lockstep
     >>> result = lockstep.train("data", "run", "logistic", global_batch=16, epochs=1, num_ranks=2)
@@ -182,8 +182,8 @@ def evaluate(
     `spark`, run in a barrier stage.
 
     Returns `samples`, `metrics` ({name: value}), `intervals` (95 %, {name: [low, high]}), `class_counts`, and of the
-    baseline `baseline` and `difference`. Raises ConfigError for arguments that do not fit, NotFoundError for a run,
-    dataset or split that does not exist.
+    baseline `baseline` and `difference`. Raises ConfigError for invalid arguments, NotFoundError for a run, dataset
+    or split that does not exist.
 
     >>> import lockstep
     >>> result = lockstep.evaluate("run", "data", "test", baseline="majority")
@@ -200,7 +200,7 @@ def read_history(run: str | os.PathLike[str]) -> History:
     """Read the metrics that a run has written so far; the run need not have ended.
 
     `steps` has one row ({step, loss, ...}) for each step, `epochs` one ({epoch, metrics, ...}) for each epoch, `times`
-    the seconds that each rank spent. Raises NotFoundError where there is no run, CorruptionError for a damaged part.
+    the seconds that each rank spent. Raises NotFoundError if there is no run, CorruptionError for a damaged part.
 
     >>> import lockstep
     >>> len(lockstep.read_history("run").steps)

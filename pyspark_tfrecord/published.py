@@ -45,7 +45,7 @@ class Published:
             )
         if options.split is None and SPLIT_COLUMN in {field.name for field in self.schema}:
             raise ConfigError(
-                f"{options.path} has a column `{SPLIT_COLUMN}` of its own, so that of the splits has no name",
+                f"{options.path} has its own column `{SPLIT_COLUMN}`, the name of the column that says the split",
                 got="no option `split`",
                 allowed=", ".join(manifest.splits),
                 next_step='Name one split: .option("split", NAME).',

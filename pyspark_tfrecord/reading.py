@@ -105,7 +105,7 @@ def selected(found: Input) -> pa.Schema:
 
 
 class Reader(DataSourceReader):
-    """Reads `schema`, whose columns `found` has, in any order."""
+    """Reads the columns of `schema` from `found`, in any order."""
 
     def __init__(self, found: Input, schema: StructType) -> None:
         self._input = found

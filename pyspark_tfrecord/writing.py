@@ -94,7 +94,7 @@ class FileWriter(DataSourceArrowWriter):
             else:
                 self._place(fs, [m.url for m in done if m.url is not None])
         except NotRestoredError:
-            raise  # the staging folder holds the only copy of what was there
+            raise  # the staging folder holds the only copy of the old data
         except BaseException:
             fs.discard(self.staging)
             raise
@@ -137,7 +137,7 @@ class FileWriter(DataSourceArrowWriter):
                 fs.rename_new(self._old, self.options.path)
         except BaseException as error:
             raise NotRestoredError(
-                f"{self.options.path} could not be replaced, and what was there could not be put back",
+                f"{self.options.path} could not be replaced, and its old data could not be restored",
                 got=f"{cause}; then {error}",
                 allowed="a rename that succeeds",
                 next_step=f"Its data, if not at the path, is whole in {self._old}: rename that to the path.",

@@ -16,7 +16,7 @@ CHUNK_BYTES = 1 << 22
 
 
 class Readable(Protocol):
-    """What a digest is made of: an open file, or what stands for one."""
+    """An open file, or anything with its `read`."""
 
     def read(self, size: int, /) -> bytes:
         """Up to `size` bytes; none at the end."""
@@ -56,7 +56,7 @@ def digest_of(file: Readable) -> Digest:
 
 
 class HashedReader(io.RawIOBase):
-    """Reads a file in order and keeps the `digest` of what was read; for use below io.BufferedReader."""
+    """Reads a file in order and keeps the `digest` of the bytes read; wrap it in io.BufferedReader."""
 
     def __init__(self, file: BinaryIO, on_bytes: Callable[[int], None] = lambda count: None) -> None:
         super().__init__()

@@ -115,7 +115,7 @@ def sweep_temporaries(fs: FileSystem, directory: str) -> None:
 
 
 def publish_directory(fs: FileSystem, staging_url: str, target_url: str) -> None:
-    """Give a finished directory its final name by one rename.
+    """Rename a finished directory to its final name, atomically.
 
     If the answer to the rename was lost, look at the directories: it succeeded if the staging directory is gone and the
     target has the same manifest. Raises ExistsError if the target is another one, NotFoundError if the staging
@@ -131,7 +131,7 @@ def publish_directory(fs: FileSystem, staging_url: str, target_url: str) -> None
             raise
     if ours is not None and _manifest_of(fs, target_url) != ours:
         raise StorageError(
-            f"{target_url} does not hold what was published",
+            f"{target_url} does not have the manifest that was published",
             got="another manifest",
             allowed=f"the manifest of {staging_url}",
             next_step="Find out who else writes there; choose another output.",

@@ -106,7 +106,7 @@ def temporary_name(url: str, nonce: str) -> str:
 def find_files(inputs: Sequence[str], output: str) -> list[Item]:
     """The local files in order: a file goes to OUTPUT/ITS NAME, a folder's content to OUTPUT/PATH IN THE FOLDER.
 
-    Raises NotFoundError for what is missing; ConfigError for an input that is not local, a link, pipe or device in a
+    Raises NotFoundError for a missing input; ConfigError for an input that is not local, a link, pipe or device in a
     folder, a name that HDFS does not take, two files with one target.
     """
     items: dict[str, Item] = {}
@@ -385,7 +385,7 @@ def _taken(items: Sequence[Item]) -> ExistsError:
         f"{items[0].url} exists with another content{more}",
         got=f"another length or digest than {items[0].path}",
         allowed="files that are equal (left alone) or missing",
-        next_step="Choose another --output, delete what is there, or say --overwrite changed.",
+        next_step="Choose another --output, delete the existing files, or pass --overwrite changed.",
     )
 
 

@@ -118,7 +118,7 @@ class DatasetManifest:
             raise DataError(
                 f"{where}: indexed files of other programs are no dataset",
                 got="files that jobs.index has indexed",
-                allowed="a dataset, whose records have sample ids and a split",
+                allowed="a dataset: records with sample ids, in splits",
                 next_step='Read them by spark.read.format("tfrecord") and write a dataset by etl.write_dataset.',
             )
         version = doc.get("format_version")

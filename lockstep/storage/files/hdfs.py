@@ -375,9 +375,9 @@ def _frozen_datanode(verb: str, url: str, deadline_s: float, whom: str) -> Stora
     # hdfs-native does not say which DataNodes it uses.
     return StorageTimeoutError(
         f"cannot {verb} {url}: no answer from a DataNode of it within {deadline_s:.3g} s",
-        got=f"an answer from {whom} alone",
+        got=f"an answer only from {whom}",
         allowed="an answer",
-        next_step="Look for a DataNode that is frozen or out of reach (`hdfs dfsadmin -report`: its last contact).",
+        next_step="Find the DataNode that is frozen or unreachable (`hdfs dfsadmin -report`: its last contact).",
     )
 
 

@@ -187,7 +187,7 @@ class FileSystem(ABC):
 
     @abstractmethod
     def mkdirs(self, url: str, *, mode: int = 0o755) -> None:
-        """Make a directory and its parents; an existing directory is left as it is, a file raises ExistsError."""
+        """Make a directory and its parents; does nothing for an existing directory; a file raises ExistsError."""
 
     @abstractmethod
     def delete(self, url: str, *, recursive: bool = False) -> bool:

@@ -44,7 +44,7 @@ _NOT_THERE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)  # kernels and file sys
 
 
 def rename_noreplace(source: str, target: str) -> None:
-    """Rename in one step of the kernel where it has one. Raises FileExistsError where the name is taken."""
+    """Rename atomically if the kernel can. Raises FileExistsError if the name is taken."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if hasattr(libc, "renameat2"):
@@ -58,9 +58,8 @@ def rename_noreplace(source: str, target: str) -> None:
 
 
 def rename_noreplace_portable(source: str, target: str) -> None:
-    """Rename without overwriting where renameat2 is missing: exact for files (a hard link fails on an occupied
-    name); for directories a look beforehand, since rename refuses a target directory with content but not an
-    empty one.
+    """Rename without overwriting if renameat2 is missing: atomic for files (a hard link fails on an existing name); for
+    directories it checks first, since rename refuses a target directory with content but not an empty one.
     """
     if stat_bits.S_ISDIR(os.lstat(source).st_mode):
         if os.path.lexists(target):
@@ -362,7 +361,7 @@ def _translated(verb: str, url: str, other: str | None = None) -> Iterator[None]
             f"cannot {verb} {place}: the name is taken",
             got=error.strerror or str(error),
             allowed="a name that is free",
-            next_step="Choose another name, or delete what is there.",
+            next_step="Choose another name, or delete the existing one.",
         ) from error
     except NotADirectoryError as error:
         if verb in ("list", "create", "make") and (verb != "list" or os.path.isfile(_path(url))):

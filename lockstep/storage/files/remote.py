@@ -39,7 +39,7 @@ def lost_by_writer(what: str, text: str) -> RetryableStorageError:
 
 
 def below_a_file(what: str, verb: str, text: str) -> LockstepError:
-    """A path whose parent is no directory."""
+    """A path whose parent is a file."""
     if verb in ("create", "make"):
         return StorageError(what, got=text, allowed="directories above it", next_step="Check the path.")
     return NotFoundError(f"{what}: not there", got=text, allowed="an existing path", next_step="Check the path.")
@@ -51,7 +51,7 @@ def taken(what: str, text: str) -> ExistsError:
         f"{what}: the name is taken",
         got=text,
         allowed="a name that is free",
-        next_step="Choose another name, or delete what is there.",
+        next_step="Choose another name, or delete the existing one.",
     )
 
 
@@ -70,7 +70,7 @@ READ_PIECE_BYTES = 1 << 23  # of one call: small enough to arrive well within a 
 
 
 class RemoteRaw(io.RawIOBase):
-    """A file as `io.BufferedReader` wants it; `size` is the length that must be readable."""
+    """A raw file for `io.BufferedReader`; `size` is the length that must be readable."""
 
     def __init__(self, url: str, size: int) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class RemoteWriter(Writer):
         length = self._target.stat(self._url).size_bytes
         if length != self._written:
             raise StorageError(
-                f"{self._url} has another length than what was written",
+                f"{self._url} does not have the length that was written",
                 got=f"{length} bytes",
                 allowed=f"{self._written} bytes",
                 next_step="Find out who else writes there, then run again.",

@@ -31,7 +31,7 @@ _HTTP, _RPC = "dfs.namenode.http-address", "dfs.namenode.rpc-address"
 
 def http_addresses(authority: str, settings: Mapping[str, str]) -> tuple[str, ...]:
     """ "http://host:port" of each NameNode: "host:port[,host:port]" as written, or those of a name service by the
-    settings. Raises ConfigError for what is neither.
+    settings. Raises ConfigError for anything else.
     """
     parts = authority.split(",")
     if all(_valid(part) for part in parts):

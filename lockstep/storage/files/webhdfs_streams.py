@@ -126,7 +126,7 @@ class WebHdfsRaw(RemoteRaw):
         return [node for node, failed_at in self._failed.items() if now - failed_at < _AVOIDED_S]
 
     def _keep(self, new: tuple[Any, int, str] | None, attempt: int) -> None:
-        """Keep `new` if its attempt is the newest and the file is open; what is not kept is closed."""
+        """Keep `new` if its attempt is the newest and the file is open; close the other stream."""
         with self._lock:
             if new is None or (attempt == self._attempt and not self.closed):
                 new, self._kept = self._kept, new
@@ -135,7 +135,7 @@ class WebHdfsRaw(RemoteRaw):
 
 
 def open_at(client: Any, where: str, length: int) -> Any:
-    """The answer of a DataNode whose raw body is `length` bytes of the file, or fewer where it ends before.
+    """The answer of a DataNode whose raw body is `length` bytes of the file, or fewer at its end.
 
     Raises RefusedError for any other body: a longer one, a compressed one, or one without a length, such as a page of a
     proxy. A DataNode always sends the length.

@@ -160,7 +160,7 @@ class GzipWriter:
 
 
 def _unpacked(block: Buffer, size: int) -> tuple[bytes, tuple[str, str, str]]:
-    """The content of a block, and what is wrong with it: what, got and allowed, or _NOTHING."""
+    """The content of a block and its fault: what, got and allowed of an error, or _NOTHING."""
     inflater = zlib.decompressobj(_RAW)
     try:
         data = inflater.decompress(block, size + 1)

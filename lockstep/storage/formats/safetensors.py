@@ -17,7 +17,7 @@ import numpy as np
 from lockstep.storage import documents
 from lockstep.storage.errors import CorruptionError, DataError
 
-# By NumPy's names. safetensors has more, for which NumPy has no type of its own.
+# By NumPy's names. safetensors has more types, which NumPy lacks.
 DTYPES = {
     "float64": "F64",
     "float32": "F32",

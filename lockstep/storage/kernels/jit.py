@@ -97,7 +97,7 @@ class _Place:
 def _source(module: ModuleType) -> bytes:
     loader: Any = module.__loader__
     assert module.__file__ is not None
-    return bytes(loader.get_data(module.__file__))  # the loader, since the file may lie in a zip
+    return bytes(loader.get_data(module.__file__))  # the loader, since the file may be in a zip
 
 
 class _Impl(CompileResultCacheImpl):

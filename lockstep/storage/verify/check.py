@@ -15,7 +15,7 @@ from lockstep.storage.urls import join
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One fault: the file (relative to what is verified), record number and byte offset where known, and what."""
+    """One fault: file (relative to the verified directory), record number and byte offset if known, description."""
 
     path: str
     record: int | None

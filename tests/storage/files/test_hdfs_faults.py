@@ -202,7 +202,7 @@ def test_a_create_whose_answer_is_lost_takes_another_name(fake: tuple[HdfsFileSy
 def test_a_file_that_lost_bytes_is_not_published(fake: tuple[HdfsFileSystem, FakeClient]) -> None:
     fs, client = fake
     client.lose_bytes = 1
-    with pytest.raises(StorageError, match="another length"):
+    with pytest.raises(StorageError, match="not have the length"):
         write_file(fs, "hdfs://nn:1/f", b"data")
     assert client.files == {}
 
