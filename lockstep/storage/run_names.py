@@ -16,6 +16,8 @@ LOGS = "logs"
 AUDITS = "audit"
 STAGINGS = ".staging"
 TRASHES = ".trash"
+BY_GENERATION = (CHECKPOINTS, MODELS, RESULTS, METRICS, LOGS, AUDITS, TRASHES)
+"""Directories whose entries are named by the generation that wrote them."""
 
 _CHECKPOINT = re.compile(r"step-([0-9]{10})\.g([0-9]{4,})")
 _CLAIM = re.compile(r"([0-9]{6,})\.json")
