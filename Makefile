@@ -1,4 +1,4 @@
-# `make demo` and `make test` set up all that they need; `make help` tells the rest.
+# `make demo` and `make test` set up all that they need; `make help` lists the other targets.
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
@@ -18,20 +18,20 @@ test: venv airflow-venv jars ## all checks and all tests, on a real HDFS and YAR
 	@$(MAKE) --no-print-directory -j 2 lint spark-archive oldest-spark
 	@$(WITH_JAVA) $(PYTHON_VENV) -m pytest -n 3 --max-worker-restart 0 --dist loadscope --no-loadscope-reorder
 
-check: venv lint ## the fast loop: checks and the tests that start no process (under 3 minutes)
+check: venv lint ## checks, and the tests that start no process (under 3 minutes)
 	@$(WITH_JAVA) $(PYTHON_VENV) -m pytest -q -n 2 --dist loadscope --no-loadscope-reorder -m "not slow and not cluster"
 
 .fuzz/packages/.stamp: requirements-fuzz.txt | venv
 	@.venv/bin/python -m pip install -q --disable-pip-version-check --upgrade --target .fuzz/packages -r requirements-fuzz.txt
 	@touch $@
 
-fuzz: venv .fuzz/packages/.stamp ## fuzz each reader of foreign bytes for two minutes by atheris, under limits of time and memory
+fuzz: venv .fuzz/packages/.stamp ## fuzz each reader of foreign bytes with atheris for two minutes, with limits on time and memory
 	@PYTHONPATH=.fuzz/packages $(PYTHON_VENV) -m tests.fuzz
 
-soak: venv ## what takes hours: every supported pair of Python, Spark and TensorFlow in an environment of its own
+soak: venv ## every supported pair of Python, Spark and TensorFlow, each in its own environment (an hour)
 	@$(WITH_JAVA) $(PYTHON_VENV) -m tests.soak
 
-# Beside lint: each keeps one core busy for half a minute where nothing is there from before.
+# Run in parallel with lint: each keeps one core busy for half a minute the first time.
 .PHONY: spark-archive
 spark-archive: venv
 	@$(WITH_JAVA) $(PYTHON_VENV) -m tests.spark.archive
@@ -44,23 +44,23 @@ oldest-spark: venv
 lint: venv ## ruff, mypy, import-linter
 	@.venv/bin/ruff check --quiet .
 	@.venv/bin/mypy --no-error-summary
-	@told=$$(.venv/bin/lint-imports --no-logo 2>&1) || { echo "$$told"; exit 1; }
+	@output=$$(.venv/bin/lint-imports --no-logo 2>&1) || { echo "$$output"; exit 1; }
 
-cluster: venv jars ## start NameNode, two DataNodes, ResourceManager and NodeManager, and tell how to use them
+cluster: venv jars ## start NameNode, two DataNodes, ResourceManager and NodeManager, and print how to use them
 	@$(WITH_JAVA) $(PYTHON_VENV) -m tests.cluster up
 
-cluster-stop: venv ## end just those five processes
+cluster-stop: venv ## stop these five processes
 	@$(PYTHON_VENV) -m tests.cluster down
 
-venv: ## .venv with the versions of constraints.txt, and a JDK where none is
+venv: ## .venv with the versions of constraints.txt, and a JDK if there is none
 	@scripts/setup.sh venv
 
-airflow-venv: ## .venv-airflow, which only the DAG's test and Airflow itself need
+airflow-venv: ## .venv-airflow, for the DAG's test and Airflow itself
 	@scripts/setup.sh airflow
 
 jars: venv
 	@$(WITH_JAVA) scripts/setup.sh jars
 
-clean: ## results and caches; the environments stay
+clean: ## delete results and caches, but not the environments
 	@rm -rf .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info spark-warehouse metastore_db derby.log
 	@find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps-between", type=int, default=30)
     parser.add_argument("--run", metavar="URL")
     args = parser.parse_args(argv)
-    print(machine("keras", "tensorflow", "safetensors"))
+    print(machine("keras", "tensorflow"))
     with tempfile.TemporaryDirectory() as folder:
         root = args.run or folder
         records = BATCH * args.steps_between * (args.checkpoints + 2)

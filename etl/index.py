@@ -25,6 +25,7 @@ from lockstep.features.shards.foreign_files import (
 from lockstep.storage.dataset.indexed import INDEX_FOLDER, IndexedManifest, index_name, is_indexed
 from lockstep.storage.dataset.layout import safe_relative
 from lockstep.storage.dataset.manifest_entries import FileInfo, ShardInfo
+from lockstep.storage.digest import CHUNK_BYTES, HashedReader
 from lockstep.storage.errors import ConfigError, DataError, ExistsError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.formats.tfrecord import FRAMING_BYTES, FramedWriter, record_offsets
@@ -32,7 +33,6 @@ from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import MANIFEST_NAME, write_file
 from lockstep.storage.settings import set_hadoop_settings
 from lockstep.storage.urls import absolute, join, parent
-from lockstep.storage.verify.check import CHUNK_BYTES, HashedReader
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -69,11 +69,12 @@ class Scan:
         fs = filesystem(url)
         if is_gzip(fs, url):
             with fs.open_read(url) as file:
-                hashed = HashedReader(file, lambda count: None)
+                hashed = HashedReader(file)
                 counted = FramedWriter(_NOWHERE, _NOWHERE, self.block_records)
                 _copy(cast(BinaryIO, gzip.GzipFile(fileobj=io.BufferedReader(hashed, CHUNK_BYTES))), url, counted)
                 hashed.drain()
-            info = ShardInfo(path, counted.records, hashed.bytes, hashed.sha256, hashed.crc32c, None, ())
+            found = hashed.digest
+            info = ShardInfo(path, counted.records, found.bytes, found.sha256, found.crc32c, None, ())
             return info, True, None, None
         with tempfile.TemporaryFile(prefix="lockstep-index-") as index:
             written = FramedWriter(_NOWHERE, index, self.block_records)

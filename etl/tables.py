@@ -15,7 +15,7 @@ from etl.write.quarantine import Origin
 from lockstep.features.schema.declare import load_schema
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import DatasetManifest
-from lockstep.storage.errors import ConfigError, NotFoundError, check_flag
+from lockstep.storage.errors import ConfigError, NotFoundError, require
 from lockstep.storage.urls import several
 
 if TYPE_CHECKING:
@@ -50,14 +50,14 @@ class TableConfig(WriteConfig):
         for name in ("inputs", "id_columns", "exclude"):
             object.__setattr__(self, name, several(getattr(self, name)))
         told = [flag for flag, value in self._sources().items() if value]
-        check_flag(len(told) == 1, "the input", " and ".join(told) or "none", "one of --table, --query, --input")
+        require(len(told) == 1, "the input", " and ".join(told) or "none", "one of --table, --query, --input")
         files = bool(self.inputs) or self.input_format == "parquet"
-        check_flag(files, "--input-format", f"{self.input_format} without --input", "with --input, whose format it is")
+        require(files, "--input-format", f"{self.input_format} without --input", "with --input, whose format it is")
         ids = self.id_columns
-        check_flag(len(ids) > 0 and all(ids), "--id-columns", ",".join(ids) or "none", "one column or more")
-        check_flag(len(set(ids)) == len(ids), "--id-columns", ",".join(ids), "each column once")
+        require(len(ids) > 0 and all(ids), "--id-columns", ",".join(ids) or "none", "one column or more")
+        require(len(set(ids)) == len(ids), "--id-columns", ",".join(ids), "each column once")
         alone = self.schema is None or not (self.exclude or self.label)
-        check_flag(alone, "--schema", "--exclude or --label beside it", "what the file declares, alone")
+        require(alone, "--schema", "--exclude or --label beside it", "what the file declares, alone")
 
     def to_json(self) -> dict[str, Any]:
         """What the content of the dataset follows from, besides the input and the seed."""

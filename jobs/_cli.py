@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from lockstep.storage.errors import ConfigError, LockstepError, NotFoundError, nearest
+from lockstep.storage.errors import ConfigError, LockstepError, NotFoundError, nearest, require
 from lockstep.storage.files.deadlines import end_process
 
 INTERRUPTED = 130  # what a shell reports for a process ended by Ctrl-C
@@ -36,7 +36,7 @@ class JobParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(
-            f"{self.prog}: the command line cannot be right",
+            f"{self.prog}: invalid arguments",
             got=message,
             allowed="the flags that --help lists",
             next_step=f"Run `{self.prog} --help`.",
@@ -90,13 +90,8 @@ def _words(flag: str, action: argparse.Action, value: object, where: str) -> lis
     good = not any(isinstance(one, list | dict) or (isinstance(one, bool) and action.nargs != 0) for one in values)
     if listed and isinstance(value, list) and any("," in str(one) for one in value):
         good, allowed = False, "values without `,`, which stands between them on the command line"
-    if not good or not values or (len(values) > 1 and not several and not listed):
-        raise ConfigError(
-            f"{where} cannot be right",
-            got=f"{value!r}"[:200],
-            allowed=allowed,
-            next_step="Correct the value.",
-        )
+    right = good and bool(values) and (len(values) == 1 or several or listed)
+    require(right, where, f"{value!r}"[:200], allowed, "Correct the value.")
     if value is True or value is False:
         return [flag] if value else []
     if several and isinstance(value, list):

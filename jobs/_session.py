@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.storage.errors import ConfigError, LockstepError
+from lockstep.storage.errors import ConfigError, LockstepError, require
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -81,13 +81,10 @@ def spark_session(app_name: str, master: str | None = None) -> Iterator[SparkSes
     ...     print(spark.range(500).count())
     500
     """
-    if master is not None and not _MASTER.fullmatch(master):
-        raise ConfigError(
-            "--master cannot be right",
-            got=master,
-            allowed="local, local[N], local[*], yarn, spark://HOST:PORT, k8s://URL",
-            next_step="Correct --master; leave it out for spark-submit's, or local[*].",
-        )
+    if master is not None:
+        allowed = "local, local[N], local[*], yarn, spark://HOST:PORT, k8s://URL"
+        next_step = "Correct --master; leave it out for spark-submit's, or local[*]."
+        require(bool(_MASTER.fullmatch(master)), "--master", master, allowed, next_step)
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
     from pyspark.errors import PySparkRuntimeError

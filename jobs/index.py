@@ -16,7 +16,7 @@ from jobs._cli import JobParser, run_job
 from jobs._session import hadoop_settings_of, spark_session
 from lockstep.features.schema.schema import DATA_GLOB, SAMPLE_RECORDS
 from lockstep.storage.dataset.indexed import IndexedManifest
-from lockstep.storage.errors import check_flag
+from lockstep.storage.errors import require
 from lockstep.storage.settings import set_hadoop_settings
 
 
@@ -36,7 +36,7 @@ def parser() -> JobParser:
 def main(argv: Sequence[str]) -> int:
     """Index; returns the exit code."""
     args = parser().parse(argv)
-    check_flag(args.sample_records >= 1, "--sample-records", str(args.sample_records), "1 or more")
+    require(args.sample_records >= 1, "--sample-records", str(args.sample_records), "1 or more")
     check(args.url)
     with nullcontext() if args.master is None else spark_session("lockstep index", args.master) as spark:
         settings = {} if spark is None else hadoop_settings_of(spark)

@@ -12,7 +12,7 @@ if sys.path[0] != ROOT:
 
 from jobs._cli import JobParser, run_job
 from jobs._upload import line, summary, target
-from lockstep.storage.errors import ConfigError
+from lockstep.storage.errors import require
 from lockstep.storage.progress import Progress
 from lockstep.storage.upload import find_files, upload
 
@@ -44,13 +44,7 @@ def parser() -> JobParser:
 def main(argv: Sequence[str]) -> int:
     """Upload; returns the exit code."""
     args = parser().parse(argv)
-    if not 1 <= args.parallel <= MAX_PARALLEL:
-        raise ConfigError(
-            "--parallel cannot be right",
-            got=str(args.parallel),
-            allowed=f"1 to {MAX_PARALLEL}",
-            next_step="Correct --parallel.",
-        )
+    require(1 <= args.parallel <= MAX_PARALLEL, "--parallel", str(args.parallel), f"1 to {MAX_PARALLEL}")
     output = target(args.output, args.via)
     items = find_files(args.input, output)
     with Progress("upload", sum(item.size_bytes for item in items), "bytes") as progress:

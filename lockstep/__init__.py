@@ -10,6 +10,7 @@ raise ConfigError, a path that does not exist NotFoundError, damaged data DataEr
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from lockstep.features.schema.declare import load_schema
     from lockstep.storage.dataset.manifest import DatasetManifest
     from lockstep.storage.verify import Finding
+    from training import data, on_ranks
     from training.batches.planned import PlannedBatches, numpy_batches
     from training.batches.torch_data import Loader
     from training.config import TrainConfig
@@ -35,25 +37,29 @@ if TYPE_CHECKING:
     from training.run.result import RunResult
 
 __all__ = [
-    "LockstepError", "PlannedBatches", "TrainConfig", "describe", "evaluate", "load_schema", "numpy_batches",
-    "read_history", "read_manifest", "spark_session", "torch_loader", "train", "verify", "write_dataset",
+    "LockstepError", "PlannedBatches", "TrainConfig", "data", "describe", "evaluate", "load_schema", "numpy_batches",
+    "on_ranks", "read_history", "read_manifest", "spark_session", "torch_loader", "train", "verify", "write_dataset",
 ]  # fmt: skip
 
 _MODULES = {
     "PlannedBatches": "training.batches.planned",
     "TrainConfig": "training.config",
+    "data": "training",
     "load_schema": "lockstep.features.schema.declare",
     "numpy_batches": "training.batches.planned",
+    "on_ranks": "training",
     "spark_session": "jobs._session",
     "write_dataset": "etl",
 }
 
 
-if not TYPE_CHECKING:  # a type checker would take it for a promise that every name exists
+if not TYPE_CHECKING:  # a type checker would assume that every name exists
 
     def __getattr__(name: str) -> Any:
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if _MODULES[name] == "training":  # a module of public names
+            return importlib.import_module(f"training.{name}")
         return getattr(importlib.import_module(_MODULES[name]), name)
 
 
@@ -62,10 +68,10 @@ def __dir__() -> list[str]:
 
 
 def read_manifest(dataset: str | os.PathLike[str]) -> DatasetManifest:
-    """Read and check what a dataset says of itself: `splits` (by name, each with `records` and `shards`), `counts`,
+    """Read and check the manifest of a dataset: `splits` (by name, each with `records` and `shards`), `counts`,
     `schema` (JSON), `digest` (equal for equal bytes). Reads no shard.
 
-    Raises NotFoundError where there is no dataset, CorruptionError for a damaged manifest.
+    Raises NotFoundError if there is no dataset, CorruptionError for a damaged manifest.
 
     >>> import lockstep
     >>> lockstep.read_manifest("data").splits["train"].records
@@ -77,10 +83,10 @@ def read_manifest(dataset: str | os.PathLike[str]) -> DatasetManifest:
 
 
 def describe(dataset: str | os.PathLike[str], max_records: int = 10_000) -> str:
-    """What is in a dataset, as a text: schema, counts, sizes in bytes, shards, and statistics of each column over about
+    """Describe a dataset as a text: schema, counts, sizes in bytes, shards, and statistics of each column over about
     `max_records` records.
 
-    Raises ConfigError for max_records below 1, NotFoundError where there is no dataset, DataError for a damaged one.
+    Raises ConfigError for max_records below 1, NotFoundError if there is no dataset, DataError for a damaged one.
 
     >>> import lockstep
     >>> "written" in lockstep.describe("data")
@@ -95,8 +101,8 @@ def describe(dataset: str | os.PathLike[str], max_records: int = 10_000) -> str:
 def verify(path: str | os.PathLike[str]) -> list[Finding]:
     """Read every byte of a dataset, checkpoint, exported model or run, and compare it with its digests.
 
-    Returns a Finding for each fault (`path`, `record` and `offset` in bytes where known, `what`), none where all is
-    intact. Raises NotFoundError where there is nothing, ConfigError for another kind of path, StorageError.
+    Returns a Finding for each fault (`path`, `record` and `offset` in bytes if known, `what`), none if all is intact.
+    Raises NotFoundError if there is nothing, ConfigError for another kind of path, StorageError if the storage fails.
 
     >>> import lockstep
     >>> lockstep.verify("data")
@@ -108,7 +114,7 @@ def verify(path: str | os.PathLike[str]) -> list[Finding]:
 
 
 def train(
-    datasets: str | os.PathLike[str] | Iterable[str],
+    datasets: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     run: str | os.PathLike[str],
     model: str | Callable[..., Any],
     *,
@@ -122,15 +128,16 @@ def train(
     """Train a Keras model on one or more datasets; the same call resumes an interrupted run, and returns the result
     of a finished one.
 
-    `model` is `logistic`, `resnet20` (any 6n + 2), `module:function`, or a function that ranks can import. The function
-    gets (signature, options) and returns a compiled keras.Model. `global_batch` is the samples of one step over all
-    ranks. Ranks are processes of this host or, with `spark`, run in a barrier stage of that session. `take_over`
-    replaces another driver of the same run. `options` are the other fields of TrainConfig, such as seed, augment,
-    checkpoint_every or learning_rate.
+    `model` is `logistic`, `resnet20` (any 6n + 2), `module:function`, or a function of (signature, options) that
+    returns a compiled keras.Model. A function that ranks cannot import, such as one of a notebook's cell, is sent to
+    them by cloudpickle, up to 1 MiB with all that it refers to; pass it again to resume. `global_batch` is the samples
+    of one step over all ranks. Ranks are processes of this host or, with `spark`, run in a barrier stage of that
+    session. `take_over` replaces another driver of the same run. `options` are the other fields of TrainConfig, such as
+    seed, augment, checkpoint_every or learning_rate.
 
     The result has `metrics` (of the last epoch), `steps`, `seconds`, `samples_per_s`, `checkpoint` and `model` (the URL
-    of the exported model). Raises ConfigError for arguments that do not fit, DataError for damaged data,
-    TrainingFailedError when ranks keep failing, SupersededError when another driver takes the run over.
+    of the exported model). Raises ConfigError for invalid arguments, DataError for damaged data, TrainingFailedError
+    when ranks keep failing, SupersededError when another driver takes the run over.
 
     >>> import lockstep
     >>> result = lockstep.train("data", "run", "logistic", global_batch=16, epochs=1, num_ranks=2)
@@ -139,7 +146,7 @@ def train(
     """
     from training.config import TrainConfig
     from training.driver.preflight import check
-    from training.driver.train import train
+    from training.driver.train import Hooks, train
 
     known = sorted(TrainConfig.__dataclass_fields__.keys() - {"launcher"})  # that is `spark`
     for name in options.keys() - known:
@@ -149,11 +156,13 @@ def train(
             allowed=", ".join(known),
             next_step="Correct the option; `python -m lockstep train --help` explains each.",
         )
+    name, function = _name_and_text(model)
     config = TrainConfig(
-        datasets=several(datasets), run=os.fspath(run), model=_model_name(model), num_ranks=num_ranks,
+        datasets=several(datasets), run=os.fspath(run), model=name, num_ranks=num_ranks,
         global_batch=global_batch, epochs=epochs, launcher="local" if spark is None else "barrier", **options,
     )  # fmt: skip
-    return check(config) or train(config, _launch(spark, config), take_over=take_over)
+    hooks = Hooks(model_function=function)
+    return check(config) or train(config, _launch(spark, config), take_over=take_over, hooks=hooks)
 
 
 def evaluate(
@@ -173,8 +182,8 @@ def evaluate(
     `spark`, run in a barrier stage.
 
     Returns `samples`, `metrics` ({name: value}), `intervals` (95 %, {name: [low, high]}), `class_counts`, and of the
-    baseline `baseline` and `difference`. Raises ConfigError for arguments that do not fit, NotFoundError for a run,
-    dataset or split that does not exist.
+    baseline `baseline` and `difference`. Raises ConfigError for invalid arguments, NotFoundError for a run, dataset
+    or split that does not exist.
 
     >>> import lockstep
     >>> result = lockstep.evaluate("run", "data", "test", baseline="majority")
@@ -191,7 +200,7 @@ def read_history(run: str | os.PathLike[str]) -> History:
     """Read the metrics that a run has written so far; the run need not have ended.
 
     `steps` has one row ({step, loss, ...}) for each step, `epochs` one ({epoch, metrics, ...}) for each epoch, `times`
-    the seconds that each rank spent. Raises NotFoundError where there is no run, CorruptionError for a damaged part.
+    the seconds that each rank spent. Raises NotFoundError if there is no run, CorruptionError for a damaged part.
 
     >>> import lockstep
     >>> len(lockstep.read_history("run").steps)
@@ -235,16 +244,22 @@ def _launch(spark: SparkSession | None, config: TrainConfig | None = None) -> La
     return OnSpark(spark, None if config is None else partial(near_ranks, config))
 
 
-def _model_name(model: str | Callable[..., Any]) -> str:
-    """A model's function as `module:function`. Raises ConfigError for one that another process cannot import."""
+def _name_and_text(model: str | Callable[..., Any]) -> tuple[str, str | None]:
+    """A model's name, and its function as text for the ranks where they cannot import it. Raises ConfigError."""
     if isinstance(model, str):
-        return model
+        return model, None
+    if not inspect.isroutine(model) and not isinstance(model, partial):
+        raise ConfigError(
+            "the model is neither a name nor a function",
+            got=repr(model)[:200],
+            allowed="a name, `module:function`, or a function of (signature, options)",
+            next_step="Pass a function that builds and compiles the model: each rank calls it.",
+        )
     module, name = getattr(model, "__module__", ""), getattr(model, "__qualname__", "")
     if module != "__main__" and getattr(sys.modules.get(module), name, None) is model:
-        return f"{module}:{name}"
-    raise ConfigError(
-        "ranks cannot import the model's function",
-        got=f"{name or repr(model)} of {'a notebook or script' if module == '__main__' else module}",
-        allowed="a name, `module:function`, or a function at the top level of an importable module",
-        next_step="Move the function into a file, such as mymodel.py, and pass `mymodel:build`.",
-    )
+        return f"{module}:{name}", None
+    from training.launch.model_function import as_text
+    from training.models import SENT
+
+    name = getattr(model, "__name__", "")
+    return f"{SENT}:{name if name.isidentifier() else 'model'}", as_text(model)

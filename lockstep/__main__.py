@@ -23,7 +23,7 @@ def job_names() -> list[str]:
 
 
 def sentence(name: str) -> str:
-    """What a job does: the first line of its docstring, read without importing it."""
+    """The first line of a job's docstring, read without importing it."""
     text = ast.get_docstring(ast.parse((JOBS / f"{name}.py").read_text(encoding="utf-8"))) or ""
     line = _CALL.sub("", text.partition("\n")[0])
     return line[:1].upper() + line[1:]
@@ -44,7 +44,7 @@ def refuse(argv: Sequence[str]) -> int:
         f"there is no job `{argv[0]}`",
         got=argv[0] + nearest(argv[0], job_names()),
         allowed=", ".join(job_names()),
-        next_step="Correct the name; `python -m lockstep` says what each job does.",
+        next_step="Correct the name; `python -m lockstep` lists the jobs.",
     )
 
 

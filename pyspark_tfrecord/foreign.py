@@ -1,4 +1,4 @@
-"""Reading TFRecord files that are no dataset of ours: by their index where jobs.index has made one, else whole."""
+"""Reading TFRecord files of other programs: by ranges if jobs.index has indexed them, else file by file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pyspark_tfrecord.types import columns_of
 
 @dataclass
 class FilePartition(InputPartition):
-    """A whole file: one that no index describes, or a gzip file, then with what its manifest says of it."""
+    """A whole file: one without an index, or a gzip file, with its manifest entry if there is one."""
 
     url: str
     info: ShardInfo | None = None
@@ -35,7 +35,7 @@ class FilePartition(InputPartition):
 
 @dataclass
 class RangePartition(InputPartition):
-    """A stretch of an indexed file."""
+    """A range of an indexed file."""
 
     part: ShardRange
 
@@ -62,7 +62,7 @@ class Foreign:
         return pa.schema([pa.field(field.name, field.arrow_type, nullable=field.nullable) for field in self.fields])
 
     def partitions(self) -> list[InputPartition]:
-        """One for each stretch of an indexed file, else one for each file."""
+        """One for each range of an indexed file, else one for each file."""
         if self._manifest is None:
             return [FilePartition(file.url) for file in self._files]
         found: list[InputPartition] = []

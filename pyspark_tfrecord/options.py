@@ -18,13 +18,13 @@ DOUBLES = ("refuse", "float32")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadOptions:
-    """How to read. Raises ConfigError for a value that cannot be."""
+    """How to read. Raises ConfigError for an invalid value."""
 
     path: str
     split: str | None = None
-    """One split of a dataset; without it all of them, told apart by a column `split`."""
+    """One split of a dataset; None reads all of them and adds a column `split`."""
     columns: tuple[str, ...] | None = None
-    """The columns to hand over, in this order; Spark 4.3 tells a Python source nothing of what a query needs."""
+    """The columns to read, in this order: Spark 4.3 does not pass a Python source the columns that a query needs."""
     verify: str = "records"
     """"records": both checksums of each record. "full": the SHA-256 of each file too, so a file is one partition."""
     partition_bytes: int = PARTITION_BYTES
@@ -34,11 +34,11 @@ class ReadOptions:
     path_glob: str = DATA_GLOB
     """Which files of a directory without a manifest are read."""
     hadoop: Mapping[str, str] = field(default_factory=dict)
-    """fs.* and dfs.* settings for where HADOOP_CONF_DIR does not say them."""
+    """fs.* and dfs.* settings that are not in HADOOP_CONF_DIR."""
 
     @classmethod
     def of(cls, options: Mapping[str, str]) -> Self:
-        """From what `.option(...)` and `.load(...)` gave; names are taken in any case."""
+        """From what `.option(...)` and `.load(...)` gave; names are case-insensitive."""
         given = _known(options, _READ)
         return cls(
             path=_path(given),
@@ -54,21 +54,21 @@ class ReadOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WriteOptions:
-    """How to write. Raises ConfigError for a value that cannot be."""
+    """How to write. Raises ConfigError for an invalid value."""
 
     path: str
     must_be_new: bool = False
-    """Refuse a path that exists; what mode("errorifexists") would say if Spark let a Python source have it."""
+    """Refuse a path that exists, as mode("errorifexists") would, which Spark does not pass to a Python source."""
     compression: str | None = None
     """None or "gzip"."""
     doubles: str = "refuse"
-    """What becomes of a double, which tf.Example has no number for: refused, or rounded to float32."""
+    """What to do with doubles, which tf.Example cannot hold: refuse them, or round them to float32."""
     hadoop: Mapping[str, str] = field(default_factory=dict)
-    """fs.* and dfs.* settings for where HADOOP_CONF_DIR does not say them."""
+    """fs.* and dfs.* settings that are not in HADOOP_CONF_DIR."""
 
     @classmethod
     def of(cls, options: Mapping[str, str]) -> Self:
-        """From what `.option(...)` and `.save(...)` gave; names are taken in any case."""
+        """From what `.option(...)` and `.save(...)` gave; names are case-insensitive."""
         given = _known(options, _WRITE)
         compression = _choice(given, "compression", ("none", "gzip"), "none")
         return cls(
@@ -102,7 +102,7 @@ def _path(given: Mapping[str, str]) -> str:
 def _choice(given: Mapping[str, str], key: str, allowed: tuple[str, ...], default: str) -> str:
     value = given.get(key, default).lower()
     if value not in allowed:
-        raise _bad(f"option `{key}` cannot be right", value, ", ".join(allowed))
+        raise _bad(f"option `{key}` is invalid", value, ", ".join(allowed))
     return value
 
 
@@ -117,14 +117,14 @@ def _names(text: str) -> tuple[str, ...]:
     """A JSON list, for names with a comma in them, or names with commas between."""
     found: Any = _json("columns", text) if text.lstrip().startswith("[") else [part.strip() for part in text.split(",")]
     if not all(isinstance(name, str) and name for name in found) or len(set(found)) != len(found):
-        raise _bad("option `columns` cannot be right", text, "different names: a,b,c or a JSON list of strings")
+        raise _bad("option `columns` is invalid", text, "different names: a,b,c or a JSON list of strings")
     return tuple(found)
 
 
 def _settings(given: Mapping[str, str]) -> dict[str, str]:
     found = _json("hadoopSettings", given.get("hadoopsettings", "{}"))
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
-        raise _bad("option `hadoopSettings` cannot be right", repr(found)[:200], "a JSON object of strings")
+        raise _bad("option `hadoopSettings` is invalid", repr(found)[:200], "a JSON object of strings")
     return found
 
 

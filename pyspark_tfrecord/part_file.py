@@ -55,7 +55,7 @@ def _sink(writer: Writer, options: WriteOptions) -> Iterator[Callable[[memoryvie
 
 
 def _as(column: pa.Array, field: Field) -> pa.Array:
-    """A column as its encoder takes it: doubles rounded to float32, which was asked for; all others as they are."""
+    """A column as its encoder takes it: doubles rounded to float32, as the options say; others unchanged."""
     item = column.type.value_type if field.is_list else column.type
     if field.dtype != "float32" or item != pa.float64():
         return column

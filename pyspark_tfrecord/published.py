@@ -1,4 +1,4 @@
-"""Reading a published dataset: the schema and the cuts come from its manifest, so no file is opened to plan."""
+"""Reading a published dataset: schema and partitions come from its manifest, so planning opens no shard."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lockstep.storage.urls import join
 from pyspark_tfrecord.options import ReadOptions
 
 SPLIT_COLUMN = "split"  # what Spark makes of the directories split=NAME of a Parquet dataset
-MAX_PARTITIONS = 20_000  # a driver plans and a page shows so many; larger sets get larger cuts
+MAX_PARTITIONS = 20_000  # what a driver can plan and Spark's page can show; larger datasets get larger partitions
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Published:
             )
         if options.split is None and SPLIT_COLUMN in {field.name for field in self.schema}:
             raise ConfigError(
-                f"{options.path} has a column `{SPLIT_COLUMN}` of its own, so that of the splits has no name",
+                f"{options.path} has its own column `{SPLIT_COLUMN}`, the name of the column that says the split",
                 got="no option `split`",
                 allowed=", ".join(manifest.splits),
                 next_step='Name one split: .option("split", NAME).',
@@ -74,13 +74,13 @@ class Published:
 
         assert isinstance(partition, PublishedPartition)
         part, schema = partition.part, self.arrow_schema()
-        told = self.options.split is None and SPLIT_COLUMN in names
-        stored = [name for name in names if not (told and name == SPLIT_COLUMN)]
-        # Of nothing one could not tell how many there are: then it is the ids.
+        with_split = self.options.split is None and SPLIT_COLUMN in names
+        stored = [name for name in names if not (with_split and name == SPLIT_COLUMN)]
+        # At least one column, which gives the number of rows: the ids if no other is needed.
         decode = strict(self.schema, stored or [self.schema.id_field.name])
         for batch in read_range(filesystem(part.url), part, decode):
             found = {name: batch.column(name) for name in stored}
-            if told:
+            if with_split:
                 found[SPLIT_COLUMN] = pa.repeat(pa.scalar(partition.split), len(batch))
             fields = pa.schema([schema.field(name) for name in names])
             yield pa.RecordBatch.from_arrays([found[name] for name in names], schema=fields)

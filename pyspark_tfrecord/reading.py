@@ -1,4 +1,4 @@
-"""What lies at a path, and the one reader over it: batches of Arrow columns, never rows."""
+"""The input at a path, a dataset or other TFRecord files, and the reader for both: Arrow batches, never rows."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ class Input(Protocol):
 def open_input(options: Mapping[str, str], schema: StructType | None = None) -> Input:
     """Look at the path: a manifest makes it a dataset. `schema` is what the call asks for, None before that is known.
 
-    Raises ConfigError for options that cannot be right, NotFoundError where nothing is, DataError where what is there
-    cannot be read.
+    Raises ConfigError for invalid options, NotFoundError if nothing is there, DataError if it cannot be read.
     """
     read = ReadOptions.of(options)
     set_hadoop_settings(read.hadoop)
@@ -76,7 +75,7 @@ def open_input(options: Mapping[str, str], schema: StructType | None = None) -> 
 
 
 def _refuse_split_folder(path: str) -> None:
-    """Raise ConfigError for the folder of one split of a dataset: its files would be read as those of somebody else."""
+    """Raise ConfigError for the folder of one split of a dataset, which would be read as files of another program."""
     key, equals, split = basename(path).partition("=")
     if key != SPLIT_COLUMN or not equals:
         return
@@ -106,14 +105,14 @@ def selected(found: Input) -> pa.Schema:
 
 
 class Reader(DataSourceReader):
-    """Reads `schema`, whose columns `found` has, in any order."""
+    """Reads the columns of `schema` from `found`, in any order."""
 
     def __init__(self, found: Input, schema: StructType) -> None:
         self._input = found
         self._schema = schema
 
     def partitions(self) -> Sequence[InputPartition]:
-        """One for each stretch of a file; one that reads nothing where there is nothing."""
+        """One for each range of a file; an empty one if there is nothing to read."""
         return self._input.partitions() or [InputPartition(None)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:

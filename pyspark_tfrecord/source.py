@@ -1,4 +1,4 @@
-"""The data source that Spark finds: it only decides what lies at a path, and who reads or writes it."""
+"""The data source that Spark finds: it chooses the reader or writer for a path."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DefaultSource(DataSource):
         return "tfrecord"
 
     def schema(self) -> StructType:
-        """The columns of what lies at the path: from its manifest, else inferred from `sampleRecords` records.
+        """The columns at the path: from its manifest, else inferred from `sampleRecords` records.
 
         Raises ConfigError or DataError as in docs/tfrecord-source.md.
         """

@@ -24,7 +24,7 @@ from pyspark.sql.types import (
 from lockstep.storage.errors import ConfigError
 
 # What tf.Example can hold of a Spark type, by its name in Field.dtype. Narrow integers are widened, which loses
-# nothing; what is not here (decimals, times, maps, structs) has no such form.
+# nothing; other types (decimals, times, maps, structs) have no such form.
 _DTYPES: dict[type[DataType], str] = {
     ByteType: "int64",
     ShortType: "int64",

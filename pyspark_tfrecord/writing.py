@@ -1,4 +1,4 @@
-"""Plain TFRecord files from a data frame: written aside by the tasks, given their names by the driver."""
+"""Plain TFRecord files from a data frame: tasks write them into a staging folder, the driver gives them their names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PART = re.compile(r"part-(\d{5,})\.tfrecord(\.gz)?")
 
 
 class NotRestoredError(StorageError):
-    """What a job was to replace lies in its staging folder, which therefore stays."""
+    """The old data of a job that failed to replace them are in its staging folder, which therefore stays."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Written(WriterCommitMessage):
 class FileWriter(DataSourceArrowWriter):
     """Writes `part-NNNNN.tfrecord` for each partition that has rows, in the order of the partitions.
 
-    Nothing is seen at the path before all tasks are done. A new directory, or one that replaces another, appears by a
+    Nothing appears at the path before all tasks are done. A new directory, or one that replaces another, appears by one
     rename; files that are added to a directory appear one by one.
     """
 
@@ -56,15 +56,15 @@ class FileWriter(DataSourceArrowWriter):
 
     @classmethod
     def of(cls, options: Mapping[str, str], schema: StructType, overwrite: bool) -> Self:
-        """Check the call and make the folder aside. Raises ConfigError for a column that cannot be written, ExistsError
-        for a path that must not be written to.
+        """Check the options and make the staging folder. Raises ConfigError for a column that cannot be written,
+        ExistsError for a path that must not be written to.
         """
         write = WriteOptions.of(options)
         set_hadoop_settings(write.hadoop)
         fields = _fields(schema, write)
         fs = filesystem(write.path)
         _refuse(fs, write, overwrite)
-        # A sibling: whatever happens to the job, no reader of the path ever sees what is in it.
+        # A sibling, so that no reader of the path ever sees its content.
         staging = join(parent(write.path), f"_staging-tfrecord-{secrets.token_hex(8)}")
         fs.mkdirs(staging)
         return cls(write, fields, overwrite, staging)
@@ -94,14 +94,14 @@ class FileWriter(DataSourceArrowWriter):
             else:
                 self._place(fs, [m.url for m in done if m.url is not None])
         except NotRestoredError:
-            raise  # the staging folder holds the only copy of what was there
+            raise  # the staging folder holds the only copy of the old data
         except BaseException:
             fs.discard(self.staging)
             raise
         fs.discard(self.staging)
 
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """Runs on the driver when a task, or commit, has failed: nothing stays but data that could not be put back."""
+        """Runs on the driver when a task or the commit has failed: removes all but data that could not be restored."""
         set_hadoop_settings(self.options.hadoop)
         fs = filesystem(self.options.path)
         if not fs.exists(self._old):
@@ -109,7 +109,7 @@ class FileWriter(DataSourceArrowWriter):
 
     @property
     def _old(self) -> str:
-        """Where a directory that is being replaced lies meanwhile."""
+        """Where a directory is kept while it is being replaced."""
         return join(self.staging, "replaced")
 
     def _place(self, fs: FileSystem, urls: Sequence[str]) -> None:
@@ -130,21 +130,21 @@ class FileWriter(DataSourceArrowWriter):
             raise
 
     def _restore(self, fs: FileSystem, cause: BaseException) -> None:
-        """Give a directory that was moved aside its name again. Raises NotRestoredError where that fails too."""
+        """Give the replaced directory its name back. Raises NotRestoredError if that fails too."""
         try:
-            # Asked and not remembered: a rename whose answer was lost may have happened.
+            # Look, since a rename whose answer was lost may have happened.
             if fs.exists(self._old):
                 fs.rename_new(self._old, self.options.path)
         except BaseException as error:
             raise NotRestoredError(
-                f"{self.options.path} could not be replaced, and what was there could not be put back",
+                f"{self.options.path} could not be replaced, and its old data could not be restored",
                 got=f"{cause}; then {error}",
                 allowed="a rename that succeeds",
                 next_step=f"Its data, if not at the path, is whole in {self._old}: rename that to the path.",
             ) from cause
 
     def _add(self, fs: FileSystem, urls: Sequence[str]) -> None:
-        """Number the files on behind those that are there; what another job took first ends this one."""
+        """Add the files with the numbers after the existing ones; fails if another job takes one of these first."""
         path = self.options.path
         matches = (_PART.fullmatch(entry.name) for entry in fs.list(path))
         first = max((int(match.group(1)) + 1 for match in matches if match), default=0)
@@ -180,7 +180,7 @@ def _fields(schema: StructType, options: WriteOptions) -> tuple[Field, ...]:
     names = [field.name for field in fields]
     if not names or len(set(names)) != len(names):
         raise ConfigError(
-            "the columns cannot be told apart by their names",
+            "the columns have no names, or the same name twice",
             got=", ".join(names) or "no columns",
             allowed="at least one column, each name once",
             next_step="Rename them.",

@@ -24,11 +24,11 @@ find_python() {
     fail "Python 3.11 or later with its venv module is missing; install it (Debian: apt-get install python3 python3-venv) or name it: make PYTHON=/path/to/python3.11"
 }
 
-# make_venv FOLDER REQUIREMENTS FILE...: the folder is made anew where FILEs differ from those it was made from.
+# make_venv FOLDER REQUIREMENTS FILE...: install again if any FILE has changed since the last installation.
 make_venv() {
     local folder=$1 requirements=$2 digest
     shift 2
-    if command -v flock >/dev/null; then # of two makes at once the second waits, and finds the work done
+    if command -v flock >/dev/null; then # of two makes at the same time, the second waits and finds the work done
         exec 9<"$requirements"
         flock 9
     fi
@@ -81,7 +81,7 @@ need_java() {
     [ -n "$(find_java)" ] || fail "Spark needs a JDK 17 or 21; install one (Debian: apt-get install openjdk-17-jdk-headless) or set JAVA_HOME."
 }
 
-# tests/network lays out hosts by `ip` and `tc`; where these cannot be had its tests are left out, which the output tells.
+# tests/network makes hosts with `ip` and `tc`; without these commands its tests are skipped, and the output says so.
 want_iproute() {
     if (PATH=$PATH:/usr/sbin:/sbin && command -v ip && command -v tc) >/dev/null; then
         return

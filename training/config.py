@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lockstep.features.images.augment import canonical
-from lockstep.storage.errors import ConfigError
+from lockstep.storage.errors import ConfigError, require
 from lockstep.storage.urls import several
 from training.comm.options import UNAUTHENTICATED, Backend, CommOptions
 
@@ -310,13 +310,8 @@ class TrainConfig:
         return Keep(self.keep_checkpoints, self.keep_every, self.keep_best)
 
     def _check(self, name: str, right: bool, allowed: str) -> None:
-        if not right:
-            raise ConfigError(
-                f"the training configuration's `{name}` cannot be right",
-                got=f"{name} = {getattr(self, name)!r}",
-                allowed=allowed,
-                next_step=f"Correct {flag_of(name)}.",
-            )
+        got = f"{name} = {getattr(self, name)!r}"
+        require(right, f"the training configuration's `{name}`", got, allowed, f"Correct {flag_of(name)}.")
 
     def to_json(self) -> dict[str, Any]:
         """The fields as a JSON object."""

@@ -11,7 +11,7 @@ from etl.write.config import OutputConfig
 from etl.write.late import Intake
 from lockstep.features.images.decode import Limits
 from lockstep.features.images.resize import FITS, ROTATIONS
-from lockstep.storage.errors import check_flag
+from lockstep.storage.errors import require
 
 SOURCES = ("idx", "cifar10", "cifar100", "folder", "tar", "parquet")
 ENCODED = ("folder", "tar", "parquet")
@@ -51,30 +51,28 @@ class ImagesConfig(OutputConfig):
     def __post_init__(self) -> None:
         super(ImagesConfig, self).__post_init__()
         files = self.source in ENCODED
-        check_flag(self.source in SOURCES, "--source", self.source, ", ".join(SOURCES))
-        check_flag(self.fit in FITS, "--fit", self.fit, ", ".join(FITS))
-        check_flag(self.rotate in ROTATIONS, "--rotate", str(self.rotate), ", ".join(map(str, ROTATIONS)))
-        check_flag(self.channels in (None, 1, 3), "--channels", str(self.channels), "1 or 3")
-        check_flag(self.store in STORES, "--store", self.store, ", ".join(STORES))
-        check_flag(
-            self.store == "pixels" or files, "--store", f"encoded with --source {self.source}", ", ".join(ENCODED)
-        )
-        check_flag(
+        require(self.source in SOURCES, "--source", self.source, ", ".join(SOURCES))
+        require(self.fit in FITS, "--fit", self.fit, ", ".join(FITS))
+        require(self.rotate in ROTATIONS, "--rotate", str(self.rotate), ", ".join(map(str, ROTATIONS)))
+        require(self.channels in (None, 1, 3), "--channels", str(self.channels), "1 or 3")
+        require(self.store in STORES, "--store", self.store, ", ".join(STORES))
+        require(self.store == "pixels" or files, "--store", f"encoded with --source {self.source}", ", ".join(ENCODED))
+        require(
             self.store == "pixels" or self.rotate == 0,
             "--rotate",
             "with --store encoded",
             "0: the bytes stay as they are",
         )
-        check_flag(1 <= self.max_pixels <= 1 << 28, "--max-pixels", str(self.max_pixels), "1 to 2^28")
+        require(1 <= self.max_pixels <= 1 << 28, "--max-pixels", str(self.max_pixels), "1 to 2^28")
         if self.num_classes is not None:
             most = _BYTE_CLASSES.get(self.source, MAX_CLASSES)
-            check_flag(2 <= self.num_classes <= most, "--num-classes", str(self.num_classes), f"2 to {most}")
+            require(2 <= self.num_classes <= most, "--num-classes", str(self.num_classes), f"2 to {most}")
         if self.image_size is not None:
             good = all(1 <= size <= MAX_SIDE for size in self.image_size)
-            check_flag(good, "--image-size", str(self.image_size), f"1 to {MAX_SIDE}")
+            require(good, "--image-size", str(self.image_size), f"1 to {MAX_SIDE}")
         elif files:
-            check_flag(False, "--image-size", f"none with --source {self.source}", "HxW: files may have any size")
-        check_flag(not self.bake, "--bake", "images", "--store pixels without it: pixels are what a model is fed")
+            require(False, "--image-size", f"none with --source {self.source}", "HxW: files may have any size")
+        require(not self.bake, "--bake", "images", "--store pixels without it: pixels are what a model is fed")
         idle = (
             ("--fit", self.fit != "resize" and self.image_size is None, "--image-size"),
             ("--max-pixels", self.max_pixels != MAX_PIXELS and not files, f"--source {' or '.join(ENCODED)}"),
@@ -82,11 +80,9 @@ class ImagesConfig(OutputConfig):
             ("--label-column", self.label_column != "label" and self.source != "parquet", "--source parquet"),
         )
         for flag, does_nothing, needed in idle:
-            check_flag(not does_nothing, flag, f"{flag} without {needed}", f"with {needed}, else it does nothing")
+            require(not does_nothing, flag, f"{flag} without {needed}", f"with {needed}, else it does nothing")
         column = self.split_spec.column
-        check_flag(
-            column in (None, "label"), "--split", self.split, "a split without a column, or stratified:label:A/B"
-        )
+        require(column in (None, "label"), "--split", self.split, "a split without a column, or stratified:label:A/B")
 
     @property
     def label_count(self) -> int | None:

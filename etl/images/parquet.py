@@ -18,7 +18,7 @@ from etl.input.files import Source, find_sources, source_name
 from etl.write.late import Intake
 from lockstep.features.images.decode import ImageError
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError
-from lockstep.storage.formats.parquet_footer import columns_can_be_told, read_footer
+from lockstep.storage.formats.parquet_footer import columns_are_readable, read_footer
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import absolute
 
@@ -134,7 +134,7 @@ def _footer(source: Source) -> pq.FileMetaData:
         raise _damaged(source.url, ValueError(f"its end is {error.got}")) from None
     except (pa.ArrowException, OSError) as error:
         raise _damaged(source.url, error) from None
-    if not columns_can_be_told(footer):
+    if not columns_are_readable(footer):
         raise _damaged(source.url, ValueError("a footer over which Arrow would end the process"))
     return metadata
 

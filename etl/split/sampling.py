@@ -17,7 +17,7 @@ from etl.split.splits import SplitSpec, texts_of
 from lockstep.features.sample_id import shard_keys, splitmix64
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.sampled import Sampled
-from lockstep.storage.errors import ConfigError, check_flag
+from lockstep.storage.errors import ConfigError, require
 
 _SHARE = re.compile(r"(?P<number>[0-9]{1,20}([.][0-9]{0,20}|/[0-9]{1,20})?|[.][0-9]{1,20})(?P<percent>%?)")
 
@@ -30,7 +30,7 @@ def parse_share(text: str, flag: str = "--max-bad") -> Fraction:
         share = Fraction(found["number"]) / (100 if found["percent"] else 1) if found else Fraction(-1)
     except ZeroDivisionError:
         share = Fraction(-1)
-    check_flag(0 <= share <= 1, flag, text, "0% to 100%, or 0 to 1")
+    require(0 <= share <= 1, flag, text, "0% to 100%, or 0 to 1")
     return share
 
 

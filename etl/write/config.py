@@ -12,7 +12,7 @@ from etl.input.files import DEFAULT_SPLIT_BYTES
 from etl.split.sampling import Sampling, parse_share
 from etl.split.splits import TIME_COLUMN, SplitSpec
 from lockstep.storage.dataset.layout import COMPRESSIONS, FORMATS
-from lockstep.storage.errors import check_flag
+from lockstep.storage.errors import require
 from lockstep.storage.urls import absolute, several, split_url
 
 DEFAULT_SHARD_BYTES = 128 << 20
@@ -70,28 +70,28 @@ class WriteConfig:
     numbers. Records whose label looks into the next split are left out; None leaves none out."""
 
     def __post_init__(self) -> None:
-        check_flag(self.fmt in FORMATS, "--format", self.fmt, ", ".join(FORMATS))
-        check_flag(self.compression in COMPRESSIONS, "--compression", self.compression, " or ".join(COMPRESSIONS))
+        require(self.fmt in FORMATS, "--format", self.fmt, ", ".join(FORMATS))
+        require(self.compression in COMPRESSIONS, "--compression", self.compression, " or ".join(COMPRESSIONS))
         if self.compression != "none":
-            check_flag(self.fmt == "tfrecord", "--compression", f"--format {self.fmt}", "--format tfrecord")
-        check_flag(self.shard_bytes >= 1, "--shard-bytes", str(self.shard_bytes), "1 or more")
-        check_flag(0 <= self.seed < 1 << 63, "--seed", str(self.seed), "0 to 2^63 - 1")
-        check_flag(self.weights in WEIGHTS, "--weights", self.weights, " or ".join(WEIGHTS))
+            require(self.fmt == "tfrecord", "--compression", f"--format {self.fmt}", "--format tfrecord")
+        require(self.shard_bytes >= 1, "--shard-bytes", str(self.shard_bytes), "1 or more")
+        require(0 <= self.seed < 1 << 63, "--seed", str(self.seed), "0 to 2^63 - 1")
+        require(self.weights in WEIGHTS, "--weights", self.weights, " or ".join(WEIGHTS))
         if self.row_group_bytes is not None:
-            check_flag(self.row_group_bytes >= 1, "--row-group-bytes", str(self.row_group_bytes), "1 or more")
-            check_flag(self.fmt == "parquet", "--row-group-bytes", f"--format {self.fmt}", "--format parquet")
+            require(self.row_group_bytes >= 1, "--row-group-bytes", str(self.row_group_bytes), "1 or more")
+            require(self.fmt == "parquet", "--row-group-bytes", f"--format {self.fmt}", "--format parquet")
         if self.petastorm:
-            check_flag(self.fmt == "parquet", "--petastorm", f"--format {self.fmt}", "--format parquet")
-        check_flag(self.quarantine is None or bool(self.quarantine), "--quarantine", "nothing", "a URL or none")
+            require(self.fmt == "parquet", "--petastorm", f"--format {self.fmt}", "--format parquet")
+        require(self.quarantine is None or bool(self.quarantine), "--quarantine", "nothing", "a URL or none")
         if self.quarantine not in (None, NOT_KEPT):
             apart = not _nested(self.output, str(self.quarantine))
-            check_flag(apart, "--quarantine", str(self.quarantine), f"a place beside {self.output}")
+            require(apart, "--quarantine", str(self.quarantine), f"a place beside {self.output}")
         spec = SplitSpec.parse(self.split)
         if self.label_window is not None:
-            check_flag(self.label_window >= 0, "--label-window", str(self.label_window), "0 or more")
-            check_flag(spec.kind == "time", "--label-window", f"--split {self.split}", "--split time:...")
+            require(self.label_window >= 0, "--label-window", str(self.label_window), "0 or more")
+            require(spec.kind == "time", "--label-window", f"--split {self.split}", "--split time:...")
         if self.append_to is not None:
-            check_flag(
+            require(
                 spec.kind != "time", "--append-to", self.split, "another split: the border in time was the parent's"
             )
         if self.sample is not None:
@@ -143,8 +143,8 @@ class OutputConfig(WriteConfig):
     def __post_init__(self) -> None:
         super(OutputConfig, self).__post_init__()
         object.__setattr__(self, "inputs", several(self.inputs))
-        check_flag(len(self.inputs) > 0, "--input", "nothing", "one URL or more")
-        check_flag(self.split_bytes >= 1, "split_bytes", str(self.split_bytes), "1 or more")
+        require(len(self.inputs) > 0, "--input", "nothing", "one URL or more")
+        require(self.split_bytes >= 1, "split_bytes", str(self.split_bytes), "1 or more")
         parse_share(self.max_bad)
 
     @property
@@ -185,7 +185,7 @@ class LogsConfig(OutputConfig):
         super(LogsConfig, self).__post_init__()
         for name in ("id_columns", "columns", "time_columns", "null_texts"):
             object.__setattr__(self, name, several(getattr(self, name)))
-        check_flag(self.log_format in LOG_FORMATS, "--log-format", self.log_format, ", ".join(LOG_FORMATS))
+        require(self.log_format in LOG_FORMATS, "--log-format", self.log_format, ", ".join(LOG_FORMATS))
         table, delimited = self.log_format in LOG_FORMATS[2:], self.log_format in ("tsv", "csv")
         only = (
             ("--schema", self.schema is not None, table, "tsv, csv or json"),
@@ -194,12 +194,12 @@ class LogsConfig(OutputConfig):
             ("--quoted-newlines", self.quoted_newlines, self.log_format == "csv", "csv"),
         )
         for flag, given, fits, formats in only:
-            check_flag(fits or not given, flag, f"--log-format {self.log_format}", f"with --log-format {formats}")
+            require(fits or not given, flag, f"--log-format {self.log_format}", f"with --log-format {formats}")
         for flag, names in (("--id-columns", self.id_columns), ("--time-columns", self.time_columns)):
-            check_flag(self.schema is not None or not names, flag, " ".join(names), "with --schema")
-            check_flag(len(set(names)) == len(names) and all(names), flag, " ".join(names), "each name once")
-        check_flag(len(set(self.columns)) == len(self.columns), "--columns", " ".join(self.columns), "each name once")
-        check_flag(
+            require(self.schema is not None or not names, flag, " ".join(names), "with --schema")
+            require(len(set(names)) == len(names) and all(names), flag, " ".join(names), "each name once")
+        require(len(set(self.columns)) == len(self.columns), "--columns", " ".join(self.columns), "each name once")
+        require(
             not self.split_spec.given,
             "--split",
             self.split,
@@ -242,7 +242,7 @@ class LogsConfig(OutputConfig):
 def parse_size(text: str) -> tuple[int, int]:
     """Read "HxW". Raises ConfigError for another form."""
     height, _, width = text.partition("x")
-    check_flag(bool(_SIDE.fullmatch(height) and _SIDE.fullmatch(width)), "--image-size", text, "HxW such as 28x28")
+    require(bool(_SIDE.fullmatch(height) and _SIDE.fullmatch(width)), "--image-size", text, "HxW such as 28x28")
     return int(height), int(width)
 
 

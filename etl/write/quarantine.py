@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -16,13 +15,14 @@ import pyarrow.parquet as pq
 from etl.input.lines import NOT_COMBINED_LOG, NOT_COMMON_LOG
 from etl.spark.errors import in_task
 from etl.spark.session import described
-from etl.spark.tasks import COPY_BYTES, by_partition, partition_of_task, upload
+from etl.spark.tasks import by_partition, partition_of_task, upload
 from etl.write.checks import refuse_existing
 from etl.write.config import NOT_KEPT, OutputConfig, WriteConfig
 from etl.write.shards import RUN_AGAIN, move
 from etl.write.staging import Staging, clean, clean_quarantine, remove_refused
 from lockstep.storage.dataset.layout import DatasetPaths, fitted_path
 from lockstep.storage.dataset.manifest_entries import FileInfo, SourceInfo
+from lockstep.storage.digest import digest_of
 from lockstep.storage.documents import sha256_hex
 from lockstep.storage.errors import DataError
 from lockstep.storage.fs import filesystem
@@ -108,14 +108,12 @@ class WriteQuarantine:
                 for rows in _groups(batches, self.source_urls):
                     writer.write_table(rows, row_group_size=GROUP_ROWS)
                     count += rows.num_rows
-            digest, size = hashlib.sha256(), 0
             file.seek(0)
-            while data := file.read(COPY_BYTES):
-                digest.update(data)
-                size += len(data)
+            digest = digest_of(file)
             path = upload(self.attempts, f"quarantine-{part:05d}", file)
         return pa.RecordBatch.from_pylist(
-            [{"part": part, "path": path, "rows": count, "bytes": size, "sha256": digest.hexdigest()}], schema=_RESULT
+            [{"part": part, "path": path, "rows": count, "bytes": digest.bytes, "sha256": digest.sha256}],
+            schema=_RESULT,
         )
 
 

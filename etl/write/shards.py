@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
-import google_crc32c
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -18,13 +16,14 @@ import pyarrow.parquet as pq
 from etl import columns as c
 from etl.spark.errors import SameIdError, in_task
 from etl.spark.session import described
-from etl.spark.tasks import COPY_BYTES, by_partition, mapped, partition_of_task, upload
+from etl.spark.tasks import by_partition, mapped, partition_of_task, upload
 from lockstep.features.arrow import flat
 from lockstep.features.sample_id import shard_of
 from lockstep.features.schema.fields import SAMPLE_ID, Field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.layout import DatasetPaths, index_path, shard_path
 from lockstep.storage.dataset.manifest_entries import FileInfo, ShardInfo, SplitInfo
+from lockstep.storage.digest import digest_of
 from lockstep.storage.documents import sha256_hex
 from lockstep.storage.errors import DataError
 from lockstep.storage.files.interface import FileSystem
@@ -82,13 +81,10 @@ def _blocks(batches: Iterable[pa.RecordBatch], arrow: pa.Schema, block_records: 
 
 def digests_of(file: IO[bytes]) -> tuple[int, str, str, str]:
     """Length, SHA-256 and CRC-32C of a Parquet file, and the SHA-256 of its footer."""
-    sha256, crc, size = hashlib.sha256(), 0, 0
     file.seek(0)
-    while data := file.read(COPY_BYTES):
-        sha256.update(data)
-        crc, size = google_crc32c.extend(crc, data), size + len(data)
-    footer = read_footer(lambda offset, length: _range(file, offset, length), size, "a new shard")
-    return size, sha256.hexdigest(), f"{crc:08x}", sha256_hex(footer)
+    digest = digest_of(file)
+    footer = read_footer(lambda offset, length: _range(file, offset, length), digest.bytes, "a new shard")
+    return digest.bytes, digest.sha256, digest.crc32c, sha256_hex(footer)
 
 
 def _range(file: IO[bytes], offset: int, length: int) -> bytes:

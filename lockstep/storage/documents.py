@@ -1,6 +1,6 @@
-"""JSON documents that are trusted: canonical text, a seal by digest, and strict reading of each value.
+"""JSON documents: canonical text, a seal by digest, and strict reading of each value.
 
-One value has one text, so a digest over the text is a digest of the value.
+Each value has exactly one text, so a digest of the text is a digest of the value.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def canonical_bytes(value: Any) -> bytes:
 
 
 def parse_canonical(data: bytes, *, file: str) -> Any:
-    """Decode canonical JSON. Raises CorruptionError where `data` is not byte for byte what we would have written."""
+    """Decode canonical JSON. Raises CorruptionError unless `data` is byte for byte the canonical form."""
     try:
         value = json.loads(data.decode("utf-8"))
         same = canonical_bytes(value) == data
@@ -47,7 +47,7 @@ def parse_canonical(data: bytes, *, file: str) -> Any:
         ) from None
     except (ValueError, RecursionError, DataError) as error:
         raise CorruptionError(
-            "not JSON that we write",
+            "not JSON in our canonical form",
             file=file,
             got=str(error).splitlines()[0],
             allowed="the exact bytes that were written",
@@ -120,13 +120,13 @@ def unseal(data: bytes, where: str) -> dict[str, Any]:
 
 
 def unseal_as(kind: str, data: bytes, where: str, *, version: int | tuple[int, ...] = 1) -> dict[str, Any]:
-    """`unseal`, for a document that says its kind; raises DataError for another kind or a version unknown here."""
+    """`unseal` a document that names its kind; raises DataError for another kind or a version unknown here."""
     doc = unseal(data, where)
-    told, known = doc.get("format_version"), (version,) if isinstance(version, int) else version
-    if doc.get("kind") != kind or told not in known or type(told) is not int:  # Python takes true and 1.0 for 1
+    found, known = doc.get("format_version"), (version,) if isinstance(version, int) else version
+    if doc.get("kind") != kind or found not in known or type(found) is not int:  # Python takes true and 1.0 for 1
         raise DataError(
             f"{where} is no {kind} that this version reads",
-            got=f"kind {doc.get('kind')!r}, format_version {told!r}",
+            got=f"kind {doc.get('kind')!r}, format_version {found!r}",
             allowed=f"kind {kind!r}, format_version {' or '.join(map(str, known))}",
             next_step=f"Give a {kind} of this version of Lockstep.",
         )
@@ -183,7 +183,7 @@ def string(value: Any, *, where: str, choices: Iterable[str] | None = None) -> s
 
 
 def null(value: Any, *, where: str) -> None:
-    """`value` as null, where no other value has a meaning."""
+    """`value` as null, the only value allowed there."""
     if value is not None:
         raise _bad(where, _show(value), "null")
 
@@ -206,10 +206,10 @@ def _digest(value: Any, pattern: re.Pattern[str], digits: int, where: str) -> st
 
 def _bad(where: str, got: str, allowed: str) -> DataError:
     return DataError(
-        f"{where} is not as it must be",
+        f"{where} has an invalid value",
         got=got,
         allowed=allowed,
-        next_step="It was written by another version or changed; build it anew or use the version that wrote it.",
+        next_step="It was changed, or written by another version: build it again, or use the version that wrote it.",
     )
 
 

@@ -1,4 +1,4 @@
-"""Errors in four parts: what happened, what was got, what is allowed, what to do next."""
+"""Errors in four parts: what happened, what was found, what is allowed, what to do next."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 
 class LockstepError(Exception):
-    """Base of every error that a user may see; `exit_code` is what a job ends with.
+    """Base of every error that a user may see; `exit_code` is the exit code of a job.
 
-    Its parts are `what`, `got`, `allowed` and `next_step`, and its text all four.
+    Its parts are `what`, `got`, `allowed` and `next_step`; its text has all four.
 
     >>> import lockstep
     >>> try:
@@ -27,7 +27,7 @@ class LockstepError(Exception):
         self.what, self.got, self.allowed, self.next_step = what, got, allowed, next_step
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Exceptions are rebuilt from args alone; ours has keyword-only parts, so say how (errors cross processes).
+        # Errors cross processes, and pickle rebuilds an exception from its args, which cannot hold keyword-only parts.
         return _rebuild, (type(self), self.what, self.got, self.allowed, self.next_step, self.__dict__)
 
     def __str__(self) -> str:
@@ -36,25 +36,25 @@ class LockstepError(Exception):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """What to write in place of a name that nobody knows: " (perhaps `x`)", or nothing where none is like it."""
+    """A hint for an unknown name: " (perhaps `x`)" with the most similar known one, or nothing if none is similar."""
     found = get_close_matches(name, list(known), 1)
     return f" (perhaps `{found[0]}`)" if found else ""
 
 
 def differences(found: Mapping[str, Any], wanted: Mapping[str, Any], within: str = "") -> list[str]:
-    """In what one JSON object is not another, key by key, such as "seed = 1 (not 2)", "no mix", "a = 3 (not there)"."""
-    told = []
+    """The differences of one JSON object from another, by key: "seed = 1 (not 2)", "no mix", "a = 3 (not there)"."""
+    found_differences = []
     for key in [*wanted, *(key for key in found if key not in wanted)]:
         mine, other = found.get(key), wanted.get(key)
         if key not in found:
-            told.append(f"no {within}{key}")
+            found_differences.append(f"no {within}{key}")
         elif key not in wanted:
-            told.append(f"{within}{key} = {mine!r} (not there)")
+            found_differences.append(f"{within}{key} = {mine!r} (not there)")
         elif isinstance(mine, Mapping) and isinstance(other, Mapping):
-            told += differences(mine, other, f"{within}{key}.")
+            found_differences += differences(mine, other, f"{within}{key}.")
         elif mine != other:
-            told.append(f"{within}{key} = {mine!r} (not {other!r})")
-    return told
+            found_differences.append(f"{within}{key} = {mine!r} (not {other!r})")
+    return found_differences
 
 
 def _rebuild(
@@ -67,7 +67,7 @@ def _rebuild(
 
 
 class ConfigError(LockstepError):
-    """The call cannot be right: a flag, a path, a combination."""
+    """An invalid argument: a flag, a path, a combination."""
 
     exit_code = 2
 
@@ -85,7 +85,7 @@ class DataError(LockstepError):
 
 
 class CorruptionError(DataError):
-    """Bytes differ from what their digest, checksum or length says."""
+    """Bytes do not match their digest, checksum or length."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class CorruptionError(DataError):
             got=got,
             allowed=allowed,
             next_step=next_step
-            or "Run `python -m jobs.verify URL` for the extent, then restore the file or build the dataset anew.",
+            or "Run `python -m jobs.verify URL` for the extent, then restore the file or build the dataset again.",
         )
         self.file, self.record, self.offset = file, record, offset
 
@@ -119,23 +119,19 @@ class StorageTimeoutError(StorageError):
 
 
 class RetryableStorageError(StorageError):
-    """A file system failed in a way that may pass: a dead DataNode, safe mode, a failover, a lost connection."""
+    """A file system failed in a way that may be temporary: dead DataNode, safe mode, failover, lost connection."""
 
 
 class CommunicationError(LockstepError):
-    """A rank, supervisor or driver could not be reached, was not who it said, or sent what it must not."""
+    """A rank, supervisor or driver could not be reached, failed authentication, or sent an invalid message."""
 
 
 class TrainingFailedError(LockstepError):
     """A run ended without its result; `what` names rank, host, step and phase."""
 
 
-def check_flag(good: bool, what: str, got: str, allowed: str) -> None:
-    """Raise ConfigError, naming the flag `what`, unless its value is `good`."""
-    if not good:
-        raise ConfigError(
-            f"{what} cannot be right",
-            got=got or "nothing",
-            allowed=allowed,
-            next_step="Correct it; --help lists the flags.",
-        )
+def require(right: bool, what: str, got: str, allowed: str, next_step: str = "") -> None:
+    """Raise ConfigError unless the value of `what`, such as a flag, is `right`."""
+    if not right:
+        next_step = next_step or "Correct it; --help lists the flags."
+        raise ConfigError(f"{what} is invalid", got=got or "nothing", allowed=allowed, next_step=next_step)

@@ -1,4 +1,4 @@
-"""The choice of a file system by the scheme of a URL; what all rooms import."""
+"""The file system for a URL, by its scheme, and the names that all rooms import."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 
-from lockstep.storage.errors import ConfigError
+from lockstep.storage.errors import ConfigError, NotFoundError
 from lockstep.storage.files.interface import Blocks, FileStat, FileSystem, HdfsBlock, Listing, Promises, Writer
 from lockstep.storage.urls import absolute, basename, join, parent, split_url
 
@@ -49,16 +49,26 @@ def filesystem(url: str) -> FileSystem:
     )
 
 
-def walk(fs: FileSystem, url: str) -> Iterator[FileStat]:
+def walk(fs: FileSystem, url: str, *, may_vanish: bool = False) -> Iterator[FileStat]:
     """All files below a directory, depth first, sorted by name in each directory.
 
-    A link to a directory is yielded as it is, not entered: links lead elsewhere, or in circles.
+    A link to a directory is yielded and not entered: links lead elsewhere, or in circles. Raises NotFoundError for a
+    directory that is missing or goes meanwhile, which counts as an empty one with `may_vanish`.
     """
-    pending = fs.list(url)[::-1]  # no recursion: a path may have more levels than Python has frames
+
+    def entries(directory: str) -> Listing:
+        try:
+            return fs.list(directory)[::-1]
+        except NotFoundError:
+            if may_vanish:
+                return []
+            raise
+
+    pending = entries(url)  # no recursion: a path may have more levels than Python has frames
     while pending:
         entry = pending.pop()
         if entry.is_dir and not entry.is_special:
-            pending += fs.list(entry.url)[::-1]
+            pending += entries(entry.url)
         else:
             yield entry
 
@@ -76,8 +86,8 @@ def _cached(key: tuple[str, str, str], make: Callable[[], FileSystem]) -> FileSy
 
 
 def _forget_after_fork() -> None:
-    # A forked child has none of its parent's threads: a client that lives on threads would wait for ever, and so would
-    # its destructor, so the parent's clients are neither used nor dropped here.
+    # A forked child has none of its parent's threads: a client that depends on them would wait forever, and so would
+    # its destructor. So the parent's clients are neither used nor dropped here.
     global _lock, _cache
     _lock = threading.Lock()
     _of_the_parent.append(_cache)

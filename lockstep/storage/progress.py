@@ -30,7 +30,7 @@ class Progress:
         self.set(self._done + units, note)
 
     def set(self, done: int, note: str | None = None) -> None:
-        """Say how many units are finished in all; a smaller number than before is a restart and is shown."""
+        """Set the number of finished units; after a restart it may be smaller than before."""
         if self._bar is not None:
             self._bar.update(done - self._done)
         if note is not None:

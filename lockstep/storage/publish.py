@@ -1,12 +1,12 @@
-"""Publication: a reader sees a file or directory whole or not at all, whatever dies on the way."""
+"""Atomic publication: a reader sees a complete file or directory or none, even if the writer dies."""
 
 from __future__ import annotations
 
-import hashlib
 import re
 import secrets
 from collections.abc import Callable
 
+from lockstep.storage.digest import digest_of
 from lockstep.storage.documents import sha256_hex
 from lockstep.storage.errors import (
     CorruptionError,
@@ -24,18 +24,16 @@ from lockstep.storage.urls import basename, join, parent
 
 MANIFEST_NAME = "_manifest.json"
 
-
-_READ_BACK_BYTES = 1 << 22
 _TEMPORARY = re.compile(r"\..*\.[0-9a-f]{16}\.tmp")
 
 
 def temporary_name(url: str) -> str:
-    """A fresh hidden sibling of `url`, which no reader, Spark or pyarrow takes for data."""
+    """A new hidden sibling of `url`, which neither Spark nor pyarrow takes for data."""
     return join(parent(url), f".{basename(url)}.{secrets.token_hex(8)}.tmp")
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a file's name is one of `temporary_name`: what a writer that was killed has left."""
+    """Whether this is a name of `temporary_name`, such as of a file that a killed writer has left."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
@@ -58,7 +56,7 @@ def write_file(
     written = fs.read_bytes(url)
     if written != data:
         raise CorruptionError(
-            "a file reads back otherwise than it was written",
+            "a file does not read back as it was written",
             file=url,
             got=f"{len(written)} bytes, sha256 {sha256_hex(written)}",
             allowed=f"{len(data)} bytes, sha256 {sha256_hex(data)}",
@@ -76,13 +74,13 @@ def write_stream(
 ) -> int:
     """Publish what `produce` writes; returns its length in bytes.
 
-    `produce` is called again, with a new temporary file, where the storage failed in a way that may pass (a dead
-    DataNode that the NameNode does not know of yet, safe mode, a failover), until `give_up_s` seconds are over (by
-    default `settings.write_give_up_s()`): it must write the same bytes each time.
+    After a temporary failure of the storage (a dead DataNode that the NameNode has not noticed, safe mode, a failover),
+    `produce` is called again with a new temporary file, for `give_up_s` seconds (by default
+    `settings.write_give_up_s()`): it must write the same bytes each time.
 
-    `confirm` is called when only the rename is left, and raises where the file may not be published any more. One who
-    first revokes that right, and then calls `sweep_temporaries`, knows that no writer which was stopped after its
-    `confirm` publishes anything later: its rename finds nothing.
+    `confirm` is called just before the rename, and raises if the file must no longer be published. A process that
+    revokes that right and then calls `sweep_temporaries` can be sure that a writer which was paused after its `confirm`
+    publishes nothing when it resumes: its rename finds no file.
     """
     if exclusive and fs.exists(url):
         raise occupied(url)
@@ -106,7 +104,7 @@ def write_stream(
 
 
 def sweep_temporaries(fs: FileSystem, directory: str) -> None:
-    """Delete all temporary files in a directory whose writers may publish nothing more there (see `write_stream`)."""
+    """Delete all temporary files in a directory, so that their writers cannot publish them (see `write_stream`)."""
     try:
         entries = fs.list(directory)
     except NotFoundError:
@@ -117,11 +115,11 @@ def sweep_temporaries(fs: FileSystem, directory: str) -> None:
 
 
 def publish_directory(fs: FileSystem, staging_url: str, target_url: str) -> None:
-    """Give a finished directory its final name by one rename.
+    """Rename a finished directory to its final name, atomically.
 
-    A rename whose answer was lost is settled by reading: where the staging directory is gone and the target holds
-    the same manifest, it has happened. Raises ExistsError where the target is someone else's, NotFoundError where
-    the staging directory is missing.
+    If the answer to the rename was lost, look at the directories: it succeeded if the staging directory is gone and the
+    target has the same manifest. Raises ExistsError if the target is another one, NotFoundError if the staging
+    directory is missing.
     """
     ours = _manifest_of(fs, staging_url)
     try:
@@ -133,7 +131,7 @@ def publish_directory(fs: FileSystem, staging_url: str, target_url: str) -> None
             raise
     if ours is not None and _manifest_of(fs, target_url) != ours:
         raise StorageError(
-            f"{target_url} does not hold what was published",
+            f"{target_url} does not have the manifest that was published",
             got="another manifest",
             allowed=f"the manifest of {staging_url}",
             next_step="Find out who else writes there; choose another output.",
@@ -152,12 +150,9 @@ def occupied(url: str) -> ExistsError:
 
 def file_digest(fs: FileSystem, url: str) -> tuple[int, str]:
     """Length in bytes and SHA-256 (hex) of a file, read once, in constant memory."""
-    digest, total = hashlib.sha256(), 0
     with fs.open_read(url) as file:
-        while chunk := file.read(_READ_BACK_BYTES):
-            digest.update(chunk)
-            total += len(chunk)
-    return total, digest.hexdigest()
+        digest = digest_of(file)
+    return digest.bytes, digest.sha256
 
 
 class _Counting(Writer):

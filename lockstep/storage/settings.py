@@ -1,4 +1,4 @@
-"""Hadoop settings in effect: our defaults, then the files of HADOOP_CONF_DIR, then what the driver handed over."""
+"""The Hadoop settings in effect: our defaults, then the files of HADOOP_CONF_DIR, then the settings of the driver."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ DEFAULTS = {
     "lockstep.storage.data-deadline-s": "45",
     "lockstep.storage.give-up-s": "60",
 }
-# What Hadoop's own defaults say. A driver hands them over with its settings though nobody chose them, and hdfs-native
-# fares badly with them: they do not win over ours.
+# Hadoop's own defaults. A driver passes them along with its settings although no user chose them, and hdfs-native works
+# badly with them, so they do not override ours.
 _HADOOP_DEFAULTS = {
     "dfs.client.socket-timeout": "60000",
     "dfs.client.failover.sleep.base.millis": "500",
@@ -31,33 +31,33 @@ _HADOOP_DEFAULTS = {
 _PREFIXES = ("fs.", "dfs.", "hadoop.security.", "hadoop.rpc.", "lockstep.storage.")
 WEBHDFS_TOKEN = "LOCKSTEP_WEBHDFS_TOKEN"
 _FILES = ("core-site.xml", "hdfs-site.xml")
-_handed_over: dict[str, str] = {}
+_of_the_driver: dict[str, str] = {}
 _from_files: tuple[str | None, dict[str, str]] = (None, {})
 
 
 def hadoop_settings() -> dict[str, str]:
     """The settings in effect. Raises ConfigError where HADOOP_CONF_DIR holds a file that is not Hadoop's XML."""
-    return DEFAULTS | _conf_dir_settings() | _environment() | _handed_over
+    return DEFAULTS | _conf_dir_settings() | _environment() | _of_the_driver
 
 
 def set_hadoop_settings(settings: Mapping[str, str]) -> None:
-    """Replace what was handed over: a driver's effective fs.*, dfs.* and lockstep.storage.* settings; others are
-    left out.
+    """Replace the settings of the driver: its effective fs.*, dfs.* and lockstep.storage.* settings; others are
+    ignored.
     """
-    _handed_over.clear()
+    _of_the_driver.clear()
     for key, value in settings.items():
         if key.startswith(_PREFIXES) and _HADOOP_DEFAULTS.get(key) != str(value):
-            _handed_over[key] = str(value)
+            _of_the_driver[key] = str(value)
 
 
 def give_up_s() -> float:
-    """Seconds after which an operation that keeps failing is given up, such as on a NameNode out of reach."""
+    """Seconds after which an operation that keeps failing ends with an error."""
     return seconds(hadoop_settings(), "lockstep.storage.give-up-s")
 
 
 def write_give_up_s() -> float:
-    """Seconds for which a write is begun anew when DataNodes fail: the time in which a NameNode takes a dead one out
-    of service (2 x recheck + 10 heartbeats: 630 s unless configured), and a little more.
+    """Seconds for which a write is retried when DataNodes fail: a little longer than a NameNode takes to declare a
+    DataNode dead (2 x recheck + 10 heartbeats: 630 s unless configured).
     """
     settings = hadoop_settings()
     if "lockstep.storage.write-give-up-s" in settings:
@@ -68,14 +68,14 @@ def write_give_up_s() -> float:
 
 
 def hadoop_user() -> str:
-    """The user that an HDFS without Kerberos is told: HADOOP_USER_NAME, else who runs this process."""
+    """The user name for an HDFS without Kerberos: HADOOP_USER_NAME, else the user of this process."""
     return os.environ.get("HADOOP_USER_NAME") or getpass.getuser()
 
 
 def webhdfs_token() -> str | None:
     """The delegation token for webhdfs:// from LOCKSTEP_WEBHDFS_TOKEN, None where it is not set.
 
-    It stays out of the settings, which are logged and travel with tasks: executors get it by
+    It is not among the settings, which are logged and sent with tasks: executors get it by
     `--conf spark.executorEnv.LOCKSTEP_WEBHDFS_TOKEN=...`, which Spark hides in its page.
     """
     return os.environ.get(WEBHDFS_TOKEN) or None
@@ -98,7 +98,7 @@ def seconds(settings: Mapping[str, str], key: str) -> float:
 
 
 def _environment() -> dict[str, str]:
-    # LOCKSTEP_STORAGE_GIVE_UP_S=10 sets lockstep.storage.give-up-s: the way into a job started by hand or a test.
+    # LOCKSTEP_STORAGE_GIVE_UP_S=10 sets lockstep.storage.give-up-s: for a job started by hand, or a test.
     keys = [*(key for key in DEFAULTS if key.startswith("lockstep.")), "lockstep.storage.write-give-up-s"]
     names = {key: key.upper().replace(".", "_").replace("-", "_") for key in keys}
     return {key: os.environ[name] for key, name in names.items() if name in os.environ}
@@ -127,7 +127,7 @@ def _properties(path: Path) -> dict[str, str]:
             f"{path} cannot be read as a Hadoop configuration",
             got=str(error),
             allowed="XML with <property> entries",
-            next_step="Mend the file or correct HADOOP_CONF_DIR.",
+            next_step="Repair the file or correct HADOOP_CONF_DIR.",
         ) from error
     entries = [(entry.findtext("name"), entry.findtext("value")) for entry in root.iter("property")]
     return {

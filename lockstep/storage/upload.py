@@ -1,4 +1,4 @@
-"""Local files to HDFS: each under a temporary name, compared, renamed; what is there already is not sent again."""
+"""Upload of local files to HDFS: temporary name, comparison, rename; existing equal files are not sent again."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import BinaryIO, cast
 
 import google_crc32c
 
+from lockstep.storage.digest import digest_of
 from lockstep.storage.errors import (
     ConfigError,
     CorruptionError,
@@ -25,7 +26,7 @@ from lockstep.storage.errors import (
 )
 from lockstep.storage.files.deadlines import Backoff
 from lockstep.storage.files.interface import FileStat, FileSystem, StoredChecksum
-from lockstep.storage.fs import filesystem
+from lockstep.storage.fs import filesystem, walk
 from lockstep.storage.settings import write_give_up_s
 from lockstep.storage.urls import absolute, basename, join, parent, split_url
 
@@ -37,8 +38,8 @@ _ONE_BLOCK = 1 << 62
 
 
 def same_as(stored: StoredChecksum, file: BinaryIO) -> bool | None:
-    """Whether `file`, read from where it stands to its end, has the checksum `stored`; None for another algorithm
-    than MD5 of CRC-32C, which cannot be worked out here.
+    """Whether `file`, from its current position to its end, has the checksum `stored`; None for an algorithm other than
+    MD5 of CRC-32C, which is not implemented here.
     """
     found = _ALGORITHM.fullmatch(stored.algorithm)
     if found is None or len(stored.value) != _HEADER.size + 16:
@@ -86,9 +87,9 @@ class Item:
 
 @dataclass(slots=True)
 class Survey:
-    """The items by what lies at their targets: nothing, a file of equal length, a file of another one.
+    """The items by what exists at their targets: nothing, a file of equal length, a file of another length.
 
-    `left_over` are temporary files that earlier uploads of these very items have left.
+    `left_over` are temporary files of earlier uploads of the same items.
     """
 
     missing: list[Item] = field(default_factory=list)
@@ -105,7 +106,7 @@ def temporary_name(url: str, nonce: str) -> str:
 def find_files(inputs: Sequence[str], output: str) -> list[Item]:
     """The local files in order: a file goes to OUTPUT/ITS NAME, a folder's content to OUTPUT/PATH IN THE FOLDER.
 
-    Raises NotFoundError for what is missing; ConfigError for an input that is not local, a link, pipe or device in a
+    Raises NotFoundError for a missing input; ConfigError for an input that is not local, a link, pipe or device in a
     folder, a name that HDFS does not take, two files with one target.
     """
     items: dict[str, Item] = {}
@@ -143,7 +144,7 @@ def find_files(inputs: Sequence[str], output: str) -> list[Item]:
 
 
 def survey(fs: FileSystem, items: Sequence[Item], output: str) -> Survey:
-    """Look at all targets, one listing a directory. Raises ExistsError where a directory lies at a file's target."""
+    """Look at all targets, with one listing a directory. Raises ExistsError if the target of a file is a directory."""
     found, folders, wanted = Survey(), dict[str, dict[str, FileStat]](), dict[str, set[str]]()
     if fs.exists(output) and not fs.stat(output).is_dir:
         raise ExistsError(
@@ -178,22 +179,16 @@ def survey(fs: FileSystem, items: Sequence[Item], output: str) -> Survey:
 
 
 def _below(fs: FileSystem, folder: str) -> list[tuple[str, FileStat]]:
-    found, pending = list[tuple[str, FileStat]](), [("", folder)]
-    while pending:
-        prefix, url = pending.pop()
-        for entry in fs.list(url):
-            relative = prefix + entry.name
-            if entry.is_special:
-                raise ConfigError(
-                    f"{entry.url} is a symbolic link, pipe, socket or device",
-                    got="no plain file",
-                    allowed="files and directories",
-                    next_step="Give what it leads to as an --input of its own, or take it out.",
-                )
-            if entry.is_dir:
-                pending.append((relative + "/", entry.url))
-            else:
-                found.append((relative, entry))
+    found = []
+    for entry in walk(fs, folder):
+        if entry.is_special:
+            raise ConfigError(
+                f"{entry.url} is a symbolic link, pipe, socket or device",
+                got="no plain file",
+                allowed="files and directories",
+                next_step="Pass its target as another --input, or remove it.",
+            )
+        found.append((entry.url.removeprefix(folder.rstrip("/") + "/"), entry))
     return sorted(found, key=lambda pair: pair[0])
 
 
@@ -223,7 +218,7 @@ BY_LENGTH = "length (empty)"
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a file: sent, there (equal already) or replaced; and how its content was compared."""
+    """The outcome for a file: sent, there (equal already) or replaced; and how its content was compared."""
 
     item: Item
     done: str
@@ -239,12 +234,12 @@ def upload(
     on_bytes: Callable[[int], None] = lambda count: None,
     on_done: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
-    """Bring `items` below `output`, `parallel` files at a time; returns what became of each, in their order.
+    """Upload `items` below `output`, `parallel` files at a time; returns the outcome of each, in their order.
 
-    A file that is there with the same content is left alone; one with another content raises ExistsError before
-    anything is sent, or is replaced by one rename with `replace`. A file has its name only when its content was found
-    equal to the local one's; temporary files that an earlier, ended upload of it has left are removed first.
-    `on_bytes` gets counts that add up to the sizes of all items (negative ones where a file is sent anew); it and
+    A target with the same content is kept; one with another content raises ExistsError before anything is sent, or is
+    replaced by one rename with `replace`. A file gets its name only after its content was compared with the local file;
+    temporary files of earlier uploads are removed first.
+    `on_bytes` gets counts that add up to the sizes of all items (negative ones before a file is sent again); it and
     `on_done` are called by one thread at a time. Raises DataError for a file that changes while it is sent,
     CorruptionError for one that differs after it, StorageError where HDFS does not serve.
     """
@@ -282,22 +277,22 @@ class _Upload:
                 ended, _ = wait(futures, return_when=FIRST_EXCEPTION)
                 for future in ended:
                     future.result()
-            except BaseException:  # Ctrl-C too: no thread goes on sending behind it
+            except BaseException:  # Ctrl-C too: no thread may keep sending
                 self._stopped.set()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         return [future.result() for future in futures]
 
     def compare(self, item: Item) -> Outcome | None:
-        """What lies at the target, of equal length, is the local file: else None."""
+        """Compare a target of equal length with the local file; None if they differ."""
         how = self._equal(item, item.url)
         if how is None:
             return None
         self._count(item.size_bytes)
-        return self._told(Outcome(item, "there", how))
+        return self._reported(Outcome(item, "there", how))
 
     def send(self, item: Item, *, replace: bool) -> Outcome:
-        """Send one file, anew under another name where a DataNode or the NameNode fails on the way."""
+        """Send one file; after a failure of a DataNode or the NameNode, again under another name."""
         backoff = Backoff(write_give_up_s())
         while True:
             temporary = temporary_name(item.url, secrets.token_hex(8))
@@ -317,7 +312,7 @@ class _Upload:
         except BaseException:
             self._fs.discard(temporary)
             raise
-        return self._told(Outcome(item, "replaced" if replace else "sent", how))
+        return self._reported(Outcome(item, "replaced" if replace else "sent", how))
 
     def _copy(self, item: Item, temporary: str) -> None:
         counted = 0
@@ -350,30 +345,26 @@ class _Upload:
             with filesystem(item.path).open_read(item.path) as source:
                 if same_as(stored, cast("BinaryIO", _Stoppable(source, self._stopped))):
                     return BY_CHECKSUM
-        # No checksum that is understood, or another one, as in an encryption zone: then the bytes themselves decide.
+        # No known checksum, or another one, as in an encryption zone: compare the bytes.
         local = self._digest(filesystem(item.path), item.path)
         return BY_READING if self._digest(self._fs, url) == local else None
 
-    def _digest(self, fs: FileSystem, url: str) -> bytes:
-        digest = hashlib.sha256()
+    def _digest(self, fs: FileSystem, url: str) -> str:
         with fs.open_read(url) as file:
-            source = _Stoppable(file, self._stopped)
-            while data := source.read(COPY_BYTES):
-                digest.update(data)
-        return digest.digest()
+            return digest_of(_Stoppable(file, self._stopped)).sha256
 
     def _count(self, count: int) -> None:
         with self._lock:
             self._on_bytes(count)
 
-    def _told(self, outcome: Outcome) -> Outcome:
+    def _reported(self, outcome: Outcome) -> Outcome:
         with self._lock:
             self._on_done(outcome)
         return outcome
 
 
 class _Stoppable:
-    """Reads of `file` that end with _Stopped when the upload has failed elsewhere."""
+    """Reads of `file` that raise _Stopped once the upload has failed in another thread."""
 
     def __init__(self, file: BinaryIO, stopped: threading.Event) -> None:
         self._file, self._stopped = file, stopped
@@ -385,16 +376,16 @@ class _Stoppable:
 
 
 class _Stopped(Exception):
-    """Ends a thread whose upload has failed elsewhere."""
+    """Ends a thread after the upload has failed in another."""
 
 
 def _taken(items: Sequence[Item]) -> ExistsError:
     more = f", and {len(items) - 1} more" if len(items) > 1 else ""
     return ExistsError(
-        f"{items[0].url} is there with another content{more}",
+        f"{items[0].url} exists with another content{more}",
         got=f"another length or digest than {items[0].path}",
         allowed="files that are equal (left alone) or missing",
-        next_step="Choose another --output, delete what is there, or say --overwrite changed.",
+        next_step="Choose another --output, delete the existing files, or pass --overwrite changed.",
     )
 
 
@@ -404,5 +395,5 @@ def _differs(item: Item) -> CorruptionError:
         file=item.url,
         got="another digest",
         allowed=f"the digest of {item.path}",
-        next_step="Run again when nothing writes to the local file; if it persists, look at network and disks.",
+        next_step="Run again when nothing writes to the local file; if it persists, check network and disks.",
     )

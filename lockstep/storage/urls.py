@@ -14,7 +14,7 @@ _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+):(//)?")
 def split_url(url: str) -> tuple[str, str, str]:
     """Take a URL apart into (scheme, authority, path); a plain path has the scheme "file".
 
-    Nothing is percent-decoded: a name is what is written. Raises ConfigError for a URL without a path or host.
+    Nothing is percent-decoded. Raises ConfigError for a URL without a path or host.
     """
     if not url or "\0" in url:
         raise ConfigError(
@@ -50,9 +50,11 @@ def absolute(url: str | os.PathLike[str]) -> str:
     return os.path.abspath(path) if scheme == "file" and not path.startswith("/") else url
 
 
-def several(names: str | os.PathLike[str] | Iterable[str]) -> tuple[str, ...]:
-    """URLs or names as a tuple: one that is given alone is a list of one, never one of its characters."""
-    return (os.fspath(names),) if isinstance(names, str | os.PathLike) else tuple(names)
+def several(names: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> tuple[str, ...]:
+    """URLs or names as a tuple of texts; a single one becomes a tuple of one, never of its characters."""
+    if isinstance(names, str | os.PathLike):
+        return (os.fspath(names),)
+    return tuple(os.fspath(name) if isinstance(name, os.PathLike) else name for name in names)
 
 
 def join(url: str, *parts: str) -> str:

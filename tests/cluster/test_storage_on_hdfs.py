@@ -49,7 +49,7 @@ def test_a_writer_whose_file_was_taken_does_not_pass_for_written(fs: FileSystem,
     writer = fs.create(url)
     writer.write(b"x")
     fs.delete(url)
-    with pytest.raises(Exception, match="taken away"):
+    with pytest.raises(Exception, match="taken over"):
         writer.close()
     writer.abort()
 

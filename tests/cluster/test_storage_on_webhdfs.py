@@ -64,7 +64,7 @@ def test_what_the_contract_does_not_ask(hadoop: Cluster, fs: FileSystem, root: s
     writer = fs.create(join(root, "taken"))
     writer.write(b"x")
     fs.delete(join(root, "taken"))
-    with pytest.raises(LockstepError, match="taken away"):
+    with pytest.raises(LockstepError, match="taken over"):
         writer.close()
     assert not fs.exists(join(root, "taken"))  # not brought back by what was still to be written
 

@@ -171,7 +171,7 @@ def test_what_cannot_be_baked_is_told_before_spark_starts(tmp_path: Path) -> Non
     assert "--split 80/20" in caught.value.next_step
     with pytest.raises(ConfigError, match="folds cannot be baked"):  # the schema of web logs
         logs.check(LogsConfig(inputs=(str(OPEN_BANDIT),), output=str(tmp_path / "d"), bake=True, split="kfold:3"))
-    with pytest.raises(ConfigError, match="--bake cannot be right"):
+    with pytest.raises(ConfigError, match="--bake is invalid"):
         image_sets.check(ImagesConfig(inputs=("x",), output=str(tmp_path / "d"), bake=True))
 
 

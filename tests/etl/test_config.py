@@ -125,7 +125,7 @@ def test_how_far_a_label_looks(told: dict[str, Any], window: int | None, in_unit
 def test_a_format_of_files_without_files() -> None:
     told: dict[str, Any] = {"output": "b", "id_columns": ("id",), "input_format": "orc"}
     assert TableConfig(**told, inputs=("a",)).input_format == "orc"
-    with pytest.raises(ConfigError, match=r"--input-format cannot be right(?s:.*)with --input"):
+    with pytest.raises(ConfigError, match=r"--input-format is invalid(?s:.*)with --input"):
         TableConfig(**told, table="a")
 
 

@@ -125,7 +125,7 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
     idx(labels, (2,), bytes(2))
     with pytest.raises(ConfigError, match="does not name its split"):
         check(config(tmp_path, "given"))
-    with pytest.raises(ConfigError, match="--split cannot be right"):
+    with pytest.raises(ConfigError, match="--split is invalid"):
         config(tmp_path, "group:a:80/20")
     idx(images, (2,), bytes(2))
     with pytest.raises(DataError, match="dimensions"):

@@ -127,5 +127,5 @@ def test_what_cannot_be_a_dataset(spark: SparkSession, tmp_path: Path) -> None:
     ],
 )
 def test_calls_that_cannot_be_right(wrong: dict[str, Any], what: str) -> None:
-    with pytest.raises(ConfigError, match=f"{what} cannot be right"):
+    with pytest.raises(ConfigError, match=f"{what} is invalid"):
         config(Path("in"), Path("out"), **wrong)

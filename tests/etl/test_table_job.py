@@ -29,7 +29,7 @@ GOOD = ["--table", "t", "--id-columns", "a,b", "--output", "out"]
         ([*GOOD, "--weights", "heavy"], ConfigError, "--weights"),
         ([*GOOD, "--sample", "click"], ConfigError, "--sample"),
         ([*GOOD, "--split", "kfold:1"], ConfigError, "--split"),
-        ([*GOOD, "--max-bad", "1%"], ConfigError, "command line"),  # a table has no lines to reject
+        ([*GOOD, "--max-bad", "1%"], ConfigError, "invalid arguments"),  # a table has no lines to reject
     ],
 )
 def test_calls_that_cannot_be_right(

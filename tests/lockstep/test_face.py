@@ -9,6 +9,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ import lockstep
 from lockstep.storage.errors import ConfigError
 from tests.training import _torch_stand_in
 from tests.training._tiny import write_table
+from training import models
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("tensorflow", "keras", "pyspark", "pyarrow", "numba", "numpy")
@@ -42,8 +46,8 @@ def python(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def example_failures(name: str) -> str:
-    """Run the example in a public name's docstring; returns what differed from it, or an empty text."""
-    text = inspect.getdoc(getattr(lockstep, name)) or ""
+    """Run the example in the docstring of a public name (`data.loader`); returns what differed, or an empty text."""
+    text = inspect.getdoc(attrgetter(name)(lockstep)) or ""
     example = doctest.DocTestParser().get_doctest(text, {}, name, None, None)
     assert example.examples, f"{name} has no example"
     told: list[str] = []
@@ -62,7 +66,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         lockstep.tain  # type: ignore[attr-defined]  # noqa: B018
 
 
-@pytest.mark.parametrize("name", sorted({*lockstep.__all__} - {*WITH_PROCESSES, "torch_loader"}))
+@pytest.mark.parametrize("name", sorted({*lockstep.__all__} - {*WITH_PROCESSES, "torch_loader", "data", "on_ranks"}))
 def test_an_example_that_starts_no_process(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_table(tmp_path / "data")
     monkeypatch.chdir(tmp_path)
@@ -80,14 +84,38 @@ def test_examples_with_ranks_and_spark(tmp_path: Path) -> None:
     assert lockstep.verify(tmp_path / "run") == []
 
 
-def test_the_example_of_torch_loader_with_a_stand_in_for_pytorch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.slow
+def test_examples_of_scripts_of_ranks_and_of_readers_of_batches(tmp_path: Path) -> None:
+    write_table(tmp_path / "data")
+    names = [f"on_ranks.{name}" for name in lockstep.on_ranks.__all__]
+    names += [f"data.{name}" for name in lockstep.data.__all__ if name != "loader"]
+    done = python("-c", RUN_EXAMPLES, *names, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_modules_of_public_names_load_what_a_name_needs_when_it_is_used(tmp_path: Path) -> None:
+    code = (
+        "import sys; from lockstep import data, on_ranks\n"
+        "loaded = lambda: [name for name in ('tensorflow', 'numpy') if name in sys.modules]\n"
+        "print(dir(on_ranks) == on_ranks.__all__, dir(data) == data.__all__, loaded())\n"
+        "on_ranks.communicator, data.numpy_batches; print(loaded())"
+    )
+    done = python("-c", code, cwd=tmp_path)
+    assert done.stdout == "True True []\n['numpy']\n", done.stderr
+    for module in (lockstep.data, lockstep.on_ranks):
+        with pytest.raises(AttributeError, match="no attribute 'tain'"):
+            module.tain  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["torch_loader", "data.loader"])
+def test_the_example_of_a_torch_loader_with_a_stand_in_for_pytorch(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _torch_stand_in.install(monkeypatch)
     monkeypatch.delitem(sys.modules, "training.batches.torch_data", raising=False)
     write_table(tmp_path / "data")
     monkeypatch.chdir(tmp_path)
-    assert example_failures("torch_loader") == ""
+    assert example_failures(name) == ""
     monkeypatch.delitem(sys.modules, "training.batches.torch_data")
 
 
@@ -111,10 +139,66 @@ def test_train_refuses_options_and_functions_that_ranks_cannot_take() -> None:
     assert "perhaps `augment`" in refused(augmnt="flip").got
     assert "launcher" not in refused(launcher="barrier").allowed
 
-    def inner(signature: object, options: object) -> None: ...
+    lock = threading.Lock()
 
-    for model in (inner, lambda signature, options: None, json.JSONDecoder().decode):
-        assert "cannot import" in refused(model=model).what
+    def with_lock(signature: object, options: object) -> object:
+        return lock
+
+    def large(signature: object, options: object) -> object:
+        return bytes_of_a_table
+
+    bytes_of_a_table = os.urandom(1 << 20)
+    assert "neither a name nor a function" in refused(model=object()).what
+    assert "cannot be sent to the ranks" in refused(model=with_lock).what
+    assert "lock" in refused(model=with_lock).got and "bytes with all" in refused(model=large).got
+
+
+# A script as a user writes it, without `if __name__`: ranks get the function and never run the script.
+OWN_MODEL = """
+import sys
+import lockstep
+
+print("this script runs", file=sys.stderr)
+UNITS = 3
+def build(signature, options):
+    import keras
+
+    inputs = {name: keras.Input(spec.shape, name=name) for name, spec in signature.features.items()}
+    hidden = keras.layers.Dense(UNITS, name="of_the_script")(keras.layers.Concatenate()(list(inputs.values())))
+    model = keras.Model(inputs, keras.layers.Dense(1, "sigmoid")(hidden))
+    model.compile(keras.optimizers.SGD(0.1), "binary_crossentropy")
+    return model
+
+for epochs in (1, 2):  # the second call resumes
+    result = lockstep.train(["data"], "run", build, global_batch=16, epochs=epochs, num_ranks=2)
+print(result.steps, result.epochs, lockstep.evaluate("run", "data", "test")["samples"])
+"""
+
+
+@pytest.mark.slow
+def test_ranks_get_a_function_of_the_script_that_calls_train(tmp_path: Path) -> None:
+    write_table(tmp_path / "data")
+    (tmp_path / "own.py").write_text(OWN_MODEL)
+    done = python("own.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "12 2 30"
+    logs = "".join(path.read_text() for path in (tmp_path / "run").glob("logs/*/*/*.log"))
+    assert logs and "this script runs" not in logs
+    assert json.loads((tmp_path / "run/run.json").read_text())["config"]["model"] == "__main__:build"
+
+
+def test_any_function_reaches_the_rank_as_text() -> None:
+    def scaled(factor: int, signature: int, options: int) -> int:
+        return factor * (signature + options)
+
+    for function in (partial(scaled, 2), lambda signature, options: scaled(2, signature, options)):
+        name, text = lockstep._name_and_text(function)
+        assert name == "__main__:model" and text is not None
+        with pytest.raises(ConfigError, match="only its own call can send"):
+            models.function_of("__main__:model")
+        models.receive(name, text)
+        assert models.function_of(name)(3, 4) == 14  # type: ignore[arg-type]
+        models._sent.clear()
 
 
 def test_a_mocked_driver_gets_an_importable_function_by_its_name(
@@ -125,7 +209,7 @@ def test_a_mocked_driver_gets_an_importable_function_by_its_name(
     monkeypatch.syspath_prepend(str(tmp_path))
     build = importlib.import_module("face_model").build
     seen: list[str] = []
-    monkeypatch.setattr("training.driver.train.train", lambda config, launch, take_over: seen.append(config.model))
+    monkeypatch.setattr("training.driver.train.train", lambda config, launch, **more: seen.append(config.model))
     lockstep.train(tmp_path / "data", tmp_path / "run", build, global_batch=16, epochs=1)
     assert seen == ["face_model:build"]
 

@@ -58,10 +58,10 @@ def test_another_content_is_refused_before_anything_is_sent_or_replaced_when_ask
     source = files(tmp_path / "in", a=b"new", b=b"old", c=b"longer")
     target = files(tmp_path / "out", b=b"abc", c=b"short")
     before = tree(target)
-    with pytest.raises(ExistsError, match="c is there with another content"):  # told by the lengths alone
+    with pytest.raises(ExistsError, match="c exists with another content"):  # by the lengths alone
         run(source, target)
     (target / "c").unlink()
-    with pytest.raises(ExistsError, match="b is there with another content"):  # the same length
+    with pytest.raises(ExistsError, match="b exists with another content"):  # the same length
         run(source, target)
     assert tree(target) == {"b": before["b"]}
     counted: list[int] = []
@@ -245,7 +245,7 @@ def test_the_temporary_name_is_hidden_and_beside_the_target() -> None:
         (["--output", "webhdfs://host/x"], "names no NameNode"),
         (["--output", "hdfs://host:1/x", "--via", "webhdfs"], "cannot be reached by webhdfs"),
         (["--output", "webhdfs://host:1/x", "--parallel", "0"], "--parallel"),
-        (["--output", "webhdfs://host:1/x", "--overwrite", "always"], "command line"),
+        (["--output", "webhdfs://host:1/x", "--overwrite", "always"], "invalid arguments"),
         (["--output", "webhdfs://host:1/x", "--input", "/none"], "/none"),
     ],
 )

@@ -288,7 +288,7 @@ def test_a_folder_that_cannot_be_a_cache_is_refused(tmp_path: Path) -> None:
     (tmp_path / FOLDER).chmod(0o777)
     with pytest.raises(ConfigError, match="may be written by others"):
         ReadOptions(cache=str(tmp_path), cache_bytes=10).open_cache()
-    with pytest.raises(ConfigError, match="cache_bytes cannot be right"):
+    with pytest.raises(ConfigError, match="cache_bytes is invalid"):
         ReadOptions(cache=str(tmp_path))
 
 

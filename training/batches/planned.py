@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, closing
@@ -59,7 +60,7 @@ class PlannedBatches:
     @classmethod
     def open(
         cls,
-        datasets: str | Sequence[str],
+        datasets: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         split: str = "train",
         *,
         global_batch: int,
@@ -214,7 +215,11 @@ def _check_choices(**options: tuple[str, Any]) -> None:
 
 
 def numpy_batches(
-    datasets: str | Sequence[str], split: str = "train", *, start_step: int = 0, **options: Any
+    datasets: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    split: str = "train",
+    *,
+    start_step: int = 0,
+    **options: Any,
 ) -> Generator[Batch, None, None]:
     """One rank's part of each global batch as NumPy arrays, from `start_step` on.
 

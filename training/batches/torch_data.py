@@ -121,7 +121,17 @@ class Loader:
 def loader(
     planned: PlannedBatches, state: dict[str, Any] | None = None, *, num_workers: int = 0, **options: Any
 ) -> Loader:
-    """Batches from the start or from a `state_dict` on. `options` are a DataLoader's, such as pin_memory."""
+    """Batches of `planned` as PyTorch tensors, from the start or from a `state_dict()` of an earlier loader.
+
+    Each item is one rank's part of a global batch: `step` and `epoch` (int), `x` by feature name, `y`, `sample_ids`,
+    `epochs` and `weight`, tensors of n_r rows. `options` are a DataLoader's, such as pin_memory. Raises DataError for a
+    state of other batches; importing the name raises ConfigError without PyTorch.
+
+    >>> from lockstep import data
+    >>> planned = data.PlannedBatches.open("data", global_batch=16, epochs=1)
+    >>> [tuple(batch["y"].shape) for batch in data.loader(planned)]
+    [(16,), (16,), (16,), (16,), (16,), (16,)]
+    """
     dataset = PlannedDataset(planned)
     if state is not None:
         dataset.load_state_dict(state)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
-from lockstep.storage.errors import ConfigError
+from lockstep.storage.errors import ConfigError, require
 from training.comm.hosts import require_trust
 
 Backend = Literal["auto", "tcp", "shm", "hierarchical", "tensorflow", "nccl"]
@@ -48,13 +48,8 @@ class CommOptions:
             require_trust(None, self.backend)
 
     def _check(self, name: str, right: bool, allowed: str) -> None:
-        if not right:
-            raise ConfigError(
-                f"invalid `{name}` of the communicator",
-                got=f"{name} = {getattr(self, name)!r}",
-                allowed=allowed,
-                next_step=f"Correct --{name.replace('_', '-')}.",
-            )
+        got, next_step = f"{name} = {getattr(self, name)!r}", f"Correct --{name.replace('_', '-')}."
+        require(right, f"the communicator's `{name}`", got, allowed, next_step)
 
     def to_json(self) -> dict[str, Any]:
         """The fields as a JSON object."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lockstep.storage.errors import ConfigError
+from lockstep.storage.errors import require
 
 Handler = Callable[[int, str, dict[str, Any]], dict[str, Any]]
 """The driver's answer to a rank: handler(rank, kind, fields) -> reply; what it returns for a notice is dropped."""
@@ -38,13 +38,8 @@ class RankTask:
     def __post_init__(self) -> None:
         for name in (self.entry, self.preload):
             module, _, function = ("none:none" if name is None else name).partition(":")
-            if not module or not function.isidentifier():
-                raise ConfigError(
-                    "a rank's entry cannot be right",
-                    got=repr(name),
-                    allowed="module:function",
-                    next_step="Name the function that each rank shall call.",
-                )
+            right, next_step = bool(module) and function.isidentifier(), "Name the function that each rank shall call."
+            require(right, "a rank's entry", repr(name), "module:function", next_step)
         json.dumps(self.payload, allow_nan=False)  # a payload that is no JSON fails here, not in a far rank
 
     def to_json(self) -> dict[str, Any]:

@@ -98,6 +98,8 @@ class Hooks:
     """Seconds between two looks at the lease and the claims."""
     limits: Limits = field(default_factory=Limits)
     """Deadlines other than the configured ones."""
+    model_function: str | None = None
+    """The model's function for ranks that cannot import it (training.launch.model_function)."""
 
 
 def train(config: TrainConfig, launch: Launch, *, take_over: bool = False, hooks: Hooks | None = None) -> RunResult:
@@ -235,7 +237,8 @@ class _Driver:
             self._first_weights = located(source)
             print(f"first weights: {self._first_weights}", file=sys.stderr, flush=True)
         task = task_of(self._config, self._plan, self._fs, self._paths, claim, hooks.entry, hooks.preload)
-        return replace(task, payload={**task.payload, "first_weights": self._first_weights})
+        more = {"first_weights": self._first_weights, "model_function": hooks.model_function}
+        return replace(task, payload={**task.payload, **more})
 
     def _commits(self, claim: Claim) -> CommitHandler:
         return CommitHandler(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import tensorflow as tf
 
-from lockstep.storage.errors import ConfigError, TrainingFailedError
+from lockstep.storage.errors import ConfigError, TrainingFailedError, require
 from training.comm.base import Communicator, SoloCommunicator
 from training.comm.options import UNAUTHENTICATED, CommOptions
 from training.control import context as current
@@ -68,13 +68,11 @@ def check(call: str, **given: Any) -> None:
         if name not in HINTS:
             if value not in ("", False, 0, []):
                 absent(f"{call}({name}=...)", repr(value))
-        elif not isinstance(value, HINTS[name]):
-            raise ConfigError(
-                f"hvd.{call} got an invalid `{name}`",
-                got=repr(value),
-                allowed=f"{getattr(HINTS[name], '__name__', HINTS[name])}, which changes nothing here",
-                next_step="Pass arguments by keyword: their order differs between Horovod's modules.",
-            )
+        else:
+            allowed = f"{getattr(HINTS[name], '__name__', HINTS[name])}, which changes nothing here"
+            next_step = "Pass arguments by keyword: Horovod's modules have them in different orders."
+            right = isinstance(value, HINTS[name])
+            require(right, f"the argument `{name}` of hvd.{call}", repr(value), allowed, next_step)
 
 
 def absent(what: str, got: str = "", instead: str = "") -> NoReturn:

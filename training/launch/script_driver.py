@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.storage.errors import CommunicationError, ConfigError, NotFoundError
+from lockstep.storage.errors import CommunicationError, ConfigError, NotFoundError, require
 from lockstep.storage.urls import join, several
 from training.comm.options import Algorithm, Backend, CommOptions
 from training.control.failures import MemoryKillError, RankFailedError
@@ -63,11 +63,10 @@ class ScriptConfig:
     def __post_init__(self) -> None:
         for name in ("arguments", "files"):
             object.__setattr__(self, name, several(getattr(self, name)))
-        _at_least("--num-ranks", self.num_ranks, 1)
-        _at_least("--max-restarts", self.max_restarts, 0)
+        for flag, count, least in (("--num-ranks", self.num_ranks, 1), ("--max-restarts", self.max_restarts, 0)):
+            require(count >= least, flag, str(count), f"{least} or more", f"Correct {flag}.")
         for flag, value in (("--start-limit", self.start_limit_s), ("--stall-limit", self.stall_limit_s)):
-            if not 0 < value < float("inf"):
-                raise _wrong(flag, f"{value:g}", "seconds, above 0")
+            require(0 < value < float("inf"), flag, f"{value:g}", "seconds, above 0", f"Correct {flag}.")
         for path in (self.script, *self.files):
             if not Path(path).is_file():
                 raise NotFoundError(
@@ -77,8 +76,8 @@ class ScriptConfig:
                     next_step="Correct the path; flags of jobs.launch stand before the script, its own after it.",
                 )
         names = [Path(path).name for path in self.files]
-        if len(set(names)) < len(names):
-            raise _wrong("--files", ", ".join(names), "files of different names: they come into one folder")
+        allowed = "files of different names: they come into one folder"
+        require(len(set(names)) == len(names), "--files", ", ".join(names), allowed, "Correct --files.")
         compile_script(self.script)
         self.comm  # noqa: B018 - its own checks
 
@@ -96,8 +95,8 @@ class ScriptConfig:
 def compile_script(path: str) -> bytes:
     """Read a script and look whether it is Python. Raises ConfigError naming the line."""
     text = Path(path).read_bytes()
-    if len(text) > MAX_SCRIPT_BYTES:
-        raise _wrong(path, f"{len(text)} bytes", f"a script of up to {MAX_SCRIPT_BYTES} bytes; data go by --files")
+    allowed = f"a script of up to {MAX_SCRIPT_BYTES} bytes; data go by --files"
+    require(len(text) <= MAX_SCRIPT_BYTES, path, f"{len(text)} bytes", allowed, f"Correct {path}.")
     try:
         compile(text, path, "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
@@ -165,12 +164,3 @@ def local_files(paths: tuple[str, ...]) -> Iterator[None]:
             yield
         finally:
             del os.environ[FILES]
-
-
-def _at_least(flag: str, value: int, least: int) -> None:
-    if value < least:
-        raise _wrong(flag, str(value), f"{least} or more")
-
-
-def _wrong(flag: str, got: str, allowed: str) -> ConfigError:
-    return ConfigError(f"{flag} cannot be right", got=got, allowed=allowed, next_step=f"Correct {flag}.")

@@ -6,9 +6,11 @@ or (model, list of Keras callbacks). Importing this loads no TensorFlow; buildin
 
 from __future__ import annotations
 
+import base64
 import difflib
 import importlib
 import importlib.util
+import pickle
 import re
 import traceback
 from collections.abc import Callable
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 
 NAMES = ("logistic", "resnet20", "resnet{6n+2}", "module:function")
 _RESNET = re.compile(r"resnet(\d{1,4})")
+SENT = "__main__"
+"""The module in the name of a function that ranks cannot import: `__main__:build`."""
+_sent: dict[str, str] = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +79,11 @@ def _check_soft_labels(name: str, model: keras.Model, signature: Signature) -> N
             allowed=f"a loss of labels (n, {signature.label.shape[0]}) float32, such as CategoricalCrossentropy",
             next_step="Choose the loss by signature.label.shape, or leave mixup out.",
         )
+
+
+def receive(name: str, text: str) -> None:
+    """Have `name` mean the function in `text`, as training.launch.model_function made it, in this process."""
+    _sent[name] = text
 
 
 def check_name(name: str, *, here: bool = False) -> None:
@@ -136,7 +146,16 @@ def function_of(name: str) -> Callable[[Signature, ModelOptions], Any]:
         return partial(resnet, depth=depth)
     check_name(name)
     module, _, function = name.partition(":")
+    if module == SENT and name not in _sent:
+        raise ConfigError(
+            f"the model {name} is a function of a notebook or script, which only its own call can send",
+            got=name,
+            allowed="lockstep.train(..., model=FUNCTION), which sends the function; or module:function",
+            next_step="Call lockstep.train with the function, or move it into a file and pass `mymodel:build`.",
+        )
     try:
+        if module == SENT:
+            return _loaded(_sent[name])
         loaded = importlib.import_module(module)
     except Exception as error:  # a user's module may raise anything
         raise ConfigError(
@@ -154,6 +173,11 @@ def function_of(name: str) -> Callable[[Signature, ModelOptions], Any]:
             next_step="Correct --model, or add the function to the module.",
         )
     return found
+
+
+def _loaded(text: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = pickle.loads(base64.b64decode(text))  # noqa: S301 - of this rank's own driver
+    return function
 
 
 def scales_learning_rate(name: str) -> bool:

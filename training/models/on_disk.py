@@ -146,7 +146,7 @@ def load_export(url: str, config: TrainConfig, dataset: DatasetManifest) -> kera
                 raise _other_data("set of fitted files", f"no {path}")
             if dataset.files[path].sha256 != files[name]["sha256"]:
                 raise _other_data("set of fitted files", f"{path} of other content")
-    if ":" in config.model:
+    if ":" in config.model and not config.model.startswith(f"{models.SENT}:"):
         models.function_of(config.model)  # importing it registers its layers and metrics
     with tempfile.TemporaryDirectory() as folder:
         path_of_model = Path(folder, MODEL_FILE)

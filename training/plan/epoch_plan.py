@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.storage.dataset.manifest import DatasetManifest
-from lockstep.storage.errors import ConfigError, DataError
+from lockstep.storage.errors import ConfigError, DataError, require
 from training.plan.datasets import split_of
 from training.plan.lane_count import check_lanes, default_lanes, largest_divisor
 from training.plan.order import BlockTable, CacheGroups, EveryOrder, InterleavedLanes, Orders, Run, check_cache_groups
@@ -50,13 +50,7 @@ def check_plan(plan: EpochPlan) -> None:
 
 
 def _check(plan: EpochPlan, name: str, right: bool, allowed: str) -> None:
-    if not right:
-        raise ConfigError(
-            f"the epoch plan's {name} cannot be right",
-            got=f"{name} = {getattr(plan, name)!r}",
-            allowed=allowed,
-            next_step=f"Correct {name}.",
-        )
+    require(right, f"the epoch plan's {name}", f"{name} = {getattr(plan, name)!r}", allowed, f"Correct {name}.")
 
 
 __all__ = ["EpochPlan", "Run", "default_lanes"]

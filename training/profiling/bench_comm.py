@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from lockstep.storage.errors import CommunicationError, ConfigError
+from lockstep.storage.errors import CommunicationError, require
 from training.comm.comm_plan import HIERARCHICAL
 from training.comm.cost import COUNTS
 from training.comm.options import ALGORITHMS_OF, CommOptions
@@ -77,14 +77,8 @@ class BenchConfig:
         )
 
     def _check(self, name: str, right: bool, allowed: str) -> None:
-        if not right:
-            flag = "--" + name.removesuffix("_s").replace("_", "-")
-            raise ConfigError(
-                f"the measurement's `{name}` cannot be right",
-                got=f"{name} = {getattr(self, name)!r}",
-                allowed=allowed,
-                next_step=f"Correct {flag}.",
-            )
+        flag, got = "--" + name.removesuffix("_s").replace("_", "-"), f"{name} = {getattr(self, name)!r}"
+        require(right, f"the measurement's `{name}`", got, allowed, f"Correct {flag}.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep.features.encode.encoder import Encoder
-from lockstep.storage.errors import ConfigError
+from lockstep.storage.errors import require
 from lockstep.storage.settings import hadoop_settings
 from lockstep.storage.urls import absolute
 from training.comm.options import UNAUTHENTICATED, CommOptions
@@ -90,13 +90,8 @@ def profile(
     a model that diverges, CommunicationError for a lost rank.
     """
     for name, value, least in (("steps", steps, 2), ("rounds", rounds, 1)):
-        if value is not None and value < least:
-            raise ConfigError(
-                f"a profile's `{name}` cannot be right",
-                got=f"{name} = {value}",
-                allowed=f"an integer from {least} up",
-                next_step=f"Correct --{name}.",
-            )
+        right, allowed = value is None or value >= least, f"an integer from {least} up"
+        require(right, f"a profile's `{name}`", f"{name} = {value}", allowed, f"Correct --{name}.")
     config = replace(config, datasets=tuple(map(absolute, config.datasets)), run=NO_RUN)
     manifest, encoder = open_dataset(config)
     plan = plan_for(manifest, config)

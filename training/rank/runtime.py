@@ -16,6 +16,7 @@ from training.comm.options import UNAUTHENTICATED
 from training.config import TrainConfig
 from training.control.task import MARK, scratch_folder
 from training.devices import listed
+from training.models import receive
 from training.world import World
 
 if TYPE_CHECKING:
@@ -147,12 +148,14 @@ def threads_of(world: World, cores: int) -> int:
 
 
 def main(context: RankContext) -> dict[str, Any]:
-    """Train from the chain's tip to the end of the configured epochs; the payload is {config, plan}.
+    """Train from the chain's tip to the end of the configured epochs; the payload is {config, plan, model_function}.
 
     Returns {steps, epochs, metrics (last epoch's, over all ranks), samples, seconds, left_over (hex, rank 0 alone)}.
     Raises ConfigError and DataError for what a restart would meet again, CommunicationError for a lost rank.
     """
     config = TrainConfig.from_json(context.payload["config"])
+    if text := context.payload.get("model_function"):
+        receive(config.model, text)
     configure(context.world, precision=config.precision, seed=config.seed, canonical=config.canonical)
     if config.backend in UNAUTHENTICATED:
         context.communicator()  # TensorFlow's server must be there before its first tensor

@@ -17,7 +17,7 @@ from lockstep.features.encode.encoder import Encoder
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.dataset.manifest_entries import ShardInfo
-from lockstep.storage.errors import ConfigError, CorruptionError, StorageError
+from lockstep.storage.errors import ConfigError, CorruptionError, StorageError, require
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.files.local import LocalFileSystem
 from lockstep.storage.fs import filesystem
@@ -49,18 +49,10 @@ class ReadOptions:
     """How many processes read the split, each its part."""
 
     def __post_init__(self) -> None:
-        if self.cache == "":
-            raise ConfigError(
-                "cache cannot be right", got="an empty path", allowed="a folder", next_step="Correct --cache."
-            )
+        require(self.cache != "", "cache", "an empty path", "a folder", "Correct --cache.")
         for name, least in (("read_ahead_bytes", 1), ("cache_bytes", 1 if self.cache else 0), ("ranks", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(
-                    f"{name} cannot be right",
-                    got=str(getattr(self, name)),
-                    allowed=f"{least} or more",
-                    next_step=f"Correct --{name.replace('_', '-')}.",
-                )
+            value = getattr(self, name)
+            require(value >= least, name, str(value), f"{least} or more", f"Correct --{name.replace('_', '-')}.")
 
     @classmethod
     def of(cls, config: TrainConfig, ranks: int) -> Self:

@@ -13,6 +13,7 @@ from typing import Any
 from lockstep.storage.errors import CorruptionError, ExistsError, LockstepError, NotFoundError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
+from lockstep.storage.run_names import part_name
 from lockstep.storage.urls import join
 from training.run.lineage import claimed
 from training.run.paths import RunPaths
@@ -74,7 +75,7 @@ class PartWriter:
 
     def _write(self, lines: list[str]) -> int:
         """Write the next part; returns how many of the lines are in parts then."""
-        url = join(self._directory, f"part-{self._parts:05d}.{self._suffix}")
+        url = join(self._directory, part_name(self._parts, self._suffix))
         fs, data = filesystem(url), ("\n".join(lines) + "\n").encode("utf-8", "replace")
         try:
             write_file(fs, url, data, confirm=self._confirm)

@@ -1,62 +1,34 @@
-"""Every name inside a run directory; no other module spells one."""
+"""The paths inside a run directory; lockstep.storage.run_names has the names."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
+from lockstep.storage import run_names
 from lockstep.storage.errors import StorageError
+from lockstep.storage.run_names import (
+    audit_name,
+    audit_step_of,
+    checkpoint_name,
+    checkpoint_of,
+    claim_name,
+    claim_of,
+    comm_plan_name,
+    generation_name,
+    generation_of,
+    rank_name,
+    result_name,
+)
 
-_CHECKPOINT = re.compile(r"step-([0-9]{10})\.g([0-9]{4,})")
-_CLAIM = re.compile(r"([0-9]{6,})\.json")
-_AUDIT = re.compile(r"step-([0-9]{10})\.csv")
-_COMM_PLAN = re.compile(r"ranks-([0-9]{5,})-[0-9a-f]{16}\.json")
-_GENERATION = re.compile(r"g([0-9]{4,})(?:-[0-9a-f]+)?")
-
-
-def generation_name(generation: int) -> str:
-    """`g0007`: a generation in names of files and directories."""
-    return f"g{generation:04d}"
-
-
-def generation_of(name: str) -> int | None:
-    """The generation in `g0007` or `g0007-NONCE`; None for any other name."""
-    match = _GENERATION.fullmatch(name)
-    return int(match[1]) if match else None
-
-
-def checkpoint_name(step: int, generation: int) -> str:
-    """`step-0000000400.g0007`: one checkpoint's directory."""
-    return f"step-{step:010d}.{generation_name(generation)}"
-
-
-def checkpoint_of(name: str) -> tuple[int, int] | None:
-    """(step, generation) of a checkpoint directory's name; None for any other name."""
-    match = _CHECKPOINT.fullmatch(name)
-    return (int(match[1]), int(match[2])) if match else None
-
-
-def audit_step_of(name: str) -> int | None:
-    """The step of an audit file's name; None for any other name."""
-    match = _AUDIT.fullmatch(name)
-    return int(match[1]) if match else None
-
-
-def claim_of(name: str) -> int | None:
-    """The generation of a claim's file name; None for any other name."""
-    match = _CLAIM.fullmatch(name)
-    return int(match[1]) if match else None
-
-
-def comm_plan_name(num_ranks: int, key: str) -> str:
-    """The file of the plan of so many ranks."""
-    return f"ranks-{num_ranks:05d}-{key}.json"
+__all__ = [
+    "RunPaths", "audit_step_of", "checkpoint_name", "checkpoint_of", "claim_of", "comm_plan_name", "generation_name",
+    "generation_of", "is_comm_plan_of", "rank_name", "staged_checkpoint", "staged_model",
+]  # fmt: skip
 
 
 def is_comm_plan_of(name: str, num_ranks: int) -> bool:
-    """Whether this is the name of a frozen communication plan of so many ranks."""
-    match = _COMM_PLAN.fullmatch(name)
-    return match is not None and int(match[1]) == num_ranks
+    """Whether this is the name of a frozen communication plan of `num_ranks` ranks."""
+    return run_names.comm_plan_ranks_of(name) == num_ranks
 
 
 def staged_checkpoint(staging: str, step: int) -> str:
@@ -67,11 +39,6 @@ def staged_checkpoint(staging: str, step: int) -> str:
 def staged_model(staging: str) -> str:
     """Where rank 0 uploads the final export."""
     return f"{staging}/model"
-
-
-def rank_name(rank: int) -> str:
-    """`rank-00003`: a rank in names of files and directories."""
-    return f"rank-{rank:05d}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,26 +53,26 @@ class RunPaths:
     @property
     def run_json(self) -> str:
         """Config, plan identity and versions, written once by the first driver."""
-        return f"{self.root}/run.json"
+        return f"{self.root}/{run_names.RUN_JSON}"
 
     @property
     def lease(self) -> str:
         """The living driver's sign, rewritten every few seconds."""
-        return f"{self.root}/lease.json"
+        return f"{self.root}/{run_names.LEASE}"
 
     @property
     def claims(self) -> str:
         """Directory of the generation claims."""
-        return f"{self.root}/generations"
+        return f"{self.root}/{run_names.CLAIMS}"
 
     def claim(self, generation: int) -> str:
         """One generation's claim."""
-        return f"{self.claims}/{generation:06d}.json"
+        return f"{self.claims}/{claim_name(generation)}"
 
     @property
     def comm_plans(self) -> str:
         """Directory of the frozen communication plans."""
-        return f"{self.root}/comm"
+        return f"{self.root}/{run_names.COMM_PLANS}"
 
     def comm_plan(self, num_ranks: int, key: str) -> str:
         """The plan of so many ranks; `key` is CommPlan.key."""
@@ -114,7 +81,7 @@ class RunPaths:
     @property
     def checkpoints(self) -> str:
         """Directory of the committed checkpoints."""
-        return f"{self.root}/checkpoints"
+        return f"{self.root}/{run_names.CHECKPOINTS}"
 
     def checkpoint(self, step: int, generation: int) -> str:
         """One committed checkpoint."""
@@ -123,7 +90,7 @@ class RunPaths:
     @property
     def stagings(self) -> str:
         """Parent of the staging directories."""
-        return f"{self.root}/.staging"
+        return f"{self.root}/{run_names.STAGINGS}"
 
     def staging(self, generation: int, nonce: str) -> str:
         """Where a generation's ranks upload what the driver will rename."""
@@ -132,7 +99,7 @@ class RunPaths:
     @property
     def trashes(self) -> str:
         """Parent of the trash directories."""
-        return f"{self.root}/.trash"
+        return f"{self.root}/{run_names.TRASHES}"
 
     def trash(self, generation: int) -> str:
         """Where a generation's retention moves checkpoints."""
@@ -141,7 +108,7 @@ class RunPaths:
     @property
     def all_metrics(self) -> str:
         """Parent of all generations' metric parts."""
-        return f"{self.root}/metrics"
+        return f"{self.root}/{run_names.METRICS}"
 
     def metrics(self, generation: int) -> str:
         """Directory of a generation's closed metric parts."""
@@ -149,7 +116,7 @@ class RunPaths:
 
     def logs(self, generation: int) -> str:
         """Directory of a generation's rank logs."""
-        return f"{self.root}/logs/{generation_name(generation)}"
+        return f"{self.root}/{run_names.LOGS}/{generation_name(generation)}"
 
     def log(self, generation: int, rank: int) -> str:
         """Directory of one rank's closed log parts."""
@@ -157,11 +124,11 @@ class RunPaths:
 
     def audits(self, generation: int) -> str:
         """Directory of a generation's audits, one directory a rank in it."""
-        return f"{self.root}/audit/{generation_name(generation)}"
+        return f"{self.root}/{run_names.AUDITS}/{generation_name(generation)}"
 
     def audit(self, generation: int, rank: int, step: int) -> str:
         """The audit file that belongs to the checkpoint of `step`."""
-        return f"{self.audits(generation)}/{rank_name(rank)}/step-{step:010d}.csv"
+        return f"{self.audits(generation)}/{rank_name(rank)}/{audit_name(step)}"
 
     @property
     def events(self) -> str:
@@ -170,16 +137,16 @@ class RunPaths:
 
     def model(self, generation: int) -> str:
         """A generation's final export."""
-        return f"{self.root}/models/{generation_name(generation)}"
+        return f"{self.root}/{run_names.MODELS}/{generation_name(generation)}"
 
     @property
     def results(self) -> str:
         """Directory of the generations' results."""
-        return f"{self.root}/results"
+        return f"{self.root}/{run_names.RESULTS}"
 
     def result(self, generation: int) -> str:
         """A generation's result."""
-        return f"{self.results}/{generation_name(generation)}.json"
+        return f"{self.results}/{result_name(generation)}"
 
     def report(self, generation: int) -> str:
         """A generation's report."""

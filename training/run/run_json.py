@@ -25,7 +25,7 @@ from training.run.paths import RunPaths
 from training.run.result import find_result
 
 FORMAT_VERSION = 1
-PACKAGES = ("lockstep", "pyspark", "numpy", "pyarrow", "keras", "tensorflow", "safetensors", "hdfs-native")
+PACKAGES = ("lockstep", "pyspark", "numpy", "pyarrow", "keras", "tensorflow", "hdfs-native")
 # With the plan, what decides every weight. A run from before a field was there had its default.
 MODEL_FIELDS = ("model", "batchnorm", "precision", "learning_rate")
 LATER_FIELDS = {

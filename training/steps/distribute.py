@@ -189,6 +189,12 @@ def distribute(
 
     A collective if `communicator` already has an exchange: the new one gets a group of its own. `exchange_of` returns
     the exchange. Raises ConfigError for an optimizer that cannot be the outermost one, and for invalid arguments.
+
+    >>> import keras
+    >>> from lockstep import on_ranks
+    >>> optimizer = on_ranks.distribute(keras.optimizers.Adam(0.01), on_ranks.communicator())
+    >>> isinstance(optimizer, keras.optimizers.Adam)
+    True
     """
     statistics = tuple(statistics)  # which may be an iterator
     check_wish(optimizer, communicator, scale, statistics, bucket_bytes, rows_from_bytes)
@@ -217,7 +223,17 @@ def distribute(
 
 
 def undistribute(optimizer: keras.optimizers.Optimizer) -> None:
-    """Restore the optimizer's own class and end its exchange; compile a model that was trained with it again."""
+    """Restore the optimizer's own class and end its exchange; compile a model that was trained with it again.
+
+    Raises ConfigError for an optimizer that is not distributed.
+
+    >>> import keras
+    >>> from lockstep import on_ranks
+    >>> optimizer = on_ranks.distribute(keras.optimizers.Adam(0.01), on_ranks.communicator())
+    >>> on_ranks.undistribute(optimizer)
+    >>> type(optimizer) is keras.optimizers.Adam
+    True
+    """
     state = _state(optimizer)
     exchange = state.reduction.exchange
     _ENDED.add(exchange)
@@ -241,7 +257,14 @@ def _fault_of(known: ref[Exchange]) -> BaseException | None:
 
 
 def exchange_of(optimizer: keras.optimizers.Optimizer) -> Exchange:
-    """The exchange of a distributed optimizer."""
+    """The exchange of a distributed optimizer. Raises ConfigError for an optimizer that is not distributed.
+
+    >>> import keras
+    >>> from lockstep import on_ranks
+    >>> optimizer = on_ranks.distribute(keras.optimizers.Adam(0.01), on_ranks.communicator())
+    >>> on_ranks.exchange_of(optimizer).waited_s  # seconds for other ranks, so far
+    0.0
+    """
     return _state(optimizer).reduction.exchange
 
 

@@ -15,7 +15,7 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 from tensorflow.python.ops.control_flow_v2_func_graphs import CondBranchFuncGraph
 
 from lockstep.storage.documents import canonical_bytes
-from lockstep.storage.errors import ConfigError, DataError
+from lockstep.storage.errors import ConfigError, DataError, require
 from training.comm.base import FLOATS, Communicator
 from training.exchange.compare_ranks import everyones, view_of
 
@@ -146,10 +146,5 @@ def _of_all_ranks(config: Any) -> Any:
 
 
 def _check(name: str, right: bool, got: Any, allowed: str) -> None:
-    if not right:
-        raise ConfigError(
-            f"distribute got an invalid `{name}`",
-            got=f"{got!r}"[:200],
-            allowed=allowed,
-            next_step="Correct the call: distribute(keras.optimizers.Adam(), context().communicator()).",
-        )
+    next_step = "Correct the call: distribute(keras.optimizers.Adam(), context().communicator())."
+    require(right, f"the argument `{name}` of distribute", "" if right else f"{got!r}"[:200], allowed, next_step)

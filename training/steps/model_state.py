@@ -130,6 +130,11 @@ def derive_seeds(model: keras.Model, seed: int, step: int, rank: int) -> None:
     """Give each seed generator a state for this rank, derived from (seed, step, rank, the generator's number).
 
     Ranks that drew equal dropout masks for different samples would train with less randomness than one rank.
+
+    >>> import keras
+    >>> from lockstep import on_ranks
+    >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
+    >>> on_ranks.derive_seeds(model, 7, 0, on_ranks.communicator().rank)
     """
     for number, variable in enumerate(variables_of(model, SEEDS)):
         digest = hashlib.sha256(f"seed generator {seed} {step} {rank} {number}".encode()).digest()

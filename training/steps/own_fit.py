@@ -43,6 +43,15 @@ def rank_step(model: keras.Model, communicator: Communicator, *, batchnorm: Stat
 
     A collective: it makes a group of the communicator. Call it again after another `compile`. Returns the installed
     step, whose `remove` undoes this. Raises ConfigError for another value of `batchnorm`.
+
+    >>> import keras, numpy as np
+    >>> from lockstep import on_ranks
+    >>> comm = on_ranks.communicator()
+    >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    >>> model.compile(on_ranks.distribute(keras.optimizers.SGD(0.1), comm), "mse", jit_compile=False)
+    >>> step = on_ranks.rank_step(model, comm)
+    >>> history = model.fit(np.ones((8, 3), "float32"), np.ones(8, "float32"), verbose=0)
+    >>> step.remove(model)
     """
     if batchnorm not in get_args(Statistics):
         raise ConfigError(
@@ -73,6 +82,14 @@ def evaluate(
     Arrays hold all rows and each rank takes its part of them, which may be empty; a tf.data.Dataset or PyDataset is a
     rank's own part, in batches. Ranks communicate once, at the end. Losses, also of single outputs, are means over rows
     of batches' losses: if masks or the sum of weights divide them, they depend on batch boundaries, as in Keras.
+
+    >>> import keras, numpy as np
+    >>> from lockstep import on_ranks
+    >>> comm = on_ranks.communicator()
+    >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    >>> model.compile(on_ranks.distribute(keras.optimizers.SGD(0.1), comm), "mse", jit_compile=False)
+    >>> sorted(on_ranks.evaluate(model, comm, np.ones((8, 3), "float32"), np.ones(8, "float32")))
+    ['loss']
     """
     weigh_tests(model)
     model.reset_metrics()
@@ -95,6 +112,14 @@ def predict(model: keras.Model, communicator: Communicator, x: Any, *, batch_siz
     """Predictions for all rows of arrays `x`, on each rank; a rank computes its part, which may be empty.
 
     Like `model.predict`, returns arrays in the structure of the model's output, with all rows on every rank.
+
+    >>> import keras, numpy as np
+    >>> from lockstep import on_ranks
+    >>> comm = on_ranks.communicator()
+    >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    >>> model.compile(on_ranks.distribute(keras.optimizers.SGD(0.1), comm), "mse", jit_compile=False)
+    >>> on_ranks.predict(model, comm, np.ones((8, 3), "float32")).shape
+    (8, 1)
     """
     mine = share_of(x, communicator.rank, communicator.num_ranks)
     if _rows(mine):
@@ -112,6 +137,15 @@ def callbacks_on_ranks(callbacks: Sequence[Any], model: keras.Model, communicato
     So EarlyStopping or ReduceLROnPlateau decide the same on all ranks; a callback that stops on one rank stops all
     after the next step, at the latest with the epoch. Raises ConfigError for BackupAndRestore, which would restore only
     rank 0.
+
+    >>> import keras, numpy as np
+    >>> from lockstep import on_ranks
+    >>> comm = on_ranks.communicator()
+    >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    >>> model.compile(on_ranks.distribute(keras.optimizers.SGD(0.1), comm), "mse", jit_compile=False)
+    >>> stop = keras.callbacks.EarlyStopping(monitor="loss")
+    >>> callbacks = on_ranks.callbacks_on_ranks([stop], model, comm)
+    >>> history = model.fit(np.ones((8, 3), "float32"), np.ones(8, "float32"), callbacks=callbacks, verbose=0)
     """
     kept = [only_on_leader(callback, communicator.rank) for callback in callbacks]
     return [LogsOfAllRanks(communicator), *kept, AgreedStop(communicator)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.storage.errors import ConfigError, DataError
+from lockstep.storage.errors import ConfigError, DataError, require
 
 FITS = ("resize", "crop", "pad")
 ROTATIONS = (0, 90, 180, 270)
@@ -64,8 +64,7 @@ def fit(images: NDArray[np.uint8], height: int, width: int, how: str) -> NDArray
     same on both sides. `pad` keeps the ratio, too, shows the whole old image and leaves the rest zero. An odd row or
     column is at the bottom or right. Raises ConfigError for another `how`.
     """
-    if how not in FITS:
-        raise ConfigError("--fit is invalid", got=how, allowed=", ".join(FITS), next_step="Correct --fit.")
+    require(how in FITS, "--fit", how, ", ".join(FITS), "Correct --fit.")
     old_height, old_width = images.shape[1:3]
     if how == "resize" or (old_height, old_width) == (height, width):
         return resize(images, height, width)

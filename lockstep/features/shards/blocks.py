@@ -21,12 +21,12 @@ from lockstep.features.shards.read import Decode, Lenient, read_range, strict
 from lockstep.storage.dataset.indexed import IndexedManifest
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.dataset.manifest_entries import ShardInfo
+from lockstep.storage.digest import CHUNK_BYTES, HashedReader
 from lockstep.storage.errors import CorruptionError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.formats.parquet_footer import read_published_footer
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import join
-from lockstep.storage.verify.check import CHUNK_BYTES, HashedReader
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def read_gzip(
         )
     records = 0
     with fs.open_read(url) as file:
-        hashed = HashedReader(file, lambda count: None)
+        hashed = HashedReader(file)
         packed = io.BufferedReader(hashed, CHUNK_BYTES) if full else file
         with gzip.GzipFile(fileobj=packed) as unpacked:
             for piece in pieces(cast(BinaryIO, unpacked), url):
@@ -112,10 +112,9 @@ def read_gzip(
             )
         if full:
             hashed.drain()
-            if hashed.sha256 != info.sha256:
-                raise CorruptionError(
-                    "a file does not match its digest", file=url, got=hashed.sha256, allowed=info.sha256
-                )
+            found = hashed.digest.sha256
+            if found != info.sha256:
+                raise CorruptionError("a file does not match its digest", file=url, got=found, allowed=info.sha256)
 
 
 def _ranges(fs: FileSystem, url: str, shard: ShardInfo, block_records: int, decode: Decode) -> list[Block]:

@@ -1,8 +1,8 @@
-"""The manifest that jobs.index puts beside TFRecord files of somebody else: their digests, and where records begin.
+"""The manifest that jobs.index adds to TFRecord files of other programs: their digests, and where records begin.
 
-Such a directory is no dataset: its files have their own names and forms and its records no sample ids, so training
-does not read it. Its manifest is sealed canonical JSON with `kind` "indexed", and it lists an index file for each file
-that can be entered in the middle (one that is not gzip).
+Such a directory is no dataset: its files have their own names and its records no sample ids, so training does not read
+it. Its manifest is sealed canonical JSON with `kind` "indexed". It lists an index for each file that is not gzip, so
+that readers can start in the middle.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FILE_KEYS = ("path", "gzip", "records", "bytes", "sha256", "crc32c", "block_off
 
 @dataclass(frozen=True, slots=True)
 class IndexedManifest:
-    """All of such a `_manifest.json`.
+    """The content of such a `_manifest.json`.
 
     `columns` are (name, dtype of DTYPES, whether it is a list), `sampled` how many records they were inferred from.
     `files` have a relative path, records, bytes, digests and block offsets (none for gzip, whose paths `gzip` holds).

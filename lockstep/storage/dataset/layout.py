@@ -1,4 +1,4 @@
-"""Where each file of a dataset lies; nothing else puts dataset paths together."""
+"""The path of each file of a dataset; no other module builds these paths."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from lockstep.storage.publish import MANIFEST_NAME
 from lockstep.storage.urls import join, parent
 
 FORMATS = ("tfrecord", "parquet")
-COMPRESSIONS = ("none", "gzip")  # as a call says them
-SUFFIXES = {None: "", "gzip": ".gz"}  # of shards, by their compression as the manifest has it
+COMPRESSIONS = ("none", "gzip")  # as options name them
+SUFFIXES = {None: "", "gzip": ".gz"}  # of shards, by the compression in the manifest
 _SPLIT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _FITTED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.json")
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -76,18 +76,18 @@ def split_name(split: str) -> str:
 
 
 def safe_relative(path: object, *, where: str) -> str:
-    """Return `path` if it stays below the directory it is joined to, else raise DataError.
+    """Return `path` if it stays below the directory that it is joined to, else raise DataError.
 
-    Paths come out of manifests, which are not trusted: only plain segments of letters, digits and ._=- pass, none
-    of them "." or "..", so no absolute path, escape, percent sign, backslash, newline or hidden file does.
+    Manifests are not trusted: a path may only have segments of letters, digits and ._=-, and no segment may begin with
+    a dot. So absolute paths, escapes, percent signs, backslashes, newlines and hidden files are refused.
     """
     if isinstance(path, str) and 0 < len(path) <= 1000 and all(map(_SEGMENT.fullmatch, path.split("/"))):
         return path
     raise DataError(
-        f"{where}: a path leads out of its directory or has characters that we never write",
+        f"{where}: a path leads out of its directory, or has characters that Lockstep never writes",
         got=repr(path)[:200],
         allowed="relative segments of letters, digits, `.`, `_`, `=`, `-`, not starting with a dot",
-        next_step="Do not use this directory; build it anew.",
+        next_step="Do not use this directory; build it again.",
     )
 
 

@@ -1,4 +1,4 @@
-"""The manifest of a dataset: what it holds, byte by byte, and the digest that names it for training."""
+"""The manifest of a dataset: its files with their digests, and the digest that identifies it for training."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class DatasetManifest:
-    """All of `_manifest.json`. Make one with `build`, read one with `from_bytes` or `load_dataset`."""
+    """The content of `_manifest.json`. Make one with `build`, read one with `from_bytes` or `load_dataset`."""
 
     format_version: int
     format: str
@@ -77,14 +77,13 @@ class DatasetManifest:
         leakage: Mapping[str, Any] | None = None,
         compression: str | None = None,
     ) -> Self:
-        """A manifest with both digests worked out and everything checked as if it were read.
+        """Make a manifest: compute both digests, and check everything as if it were read.
 
         `created_by` is {"version", "config", "seed"}; `files` is keyed by path relative to the dataset; `parent`
         is {"url", "digest"} of the dataset that this one appends to; `leakage` is {"kind", "checked", "found"}: the
-        kind of split, what was looked for on two of its sides, and how many records were found. Where content was
-        looked for, {"by_chance", "distinct"} say how many chance would give and how many contents there are. None:
-        nobody looked.
-        `compression` is that of all shards: "gzip" (TFRecord alone, docs/decisions/068) or None.
+        kind of split, the checks, and how many records each found on two sides of the split. For a check of content,
+        {"by_chance", "distinct"} say how many chance would give and how many contents there are. None: not checked.
+        `compression` is that of all shards: "gzip" (only TFRecord, docs/decisions/068-gzip-shards.md) or None.
         """
         made = cls(
             format_version=FORMAT_VERSION if compression is None else PACKED_VERSION,
@@ -111,15 +110,15 @@ class DatasetManifest:
     def from_bytes(cls, data: bytes, where: str) -> Self:
         """Read a manifest strictly; `where` names it in errors.
 
-        Raises CorruptionError for changed bytes, DataError for content that we never write: another version,
+        Raises CorruptionError for changed bytes, DataError for content that Lockstep never writes: another version,
         unknown or missing keys, wrong types, paths out of the dataset, counts that do not add up.
         """
         doc = unseal(data, where)
         if doc.get("kind") == "indexed":
             raise DataError(
-                f"{where}: indexed files of others are no dataset",
+                f"{where}: indexed files of other programs are no dataset",
                 got="files that jobs.index has indexed",
-                allowed="a dataset, whose records have sample ids and a split",
+                allowed="a dataset: records with sample ids, in splits",
                 next_step='Read them by spark.read.format("tfrecord") and write a dataset by etl.write_dataset.',
             )
         version = doc.get("format_version")
@@ -128,7 +127,7 @@ class DatasetManifest:
                 f"{where}: unknown version of the dataset format",
                 got=repr(version),
                 allowed=f"{FORMAT_VERSION}, or {PACKED_VERSION} of compressed shards",
-                next_step="Use the version of Lockstep that wrote the dataset, or build the dataset anew.",
+                next_step="Use the version of Lockstep that wrote the dataset, or build the dataset again.",
             )
         packed = version == PACKED_VERSION
         documents.obj(doc, (*_KEYS, "compression") if packed else _KEYS, where=where)
@@ -188,7 +187,7 @@ class DatasetManifest:
     def _check_files(self, where: str) -> None:
         if self.format != "tfrecord":
             return
-        plain = self.splits if self.compression is None else {}  # what is packed has no place for an index to name
+        plain = self.splits if self.compression is None else {}  # compressed shards have no index
         wanted = {index_path(name, i) for name, split in plain.items() for i in range(len(split.shards))}
         listed = {path for path in self.files if path.startswith("_index/")}
         if wanted != listed:
@@ -196,7 +195,7 @@ class DatasetManifest:
                 f"{where}: offset indexes and shards do not match",
                 got=f"{len(listed)} indexes listed, odd ones {sorted(wanted ^ listed)[:3]}",
                 allowed="one index a shard" if self.compression is None else "no index of compressed shards",
-                next_step="Build the dataset anew.",
+                next_step="Build the dataset again.",
             )
 
 

@@ -12,7 +12,7 @@ from lockstep.storage import documents
 from lockstep.storage.dataset.layout import safe_relative, shard_path, split_name
 from lockstep.storage.errors import ConfigError, DataError
 
-# what lies before the first block of a gzip file, and behind the last one: lockstep/storage/formats/gzip_blocks.py
+# the bytes before the first block of a gzip file and after the last: lockstep/storage/formats/gzip_blocks.py
 GZIP_EDGE_BYTES = 10
 
 
@@ -20,8 +20,8 @@ GZIP_EDGE_BYTES = 10
 class ShardInfo:
     """One shard: path relative to the dataset, records, bytes, SHA-256 and CRC-32C (hex) of the file, SHA-256 of its
     footer (Parquet) or None (TFRecord), and where blocks begin: byte offsets of their first records (TFRecord; in a
-    gzip file, of what they are packed into), numbers of their first rows (Parquet row groups). `unpacked_offsets` of a
-    gzip file: where its blocks begin in what it unpacks to, and where the last one ends; None of other files.
+    gzip file, of the compressed blocks), numbers of their first rows (Parquet row groups). `unpacked_offsets` (gzip
+    only): where its blocks begin in the uncompressed bytes, and where the last one ends.
     """
 
     path: str
@@ -81,7 +81,7 @@ def read_split(name: str, value: Any, fmt: str, where: str, compression: str | N
         split_name(name)
     except ConfigError as error:
         raise DataError(
-            f"{where}: {error.what}", got=error.got, allowed=error.allowed, next_step="Build it anew."
+            f"{where}: {error.what}", got=error.got, allowed=error.allowed, next_step="Build the dataset again."
         ) from None
     place = f"{where}: split {name}"
     doc = documents.obj(value, ("block_records", "shards"), where=place)
@@ -120,14 +120,14 @@ def _read_shard(value: Any, path: str, block_records: int, fmt: str, packed: boo
         good = len(starts) == blocks and all(start == i * block_records for i, start in enumerate(starts))
     else:
         rising = all(a < b for a, b in itertools.pairwise(shard.block_edges))
-        # Without a block the first edge is the end: nothing may lie where no record does.
+        # Without blocks the first edge is the end: a file without records must have no other bytes.
         good = len(starts) == blocks and rising and shard.block_edges[0] == first
     if not good:
         raise DataError(
             f"{place}: block_offsets do not fit the shard",
             got=f"{len(starts)} offsets, {list(starts[:3])}..., of {shard.bytes} bytes",
             allowed=f"{blocks} rising offsets from {first}, below the shard's end, and nothing that is in no block",
-            next_step="Build the dataset anew.",
+            next_step="Build the dataset again.",
         )
     ends = shard.unpacked_offsets
     if ends is not None and len(ends) != blocks + 1:
@@ -135,7 +135,7 @@ def _read_shard(value: Any, path: str, block_records: int, fmt: str, packed: boo
             f"{place}: unpacked_offsets do not fit the shard",
             got=f"{len(ends)} offsets",
             allowed=f"{blocks + 1}: the beginnings of {blocks} blocks and the end of the last",
-            next_step="Build the dataset anew.",
+            next_step="Build the dataset again.",
         )
     return shard
 
@@ -149,7 +149,7 @@ def _read_unpacked(value: Any, place: str) -> tuple[int, ...]:
             f"{place} do not rise from 0",
             got=f"{list(found[:3])}...",
             allowed="0, and each number above the one before",
-            next_step="Build the dataset anew.",
+            next_step="Build the dataset again.",
         )
     return found
 
@@ -191,7 +191,7 @@ def read_file(path: str, value: Any, where: str) -> FileInfo:
             f"{place} is not a file that a dataset lists",
             got=path,
             allowed="_index/, _quarantine/, _fitted/, Petastorm's _common_metadata",
-            next_step="Build the dataset anew.",
+            next_step="Build the dataset again.",
         )
     doc = documents.obj(value, ("bytes", "sha256"), where=place)
     size = documents.count(doc["bytes"], where=f"{place}: bytes")
@@ -199,7 +199,7 @@ def read_file(path: str, value: Any, where: str) -> FileInfo:
 
 
 def read_counts(value: Any, splits: Mapping[str, SplitInfo], where: str) -> Counts:
-    """The counts, which must add up and fit the shards."""
+    """The counts, which must add up and match the shards."""
     place = f"{where}: counts"
     doc = documents.obj(value, ("read", "written", "quarantined", "dropped"), where=place)
     dropped = documents.mapping(doc["dropped"], where=f"{place}: dropped")
@@ -216,7 +216,7 @@ def read_counts(value: Any, splits: Mapping[str, SplitInfo], where: str) -> Coun
             f"{place} do not add up",
             got=f"read {counts.read}, written + quarantined + dropped {total}, records in shards {records}",
             allowed="read = written + quarantined + dropped, written = records in shards",
-            next_step="Build the dataset anew.",
+            next_step="Build the dataset again.",
         )
     return counts
 
@@ -240,7 +240,7 @@ def read_source(value: Any, where: str) -> SourceInfo:
 
 
 def read_leakage(value: Any, where: str) -> dict[str, Any] | None:
-    """What was looked for on two sides of the split, or None."""
+    """The result of the leakage checks, or None."""
     if value is None:
         return None
     place = f"{where}: leakage"

@@ -1,4 +1,4 @@
-"""Calls that end: code that may block without limit runs on a thread that is left behind when its time is over."""
+"""Calls with deadlines: code that may block forever runs on a thread, which is abandoned at the deadline."""
 
 from __future__ import annotations
 
@@ -48,22 +48,22 @@ def call_with_deadline(fn: Callable[[], T], seconds: float, *, what: str, whom: 
 
 
 def left_behind() -> int:
-    """How many abandoned calls are still under way."""
+    """How many abandoned calls are still running."""
     return len(_abandoned)
 
 
 def end_process(code: int) -> NoReturn:
-    """End the process with `code`, as sys.exit does, also where calls were left behind.
+    """End the process with `code`, as sys.exit does, also with abandoned calls.
 
-    A thread that comes back from native code while the interpreter is torn down is unwound by force, which Rust does
-    not bear: the process then aborts (exit 134 in place of `code`). So with such threads the interpreter's end is
-    left out: exit functions run, streams are flushed, the process ends.
+    A thread that returns from native code during the interpreter's shutdown is unwound by force, which Rust does not
+    survive: the process aborts with exit code 134 instead of `code`. So if there are abandoned calls, run the exit
+    functions, flush the streams and skip the rest of the shutdown.
     """
     if left_behind():
         atexit._run_exitfuncs()
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):  # a closed pipe cannot be flushed, and there is nobody to tell
+            with suppress(OSError, ValueError):  # a closed pipe cannot be flushed, and cannot report it
                 stream.flush()
         os._exit(code)
     sys.exit(code)
@@ -79,12 +79,12 @@ class _Job:
         self.error: BaseException | None = None
 
     def run(self) -> bool:
-        """Run the function; returns whether someone still waits for it."""
+        """Run the function; returns whether the caller still waits for it."""
         result, error = None, None
         try:
             assert self._fn is not None
             result = self._fn()
-        except BaseException as caught:  # handed to the caller, who raises it; a Rust panic is no Exception
+        except BaseException as caught:  # the caller raises it; a Rust panic is no Exception
             error = caught
         self._fn = None
         with self._lock:
@@ -109,7 +109,7 @@ class _Worker:
         threading.Thread(target=self._loop, name="storage-call", daemon=True).start()
 
     def _loop(self) -> None:
-        # A thread that was abandoned ends with its call; others wait for the next one, which saves their start.
+        # An abandoned thread ends with its call; the others wait for the next call, which saves starting a thread.
         while self.jobs.get().run():
             _idle.append(self)
 
@@ -156,7 +156,7 @@ class Backoff:
     def wait_or_raise(self, error: StorageError, *, what: str, whom: str = "the storage") -> None:
         """Sleep before the next attempt, or raise StorageError from `error` where no time is left for one."""
         self.attempts += 1
-        # The last attempt is often cut short by the total; what stopped the one before tells more.
+        # The total often cuts the last attempt short; the error of the one before is more useful.
         if self._cause is None or not isinstance(error, StorageTimeoutError):
             self._cause = error
         if self.left_s <= self._wait:
@@ -168,7 +168,7 @@ class Backoff:
             ) from error
         if self.attempts == 1:
             log.warning("%s: %s; trying again for %.0f s", what, error.what, self._limit)
-        # Many tasks see the same failure at the same moment; without jitter they come back at the same moment too.
+        # Many tasks see the same failure at the same moment; without jitter they would all retry at the same moment.
         time.sleep(self._wait * random.uniform(0.5, 1.0))
         self._wait = min(2 * self._wait, LONGEST_WAIT_S)
 
@@ -183,32 +183,32 @@ def with_retries(call: Callable[[float], T], *, what: str, whom: str, give_up_s:
             backoff.wait_or_raise(error, what=what, whom=whom)
 
 
-FREE = 32  # calls that may be given up before others are held back; measured: 3 threads and 4 descriptors each
-LATER_S = 1.0  # for each one more the next call is begun so much later
+FREE = 32  # abandoned calls before new ones are delayed; measured: 3 threads and 4 descriptors each
+LATER_S = 1.0  # delay of a new call for each abandoned call beyond that
 
 
 class Unanswered:
-    """Calls with deadlines to one server that may be frozen for hours, or have vanished without a word.
+    """Calls with deadlines to one server that may be frozen for hours, or may have disappeared.
 
-    Each call that is given up keeps a thread and a client until the server answers, which retries must not pile up
-    without end: a driver would run out of descriptors. So from `FREE` of them on a new call is begun only some seconds
-    after the one before, the longer the more there are; a day without an answer leaves some 400. Once a call succeeds
-    the ones before it count no more, though some of them may never end: a write whose pipeline broke in silence.
+    Each abandoned call keeps a thread and a client until the server answers. Retries must not let them pile up, or a
+    driver would run out of descriptors. So from `FREE` abandoned calls on, each new call waits some seconds after the
+    one before, longer the more there are; a day without an answer leaves some 400. Once a call succeeds, earlier ones
+    no longer count, though some may never end, such as a write whose pipeline broke silently.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._left = self._since = 0  # calls given up: all that are under way, and those since the last success
-        self._age = 0  # how often a success has made the calls before it count no more
+        self._left = self._since = 0  # abandoned calls: all still running, and those since the last success
+        self._age = 0  # how many successes have reset the count
         self._begun_at = float("-inf")
 
     @property
     def left(self) -> int:
-        """Calls that were given up and are still under way."""
+        """Abandoned calls that are still running."""
         return self._left
 
     def call(self, fn: Callable[[], T], seconds: float, *, what: str, whom: str) -> T:
-        """See `call_with_deadline`; the time for which a call is held back counts."""
+        """See `call_with_deadline`; a delay before the call counts."""
         end = time.monotonic() + seconds
         self._admit(end, seconds, what, whom)
         ended = given_up = False

@@ -1,4 +1,7 @@
-"""hdfs:// by hdfs-native, with what it leaves to its caller: deadlines, retries, settled renames, compared lengths."""
+"""hdfs:// by hdfs-native, plus what it leaves to its caller: deadlines, retries, settled renames, checked lengths.
+
+Decision 001 (hdfs-deadlines) has the measurements.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ from lockstep.storage.settings import seconds
 from lockstep.storage.urls import join, split_url
 
 _RPC = re.compile(r'^RPCError\("(?P<java>[^"]+)", "(?P<text>.*)', re.DOTALL)
-# What hdfs-native prints of a DataNode is twenty fields long; these two say which one it is.
+# hdfs-native prints twenty fields of a DataNode; these two identify it.
 _DATANODE = re.compile(r'DatanodeInfoProto \{ id: DatanodeIdProto \{ ip_addr: \\*"([^"\\]+)\\*".*?xfer_port: (\d+)')
 _RETRYABLE_TEXT = ("could only be written to", "SafeModeException", "All DataNodes failed", "No new datanode found")
 
@@ -108,8 +111,8 @@ _BYTES_PER_S = 1 << 20
 class HdfsRaw(RemoteRaw):
     """A file to be read (hdfs-native's own reader breaks inside `io.BufferedReader`).
 
-    An unclosed file reads as empty in hdfs-native without an error, and a read past the end is a panic, so both are
-    looked for first.
+    hdfs-native reads an unclosed file as empty without an error, and panics on a read past the end, so both are
+    checked first.
     """
 
     def __init__(self, fs: HdfsFileSystem, url: str, size: int) -> None:
@@ -121,7 +124,7 @@ class HdfsRaw(RemoteRaw):
     def read_at(self, offset: int, length: int) -> bytes:
         def read(client: Any) -> bytes:
             inner = self._inner
-            self._inner = None  # after a failure or a timeout the next attempt opens the file anew
+            self._inner = None  # after a failure or a timeout the next attempt opens the file again
             if inner is None:
                 inner = client.read(self._path)
             readable = inner.file_length()
@@ -141,7 +144,7 @@ class HdfsRaw(RemoteRaw):
 
 
 class HdfsWriter(RemoteWriter):
-    """A new file. A failed one is dropped and never closed: its close would wait 15 s for blocks that do not come."""
+    """A new file. After a failure it is never closed: that would wait 15 s for blocks that never come."""
 
     piece_bytes = 1 << 22
 
@@ -163,8 +166,8 @@ class HdfsWriter(RemoteWriter):
 
     def _once(self, step: Callable[[Any], Any], verb: str) -> None:
         inner = self._inner
-        # A pipeline whose second DataNode is dead, or whose first one is frozen, hangs without an error: what has sent
-        # little need not wait for as long as what may have much to bring to the disks.
+        # A pipeline whose second DataNode is dead, or whose first one is frozen, hangs without an error. A writer that
+        # has sent little data gives up sooner than one that may have much data on its way to the disks.
         limit_s = min(self._fs.data_deadline_s, _FIRST_S + self._written / _BYTES_PER_S)
         self._fs.once(lambda _client: step(inner), verb, self._url, limit_s)
 
@@ -172,14 +175,14 @@ class HdfsWriter(RemoteWriter):
 T = TypeVar("T")
 _DISCARD_S = 5.0
 _PROBE_S = 2.0
-_DATA_VERBS = ("read", "write", "sync", "close")  # calls in which DataNodes have a part
+_DATA_VERBS = ("read", "write", "sync", "close")  # calls that involve DataNodes
 
 
 class HdfsFileSystem(RemoteFileSystem):
     """One HDFS, by authority ("host:port", a name service, or "" for fs.defaultFS) and settings.
 
-    Each call ends: `lockstep.storage.call-deadline-s` an attempt for the NameNode, `...data-deadline-s` for data,
-    `...give-up-s` in all. An attempt that timed out leaves its thread and its client behind.
+    Every call has deadlines: `lockstep.storage.call-deadline-s` for an attempt at the NameNode, `...data-deadline-s`
+    for data, `...give-up-s` for all attempts. An attempt that times out abandons its thread and its client.
     """
 
     promises = Promises(atomic_rename=True, durable_sync=True)
@@ -212,8 +215,8 @@ class HdfsFileSystem(RemoteFileSystem):
             attempts += 1
             limit = min(left_s, self.call_deadline_s)
             if lost is not None:
-                # A create that timed out may still happen, so only a new name is safe, and only the caller can
-                # choose one; it is told so as soon as the NameNode answers again.
+                # A create that timed out may still happen, so only a new name is safe, which only the caller can
+                # choose. Raise as soon as the NameNode answers again.
                 self.once(lambda raw: raw.get_file_info("/"), "create", url, limit)
                 raise _Unsettled(lost)
             try:
@@ -224,7 +227,7 @@ class HdfsFileSystem(RemoteFileSystem):
             except ExistsError as error:
                 if attempts == 1:
                     raise
-                # Perhaps our own earlier attempt, whose answer was lost.
+                # Perhaps an earlier attempt of ours succeeded and its answer was lost.
                 raise _Unsettled(RetryableStorageError(error.what, got=error.got)) from None
 
         try:
@@ -268,7 +271,7 @@ class HdfsFileSystem(RemoteFileSystem):
             return bool(raw.delete(path, recursive))
 
         try:
-            # Where a second attempt finds nothing, the first one may have removed it without an answer.
+            # If a second attempt finds nothing, the first may have removed it and lost its answer.
             return self.call(remove, "delete", url) or attempts > 1
         except NotFoundError:
             return False  # something above it is a file
@@ -278,10 +281,10 @@ class HdfsFileSystem(RemoteFileSystem):
         try:
             return bool(self.once(lambda raw: raw.delete(path, True), "delete", url, _DISCARD_S))
         except LockstepError:
-            return False  # what lies under a temporary name may stay; the caller has a first error to tell
+            return False  # a temporary file may stay; the caller has its first error to raise
 
     def block_locations(self, url: str) -> Blocks:
-        # hdfs-native tells the size of HDFS blocks but not where they lie, so there are no hosts.
+        # hdfs-native gives the size of HDFS blocks, but not their hosts.
         path = _path(url)
         status = self.call(lambda raw: raw.get_file_info(path), "find", url)
         size, block = status.length, status.blocksize or status.length
@@ -308,8 +311,8 @@ class HdfsFileSystem(RemoteFileSystem):
         try:
             return self._calls.call(run, deadline_s, what=f"cannot {verb} {url}", whom=self.whom)
         except StorageTimeoutError as error:
-            # A client whose NameNode answers is kept: such a call may never come back, and would keep its own client's
-            # threads and connections too.
+            # Keep the client if its NameNode answers: the call may never return, and would also hold the threads and
+            # connections of a client that was replaced.
             if verb in _DATA_VERBS and self._answers():
                 raise _frozen_datanode(verb, url, deadline_s, self.whom) from error
             self._forget(made)
@@ -369,12 +372,12 @@ class _Unsettled(Exception):
 
 
 def _frozen_datanode(verb: str, url: str, deadline_s: float, whom: str) -> StorageTimeoutError:
-    # hdfs-native does not tell which DataNodes it talks to.
+    # hdfs-native does not say which DataNodes it uses.
     return StorageTimeoutError(
         f"cannot {verb} {url}: no answer from a DataNode of it within {deadline_s:.3g} s",
-        got=f"an answer from {whom} alone",
+        got=f"an answer only from {whom}",
         allowed="an answer",
-        next_step="Look for a DataNode that is frozen or out of reach (`hdfs dfsadmin -report`: its last contact).",
+        next_step="Find the DataNode that is frozen or unreachable (`hdfs dfsadmin -report`: its last contact).",
     )
 
 

@@ -1,4 +1,4 @@
-"""What a file system offers, whatever its kind; lockstep.storage.fs chooses one by a URL."""
+"""The operations of every file system; lockstep.storage.fs chooses the backend by URL."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import BinaryIO, Protocol, runtime_checkable
 
 from lockstep.storage.errors import ConfigError, CorruptionError, LockstepError, NotFoundError
 
-MAX_WHOLE_BYTES = 1 << 30  # manifests, indexes, fitted files; a sparse file of a TiB costs its maker nothing
+MAX_WHOLE_BYTES = 1 << 30  # manifests, indexes, fitted files; a sparse file of 1 TiB is easily forged
 
 
 @dataclass(frozen=True, slots=True)
 class FileStat:
     """One entry of a directory: `url` in the form in which it was asked for, size in bytes (0 for directories).
 
-    `is_special` is told by `list` alone: a symbolic link (also one that leads nowhere), pipe, socket or device.
+    Only `list` sets `is_special`: a symbolic link (also a broken one), pipe, socket or device.
     """
 
     url: str
@@ -29,7 +29,7 @@ class FileStat:
 
 @dataclass(frozen=True, slots=True)
 class HdfsBlock:
-    """A stretch of a file that lies together; `hosts` is empty where the backend cannot tell."""
+    """A range of a file that is stored together; `hosts` is empty if the backend does not know them."""
 
     offset: int
     length: int
@@ -65,7 +65,7 @@ class Writer(ABC):
         """Append all of `data`; returns its length in bytes."""
 
     def write_uncached(self, data: memoryview) -> int:
-        """As `write`, for long files: past what this host keeps of files in memory, where the backend can."""
+        """As `write`, for long files: bypasses the page cache if the backend can."""
         return self.write(data)
 
     @abstractmethod
@@ -80,7 +80,7 @@ class Writer(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Give the file up and remove it; never raises a StorageError of the removal."""
+        """Abandon the file and remove it; never raises a StorageError of the removal."""
 
     def __enter__(self) -> Writer:
         return self
@@ -94,7 +94,7 @@ class Writer(ABC):
         try:
             self.close()
         except BaseException:
-            self.abort()  # what could not be finished must not lie there as if it were
+            self.abort()  # an unfinished file must not look finished
             raise
 
 
@@ -105,7 +105,7 @@ class RangeFile(Protocol):
         """Exactly `length` bytes from `offset`. Raises CorruptionError where the file has fewer."""
 
     def close(self) -> None:
-        """Let go of what the file is read through; never raises."""
+        """Release the connection or descriptor; never raises."""
 
 
 @runtime_checkable
@@ -117,8 +117,8 @@ class IntoMemory(Protocol):
 
 
 class FileSystem(ABC):
-    """Operations on full URLs. Missing paths raise NotFoundError, occupied targets ExistsError, other failures
-    StorageError, bytes that are not there CorruptionError.
+    """Operations on full URLs. Missing paths raise NotFoundError, existing targets ExistsError, missing bytes
+    CorruptionError, other failures StorageError.
     """
 
     promises: Promises
@@ -128,9 +128,7 @@ class FileSystem(ABC):
         """Open a file for buffered, seekable reading; `read(n)` gives n bytes unless the file ends."""
 
     def open_uncached(self, url: str) -> BinaryIO:
-        """Open a file to be read to its end with `readinto` alone, past what this host keeps of files in memory where
-        the backend can.
-        """
+        """Open a file that is read to its end with `readinto` only; bypasses the page cache if the backend can."""
         return self.open_read(url)
 
     @abstractmethod
@@ -138,14 +136,14 @@ class FileSystem(ABC):
         """Read exactly `length` bytes from `offset`. Raises CorruptionError where the file is shorter."""
 
     def open_ranges(self, url: str, size_bytes: int) -> RangeFile:
-        """Open a file, whose first `size_bytes` must be readable, for many reads of ranges. It may be opened with the
-        first of them only, so a missing file may be told there.
+        """Open a file, whose first `size_bytes` must be readable, for many reads of ranges. A backend may open it at
+        the first read, so that a missing file is only reported then.
         """
         return _Ranges(self, url)
 
     def read_bytes(self, url: str) -> bytes:
-        """Read a whole file, as long as `stat` says it is. Raises CorruptionError where fewer bytes come, or where
-        it is longer than any file that is read in one piece.
+        """Read a whole file, as long as `stat` says it is. Raises CorruptionError if fewer bytes come, or if it is
+        longer than MAX_WHOLE_BYTES.
         """
         status = self.stat(url)
         if status.is_dir:
@@ -189,7 +187,7 @@ class FileSystem(ABC):
 
     @abstractmethod
     def mkdirs(self, url: str, *, mode: int = 0o755) -> None:
-        """Make a directory and its parents; an existing directory is left as it is, a file raises ExistsError."""
+        """Make a directory and its parents; does nothing for an existing directory; a file raises ExistsError."""
 
     @abstractmethod
     def delete(self, url: str, *, recursive: bool = False) -> bool:
@@ -202,13 +200,13 @@ class FileSystem(ABC):
         """The HDFS blocks of a file, in order; one block for a local file."""
 
     def stored_checksum(self, url: str) -> StoredChecksum | None:
-        """The checksum that the storage keeps of a file, told without its bytes being read; None where it keeps none,
-        or has no way to tell it.
+        """The checksum that the storage keeps of a file, without reading its bytes; None if it keeps none or does not
+        expose it.
         """
         return None
 
     def discard(self, url: str) -> bool:
-        """Delete what nobody needs any more, content too; where that fails it stays (False) and nothing is raised."""
+        """Delete an unneeded file or directory with its content; returns False, and raises nothing, if that fails."""
         try:
             return self.delete(url, recursive=True)
         except LockstepError:
@@ -224,7 +222,7 @@ class FileSystem(ABC):
 
 
 class _Ranges:
-    """A RangeFile of a backend that keeps nothing open."""
+    """A RangeFile that opens the file at each read."""
 
     def __init__(self, fs: FileSystem, url: str) -> None:
         self._fs, self._url = fs, url

@@ -44,7 +44,7 @@ _NOT_THERE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)  # kernels and file sys
 
 
 def rename_noreplace(source: str, target: str) -> None:
-    """Rename in one step of the kernel where it has one. Raises FileExistsError where the name is taken."""
+    """Rename atomically if the kernel can. Raises FileExistsError if the name is taken."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if hasattr(libc, "renameat2"):
@@ -58,9 +58,8 @@ def rename_noreplace(source: str, target: str) -> None:
 
 
 def rename_noreplace_portable(source: str, target: str) -> None:
-    """Rename without overwriting where renameat2 is missing: exact for files (a hard link fails on an occupied
-    name); for directories a look beforehand, since rename refuses a target directory with content but not an
-    empty one.
+    """Rename without overwriting if renameat2 is missing: atomic for files (a hard link fails on an existing name); for
+    directories it checks first, since rename refuses a target directory with content but not an empty one.
     """
     if stat_bits.S_ISDIR(os.lstat(source).st_mode):
         if os.path.lexists(target):
@@ -71,22 +70,22 @@ def rename_noreplace_portable(source: str, target: str) -> None:
         os.unlink(source)
 
 
-PAGE_BYTES = 4096  # memory, place in the file and length must be at multiples of it
-_O_DIRECT = getattr(os, "O_DIRECT", 0)  # 0 where the system has no such thing
+PAGE_BYTES = 4096  # address, file offset and length must be multiples of it
+_O_DIRECT = getattr(os, "O_DIRECT", 0)  # 0 where the system lacks it
 
 
 def whole_pages(size: int) -> NDArray[np.uint8]:
-    """(size,) bytes of memory, not touched yet, that begin with a page."""
+    """(size,) bytes of untouched memory, aligned to a page."""
     memory = np.empty(size + PAGE_BYTES, np.uint8)
     start = -memory.ctypes.data % PAGE_BYTES
     return memory[start : start + size]
 
 
 def write_uncached(descriptor: int, data: memoryview) -> int:
-    """Write as many of the first of these bytes as can be written past the page cache; how many those were.
+    """Write the first of these bytes past the page cache, as many as possible; returns how many.
 
-    None of them where the file system has no such way, or the memory or the place in the file begins within a page;
-    never the last ones that fill no page. The caller writes the rest. Raises OSError.
+    Writes nothing if the file system has no direct writes, or if the memory or the file position is not aligned to a
+    page; never writes the last bytes that do not fill a page. The caller writes the rest. Raises OSError.
     """
     whole, done = len(data) - len(data) % PAGE_BYTES, 0
     while done < whole and (count := _directly(descriptor, partial(os.write, descriptor, data[done:whole]))):
@@ -95,18 +94,18 @@ def write_uncached(descriptor: int, data: memoryview) -> int:
 
 
 class UncachedFile(io.FileIO):
-    """A file to read with `readinto` into memory of `whole_pages`; what cannot be had so comes by the page cache."""
+    """A file to read with `readinto` into memory of `whole_pages`; uses the page cache if direct reads fail."""
 
     def readinto(self, buffer: WriteableBuffer) -> int | None:
         """As of any raw file."""
         read = super().readinto
         count = _directly(self.fileno(), partial(read, buffer))
-        # Refused, for one, where the file goes on within a page: behind its last bytes.
+        # EINVAL, for instance, at the end of a file whose length is not a multiple of a page.
         return read(buffer) if count is None else count
 
 
 def _directly(descriptor: int, call: Callable[[], int | None]) -> int | None:
-    """What `call` returns where the file is used past the page cache meanwhile; None where the system refuses that."""
+    """Call `call` with the page cache bypassed; returns its result, or None if the system refuses that."""
     if not _O_DIRECT:
         return None
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
@@ -301,7 +300,7 @@ def _path(url: str) -> str:
 
 
 def _entry(url: str, name: str) -> FileStat | None:
-    """One entry of a listing, or None where it has gone since. A link shows what it leads to, if anything."""
+    """One entry of a listing, or None if it has disappeared. A link has the values of its target, if there is one."""
     path = _path(url)
     with _translated("find", url):
         try:
@@ -310,7 +309,7 @@ def _entry(url: str, name: str) -> FileStat | None:
             return None
     there = own
     if stat_bits.S_ISLNK(own.st_mode):
-        with suppress(OSError):  # it leads nowhere, or in a circle
+        with suppress(OSError):  # a broken or circular link
             there = os.stat(path)
     plain = stat_bits.S_ISREG(own.st_mode) or stat_bits.S_ISDIR(own.st_mode)
     return replace(_file_stat(url, name, there), is_special=not plain)
@@ -339,7 +338,7 @@ def _sync_directory(path: str) -> None:
 
 
 def _open_regular(path: str, flags: int) -> int:
-    # A pipe would be waited for and a device read without end: O_NONBLOCK lets us look before we read.
+    # Opening a pipe would block and reading a device might never end: O_NONBLOCK lets us check first.
     descriptor = os.open(path, flags | os.O_NONBLOCK)
     mode = os.fstat(descriptor).st_mode
     if stat_bits.S_ISREG(mode) or stat_bits.S_ISDIR(mode):  # `open` itself refuses a directory
@@ -362,7 +361,7 @@ def _translated(verb: str, url: str, other: str | None = None) -> Iterator[None]
             f"cannot {verb} {place}: the name is taken",
             got=error.strerror or str(error),
             allowed="a name that is free",
-            next_step="Choose another name, or delete what is there.",
+            next_step="Choose another name, or delete the existing one.",
         ) from error
     except NotADirectoryError as error:
         if verb in ("list", "create", "make") and (verb != "list" or os.path.isfile(_path(url))):

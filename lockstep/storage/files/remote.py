@@ -1,4 +1,4 @@
-"""What the backends of one HDFS share, whichever way they reach it: reading by pieces, and renames that are settled."""
+"""What both HDFS backends share: errors, reading and writing in pieces, renames that survive a lost answer."""
 
 from __future__ import annotations
 
@@ -20,57 +20,57 @@ RETRYABLE_JAVA = ("RetriableException", "SafeModeException", "StandbyException",
 
 
 def not_there(what: str, verb: str, text: str) -> LockstepError:
-    """A path that is missing: of a file being written it may come back under another name."""
+    """A missing path; a file being written can be written again under another name."""
     if verb in ("write", "sync", "close"):
-        return taken_away(what, text)
+        return lost_by_writer(what, text)
     return NotFoundError(
         f"{what}: not there", got=text, allowed="an existing path", next_step="Check the path and its host."
     )
 
 
-def taken_away(what: str, text: str) -> RetryableStorageError:
-    """A file being written that is no longer there, or is another's."""
+def lost_by_writer(what: str, text: str) -> RetryableStorageError:
+    """A file being written that has disappeared, or belongs to another writer now."""
     return RetryableStorageError(
-        f"{what}: the file was taken away from its writer",
+        f"{what}: the file was deleted, renamed or taken over by another writer",
         got=text,
-        allowed="a file that nobody else deletes, renames or writes",
+        allowed="a file that only this writer changes",
         next_step="Look for another run or a cleaning job at work there, then run again.",
     )
 
 
 def below_a_file(what: str, verb: str, text: str) -> LockstepError:
-    """A path whose parent is no directory."""
+    """A path whose parent is a file."""
     if verb in ("create", "make"):
         return StorageError(what, got=text, allowed="directories above it", next_step="Check the path.")
     return NotFoundError(f"{what}: not there", got=text, allowed="an existing path", next_step="Check the path.")
 
 
 def taken(what: str, text: str) -> ExistsError:
-    """A name that must be free and is not."""
+    """A name that must be free and is taken."""
     return ExistsError(
         f"{what}: the name is taken",
         got=text,
         allowed="a name that is free",
-        next_step="Choose another name, or delete what is there.",
+        next_step="Choose another name, or delete the existing one.",
     )
 
 
 def not_in_service(what: str, text: str, whom: str) -> RetryableStorageError:
-    """A state that passes."""
+    """A temporary state of HDFS, such as safe mode."""
     return RetryableStorageError(what, got=text, allowed="an HDFS in service", next_step=check(whom))
 
 
 def check(whom: str) -> str:
-    """The next step where `whom` does not serve."""
+    """The next step if `whom` does not serve."""
     return f"Check that {whom} runs, has left safe mode and has live DataNodes (`hdfs dfsadmin -report`)."
 
 
 READ_BUFFER_BYTES = 1 << 22
-READ_PIECE_BYTES = 1 << 23  # one call's worth of data: small enough to come well within a deadline at 1 MB/s
+READ_PIECE_BYTES = 1 << 23  # of one call: small enough to arrive well within a deadline at 1 MB/s
 
 
 class RemoteRaw(io.RawIOBase):
-    """A file as `io.BufferedReader` wants it; `size` is the length that must be readable."""
+    """A raw file for `io.BufferedReader`; `size` is the length that must be readable."""
 
     def __init__(self, url: str, size: int) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class RemoteRaw(io.RawIOBase):
         return len(data)
 
     def readall(self) -> bytes:
-        # `read()` of a buffered reader comes here; what io itself would do is to ask for 8 KiB at a time.
+        # `read()` of a buffered reader calls this; io's own version would ask for 8 KiB at a time.
         pieces = list(iter(lambda: self._next(READ_PIECE_BYTES), b""))
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
@@ -129,12 +129,12 @@ class RemoteRanges:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def close(self) -> None:
-        """Let go of the stream."""
+        """Close the stream."""
         self._raw.close()
 
 
 class RemoteWriter(Writer):
-    """Writes in pieces of `piece_bytes`. After a failure nothing can be written: abort, and write anew under another
+    """Writes in pieces of `piece_bytes`. After a failure no more can be written: abort, and write again under another
     name.
     """
 
@@ -153,7 +153,7 @@ class RemoteWriter(Writer):
 
     @abstractmethod
     def _sync(self) -> None:
-        """What `sync` promises, for all that was sent."""
+        """Make everything sent so far as durable as `sync` promises."""
 
     @abstractmethod
     def _end(self) -> None:
@@ -161,11 +161,11 @@ class RemoteWriter(Writer):
 
     @abstractmethod
     def _drop(self) -> None:
-        """Let go of what the file is written through, without a word to the server; never raises."""
+        """Drop the connection without informing the server; never raises."""
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         self._check_open()
-        # The caller may reuse a bytearray after write() has returned, so anything mutable is copied.
+        # The caller may reuse a bytearray after write() has returned, so mutable data are copied.
         piece = data if isinstance(data, bytes) else bytes(data)
         self._pending.append(piece)
         self._pending_bytes += len(piece)
@@ -186,7 +186,7 @@ class RemoteWriter(Writer):
         length = self._target.stat(self._url).size_bytes
         if length != self._written:
             raise StorageError(
-                f"{self._url} has another length than what was written",
+                f"{self._url} does not have the length that was written",
                 got=f"{length} bytes",
                 allowed=f"{self._written} bytes",
                 next_step="Find out who else writes there, then run again.",
@@ -200,7 +200,7 @@ class RemoteWriter(Writer):
     def _check_open(self) -> None:
         if not self._open:
             raise StorageError(
-                f"{self._url} is closed", got="a write", allowed="an open file", next_step="Create it anew."
+                f"{self._url} is closed", got="a write", allowed="an open file", next_step="Create the file again."
             )
 
     def _flush(self) -> None:
@@ -268,10 +268,10 @@ class RemoteFileSystem(FileSystem):
         rename: Callable[[float], None],
         earlier_may_have_happened: Callable[[int], bool],
     ) -> None:
-        """Call `rename(seconds)` until it is told to have happened, or is found to have.
+        """Call `rename(seconds)` until it succeeds, or the paths show that it has.
 
-        `earlier_may_have_happened(attempt)`, asked when the attempt of that number (1 for the first) did not find
-        `src`, or found `dst` taken: whether a request before that answer had no answer of its own.
+        If attempt number `attempt` (from 1) finds `src` missing or `dst` taken, `earlier_may_have_happened(attempt)`
+        says whether an earlier request was never answered.
         """
         before = self.stat(src)
         if replace and before.is_dir:
@@ -287,7 +287,7 @@ class RemoteFileSystem(FileSystem):
             try:
                 rename(limit_s)
             except (NotFoundError, ExistsError):
-                # The request without an answer may have happened, now or while this one was on its way.
+                # The unanswered request may have succeeded, before this one or during it.
                 if not earlier_may_have_happened(attempts) or not self._moved(before, src, dst, limit_s):
                     raise
 
@@ -300,7 +300,7 @@ class RemoteFileSystem(FileSystem):
         return status
 
     def _moved(self, before: FileStat, src: str, dst: str, limit_s: float) -> bool:
-        """Whether `src` is gone and what lies at `dst` is it; sources bear a nonce, so nobody else moved them."""
+        """Whether `src` is gone and `dst` is that file; sources have a nonce, so no other process moves them."""
 
         def look(url: str) -> FileStat | None:
             try:

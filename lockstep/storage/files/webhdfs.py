@@ -1,4 +1,4 @@
-"""webhdfs:// by the `hdfs` package, with what it leaves to its caller: deadlines, retries, settled renames."""
+"""webhdfs:// by the `hdfs` package, plus what it leaves to its caller: deadlines, retries, settled renames."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.storage.errors import (
 )
 from lockstep.storage.files.deadlines import with_retries
 from lockstep.storage.files.interface import Blocks, FileStat, HdfsBlock, Listing, Promises, StoredChecksum, Writer
-from lockstep.storage.files.remote import RemoteFileSystem, taken_away
+from lockstep.storage.files.remote import RemoteFileSystem, lost_by_writer
 from lockstep.storage.files.webhdfs_http import (
     OTHER_FORM,
     LostAnswerError,
@@ -35,8 +35,8 @@ _DISCARD_S = 5.0
 class WebHdfsFileSystem(RemoteFileSystem):
     """One HDFS over HTTP, by authority ("host:port", "host:port,host:port" or a name service) and settings.
 
-    `token` is a delegation token; without one the server is told `user`. Deadlines are those of hdfs://
-    (`lockstep.storage.*`). There is no durable sync: a run of jobs.train cannot lie here, datasets can.
+    `token` is a delegation token; without one the requests name `user`. Deadlines are those of hdfs://
+    (`lockstep.storage.*`). There is no durable sync, so it can hold datasets, but no run of jobs.train.
     """
 
     promises = Promises(atomic_rename=True, durable_sync=False)
@@ -57,8 +57,8 @@ class WebHdfsFileSystem(RemoteFileSystem):
             nonlocal lost
             limit = min(left_s, self.call_deadline_s)
             if lost:
-                # A create without an answer may still happen, so only a new name is safe, and only the caller can
-                # choose one; it is told so as soon as the NameNode answers again.
+                # A create without an answer may still happen, so only a new name is safe, which only the caller can
+                # choose. Raise as soon as the NameNode answers again.
                 self.calls.once(lambda client: client._get_file_status("/"), "create", url, limit)
                 raise _Unsettled
             overwrite = str(not exclusive).lower()
@@ -118,7 +118,7 @@ class WebHdfsFileSystem(RemoteFileSystem):
         sent = Sent()
         try:
             removed = self.calls.call(lambda client: _delete(sent.over(client), url, recursive), "delete", url)
-            # Where the last request finds nothing, one before it may have removed it without an answer.
+            # If the last request finds nothing, an earlier one may have removed it and lost its answer.
             return removed or len(sent) > 1
         except NotFoundError:
             return False  # something above it is a file
@@ -127,7 +127,7 @@ class WebHdfsFileSystem(RemoteFileSystem):
         try:
             return self.calls.once(lambda client: _delete(client, url, True), "delete", url, _DISCARD_S)
         except LockstepError:
-            return False  # what lies under a temporary name may stay; the caller has a first error to tell
+            return False  # a temporary file may stay; the caller has its first error to raise
 
     def block_locations(self, url: str) -> Blocks:
         path = path_of(url)
@@ -144,8 +144,8 @@ class WebHdfsFileSystem(RemoteFileSystem):
         def ask(client: Any) -> StoredChecksum:
             answer = checked(client._request("GET", url=location(client._locate_checksum(path))))
             try:
-                told = answer.json()["FileChecksum"]
-                return StoredChecksum(str(told["algorithm"]), bytes.fromhex(told["bytes"])[: int(told["length"])])
+                found = answer.json()["FileChecksum"]
+                return StoredChecksum(str(found["algorithm"]), bytes.fromhex(found["bytes"])[: int(found["length"])])
             except OTHER_FORM as error:
                 raise RefusedError("", f"no checksum: {error!r}", answer.status_code, host_of(answer)) from None
 
@@ -156,8 +156,8 @@ class WebHdfsFileSystem(RemoteFileSystem):
         path = path_of(url)
         try:
             return self.calls.call(lambda client: location(client._append(path)), "append to", url)
-        except NotFoundError as error:  # for the caller to begin anew; asking again would not bring it back
-            raise taken_away(f"cannot write {url}", error.got) from None
+        except NotFoundError as error:  # the caller must start again; a retry would not bring the file back
+            raise lost_by_writer(f"cannot write {url}", error.got) from None
 
     def _rename(self, src: str, dst: str, options: str) -> None:
         source, target, sent = path_of(src), path_of(dst), Sent()
@@ -167,7 +167,7 @@ class WebHdfsFileSystem(RemoteFileSystem):
                 lambda client: sent.over(client)._rename(source, destination=target, renameoptions=options),
                 "rename", f"{src} to {dst}", limit_s,
             )  # fmt: skip
-            if answer.content:  # the old rename's answer, which moves into a directory and tells what is wrong by false
+            if answer.content:  # the older rename, which moves into an existing directory and answers false on failure
                 raise StorageError(
                     f"{self.whom} does not know renames that refuse a taken name",
                     got="an answer to another kind of rename (HttpFS?)",
@@ -202,8 +202,8 @@ def _stat(url: str, status: Mapping[str, Any]) -> FileStat:
     return FileStat(url, name, is_dir, length, int(status["modificationTime"]), special)
 
 
-def _name(told: object) -> str:
-    # An empty one would make a directory its own entry, and walking down it endless.
-    if not isinstance(told, str) or not told or "/" in told:
-        raise ValueError(f"{told!r} as a name in a directory")
-    return told
+def _name(found: object) -> str:
+    # An empty name would make a directory its own entry, and a walk endless.
+    if not isinstance(found, str) or not found or "/" in found:
+        raise ValueError(f"{found!r} as a name in a directory")
+    return found

@@ -31,7 +31,7 @@ _HTTP, _RPC = "dfs.namenode.http-address", "dfs.namenode.rpc-address"
 
 def http_addresses(authority: str, settings: Mapping[str, str]) -> tuple[str, ...]:
     """ "http://host:port" of each NameNode: "host:port[,host:port]" as written, or those of a name service by the
-    settings. Raises ConfigError for what is neither.
+    settings. Raises ConfigError for anything else.
     """
     parts = authority.split(",")
     if all(_valid(part) for part in parts):
@@ -90,7 +90,7 @@ def _converted(url: str, scheme: str, have: str, want: str, settings: Mapping[st
                 return f"{scheme}://{settings[want + suffix]}{path}"
     raise ConfigError(
         f"{url} cannot be reached by {scheme}: the NameNode's address for it is not known",
-        got=f"no {want} beside {have} = {authority or '(none)'}",
+        got=f"{have} = {authority or '(none)'} without a {want}",
         allowed=f"{scheme}://HOST:PORT/PATH, or both addresses in the files of HADOOP_CONF_DIR",
         next_step=f"Write --output {scheme}://HOST:PORT{path}, or set HADOOP_CONF_DIR.",
     )
@@ -149,13 +149,13 @@ class Sent:
 
 
 class _Exact:
-    """What both clients are given besides."""
+    """What both clients have in common."""
 
     # `read` of the package lets requests follow the redirect, and takes a dead DataNode for a dead NameNode.
     _locate_open = _Request("GET", allow_redirects=False).to_method("OPEN")
     _locate_checksum = _Request("GET", allow_redirects=False).to_method("GETFILECHECKSUM")
     _get_file_block_locations = _Request("GET").to_method("GETFILEBLOCKLOCATIONS")
-    # Not among the documented operations, but older than those: it alone tells of a DataNode each of its ports.
+    # Undocumented, but older than the documented operations, and the only one that lists all ports of a DataNode.
     _get_block_locations = _Request("GET").to_method("GET_BLOCK_LOCATIONS")
 
     _sent: Sent | None = None
@@ -164,12 +164,12 @@ class _Exact:
         sent = self._sent
         if sent is not None:
             sent.leaves(url)
-        # Only the requests that ask where data lies say so themselves. A redirect of any other (to a login page, to a
-        # stranger) would turn a PUT into a GET of something else, whose success tells nothing.
+        # Only requests for the location of data expect a redirect. Following another one (to a login page, to a foreign
+        # server) would turn a PUT into a GET of something else, whose success means nothing.
         asks_where = "allow_redirects" in kwargs
         kwargs["allow_redirects"] = False
         as_stream = kwargs.get("stream", False)
-        kwargs["stream"] = True  # else requests reads whatever comes, however much that is
+        kwargs["stream"] = True  # else requests would read a body of any length
         try:
             # the package has no types, so mypy sees no such method above a mixin
             answer = super()._request(method, url, **kwargs)  # type: ignore[misc]
@@ -209,13 +209,13 @@ class _Token(_Exact, TokenClient):
 def make_client(addresses: Sequence[str], *, user: str, token: str | None, connect_s: float, read_s: float) -> Any:
     """A client of the NameNodes at `addresses` ("http://host:port"), tried in turn where one does not serve.
 
-    It says who it is by `token`, a delegation token, or, where that is None, by `user`, whom an HDFS without Kerberos
-    believes. `connect_s` limits connecting and each send, `read_s` each wait for an answer, in seconds.
+    It authenticates by `token`, a delegation token, or, if that is None, names `user`, which an HDFS without Kerberos
+    accepts. `connect_s` limits connecting and each send, `read_s` each wait for an answer, in seconds.
     """
     session = requests.Session()
     # Proxies and passwords of the environment (HTTP_PROXY, .netrc) are meant for the web, not for the cluster.
     session.trust_env = False
-    session.headers["Accept-Encoding"] = "identity"  # what a proxy packs would be taken for the file's own bytes
+    session.headers["Accept-Encoding"] = "identity"  # compressed by a proxy, a body would not be the file's bytes
     session.mount("http://", HTTPAdapter(pool_connections=CONNECTIONS, pool_maxsize=CONNECTIONS))
     kind = {"session": session, "timeout": (connect_s, read_s)}
     if token is not None:
@@ -224,7 +224,7 @@ def make_client(addresses: Sequence[str], *, user: str, token: str | None, conne
 
 
 def location(answer: Any) -> str:
-    """Where the NameNode sends the client for the data: the URL of a DataNode. Raises RefusedError without one."""
+    """The URL of the DataNode to which the NameNode redirects for data. Raises RefusedError without one."""
     found = answer.headers.get("location")
     if not found:
         raise RefusedError("", "the NameNode named no DataNode (a gateway such as HttpFS?)", answer.status_code)
@@ -243,8 +243,8 @@ def checked(answer: Any) -> Any:
         return answer
     body = answer.content
     try:
-        told = json.loads(body)["RemoteException"]
-        java, text = str(told["exception"]), str(told["message"])
+        found = json.loads(body)["RemoteException"]
+        java, text = str(found["exception"]), str(found["message"])
     except (ValueError, KeyError, TypeError):
         java, text = "", body[:500].decode(errors="replace")
     raise RefusedError(java, text, answer.status_code, host_of(answer))
@@ -254,7 +254,7 @@ def _read_whole(answer: Any, most_bytes: int, limit_s: float, data_host: str) ->
     """Read the body of an answer, so that no more of it comes from the network.
 
     Raises RefusedError for one of more than `most_bytes` or a packed one, requests' errors for one that breaks off or
-    is not all there after `limit_s`: a caller that has given up must not leave a thread that reads on.
+    is incomplete after `limit_s`: a caller that gave up must not leave a thread that keeps reading.
     """
     end, body = time.monotonic() + limit_s, bytearray()
     try:
@@ -267,7 +267,7 @@ def _read_whole(answer: Any, most_bytes: int, limit_s: float, data_host: str) ->
                 raise RefusedError("", f"an answer of over {most_bytes} bytes", answer.status_code, data_host)
             if time.monotonic() > end:
                 raise requests.exceptions.ReadTimeout(f"no whole answer in {limit_s:.3g} s", request=answer.request)
-    except HTTPError as error:  # in the form at which the package asks the next NameNode
+    except HTTPError as error:  # the error for which the package asks the next NameNode
         answer.close()
         raise requests.exceptions.ConnectionError(error, request=answer.request) from None
     except (RefusedError, requests.exceptions.ReadTimeout):
@@ -277,10 +277,10 @@ def _read_whole(answer: Any, most_bytes: int, limit_s: float, data_host: str) ->
 
 
 class LostAnswerError(RetryableStorageError):
-    """A request was sent, or may have been, and no whole answer came: it may have happened."""
+    """A request was sent, or may have been, without a complete answer: it may have succeeded."""
 
 
-# What reading an answer raises that is not WebHDFS's JSON; requests' error for what is no JSON is a ValueError too.
+# What parsing raises for an answer that is not WebHDFS's JSON; requests' error for invalid JSON is a ValueError too.
 OTHER_FORM = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
 _SECRET = re.compile(r"(delegation|user\.name|doas)=[^&\s'\"]+")
 _RETRYABLE_TEXT = (
@@ -375,7 +375,7 @@ _BELOW = (HdfsError, RefusedError, RequestException, HTTPError, HTTPException, O
 
 
 class WebHdfsCalls:
-    """What every operation goes through. Attributes: `whom` and `whom_data` for errors, `call_deadline_s` and
+    """Sends every request. Attributes: `whom` and `whom_data` for errors, `call_deadline_s` and
     `data_deadline_s` for one attempt at the NameNode and at a DataNode, `give_up_s` for all of one call, in seconds.
     """
 
@@ -387,7 +387,7 @@ class WebHdfsCalls:
         self.call_deadline_s = seconds(settings, "lockstep.storage.call-deadline-s")
         self.data_deadline_s = seconds(settings, "lockstep.storage.data-deadline-s")
         self.give_up_s = seconds(settings, "lockstep.storage.give-up-s")
-        # Each address gets its turn within the deadline of a call: a frozen NameNode must not use up the other's.
+        # Each address gets its share of a call's deadline: a frozen NameNode must not use up the other's time.
         each_s = 0.9 * self.call_deadline_s / len(addresses)
         who: dict[str, Any] = {"user": user, "token": token}
         self._names = make_client(addresses, **who, connect_s=min(_CONNECT_S, each_s), read_s=each_s)
@@ -409,7 +409,7 @@ class WebHdfsCalls:
     def send(
         self, method: str, where: str, body: bytes | Iterable[bytes], verb: str, url: str, deadline_s: float = 0.0
     ) -> None:
-        """Send `body` to a DataNode, on a thread that is left behind after `deadline_s`; 0: on this one."""
+        """Send `body` to a DataNode on a thread that is abandoned after `deadline_s`, or on this one if that is 0."""
 
         def run(client: Any) -> None:
             checked(client._request(method, url=where, data=body))

@@ -1,4 +1,4 @@
-"""Reading one file over WebHDFS: a stream where reads follow each other, opened anew where it breaks."""
+"""Reading and writing one file over WebHDFS: one stream for consecutive reads, reopened if it breaks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def locate(client: Any, path: str, offset: int, length: int, failed: Collection[
         try:
             return location(client._locate_open(path, offset=offset, length=length, excludedatanodes=left_out))
         except HdfsError:
-            left_out = ""  # nobody else has them: one that failed may answer by now, and else its error is told
+            left_out = ""  # no other has them: a failed one may answer by now, or else raises its error
     return location(client._locate_open(path, offset=offset, length=length))
 
 
@@ -44,29 +44,29 @@ def _transfer_addresses(client: Any, path: str, offset: int, failed: Collection[
             for host in (node["hostName"], node["ipAddr"])
             if f"{host}:{node['infoPort']}" in failed
         ]
-    except (HdfsError, *OTHER_FORM):  # a server that does not tell is asked as if nothing had failed
+    except (HdfsError, *OTHER_FORM):  # without an answer, ask as if none had failed
         return []
 
 
-_AVOIDED_S = 60.0  # for so long a DataNode that failed is left out; a stream may also break for want of use
+_AVOIDED_S = 60.0  # how long a failed DataNode is avoided; a stream may also break because it was idle
 
 
 class WebHdfsRaw(RemoteRaw):
     """A file to be read.
 
-    Where a read begins at the end of the one before, the rest of the file is asked for once and read on from; other
-    reads ask for just their bytes. A stream that breaks (a dead DataNode) is opened anew at the place it came to, on
-    another replica where there is one.
+    A read that begins where the last one ended requests the rest of the file once, and later reads continue from that
+    stream; other reads request only their bytes. A stream that breaks (a dead DataNode) is reopened at its position,
+    on another replica if there is one.
     """
 
     def __init__(self, fs: WebHdfsFileSystem, url: str, size: int, begin: int = 0) -> None:
         super().__init__(url, size)
         self._fs = fs
-        # An attempt that was given up still runs: it has the stream that it took, and may not keep one any more.
+        # An abandoned attempt still runs with the stream that it took, and must not keep one.
         self._lock = threading.Lock()
         self._attempt = 0
-        self._kept: tuple[Any, int, str] | None = None  # a stream, the place it came to, its DataNode
-        self._reads_from = ""  # the DataNode that the newest attempt reads from; what stays here has failed
+        self._kept: tuple[Any, int, str] | None = None  # a stream, its position, its DataNode
+        self._reads_from = ""  # the DataNode of the newest attempt; one that is still here later has failed
         self._failed: dict[str, float] = {}  # and when
         self._last_end = begin  # a file is most often read from its start to its end
 
@@ -74,7 +74,7 @@ class WebHdfsRaw(RemoteRaw):
         try:
             data = self._fs.calls.call_data(lambda client: self._read(client, offset, length), "read", self._url)
         except StorageError:
-            size = self._fs.stat(self._url).size_bytes  # the server calls a range behind the end a fault of its own
+            size = self._fs.stat(self._url).size_bytes  # for a range beyond the end, servers report an internal error
             if offset + length > size:
                 raise short_file(self._url, offset, length, size) from None
             raise
@@ -91,7 +91,7 @@ class WebHdfsRaw(RemoteRaw):
         with self._lock:
             self._attempt += 1
             attempt = self._attempt
-            kept, self._kept = self._kept, None  # after a failure or a time-out the next attempt opens the file anew
+            kept, self._kept = self._kept, None  # after a failure or a timeout the next attempt opens the file again
             failed = self._failed_lately()
         if kept is not None and kept[1] == offset:
             stream, _, node = kept
@@ -126,7 +126,7 @@ class WebHdfsRaw(RemoteRaw):
         return [node for node, failed_at in self._failed.items() if now - failed_at < _AVOIDED_S]
 
     def _keep(self, new: tuple[Any, int, str] | None, attempt: int) -> None:
-        """Keep `new` if its attempt is the newest and the file is open; what is not kept is closed."""
+        """Keep `new` if its attempt is the newest and the file is open; close the other stream."""
         with self._lock:
             if new is None or (attempt == self._attempt and not self.closed):
                 new, self._kept = self._kept, new
@@ -135,17 +135,17 @@ class WebHdfsRaw(RemoteRaw):
 
 
 def open_at(client: Any, where: str, length: int) -> Any:
-    """The answer of a DataNode whose raw body is `length` bytes of the file, or fewer where it ends before.
+    """The answer of a DataNode whose raw body is `length` bytes of the file, or fewer at its end.
 
-    Raises RefusedError for a body that cannot be that: a longer one, a packed one, or one of untold length, as any page
-    of a proxy may be. A DataNode always tells the length of what lies in the file.
+    Raises RefusedError for any other body: a longer one, a compressed one, or one without a length, such as a page of a
+    proxy. A DataNode always sends the length.
     """
     answer = checked(client._request("GET", url=where, stream=True))
-    told = answer.headers.get("Content-Length", "an untold number of")
+    length_sent = answer.headers.get("Content-Length", "an unknown number of")
     form = answer.headers.get("Content-Encoding") or answer.headers.get("Transfer-Encoding") or "identity"
-    if form != "identity" or not told.isdecimal() or int(told) > length:
+    if form != "identity" or not length_sent.isdecimal() or int(length_sent) > length:
         answer.close()
-        text = f"{told} bytes ({form}) for {length} that were asked for"
+        text = f"{length_sent} bytes ({form}) for a request of {length}"
         raise RefusedError("", text, answer.status_code, host_of(answer))
     return answer
 
@@ -167,8 +167,8 @@ PIECES_UNDER_WAY = 4
 class WebHdfsWriter(RemoteWriter):
     """Appends to a file that `create` has made empty.
 
-    A connection that breaks leaves a closed, shorter file on HDFS, so `close` compares the length, and what matters
-    is written under a temporary name. `sync` ends the request: the bytes are with the DataNodes, not on their disks.
+    A broken connection leaves a closed, shorter file on HDFS, so `close` compares the length, and important files are
+    written under a temporary name. `sync` ends the request: the DataNodes have the bytes, but not on their disks.
     """
 
     piece_bytes = 1 << 20
@@ -198,10 +198,10 @@ class WebHdfsWriter(RemoteWriter):
 
 
 class _Append:
-    """One APPEND, whose body another thread sends while it is still being handed over, a few pieces at a time.
+    """One APPEND request, whose body another thread sends while the writer still adds pieces, a few at a time.
 
-    It ends by itself where nothing comes for the deadline of a piece: a writer that was dropped without an end would
-    keep thread, connection and lease for ever, and one that is only slow goes on with another request.
+    It ends by itself if no piece comes within the deadline: a writer that was dropped would otherwise hold thread,
+    connection and lease forever, and one that is only slow continues with another request.
     """
 
     def __init__(self, fs: WebHdfsFileSystem, url: str) -> None:
@@ -214,7 +214,7 @@ class _Append:
         threading.Thread(target=self._send, args=(where,), name="webhdfs-append", daemon=True).start()
 
     def put(self, piece: bytes, deadline_s: float) -> bool:
-        """Hand over a piece as soon as there is room for it; False where the request has ended by itself."""
+        """Add a piece as soon as there is room for it; False if the request has ended by itself."""
         with self._changed:
             if not self._ended:
                 self._wait(lambda: self._ended or len(self._pieces) < PIECES_UNDER_WAY, deadline_s)
@@ -225,7 +225,7 @@ class _Append:
             return True
 
     def finish(self, deadline_s: float) -> None:
-        """End the body, and return when the DataNode has said that all of it is there."""
+        """End the body, and return when the DataNode has confirmed all of it."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
@@ -241,7 +241,7 @@ class _Append:
                 raise self._error
 
     def cancel(self) -> None:
-        """Give the body up: the connection is closed in its middle."""
+        """Abandon the body: the connection is closed in the middle."""
         with self._changed:
             self._cancelled = True
             self._changed.notify_all()
@@ -288,7 +288,7 @@ class _Append:
             self._fs.calls.send("POST", where, self._body(), "write", self._url)
             outcome = None
         except _Cancelled:
-            return  # nobody waits for it
+            return  # the writer no longer waits
         except LockstepError as caught:
             outcome = caught
         finally:
@@ -298,4 +298,4 @@ class _Append:
 
 
 class _Cancelled(Exception):
-    """Ends the thread of a request that was given up."""
+    """Ends the thread of an abandoned request."""

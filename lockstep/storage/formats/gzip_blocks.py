@@ -1,22 +1,21 @@
-"""Gzip files that can be entered in the middle: each block of records is a stretch of deflate that stands alone.
+"""Gzip files that can be read from the middle: each block of records is deflated independently.
 
-A file is one gzip member (RFC 1952), so that any reader of gzip takes it whole. Within it, no block refers back to
-another one and each ends on a byte, as after zlib's Z_FULL_FLUSH; so one that knows where blocks begin inflates just
-those that it needs. Members end to end would do that too, but TensorFlow loses some: docs/decisions/068-gzip-shards.md.
+A file is one gzip member (RFC 1952), so that any reader of gzip can read it. No block refers back to another one, and
+each ends on a byte boundary, as after zlib's Z_FULL_FLUSH; so a reader that knows where blocks begin inflates only the
+ones that it needs. Concatenated members would allow that too, but TensorFlow loses some of them: decision 068.
 """
 
 from __future__ import annotations
 
-import hashlib
 import zlib
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Protocol
 
-import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.storage.digest import Digest
 from lockstep.storage.errors import CorruptionError, DataError
 from lockstep.storage.formats.tfrecord import MAX_BLOCK_BYTES, record_offsets
 
@@ -30,7 +29,7 @@ HEADER = bytes.fromhex("1f8b08000000000000ff")
 MARK = b"\x00\x00\xff\xff"
 _LAST = b"\x03\x00"
 TRAILER_BYTES = 10
-LEVEL = 6  # what gzip, Hadoop and TensorFlow take
+LEVEL = 6  # the default of gzip, Hadoop and TensorFlow
 _RAW = -15  # zlib's number for deflate without a header, window of 32 KiB
 _NOTHING = ("", "", "")
 
@@ -63,9 +62,9 @@ def trailer(crc32: int, size: int) -> bytes:
 
 
 def unpack(block: Buffer, size: int, *, file: str, record: int, offset: int) -> bytes:
-    """What one block unpacks to, which must be `size` bytes; no more than one byte beyond them is ever made.
+    """The uncompressed bytes of one block, which must be `size`; inflates at most one byte more.
 
-    Nothing but the length is checked: the records have checksums of their own. Raises CorruptionError naming `file`,
+    Checks only the length: the records have their own checksums. Raises CorruptionError naming `file`,
     the number of the first record and the block's offset for bytes that are no block, or one of more or fewer bytes.
     """
     data, wrong = b"", ("a block is longer than any", f"{size} bytes unpacked", f"{MAX_BLOCK_BYTES} bytes")
@@ -80,8 +79,8 @@ def unpack(block: Buffer, size: int, *, file: str, record: int, offset: int) -> 
 def unpack_blocks(
     data: bytes, starts: Sequence[int], unpacked: Sequence[int], *, file: str, first_record: int, block_records: int
 ) -> bytes:
-    """What neighbouring blocks hold, end to end. They lie in `file` from starts[0] to starts[-1], `data` being these
-    bytes, and their contents from unpacked[0] to unpacked[-1] in what the file unpacks to. Raises as `unpack` does.
+    """The uncompressed bytes of neighbouring blocks. `data` are the bytes of `file` from starts[0] to starts[-1]; they
+    inflate to the bytes unpacked[0] to unpacked[-1] of the uncompressed file. Raises as `unpack` does.
     """
     view = memoryview(data)
     places = zip(pairwise(starts), pairwise(unpacked), strict=True)
@@ -99,9 +98,9 @@ def unpack_blocks(
 
 
 class GzipWriter:
-    """Writes records that are framed already as a gzip file that can be entered at each block; `finish` ends it.
+    """Writes framed records as a gzip file that can be read from each block on; `finish` ends it.
 
-    Both checksums of each record are checked once more. Memory: one block, and its packed form.
+    Checks both checksums of each record once more. Memory: one block, plain and compressed.
 
     Attributes: `records` and `bytes` written so far, `block_offsets` where blocks begin, `unpacked_offsets` where their
     contents do in what the file unpacks to, and where they end (one number more).
@@ -109,8 +108,7 @@ class GzipWriter:
 
     def __init__(self, sink: _Sink, block_records: int) -> None:
         self._sink, self._block_records = sink, block_records
-        self._sha256 = hashlib.sha256()
-        self._crc32c = self._unpacked_crc32 = 0
+        self._digest, self._unpacked_crc32 = Digest(), 0
         self._held, self._held_records = bytearray(), 0
         self.records = self.bytes = 0
         self.block_offsets: list[int] = []
@@ -140,12 +138,12 @@ class GzipWriter:
     @property
     def sha256(self) -> str:
         """SHA-256 of all bytes written, in hex."""
-        return self._sha256.hexdigest()
+        return self._digest.sha256
 
     @property
     def crc32c(self) -> str:
         """CRC-32C of all bytes written, 8 hex digits."""
-        return f"{self._crc32c:08x}"
+        return self._digest.crc32c
 
     def _put(self) -> None:
         self.block_offsets.append(self.bytes)
@@ -157,13 +155,12 @@ class GzipWriter:
 
     def _send(self, data: bytes) -> None:
         self._sink.write(data)
-        self._sha256.update(data)
-        self._crc32c = google_crc32c.extend(self._crc32c, data)
+        self._digest.add(data)
         self.bytes += len(data)
 
 
 def _unpacked(block: Buffer, size: int) -> tuple[bytes, tuple[str, str, str]]:
-    """The content of a block, and what is wrong with it: what, got and allowed, or _NOTHING."""
+    """The content of a block and its fault: what, got and allowed of an error, or _NOTHING."""
     inflater = zlib.decompressobj(_RAW)
     try:
         data = inflater.decompress(block, size + 1)

@@ -1,4 +1,4 @@
-"""The footer of a Parquet file, held against its digest before Arrow sees it: Arrow ends the process over some."""
+"""The footer of a Parquet file, compared with its digest before Arrow parses it: damaged ones can abort the process."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ def read_published_footer(fs: FileSystem, url: str, info: ShardInfo) -> bytes:
 
 
 def damaged_footer(file: str, got: str, allowed: str, *, offset: int | None = None) -> CorruptionError:
-    """The error for a footer that cannot be the published one."""
+    """The error for a footer that is not the published one."""
     what = "a Parquet footer is damaged or not the one published"
     return CorruptionError(what, file=file, offset=offset, got=got, allowed=allowed)
 
 
 @lru_cache(maxsize=64)
-def columns_can_be_told(footer: bytes) -> bool:
-    """Whether `row_group(i).column(j)` works for all columns of a footer whose digest may be forged with it.
+def columns_are_readable(footer: bytes) -> bool:
+    """Whether `row_group(i).column(j)` works for all columns of a footer, whose digest may be forged too.
 
-    Arrow's C++ throws there and pyarrow does not catch it: the process aborts. So a fork of this process asks first.
-    It starts no thread and takes no lock of ours, and it leaves by `_exit`, or by a signal after _FORK_DEADLINE_S.
-    The answer is kept: a fork takes tens of milliseconds where this process holds gigabytes. Raises what
-    `pq.read_metadata` does.
+    For some footers Arrow's C++ throws and pyarrow does not catch it: the process aborts. So a fork of this process
+    tries first. It starts no thread and takes no lock of ours, and ends by `_exit`, or by a signal after
+    _FORK_DEADLINE_S. The answer is cached: a fork takes tens of milliseconds if this process holds gigabytes. Raises
+    what `pq.read_metadata` does.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -74,12 +74,12 @@ def columns_can_be_told(footer: bytes) -> bool:
     child = os.fork()
     if child == 0:
         code = 1
-        with suppress(BaseException):  # whatever happens, this copy of the process must not go on
+        with suppress(BaseException):  # this copy of the process must end here in any case
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(_FORK_DEADLINE_S)
-            faulthandler.disable()  # an abort here is an answer, not a failure to report
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # C++ tells its last words there
+            faulthandler.disable()  # an abort here is an answer, not a crash to report
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # C++ prints its message there
             for number in range(metadata.num_row_groups):
                 group = metadata.row_group(number)
                 for column in range(group.num_columns):

@@ -1,4 +1,6 @@
-"""The header of a safetensors file: which tensors it holds, where and of what type. Read strictly, without the data.
+"""The header of a safetensors file: name, position and type of its tensors. Read strictly, without the data.
+
+The library of that name would copy every tensor out of the bytes: decision 077 (divided-checkpoints).
 
 header length u64 | header: JSON {name: {dtype, shape, data_offsets: [begin, end]}}, padded with spaces | data
 """
@@ -15,7 +17,7 @@ import numpy as np
 from lockstep.storage import documents
 from lockstep.storage.errors import CorruptionError, DataError
 
-# By NumPy's names. safetensors has more, for which NumPy has no type of its own.
+# By NumPy's names. safetensors has more types, which NumPy lacks.
 DTYPES = {
     "float64": "F64",
     "float32": "F32",
@@ -59,7 +61,7 @@ def head_bytes(length: bytes, size: int, where: str) -> int:
 def parse_header(text: bytes, size: int, where: str) -> dict[str, Stored]:
     """The tensors by the header's JSON, of a file of `size` bytes, in the order of their places.
 
-    Raises CorruptionError naming `where` for anything else: gaps, overlaps, bytes behind the end, other types.
+    Raises CorruptionError naming `where` for anything else: gaps, overlaps, bytes after the end, other types.
     """
     try:
         header = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
@@ -147,12 +149,12 @@ def check_whole(name: str, shape: Sequence[int], parts: Sequence[Sequence[int]],
 
 
 def part_name(name: str, start: int, stop: int, elements: int) -> str:
-    """A part's name in a rank's file: the tensor's own where it is whole, else with its elements behind."""
+    """A part's name in a rank's file: the tensor's name, with a range of elements unless it is the whole tensor."""
     return name if (start, stop) == (0, elements) else f"{name}[{start}:{stop}]"
 
 
 def check_part(name: str, tensor: Divided, part: Sequence[int], stored: Mapping[str, Stored], file: str) -> None:
-    """Hold a part against the header of its rank's file. Raises CorruptionError naming file and tensor."""
+    """Compare a part with the header of its rank's file. Raises CorruptionError naming file and tensor."""
     _, start, stop = part
     key = part_name(name, start, stop, math.prod(tensor.shape))
     found = stored.get(key)

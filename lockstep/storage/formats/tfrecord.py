@@ -12,6 +12,7 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.storage.digest import Digest
 from lockstep.storage.errors import CorruptionError
 
 # A record on disk:
@@ -26,7 +27,7 @@ _HEAD = struct.Struct("<QI")
 HEADER_BYTES = 12
 FOOTER_BYTES = 4
 FRAMING_BYTES = HEADER_BYTES + FOOTER_BYTES
-MAX_BLOCK_BYTES = 2 << 30  # ours have some MiB; a forged manifest over a sparse file may name any number
+MAX_BLOCK_BYTES = 2 << 30  # ours have some MiB; a forged manifest for a sparse file may claim any size
 _MASK_DELTA = 0xA282EAD8
 _CHUNK_BYTES = 1 << 22
 
@@ -55,10 +56,8 @@ class RecordWriter:
 
     def __init__(self, sink: _Sink) -> None:
         self._sink = sink
-        self._sha256 = hashlib.sha256()
-        self._crc32c = 0
-        self.records = 0
-        self.bytes = 0
+        self._digest = Digest()
+        self.records = self.bytes = 0
         self.offsets = array("Q")
 
     def write(self, record: bytes) -> int:
@@ -76,20 +75,19 @@ class RecordWriter:
             position += len(record) + FRAMING_BYTES
         data = b"".join(frames)
         self._sink.write(data)
-        self._sha256.update(data)
-        self._crc32c = google_crc32c.extend(self._crc32c, data)
+        self._digest.add(data)
         self.records += len(frames)
         self.bytes = position
 
     @property
     def sha256(self) -> str:
         """SHA-256 of all bytes written, in hex."""
-        return self._sha256.hexdigest()
+        return self._digest.sha256
 
     @property
     def crc32c(self) -> str:
         """CRC-32C of all bytes written, 8 hex digits."""
-        return f"{self._crc32c:08x}"
+        return self._digest.crc32c
 
     def block_offsets(self, block_records: int) -> list[int]:
         """The byte offset of each block's first record, blocks being `block_records` records long."""
@@ -110,8 +108,8 @@ def record_offsets(
 ) -> NDArray[np.int64]:
     """Where each record of a buffer of whole records begins and the last one ends, (n + 1,) int64.
 
-    Checks as parse_records does, at the speed of memory, and raises the same CorruptionError. Without `check_data` the
-    caller checks the data's own checksums: they are the longer part.
+    Checks what parse_records does, at memory speed, and raises the same CorruptionError. Without `check_data` the
+    caller checks the checksums of the data, which take most of the time.
     """
     from lockstep.storage.kernels import frames
 
@@ -120,8 +118,8 @@ def record_offsets(
     count = frames.scan(data.ctypes.data, len(data), offsets, check_data)
     if count < 0:
         parse_records(data.data, file=file, first_record=first_record, base_offset=base_offset)
-        raise AssertionError(f"{file}: two readers disagree on records behind offset {base_offset}")
-    return offsets[: count + 1].copy()  # a copy: the rest of the room for them is given back
+        raise AssertionError(f"{file}: two readers disagree on the records after offset {base_offset}")
+    return offsets[: count + 1].copy()  # a copy, which releases the unused rest
 
 
 def index_bytes(offsets: Iterable[int], total_bytes: int) -> bytes:
@@ -136,8 +134,8 @@ def parse_records(
 ) -> list[memoryview]:
     """Take a buffer of whole records apart, both checksums checked; the views point into `buffer`.
 
-    `file`, `first_record` and `base_offset` (where the buffer lies in the file) only serve the message of the
-    CorruptionError that a cut or changed buffer raises.
+    `file`, `first_record` and `base_offset` (of the buffer in the file) are for the message of the CorruptionError that
+    a cut or changed buffer raises.
     """
     view = memoryview(buffer).cast("B")
     found: list[memoryview] = []
@@ -239,10 +237,10 @@ class _FileSink(Protocol):
 
 
 class FramedWriter:
-    """Writes records that are framed already, many at once, and the offset index beside them as they come.
+    """Writes framed records, many at a time, and their offset index.
 
-    Both checksums of each are checked once more: what was encoded is what is written, whatever lay between. Memory
-    grows with the blocks alone.
+    Checks both checksums of each record once more, so that what was encoded is what is written. Memory grows only with
+    the number of blocks.
 
     Attributes: `records` and `bytes` written so far, `index_bytes` of the index, `block_offsets` (list of int).
     """

@@ -1,8 +1,8 @@
-"""Compiling kernels once a machine, not once a process: a worker of Spark finds what another has compiled.
+"""Compiled kernels, cached for each machine: a Spark worker finds what another one has compiled.
 
 Numba's own cache looks for code by the path of its source file. Executors import the rooms from a zip whose folder has
 another name in every session, so there it would never find anything; and it does not see that a function of another
-file, compiled into this one, has changed. Here code is found by the SHA-256 of the sources that it is made of.
+file, compiled into this one, has changed. Here the key is the SHA-256 of all sources that the code is made of.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def kernels(module: str, *used: ModuleType) -> Callable[[Callable[..., Any]], Ca
 
 @cache
 def cache_folder() -> str | None:
-    """Where compiled kernels are kept: NUMBA_CACHE_DIR, else the user's cache, else one for the user in the temporary
-    folder. None where no such folder can be written or it belongs to somebody else: what lies in it is executed.
+    """The folder of compiled kernels: NUMBA_CACHE_DIR, else the user's cache, else one for the user in the temporary
+    folder. None unless one of them can be written by this user and by no other: its content is executed.
     """
     user = os.getuid()
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
@@ -97,7 +97,7 @@ class _Place:
 def _source(module: ModuleType) -> bytes:
     loader: Any = module.__loader__
     assert module.__file__ is not None
-    return bytes(loader.get_data(module.__file__))  # the loader, since the file may lie in a zip
+    return bytes(loader.get_data(module.__file__))  # the loader, since the file may be in a zip
 
 
 class _Impl(CompileResultCacheImpl):

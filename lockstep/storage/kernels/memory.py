@@ -92,7 +92,7 @@ def _stream16(typingctx: Any, target: Any, source: Any) -> Any:
 
 @intrinsic
 def fence(typingctx: Any) -> Any:
-    """All that was written before, past the caches too, is seen by other threads before what is written after."""
+    """Make earlier writes, also those past the caches, visible to other threads before later writes."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")
@@ -103,7 +103,7 @@ def fence(typingctx: Any) -> Any:
 
 @njit(forceinline=True)
 def stream(target: Any, source: Any, size: Any) -> None:
-    """`copy` past the caches, for what is not read again soon: its place is not fetched into them before it is written.
+    """`copy` past the caches, for data that are not read again soon: the target is not loaded into them first.
 
     The caller ends with `fence`.
     """

@@ -1,4 +1,4 @@
-"""Verification of a dataset, checkpoint or run: every listed byte by its digest, and nothing that is not listed."""
+"""Verification of a dataset, checkpoint or run: every listed byte by its digest, and no unlisted file."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from lockstep.storage.errors import ConfigError, DataError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import MANIFEST_NAME
+from lockstep.storage.run_names import CHECKPOINTS, CLAIMS, RUN_JSON
 from lockstep.storage.urls import basename, join
 from lockstep.storage.verify.check import Check, Finding
 from lockstep.storage.verify.dataset import check_dataset, check_indexed
-from lockstep.storage.verify.run import RUN_JSON, check_checkpoint, check_model, check_run
+from lockstep.storage.verify.run import check_checkpoint, check_model, check_run
 
 __all__ = ["Finding", "kind_of", "total_bytes", "verify"]
 
@@ -29,18 +30,18 @@ def verify(
 ) -> list[Finding]:
     """Read everything that belongs to the dataset, checkpoint, exported model or run at `url`.
 
-    Returns one finding for each fault, in the order found; none means whole. `on_ok(path, text)` is told each file
-    that is right, `on_bytes(n)` how many bytes were just read. Raises NotFoundError where nothing is at `url`,
-    ConfigError where it is none of the kinds, StorageError where the storage fails.
+    Returns one finding for each fault, in the order found; none if all is intact. Calls `on_ok(path, text)` for each
+    intact file and `on_bytes(n)` after reading n bytes. Raises NotFoundError if nothing is at `url`, ConfigError if it
+    is none of the kinds, StorageError if the storage fails.
     """
     fs = filesystem(url)
     check = Check(fs, url, on_ok, on_bytes)
     kind = kind_of(fs, url)
     if check.special_files():
-        return check.findings  # what lies behind a link is not ours to read
+        return check.findings  # a link may lead out of the directory
     try:
         CHECKS[kind](check)
-    except DataError as error:  # the manifest itself cannot be used, so nothing else can be held against it
+    except DataError as error:  # without a manifest there is nothing to compare with
         check.caught(RUN_JSON if kind == "run" else MANIFEST_NAME, error)
     except NotFoundError as error:
         check.caught(RUN_JSON if kind == "run" else MANIFEST_NAME, error)
@@ -48,12 +49,12 @@ def verify(
 
 
 def kind_of(fs: FileSystem, url: str) -> str:
-    """Which of KINDS lies at `url`, told by its files even where the manifest is damaged or missing."""
+    """Which of KINDS is at `url`, decided by its files if the manifest is damaged or missing."""
     status = fs.stat(url)
     if not status.is_dir:
         raise ConfigError(f"{url} is a file", got="a file", allowed=_ALLOWED, next_step="Give the directory.")
     names = {entry.name for entry in fs.list(url)}
-    if RUN_JSON in names or {"generations", "checkpoints"} <= names:
+    if RUN_JSON in names or {CLAIMS, CHECKPOINTS} <= names:
         return "run"
     if MANIFEST_NAME in names:
         return _kind_of_manifest(fs, url)
@@ -70,7 +71,7 @@ def kind_of(fs: FileSystem, url: str) -> str:
 
 
 def total_bytes(url: str) -> int | None:
-    """About how many bytes `verify` will read, for a progress display; None where the manifest does not tell."""
+    """About how many bytes `verify` will read, for a progress display; None if the manifest does not say."""
     fs = filesystem(url)
     try:
         data = fs.read_bytes(join(url, MANIFEST_NAME))
@@ -98,6 +99,6 @@ def _kind_of_manifest(fs: FileSystem, url: str) -> str:
     try:
         doc: dict[str, Any] = unseal(fs.read_bytes(join(url, MANIFEST_NAME)), url)
     except DataError:
-        return guess  # damaged: verification says how
+        return guess  # damaged: verification will report how
     kind = doc.get("kind", "dataset")
     return kind if kind in KINDS else guess

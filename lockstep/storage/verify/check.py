@@ -1,31 +1,21 @@
-"""What a verification collects: findings with their place, and the digest check of one listed file."""
+"""The findings of a verification with their place, and the digest check of one listed file."""
 
 from __future__ import annotations
 
-import hashlib
-import io
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, BinaryIO
 
-import google_crc32c
-
+from lockstep.storage.digest import Digest, HashedReader
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError, NotFoundError
 from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import walk
 from lockstep.storage.publish import is_temporary
 from lockstep.storage.urls import join
 
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
-
-CHUNK_BYTES = 1 << 22
-
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One fault: the file (relative to what is verified), record number and byte offset where known, and what."""
+    """One fault: file (relative to the verified directory), record number and byte offset if known, description."""
 
     path: str
     record: int | None
@@ -42,9 +32,9 @@ class Finding:
 
 
 class Check:
-    """A verification under way: where it looks, what it has found, whom it tells.
+    """One verification: its root, its findings so far, its callbacks.
 
-    `on_ok(path, text)` is called for each file that is right, `on_bytes(n)` as bytes are read.
+    `on_ok(path, text)` is called for each intact file, `on_bytes(n)` as bytes are read.
     """
 
     def __init__(
@@ -77,16 +67,12 @@ class Check:
             self.bad(path, error.what + _detail(error))
 
     def special_files(self) -> bool:
-        """Note every link, pipe, socket and device, which nothing published holds; returns whether there are any."""
-        before, pending = len(self.findings), [self.root]
-        while pending:
-            with suppress(NotFoundError):  # a run in progress moves its staging directories away
-                for entry in self.fs.list(pending.pop()):
-                    if entry.is_special:
-                        what = "a link, pipe, socket or device where only files and directories may be"
-                        self.bad(entry.url[len(self.root) :].lstrip("/"), what)
-                    elif entry.is_dir:
-                        pending.append(entry.url)
+        """Note every link, pipe, socket and device; nothing published holds any. Returns whether there are some."""
+        before = len(self.findings)
+        for entry in walk(self.fs, self.root, may_vanish=True):  # a run in progress moves its staging directories
+            if entry.is_special:
+                what = "a link, pipe, socket or device where only files and directories may be"
+                self.bad(entry.url[len(self.root) :].lstrip("/"), what)
         return len(self.findings) > before
 
     def extra_files(self, expected: Iterable[str], below: str = "") -> None:
@@ -102,20 +88,20 @@ class Check:
                 self.bad(path, "an extra file that no manifest lists")
 
     def names(self, path: str) -> list[str]:
-        """The names in a directory; none where it is not there."""
+        """The names in a directory; none if it does not exist."""
         try:
             return [entry.name for entry in self.fs.list(self.url(path))]
         except NotFoundError:
             return []
 
     def unexpected(self, path: str) -> None:
-        """Note a file that does not belong where it is, unless a writer that died has left it under such a name."""
+        """Note a file that does not belong there, unless it has the name of a file that a killed writer leaves."""
         name = path.rpartition("/")[2]
         if not (is_temporary(name) or name.endswith(".part")):
             self.bad(path, "an extra file that does not belong here")
 
     def file(self, path: str, size: int, sha256: str, *, crc32c: str | None = None) -> bool:
-        """Read one listed file whole and compare length and digests; returns whether they are right."""
+        """Read all of a listed file and compare length and digests; returns whether they match."""
         try:
             with self.fs.open_read(self.url(path)) as file:
                 hashed = HashedReader(file, self.on_bytes)
@@ -125,10 +111,10 @@ class Check:
         except (NotFoundError, CorruptionError) as error:
             self.caught(path, error)
             return False
-        return self.compare(path, hashed, size, sha256, crc32c=crc32c)
+        return self.compare(path, hashed.digest, size, sha256, crc32c=crc32c)
 
     def too_long(self, path: str, size: int) -> bool:
-        """Note a listed file that is longer than `size`, before it is read: a sparse TiB would be read for hours."""
+        """Note a listed file that is longer than `size`, before it is read: a sparse TiB would take hours."""
         actual = self.fs.stat(self.url(path)).size_bytes
         if actual > size:
             self._wrong_length(path, actual, size)
@@ -141,67 +127,25 @@ class Check:
     def compare(
         self,
         path: str,
-        hashed: HashedReader,
+        found: Digest,
         size: int,
         sha256: str,
         *,
         crc32c: str | None = None,
         silent: bool = False,
     ) -> bool:
-        """Compare what was read with what is listed; `silent` where a finer finding was noted already."""
-        if hashed.bytes != size:
-            self._wrong_length(path, hashed.bytes, size)
+        """Compare the bytes read with the manifest; `silent` if a more precise finding was noted already."""
+        if found.bytes != size:
+            self._wrong_length(path, found.bytes, size)
             return False
-        if hashed.sha256 != sha256:
+        if found.sha256 != sha256:
             if not silent:
-                self.bad(path, f"changed: sha256 is {hashed.sha256}, listed is {sha256}")
+                self.bad(path, f"changed: sha256 is {found.sha256}, listed is {sha256}")
             return False
-        if crc32c is not None and hashed.crc32c != crc32c:
-            self.bad(path, f"crc32c is {hashed.crc32c}, the manifest says {crc32c}")
+        if crc32c is not None and found.crc32c != crc32c:
+            self.bad(path, f"crc32c is {found.crc32c}, the manifest says {crc32c}")
             return False
         return True
-
-
-class HashedReader(io.RawIOBase):
-    """Reads a file in order while its SHA-256 and CRC-32C are worked out; for use below io.BufferedReader."""
-
-    def __init__(self, file: BinaryIO, on_bytes: Callable[[int], None]) -> None:
-        super().__init__()
-        self._file, self._on_bytes = file, on_bytes
-        self._sha256 = hashlib.sha256()
-        self._crc32c = 0
-        self.bytes = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: WriteableBuffer) -> int:
-        view = memoryview(buffer).cast("B")
-        data = self._file.read(len(view))
-        view[: len(data)] = data
-        self._count(data)
-        return len(data)
-
-    def drain(self) -> None:
-        """Read what is left."""
-        while data := self._file.read(CHUNK_BYTES):
-            self._count(data)
-
-    @property
-    def sha256(self) -> str:
-        """SHA-256 of the bytes so far, in hex."""
-        return self._sha256.hexdigest()
-
-    @property
-    def crc32c(self) -> str:
-        """CRC-32C of the bytes so far, 8 hex digits."""
-        return f"{self._crc32c:08x}"
-
-    def _count(self, data: bytes) -> None:
-        self._sha256.update(data)
-        self._crc32c = google_crc32c.extend(self._crc32c, data)
-        self.bytes += len(data)
-        self._on_bytes(len(data))
 
 
 def _detail(error: ConfigError | DataError) -> str:

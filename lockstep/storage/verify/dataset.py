@@ -13,21 +13,23 @@ from lockstep.storage.dataset.indexed import INDEX_FOLDER, index_name, read_inde
 from lockstep.storage.dataset.layout import index_path
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.dataset.manifest_entries import FileInfo, ShardInfo
+from lockstep.storage.digest import CHUNK_BYTES, HashedReader
 from lockstep.storage.documents import sha256_hex
 from lockstep.storage.errors import CorruptionError, NotFoundError
 from lockstep.storage.formats.gzip_blocks import HEADER, TRAILER_BYTES, trailer, unpack
-from lockstep.storage.formats.parquet_footer import columns_can_be_told, read_published_footer
+from lockstep.storage.formats.parquet_footer import columns_are_readable, read_published_footer
 from lockstep.storage.formats.tfrecord import FRAMING_BYTES, MAX_BLOCK_BYTES, index_bytes, read_records, record_offsets
 from lockstep.storage.publish import MANIFEST_NAME
-from lockstep.storage.verify.check import CHUNK_BYTES, Check, HashedReader
+from lockstep.storage.verify.check import Check
 
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 
 def check_indexed(check: Check) -> None:
-    """Hold every file that was indexed, and every index, against the manifest; files that came later are not ours to
-    judge. Raises DataError or NotFoundError where the manifest is unusable.
+    """Compare every indexed file, and every index, with the manifest; files that were added later are ignored.
+
+    Raises DataError or NotFoundError if the manifest is unusable.
     """
     url = check.url(MANIFEST_NAME)
     manifest = read_indexed(check.fs.read_bytes(url), url)
@@ -44,7 +46,7 @@ def check_indexed(check: Check) -> None:
 
 
 def check_packed(check: Check, shard: ShardInfo, block_records: int) -> bool:
-    """Hold the shard against its manifest, block by block; returns whether all is right. Memory: one block."""
+    """Compare the shard with its manifest, block by block; returns whether it is intact. Memory: one block."""
     before = len(check.findings)
     try:
         with check.fs.open_read(check.url(shard.path)) as file:
@@ -60,15 +62,15 @@ def check_packed(check: Check, shard: ShardInfo, block_records: int) -> bool:
         check.caught(shard.path, error)
         return False
     whole = len(check.findings) == before
-    same = check.compare(shard.path, hashed, shard.bytes, shard.sha256, crc32c=shard.crc32c, silent=not whole)
+    same = check.compare(shard.path, hashed.digest, shard.bytes, shard.sha256, crc32c=shard.crc32c, silent=not whole)
     return whole and same
 
 
 def _check_blocks(file: BinaryIO, shard: ShardInfo, block_records: int) -> None:
-    """Read the file from front to back. Raises CorruptionError for the first thing that is not as it must be."""
+    """Read the file from front to back. Raises CorruptionError for the first fault."""
     assert shard.unpacked_offsets is not None
     edges, crc32 = shard.block_edges, 0
-    _same(file.read(len(HEADER)), HEADER, "a gzip header is not ours", shard.path, 0)
+    _same(file.read(len(HEADER)), HEADER, "a gzip header is not the one that Lockstep writes", shard.path, 0)
     places = zip(pairwise(edges), pairwise(shard.unpacked_offsets), strict=True)
     for block, ((start, stop), (place, end)) in enumerate(places):
         first = block * block_records
@@ -81,7 +83,8 @@ def _check_blocks(file: BinaryIO, shard: ShardInfo, block_records: int) -> None:
             raise _wrong(f"{found} records", f"{wanted} records", shard.path, first, start)
         crc32 = zlib.crc32(data, crc32)
     wanted_end = trailer(crc32, shard.unpacked_bytes)
-    _same(file.read(TRAILER_BYTES), wanted_end, "a gzip trailer does not fit what it follows", shard.path, edges[-1])
+    what = "a gzip trailer does not match the data before it"
+    _same(file.read(TRAILER_BYTES), wanted_end, what, shard.path, edges[-1])
 
 
 def _same(got: bytes, wanted: bytes, what: str, path: str, offset: int) -> None:
@@ -95,7 +98,7 @@ def _wrong(got: str, allowed: str, path: str, record: int, offset: int) -> Corru
 
 
 def check_dataset(check: Check) -> None:
-    """Hold every file against the manifest. Raises DataError or NotFoundError where the manifest is unusable."""
+    """Compare every file with the manifest. Raises DataError or NotFoundError where the manifest is unusable."""
     url = check.url(MANIFEST_NAME)
     manifest = DatasetManifest.from_bytes(check.fs.read_bytes(url), url)
     check.on_ok(MANIFEST_NAME, f"digest {manifest.digest}")
@@ -122,14 +125,14 @@ def check_dataset(check: Check) -> None:
 
 
 def _check_counts(check: Check, manifest: DatasetManifest, whole: Collection[str]) -> None:
-    """Compare what is there with the manifest's counts, beyond what its own reading compares: no split is empty, and
-    the rejected records, where the dataset keeps them and their files are `whole`, are as many as counted.
+    """Compare the manifest's counts with the files, beyond what reading the manifest checks: no split is empty, and the
+    number of rejected records is right, if the dataset keeps them and their files are `whole`.
     """
     for name, split in manifest.splits.items():
         if not split.records:
-            check.bad(MANIFEST_NAME, f"split {name} has no records, and none is published empty")
+            check.bad(MANIFEST_NAME, f"split {name} has no records, and no split is published empty")
     if not manifest.splits:
-        check.bad(MANIFEST_NAME, "no splits, and no dataset is published empty")
+        check.bad(MANIFEST_NAME, "no splits, and no dataset is published without one")
     parts = [path for path in manifest.files if path.startswith("_quarantine/")]
     rows = [found for path in parts if path in whole and (found := _rows_of(check, path)) is not None]
     if parts and len(rows) == len(parts) and sum(rows) != manifest.counts.quarantined:
@@ -171,7 +174,7 @@ def _check_tfrecord(check: Check, shard: ShardInfo, block_records: int, index: s
         check.file(index, info.bytes, info.sha256)
         return False
     whole = len(check.findings) == before
-    same = check.compare(shard.path, hashed, shard.bytes, shard.sha256, crc32c=shard.crc32c, silent=not whole)
+    same = check.compare(shard.path, hashed.digest, shard.bytes, shard.sha256, crc32c=shard.crc32c, silent=not whole)
     if whole and len(offsets) != shard.records:
         check.bad(shard.path, f"{len(offsets)} records instead of {shard.records}", record=len(offsets))
     if whole and same:
@@ -181,7 +184,7 @@ def _check_tfrecord(check: Check, shard: ShardInfo, block_records: int, index: s
                 check.bad(shard.path, what, record=block * block_records, offset=found)
                 break
     good = len(check.findings) == before
-    expected = index_bytes(offsets, hashed.bytes) if good else None
+    expected = index_bytes(offsets, hashed.digest.bytes) if good else None
     if _check_index(check, index, info, expected):
         check.on_ok(index, f"{shard.records} offsets")
     return good
@@ -224,7 +227,7 @@ def _check_parquet(check: Check, shard: ShardInfo) -> bool:
     else:
         _look_inside(check, shard, footer, localise=not same)
     if not same and len(check.findings) > before + len(coarse):
-        # The place within the file says more than the digest of all of it, but a wrong length is worth both.
+        # A place within the file is more precise than a digest of all of it; a wrong length is reported as well.
         check.findings[before : before + len(coarse)] = [item for item in coarse if item.offset is not None]
     return same and len(check.findings) == before
 
@@ -244,7 +247,7 @@ def _look_inside(check: Check, shard: ShardInfo, footer: bytes, *, localise: boo
                 check.bad(shard.path, f"{metadata.num_rows} rows instead of {shard.records}")
             elif starts != list(shard.block_offsets):
                 check.bad(shard.path, "row groups begin at other rows than the manifest says")
-            if not columns_can_be_told(footer):
+            if not columns_are_readable(footer):
                 check.bad(shard.path, "the Parquet footer cannot be read: its columns contradict its schema")
                 return
             for group, first in enumerate(starts if localise else []):

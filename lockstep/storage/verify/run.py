@@ -1,4 +1,4 @@
-"""Verification of what a run numbers from one on: closed parts of metrics and logs, and gaps in any numbering."""
+"""Verification of a run: claims, results, plans, checkpoints, models, and the closed parts of metrics and logs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
-from lockstep.storage import documents
+from lockstep.storage import documents, run_names
 from lockstep.storage.dataset.layout import safe_relative
 from lockstep.storage.documents import unseal
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError, NotFoundError
@@ -18,45 +18,47 @@ from lockstep.storage.publish import MANIFEST_NAME
 from lockstep.storage.urls import basename, parent
 from lockstep.storage.verify.check import Check
 
-SINGLY = 20  # of a gap, told one by one
-_PART = re.compile(r"part-([0-9]{5,})\.(jsonl|log)")
+SINGLY = 20  # missing numbers of a gap that get a finding each
 
 
 def check_parts(check: Check, folder: str) -> None:
     """Closed parts: numbered without gaps, whole lines; those of metrics hold one JSON object a line."""
     numbers: list[int] = []
     for name in check.names(folder):
-        path, found = f"{folder}/{name}", _PART.fullmatch(name)
+        path, found = f"{folder}/{name}", run_names.part_of(name)
         if found is None:
             check.unexpected(path)
             continue
-        numbers.append(int(found[1]))
+        number, suffix = found
+        numbers.append(number)
         try:
             data = check.fs.read_bytes(check.url(path))
         except (CorruptionError, NotFoundError) as error:
             check.caught(path, error)
             continue
         check.on_bytes(len(data))
-        place = _bad_line(data, json_lines=found[2] == "jsonl")
+        place = _bad_line(data, json_lines=suffix == "jsonl")
         if place is None:
             check.on_ok(path, f"{len(data)} bytes")
         else:
-            check.bad(
-                path, "not a whole line" + (" of JSON" if found[2] == "jsonl" else ""), record=place[0], offset=place[1]
-            )
-    tell_gaps(check, numbers, 0, max(numbers, default=-1), f"{folder}/part-{{:05d}}".format)
+            what = "not a whole line of JSON" if suffix == "jsonl" else "not a whole line"
+            check.bad(path, what, record=place[0], offset=place[1])
+    note_gaps(check, folder, numbers, 0, max(numbers, default=-1), "part-{:05d}".format)
 
 
-def tell_gaps(check: Check, numbers: Iterable[int], first: int, last: int, path_of: Callable[[int], str]) -> None:
-    """Note each of `first` to `last` that is not in `numbers`; of a long gap its first one and how far it goes.
+def note_gaps(
+    check: Check, folder: str, numbers: Iterable[int], first: int, last: int, name_of: Callable[[int], str]
+) -> None:
+    """Note each of `first` to `last` that is missing in `numbers`; of a long gap, the first SINGLY and its end.
 
-    A name may hold any number: what there is to tell must not grow with it.
+    A name may hold any number, and the findings must not grow with it.
     """
     for before, after in pairwise([first - 1, *sorted(number for number in {*numbers} if number >= first), last + 1]):
         for number in range(before + 1, after)[:SINGLY]:
-            check.bad(path_of(number), "missing")
+            check.bad(f"{folder}/{name_of(number)}", "missing")
         if after - before - 1 > SINGLY:
-            check.bad(path_of(before + 1 + SINGLY), f"missing, as all are up to {path_of(after - 1)}")
+            what = f"missing, as are all up to {folder}/{name_of(after - 1)}"
+            check.bad(f"{folder}/{name_of(before + 1 + SINGLY)}", what)
 
 
 def _bad_line(data: bytes, *, json_lines: bool) -> tuple[int, int] | None:
@@ -74,21 +76,14 @@ def _bad_line(data: bytes, *, json_lines: bool) -> tuple[int, int] | None:
     return None
 
 
-RUN_JSON = "run.json"
-_STEP = re.compile(r"step-([0-9]{10})\.g([0-9]{4,})")
-_RANK_FILE = re.compile(r"rank-([0-9]{5,})\.safetensors")
-_OF_RANK = re.compile(r"rank-([0-9]{5,})\.")
-_CLAIM = re.compile(r"([0-9]{6,})\.json")
-_RESULT = re.compile(r"g([0-9]{4,})\.json")
-_COMM_PLAN = re.compile(r"ranks-[0-9]{5,}-[0-9a-f]{16}\.json")
-_GENERATION = re.compile(r"(?:^|\.)g([0-9]{4,})")
+_GENERATION = re.compile(r"(?:^|\.)g([0-9]{4,})")  # in names of any room
 
 
 def check_checkpoint(check: Check) -> None:
-    """Check one checkpoint directory, and its audit files where the run around it is there."""
+    """Check one checkpoint directory, and its audit files if it is inside a run."""
     manifest = _check_sealed_directory(check, "", "checkpoint")
     run = parent(parent(check.root))
-    if manifest["audit"] and filesystem(run).exists(f"{run}/{RUN_JSON}"):
+    if manifest["audit"] and filesystem(run).exists(f"{run}/{run_names.RUN_JSON}"):
         around = Check(check.fs, run, check.on_ok, check.on_bytes)
         _check_files(around, "", manifest["audit"])
         check.findings += around.findings
@@ -101,53 +96,52 @@ def check_model(check: Check) -> None:
 
 def check_run(check: Check) -> None:
     """Check a run directory. Raises DataError or NotFoundError where run.json is unusable."""
-    unseal(check.fs.read_bytes(check.url(RUN_JSON)), check.url(RUN_JSON))
-    check.on_ok(RUN_JSON, "sealed")
+    unseal(check.fs.read_bytes(check.url(run_names.RUN_JSON)), check.url(run_names.RUN_JSON))
+    check.on_ok(run_names.RUN_JSON, "sealed")
     _check_claims(check)
-    for name in check.names("results"):
-        path = f"results/{name}"
-        found = _RESULT.fullmatch(name)
-        if found is None:
+    for name in check.names(run_names.RESULTS):
+        path, generation = f"{run_names.RESULTS}/{name}", run_names.result_of(name)
+        if generation is None:
             check.unexpected(path)
         elif (doc := _sealed(check, path)) is not None:
-            if doc.get("generation") != int(found[1]):
+            if doc.get("generation") != generation:
                 check.bad(path, f"the generation inside is {doc.get('generation')!r}")
             else:
                 check.on_ok(path, "sealed")
-    for name in check.names("comm"):
-        path = f"comm/{name}"
-        if _COMM_PLAN.fullmatch(name) is None:
+    for name in check.names(run_names.COMM_PLANS):
+        path = f"{run_names.COMM_PLANS}/{name}"
+        if run_names.comm_plan_ranks_of(name) is None:
             check.unexpected(path)
         elif _sealed(check, path) is not None:
             check.on_ok(path, "sealed")
-    for name in check.names("checkpoints"):
-        _check_commit(check, f"checkpoints/{name}", "checkpoint")
-    for name in check.names("models"):
-        _check_commit(check, f"models/{name}", "model")
+    for name in check.names(run_names.CHECKPOINTS):
+        _check_commit(check, f"{run_names.CHECKPOINTS}/{name}", "checkpoint")
+    for name in check.names(run_names.MODELS):
+        _check_commit(check, f"{run_names.MODELS}/{name}", "model")
     _check_trashed_audits(check)
-    for folder, rooms in (("metrics", check.names("metrics")), ("logs", _log_folders(check))):
+    for folder, rooms in ((run_names.METRICS, check.names(run_names.METRICS)), (run_names.LOGS, _log_folders(check))):
         for room in rooms:
             check_parts(check, f"{folder}/{room}")
 
 
 def _check_claims(check: Check) -> None:
-    # Whoever has written there had claimed before; looked at first, since a run that is under way claims meanwhile.
-    rooms = ("checkpoints", "models", "results", "metrics", "logs", "audit", ".trash")
-    written = [int(g) for room in rooms for name in check.names(room) for g in _GENERATION.findall(name)]
+    # A driver claims its generation before it writes. Listed before the claims: a running driver may add one meanwhile.
+    written = [
+        int(g) for room in run_names.BY_GENERATION for name in check.names(room) for g in _GENERATION.findall(name)
+    ]
     numbers = []
-    for name in check.names("generations"):
-        path = f"generations/{name}"
-        found = _CLAIM.fullmatch(name)
-        if found is None:
+    for name in check.names(run_names.CLAIMS):
+        path, generation = f"{run_names.CLAIMS}/{name}", run_names.claim_of(name)
+        if generation is None:
             check.unexpected(path)
             continue
-        numbers.append(int(found[1]))
+        numbers.append(generation)
         doc = _sealed(check, path)
-        if doc is not None and doc.get("generation") != numbers[-1]:
+        if doc is not None and doc.get("generation") != generation:
             check.bad(path, f"the generation inside is {doc.get('generation')!r}")
         elif doc is not None:
             check.on_ok(path, "sealed")
-    tell_gaps(check, numbers, 1, max([0, *numbers, *written]), "generations/{:06d}.json".format)
+    note_gaps(check, run_names.CLAIMS, numbers, 1, max([0, *numbers, *written]), run_names.claim_name)
 
 
 def _check_commit(check: Check, path: str, kind: str) -> None:
@@ -168,12 +162,12 @@ def _check_sealed_directory(check: Check, path: str, kind: str) -> dict[str, Any
     files = _listed(manifest, "files", where)
     if kind == "checkpoint":
         manifest["audit"] = _listed(manifest, "audit", where)
-        name = _STEP.fullmatch(basename(where.removesuffix(f"/{MANIFEST_NAME}")))
-        if name is not None and (int(name[1]), int(name[2])) != (manifest.get("step"), manifest.get("generation")):
+        directory = basename(parent(where))
+        of_name = run_names.checkpoint_of(directory)
+        if of_name is not None and of_name != (manifest.get("step"), manifest.get("generation")):
             found = f"step {manifest.get('step')}, generation {manifest.get('generation')}"
-            raise CorruptionError(
-                "a manifest that contradicts its directory's name", file=where, got=found, allowed=f"those of {name[0]}"
-            )
+            what = "a manifest that contradicts its directory's name"
+            raise CorruptionError(what, file=where, got=found, allowed=f"those of {directory}")
     check.on_ok(f"{below}{MANIFEST_NAME}", f"{len(files)} files")
     before = len(check.findings)
     _check_files(check, below, files)
@@ -184,29 +178,34 @@ def _check_sealed_directory(check: Check, path: str, kind: str) -> dict[str, Any
 
 
 def _check_tensors(check: Check, below: str, manifest: dict[str, Any], files: dict[str, tuple[int, str]]) -> None:
-    """Hold the manifest's `tensors` against the headers of the ranks' files, as going on from the checkpoint does."""
+    """Compare the manifest's `tensors` with the headers of the ranks' files, as resuming from the checkpoint does."""
     where, headers = check.url(f"{below}{MANIFEST_NAME}"), {}
     for name, (size, _) in files.items():
-        if found := _RANK_FILE.fullmatch(name):
+        rank = run_names.rank_of(name)
+        if rank is not None and name == _rank_file(rank):
             try:
                 with check.fs.open_read(check.url(below + name)) as file:
-                    headers[int(found[1])] = read_header(file, size, check.url(below + name))
+                    headers[rank] = read_header(file, size, check.url(below + name))
             except CorruptionError as error:
                 check.caught(below + name, error)
                 return
     ranks = documents.count(manifest.get("num_ranks"), where=f"{where}: num_ranks", least=1)
-    wrote = {int(found[1]) for name in files if (found := _OF_RANK.match(name))}
+    wrote = {rank for name in files if (rank := run_names.rank_of(name)) is not None}
     if len(wrote) != ranks or max(wrote, default=-1) != ranks - 1:
         check.bad(f"{below}{MANIFEST_NAME}", f"files of ranks {sorted(wrote)} where num_ranks is {ranks}")
         return
     for name, entry in documents.mapping(manifest.get("tensors"), where=f"{where}: tensors").items():
         tensor = read_divided(name, entry, where)
         for part in tensor.parts:
-            file_name = f"rank-{part[0]:05d}.safetensors"
+            file_name = _rank_file(part[0])
             try:
                 check_part(name, tensor, part, headers.get(part[0], {}), check.url(below + file_name))
             except CorruptionError as error:
                 check.caught(below + file_name, error)
+
+
+def _rank_file(rank: int) -> str:
+    return f"{run_names.rank_name(rank)}.safetensors"
 
 
 def _listed(manifest: dict[str, Any], key: str, where: str) -> dict[str, tuple[int, str]]:
@@ -225,20 +224,20 @@ def _check_files(check: Check, below: str, files: dict[str, tuple[int, str]]) ->
 
 
 def _check_trashed_audits(check: Check) -> None:
-    # Retention moves old checkpoints into the trash, but their audits stay part of the record of the run.
-    for trash in check.names(".trash"):
-        for name in check.names(f".trash/{trash}"):
-            where = check.url(f".trash/{trash}/{name}/{MANIFEST_NAME}")
+    # Retention moves old checkpoints to the trash, but their audits remain part of the run's record.
+    for trash in check.names(run_names.TRASHES):
+        for name in check.names(f"{run_names.TRASHES}/{trash}"):
+            where = check.url(f"{run_names.TRASHES}/{trash}/{name}/{MANIFEST_NAME}")
             try:
                 files = _listed(unseal(check.fs.read_bytes(where), where), "audit", where)
             except (DataError, NotFoundError):
-                continue  # half deleted, as trash may be
+                continue  # trash may be half deleted
             _check_files(check, "", files)
 
 
 def _log_folders(check: Check) -> Iterable[str]:
-    for generation in check.names("logs"):
-        for rank in check.names(f"logs/{generation}"):
+    for generation in check.names(run_names.LOGS):
+        for rank in check.names(f"{run_names.LOGS}/{generation}"):
             yield f"{generation}/{rank}"
 
 

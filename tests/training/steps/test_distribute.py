@@ -213,7 +213,7 @@ def test_arguments_that_cannot_be_right(arguments: dict[str, Any], name: str) ->
 
     from training.steps.distribute import distribute
 
-    with pytest.raises(ConfigError, match=f"invalid `{name}`"):
+    with pytest.raises(ConfigError, match=f"`{name}` of distribute is invalid"):
         distribute(**{"optimizer": keras.optimizers.SGD(), "communicator": SoloCommunicator(), **arguments})
 
 

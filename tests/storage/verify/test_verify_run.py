@@ -81,7 +81,7 @@ def test_a_newest_claim_is_missed_by_anything_of_its_generation(run: Path, left:
 def test_what_is_told_of_a_gap_does_not_grow_with_it(run: Path, name: str, first: str, up_to: str) -> None:
     (run / name).mkdir() if name.endswith("999") else (run / name).write_bytes(b"{}\n")
     told = [finding for finding in verify(str(run)) if "missing" in finding.what]
-    assert told[0].path == first and len(told) == 21 and told[-1].what == f"missing, as all are up to {up_to}"
+    assert told[0].path == first and len(told) == 21 and told[-1].what == f"missing, as are all up to {up_to}"
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,13 @@ import pytest
 from jobs.verify import main
 from lockstep.storage.documents import canonical_bytes, crc32c_hex, seal, sha256_hex, unseal
 from lockstep.storage.errors import ConfigError, NotFoundError
-from lockstep.storage.formats.parquet_footer import columns_can_be_told
+from lockstep.storage.formats.parquet_footer import columns_are_readable
 from lockstep.storage.formats.tfrecord import frame
 from lockstep.storage.verify import verify
 from lockstep.storage.verify.check import Finding
 from tests.storage.make_dataset import footer_of, make_dataset
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SHARD = "split=train/part-00001"
 FORMATS = ("tfrecord", "parquet")
 
@@ -359,11 +359,11 @@ def test_a_forged_footer_over_which_arrow_ends_the_process(copy: Callable[[str],
         changed = bytearray(data)
         changed[place] ^= 1 << 5
         with suppress(pa.ArrowException, OSError):
-            if not columns_can_be_told(bytes(changed)):
+            if not columns_are_readable(bytes(changed)):
                 aborted.append(bytes(changed))
                 if len(aborted) == 2:
                     break
-    assert aborted, "no such place: Arrow may have been mended, and columns_can_be_told can go"
+    assert aborted, "no such place: Arrow may have been mended, and columns_are_readable can go"
     for changed_file in aborted:
         path.write_bytes(changed_file)
         _rewrite(dataset, _footer_sha256(0, sha256_hex(footer_of(changed_file))))

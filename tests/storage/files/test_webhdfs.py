@@ -26,7 +26,7 @@ from lockstep.storage.files.webhdfs_streams import WebHdfsRaw, WebHdfsWriter, _A
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
 from lockstep.storage.settings import DEFAULTS
-from tests.storage.fake_webhdfs import FakeWebHdfs, gone, refusing, serving, silent
+from tests.storage.files.fake_webhdfs import FakeWebHdfs, gone, refusing, serving, silent
 
 DATA = bytes(range(100))
 QUICK = DEFAULTS | {
@@ -248,14 +248,14 @@ def test_a_write_that_breaks_is_written_anew_under_another_name(fs: WebHdfsFileS
     write_file(fs, url("a"), b"1234")
     assert fake.files["/a"] == b"1234" and fake.count("CREATE data") == 2
     fake.after["APPEND data"] = [lambda handler: bool(fake.files.update({"/c": b"12"}))]
-    with pytest.raises(StorageError, match="another length"), fs.create(url("c")) as writer:
+    with pytest.raises(StorageError, match="not have the length"), fs.create(url("c")) as writer:
         writer.write(b"1234")
 
 
 def test_a_file_that_is_taken_away_from_its_writer(fs: WebHdfsFileSystem, fake: FakeWebHdfs) -> None:
     writer = fs.create(url("a"))
     del fake.files["/a"]
-    with pytest.raises(RetryableStorageError, match="taken away") as caught:
+    with pytest.raises(RetryableStorageError, match="taken over") as caught:
         writer.write(b"1" * WebHdfsWriter.piece_bytes)
     assert caught.value.got and caught.value.allowed and caught.value.next_step
     assert not_there("cannot write x", "write", "gone").next_step == caught.value.next_step  # by hdfs:// just so

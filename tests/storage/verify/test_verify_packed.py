@@ -11,9 +11,9 @@ from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.documents import seal, unseal
 from lockstep.storage.errors import DataError
 from lockstep.storage.verify import verify
+from tests.storage.dataset.test_manifest import resealed
 from tests.storage.make_dataset import make_dataset
 from tests.storage.repacked import repacked
-from tests.storage.test_manifest import resealed
 
 
 @pytest.fixture

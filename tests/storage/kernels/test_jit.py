@@ -11,7 +11,7 @@ import pytest
 from jobs._session import ship_rooms
 from lockstep.storage.kernels import jit
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PLACE = "from lockstep.features import sample_id_kernel as k; print(k.unit_hashes._cache.cache_path)"
 
 

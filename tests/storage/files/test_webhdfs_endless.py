@@ -13,8 +13,8 @@ from lockstep.storage.errors import ConfigError, LockstepError, StorageError
 from lockstep.storage.files.deadlines import left_behind
 from lockstep.storage.files.webhdfs import WebHdfsFileSystem
 from lockstep.storage.publish import write_file
-from tests.storage.fake_webhdfs import FakeWebHdfs, serving
-from tests.storage.test_webhdfs_hostile import DATA, PATIENT, url
+from tests.storage.files.fake_webhdfs import FakeWebHdfs, serving
+from tests.storage.files.test_webhdfs_hostile import DATA, PATIENT, url
 
 
 @pytest.fixture

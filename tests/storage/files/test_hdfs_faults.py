@@ -19,7 +19,7 @@ from lockstep.storage.files.deadlines import left_behind
 from lockstep.storage.files.hdfs import HdfsFileSystem, translate
 from lockstep.storage.publish import write_file
 from lockstep.storage.settings import DEFAULTS, hadoop_settings, set_hadoop_settings, write_give_up_s
-from tests.storage.fake_hdfs import FakeClient
+from tests.storage.files.fake_hdfs import FakeClient
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -36,7 +36,7 @@ def _rpc(java: str, text: str) -> RuntimeError:
     return RuntimeError(f'RPCError("org.apache.hadoop.{java}", "{text}\\n\\tat org.apache.hadoop.X")')
 
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 QUICK = {
     "lockstep.storage.call-deadline-s": "0.3",
     "lockstep.storage.give-up-s": "1.2",
@@ -202,7 +202,7 @@ def test_a_create_whose_answer_is_lost_takes_another_name(fake: tuple[HdfsFileSy
 def test_a_file_that_lost_bytes_is_not_published(fake: tuple[HdfsFileSystem, FakeClient]) -> None:
     fs, client = fake
     client.lose_bytes = 1
-    with pytest.raises(StorageError, match="another length"):
+    with pytest.raises(StorageError, match="not have the length"):
         write_file(fs, "hdfs://nn:1/f", b"data")
     assert client.files == {}
 

@@ -13,7 +13,7 @@ from lockstep.storage.errors import ConfigError, CorruptionError, LockstepError,
 from lockstep.storage.files.webhdfs import WebHdfsFileSystem
 from lockstep.storage.settings import DEFAULTS
 from lockstep.storage.upload import find_files, upload
-from tests.storage.fake_webhdfs import FakeWebHdfs, serving
+from tests.storage.files.fake_webhdfs import FakeWebHdfs, serving
 
 # Attempts that a loaded machine does not end before their answers, which are to be seen; few of them.
 PATIENT = DEFAULTS | {
