@@ -28,7 +28,7 @@ check: venv lint ## the fast loop: checks and the tests that start no process (u
 fuzz: venv .fuzz/packages/.stamp ## fuzz each reader of foreign bytes for two minutes by atheris, under limits of time and memory
 	@PYTHONPATH=.fuzz/packages $(PYTHON_VENV) -m tests.fuzz
 
-soak: venv ## what takes hours: every supported pair of Python, Spark and TensorFlow in an environment of its own
+soak: venv airflow-venv jars ## what takes hours: long tests, and each supported pair of versions in an environment of its own
 	@$(WITH_JAVA) $(PYTHON_VENV) -m tests.soak
 
 # Beside lint: each keeps one core busy for half a minute where nothing is there from before.

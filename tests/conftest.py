@@ -48,6 +48,10 @@ class ByGroup(LoadScopeScheduling):
         return folder or (nodeid if path in APART else path)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak", action="store_true", help="run the tests marked soak, and only these; `make soak` does")
+
+
 @pytest.hookimpl(optionalhook=True)  # without xdist nobody asks
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByGroup:
     return ByGroup(config, log)
@@ -80,10 +84,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"{SHARED_DATA} is not set: tests marked shared_data are deselected")
     if reason := _no_namespaces():
         terminalreporter.write_line(f"{reason}: tests of several hosts (tests/network) are deselected")
+    if not terminalreporter.config.getoption("soak"):
+        terminalreporter.write_line("tests marked soak are deselected: `make soak` runs them")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What takes longest begins first; tests of data that is not here are left out, which the summary tells."""
+    """What takes longest begins first; tests left out here are named in the summary."""
+    soak = config.getoption("soak")
+    others = [item for item in items if bool(item.get_closest_marker("soak")) != soak]
+    items[:] = [item for item in items if bool(item.get_closest_marker("soak")) == soak]
+    config.hook.pytest_deselected(items=others)
     if not os.environ.get(SHARED_DATA):
         absent = [item for item in items if item.get_closest_marker("shared_data")]
         items[:] = [item for item in items if not item.get_closest_marker("shared_data")]
