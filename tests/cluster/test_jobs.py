@@ -12,11 +12,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import psutil
 import pytest
 
+from etl.logs import job as logs
+from etl.write.config import LogsConfig
 from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.fs import filesystem
@@ -27,6 +30,9 @@ from training.launch.executors import RANK_MIB, container_of
 from training.results.audit import check_run_audit
 from training.run.paths import RunPaths
 from training.run.result import find_result
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 ROOT = Path(__file__).resolve().parents[2]
 LOG = ROOT / "data" / "weblogs" / "nasa_access_log_1995-07-09.log.gz"
@@ -80,13 +86,11 @@ def shared_bytes(rank: psutil.Process) -> list[int]:
 
 
 @pytest.mark.timeout(2400)
-def test_web_log_on_hdfs_through_a_killed_rank(on_hdfs: Cluster, tmp_path: Path) -> None:
-    """Ranks of this host; those of a barrier stage are killed in tests of training.launch, and work on YARN below."""
+def test_web_log_on_hdfs_through_a_killed_rank(spark: SparkSession, on_hdfs: Cluster, tmp_path: Path) -> None:
+    """ETL by this worker's session, ranks of this host; spark-submit and barrier stages work on YARN below."""
     dataset, run = f"{on_hdfs.hdfs_url}/weblog/dataset", f"{on_hdfs.hdfs_url}/weblog/run"
     log = cut_log(tmp_path / "access.log", 12_000)
-    split = ("--split", "group:visitor:80/20")
-    ended(job("etl_logs", "--input", log, "--output", dataset, *split, "--master", "local[2]", folder=tmp_path))
-    manifest = load_dataset(dataset)
+    manifest = logs.run(spark, LogsConfig(inputs=(log,), output=dataset, split="group:visitor:80/20"))
     assert manifest.counts.read == 12_000 and verify(dataset) == []
 
     training = job(
