@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 TESTS = Path(__file__).parent
-LONGEST = ("cluster", "docs", "dags", "etl", "judge", "notebooks", "training")
-TOGETHER = ("cluster", "etl", "judge")  # each folder on one worker: one Hadoop, one Spark session
+LONGEST = ("cluster", "etl", "judge", "docs", "dags", "notebooks", "training")
+# Folders whose tests share a worker: one Hadoop, and one Spark session for most tests that need one.
+TOGETHER = {"cluster": "hadoop", "etl": "spark", "judge": "spark"}
 APART = ("tests/docs/test_readme.py",)  # each test by itself; all other files stay whole
 
 # Two workers on two cores: a rank or a task that takes every core for its own arithmetic slows its neighbours.
@@ -44,8 +45,8 @@ class ByGroup(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         path, *_ = nodeid.split("::")
-        folder = next((name for name in TOGETHER if path.startswith(f"tests/{name}/")), None)
-        return folder or (nodeid if path in APART else path)
+        group = next((group for name, group in TOGETHER.items() if path.startswith(f"tests/{name}/")), None)
+        return group or (nodeid if path in APART else path)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
