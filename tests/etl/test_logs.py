@@ -128,11 +128,10 @@ def vocabulary_at(folder: Path, path: str) -> Vocabulary:
 def test_the_same_bytes_however_the_input_is_cut(
     spark: SparkSession, small: Path, parquet: Path, small_log: Path, tmp_path: Path
 ) -> None:
+    """Records in two pieces and Parquet in four; records in three are below, where tasks are killed."""
     size = small_log.stat().st_size
-    for number, (parts, fmt, expected) in enumerate(
-        [(2, "tfrecord", small), (4, "tfrecord", small), (4, "parquet", parquet)]
-    ):
-        output = tmp_path / str(number)
+    for parts, fmt, expected in ((2, "tfrecord", small), (4, "parquet", parquet)):
+        output = tmp_path / fmt
         with large_offsets(spark) if parts == 2 else nullcontext():
             logs.run(spark, config(small_log, output, shard_bytes=100_000, split_bytes=-(-size // parts), fmt=fmt))
         assert tree(output) == tree(expected) and len(tree(output)) > 8
