@@ -28,7 +28,7 @@ check: venv lint ## checks, and the tests that start no process (under 3 minutes
 fuzz: venv .fuzz/packages/.stamp ## fuzz each reader of foreign bytes with atheris for two minutes, with limits on time and memory
 	@PYTHONPATH=.fuzz/packages $(PYTHON_VENV) -m tests.fuzz
 
-soak: venv ## every supported pair of Python, Spark and TensorFlow, each in its own environment (an hour)
+soak: venv airflow-venv jars ## long tests, every supported pair of versions, runs of an older revision (hours)
 	@$(WITH_JAVA) $(PYTHON_VENV) -m tests.soak
 
 # Run in parallel with lint: each keeps one core busy for half a minute the first time.

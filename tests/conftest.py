@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 TESTS = Path(__file__).parent
-LONGEST = ("cluster", "docs", "dags", "etl", "judge", "notebooks", "training")
-TOGETHER = ("cluster", "etl", "judge")  # each folder on one worker: one Hadoop, one Spark session
+LONGEST = ("cluster", "etl", "judge", "docs", "dags", "notebooks", "training")
+# Folders whose tests share a worker: one Hadoop, and one Spark session for most tests that need one.
+TOGETHER = {"cluster": "hadoop", "etl": "spark", "judge": "spark"}
 APART = ("tests/docs/test_readme.py",)  # each test by itself; all other files stay whole
 
 # Two workers on two cores: a rank or a task that takes every core for its own arithmetic slows its neighbours.
@@ -44,8 +45,12 @@ class ByGroup(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         path, *_ = nodeid.split("::")
-        folder = next((name for name in TOGETHER if path.startswith(f"tests/{name}/")), None)
-        return folder or (nodeid if path in APART else path)
+        group = next((group for name, group in TOGETHER.items() if path.startswith(f"tests/{name}/")), None)
+        return group or (nodeid if path in APART else path)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak", action="store_true", help="run the tests marked soak, and only these; `make soak` does")
 
 
 @pytest.hookimpl(optionalhook=True)  # without xdist nobody asks
@@ -80,10 +85,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"{SHARED_DATA} is not set: tests marked shared_data are deselected")
     if reason := _no_namespaces():
         terminalreporter.write_line(f"{reason}: tests of several hosts (tests/network) are deselected")
+    if not terminalreporter.config.getoption("soak"):
+        terminalreporter.write_line("tests marked soak are deselected: `make soak` runs them")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What takes longest begins first; tests of data that is not here are left out, which the summary tells."""
+    """What takes longest begins first; tests left out here are named in the summary."""
+    soak = config.getoption("soak")
+    others = [item for item in items if bool(item.get_closest_marker("soak")) != soak]
+    items[:] = [item for item in items if bool(item.get_closest_marker("soak")) == soak]
+    config.hook.pytest_deselected(items=others)
     if not os.environ.get(SHARED_DATA):
         absent = [item for item in items if item.get_closest_marker("shared_data")]
         items[:] = [item for item in items if not item.get_closest_marker("shared_data")]

@@ -9,22 +9,49 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.daemons import HDFS, YARN
+from jobs._cli import run_job
+from tests.cluster.__main__ import main
+from tests.cluster.daemons import HDFS, YARN, Cluster
 from tests.cluster.process import Process
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def command(action: str, folder: Path) -> tuple[int, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.cluster", action, "--dir", str(folder)],
-        cwd=ROOT, capture_output=True, text=True, timeout=500,
-    )  # fmt: skip
-    return done.returncode, done.stdout + done.stderr
+class Command:
+    """`python -m tests.cluster` in a process of its own."""
+
+    def __call__(self, action: str, folder: Path) -> tuple[int, str]:
+        """Returns exit code and output."""
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.cluster", action, "--dir", str(folder)],
+            cwd=ROOT, capture_output=True, text=True, timeout=500,
+        )  # fmt: skip
+        return done.returncode, done.stdout + done.stderr
+
+
+class CommandHere(Command):
+    """In this process, with daemons that only sleep: the real ones take half a minute of processor time to start."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        monkeypatch.setattr("lockstep.storage.files.deadlines.left_behind", lambda: 0)
+        monkeypatch.setattr(Cluster, "_format", lambda cluster: (cluster.folder / "logs").mkdir())
+        monkeypatch.setattr(Cluster, "_java", lambda cluster, name: ["sleep", "600"])
+        monkeypatch.setattr(Cluster, "_serves", lambda cluster, name: True)
+        self._capsys = capsys
+
+    def __call__(self, action: str, folder: Path) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as ended:
+            run_job(main, [action, "--dir", str(folder)])
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, "".join(self._capsys.readouterr())
 
 
 @pytest.mark.timeout(1800)
-def test_make_clusters_command_starts_tells_and_ends_just_its_five(tmp_path: Path) -> None:
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_make_clusters_command_starts_tells_and_ends_just_its_five(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], real: bool
+) -> None:
+    command = Command() if real else CommandHere(monkeypatch, capsys)
     assert command("status", tmp_path)[0] == 1
     code, told = command("up", tmp_path)
     state = json.loads((tmp_path / "cluster.json").read_text())

@@ -23,6 +23,7 @@ from tests.cluster.test_jobs import LOG, ROOT
 WAIT_S = 1500.0
 
 
+@pytest.mark.soak  # `make test` kills ETL's workers in tests/etl, and DataNodes under a run in test_run_on_hdfs.py
 @pytest.mark.timeout(3000)
 def test_one_executor_and_two_among_the_dying(hadoop: Cluster, tmp_path: Path) -> None:
     """A worker, an executor and a DataNode are killed (SIGKILL) under the second of two jobs: the same digests."""

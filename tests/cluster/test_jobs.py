@@ -12,20 +12,27 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import psutil
 import pytest
 
+from etl.logs import job as logs
+from etl.write.config import LogsConfig
 from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.settings import set_hadoop_settings
+from lockstep.storage.verify import verify
 from tests.cluster.daemons import Cluster
 from training.launch.executors import RANK_MIB, container_of
 from training.results.audit import check_run_audit
 from training.run.paths import RunPaths
 from training.run.result import find_result
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 ROOT = Path(__file__).resolve().parents[2]
 LOG = ROOT / "data" / "weblogs" / "nasa_access_log_1995-07-09.log.gz"
@@ -79,18 +86,16 @@ def shared_bytes(rank: psutil.Process) -> list[int]:
 
 
 @pytest.mark.timeout(2400)
-def test_web_log_on_hdfs_through_a_killed_rank(on_hdfs: Cluster, tmp_path: Path) -> None:
+def test_web_log_on_hdfs_through_a_killed_rank(spark: SparkSession, on_hdfs: Cluster, tmp_path: Path) -> None:
+    """ETL by this worker's session, ranks of this host; spark-submit and barrier stages work on YARN below."""
     dataset, run = f"{on_hdfs.hdfs_url}/weblog/dataset", f"{on_hdfs.hdfs_url}/weblog/run"
     log = cut_log(tmp_path / "access.log", 12_000)
-    split = ("--split", "group:visitor:80/20")
-    ended(job("etl_logs", "--input", log, "--output", dataset, *split, "--master", "local[2]", folder=tmp_path))
-    manifest = load_dataset(dataset)
-    assert manifest.counts.read == 12_000
-    assert "whole" in ended(job("verify", dataset, folder=tmp_path))
+    manifest = logs.run(spark, LogsConfig(inputs=(log,), output=dataset, split="group:visitor:80/20"))
+    assert manifest.counts.read == 12_000 and verify(dataset) == []
 
     training = job(
         "train", "--dataset", dataset, "--run", run, "--model", "logistic", "--num-ranks", "2", "--audit",
-        "--global-batch", "16", "--epochs", "6", "--checkpoint-every", "40", "--master", "local[2]", folder=tmp_path,
+        "--global-batch", "16", "--epochs", "6", "--checkpoint-every", "40", "--launcher", "local", folder=tmp_path,
     )  # fmt: skip
     fs, paths = filesystem(run), RunPaths(run)
     deadline = time.monotonic() + WAIT_S
@@ -174,8 +179,7 @@ def test_cifar_batches_from_upload_to_evaluation_on_yarn(on_hdfs: Cluster, tmp_p
     run = f"{folder.url}/images/run"
     report = check_run_audit(run)
     assert report.ok and len(report.left_over) == 600 % 32
-    for url in (run, f"{folder.url}/images/dataset"):
-        assert "whole" in ended(job("verify", url, folder=tmp_path))
+    assert verify(run) == verify(f"{folder.url}/images/dataset") == []
     (page,) = filesystem(run).list(f"{run}/reports")
     assert b"<svg" in filesystem(run).read_bytes(page.url)
 

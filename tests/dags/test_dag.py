@@ -1,4 +1,4 @@
-"""The Airflow DAG: what it says, and one real run of all four tasks through spark-submit."""
+"""The Airflow DAG: its declaration, and a run by Airflow; in `make soak` all of its tasks by the real spark-submit."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,12 +21,16 @@ LINES = 1500
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 
-def airflow(folder: Path, *arguments: str, limit_s: float) -> str:
-    """Run Airflow's Python with a home of its own under `folder`; returns its output."""
+def airflow(folder: Path, *arguments: str, limit_s: float, path: Path | None = None) -> str:
+    """Run Airflow's Python with a home of its own under `folder`; returns its output.
+
+    Programs come from the folder `path`, if given, and from our environment, which has spark-submit.
+    """
     assert AIRFLOW.exists(), "run `make airflow-venv` first; `make test` does"
     environment = {
         **{name: text for name, text in os.environ.items() if not name.startswith(("AIRFLOW", "PYTEST", "PYTHON"))},
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # the spark-submit of our environment
+        "PATH": os.pathsep.join([*([str(path)] if path else []), str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "LOCKSTEP_CALLS": str(folder / "calls.jsonl"),
         "AIRFLOW_HOME": str(folder / "airflow"),
         "AIRFLOW__CORE__DAGS_FOLDER": str(DAG_FILE.parent),
         "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
@@ -41,46 +46,53 @@ def airflow(folder: Path, *arguments: str, limit_s: float) -> str:
     return output
 
 
-def test_the_dag_runs_from_log_to_evaluation(tmp_path: Path) -> None:
+def run_dag(folder: Path, path: Path | None = None) -> dict[str, Any]:
+    """Run the DAG once on a small log, below `folder`; returns what _run_dag.py prints. All tasks must succeed."""
     with gzip.open(LOG, "rb") as source:
         small = b"".join(source.readline() for _ in range(LINES))
-    (tmp_path / "access.log").write_bytes(small)
-    conf = {
-        "input": str(tmp_path / "access.log"),
-        "root": str(tmp_path / "results"),
-        "global_batch": "32",
-        "epochs": "1",
-    }
-    (tmp_path / "conf.json").write_text(json.dumps(conf))
-    airflow(tmp_path, "-m", "airflow", "db", "migrate", limit_s=400)
-    output = airflow(
-        tmp_path, str(Path(__file__).with_name("_run_dag.py")), str(DAG_FILE), str(tmp_path / "conf.json"), limit_s=1800
-    )
+    (folder / "access.log").write_bytes(small)
+    conf = {"input": str(folder / "access.log"), "root": str(folder / "results"), "global_batch": "32", "epochs": "1"}
+    (folder / "conf.json").write_text(json.dumps(conf))
+    airflow(folder, "-m", "airflow", "db", "migrate", limit_s=400)
+    script = str(Path(__file__).with_name("_run_dag.py"))
+    output = airflow(folder, script, str(DAG_FILE), str(folder / "conf.json"), limit_s=1800, path=path)
     told = next((line for line in output.splitlines() if line.startswith("RESULT ")), None)
     assert told is not None, output[-6000:]
-    result = json.loads(told.removeprefix("RESULT "))
+    result: dict[str, Any] = json.loads(told.removeprefix("RESULT "))
     wanted = dict.fromkeys(("etl", "verify", "train", "evaluate"), "success at try 1")
     assert result["tasks"] == wanted, output[-6000:]
     assert result["state"] == "success"
     assert result["foreign"] == []  # importing the DAG needs Airflow alone
-    (run,) = (tmp_path / "results").iterdir()
-    assert ":" not in run.name
-    assert (run / "dataset" / "_manifest.json").is_file()
-    assert list((run / "run" / "results").glob("g*.json"))
+    return result
 
 
-def test_the_dag_is_scheduled_bounded_and_in_order(tmp_path: Path) -> None:
-    code = (
-        "import json, sys, importlib.util as u\n"
-        "s = u.spec_from_file_location('d', sys.argv[1]); m = u.module_from_spec(s); s.loader.exec_module(m)\n"
-        "d = m.dag\n"
-        "print('RESULT ' + json.dumps({'catchup': d.catchup, 'active': d.max_active_runs,\n"
-        "  'schedule': str(d.schedule),\n"
-        "  'down': {t.task_id: sorted(t.downstream_task_ids) for t in d.tasks},\n"
-        "  'limits': [t.execution_timeout is not None for t in d.tasks], 'retries': [t.retries for t in d.tasks]}))"
-    )
-    output = airflow(tmp_path, "-c", code, str(DAG_FILE), limit_s=400)
-    told = json.loads(next(line for line in output.splitlines() if line.startswith("RESULT "))[7:])
+def test_the_dag_is_scheduled_and_runs_its_jobs_in_order(tmp_path: Path) -> None:
+    """ETL and verification run; the calls of training and evaluation are parsed by their jobs (_spark_submit.py)."""
+    (tmp_path / "bin").mkdir()
+    submit = tmp_path / "bin" / "spark-submit"
+    submit.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).with_name("_spark_submit.py")} "$@"\n')
+    submit.chmod(0o755)
+    told = run_dag(tmp_path, submit.parent)["declared"]
     assert told["catchup"] is False and told["active"] == 1 and told["schedule"] == "@daily"
     assert told["down"] == {"etl": ["verify"], "verify": ["train"], "train": ["evaluate"], "evaluate": []}
     assert all(told["limits"]) and told["retries"] == [2, 0, 2, 2]
+
+    calls = [json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
+    assert [job for job, *_ in calls] == ["etl_logs", "verify", "train", "evaluate"]
+    assert all(options[:2] == ["--master", "local[2]"] for _, options, _ in calls)
+    (run,) = (tmp_path / "results").iterdir()
+    assert ":" not in run.name
+    assert (run / "dataset" / "_manifest.json").is_file()
+    train, evaluate = (flags for _, _, flags in calls[2:])
+    for flags in (train, evaluate):
+        assert flags[flags.index("--dataset") + 1] == str(run / "dataset")
+        assert flags[flags.index("--run") + 1] == str(run / "run")
+    assert train[train.index("--epochs") + 1] == "1"
+
+
+@pytest.mark.soak
+def test_the_dag_runs_from_log_to_evaluation(tmp_path: Path) -> None:
+    run_dag(tmp_path)
+    (run,) = (tmp_path / "results").iterdir()
+    assert (run / "dataset" / "_manifest.json").is_file()
+    assert list((run / "run" / "results").glob("g*.json"))

@@ -51,6 +51,7 @@ def test_the_commands_do_what_the_readme_says(tmp_path: Path, on_cluster: bool) 
         assert run_steps([*before, *wanted], folder) == len(before) + len(wanted) >= 3
 
 
+@pytest.mark.soak  # `make test` checks their flags and imports: test_flags.py, test_snippets.py
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
-"""Run one ETL job whose tasks die: the first attempt of a reading and of a writing task kills its own process.
+"""Two ETL jobs in one Java process: of a log of noise, and one whose tasks die.
 
-Usage: python killed_tasks.py LOG OUTPUT SHARD_BYTES, the rooms on PYTHONPATH. The classes live in
-__main__, so that Spark ships them by value.
+Usage: python killed_tasks.py LOG OUTPUT SHARD_BYTES NOISE, the rooms on PYTHONPATH. The first job is refused as a user
+sees it; the line `noise ended with CODE` on stderr separates it from the second. There the first attempt of a reading
+and of a writing task kills its own process. The classes live in __main__, so that Spark ships them by value.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from etl.logs import job
 from etl.logs.parse import ParseLog
 from etl.write.config import LogsConfig
 from etl.write.shards import WriteShards
+from jobs import etl_logs
+from jobs._cli import run_job
 from jobs._session import spark_session
 
 
@@ -46,7 +49,11 @@ class DyingWrite(WriteShards):
 
 
 if __name__ == "__main__":
-    log, output, shard_bytes = sys.argv[1:]
+    log, output, shard_bytes, noise = sys.argv[1:]
+    try:
+        run_job(etl_logs.main, ["--input", noise, "--output", "out", "--master", "local[1]"])
+    except SystemExit as ended:
+        print(f"noise ended with {ended.code}", file=sys.stderr, flush=True)
     config = LogsConfig(
         inputs=(log,),
         output=output,

@@ -128,11 +128,10 @@ def vocabulary_at(folder: Path, path: str) -> Vocabulary:
 def test_the_same_bytes_however_the_input_is_cut(
     spark: SparkSession, small: Path, parquet: Path, small_log: Path, tmp_path: Path
 ) -> None:
+    """Records in two pieces and Parquet in four; records in three are below, where tasks are killed."""
     size = small_log.stat().st_size
-    for number, (parts, fmt, expected) in enumerate(
-        [(2, "tfrecord", small), (4, "tfrecord", small), (4, "parquet", parquet)]
-    ):
-        output = tmp_path / str(number)
+    for parts, fmt, expected in ((2, "tfrecord", small), (4, "parquet", parquet)):
+        output = tmp_path / fmt
         with large_offsets(spark) if parts == 2 else nullcontext():
             logs.run(spark, config(small_log, output, shard_bytes=100_000, split_bytes=-(-size // parts), fmt=fmt))
         assert tree(output) == tree(expected) and len(tree(output)) > 8
@@ -183,12 +182,28 @@ def test_many_small_files_are_read_once_by_few_tasks(
         assert data[row["position"] :].startswith(row["raw"])
 
 
-def test_the_same_bytes_when_tasks_are_killed(small: Path, small_log: Path, tmp_path: Path) -> None:
+def test_noise_ends_with_one_clear_error_and_killed_tasks_change_no_byte(
+    small: Path, small_log: Path, tmp_path: Path
+) -> None:
+    """Two jobs of one process, which starts Java once."""
+    noise, folder = tmp_path / "noise", tmp_path / "folder"
+    noise.write_bytes(b"no log at all\n" * 50)
+    folder.mkdir()
     script = Path(__file__).with_name("killed_tasks.py")
-    done = run(str(script), str(small_log), str(tmp_path / "killed"), "100000", cwd=tmp_path)
+    done = run(str(script), str(small_log), str(folder / "killed"), "100000", str(noise), cwd=folder)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert tree(tmp_path / "killed") == tree(small)
-    assert [path.name for path in tmp_path.iterdir() if path.name != "spark-warehouse"] == ["killed"]
+    assert tree(folder / "killed") == tree(small)
+
+    of_noise, separator, _ = done.stderr.partition("noise ended with 1\n")
+    error = of_noise[of_noise.index("error: ") :].splitlines()
+    assert separator and error[0] == "error: 50 of 50 records are bad, more than --max-bad allows"
+    assert [line.split(":")[0].strip() for line in error[1:4]] == ["got", "allowed", "next"]
+    assert "noise at byte 0: not_common_log" in error[1] and "--log-format" in error[3]
+    for trace in ("Traceback", "\tat ", "Exception in task"):
+        assert trace not in of_noise
+    assert "_quarantine-out" in error[3] and len(pq.read_table(folder / "_quarantine-out")) == 50
+    there = sorted(path.name for path in folder.iterdir() if path.name != "spark-warehouse")
+    assert there == ["_quarantine-out", "killed"]
 
 
 def test_shards_are_as_many_as_their_bytes_ask_for(small: Path) -> None:

@@ -27,7 +27,7 @@ from petastorm.tests import test_common, test_parquet_reader  # noqa: E402
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 HERE = {"scalar_dataset", "tmpdir", "reader_factory", "convert_early_to_numpy"}
 OWN_TESTS = {

@@ -14,7 +14,7 @@ import pytest
 from etl.spark.tasks import _values_by_remainder, by_hash, by_partition, spark_hash
 from tests.etl.conftest import ROOT, tree
 from tests.spark import oldest
-from tests.spark.datasets import datasets
+from tests.spark.datasets import NAMES, datasets
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -22,18 +22,23 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 
-def test_the_oldest_spark_writes_the_same_datasets(spark: SparkSession, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names", [pytest.param(("tfrecord",), id="one"), pytest.param(NAMES, id="all", marks=pytest.mark.soak)]
+)
+def test_the_oldest_spark_writes_the_same_datasets(
+    spark: SparkSession, tmp_path: Path, names: tuple[str, ...]
+) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(oldest.packages()), str(ROOT)])}
-    command = [sys.executable, "-m", "tests.spark.datasets", str(tmp_path / "oldest")]
+    command = [sys.executable, "-m", "tests.spark.datasets", str(tmp_path / "oldest"), *names]
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as child:
         try:
-            found = datasets(spark, tmp_path / "newest")  # beside the child, on the other core
+            found = datasets(spark, tmp_path / "newest", names)  # beside the child, on the other core
             told = json.loads(child.communicate(timeout=600)[0].splitlines()[-1])
         finally:
             child.kill()
     assert told["spark"] == oldest.VERSION != spark.version
     assert told["datasets"] == found
-    for name in ("log", "tfrecord", "parquet"):
+    for name in names:
         oldest_files, newest_files = (
             {path: data for path, data in tree(tmp_path / side / name).items() if path != "_manifest.json"}
             for side in ("oldest", "newest")

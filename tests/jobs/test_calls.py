@@ -1,4 +1,4 @@
-"""Every job by `python -m` and by spark-submit, from a folder that is not the project's."""
+"""Jobs called by `python -m` and by spark-submit, from a folder that is not the project's."""
 
 from __future__ import annotations
 
@@ -44,17 +44,15 @@ def test_the_jobs_are_those_of_the_design() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", JOBS)
-def test_help_and_a_bad_flag_by_module_and_by_file(job: str, tmp_path: Path) -> None:
+def test_help_and_a_bad_flag_by_module_and_by_spark_submit(tmp_path: Path) -> None:
+    """In processes of their own; tests/test_house.py makes the same calls of each job, in forks of one process."""
     (tmp_path / "json.py").write_text("raise SystemExit('the folder of the call is not to be imported from')\n")
     (tmp_path / "elsewhere").mkdir()
-    file = str(ROOT / "jobs" / f"{job}.py")
-    # By file, as spark-submit runs it: its Java process takes seconds and is the same for all, so one job is enough.
-    submit = str(Path(sys.executable).with_name("spark-submit")) if job == "etl_logs" else sys.executable
-    here = [sys.executable, "-m", f"jobs.{job}"]
-    done = call(*here, "--help", cwd=tmp_path / "elsewhere")
+    by_module = [sys.executable, "-m", "jobs.train"]
+    by_submit = [str(Path(sys.executable).with_name("spark-submit")), str(ROOT / "jobs" / "etl_logs.py")]
+    done = call(*by_module, "--help", cwd=tmp_path / "elsewhere")
     assert done.returncode == 0 and "--config" in done.stdout, done.stderr
-    for command in (here, [submit, file]):
+    for command in (by_module, by_submit):
         done = call(*command, "--colour", "red", cwd=tmp_path / "elsewhere")
         assert done.returncode == 2, done.stderr
         told = done.stdout + done.stderr  # spark-submit joins the two

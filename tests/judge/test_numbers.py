@@ -34,8 +34,8 @@ pytestmark = pytest.mark.slow
 
 REAL = [
     pytest.param("incomes", "rate:education", (3,), marks=pytest.mark.shared_data),
-    ("clicks", "rate:position", (1, 2, 3)),
-    ("visits", "rate:page", (1, 2, 3)),
+    ("clicks", "rate:position", (1, 3)),
+    ("visits", "rate:page", (1, 3)),
     ("garments", "majority", (2,)),
 ]
 

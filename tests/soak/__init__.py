@@ -1,3 +1,3 @@
-"""What takes hours: `make soak` runs each module of PARTS; none of it is a part of `make test`."""
+"""Tests that take long: `make soak` runs each module of PARTS; none of it is part of `make test`."""
 
-PARTS = ("tests.soak.versions", "tests.soak.older")
+PARTS = ("tests.soak.marked", "tests.soak.older", "tests.soak.versions")

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -298,9 +299,7 @@ def train_killed_in_flight(context: RankContext) -> dict[str, Any]:
     """`train` with checkpoints beside its steps. Rank 1 is killed in the midst of its upload of step 10, and in the
     second generation once the file `reported` beside the run says that the commit of step 15 has begun.
     """
-    from training.rank.saver import InFlight  # with TensorFlow, which other entries do without
-
-    flight: InFlight[None] = InFlight()
+    flight = _Beside()
     generation, last = context.world.generation, context.world.rank == context.world.num_ranks - 1
 
     def killed_by(sign: Path) -> None:
@@ -319,14 +318,44 @@ def train_killed_in_flight(context: RankContext) -> dict[str, Any]:
         _checkpoint(context, config, staging, step, weights)
 
     def beside(_context: RankContext, config: TrainConfig, staging: str, step: int, weights: Any) -> None:
-        flight.wait(120.0)  # of the one before: ranks without a communicator cannot agree to skip
-        flight.begin(f"the checkpoint of step {step}", lambda _tell: part(config, staging, step, weights))
+        flight.wait()  # for the previous one: ranks without a communicator cannot agree to skip
+        flight.begin(partial(part, config, staging, step, weights))
 
     def hurdle(_step: int) -> None:
         flight.look()
         time.sleep(0.01)
 
-    return _train(context, hurdle, beside, lambda: flight.wait(120.0))
+    return _train(context, hurdle, beside, flight.wait)
+
+
+class _Beside:
+    """Work in a thread that ends with the process: training.rank.saver.InFlight without TensorFlow, which takes 5 s."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._errors: list[BaseException] = []
+
+    def begin(self, work: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                self._errors.append(error)
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+
+    def look(self) -> None:
+        """Raise what the work raised, if it has."""
+        if self._errors:
+            raise self._errors[0]
+
+    def wait(self) -> None:
+        """Wait for the work's end."""
+        if self._thread is not None:
+            self._thread.join(120.0)
+            assert not self._thread.is_alive(), "the work has not ended within two minutes"
+        self.look()
 
 
 def _train(context: RankContext, hurdle: Any, checkpoint: Any = None, finish: Any = lambda: None) -> dict[str, Any]:

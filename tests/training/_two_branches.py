@@ -24,7 +24,7 @@ def train(context: RankContext) -> dict[str, Any]:
     import keras
     import tensorflow as tf
 
-    tf.config.threading.set_inter_op_parallelism_threads(context.payload["inter_op"])
+    tf.config.threading.set_inter_op_parallelism_threads(context.payload["inter_op"][context.world.rank])
     tf.config.threading.set_intra_op_parallelism_threads(1)
     keras.utils.set_random_seed(1)
     from training.steps.distribute import distribute, exchange_of

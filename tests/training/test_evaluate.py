@@ -231,7 +231,7 @@ def alone(clicked: tuple[str, str, str]) -> dict[str, Any]:
     return evaluate(*clicked[:2], "test", run_threads, batch=100, baseline="rate:page")
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.soak), 3])
 def test_rare_labels_weights_and_logits_are_scored_exactly(
     clicked: tuple[str, str, str], alone: dict[str, Any], num_ranks: int
 ) -> None:

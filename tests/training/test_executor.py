@@ -1,4 +1,4 @@
-"""No deadlock whatever order TensorFlow's executor takes: real processes with one inter-op thread and with eight."""
+"""No deadlock whatever order TensorFlow's executor takes: real processes, one inter-op thread on a rank and eight."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from training.launch.local import run_local
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("inter_op", [1, 8])
-def test_two_branches_and_two_optimizers(inter_op: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "inter_op", [(1, 8), pytest.param((1, 1), marks=pytest.mark.soak), pytest.param((8, 8), marks=pytest.mark.soak)]
+)
+def test_two_branches_and_two_optimizers(inter_op: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`inter_op` threads of rank 0 and of rank 1."""
     rank_path(monkeypatch)
     task = RankTask("_two_branches:train", {"inter_op": inter_op})
     first, second = run_local(task, 2, limits=Limits(stall_s=240.0, silent_s=60.0))

@@ -123,14 +123,14 @@ ALL = {"global_clipnorm": 0.1, "gradient_accumulation_steps": 5, "use_ema": True
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("SGD", ALL),
+        pytest.param("SGD", ALL, marks=pytest.mark.soak),
         ("SGD", CLIPNORM),
-        ("Adam", ALL),
+        pytest.param("Adam", ALL, marks=pytest.mark.soak),
         ("Adam", CLIPVALUE),
         ("AdamW", ALL),
-        ("AdamW", CLIPVALUE),
+        pytest.param("AdamW", CLIPVALUE, marks=pytest.mark.soak),
         ("Lamb", ALL),
-        ("Lamb", CLIPNORM),
+        pytest.param("Lamb", CLIPNORM, marks=pytest.mark.soak),
     ],
 )
 def test_a_hundred_steps(name: str, options: dict[str, Any]) -> None:

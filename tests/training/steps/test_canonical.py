@@ -122,7 +122,10 @@ class TestRuns:
             (2, "table", f"{OWN}:with_callbacks", {}),  # dropout, Adam, AUC, callbacks that act on metrics
             (4, "images", f"{OWN}:clipped_with_averages", {}),  # ghost BatchNorm, the norm over all gradients, EMA
             # A loss scale; 12 lanes, each a unit whose rows BatchNormalization sees alone, and 1 / 12 is no float.
-            (2, "images", f"{OWN}:small_conv", {"batchnorm": "local", "lanes": 12, "precision": "mixed_float16"}),
+            pytest.param(
+                2, "images", f"{OWN}:small_conv", {"batchnorm": "local", "lanes": 12, "precision": "mixed_float16"},
+                marks=pytest.mark.soak,
+            ),
         ],
     )
     def test_any_number_of_ranks_gives_the_same_bits(

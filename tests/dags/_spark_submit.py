@@ -1,0 +1,35 @@
+"""What the DAG's tasks call in place of spark-submit: `_spark_submit.py [OPTION VALUE ...] JOB.py [ARGUMENT ...]`.
+
+ETL runs by the real spark-submit and verification by this Python; of the other jobs only the arguments are parsed, and
+the dataset must exist. The real one runs them all in `make soak`. Each call is appended to $LOCKSTEP_CALLS.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def main(argv: list[str]) -> int:
+    """Run or check one call; returns its exit code."""
+    place = next(number for number, word in enumerate(argv) if word.endswith(".py"))
+    job, arguments = Path(argv[place]).stem, argv[place + 1 :]
+    with open(os.environ["LOCKSTEP_CALLS"], "a", encoding="utf-8") as file:
+        file.write(json.dumps([job, argv[:place], arguments]) + "\n")
+    if job == "etl_logs":
+        os.execv(Path(sys.executable).with_name("spark-submit"), ["spark-submit", *argv])
+    if job == "verify":
+        os.execv(sys.executable, [sys.executable, *argv[place:]])
+    sys.path.insert(0, str(ROOT))
+    args = importlib.import_module(f"jobs.{job}").parser().parse(arguments)
+    (dataset,) = args.datasets if job == "train" else [args.dataset]
+    return 0 if Path(dataset, "_manifest.json").is_file() else 3
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
