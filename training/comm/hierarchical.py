@@ -66,67 +66,36 @@ class HierarchicalCommunicator(Communicator):
     def all_reduce(self, buf: NDArray[Any], op: Op = "sum") -> None:
         check_buffer(buf, op)
         if self.choose(buf.nbytes) != HIERARCHICAL:
-            with self._call():
-                self._flat.all_reduce(buf, op)
+            self._guarded(self._flat.all_reduce, buf, op)
             return
         part: Op = "sum" if op == "mean" else op
         bounds = part_bounds(buf.size, pieces_of(buf.nbytes))
         pieces = [buf[start:stop] for start, stop in bounds]
-        with self._call():
-            if len(pieces) == 1:
-                self._in_turn(pieces[0], part)
-            else:
-                self._at_once(pieces, part)
+        if len(pieces) == 1:
+            self._guarded(self._in_turn, pieces[0], part)
+        else:
+            self._guarded(self._at_once, pieces, part)
         if op == "mean":
             divide_by_ranks(buf, self.num_ranks)
 
     def broadcast(self, buf: NDArray[Any], root: int = 0) -> None:
         check_buffer(buf)
         check_rank("broadcast", root, self.num_ranks)
-        there = self._layout.host_of[root]
-
-        with self._call():
-            if self._inner is not None and there == self._host:
-                self._inner.broadcast(buf, self._mates.index(root))
-            if self._outer is not None:
-                with self._patient(self._outer, 1):
-                    self._outer.broadcast(buf, there)
-            if there != self._host:
-                self._back(buf)
+        self._guarded(self._spread, buf, root)
 
     def all_gather_parts(self, buf: NDArray[Any]) -> None:
         check_buffer(buf)
-
-        with self._call():
-            if self._inner is not None:
-                mine = self._inner.all_gather_ragged(self.part_of(buf, self.rank))
-                for mate, part in zip(self._mates, mine, strict=True):
-                    self._check_size((mate,), part.size, self.part_of(buf, mate).size)
-                    self.part_of(buf, mate)[:] = part
-            if self._outer is not None:
-                packed = np.concatenate([self.part_of(buf, mate) for mate in self._mates])
-                with self._patient(self._outer, 1):
-                    found = self._outer.all_gather_ragged(packed)
-                for ranks, parts in zip(self._layout.hosts, found, strict=True):
-                    start = 0
-                    self._check_size(ranks, parts.size, sum(self.part_of(buf, rank).size for rank in ranks))
-                    for rank in ranks:
-                        target = self.part_of(buf, rank)
-                        target[:] = parts[start : start + target.size]
-                        start += target.size
-            self._back(buf)
+        self._guarded(self._gather, buf)
 
     def send(self, buf: NDArray[Any], to: int) -> None:
         check_buffer(buf, writable=False)
         check_peer("send", to, self.rank, self.num_ranks)
-        with self._call():
-            self._flat.send(buf, to)
+        self._guarded(self._flat.send, buf, to)
 
     def recv(self, buf: NDArray[Any], source: int) -> None:
         check_buffer(buf)
         check_peer("recv", source, self.rank, self.num_ranks)
-        with self._call():
-            self._flat.recv(buf, source)
+        self._guarded(self._flat.recv, buf, source)
 
     def group(self, ranks: Sequence[int]) -> Communicator:
         """A group of ranks: over shared memory if all members are on this host, else over TCP."""
@@ -155,6 +124,37 @@ class HierarchicalCommunicator(Communicator):
         if self._inner is not None:
             self._inner.all_reduce(buf, op)
         self._between(buf, op)
+        self._back(buf)
+
+    def _spread(self, buf: NDArray[Any], root: int) -> None:
+        """Within the root's host, then from its leader to the others, then within their hosts."""
+        there = self._layout.host_of[root]
+        if self._inner is not None and there == self._host:
+            self._inner.broadcast(buf, self._mates.index(root))
+        if self._outer is not None:
+            with self._patient(self._outer, 1):
+                self._outer.broadcast(buf, there)
+        if there != self._host:
+            self._back(buf)
+
+    def _gather(self, buf: NDArray[Any]) -> None:
+        """Within hosts, then between leaders, then back."""
+        if self._inner is not None:
+            mine = self._inner.all_gather_ragged(self.part_of(buf, self.rank))
+            for mate, part in zip(self._mates, mine, strict=True):
+                self._check_size((mate,), part.size, self.part_of(buf, mate).size)
+                self.part_of(buf, mate)[:] = part
+        if self._outer is not None:
+            packed = np.concatenate([self.part_of(buf, mate) for mate in self._mates])
+            with self._patient(self._outer, 1):
+                found = self._outer.all_gather_ragged(packed)
+            for ranks, parts in zip(self._layout.hosts, found, strict=True):
+                start = 0
+                self._check_size(ranks, parts.size, sum(self.part_of(buf, rank).size for rank in ranks))
+                for rank in ranks:
+                    target = self.part_of(buf, rank)
+                    target[:] = parts[start : start + target.size]
+                    start += target.size
         self._back(buf)
 
     def _at_once(self, pieces: Sequence[NDArray[Any]], op: Op) -> None:
@@ -209,15 +209,14 @@ class HierarchicalCommunicator(Communicator):
     def _levels(self) -> list[Communicator]:
         return [level for level in (self._inner, self._outer, self._flat) if level is not None]
 
-    @contextmanager
-    def _call(self) -> Iterator[None]:
-        """A level that fails ends the others, so that the ranks that wait on those learn it too."""
+    def _guarded(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Make a call. A level that fails ends the others, so that the ranks that wait on those learn it too."""
         if self._ended is not None:
             raise CommunicationError(
                 f"rank {self.rank}: the communicator has ended: {self._ended}", next_step="Start the rank again."
             )
         try:
-            yield
+            function(*arguments)
         except BaseException as error:  # an interrupt too: half a collective cannot be repaired
             self._end(error)
             raise

@@ -123,7 +123,7 @@ def test_each_metric_of_keras_is_that_of_all_rows() -> None:
 
 
 def test_states_that_are_no_sums() -> None:
-    """A metric says so to Keras' add_variable; what cannot be put together is refused by name."""
+    """A metric says so to Keras' add_variable; what cannot be combined is refused by name."""
     import keras
 
     from training.steps.model_state import sum_variables
@@ -136,7 +136,7 @@ def test_states_that_are_no_sums() -> None:
         values = [np.nan if comm.rank else 7.0, comm.rank + 1.0, comm.rank + 1.0]
         variables = [variable(*pair) for pair in zip(("only_first_replica", "mean", "sum"), values, strict=True)]
         sum_variables(variables, comm)
-        with pytest.raises(ConfigError, match="own/state of a metric cannot be put together"):
+        with pytest.raises(ConfigError, match="own/state of a metric cannot be combined"):
             sum_variables([variable("none", 1.0)], comm)
         return [float(v.numpy()) for v in variables]
 

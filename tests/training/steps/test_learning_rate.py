@@ -143,7 +143,7 @@ def test_lars_on_uneven_ranks_and_in_a_file(tmp_path: Path) -> None:
     [
         ("SGD", {"momentum": 0.9}, 4.0, 0.4, 10, None),
         ("AdamW", {}, 4.0, 0.4, 0, "decoupled weight decay"),
-        ("Adam", {}, 4.0, 0.4, 0, "sqrt is the usual one"),
+        ("Adam", {}, 4.0, 0.4, 0, "sqrt is usual"),
     ],
 )
 def test_what_was_done_is_told(

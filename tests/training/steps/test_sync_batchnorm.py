@@ -166,8 +166,8 @@ def test_what_is_refused() -> None:
             return super().call(inputs, training=training, mask=mask)
 
     cases: list[Any] = [
-        (OwnStatistics(), {"of_ranks": moments}, "own way"),
-        (OwnCall(), {"group_rows": 2}, "own way"),
+        (OwnStatistics(), {"of_ranks": moments}, "code of its own"),
+        (OwnCall(), {"group_rows": 2}, "code of its own"),
         (keras.layers.BatchNormalization(renorm=True), {"group_rows": 2}, "renorm of its own"),
     ]
     for layer, options, message in cases:

@@ -7,8 +7,8 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import numpy as np
@@ -76,8 +76,7 @@ class TcpCommunicator(Communicator):
     def connect_neighbours(self, deadline_s: float) -> None:
         """Connect with the ranks before and after this one; raises CommunicationError naming the one that failed."""
         around = {(self.rank + 1) % self.num_ranks, (self.rank - 1) % self.num_ranks}
-        with self._call():
-            self._engine.connect(sorted(around), deadline_s)
+        self._guarded(self._engine.connect, sorted(around), deadline_s)
 
     def all_reduce(self, buf: NDArray[Any], op: Op = "sum") -> None:
         check_buffer(buf, op)
@@ -94,8 +93,7 @@ class TcpCommunicator(Communicator):
             key = ProgramKey("all_reduce", self.choose(buf.nbytes), buf.size, buf.itemsize)
             return _call_of("all_reduce", self._programs.of(key), buf, "sum")
 
-        with self._call():
-            self._engine.run_each(next_call, done, self._deadline_now)
+        self._guarded(self._engine.run_each, next_call, done, self._deadline_now)
 
     def look_again(self) -> None:
         self._engine.look_again()
@@ -172,8 +170,8 @@ class TcpCommunicator(Communicator):
 
         `what` names the caller's activity in the reason. Waits only for a call of another thread.
         """
-        with suppress(CommunicationError), self._call():  # the reason is kept, and returned
-            self._engine.look(what)
+        with suppress(CommunicationError):  # the reason is kept, and returned
+            self._guarded(self._engine.look, what)
         return self._ended
 
     def abort(self, reason: str) -> None:
@@ -207,8 +205,7 @@ class TcpCommunicator(Communicator):
         self._run_call(_call_of("send" if kind == "recv" else kind, program, buf, op, root))
 
     def _run_call(self, call: Call) -> None:
-        with self._call():
-            self._engine.run(call, self.deadline_s)
+        self._guarded(self._engine.run, call, self.deadline_s)
 
     def _deadline_now(self) -> float:
         return self.deadline_s
@@ -240,13 +237,14 @@ class TcpCommunicator(Communicator):
             for one in idle:
                 one._lock.release()
 
-    @contextmanager
-    def _call(self) -> Iterator[None]:
-        """One call at a time. A call that fails ends this communicator and its groups, and the others learn why."""
+    def _guarded(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call a function of the engine, one at a time. If it fails, this communicator and its groups end, and the
+        other ranks learn the reason.
+        """
         with self._lock:
             self._check_open()
             try:
-                yield
+                function(*arguments)
                 if self._aborted:  # by another thread, too late for this call to see it
                     Engine.end({self._engine: self._last_word()}, self.generation)
             except BaseException as error:
