@@ -14,7 +14,7 @@ from etl.images.source import RECORD, ImagePlan
 from lockstep.features.images.decode import Limits
 from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import join
-from tests.etl.test_image_pieces import FILES, GOOD, INTAKE, batch, make_tar, make_tree, rows
+from tests.etl.images.test_image_pieces import FILES, GOOD, INTAKE, batch, make_tar, make_tree, rows
 from tests.fs_contract import put
 
 pytestmark = pytest.mark.cluster

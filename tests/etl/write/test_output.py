@@ -20,7 +20,7 @@ from lockstep.features.schema.fields import Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import ConfigError, DataError
 from tests.etl.conftest import write_images
-from tests.etl.test_append import published
+from tests.etl.write.test_append import published
 from tests.training._tiny import write_table
 
 if TYPE_CHECKING:

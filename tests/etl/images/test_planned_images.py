@@ -26,8 +26,8 @@ from lockstep.features.sample_id import shard_of
 from lockstep.storage.dataset.manifest_entries import Counts
 from lockstep.storage.errors import DataError
 from lockstep.storage.verify import verify
+from tests.etl.conftest import tree
 
-from .conftest import tree
 from .test_image_pieces import make_tar, rows
 from .test_late_images import SIDE, cut, photo
 

@@ -18,7 +18,7 @@ from etl.tables import TableConfig
 from etl.write.config import LogsConfig, WriteConfig, parse_size
 from lockstep.storage.errors import ConfigError, CorruptionError, DataError, LockstepError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize(
