@@ -18,15 +18,7 @@ LEAK = "_leak"
 # Types in Spark's notation: whole numbers, and what has parts.
 WHOLE = ("tinyint", "smallint", "int", "bigint")
 NESTED = ("array", "struct", "map", "variant")
-_DDL = {
-    "int64": "bigint",
-    "float32": "float",
-    "float64": "double",
-    "uint64": "decimal(20,0)",
-    "bool": "boolean",
-    "string": "string",
-    "bytes": "binary",
-}
+_SPARK_NAMES = {"int32": "int", "int64": "bigint", "bool": "boolean"}  # other types have one name in Arrow and Spark
 _FIXED_BYTES = {"int64": 8, "float32": 4, "float64": 8, "uint64": 16, "bool": 1}
 _LENGTH_BYTES = 4
 
@@ -38,14 +30,25 @@ def nested_list(kind: str) -> bool:
 
 def ddl_type(field: Field) -> str:
     """The field's type in Spark's notation."""
-    if field.is_tensor:
-        return "binary"
-    return f"array<{_DDL[field.dtype]}>" if field.is_list else _DDL[field.dtype]
+    return spark_type(field.arrow_type)
 
 
-def ddl(fields: tuple[Field, ...]) -> list[str]:
+def ddl_of(schema: pa.Schema) -> str:
     """Columns in Spark's notation."""
-    return [f"{quoted(field.name)} {ddl_type(field)}" for field in fields]
+    return ", ".join(f"{quoted(field.name)} {spark_type(field.type)}" for field in schema)
+
+
+def spark_type(kind: pa.DataType) -> str:
+    """An Arrow type in Spark's notation."""
+    if pa.types.is_list(kind):
+        return f"array<{spark_type(kind.value_type)}>"
+    if pa.types.is_struct(kind):
+        return f"struct<{', '.join(f'{quoted(part.name)}: {spark_type(part.type)}' for part in kind.fields)}>"
+    if pa.types.is_timestamp(kind):
+        return "timestamp"
+    if pa.types.is_decimal(kind):
+        return f"decimal({kind.precision},{kind.scale})"
+    return _SPARK_NAMES.get(str(kind), str(kind))
 
 
 def quoted(name: str) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from etl.spark.errors import translated
 from etl.spark.session import watched
-from etl.write.checks import check_output, check_schema
+from etl.write.checks import chance_in, check_output, check_schema
 from etl.write.config import WriteConfig
 from etl.write.dataset import write_dataset
 from etl.write.frame import infer_schema
@@ -125,22 +125,15 @@ def frame(spark: SparkSession, config: TableConfig) -> DataFrame:
             allowed="parquet, orc, csv, json, or one whose jar the session has",
             next_step="Correct --input-format, or name its jar by spark-submit --packages.",
         ) from None
-    _refuse_chance(spark, df)
-    return df
-
-
-def _refuse_chance(spark: SparkSession, df: DataFrame) -> None:
-    plan = df._jdf.queryExecution().analyzed()  # pyspark tells nothing of a plan's expressions
-    jvm = spark.sparkContext._jvm
-    assert jvm is not None
-    clock = jvm.org.apache.spark.sql.catalyst.trees.TreePattern.CURRENT_LIKE()
-    if not plan.deterministic() or plan.containsPattern(clock):
+    chance = chance_in(df)
+    if chance is not None:
         raise ConfigError(
-            "the rows of the input are others each time it is read",
-            got="an expression that depends on chance or the clock",
+            "the rows of the input differ each time it is read",
+            got=chance,
             allowed="stored values and functions of them (rand with a seed depends on how rows are cut)",
-            next_step="Store the result as a table first, or take that expression out.",
+            next_step="Store the result as a table first, or remove that expression.",
         )
+    return df
 
 
 def _unreadable(config: TableConfig, error: Exception) -> ConfigError:

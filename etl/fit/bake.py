@@ -28,8 +28,15 @@ from lockstep.storage.errors import ConfigError
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-_OWN = (c.SPLIT, c.DROPPED, c.KEY, c.SOURCE, c.POSITION)
-_OWN_DDL = f"{c.SPLIT} string, {c.DROPPED} string, {c.KEY} bigint, {c.SOURCE} int, {c.POSITION} bigint"
+_OWN = pa.schema(
+    [
+        (c.SPLIT, pa.string()),
+        (c.DROPPED, pa.string()),
+        (c.KEY, pa.int64()),
+        (c.SOURCE, pa.int32()),
+        (c.POSITION, pa.int64()),
+    ]
+)
 
 
 def check_bake(schema: Schema, split: SplitSpec) -> None:
@@ -59,8 +66,8 @@ def baked_rows(rows: DataFrame, bake: Bake) -> Iterator[DataFrame]:
 
     # By number: mapInArrow cannot take a column with a dot in its name.
     fields = [f.col(c.quoted(field.name)).alias(str(number)) for number, field in enumerate(bake.schema)]
-    kept = rows.where(f.col(c.DROPPED).isNull()).select(*_OWN, *fields)
-    baked = mapped(kept, bake, bake.ddl()).persist()
+    kept = rows.where(f.col(c.DROPPED).isNull()).select(*_OWN.names, *fields)
+    baked = mapped(kept, bake, bake.output).persist()
     try:
         yield baked
     finally:
@@ -69,7 +76,7 @@ def baked_rows(rows: DataFrame, bake: Bake) -> Iterator[DataFrame]:
 
 @dataclass(frozen=True)
 class Bake:
-    """The function for mapInArrow: the writer's columns and the fields as columns `0`, `1` ... in, rows of `ddl()` out.
+    """The function for mapInArrow: the columns of `_OWN` and the fields as columns `0`, `1` ... in, `output` out.
 
     Raises DataError for a value that would become another number as a model's input.
     """
@@ -87,9 +94,10 @@ class Bake:
     def _stored(self) -> Stored:
         return Stored(self.baker.schema, self.fmt)
 
-    def ddl(self) -> str:
-        """The rows that come out, in Spark's notation."""
-        return ", ".join([_OWN_DDL, *self._stored.ddl()])
+    @property
+    def output(self) -> pa.Schema:
+        """The columns of the rows that come out."""
+        return pa.schema([*_OWN, *self._stored.output])
 
     @in_task
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -99,7 +107,7 @@ class Bake:
             declared = pa.RecordBatch.from_arrays([batch.column(str(n)) for n in range(len(names))], names=names)
             start = 0
             for rows in self.baker.batches(declared):
-                own = {name: batch.column(name).slice(start, len(rows)) for name in _OWN}
+                own = {name: batch.column(name).slice(start, len(rows)) for name in _OWN.names}
                 start += len(rows)
                 yield pa.RecordBatch.from_pydict(own | self._stored.columns(rows))
 

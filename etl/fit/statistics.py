@@ -29,7 +29,6 @@ from lockstep.storage.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
-_DDL = "field int, split string, count bigint, total string, squares string"
 _ROW = pa.schema(
     [
         ("field", pa.int32()),
@@ -63,7 +62,7 @@ def fit_moments(rows: DataFrame, fields: Sequence[Field], plan: Sequence[Fit]) -
     # By number: mapInArrow cannot take a column with a dot in its name.
     columns = [f.col(c.quoted(field.name)).alias(str(number)) for number, field in enumerate(fields)]
     counted = rows.where(f.col(c.SPLIT).isin(*used)).select(c.SPLIT, *columns)
-    parts = mapped(counted, Sums(tuple(fields)), _DDL)
+    parts = mapped(counted, Sums(tuple(fields)), _ROW)
     sums = {(field.name, name): ExactSums(_unit(field)) for field in fields for name in used}
     with described(rows.sparkSession, "add up means and variances"):
         collected = parts.collect()
@@ -83,7 +82,7 @@ def fit_moments(rows: DataFrame, fields: Sequence[Field], plan: Sequence[Fit]) -
 
 @dataclass(frozen=True)
 class Sums:
-    """The function for mapInArrow: `_split` and the fields as columns `0`, `1`... in; a row of _DDL for each split and
+    """The function for mapInArrow: `_split` and the fields as columns `0`, `1`... in; a row of _ROW for each split and
     field out.
     """
 
@@ -249,7 +248,7 @@ def class_counts(df: DataFrame, schema: Schema, assign: Assign, window: int | No
     label = schema.label
     assert label is not None, "etl.write.checks.check_schema refuses a schema without"
     narrow = replace(assign, schema=Schema((schema.id_field, label)), fmt="parquet")
-    rows = mapped(df, narrow, narrow.ddl()).persist()
+    rows = mapped(df, narrow, narrow.output).persist()
     try:
         kept = settle(rows, assign.split, window).where(f.col(c.DROPPED).isNull())
         trains = (f.col(c.SPLIT) == TRAIN).alias("trains")

@@ -162,7 +162,6 @@ def _digest(url: str) -> str:
     return digest.hexdigest()
 
 
-_DDL = f"{c.SOURCE} int, lines binary, bytes bigint"
 _LINES = pa.schema([(c.SOURCE, pa.int32()), ("lines", pa.binary()), ("bytes", pa.int64())])
 
 
@@ -172,7 +171,7 @@ def digest_trees(parsed: DataFrame, sources: Sequence[Source]) -> tuple[SourceIn
     `parsed` are rows of etl.images.source. Spark sorts them; the driver holds the lines of one partition.
     """
     files = parsed.where(f"kind <> {DROPPED}").select(c.SOURCE, "place", "length", "sha256")
-    found = mapped(files.orderBy(c.SOURCE, "place"), lines_of, _DDL)
+    found = mapped(files.orderBy(c.SOURCE, "place"), lines_of, _LINES)
     digests, sizes = [hashlib.sha256() for _ in sources], [0 for _ in sources]
     for row in found.toLocalIterator():
         digests[row[c.SOURCE]].update(row["lines"])

@@ -17,12 +17,12 @@ from etl.images.folders import FolderPiece, digest_trees
 from etl.images.idx import IdxPiece
 from etl.images.parquet import ParquetPiece
 from etl.images.planned import NotPlannable
-from etl.images.source import BAD, DROPPED, ID_COLUMNS, OUTPUT_DDL, RECORD, ImagePlan, Piece, step_bytes
+from etl.images.source import BAD, DROPPED, ID_COLUMNS, OUTPUT, RECORD, ImagePlan, Piece, step_bytes
 from etl.images.tar import TarPiece
 from etl.input.files import digest_sources
 from etl.spark.errors import translated
 from etl.spark.session import described, tuned, watched
-from etl.spark.tasks import EachSlice, sliced
+from etl.spark.tasks import Items, over_slices
 from etl.write.checks import check_columns, check_output, check_schema
 from etl.write.dataset import write_dataset
 from etl.write.late import Intake, Late, LateImages, has_late_content
@@ -32,7 +32,6 @@ from lockstep.features.schema.fields import SAMPLE_ID, Field, sample_id_field
 from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import DatasetManifest, load_dataset
 from lockstep.storage.errors import DataError
-from lockstep.storage.settings import hadoop_settings
 from lockstep.storage.urls import absolute
 
 if TYPE_CHECKING:
@@ -143,17 +142,16 @@ def from_json(found: Mapping[str, Any]) -> Piece:
     return _KINDS[values.pop("kind")](**values)
 
 
-class ParseImages(EachSlice):
-    """The function for mapInArrow: pieces in, rows of etl.images.source.OUTPUT_DDL out."""
+@dataclass(frozen=True)
+class ParseImages:
+    """Reads the pieces of a task: pieces as JSON in, rows of etl.images.source.OUTPUT out. Raises what they raise."""
 
-    def __init__(self, settings: dict[str, str], intake: Intake, num_classes: int | None) -> None:
-        super().__init__(settings)
-        self._intake, self._num_classes = intake, num_classes
+    intake: Intake
+    num_classes: int | None
 
-    def batches_of(self, items: Sequence[Mapping[str, Any]]) -> Iterator[pa.RecordBatch]:
-        """Read the pieces. Raises what their kinds raise."""
+    def __call__(self, items: Items) -> Iterator[pa.RecordBatch]:
         for item in items:
-            yield from from_json(item).read(self._intake, self._num_classes)
+            yield from from_json(item).read(self.intake, self.num_classes)
 
 
 log = logging.getLogger(__name__)
@@ -215,8 +213,8 @@ def run(spark: SparkSession, config: ImagesConfig, plan: ImagePlan | None = None
             except NotPlannable as why:
                 log.debug("the shards are not planned ahead: %s", why)
         pieces, step = [to_json(piece) for piece in plan.pieces], step_bytes(config.split_bytes)
-        parse = ParseImages(hadoop_settings(), intake, plan.num_classes)
-        parsed = sliced(spark, pieces, plan.piece_bytes(), step).mapInArrow(parse, OUTPUT_DDL).persist()
+        parse = ParseImages(intake, plan.num_classes)
+        parsed = over_slices(spark, pieces, plan.piece_bytes(), step, parse, OUTPUT).persist()
         try:
             with described(spark, "read and decode the images"):
                 tally = tally_of(parsed, config.num_classes or MAX_CLASSES)

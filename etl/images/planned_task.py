@@ -52,7 +52,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class ShardMade:
-    """The shard's row (etl.write.shards.RESULT_DDL), the leak keys of its records (int64, end to end), and what is
+    """The shard's row (etl.write.shards.RESULT), the leak keys of its records (int64, end to end), and what is
     broken: rows of the quarantine. Of those, `early` are the (source, position) that would
     have been found out before the shards were settled, had their images been read before.
     """

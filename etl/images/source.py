@@ -116,11 +116,6 @@ OUTPUT = pa.schema(
         ("sha256", pa.string()),
     ]
 )
-OUTPUT_DDL = (
-    f"kind int, {c.SOURCE} int, {c.POSITION} bigint, place string, {c.OCCURRENCE} bigint, {c.SPLIT} string,"
-    f" name string, number bigint, image binary, {PACKED} boolean, label bigint, class string, reason string,"
-    " raw binary, length bigint, sha256 string"
-)
 
 
 def rows(count: int, columns: dict[str, Any]) -> pa.RecordBatch:

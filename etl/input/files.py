@@ -16,12 +16,11 @@ import pyarrow as pa
 
 from etl.input.unpack import MAGIC_BYTES, PLAIN, SUFFIXES, codec_of, foreign_codec, unpacked
 from etl.spark.session import described
-from etl.spark.tasks import EachSlice, sliced
+from etl.spark.tasks import Items, over_slices
 from lockstep.storage.dataset.manifest_entries import SourceInfo
 from lockstep.storage.errors import ConfigError, DataError, NotFoundError
 from lockstep.storage.files.interface import FileStat, FileSystem
 from lockstep.storage.fs import filesystem
-from lockstep.storage.settings import hadoop_settings
 from lockstep.storage.urls import absolute, basename, join, split_url
 
 if TYPE_CHECKING:
@@ -230,18 +229,13 @@ def _place(url: str) -> str:
     return f"{scheme}://{authority}{os.path.normpath(path)}"
 
 
-DDL = "number int, bytes bigint, sha256 string"
 _READ_BYTES = 4 << 20
-_SCHEMA = pa.schema([("number", pa.int32()), ("bytes", pa.int64()), ("sha256", pa.string())])
+DIGEST = pa.schema([("number", pa.int32()), ("bytes", pa.int64()), ("sha256", pa.string())])
 
 
-class DigestSources(EachSlice):
-    """The function for mapInArrow: the number, URL and planned bytes of files in, rows of DDL out."""
-
-    def batches_of(self, items: Sequence[Mapping[str, Any]]) -> Iterator[pa.RecordBatch]:
-        """Raises DataError for a file whose length is not the planned one."""
-        rows = [digest_of(item["number"], item["url"], item["bytes"]) for item in items]
-        yield pa.RecordBatch.from_pylist(rows, schema=_SCHEMA)
+def _digests(items: Items) -> Iterator[pa.RecordBatch]:
+    """Rows of DIGEST for files given by number, URL and planned bytes."""
+    yield pa.RecordBatch.from_pylist([digest_of(**item) for item in items], schema=DIGEST)
 
 
 def digest_sources(
@@ -249,24 +243,25 @@ def digest_sources(
 ) -> tuple[SourceInfo, ...]:
     """Length and SHA-256 of each input file, in order.
 
-    Files that are not `known` (rows of DDL) are read a second time for it: a range's digest says nothing of its file's.
+    Files that are not `known` (rows of DIGEST) are read a second time: the digest of a file does not follow from those
+    of its ranges.
     """
     numbers = sorted(set(range(len(sources))) - {row["number"] for row in known})
     found = list(known)
     if numbers:
+        sizes = [sources[number].size_bytes for number in numbers]
         items = [
-            {"number": number, "url": absolute(sources[number].url), "bytes": sources[number].size_bytes}
-            for number in numbers
+            {"number": number, "url": absolute(sources[number].url), "planned_bytes": size}
+            for number, size in zip(numbers, sizes, strict=True)
         ]
-        plan = sliced(spark, items, [sources[number].size_bytes for number in numbers], DEFAULT_SPLIT_BYTES)
         with described(spark, "SHA-256 of the input files"):
-            rows = plan.mapInArrow(DigestSources(hadoop_settings()), DDL).collect()
+            rows = over_slices(spark, items, sizes, DEFAULT_SPLIT_BYTES, _digests, DIGEST).collect()
         found += [row.asDict() for row in rows]
     return infos_of(sources, found)
 
 
 def infos_of(sources: Sequence[Source], found: Sequence[Mapping[str, Any]]) -> tuple[SourceInfo, ...]:
-    """What the manifest says of the sources, from the rows of DDL in any order."""
+    """What the manifest says of the sources, from the rows of DIGEST in any order."""
     return tuple(
         SourceInfo(sources[row["number"]].url, row["bytes"], row["sha256"])
         for row in sorted(found, key=lambda row: row["number"])
@@ -274,7 +269,7 @@ def infos_of(sources: Sequence[Source], found: Sequence[Mapping[str, Any]]) -> t
 
 
 def digest_of(number: int, url: str, planned_bytes: int) -> dict[str, object]:
-    """A row of DDL for one file. Raises DataError where it is not of the planned length."""
+    """A row of DIGEST for one file. Raises DataError where it is not of the planned length."""
     with filesystem(url).open_read(url) as file, HashedFile(file) as hashed:
         return {"number": number, "bytes": planned_bytes, "sha256": hashed.whole(url, planned_bytes)}
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from etl.columns import ddl_of
 from etl.input.files import DEFAULT_SPLIT_BYTES, digest_sources
 from etl.logs import records, web
 from etl.logs.parse import (
@@ -19,21 +20,19 @@ from etl.logs.parse import (
     LineParser,
     ParseLog,
     Work,
-    ddl_of,
-    output_ddl,
+    output_schema,
 )
 from etl.logs.plan import Plan, plan_of
 from etl.logs.records import RecordLines
 from etl.spark.errors import translated
 from etl.spark.session import described, tuned, watched
-from etl.spark.tasks import sliced
+from etl.spark.tasks import over_slices
 from etl.write.checks import check_label, check_output
 from etl.write.config import DEFAULT_LABEL, LABEL_WINDOW_S, LogsConfig
 from etl.write.dataset import write_dataset
 from etl.write.quarantine import Origin, check_bad
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import DataError
-from lockstep.storage.settings import hadoop_settings
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -106,19 +105,21 @@ def parsed(
     spark: SparkSession, work: Sequence[Work], parser: LineParser, slice_bytes: int = DEFAULT_SPLIT_BYTES
 ) -> DataFrame:
     """The rows of etl.logs.parse over all ranges, some `slice_bytes` a task."""
-    plan = sliced(spark, [one.to_json() for one in work], [one.part.length for one in work], slice_bytes)
-    return plan.mapInArrow(ParseLog(hadoop_settings(), parser), output_ddl(parser))
+    sizes = [one.part.length for one in work]
+    items = [one.to_json() for one in work]
+    return over_slices(spark, items, sizes, slice_bytes, ParseLog(parser), output_schema(parser))
 
 
 def _check_label(spark: SparkSession, config: LogsConfig, plan: Plan) -> None:
     if config.label is None:
         return
     if not isinstance(plan.parser, RecordLines):
-        check_label(spark, config.label, web.label_columns(plan.told), web.LABEL_TYPES, web.LABEL_ALLOWED)
+        check_label(spark, config.label, web.label_schema(plan.told), web.LABEL_TYPES, web.LABEL_ALLOWED)
     else:
         kinds = records.label_kinds(plan.schema)
-        columns = ddl_of(plan.parser.schema)
-        check_label(spark, config.label, columns, kinds, f"a SQL expression of type {kinds[0]} over {columns}"[:500])
+        columns = plan.parser.schema
+        allowed = f"a SQL expression of type {kinds[0]} over {ddl_of(columns)}"[:500]
+        check_label(spark, config.label, columns, kinds, allowed)
 
 
 def _labelled(rows: DataFrame, config: LogsConfig, plan: Plan, log_end: int) -> DataFrame:

@@ -18,7 +18,7 @@ from etl.input.files import Range, Source, check_lines, find_sources, plan_range
 from etl.input.lines import MAX_LINE_BYTES, Lines, LongLine, read_lines
 from etl.logs import web
 from etl.logs.fields import DELIMITERS, TABLE_FORMATS, Form
-from etl.logs.parse import LineParser, Work, ddl_type
+from etl.logs.parse import LineParser, Work
 from etl.logs.records import PLACE_COLUMNS, PLACE_SCHEMA, RecordLines, columns_for
 from etl.logs.values import without_bom
 from etl.logs.web import WebLines, roles
@@ -179,7 +179,7 @@ def _work(sources: Sequence[Source], names: Sequence[tuple[str, ...]], config: L
 def _check_asked(config: LogsConfig, schema: Schema, read: pa.Schema) -> None:
     """What can be told of rows with the columns `read` and those of the schema. Raises ConfigError."""
     made = {field.name: c.ddl_type(field) for field in schema if field.name != SAMPLE_ID}
-    check_columns(config, schema, {field.name: ddl_type(field.type) for field in read} | made)
+    check_columns(config, schema, {field.name: c.spark_type(field.type) for field in read} | made)
     check_schema(config, schema)
 
 

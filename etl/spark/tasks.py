@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import secrets
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,12 +14,13 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from etl.columns import ddl_of
 from etl.spark.errors import in_task
 from lockstep.storage.errors import DataError, StorageError
 from lockstep.storage.files.interface import Writer
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_stream
-from lockstep.storage.settings import set_hadoop_settings
+from lockstep.storage.settings import hadoop_settings, set_hadoop_settings
 from lockstep.storage.urls import join
 
 if TYPE_CHECKING:
@@ -43,14 +43,16 @@ class _Declared:
         return self.function(narrowed(batch.rename_columns(list(self.names))) for batch in batches)
 
 
-def mapped(df: DataFrame, function: Callable[[Batches], Iterator[pa.RecordBatch]], ddl: str) -> DataFrame:
-    """df.mapInArrow, whatever the session's settings and the columns' names: Spark resolves names without quoting them,
-    so that dots and backticks would fail, and sends `narrowed` types under another setting as large ones.
+def mapped(df: DataFrame, function: Callable[[Batches], Iterator[pa.RecordBatch]], output: pa.Schema) -> DataFrame:
+    """df.mapInArrow for any column names and session settings; `output` are the columns of `function`'s batches.
+
+    Spark resolves column names without quoting them, so names with dots and backticks would fail, and with
+    spark.sql.execution.arrow.useLargeVarTypes it sends the `narrowed` types as large ones.
     """
     names = tuple(df.columns)
     if any(set(name) & set(".`") for name in names):
         df = df.toDF(*(f"_{number}" for number in range(len(names))))
-    return df.mapInArrow(_Declared(function, names), ddl)
+    return df.mapInArrow(_Declared(function, names), ddl_of(output))
 
 
 def narrowed(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -86,23 +88,37 @@ def _narrow(kind: pa.DataType) -> pa.DataType:
     return pa.binary() if kind in (pa.large_binary(), pa.binary_view()) else kind
 
 
-class EachSlice(ABC):
-    """The function for mapInArrow over `sliced` rows: a subclass says what becomes of a task's items."""
+Items = Sequence[Mapping[str, Any]]
 
-    def __init__(self, settings: dict[str, str]) -> None:
-        self._settings = settings
+
+def over_slices(
+    spark: SparkSession,
+    items: Items,
+    sizes: Sequence[int],
+    slice_bytes: int,
+    function: Callable[[Items], Iterator[pa.RecordBatch]],
+    output: pa.Schema,
+) -> DataFrame:
+    """The rows that `function` makes of `items`, which are plain values: each task gets neighbouring items, as `slices`
+    cuts them by their `sizes` in bytes. `output` are the columns of its batches.
+    """
+    each = _EachSlice(function, hadoop_settings())
+    return _sliced(spark, items, sizes, slice_bytes).mapInArrow(each, ddl_of(output))
+
+
+@dataclass(frozen=True)
+class _EachSlice:
+    """The function for mapInArrow over `_sliced` rows, under the session's Hadoop settings."""
+
+    function: Callable[[Items], Iterator[pa.RecordBatch]]
+    settings: dict[str, str]
 
     @in_task
     def __call__(self, batches: Batches) -> Iterator[pa.RecordBatch]:
-        """What `batches_of` gives, with the session's Hadoop settings in force."""
-        set_hadoop_settings(self._settings)
+        set_hadoop_settings(self.settings)
         for batch in batches:
             for text in batch.column(0).to_pylist():
-                yield from joined(self.batches_of(json.loads(text)))
-
-    @abstractmethod
-    def batches_of(self, items: Sequence[Mapping[str, Any]]) -> Iterator[pa.RecordBatch]:
-        """The batches of some items of the plan."""
+                yield from joined(self.function(json.loads(text)))
 
 
 def joined(batches: Batches) -> Iterator[pa.RecordBatch]:
@@ -127,10 +143,8 @@ def _one(batches: list[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         yield from pa.Table.from_batches(batches).combine_chunks().to_batches()
 
 
-def sliced(
-    spark: SparkSession, items: Sequence[Mapping[str, Any]], sizes: Sequence[int], slice_bytes: int
-) -> DataFrame:
-    """The plan as a data frame of one column, a row for each task: neighbouring items as JSON, as `slices` has them.
+def _sliced(spark: SparkSession, items: Items, sizes: Sequence[int], slice_bytes: int) -> DataFrame:
+    """A data frame of one column and a row for each task: its items as JSON.
 
     Made in Java: a data frame of Python's rows would be read by a Python task before the one that it is for.
     """

@@ -40,10 +40,11 @@ class Stored:
         """The fields that go on as columns."""
         return self.schema.fields if self.fmt == "parquet" else (self.schema.id_field, *self.also)
 
-    def ddl(self) -> list[str]:
-        """Those columns in their order, in Spark's notation."""
-        record = [f"{c.RECORD} binary"] if self.fmt == "tfrecord" else []
-        return [f"{c.BYTES} bigint", *record, *c.ddl(self.fields)]
+    @property
+    def output(self) -> list[pa.Field]:
+        """Those columns in their order."""
+        record = [pa.field(c.RECORD, pa.binary())] if self.fmt == "tfrecord" else []
+        return [pa.field(c.BYTES, pa.int64()), *record, *(pa.field(f.name, f.arrow_type) for f in self.fields)]
 
     def columns(self, rows: pa.RecordBatch) -> dict[str, pa.Array]:
         """Those columns, by name, of rows whose columns are the schema's.
@@ -73,12 +74,22 @@ class Stored:
 
 
 _SIGN = np.uint64(1 << 63)
+_OWN = pa.schema(
+    [
+        (c.SPLIT, pa.string()),
+        (c.DROPPED, pa.string()),
+        (c.KEY, pa.int64()),
+        (c.LEAK, pa.int64()),
+        (c.SOURCE, pa.int32()),
+        (c.POSITION, pa.int64()),
+    ]
+)
 
 
 @dataclass(frozen=True)
 class Assign:
-    """The function for mapInArrow: rows of the caller in, rows of `ddl()` out; dropped rows keep only their reason, but
-    for those that a `counted` split may need.
+    """The function for mapInArrow: rows of the caller in, rows of `output` out. Of dropped rows only the reason stays,
+    except those that a `counted` split may need.
 
     TFRecord rows are encoded and framed here, once: their exact size is needed before the number of shards is known,
     and Spark moves one column of bytes faster than the many that it is made of (docs/decisions/060-codec-kernels.md).
@@ -92,10 +103,10 @@ class Assign:
     sample: Sampling | None = None
     weights: ClassWeights | None = None
 
-    def ddl(self) -> str:
-        """The rows that come out, in Spark's notation."""
-        own = [f"{c.SPLIT} string", f"{c.DROPPED} string", f"{c.KEY} bigint", f"{c.LEAK} bigint"]
-        return ", ".join([*own, f"{c.SOURCE} int", f"{c.POSITION} bigint", *self._stored.ddl()])
+    @property
+    def output(self) -> pa.Schema:
+        """The columns of the rows that come out."""
+        return pa.schema([*_OWN, *self._stored.output])
 
     @in_task
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

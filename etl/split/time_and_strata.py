@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+import pyarrow as pa
+
 from etl import columns as c
 from etl.split.sampling import SAMPLED_OUT
 from etl.split.splits import SplitSpec
@@ -194,5 +196,5 @@ def _renamed(rows: DataFrame, named: Column, split: SplitSpec) -> DataFrame:
 
 def _small(rows: DataFrame, table: Mapping[str, Iterable[object]], *numbers: str) -> DataFrame:
     """A table of a few thousand rows beside `rows`: text, and whole numbers where named."""
-    ddl = ", ".join(f"{name} {'bigint' if name in numbers else 'string'}" for name in table)
-    return rows.sparkSession.createDataFrame(list(zip(*table.values(), strict=True)), ddl)
+    schema = pa.schema([(name, pa.int64() if name in numbers else pa.string()) for name in table])
+    return rows.sparkSession.createDataFrame(list(zip(*table.values(), strict=True)), c.ddl_of(schema))

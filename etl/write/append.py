@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from etl.spark.errors import in_task
+from etl.spark.tasks import mapped
 from etl.split.sampling import Sampling
 from etl.split.splits import SplitSpec
 from etl.write.config import WriteConfig
@@ -128,7 +129,7 @@ def check_new_ids(rows: DataFrame, parent: Parent) -> None:
         for shard in split.shards
     )
     planned = rows.sparkSession.range(0, len(shards), 1, max(1, len(shards)))
-    old = planned.mapInArrow(ReadIds(shards, hadoop_settings()), f"{SAMPLE_ID} bigint")
+    old = mapped(planned, ReadIds(shards, hadoop_settings()), _IDS)
     again = rows.select(SAMPLE_ID).join(old, SAMPLE_ID, "left_semi").persist()
     try:
         count = again.count()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+
+from etl.columns import ddl_of
 from etl.fit.bake import check_bake
 from etl.petastorm.metadata import check_petastorm
 from etl.split.sampling import Sampling, weight_field
@@ -21,13 +24,28 @@ from lockstep.storage.publish import occupied
 from lockstep.storage.urls import absolute, parent
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
 
-def check_label(spark: SparkSession, label: str, columns: str, kinds: tuple[str, ...], allowed: str) -> None:
-    """Raise ConfigError for a label over `columns` (in Spark's notation) that is no SQL, names unknown columns, has
-    none of the types `kinds`, does not give one value for each row, or depends on chance or the clock. `allowed` is
-    told then.
+def chance_in(df: DataFrame) -> str | None:
+    """What makes the rows of a data frame differ each time they are read, None where nothing does."""
+    plan = df._jdf.queryExecution().analyzed()  # pyspark has no way to a plan's expressions
+    if not plan.deterministic():
+        return "an expression that depends on chance"
+    if plan.containsPattern(_patterns(df.sparkSession).CURRENT_LIKE()):
+        return "an expression that depends on the clock"
+    return None
+
+
+def _patterns(spark: SparkSession) -> Any:
+    jvm = spark.sparkContext._jvm
+    assert jvm is not None
+    return jvm.org.apache.spark.sql.catalyst.trees.TreePattern
+
+
+def check_label(spark: SparkSession, label: str, columns: pa.Schema, kinds: tuple[str, ...], allowed: str) -> None:
+    """Raise ConfigError, with what is `allowed`, for a label over `columns` that is no SQL, names unknown columns, has
+    none of the types `kinds`, does not give one value for each row, or depends on chance or the clock.
     """
     from pyspark.errors import AnalysisException, ParseException
 
@@ -40,25 +58,18 @@ def check_label(spark: SparkSession, label: str, columns: str, kinds: tuple[str,
         )
 
     try:
-        labelled = spark.createDataFrame([], columns).selectExpr("*", f"({label}) AS _label")
+        labelled = spark.createDataFrame([], ddl_of(columns)).selectExpr("*", f"({label}) AS _label")
         kind = dict(labelled.dtypes)["_label"]
         plan = labelled._jdf.queryExecution().analyzed()
     except (AnalysisException, ParseException) as error:
         raise bad(str(error).strip().splitlines()[0]) from None
     if kind not in kinds:
         raise bad(f"type {kind}")
-    jvm = spark.sparkContext._jvm  # pyspark tells nothing of a plan's expressions
-    assert jvm is not None
-    patterns = jvm.org.apache.spark.sql.catalyst.trees.TreePattern
-    if not plan.deterministic():
-        raise bad("an expression that depends on chance")
-    if plan.containsPattern(patterns.CURRENT_LIKE()):
-        raise bad("an expression that depends on the clock")
+    chance, patterns = chance_in(labelled), _patterns(spark)
+    if chance is not None:
+        raise bad(chance)
     if plan.containsPattern(patterns.GENERATE()) or plan.containsPattern(patterns.PLAN_EXPRESSION()):
         raise bad("an expression that makes rows or asks another table")
-
-
-__all__ = ["NOT_KEPT", "check_columns", "check_output", "check_schema", "refuse_existing"]
 
 
 def refuse_existing(url: str) -> None:

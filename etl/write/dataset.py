@@ -266,13 +266,13 @@ def _written(df: DataFrame, job: Job, unweighed: Schema, window: int | None) -> 
         assign = replace(assign, weights=balanced(schema.label.name, counts))
     full = None
     if late is None:
-        rows = mapped(df, assign, assign.ddl()).persist()
+        rows = mapped(df, assign, assign.output).persist()
     else:
         # Counted without the images, which are handed on where they are written and kept nowhere in between.
         whole = AssignLate.of(assign, late.images)
         thin = replace(whole, carry=False)
-        rows = mapped(df.drop(late.images.field.name, PACKED, PLACE), thin, thin.ddl()).persist()
-        full = mapped(df, whole, whole.ddl())
+        rows = mapped(df.drop(late.images.field.name, PACKED, PLACE), thin, thin.output).persist()
+        full = mapped(df, whole, whole.output)
     try:
         return published(job, lambda staging, stack: _built(staging, df, settle(rows, split, window), full, job, stack))
     finally:

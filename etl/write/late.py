@@ -30,7 +30,7 @@ from etl.split.assign import Assign
 from etl.split.leakage import CONTENT, checks_of
 from etl.split.splits import SplitSpec
 from etl.write.quarantine import Origin
-from etl.write.shards import RESULT, RESULT_DDL, ShardTable, WriteShards, ordered, placed
+from etl.write.shards import RESULT, ShardTable, WriteShards, ordered, placed
 from lockstep.features.encode.hashing import hash_values
 from lockstep.features.examples.codec import RecordEncoder
 from lockstep.features.images.decode import ImageError, Limits, checked_header, decode
@@ -105,11 +105,6 @@ class Intake:
 CHUNK_BYTES = 4 << 20
 # What became of a shard, of an image that could not be made, or of one that could: two of these three are null. Of an
 # image that could, its split and leak key; of each where it comes from.
-WRITTEN_DDL = (
-    f"shard struct<{RESULT_DDL}, rejected bigint, rejected_bytes bigint>,"
-    f" bad struct<{PLACE} string, reason string, raw binary, length bigint, sha256 string>,"
-    f" {c.SPLIT} string, {c.SOURCE} int, {c.POSITION} bigint, {SAMPLE_ID} bigint, {c.LEAK} bigint"
-)
 _SHARD = pa.struct([*RESULT, ("rejected", pa.int64()), ("rejected_bytes", pa.int64())])
 _BAD = pa.struct(
     [
@@ -200,10 +195,11 @@ class AssignLate(Assign):
         same = {field.name: getattr(assign, field.name) for field in fields(Assign)}
         return cls(**same, late=late, carry=True)
 
-    def ddl(self) -> str:
-        """The rows that come out, in Spark's notation."""
-        more = f", `{self.late.field.name}` binary, {PACKED} boolean, {PLACE} string" if self.carry else ""
-        return self._narrow.ddl() + more
+    @property
+    def output(self) -> pa.Schema:
+        """The columns of the rows that come out."""
+        more = [(self.late.field.name, pa.binary()), (PACKED, pa.bool_()), (PLACE, pa.string())]
+        return pa.schema([*self._narrow.output, *(map(pa.field, *zip(*more, strict=True)) if self.carry else ())])
 
     def _kept(self, batch: pa.RecordBatch, ids: NDArray[np.int64], splits: pa.StringArray) -> pa.RecordBatch:
         found = self._narrow._kept(batch, ids, splits)
@@ -228,7 +224,7 @@ class AssignLate(Assign):
 
 @dataclass(frozen=True)
 class WriteLate:
-    """The function for mapInArrow: rows of AssignLate in the order of their shard in, rows of WRITTEN_DDL out."""
+    """The function for mapInArrow: rows of AssignLate in the order of their shard in, rows of _WRITTEN out."""
 
     write: WriteShards
     late: LateImages
@@ -239,7 +235,7 @@ class WriteLate:
         yield from self.rows(partition_of_task(self.write.settings), batches)
 
     def rows(self, partition: int, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """What becomes of the images of `partition`, in the order of WRITTEN_DDL, its shard's row first."""
+        """What becomes of the images of `partition`, in the order of _WRITTEN, its shard's row first."""
         split = self.write.table.locate(partition)[0]
         with tempfile.TemporaryFile(prefix="lockstep-told-") as file, pa.ipc.new_stream(file, _WRITTEN) as told:
             counts = {"rejected": 0, "rejected_bytes": 0}
@@ -337,7 +333,7 @@ def write_late(
     carried = [field.name for field in write.schema if field.name != SAMPLE_ID]
     columns = (c.SHARD, c.KEY, c.SOURCE, c.POSITION, SAMPLE_ID, c.LEAK, PACKED, PLACE, *carried)
     task = WriteLate(write, late.images)
-    found = mapped(ordered(rows, table, columns), task, WRITTEN_DDL).persist()
+    found = mapped(ordered(rows, table, columns), task, _WRITTEN).persist()
     stack.callback(found.unpersist)
     with described(rows.sparkSession, "make the images, order them and write the shards"):
         results = found.where("shard IS NOT NULL").select("shard.*").collect()

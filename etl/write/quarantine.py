@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from etl.input.lines import NOT_COMBINED_LOG, NOT_COMMON_LOG
 from etl.spark.errors import in_task
 from etl.spark.session import described
-from etl.spark.tasks import COPY_BYTES, by_partition, partition_of_task, upload
+from etl.spark.tasks import COPY_BYTES, by_partition, mapped, partition_of_task, upload
 from etl.write.checks import refuse_existing
 from etl.write.config import NOT_KEPT, OutputConfig, WriteConfig
 from etl.write.shards import RUN_AGAIN, move
@@ -43,7 +43,6 @@ SCHEMA = pa.schema(
         pa.field("sha256", pa.string(), nullable=False),
     ]
 )
-RESULT_DDL = "part int, path string, rows bigint, bytes bigint, sha256 string"
 _RESULT = pa.schema(
     [("part", pa.int32()), ("path", pa.string()), ("rows", pa.int64()), ("bytes", pa.int64()), ("sha256", pa.string())]
 )
@@ -74,7 +73,7 @@ def write_quarantine(
         ordered = by_partition(placed, parts, part).sortWithinPartitions("source", "position", "place")
         write = WriteQuarantine(attempts, source_urls, hadoop_settings())
         with described(rows.sparkSession, "write the rejected input"):
-            results = [row.asDict() for row in ordered.mapInArrow(write, RESULT_DDL).collect()]
+            results = [row.asDict() for row in mapped(ordered, write, _RESULT).collect()]
     results.sort(key=lambda row: row["part"])
     found = sum(row["rows"] for row in results)
     if found != count:
@@ -89,7 +88,7 @@ def write_quarantine(
 
 @dataclass(frozen=True)
 class WriteQuarantine:
-    """The function for mapInArrow: a partition's rows in order in, one row of RESULT_DDL out."""
+    """The function for mapInArrow: a partition's rows in order in, one row of _RESULT out."""
 
     attempts: str
     source_urls: tuple[str, ...]

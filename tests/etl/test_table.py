@@ -122,7 +122,7 @@ def split_rows(
     spec = SplitSpec.parse(text)
     rows, schema = prepared(df, None, ["id"], spec)
     assign = Assign(schema, ("id",), spec, 0, "parquet", None if sample is None else Sampling.parse(sample))
-    placed = mapped(rows.withColumn(c.LEAK, leak_key(rows, spec, schema)), assign, assign.ddl())
+    placed = mapped(rows.withColumn(c.LEAK, leak_key(rows, spec, schema)), assign, assign.output)
     return settle(placed.persist(), spec, window), spec, schema
 
 
