@@ -11,6 +11,21 @@ from lockstep.features.schema.schema import Schema
 # What a data frame for write_dataset may hold besides the fields: where a row comes from (needed), which repetition of
 # its id columns it is, which split its input names, and why it is not written.
 SOURCE, POSITION, OCCURRENCE, SPLIT, DROPPED = "_source", "_position", "_occurrence", "_split", "_dropped"
+# What is known of a rejected record besides: the file's path, where its source is a folder, why it was rejected, its
+# first bytes, and length and SHA-256 of all of it.
+PLACE, REASON, RAW, LENGTH, SHA256 = "_place", "_reason", "_raw", "_length", "_sha256"
+REJECTED = pa.schema(
+    [
+        (SOURCE, pa.int32()),
+        (POSITION, pa.int64()),
+        (PLACE, pa.string()),
+        (REASON, pa.string()),
+        (RAW, pa.binary()),
+        (LENGTH, pa.int64()),
+        (SHA256, pa.string()),
+    ]
+)
+PACKED = "_packed"  # whether an image is still an encoded file
 # What the writer adds: the order in a split as a signed number, the encoded size, and the encoded record (TFRecord).
 KEY, BYTES, RECORD, SHARD = "_key", "_bytes", "_record", "_shard"
 # What must not be on two sides of the split, as a number: see etl.split.leakage.
@@ -95,6 +110,3 @@ def logical_bytes(field: Field, column: pa.Array) -> pa.Array:
         return pa.repeat(pa.scalar(_FIXED_BYTES[field.dtype], pa.int64()), len(column))
     lengths = pc.fill_null(pc.binary_length(column), 0).cast(pa.int64())
     return pc.add(lengths, _LENGTH_BYTES)
-
-
-PACKED, PLACE = "_packed", "place"  # whether the image is still a file; the path below the source, of a folder

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from etl.spark.errors import translated
 from etl.spark.session import watched
+from etl.write.append import Parent
 from etl.write.checks import chance_in, check_output, check_schema
 from etl.write.config import WriteConfig
-from etl.write.dataset import write_dataset
+from etl.write.dataset import write_frame
 from etl.write.frame import infer_schema
 from etl.write.quarantine import Origin
 from lockstep.features.schema.declare import load_schema
@@ -72,32 +73,41 @@ class TableConfig(WriteConfig):
 _NO_FORMAT = "DATA_SOURCE_NOT_FOUND"
 
 
-def check(config: TableConfig) -> Schema | None:
-    """What can be checked before Spark starts: the output is free, the schema's file is one and goes with weights and
-    the dataset that is continued. Returns the schema.
-    """
-    check_output(config)
-    if config.schema is None:
-        return None
-    schema = load_schema(config.schema)
-    check_schema(config, schema)
-    return schema
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The declared schema, if there is one, and the dataset that the output continues."""
+
+    schema: Schema | None
+    parent: Parent | None
 
 
-def run(spark: SparkSession, config: TableConfig) -> DatasetManifest:
-    """Read, split and publish. Raises the errors of check, NotFoundError for a table or path that is not there,
-    ConfigError for a query that is none or gives other rows each time, and those of write_dataset.
+def check(config: TableConfig) -> Plan:
+    """Check before Spark starts that the output is free, and that a declared schema goes with --bake, --weights,
+    --petastorm and the dataset that is continued.
     """
-    schema = check(config)
+    parent = check_output(config)
+    schema = None if config.schema is None else load_schema(config.schema)
+    if schema is not None:
+        check_schema(config, schema, parent)
+    return Plan(schema, parent)
+
+
+def run(spark: SparkSession, config: TableConfig, plan: Plan | None = None) -> DatasetManifest:
+    """Read, split and publish; `plan` is what `check` returned, if it was called.
+
+    Raises the errors of check and write_dataset, NotFoundError for a missing table or path, and ConfigError for a query
+    that is not valid or whose rows differ each time it is read.
+    """
+    plan = plan or check(config)
     with translated(spark, "reading the table"), watched(spark, "etl table"):
         df = frame(spark, config)
-        return write_dataset(
+        return write_frame(
             df,
-            config.output,
-            schema=schema or infer_schema(df, config.label, config.exclude, config.id_columns),
+            config,
+            plan.parent,
             id_columns=config.id_columns,
+            schema=plan.schema or infer_schema(df, config.label, config.exclude, config.id_columns),
             origin=Origin(created_config=config.to_json()),
-            **config.write_options(),
         )
 
 

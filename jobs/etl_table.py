@@ -56,10 +56,10 @@ def main(argv: Sequence[str]) -> int:
     """Run the job; returns the exit code."""
     args = parser().parse(argv)
     config = config_of(args)
-    tables.check(config)
+    plan = tables.check(config)
     with spark_session("lockstep etl_table", args.master) as spark:
         set_hadoop_settings(hadoop_settings_of(spark))
-        manifest = tables.run(spark, config)
+        manifest = tables.run(spark, config, plan)
     print(summary(manifest, args.output))
     return 0
 

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from etl import columns as c
 from etl.input.files import Range
 from etl.input.lines import CHUNK_BYTES, RAW_BYTES, LongLine, read_lines
 from etl.logs.fields import Form
@@ -29,14 +30,9 @@ NO_TIME = -(1 << 62)
 _BASE = pa.schema(
     [
         ("_kind", pa.int32()),
-        ("_source", pa.int32()),
-        ("_position", pa.int64()),
         ("_file", pa.string()),
         ("_occurrence", pa.int64()),
-        ("_reason", pa.string()),
-        ("_raw", pa.binary()),
-        ("_length", pa.int64()),
-        ("_sha256", pa.string()),
+        *c.REJECTED,
         ("_lines", pa.int64()),
         ("_bad", pa.int64()),
         ("_dropped_lines", pa.int64()),

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.cluster
 
 
 def seen(plan: ImagePlan) -> list[tuple[object, ...]]:
-    names = ("kind", "_position", "place", "_split", "name", "class", "image", "reason", "sha256")
+    names = ("kind", "_position", "_place", "_split", "name", "class", "image", "_reason", "_sha256")
     return sorted((tuple(row[name] for name in names) for row in rows(plan, INTAKE)), key=repr)
 
 
