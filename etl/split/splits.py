@@ -23,10 +23,11 @@ TIME_COLUMN = "time"
 MAX_FOLDS = 100
 MAX_SHOWN = 200
 ALLOWED = (
-    "A/B or A/B/C such as 80/20 or 8/1/1 (train, validation, test), group:COLUMN:A/B (or user:COLUMN:A/B),"
+    "A/B or A/B/C such as 80/20 or 8/1/1 (train, validation, test), group:COLUMN:A/B,"
     " stratified:COLUMN:A/B, time:A/B or time:COLUMN:A/B, kfold:K or kfold:K:COLUMN, or given"
 )
 _PART = re.compile(r"[0-9]{1,6}([.][0-9]{1,6})?")
+_OLD_SHARES = re.compile(r"[0-9.]+(:[0-9.]+)+")
 _FOLDS = re.compile(r"[1-9][0-9]{0,2}")
 _TIMES, _CLASSES = "whole numbers, dates or timestamps", "whole numbers, text or booleans"
 
@@ -73,6 +74,15 @@ class SplitSpec:
         """Read `--split`. Raises ConfigError for anything but the forms of ALLOWED."""
         if text == "given":
             return cls(kind="given")
+        new = current_spelling(text)
+        if new != text:
+            cls.parse(new)  # what is wrong besides is refused first
+            raise ConfigError(
+                "--split is written in a form of an earlier version",
+                got=text[:MAX_SHOWN],
+                allowed=ALLOWED,
+                next_step=f"Write --split {new[:MAX_SHOWN]}, which means the same.",
+            )
         head, _, rest = text.partition(":")
         if head == "kfold":
             count, separator, column = rest.partition(":")
@@ -80,15 +90,14 @@ class SplitSpec:
                 raise _unreadable(text)
             names = tuple(f"fold-{number}" for number in range(int(count)))
             return cls(kind="kfold", names=names, weights=(1,) * len(names), column=column or None)
-        kind = {"group": "group", "user": "group", "stratified": "stratified", "time": "time"}.get(head)
-        if kind is None:
+        if head not in ("group", "stratified", "time"):
             return cls(names=_names(text, text), weights=_weights(text, text))
         column, _, shares = rest.rpartition(":")
-        if kind == "time" and not column and ":" not in rest:
+        if head == "time" and not column and ":" not in rest:
             column = TIME_COLUMN
         if not column:
             raise _unreadable(text)
-        return cls(kind=kind, names=_names(shares, text), weights=_weights(shares, text), column=column)
+        return cls(kind=head, names=_names(shares, text), weights=_weights(shares, text), column=column)
 
     def check(self, kind: str) -> None:
         """Raise ConfigError where `column` is of a type, `kind` in Spark's notation, that cannot decide the split."""
@@ -120,6 +129,13 @@ class SplitSpec:
 
     def _named(self, hashes: NDArray[np.uint64]) -> pa.StringArray:
         return pa.array(self.names, pa.string()).take(pa.array(shares_of(hashes, self.weights)))
+
+
+def current_spelling(text: str) -> str:
+    """`text` with the forms of earlier versions replaced, which old manifests hold: user:COLUMN:8/2 and 8:2."""
+    if text.startswith("user:"):
+        return f"group:{text.removeprefix('user:')}"
+    return text.replace(":", "/") if _OLD_SHARES.fullmatch(text) else text
 
 
 def shares_of(hashes: NDArray[np.uint64], weights: Sequence[int]) -> NDArray[np.intp]:
@@ -173,7 +189,7 @@ def _unfit(name: str, got: str, allowed: str) -> dict[str, str]:
 
 
 def _parts(shares: str, text: str) -> list[str]:
-    parts = re.split("[/:]", shares)
+    parts = shares.split("/")
     if not 2 <= len(parts) <= 3 or not all(_PART.fullmatch(part) and float(part) > 0 for part in parts):
         raise _unreadable(text)
     return parts
@@ -198,7 +214,7 @@ def _example(text: str) -> str:
         return "kfold:5" if column is None else f"kfold:5:{column}"
     if head == "time":
         return "time:80/20" if column is None else f"time:{column}:80/20"
-    if head in ("group", "user", "stratified"):
+    if head in ("group", "stratified"):
         return f"{head}:{column or 'COLUMN'}:80/20"
     return "80/20"
 

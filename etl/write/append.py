@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from etl.spark.errors import in_task
 from etl.spark.tasks import mapped
 from etl.split.sampling import Sampling
-from etl.split.splits import SplitSpec
+from etl.split.splits import SplitSpec, current_spelling
 from etl.write.config import WriteConfig
 from lockstep.features.encode.bake import is_baked, raw_schema
 from lockstep.features.examples.foreign import decode_foreign_frames
@@ -275,6 +275,6 @@ def _form(*, baked: bool) -> str:
 
 def _split_text(stored: object) -> str:
     try:
-        return SplitSpec.parse(str(stored)).text
+        return SplitSpec.parse(current_spelling(str(stored))).text
     except ConfigError:  # of a dataset that ETL has not made
         return "none that is told"

@@ -149,6 +149,15 @@ def test_an_append_is_weighed_and_sampled_as_its_parent(
     assert ("Leave out" in caught.value.next_step) is (there is None) and f"--{refused}" in caught.value.next_step
 
 
+@pytest.mark.parametrize(("old", "new"), [("user:a:80/20", "group:a:80/20"), ("8:1:1", "8/1/1")])
+def test_a_parent_whose_split_is_written_in_an_earlier_form_is_continued(tmp_path: Path, old: str, new: str) -> None:
+    published(tmp_path, "a", write_table(tmp_path / "tiny"), None, split=old)
+    config = WriteConfig(output=str(tmp_path / "b"), append_to=str(tmp_path / "a"), split=new)
+    assert open_parent(str(tmp_path / "a"), config).url == str(tmp_path / "a")
+    with pytest.raises(ConfigError, match="its split is another one"):
+        open_parent(str(tmp_path / "a"), replace(config, split="7/3"))
+
+
 def test_an_append_is_weighed_by_the_classes_of_its_parent(tmp_path: Path) -> None:
     """A class weighs the same in all of a chain, so that they can be trained on together."""
     tiny, counts = write_table(tmp_path / "tiny"), {"false": 90, "true": 10}
