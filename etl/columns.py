@@ -8,11 +8,11 @@ import pyarrow.compute as pc
 from lockstep.features.schema.fields import Field
 from lockstep.features.schema.schema import Schema
 
-# What a data frame for write_dataset may hold besides the fields: where a row comes from (needed), which repetition of
-# its id columns it is, which split its input names, and why it is not written.
+# Columns that a data frame for write_dataset may have in addition to the fields: where a row comes from (required),
+# which repetition of its id columns it is, which split its input names, and why it is not written.
 SOURCE, POSITION, OCCURRENCE, SPLIT, DROPPED = "_source", "_position", "_occurrence", "_split", "_dropped"
-# What is known of a rejected record besides: the file's path, where its source is a folder, why it was rejected, its
-# first bytes, and length and SHA-256 of all of it.
+# Of a rejected record: the path of its file below the source, if the source is a folder; why it was rejected; its first
+# bytes; length and SHA-256 of the whole record.
 PLACE, REASON, RAW, LENGTH, SHA256 = "_place", "_reason", "_raw", "_length", "_sha256"
 REJECTED = pa.schema(
     [
@@ -28,9 +28,9 @@ REJECTED = pa.schema(
 PACKED = "_packed"  # whether an image is still an encoded file
 # What the writer adds: the order in a split as a signed number, the encoded size, and the encoded record (TFRecord).
 KEY, BYTES, RECORD, SHARD = "_key", "_bytes", "_record", "_shard"
-# What must not be on two sides of the split, as a number: see etl.split.leakage.
+# A number for the value that must not be in two splits: see etl.split.leakage.
 LEAK = "_leak"
-# Types in Spark's notation: whole numbers, and what has parts.
+# Types in Spark's notation: whole numbers, and nested types.
 WHOLE = ("tinyint", "smallint", "int", "bigint")
 NESTED = ("array", "struct", "map", "variant")
 _SPARK_NAMES = {"int32": "int", "int64": "bigint", "bool": "boolean"}  # other types have one name in Arrow and Spark
@@ -67,27 +67,27 @@ def spark_type(kind: pa.DataType) -> str:
 
 
 def quoted(name: str) -> str:
-    """A column's name as Spark reads it whole, dots and all."""
+    """A column's name, quoted for Spark, so that dots are part of it."""
     return "`" + name.replace("`", "``") + "`"
 
 
 def counted_fields(schema: Schema) -> tuple[Field, ...]:
-    """The fields that are counted over all rows, which therefore travel unencoded too: those with a vocabulary or other
-    statistics to fit, and the classes of the label.
+    """The fields that are counted over all rows and therefore stay columns when records are encoded: those with a
+    vocabulary or other statistics to fit, and the label if it may hold classes.
     """
     label = class_field(schema)
     return schema.fitted_fields if label is None else (*schema.fitted_fields, label)
 
 
 def class_field(schema: Schema) -> Field | None:
-    """The label, where its values may be classes."""
+    """The label if its values may be classes, else None."""
     label = schema.label
     return label if label is not None and not label.shape and label.dtype in ("bool", "int64", "string") else None
 
 
 def text_of(column: pa.Array) -> pa.Array:
-    """What is hashed of a column that names records or groups, (n,): its text, the decimal digits of its numbers, or
-    its bytes. Equal numbers have one text: -0.0 is 0.
+    """The values of an id or group column in the form that is hashed, (n,): text, decimal digits of numbers, or bytes.
+    Equal numbers have equal text: -0.0 becomes 0.
     """
     if pa.types.is_binary(column.type) or pa.types.is_string(column.type):
         return column
@@ -95,7 +95,7 @@ def text_of(column: pa.Array) -> pa.Array:
 
 
 def logical_bytes(field: Field, column: pa.Array) -> pa.Array:
-    """The bytes that each row of a column takes in Arrow: values and 4 for each length, whatever codec comes after.
+    """The bytes that each row of a column takes in Arrow: its values and 4 for each length, before any compression.
 
     Returns (n,) int64. docs/decisions/010-blocks-and-sizes.md says why a Parquet shard is measured so.
     """

@@ -1,4 +1,4 @@
-"""From a table of Spark's catalog, a query or files that Spark reads to a dataset."""
+"""A dataset from a table of Spark's catalog, a query, or files that Spark reads."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TableConfig(WriteConfig):
     input_format: str = "parquet"
     """Any format that Spark's session knows."""
     id_columns: tuple[str, ...]
-    """The columns that tell rows apart; unique together."""
+    """The columns that identify a row; unique together."""
     label: str | None = None
     """The column to predict."""
     exclude: tuple[str, ...] = ()
@@ -50,18 +50,18 @@ class TableConfig(WriteConfig):
         super(TableConfig, self).__post_init__()
         for name in ("inputs", "id_columns", "exclude"):
             object.__setattr__(self, name, several(getattr(self, name)))
-        told = [flag for flag, value in self._sources().items() if value]
-        check_flag(len(told) == 1, "the input", " and ".join(told) or "none", "one of --table, --query, --input")
+        given = [flag for flag, value in self._sources().items() if value]
+        check_flag(len(given) == 1, "the input", " and ".join(given) or "none", "one of --table, --query, --input")
         files = bool(self.inputs) or self.input_format == "parquet"
         check_flag(files, "--input-format", f"{self.input_format} without --input", "with --input, whose format it is")
         ids = self.id_columns
         check_flag(len(ids) > 0 and all(ids), "--id-columns", ",".join(ids) or "none", "one column or more")
         check_flag(len(set(ids)) == len(ids), "--id-columns", ",".join(ids), "each column once")
-        alone = self.schema is None or not (self.exclude or self.label)
-        check_flag(alone, "--schema", "--exclude or --label beside it", "what the file declares, alone")
+        one = self.schema is None or not (self.exclude or self.label)
+        check_flag(one, "--schema", "together with --exclude or --label", "without them: the file declares both")
 
     def to_json(self) -> dict[str, Any]:
-        """What the content of the dataset follows from, besides the input and the seed."""
+        """The settings that decide the content of the dataset, in addition to input and seed."""
         own = {"job": "etl_table", "table": self.table, "query": self.query, "inputs": list(self.inputs)}
         own |= {"input_format": self.input_format if self.inputs else None, "id_columns": list(self.id_columns)}
         return {**super(TableConfig, self).to_json(), **own}
@@ -112,7 +112,7 @@ def run(spark: SparkSession, config: TableConfig, plan: Plan | None = None) -> D
 
 
 def frame(spark: SparkSession, config: TableConfig) -> DataFrame:
-    """The rows that the configuration names."""
+    """The rows of the table, query or files."""
     from py4j.protocol import Py4JJavaError
     from pyspark.errors import AnalysisException, ParseException
 
@@ -120,7 +120,7 @@ def frame(spark: SparkSession, config: TableConfig) -> DataFrame:
         if config.table is not None:
             df = spark.table(config.table)
         elif config.query is not None:
-            # In parentheses only a query can be read: a statement that changes something is an error there.
+            # Only a query is valid in parentheses: a statement that changes something is an error.
             df = spark.sql(f"SELECT * FROM (\n{config.query.strip().rstrip(';')}\n) AS query")
         else:
             df = spark.read.format(config.input_format).load(list(config.inputs))
@@ -130,7 +130,7 @@ def frame(spark: SparkSession, config: TableConfig) -> DataFrame:
         if f"[{_NO_FORMAT}]" not in str(error):
             raise
         raise ConfigError(
-            f"Spark knows no format {config.input_format}",
+            f"Spark does not know the format {config.input_format}",
             got=_NO_FORMAT,
             allowed="parquet, orc, csv, json, or one whose jar the session has",
             next_step="Correct --input-format, or name its jar by spark-submit --packages.",

@@ -1,6 +1,6 @@
-"""`--bake`: rows whose encodings are applied before they are written, with statistics of the training split alone.
+"""`--bake`: encodings are applied before rows are written, with statistics of the training split only.
 
-Statistics need the splits, and splits need all rows: so the rows are kept as they are declared, counted, and encoded in
+Statistics need the splits, and splits need all rows: so the rows are kept as declared, counted, and encoded in
 one more pass over what Spark keeps of them.
 """
 
@@ -40,16 +40,16 @@ _OWN = pa.schema(
 
 
 def check_bake(schema: Schema, split: SplitSpec) -> None:
-    """Raise ConfigError where the inputs of a model cannot be stored in place of these fields."""
+    """Raise ConfigError if the inputs of a model cannot be stored instead of these fields."""
     check_bakeable(schema)
     if split.kind == "kfold" and schema.fitted_fields:
         raise _folds(schema, f"--split {split.text}")
 
 
 def fitted_of(schema: Schema, documents: Mapping[str, bytes]) -> dict[str, Fitted]:
-    """The statistics of each field that needs some, from the contents of `_fitted/` by name.
+    """The statistics of each field that needs some, from the contents of the files in `_fitted/` by name.
 
-    Raises ConfigError for statistics of folds, of which there are several for a field.
+    Raises ConfigError for statistics of folds: a field has several of these.
     """
     fields = schema.fitted_fields
     if any(field.fitted_file not in documents for field in fields):
@@ -59,9 +59,7 @@ def fitted_of(schema: Schema, documents: Mapping[str, bytes]) -> dict[str, Fitte
 
 @contextmanager
 def baked_rows(rows: DataFrame, bake: Bake) -> Iterator[DataFrame]:
-    """Rows of etl.split.assign as `bake` makes them, without those that are dropped; kept until the end of the
-    context.
-    """
+    """Rows of etl.split.assign, baked, without those that are dropped; cached until the end of the context."""
     from pyspark.sql import functions as f
 
     # By number: mapInArrow cannot take a column with a dot in its name.
@@ -87,7 +85,7 @@ class Bake:
 
     @cached_property
     def baker(self) -> Baker:
-        """What bakes; its `schema` is that of the dataset."""
+        """The encoder; its `schema` is that of the dataset."""
         return Baker(self.schema, self.fitted)
 
     @cached_property
@@ -101,7 +99,7 @@ class Bake:
 
     @in_task
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Bake what the task gets."""
+        """Bake the rows of the task."""
         names = [field.name for field in self.schema]
         for batch in batches:
             declared = pa.RecordBatch.from_arrays([batch.column(str(n)) for n in range(len(names))], names=names)

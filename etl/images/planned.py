@@ -29,7 +29,7 @@ from etl.input.files import DEFAULT_SPLIT_BYTES, infos_of
 from etl.spark.session import described
 from etl.spark.tasks import slices
 from etl.split.assign import Assign
-from etl.split.leakage import CONTENT, Leakage, Values, checks_of, told
+from etl.split.leakage import CONTENT, Leakage, Values, checks_of, logged
 from etl.write.checks import Target, check_schema
 from etl.write.dataset import Done, Job, building, compression_of, publish
 from etl.write.late import AssignLate, LateImages, WriteLate
@@ -320,7 +320,7 @@ class _Planned:
         values = on_two_sides(np.concatenate(keys), sides)
         checks = checks_of(job.split, job.schema)
         found = {check: values.shared if check == CONTENT else 0 for check in checks}
-        return told(job.split, found, {CONTENT: values} if CONTENT in checks else {}, records)
+        return logged(job.split, found, {CONTENT: values} if CONTENT in checks else {}, records)
 
     def _frame(self, bad: list[dict[str, Any]]) -> DataFrame:
         return self.spark.createDataFrame(pa.Table.from_pylist(bad, c.REJECTED))

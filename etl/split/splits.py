@@ -1,4 +1,5 @@
-"""How records are split. By hash, no record's split depends on another record; stratified and time look at all."""
+"""How records are split: by hash, where no record depends on another, or by counts over all records (stratified, time).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from lockstep.storage.errors import ConfigError, DataError
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 KINDS = ("random", "group", "kfold", "stratified", "time", "given")
-COUNTED = ("stratified", "time")  # kinds that follow from how many records there are
+COUNTED = ("stratified", "time")  # kinds that depend on the number of records
 TIME_COLUMN = "time"
 MAX_FOLDS = 100
 MAX_SHOWN = 200
@@ -37,8 +38,8 @@ class SplitSpec:
     """How records are split.
 
     `kind` random: by the sample id; group: by the value of `column`; kfold: either of them, into equal folds;
-    stratified: each value of `column` in the ratio `weights`; time: what is earlier in `column` first; given: as the
-    input says. `names` are the splits in the order of `weights`; empty for given, where the records name them.
+    stratified: each value of `column` in the ratio `weights`; time: by `column`, the earliest records first; given: the
+    input names the split. `names` are the splits in the order of `weights`; empty for given.
     """
 
     kind: str = "random"
@@ -53,12 +54,12 @@ class SplitSpec:
 
     @property
     def counted(self) -> bool:
-        """Whether splits are settled only when all records have been counted (etl.split.time_and_strata)."""
+        """Whether splits are known only after all records were counted (etl.split.time_and_strata)."""
         return self.kind in COUNTED
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """The splits that training takes: `train`, or all folds."""
+        """The splits that are used for training: `train`, or all folds."""
         return self.names if self.kind == "kfold" else (TRAIN,)
 
     @property
@@ -76,7 +77,7 @@ class SplitSpec:
             return cls(kind="given")
         new = current_spelling(text)
         if new != text:
-            cls.parse(new)  # what is wrong besides is refused first
+            cls.parse(new)  # raises for other mistakes
             raise ConfigError(
                 "--split is written in a form of an earlier version",
                 got=text[:MAX_SHOWN],
@@ -100,7 +101,7 @@ class SplitSpec:
         return cls(kind=head, names=_names(shares, text), weights=_weights(shares, text), column=column)
 
     def check(self, kind: str) -> None:
-        """Raise ConfigError where `column` is of a type, `kind` in Spark's notation, that cannot decide the split."""
+        """Raise ConfigError if a column of type `kind` (in Spark's notation) cannot decide the split."""
         assert self.column is not None
         if self.kind == "time" and kind not in (*c.WHOLE, "date", "timestamp"):
             raise ConfigError(**_unfit(self.column, kind, _TIMES))
@@ -112,8 +113,8 @@ class SplitSpec:
     def assign(self, batch: pa.RecordBatch, ids: NDArray[np.int64], seed: int) -> pa.StringArray:
         """The split of each row: (n,) strings, none null.
 
-        `ids` are the rows' sample ids, (n,) int64. For stratified and time it is not the split that comes back but
-        what etl.split.time_and_strata decides it from: the text of the class, or of the time as a whole number. Raises
+        `ids` are the rows' sample ids, (n,) int64. For stratified and time the result is not the split, but the value
+        from which etl.split.time_and_strata decides it: the class, or the time as a whole number, as text. Raises
         DataError for a null in `column`.
         """
         if self.kind == "given":
@@ -154,7 +155,7 @@ def texts_of(name: str, column: pa.Array) -> pa.StringArray:
 
 
 def times_of(name: str, column: pa.Array) -> pa.Int64Array:
-    """The values of a time column as whole numbers that rise with them: themselves, days, or microseconds."""
+    """The values of a time column as whole numbers in the same order: unchanged, days, or microseconds."""
     kind = column.type
     if pa.types.is_integer(kind):
         return column.cast(pa.int64())
@@ -166,8 +167,8 @@ def times_of(name: str, column: pa.Array) -> pa.Int64Array:
 
 
 def span_of(kind: str, span: int) -> int:
-    """A span of seconds as times_of counts in a column of `kind` (Spark's notation), days rounded up; of a column of
-    whole numbers the span itself, in the column's unit.
+    """A span of seconds in the unit of times_of for a column of `kind` (Spark's notation), days rounded up; for a
+    column of whole numbers the span itself.
     """
     return {"date": -(-span // 86_400), "timestamp": span * 1_000_000}.get(kind, span)
 
@@ -206,7 +207,7 @@ def _weights(shares: str, text: str) -> tuple[int, ...]:
 
 
 def _example(text: str) -> str:
-    """What somebody may have meant who wrote `text`: its kind and column with shares that can be read."""
+    """A valid split close to `text`: its kind and column with valid shares."""
     head, *rest = text.split(":")
     named = [part for part in rest if re.search("[A-Za-z_]", part)]
     column = named[0] if len(named) == 1 and len(text) <= MAX_SHOWN else None

@@ -359,7 +359,7 @@ def test_any_data_frame_and_what_cannot_be_one(spark: SparkSession, frame: DataF
         with pytest.raises(kind) as refused:
             tables.run(spark, TableConfig(output=url, query=query, id_columns=("id",)))
         assert refused.value.got and refused.value.allowed and refused.value.next_step
-    with pytest.raises(ConfigError, match="Spark knows no format nosuch"):
+    with pytest.raises(ConfigError, match="Spark does not know the format nosuch"):
         tables.run(spark, TableConfig(output=url, inputs=(url,), input_format="nosuch", id_columns=("id",)))
     for values in ([1], None, [2]), ([1], [3], [2, None]):
         lists = spark.createDataFrame(list(enumerate(values)), "id bigint, many array<bigint>")
