@@ -1,4 +1,4 @@
-"""An append: a new dataset that continues another one and fits beside it, without a record of it."""
+"""Appends: a new dataset that continues another one, so that both can be used together; no record is in both."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lockstep.storage.urls import absolute, join
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-CLASS_COUNTS = "class_counts"  # in created_by.config: what balanced weights follow from
+CLASS_COUNTS = "class_counts"  # in created_by.config: the counts that balanced weights are computed from
 MAX_CHAIN = 1000
 _FLAGS = {name: f"--{name}" for name in ("weights", "sample", "format", "split", "seed")}
 _IDS = pa.schema([(SAMPLE_ID, pa.int64())])
@@ -40,7 +40,7 @@ _IDS = pa.schema([(SAMPLE_ID, pa.int64())])
 
 @dataclass(frozen=True)
 class Parent:
-    """The dataset that an append names, and those that it continues itself, nearest first."""
+    """The dataset that an append continues, and those that it continues itself, nearest first."""
 
     chain: tuple[tuple[str, DatasetManifest], ...]
 
@@ -56,13 +56,13 @@ class Parent:
 
     @property
     def block_records(self) -> dict[str, int]:
-        """Records of a block by split: the same in all datasets of a chain, so that one plan covers them."""
+        """Records of a block, by split: equal in all datasets of a chain, so that one epoch plan covers them."""
         return {name: split.block_records for name, split in self.manifest.splits.items()}
 
     @property
     def class_counts(self) -> dict[str, int]:
-        """The records of each class that the weights were made for, by the text of the class."""
-        return dict(self.manifest.created_by["config"][CLASS_COUNTS])  # open_parent has looked at them
+        """The records of each class that the weights were computed for, by the text of the class."""
+        return dict(self.manifest.created_by["config"][CLASS_COUNTS])  # open_parent checked them
 
     def to_json(self) -> dict[str, Any]:
         """The manifest's `parent`."""
@@ -75,7 +75,7 @@ class Parent:
             raise _other(self.url, "schema", f"the schema of {self.url}", different)
 
     def fitted(self) -> dict[str, bytes]:
-        """The parent's fitted files by name: an append is encoded as what it continues."""
+        """The parent's fitted files by name: an append is encoded with its parent's statistics."""
         url, fs = self.url, filesystem(self.url)
         listed = {path: info for path, info in self.manifest.files.items() if path.startswith("_fitted/")}
         return {path.removeprefix("_fitted/"): read_checked(fs, url, path, info) for path, info in listed.items()}
@@ -105,10 +105,10 @@ def open_parent(url: str, config: WriteConfig) -> Parent:
             raise _other(url, what, theirs, ours)
     if config.weights == "balanced" and CLASS_COUNTS not in stored:
         raise ConfigError(
-            f"{url} cannot be continued: it does not say how many records of each class its weights were made for",
+            f"{url} cannot be continued: its manifest does not name the class counts of its weights",
             got=f"no {CLASS_COUNTS} in its created_by.config",
             allowed="a dataset made with --weights balanced by this version or a later one",
-            next_step="Make a dataset of its own without --append-to.",
+            next_step="Make a separate dataset without --append-to.",
         )
     if config.weights == "balanced":
         _check_counts(url, stored[CLASS_COUNTS])
@@ -126,7 +126,7 @@ def open_parent(url: str, config: WriteConfig) -> Parent:
 
 
 def check_new_ids(rows: DataFrame, parent: Parent) -> None:
-    """Raise DataError where a sample id of `rows` is one of the parent's or of those before it."""
+    """Raise DataError if a sample id of `rows` is in the parent or in a dataset before it."""
     shards = tuple(
         (join(url, shard.path), replace(shard, block_offsets=(), unpacked_offsets=None))
         for url, manifest in parent.chain
@@ -144,7 +144,7 @@ def check_new_ids(rows: DataFrame, parent: Parent) -> None:
                 f"{count} records are in {parent.url} already, or in what it continues",
                 got=", ".join(f"sample id {sample & (1 << 64) - 1:016x}" for sample in first),
                 allowed="records that are new",
-                next_step="Leave the old input out of --input.",
+                next_step="Remove the old input from --input.",
             )
     finally:
         again.unpersist()
@@ -152,14 +152,14 @@ def check_new_ids(rows: DataFrame, parent: Parent) -> None:
 
 @dataclass(frozen=True)
 class ReadIds:
-    """The function for mapInArrow: numbers of `shards` (URL, what the manifest says) in, their sample ids out."""
+    """The function for mapInArrow: numbers of `shards` (URL, manifest entry) in, their sample ids out."""
 
     shards: tuple[tuple[str, ShardInfo], ...]
     settings: dict[str, str]
 
     @in_task
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Raises CorruptionError or DataError for a shard that is damaged."""
+        """Raises CorruptionError or DataError for a damaged shard."""
         set_hadoop_settings(self.settings)
         for batch in batches:
             for number in batch.column("id").to_pylist():
@@ -169,7 +169,8 @@ class ReadIds:
 def ids_of(url: str, shard: ShardInfo) -> Iterator[pa.RecordBatch]:
     """The sample ids of a shard, in batches with the one column `sample_id`.
 
-    Memory: some MiB or the largest record. Raises CorruptionError for a shard that is damaged or has other records.
+    Memory: some MiB or the largest record. Raises CorruptionError for a shard that is damaged or has another number of
+    records than its manifest says.
     """
     fs, count = filesystem(url), 0
     for ids in _ids_of_parquet(fs, url, shard) if shard.footer_sha256 is not None else _ids_of_tfrecord(fs, url):
@@ -211,7 +212,7 @@ def _ids_of_tfrecord(fs: FileSystem, url: str) -> Iterator[pa.Array]:
 
 
 def _sample_of(url: str, stored: object) -> str | None:
-    """The parent's `sample`, which anybody may have written."""
+    """The parent's `sample`; checked, since the manifest may have been edited."""
     if stored is None:
         return None
     try:
@@ -234,7 +235,7 @@ def _odd(url: str, name: str, stored: object, allowed: str) -> ConfigError:
         f"{url} cannot be continued: its manifest has a created_by.config.{name} that cannot be read",
         got=repr(stored)[:500],
         allowed=allowed,
-        next_step="Make a dataset of its own without --append-to.",
+        next_step="Make a separate dataset without --append-to.",
     )
 
 
@@ -243,12 +244,12 @@ def _other(url: str, what: str, theirs: object, ours: object) -> ConfigError:
         f"{url} cannot be continued: its {what} is another one",
         got=_setting(what, ours),
         allowed=_setting(what, theirs),
-        next_step=f"{_way(what, theirs)}, or make a dataset of its own without --append-to.",
+        next_step=f"{_way(what, theirs)}, or make a separate dataset without --append-to.",
     )
 
 
 def _setting(what: str, value: object) -> str:
-    """A setting as the command line says it, where a flag alone decides it."""
+    """A setting as a flag of the command line, if one flag decides it."""
     flag = _FLAGS.get(what)
     if flag is None:
         return str(value)[:500]
@@ -261,7 +262,7 @@ def _way(what: str, theirs: object) -> str:
 
 
 def _samples(theirs: str | None, ours: str | None) -> tuple[str | None, str | None]:
-    """Both texts; ours twice where theirs says the same shares in another way."""
+    """Both texts; ours twice if theirs means the same shares."""
     if theirs is None or ours is None:
         return theirs, ours
     one, two = Sampling.parse(theirs), Sampling.parse(ours)
@@ -270,11 +271,11 @@ def _samples(theirs: str | None, ours: str | None) -> tuple[str | None, str | No
 
 
 def _form(*, baked: bool) -> str:
-    return "what a model is fed (--bake)" if baked else "as they came, without --bake"
+    return "inputs of a model (--bake)" if baked else "the features themselves, without --bake"
 
 
 def _split_text(stored: object) -> str:
     try:
         return SplitSpec.parse(current_spelling(str(stored))).text
     except ConfigError:  # of a dataset that ETL has not made
-        return "none that is told"
+        return "unknown"

@@ -1,4 +1,4 @@
-"""Checks before a job reads anything: its label, its output, and the columns that its schema needs."""
+"""Checks before a job reads its input: the label's expression, the output, and columns and schema."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def chance_in(df: DataFrame) -> str | None:
-    """What makes the rows of a data frame differ each time they are read, None where nothing does."""
+    """What makes the rows of a data frame differ each time they are read, or None."""
     plan = df._jdf.queryExecution().analyzed()  # pyspark has no way to a plan's expressions
     if not plan.deterministic():
         return "an expression that depends on chance"
@@ -44,7 +44,7 @@ def _patterns(spark: SparkSession) -> Any:
 
 
 def check_label(spark: SparkSession, label: str, columns: pa.Schema, kinds: tuple[str, ...], allowed: str) -> None:
-    """Raise ConfigError, with what is `allowed`, for a label over `columns` that is no SQL, names unknown columns, has
+    """Raise ConfigError, with `allowed`, for a label over `columns` that is not valid SQL, names unknown columns, has
     none of the types `kinds`, does not give one value for each row, or depends on chance or the clock.
     """
     from pyspark.errors import AnalysisException, ParseException
@@ -69,13 +69,13 @@ def check_label(spark: SparkSession, label: str, columns: pa.Schema, kinds: tupl
     if chance is not None:
         raise bad(chance)
     if plan.containsPattern(patterns.GENERATE()) or plan.containsPattern(patterns.PLAN_EXPRESSION()):
-        raise bad("an expression that makes rows or asks another table")
+        raise bad("an expression that makes rows or reads another table")
 
 
 def refuse_existing(url: str) -> None:
-    """Raise ExistsError where the output, or a file in place of a directory above it, is there already.
+    """Raise ExistsError if the output exists already, or if a file is in the place of a directory above it.
 
-    Asked before Spark starts, so that nobody waits for what cannot be published.
+    Called before Spark starts, so that a job that cannot publish fails at once.
     """
     fs, above = filesystem(url), parent(absolute(url))
     if fs.exists(url):
@@ -143,8 +143,8 @@ def check_schema(config: WriteConfig, schema: Schema, parent: Parent | None = No
 
 
 def check_columns(config: WriteConfig, schema: Schema, kinds: Mapping[str, str]) -> None:
-    """Raise ConfigError where --split or --sample name a column that rows do not have, or one whose type or classes do
-    not go with it. `kinds` are the types of the columns, in Spark's notation.
+    """Raise ConfigError if --split or --sample name a column that the rows do not have, or whose type or classes do not
+    fit. `kinds` are the types of the columns, in Spark's notation.
     """
     split, sample = config.split_spec, config.sampling
     for flag, name in (("--split", split.column), ("--sample", None if sample is None else sample.column)):
@@ -167,16 +167,16 @@ def _weight(schema: Schema) -> Field:
     label = schema.label
     if schema.weight is not None:
         raise ConfigError(
-            "--weights balanced makes the weights that the schema has already",
+            "--weights balanced adds weights, but the schema already has some",
             got=f"the field `{schema.weight.name}`",
             allowed="one weight for each record",
-            next_step="Leave --weights or that field out.",
+            next_step="Remove --weights or that field.",
         )
     if label is None or label.shape or label.dtype not in ("bool", "int64", "string"):
         raise ConfigError(
             "--weights needs classes to weigh",
             got="no label" if label is None else f"a label of {label.dtype}, shape {label.shape}",
             allowed="a label that is a boolean, a whole number or text",
-            next_step="Name the label, or leave --weights out.",
+            next_step="Name the label, or remove --weights.",
         )
     return weight_field()

@@ -1,4 +1,4 @@
-"""The two ends of every ETL job's writing: the folder in which a dataset grows, and the manifest that publishes it."""
+"""write_dataset: rows are split, ordered, encoded, written as shards, and published with a manifest."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Job:
-    """One dataset to be written: what was checked, the columns that name a record, where the rows come from, and the
-    records of each class that balanced weights are made for.
+    """One dataset to be written: its checked target, the columns that identify a record, where the rows come from, and
+    the records of each class that balanced weights are computed for.
     """
 
     target: Target
@@ -65,7 +65,7 @@ class Job:
 
     @property
     def config(self) -> WriteConfig:
-        """What was asked for."""
+        """The configuration."""
         return self.target.config
 
     @property
@@ -81,8 +81,8 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Done:
-    """What was written: shards and indexes at their places, and what the manifest says of them; `classes` are those of
-    etl.write.shards.Sizes.
+    """What was written: shards and indexes, renamed to their places, with their manifest entries. `classes` are those
+    of etl.write.shards.Sizes.
     """
 
     schema: Schema
@@ -102,7 +102,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Place:
-    """The folder in which a dataset is built, and that of its rejected input where it gets a URL of its own."""
+    """The folder in which a dataset is built, and that of its rejected input if it goes to a separate URL."""
 
     staging: Staging
     apart: Staging | None
@@ -167,12 +167,12 @@ def _finished(staging: Staging, job: Job, apart: Staging | None, done: Done) -> 
 
 
 def urls_of(origin: Origin) -> tuple[str, ...]:
-    """The names of the sources, by which rows are told."""
+    """The names of the sources, for errors about rows."""
     return tuple(source.url for source in origin.sources) or ("the data frame",)
 
 
 def compression_of(config: WriteConfig) -> str | None:
-    """How shards are packed, None for not at all."""
+    """The compression of shards, None for none."""
     return None if config.compression == "none" else config.compression
 
 
@@ -212,15 +212,15 @@ def write_dataset(
 ) -> DatasetManifest:
     """Split, order, encode and publish the rows of a data frame as the dataset `url`.
 
-    `id_columns` name a record; where `df` has no `_source` (int) and `_position` (bigint) that say where a row comes
-    from, they must be unique. `schema` None takes all columns by the rules of etl.write.frame, `label` among them. The
-    other arguments are those of WriteConfig. `df` may hold `_occurrence` (bigint: which repetition of its id columns a
+    `id_columns` identify a record; they must be unique unless `df` has `_source` (int) and `_position` (bigint), which
+    say where a row comes from. `schema` None takes all columns by the rules of etl.write.frame, `label` among them. The
+    other arguments are those of WriteConfig. `df` may have `_occurrence` (bigint: which repetition of its id columns a
     row is), `_dropped` (string: why a row is not written) and, for the split `given`, `_split`; it is read more than
     once and must give the same rows each time. `origin` says where the rows come from, for the manifest.
 
-    Nothing is seen at `url` before all of it is there. Raises ExistsError for an existing output, ConfigError for
-    arguments and columns that do not fit, DataError where a split would be empty, a group or time lies on two
-    sides of the split, or two records have one id (SameIdError).
+    Nothing appears at `url` before the dataset is complete. Raises ExistsError for an existing output, ConfigError for
+    arguments and columns that do not fit, DataError if a split would be empty, a group or time would be in two splits,
+    or two records have one id (SameIdError).
 
     >>> import lockstep
     >>> with lockstep.spark_session("visits", "local[2]") as spark:
@@ -293,11 +293,11 @@ def _written(df: DataFrame, job: Job, window: int | None) -> DatasetManifest:
     config, split, schema = job.config, job.split, job.schema
     late = job.late
     df = df.withColumn(c.LEAK, leak_key(df, split, schema, late=late is not None and late.content))
-    # What is baked is needed as it came until there are statistics: no record is encoded before.
+    # Baking needs statistics, so the fields stay columns until these are known.
     fmt = "parquet" if config.bake else config.fmt
     assign = Assign(schema, job.id_columns, split, config.seed, fmt, config.sampling)
     if config.weights == "balanced":
-        # An append has its parent's weights, as it has its fitted files: a class weighs the same in all of a chain.
+        # An append takes its parent's weights, as it takes the fitted files: a class has one weight in a whole chain.
         parent = job.target.parent
         counts = class_counts(df, job.target.rows, assign, window) if parent is None else parent.class_counts
         job = replace(job, class_counts=counts)
@@ -307,7 +307,7 @@ def _written(df: DataFrame, job: Job, window: int | None) -> DatasetManifest:
     if late is None:
         rows = mapped(df, assign, assign.output).persist()
     else:
-        # Counted without the images, which are handed on where they are written and kept nowhere in between.
+        # Counted without the images: these are read again where they are written, and never cached.
         whole = AssignLate.of(assign, late)
         thin = replace(whole, carry=False)
         rows = mapped(df.drop(late.field.name, PACKED, PLACE), thin, thin.output).persist()
@@ -332,13 +332,13 @@ def _built(
     counted = written + origin.quarantined + sum(dropped.values())
     names = _names(job.split, sizes, counted if origin.read is None else origin.read, origin.quarantined, dropped)
     kept = rows.where(f.col(c.DROPPED).isNull())
-    # Of late images the features are known only when they are written.
     if job.sampled is not None:
         _check_sampled(job.sampled, names)
     records = {name: sizes[name][0] for name in names}
     spark = rows.sparkSession
     leakage, fitted = at_once(
         spark,
+        # The features of late images are known only when they are written.
         lambda: check_leakage(kept, job.split, schema, records) if full is None else None,
         lambda: _fitted(kept, rows, job, names),
     )
@@ -378,7 +378,7 @@ def _built(
 
 
 def _fitted(kept: DataFrame, rows: DataFrame, job: Job, names: Sequence[str]) -> dict[str, bytes]:
-    """The fitted files: of an append, whose records must be new, its parent's."""
+    """The fitted files; those of its parent for an append, whose records must be new."""
     parent = job.target.parent
     if parent is None:
         return {name: canonical_bytes(found) for name, found in fit_all(rows, job.schema, names).items()}
@@ -387,7 +387,7 @@ def _fitted(kept: DataFrame, rows: DataFrame, job: Job, names: Sequence[str]) ->
 
 
 def _check_sampled(sampled: Sampled, names: Sequence[str]) -> None:
-    """Raise DataError where no split is sampled; log that folds are."""
+    """Raise DataError if no split is sampled; log a warning if folds are."""
     if not set(sampled.splits) & set(names):
         raise DataError(
             "--sample leaves out records for training, and no split is there to train on",
@@ -403,7 +403,7 @@ def _check_sampled(sampled: Sampled, names: Sequence[str]) -> None:
 
 
 def _warn_of_groups(df: DataFrame, split: SplitSpec, records: Mapping[str, int], groups: Values | None) -> None:
-    """Log that whole groups gave other shares than were asked for; the largest group is named by a pass over `df`."""
+    """Log a warning if whole groups gave other shares than asked for; a pass over `df` finds the largest group."""
     from pyspark.sql import functions as f
 
     line = far_from_shares(split, records)
@@ -424,7 +424,7 @@ def _warn_of_groups(df: DataFrame, split: SplitSpec, records: Mapping[str, int],
 def _names(
     split: SplitSpec, sizes: Mapping[str, object], read: int, quarantined: int, dropped: Mapping[str, int]
 ) -> tuple[str, ...]:
-    """The names of all splits in their order. Raises DataError for one without records or one that is no name."""
+    """The names of all splits in order. Raises DataError for a split without records and for an invalid name."""
     names = split.names or tuple(sizes)
     missing = [name for name in names if name not in sizes]
     if missing or not names:

@@ -1,4 +1,4 @@
-"""Rejected input, kept for whoever wants to know why: Parquet files of source, position, reason and raw bytes."""
+"""The quarantine: rejected input in Parquet files, with source, position, reason and raw bytes."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def write_quarantine(
 
 @dataclass(frozen=True)
 class WriteQuarantine:
-    """The function for mapInArrow: a partition's rows in order in, one row of _RESULT out."""
+    """The function for mapInArrow: a partition's sorted rows in, one row of _RESULT out."""
 
     attempts: str
     source_urls: tuple[str, ...]
@@ -117,7 +117,7 @@ class WriteQuarantine:
 
 
 def _groups(batches: Iterable[pa.RecordBatch], urls: tuple[str, ...]) -> Iterator[pa.Table]:
-    """Rows in groups of GROUP_ROWS, whatever batches Spark hands over: the file's bytes follow from the groups."""
+    """Rows in groups of GROUP_ROWS for any batches that Spark delivers: the bytes of the file depend on the groups."""
     held: list[dict[str, object]] = []
     for batch in batches:
         for row in batch.to_pylist():
@@ -131,12 +131,12 @@ def _groups(batches: Iterable[pa.RecordBatch], urls: tuple[str, ...]) -> Iterato
 
 
 log = logging.getLogger(__name__)
-REFUSED_RECORDS = 1000  # enough to see what is wrong; with RAW_BYTES of each they are one file
+REFUSED_RECORDS = 1000  # enough to see the cause; with RAW_BYTES each they fit one file
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where a data frame's rows come from, for counts, quarantine and the manifest; `read` None: as many as it has."""
+    """Where a data frame's rows come from, for counts, quarantine and manifest; `read` None: the number of its rows."""
 
     sources: tuple[SourceInfo, ...] = ()
     read: int | None = None
@@ -148,7 +148,7 @@ class Origin:
 
 
 def write_fitted(staging: Staging, documents: Mapping[str, bytes]) -> dict[str, FileInfo]:
-    """Write fitted files by name below `_fitted/`; returns what the manifest lists."""
+    """Write fitted files by name below `_fitted/`; returns their manifest entries."""
     files = {}
     for name, data in sorted(documents.items()):
         write_file(staging.fs, DatasetPaths(staging.root).fitted(name), data)
@@ -157,12 +157,12 @@ def write_fitted(staging: Staging, documents: Mapping[str, bytes]) -> dict[str, 
 
 
 def quarantine_apart(config: WriteConfig) -> Staging:
-    """The folder of rejected input at the place of its own that `config` names; with `clean`, after what killed jobs
-    left there is gone. Raises ExistsError where the place is not free.
+    """The folder of rejected input at the separate URL that `config` names; with `clean`, after removing what killed
+    jobs left there. Raises ExistsError if the URL is taken.
     """
     apart = Staging(str(config.quarantine), mode=0o700, part_of=config.output)
     if config.clean:
-        with Staging(apart.url) as clock:  # its sign tells the time of that file system
+        with Staging(apart.url) as clock:  # the time of its sign is the time of that file system
             now_ms = clock.signed_ms()
             clean(apart.fs, apart.url, now_ms)
             clean_quarantine(apart.fs, apart.url, config.output, now_ms)
@@ -171,7 +171,7 @@ def quarantine_apart(config: WriteConfig) -> Staging:
 
 
 def place_quarantine(staging: Staging, folder: str, origin: Origin, urls: tuple[str, ...]) -> dict[str, FileInfo]:
-    """Write the rejected input of `origin` as files of `folder`, which nobody else may read; returns their digests."""
+    """Write the rejected input of `origin` to `folder`, which only its owner may read; returns the digests."""
     assert origin.quarantine is not None
     staging.fs.mkdirs(folder, mode=0o700)
     written = write_quarantine(
@@ -190,12 +190,12 @@ def place_quarantine(staging: Staging, folder: str, origin: Origin, urls: tuple[
 
 
 def keep_refused(config: WriteConfig, bad_rows: DataFrame, urls: Sequence[str], bad: int) -> str | None:
-    """Keep the first REFUSED_RECORDS of the `bad` records in `bad_rows`, for which a job is refused, as a quarantine
-    beside its output, or beside the place that --quarantine names; returns the URL.
+    """Keep the first REFUSED_RECORDS of the `bad` records, for which a job fails, as a quarantine next to its output,
+    or next to the URL of --quarantine; returns the URL.
 
-    The folder is published whole by one rename, only its owner may read it (mode 0700), and it replaces the one that an
-    earlier job kept for the same output; `forget_refused` removes it. None where rejected input is not kept, or where
-    this fails, which is logged: the job then ends with the error of its input all the same.
+    One rename publishes the folder, only its owner may read it (mode 0700), and it replaces the one of an earlier job
+    for the same output; `forget_refused` removes it. Returns None if rejected input is not kept, or if this fails,
+    which is logged: the job then still ends with the error about its input.
     """
     if config.quarantine == NOT_KEPT:
         return None
@@ -207,14 +207,14 @@ def keep_refused(config: WriteConfig, bad_rows: DataFrame, urls: Sequence[str], 
             place_quarantine(staging, staging.root, origin, tuple(urls))
             remove_refused(staging.fs, url, config.output)
             staging.publish(None)
-    except Exception as error:  # of storage or of Spark; the error that says what is wrong with the input comes next
+    except Exception as error:  # of storage or Spark; the error about the input comes next
         log.warning("the rejected records were not kept in %s: %s", url, error)
         return None
     return url
 
 
 def forget_refused(config: WriteConfig) -> None:
-    """Remove what an earlier job kept of the input that this one, whose dataset is published, has read."""
+    """Remove what an earlier, failed job kept for this output, which is published now."""
     url = _refused(config)
     remove_refused(filesystem(url), url, config.output)
 
@@ -249,10 +249,10 @@ def check_bad(config: OutputConfig, bad_rows: DataFrame, urls: Sequence[str], ba
 
 
 def way_out(reasons: Set[str], *, all_bad: bool) -> str:
-    """What to do about records that are bad for `reasons`. Where no line has its format, the format is not theirs."""
+    """What to do about records that are bad for `reasons`. If no line has the format, the format is probably wrong."""
     if all_bad and reasons <= {NOT_COMMON_LOG, NOT_COMBINED_LOG}:
-        return "Say by --log-format what the input is (common is what it is read as by itself), or check --input."
-    return "Check that the input is what the job reads; raise --max-bad to go on with the rest."
+        return "Give the format of the input by --log-format (the default is common), or check --input."
+    return "Check that the input is what the job reads; raise --max-bad to continue with the rest."
 
 
 def _file(urls: Sequence[str], row: Row | Mapping[str, Any]) -> str:

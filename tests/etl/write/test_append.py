@@ -166,7 +166,7 @@ def test_an_append_is_weighed_by_the_classes_of_its_parent(tmp_path: Path) -> No
     published(tmp_path, "old", tiny, None, weights="balanced")
     config = WriteConfig(output=str(tmp_path / "b"), append_to=str(tmp_path / "a"), weights="balanced")
     assert open_parent(str(tmp_path / "a"), config).class_counts == counts
-    with pytest.raises(ConfigError, match="how many records of each class"):
+    with pytest.raises(ConfigError, match="does not name the class counts"):
         open_parent(str(tmp_path / "old"), config)
 
 
