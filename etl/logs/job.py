@@ -1,4 +1,4 @@
-"""From a log to a dataset: parse, quarantine, label, split, publish; web requests, or records of a declared schema."""
+"""The log job: web requests, or records of a declared schema, become a dataset."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LogCounts(Counts):
-    """What the first pass counted over all ranges, the time of the last request (0 without), and that of the first for
-    a page (None without one, and of records).
+    """The counts of the first pass over all ranges, the time of the last request (0 if there is none) and of the first
+    request for a page (None if there is none, and for records).
     """
 
     log_end: int
@@ -83,7 +83,7 @@ class LogInput(Input[LogCounts]):
         return parsed(spark, self.plan.work, self.plan.parser, self.config.split_bytes)
 
     def counted(self, parsed: DataFrame) -> LogCounts:
-        """The sums over all ranges' summaries: one for what was read, one for each reason of a drop."""
+        """The sums over the summaries of all ranges: one of what was read, one for each reason of a drop."""
         with described(parsed.sparkSession, "read and parse the log"):
             found = parsed.where(f"_kind IN ({SUMMARY}, {DIGEST})").select(*SUMMARY_COLUMNS).collect()
         dropped: Counter[str] = Counter()
@@ -104,7 +104,7 @@ class LogInput(Input[LogCounts]):
         )
 
     def labelled(self, parsed: DataFrame, counts: LogCounts) -> Labelled:
-        """Raises DataError where the log is shorter than the default label's window."""
+        """Raises DataError if the log is shorter than the default label's window."""
         config, plan = self.config, self.plan
         if config.label is None:
             _check_covered(counts)
@@ -113,7 +113,7 @@ class LogInput(Input[LogCounts]):
             by_place = plan.id_columns == records.PLACE_COLUMNS
             rows = records.rows_of(rows, plan.target.rows, plan.parser, config.label, by_place)
         else:
-            rows = web.rows_of(rows, config.label or DEFAULT_LABEL, counts.log_end, plan.told)
+            rows = web.rows_of(rows, config.label or DEFAULT_LABEL, counts.log_end, plan.combined)
         return Labelled(
             rows=rows,
             target=plan.target,
@@ -127,7 +127,7 @@ class LogInput(Input[LogCounts]):
         if label is None:
             return
         if not isinstance(plan.parser, RecordLines):
-            check_label(spark, label, web.label_schema(plan.told), web.LABEL_TYPES, web.LABEL_ALLOWED)
+            check_label(spark, label, web.label_schema(plan.combined), web.LABEL_TYPES, web.LABEL_ALLOWED)
         else:
             kinds, columns = records.label_kinds(plan.target.rows), plan.parser.schema
             allowed = f"a SQL expression of type {kinds[0]} over {ddl_of(columns)}"[:500]
@@ -137,14 +137,14 @@ class LogInput(Input[LogCounts]):
 def parsed(
     spark: SparkSession, work: Sequence[Work], parser: LineParser, slice_bytes: int = DEFAULT_SPLIT_BYTES
 ) -> DataFrame:
-    """The rows of etl.logs.parse over all ranges, some `slice_bytes` a task."""
+    """The rows of etl.logs.parse over all ranges, about `slice_bytes` a task."""
     sizes = [one.part.length for one in work]
     items = [one.to_json() for one in work]
     return over_slices(spark, items, sizes, slice_bytes, ParseLog(parser), output_schema(parser))
 
 
 def _check_covered(totals: LogCounts) -> None:
-    """Raise DataError where the log ends before the default label of any page request is known."""
+    """Raise DataError if the log ends before the default label of any page request is known."""
     if totals.first_page is None or totals.first_page + LABEL_WINDOW_S <= totals.log_end:
         return
     raise DataError(

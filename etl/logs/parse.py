@@ -1,4 +1,4 @@
-"""The first pass over a log, in the tasks: ranges in; kept rows, refused lines and summaries of each range out."""
+"""The first pass over a log, in tasks: ranges in; kept rows, refused lines and summaries out."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ ROW, BAD, SUMMARY, DIGEST = 0, 1, 2, 3
 LINE_TOO_LONG = "line_too_long"
 NO_TIME = -(1 << 62)
 
-# One table for four kinds of rows, since a task has one output; columns of the other kinds are null. The parser's own
-# columns follow: theirs are names out of files, so these begin with `_`.
+# One table for four kinds of rows, since a task has one output; columns of the other kinds are null. The columns of the
+# parser follow: their names come from files, so these begin with `_`.
 _BASE = pa.schema(
     [
         ("_kind", pa.int32()),
@@ -47,8 +47,8 @@ SUMMARY_COLUMNS = ("_kind", "_source", "_reason", *_BASE.names[_BASE.names.index
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a parser makes of n lines: its columns, each (n,), rubbish in lines that are refused or dropped; the largest
-    time among those that are not refused (NO_TIME without), and the least among those that are kept (None without).
+    """The result of a parser for n lines: columns, each (n,), undefined for lines that are refused or dropped; the
+    latest time of those that are not refused (NO_TIME if none), and the earliest of those that are kept (None if none).
     """
 
     columns: Mapping[str, pa.Array]
@@ -59,7 +59,7 @@ class Found:
 
 
 class LineParser(Protocol):
-    """What is kept of the lines of a log; a frozen object that Spark ships to the tasks."""
+    """The parser of a log's lines; a frozen object that Spark sends to the tasks."""
 
     @property
     def schema(self) -> pa.Schema:
@@ -75,7 +75,7 @@ class LineParser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A range, the names of its file's fields, and how the file is called in the records' ids."""
+    """A range, the names of its file's fields, and the name of the file in the records' ids."""
 
     part: Range
     names: tuple[str, ...] = ()
@@ -115,8 +115,8 @@ def parse_range(work: Work, parser: LineParser) -> Iterator[pa.RecordBatch]:
 
 
 def parse_ranges(works: Sequence[Work], parser: LineParser) -> Iterator[pa.RecordBatch]:
-    """The rows of some ranges: kept rows, refused lines, and last the summaries: what was read of all, what was dropped
-    for each reason, and length and SHA-256 of each file that is one range.
+    """The rows of some ranges: kept rows, refused lines, and at the end the summaries: what was read in total, what was
+    dropped for each reason, and length and SHA-256 of each file that is one range.
 
     Lines of small files are parsed together, since a call of the parser costs as much as a thousand lines.
     """
@@ -145,7 +145,7 @@ def parse_ranges(works: Sequence[Work], parser: LineParser) -> Iterator[pa.Recor
 
 
 class _Held:
-    """Lines of some ranges that are to be parsed together."""
+    """Lines of some ranges, to be parsed together."""
 
     def __init__(self) -> None:
         self.works: list[Work] = []
@@ -168,7 +168,7 @@ class _Held:
             self._lines, self._bytes = self._lines + len(positions), self._bytes + values.nbytes
 
     def lines(self) -> tuple[NDArray[np.int64], NDArray[np.int64], pa.Array]:
-        """For each line (n,) which of `works` it is of, its position, and the line."""
+        """For each line (n,): the number of its range in `works`, its position, and the line."""
         owners = np.repeat(np.arange(len(self.works)), [len(part) for part in self._positions])
         values = self._values[0] if len(self._values) == 1 else pa.concat_arrays(self._values)
         return owners, np.concatenate(self._positions), values
@@ -176,7 +176,7 @@ class _Held:
 
 @dataclass
 class _Sums:
-    """What was counted of the ranges of a task, and the digests of its whole files."""
+    """The counts of a task's ranges, and the digests of its whole files."""
 
     lines: int = 0
     bad: int = 0
@@ -195,7 +195,7 @@ class _Sums:
         self.lines, self.bad, self.raw_bytes = self.lines + lines, self.bad + bad, self.raw_bytes + raw_bytes
 
     def add_found(self, found: Found) -> None:
-        """Count what a parser found."""
+        """Count the result of a parser."""
         good = found.reasons.good
         self.add(lines=len(good), bad=int((~good).sum()))
         self.dropped.update(found.drops.counts(good))
@@ -217,7 +217,7 @@ class _Sums:
 
 
 def _parsed(held: _Held, parser: LineParser, schema: pa.Schema, sums: _Sums) -> Iterator[pa.RecordBatch]:
-    """The rows of the lines that are held."""
+    """The rows of the held lines."""
     if not held.works:
         return
     works, (owners, positions, values) = held.works, held.lines()

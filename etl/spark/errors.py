@@ -1,4 +1,4 @@
-"""Errors across Spark: an error raised in a task reaches the user with its class and four parts, without Java's stack."""
+"""Errors across Spark: a task's error reaches the user with its class and four parts, without Java's stack."""
 
 from __future__ import annotations
 

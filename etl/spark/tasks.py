@@ -182,7 +182,7 @@ def by_partition(df: DataFrame, count: int, number: Column) -> DataFrame:
 
 
 def by_hash(df: DataFrame, count: int, number: Column) -> DataFrame:
-    """by_partition for versions of Spark that only partition by hash: each number is replaced by a value of that hash."""
+    """by_partition for versions of Spark that only partition by hash: numbers become values of that hash."""
     from pyspark.sql import functions as f
 
     values = f.expr(f"array({', '.join(map(str, _values_by_remainder(count)))})")

@@ -1,4 +1,4 @@
-"""Fewer records of common classes, and weights for rare ones; deterministic (docs/decisions/061-splits-and-leakage.md)."""
+"""Fewer records of common classes, and weights for rare ones (docs/decisions/061-splits-and-leakage.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How records are split: by hash, where no record depends on another, or by counts over all records (stratified, time)."""
+"""How records are split: by hash, independent of other records, or by counts over all records (stratified, time)."""
 
 from __future__ import annotations
 
