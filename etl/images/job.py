@@ -1,4 +1,4 @@
-"""From image sets of any source to a dataset of pixels, or encoded images, and labels."""
+"""The image job: image sets of any source become a dataset of pixels, or encoded images, and labels."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ from lockstep.storage.errors import DataError
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-_OTHER_GROUPS = 16  # what is rejected, and what is left out by the few rules there are
+_OTHER_GROUPS = 16  # rows of rejected files, and of the rules by which files are left out
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tally(Counts):
-    """What was read, the classes of the images by their names, and how many images name no split."""
+    """The counts, the names of the images' classes, and the number of images without a split."""
 
     classes: tuple[str, ...]
     without_split: int
 
 
 def tally_of(parsed: DataFrame, most_classes: int = MAX_CLASSES) -> Tally:
-    """Count the rows of etl.images.source in one pass. Raises DataError for more classes than that: unique texts
-    in place of labels are as many as images.
+    """Count the rows of etl.images.source in one pass. Raises DataError for more than `most_classes` classes, such as
+    texts that differ for every image.
     """
     from pyspark.sql import functions as f
 
@@ -76,9 +76,9 @@ def tally_of(parsed: DataFrame, most_classes: int = MAX_CLASSES) -> Tally:
 
 
 def class_names(config: ImagesConfig, plan: ImagePlan, tally: Tally, parent: Parent | None) -> Sequence[str]:
-    """The names of the labels in order, () where nobody knows any: sorted, or those of the dataset that is continued.
+    """The names of the labels in order, () if they are not known: sorted, or those of the dataset that is continued.
 
-    Raises DataError where they cannot be labels.
+    Raises DataError if they cannot be labels.
     """
     if config.split_spec.given and tally.without_split:
         raise DataError(
@@ -115,7 +115,7 @@ def _continued(parent: Parent, found: Sequence[str]) -> Sequence[str]:
             f"{parent.url} cannot be continued: it does not have all classes",
             got=", ".join(others[:5]),
             allowed=", ".join(map(str, names[:20])) or "a dataset whose classes have names",
-            next_step="Make a dataset of its own without --append-to.",
+            next_step="Make a separate dataset without --append-to.",
         )
     return names
 
@@ -127,12 +127,12 @@ _KINDS: dict[str, type[Piece]] = {
 
 def to_json(piece: Piece) -> dict[str, Any]:
     """A piece as plain values."""
-    # each Piece is a dataclass; the protocol cannot say so
+    # each Piece is a dataclass, which the type cannot express
     return {"kind": type(piece).__name__, **asdict(piece)}  # type: ignore[call-overload]
 
 
 def from_json(found: Mapping[str, Any]) -> Piece:
-    """The piece that to_json wrote."""
+    """The piece from the values of to_json."""
     values = dict(found)
     return _KINDS[values.pop("kind")](**values)
 
@@ -202,8 +202,8 @@ def run(spark: SparkSession, config: ImagesConfig, images: ImageInput | None = N
 
 @dataclass(frozen=True)
 class ImageInput(Input[Tally]):
-    """An image set: its files, and the dataset that they become, whose number of classes is only an upper bound while
-    the names of the classes are not known.
+    """An image set and the dataset that it becomes. The number of classes in `target` is only an upper bound if classes
+    are names, which are known after reading.
     """
 
     what, label, is_rejected = "images", "images", f"kind = {BAD}"
@@ -236,10 +236,10 @@ class ImageInput(Input[Tally]):
         """Count in one pass."""
         with described(parsed.sparkSession, "read and decode the images"):
             tally = tally_of(parsed, self.config.num_classes or MAX_CLASSES)
-        # Some headers promise so many records and each task checks its own: a second way to the same number.
+        # Some headers name the number of records, and each task checks its own: this compares the totals.
         if self.plan.records not in (None, tally.read):
             raise DataError(
-                "the records that were read are not those that the files' headers promise",
+                "the number of records read is not that of the files' headers",
                 got=str(tally.read),
                 allowed=str(self.plan.records),
                 next_step=RUN_AGAIN,
@@ -263,13 +263,13 @@ class ImageInput(Input[Tally]):
             target=target,
             id_columns=ID_COLUMNS,
             sources=digest_trees(parsed, plan.sources) if plan.trees else digest_sources(spark, plan.sources),
-            created_config=config.told(names),
+            created_config=config.with_classes(names),
             late=late,
         )
 
 
 def _with_labels(rows: DataFrame, plan: ImagePlan, names: Sequence[str]) -> DataFrame:
-    """Rows whose class is a name get the place of that name as their label."""
+    """Rows whose class is a name get the number of that name as label."""
     if plan.num_classes is not None:
         return rows
     from pyspark.sql import functions as f

@@ -1,8 +1,9 @@
-"""Images of plain archives to shards in one Spark job: the driver plans each shard from names and headers alone.
+"""Planned shards: images of plain tar archives become shards in one Spark job (docs/decisions/064-image-sources.md).
 
-Ids, splits, order and sizes follow from a file's name and from the size of the pixels, so that no row has to pass
-through Spark: a task for each shard reads what the shard holds. The bytes are those of the general way
-(etl.images.job.run), which takes over where this one does not fit, and for all that ends in an error of the input.
+Ids, splits, order and sizes depend only on a file's name and the size of the pixels. So the driver plans each shard
+from the archives' headers, and no row passes through Spark: a task for each shard reads the shard's files. The bytes
+are those of the general way (etl.write.job.Input.write), which takes over for other inputs and for any error of the
+input.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ from lockstep.storage.urls import absolute
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-# Each task may have to read all of the archives, where its files lie all over them.
+# Each task may have to read all archives if its files are spread over them.
 MAX_READS = 4
 FREE_READ_BYTES = 8 << 30
-MAX_HELD_BYTES = 256 << 20  # the encoded files of a shard, which its task holds at once
+MAX_HELD_BYTES = 256 << 20  # the encoded files of a shard, which its task holds in memory
 MAX_OPENED = 10_000  # archives times tasks that open them
 _SIGN = np.uint64(1 << 63)
 _LOW = np.uint64((1 << 32) - 1)
@@ -58,13 +59,13 @@ _HALF = np.uint64(32)
 
 
 class NotPlannable(Exception):
-    """This input, or this output, is for the general way."""
+    """This input, or this output, needs the general way."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """What is known before an image is looked at: `files` that should be images, rows of etl.images.source.FILES, and
-    what is rejected (rows of the quarantine) or dropped already.
+    """What is known from headers: `files` that should be images (rows of etl.images.source.FILES), and what is already
+    rejected (rows of etl.columns.REJECTED) or dropped.
     """
 
     files: pa.Table
@@ -73,7 +74,7 @@ class Known:
 
     @property
     def read(self) -> int:
-        """Records in all."""
+        """The number of records."""
         return len(self.files) + len(self.bad) + sum(self.dropped.values())
 
     @cached_property
@@ -83,7 +84,7 @@ class Known:
 
 
 def known_of(plan: ImagePlan, early: list[dict[str, Any]]) -> Known:
-    """Without what turned out to be rejected `early`."""
+    """What is known of a plan, without the files that were rejected `early`."""
     assert plan.files is not None
     files = plan.files.files
     if early:
@@ -97,12 +98,12 @@ def known_of(plan: ImagePlan, early: list[dict[str, Any]]) -> Known:
 
 
 def _numbers(sources: NDArray[np.integer], positions: NDArray[np.integer]) -> NDArray[np.int64]:
-    """One number for each place in the archives: none of them is 2^48 bytes long."""
+    """One number for each position in the archives, none of which has 2^48 bytes."""
     return (sources.astype(np.int64) << 48) | positions.astype(np.int64)
 
 
 def refuse(config: ImagesConfig, known: Known) -> None:
-    """Raise NotPlannable for what ends in an error, which the general way tells, or is written in another way."""
+    """Raise NotPlannable for input that fails, which the general way reports, or that is written differently."""
     names = known.files.column("name")
     if not 2 <= len(known.classes) <= (config.num_classes or MAX_CLASSES):
         raise NotPlannable(f"{len(known.classes)} classes")
@@ -114,14 +115,14 @@ def refuse(config: ImagesConfig, known: Known) -> None:
 
 
 def refuse_bad(config: ImagesConfig, read: int, bad: int) -> None:
-    """Raise NotPlannable for more than --max-bad allows."""
+    """Raise NotPlannable for more rejected records than --max-bad allows."""
     if bad and Fraction(bad, read) > config.max_bad_share:
         raise NotPlannable(f"{bad} of {read} are bad")
 
 
 @dataclass(frozen=True)
 class ShardPlans:
-    """The shards of what is `known`; asking for them raises NotPlannable."""
+    """The shards of the known files; raises NotPlannable when they are asked for."""
 
     config: ImagesConfig
     plan: ImagePlan
@@ -135,7 +136,7 @@ class ShardPlans:
 
     @cached_property
     def _rows(self) -> pa.Table:
-        """Rows of etl.write.late.AssignLate without images, with the columns of FILES that say where these lie."""
+        """Rows of etl.write.late.AssignLate without images, with the columns of FILES that locate these."""
         config, files = self.config, self.known.files
         whole = Assign(self.schema, ID_COLUMNS, config.split_spec, config.seed, config.fmt)
         assign = replace(AssignLate.of(whole, self.late), carry=False)
@@ -160,7 +161,7 @@ class ShardPlans:
 
     @cached_property
     def table(self) -> ShardTable:
-        """The shards of each split, and of how many records their blocks are."""
+        """The number of shards of each split, and the records of a block."""
         config, split, rows = self.config, self.config.split_spec, self._rows
         found = rows.group_by(c.SPLIT).aggregate([(c.BYTES, "count"), (c.BYTES, "sum")])
         found = found.select([c.SPLIT, f"{c.BYTES}_count", f"{c.BYTES}_sum"])
@@ -178,14 +179,14 @@ class ShardPlans:
 
     @property
     def classes(self) -> dict[str, dict[str, int]]:
-        """The records of each class in each split, with those that turn out broken."""
+        """The records of each class in each split, including images that turn out to be broken."""
         found: dict[str, dict[str, int]] = {}
         for row in self._rows.group_by([c.SPLIT, "label"]).aggregate([("label", "count")]).to_pylist():
             found.setdefault(row[c.SPLIT], {})[str(row["label"])] = row["label_count"]
         return {name: dict(sorted(found[name].items())) for name in sorted(found)}
 
     def shards(self) -> list[PlannedShard]:
-        """What the task of each shard has to do."""
+        """The plan of each shard, for its task."""
         rows, table = self._rows, self.table
         keys, shards = np.asarray(rows.column(c.KEY)), np.zeros(len(rows), dtype=np.int64)
         base = 0
@@ -221,7 +222,7 @@ def shards_of(keys: NDArray[np.uint64], count: int) -> NDArray[np.uint64]:
 
 
 class _FoundEarly(Exception):
-    """Images that the general way rejects before it settles shards: what was planned with them has to be done again."""
+    """Images that the general way rejects before it plans shards: plan and write again without them."""
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         super().__init__(f"{len(rows)} images")
@@ -258,7 +259,7 @@ class _Planned:
     def published(self) -> DatasetManifest:
         """Write and publish. Raises NotPlannable and _FoundEarly."""
         config, known, schema = self.plans.config, self.plans.known, self.plans.schema
-        origin = Origin(quarantine=self._frame(known.bad), created_config=config.told(known.classes))
+        origin = Origin(quarantine=self._frame(known.bad), created_config=config.with_classes(known.classes))
         job = Job(Target(config, schema, schema, None), ID_COLUMNS, origin)
         shards = self.plans.shards()
         with building(job) as place:
@@ -274,7 +275,7 @@ class _Planned:
         files = [SourceFile(number, absolute(s.url), s.size_bytes) for number, s in enumerate(sources)]
         context = self.spark.sparkContext
         runs = slices([file.size_bytes for file in files], DEFAULT_SPLIT_BYTES, context.defaultParallelism)
-        # The longest of all may be the digest of an archive.
+        # First, since the digest of an archive may take longest.
         items: list[tuple[SourceFile | PlannedShard, ...]] = [tuple(files[run.start : run.stop]) for run in runs]
         items += [(shard,) for shard in shards]
         with described(self.spark, "make the images and write the shards"):
@@ -292,7 +293,7 @@ class _Planned:
         paths = DatasetPaths(staging.root)
         splits, indexes = placed(staging.fs, paths, [shard.row for shard in made], table, config.fmt)
         if not all(any(shard.records for shard in split.shards) for split in splits.values()):
-            raise NotPlannable("a split with broken images alone")
+            raise NotPlannable("a split with only broken images")
         origin = replace(
             job.origin,
             sources=infos_of(sources, digests),
@@ -313,7 +314,7 @@ class _Planned:
         )
 
     def _leakage(self, job: Job, made: Sequence[ShardMade], records: Mapping[str, int]) -> Leakage:
-        """Records whose pixels are those of a record of another split; no id is there twice."""
+        """Records whose pixels equal those of a record of another split; ids are unique already."""
         keys = [np.frombuffer(shard.leaks, dtype=np.int64) for shard in made]
         splits = [number for number, (_, count, _) in enumerate(self.plans.table.splits) for _ in range(count)]
         sides = np.repeat(splits, [len(shard) for shard in keys])
@@ -327,7 +328,7 @@ class _Planned:
 
 
 def on_two_sides(keys: NDArray[np.int64], sides: NDArray[np.int64]) -> Values:
-    """The records' keys and the side that each is on: (n,) each."""
+    """The Values of records, from their keys and the numbers of their splits: (n,) each."""
     if not len(keys):
         return Values(0, {}, 0)
     order = np.lexsort((sides, keys))

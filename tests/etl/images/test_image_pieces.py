@@ -190,7 +190,7 @@ def test_a_file_that_changes_under_the_job(tmp_path: Path) -> None:
     (root / "a" / "1.png").write_bytes(picture(1) + b"more")
     with pytest.raises(DataError, match="changed while it was read"):
         rows(plan)
-    with pytest.raises(NotFoundError, match="is no folder"):
+    with pytest.raises(NotFoundError, match="is not a folder"):
         folders.plan([str(root / "a" / "1.png")], split_bytes=STEP)
 
 
@@ -307,16 +307,16 @@ def test_cifar_labels_lengths_and_splits(tmp_path: Path) -> None:
     }
     bad = next(row for row in found if row["kind"] == BAD)
     assert bad["_position"] % 3074 == 0 and bad["_raw"][:2] == bytes([7, bad["_position"] // 3074])
-    with pytest.raises(DataError, match="no CIFAR batch") as caught:
+    with pytest.raises(DataError, match="is not a CIFAR batch") as caught:
         cifar_plan(root)  # records of another length
     assert "3073" in caught.value.allowed
     (root / "test.bin").write_bytes(gzip.compress(batch(3, 2)[:-1]))
-    with pytest.raises(DataError, match="no CIFAR batch"):
+    with pytest.raises(DataError, match="is not a CIFAR batch"):
         rows(cifar_plan(root, "cifar100"), Intake(size=None, channels=None))
     (root / "test.bin").rename(root / "some.bin")
     with pytest.raises(DataError, match="does not name its split"):
         cifar_plan(root, "cifar100", given=True)
-    with pytest.raises(NotFoundError, match="no CIFAR batch"):
+    with pytest.raises(NotFoundError, match="is not a CIFAR batch"):
         cifar_plan(make_tree(tmp_path / "none", {"a.txt": b"x"}))
 
 
