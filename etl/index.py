@@ -141,7 +141,7 @@ def _taken(url: str, manifest: str, data: bytes) -> ExistsError:
             f"{url} has a {MANIFEST_NAME} that cannot be read",
             got=error.got or error.what,
             allowed=_FREE,
-            next_step="Delete nothing: `python -m jobs.verify URL` says what it is and what is damaged.",
+            next_step="Delete nothing: `python -m jobs.verify URL` reports what it is and what is damaged.",
         )
     if indexed:
         return ExistsError(

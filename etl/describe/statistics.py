@@ -17,16 +17,16 @@ from lockstep.features.sample_id import splitmix64_array
 
 KEPT = 1 << 17  # values kept for median, histogram and distinct values; of more values, half to all of that
 PIECE = 1 << 20  # values per step
-MAX_PIECES = 1000  # held apart
+MAX_PIECES = 1000  # arrays in _picked
 
 
 @dataclass
 class NumberStats:
     """Collects numbers of one type, 1-dimensional arrays of it.
 
-    Counts, least, greatest, mean and deviation are of all finite values. `picked` holds them all, in their order, while
-    they are KEPT at most; then those whose place among all has a hash below a bound, so about as many from everywhere,
-    whatever period the values have. Memory: 16 bytes a kept value.
+    Counts, minimum, maximum, mean and deviation are of all finite values. `picked` holds them all, in order, up to KEPT
+    values; then those whose position has a hash below a bound, which are spread evenly for values of any period.
+    Memory: 16 bytes a kept value.
     """
 
     nans: int = 0
@@ -37,7 +37,7 @@ class NumberStats:
     most: Any = None
     mean: float = 0.0
     _squares: float = 0.0  # the sum of squared distances from the mean
-    _bits: int = 0  # a value is picked where as many first bits of its place's hash are 0
+    _bits: int = 0  # a value is picked if so many first bits of its position's hash are 0
     _picked: list[npt.NDArray[Any]] = field(default_factory=list)
     _hashes: list[npt.NDArray[np.uint64]] = field(default_factory=list)
     _held: int = 0  # values in all of _picked

@@ -113,8 +113,8 @@ class Bake:
 def _folds(schema: Schema, got: str) -> ConfigError:
     fields = ", ".join(field.name for field in schema.fitted_fields)
     return ConfigError(
-        "folds cannot be baked: each fold that may be held out has statistics of its own, and shards hold one encoding",
+        "folds cannot be baked: each fold that is held out has its own statistics, and shards hold one encoding",
         got=f"{got}, statistics for {fields}"[:500],
         allowed="a split `train` to fit on, or encodings that need nothing fitted: hash, bucketise, number",
-        next_step="Leave --bake out, and training applies the statistics of the fold held out; or take --split 80/20.",
+        next_step="Remove --bake, and training applies the statistics of the fold held out; or use --split 80/20.",
     )

@@ -90,7 +90,7 @@ class FolderPiece(Piece):
 def plan(inputs: Sequence[str], *, split_bytes: int) -> ImagePlan:
     """List the files below each input, in order of their places.
 
-    Raises NotFoundError for what is missing, no folder, or without files, ConfigError for folders that overlap.
+    Raises NotFoundError for an input that is missing, not a folder, or empty, ConfigError for folders that overlap.
     """
     _refuse_overlap(inputs)
     sources, pieces = [], []

@@ -82,9 +82,9 @@ class ParquetPiece(Piece):
 
 
 def plan(inputs: Sequence[str], *, image: str, label: str, given: bool, num_classes: int | None) -> ImagePlan:
-    """Read the footers: which row groups there are, and whether the columns are of types that are taken.
+    """Read the footers: find the row groups, and check the types of the columns.
 
-    Raises ConfigError for a missing or wrong column, DataError for what is no Parquet file and for files without rows.
+    Raises ConfigError for a missing or wrong column, DataError for other files than Parquet and for files without rows.
     """
     sources = find_sources(inputs)
     pieces: list[ParquetPiece] = []

@@ -165,12 +165,12 @@ def halved(
 
 
 def as_values(text: pa.Array, kind: pa.DataType) -> tuple[pa.Array, NDArray[np.bool_]]:
-    """Strings (n,) as values of type `kind`, null where a string says none of that type, and where that is.
+    """Strings (n,) as values of type `kind`, null for strings that are not such values, and which these are.
 
     Integers are decimal digits with a sign or none and fit 64 bits; floats are decimal and not beyond the type's
     largest, or nan and inf in any case; booleans are 1, true, t, yes and 0, false, f, no in any case; times are ISO
-    8601 (a date, or date and time with a blank or T between), in UTC unless they name their offset. Blanks around any
-    of these say nothing.
+    8601 (a date, or date and time with a blank or T between), in UTC unless they name their offset. Blanks around them
+    are ignored.
     """
     if pa.types.is_string(kind):
         return text, np.zeros(len(text), dtype=bool)
