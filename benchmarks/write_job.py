@@ -154,7 +154,7 @@ class LateShards(WriteShards):
                 records = pa.Array.from_buffers(pa.binary(), batch.num_rows, buffers)
                 yield batch.select([c.SHARD, c.KEY, c.SOURCE, c.POSITION, SAMPLE_ID]).append_column(c.RECORD, records)
 
-        write = WriteShards(schema, "tfrecord", self.table, self.attempts, self.source_urls, self.settings)
+        write = WriteShards(schema, "tfrecord", self.table, self.attempts, self.source_urls)
         return write.write(partition, encoded())
 
 

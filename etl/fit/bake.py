@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from etl import columns as c
-from etl.spark.errors import in_task
 from etl.spark.tasks import mapped
 from etl.split.assign import Stored
 from etl.split.splits import SplitSpec
@@ -97,7 +96,6 @@ class Bake:
         """The columns of the rows that come out."""
         return pa.schema([*_OWN, *self._stored.output])
 
-    @in_task
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Bake the rows of the task."""
         names = [field.name for field in self.schema]

@@ -13,7 +13,6 @@ import pyarrow.compute as pc
 
 from etl import columns as c
 from etl.fit.exact_sums import FLOAT_UNIT, ExactSums
-from etl.spark.errors import in_task
 from etl.spark.session import described
 from etl.spark.tasks import mapped
 from etl.split.assign import Assign
@@ -88,7 +87,6 @@ class Sums:
 
     fields: tuple[Field, ...]
 
-    @in_task
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Sum up the rows of the task."""
         sums: dict[tuple[int, str], ExactSums] = {}

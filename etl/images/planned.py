@@ -269,9 +269,8 @@ class _Planned:
         plans, config, sources = self.plans, job.config, self.plans.plan.sources
         known, table = plans.known, plans.table
         urls = tuple(source.url for source in sources)
-        settings, compression = hadoop_settings(), compression_of(config)
-        write = WriteShards(job.schema, config.fmt, table, staging.attempts, urls, settings, compression)
-        make = MakeShards(WriteLate(write, plans.late), tuple(map(absolute, urls)))
+        write = WriteShards(job.schema, config.fmt, table, staging.attempts, urls, compression_of(config))
+        make = MakeShards(WriteLate(write, plans.late), tuple(map(absolute, urls)), hadoop_settings())
         files = [SourceFile(number, absolute(s.url), s.size_bytes) for number, s in enumerate(sources)]
         context = self.spark.sparkContext
         runs = slices([file.size_bytes for file in files], DEFAULT_SPLIT_BYTES, context.defaultParallelism)

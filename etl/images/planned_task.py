@@ -72,13 +72,14 @@ class MakeShards:
 
     write: WriteLate
     urls: tuple[str, ...]
+    settings: dict[str, str]
 
     @in_task
     def __call__(
         self, groups: Iterable[tuple[PlannedShard | SourceFile, ...]]
     ) -> Iterator[ShardMade | dict[str, object] | None]:
         """Raises what WriteLate raises, and DataError for an archive that became shorter."""
-        set_hadoop_settings(self.write.write.settings)
+        set_hadoop_settings(self.settings)
         for item in itertools.chain.from_iterable(groups):
             if isinstance(item, SourceFile):
                 yield digest_of(item.number, item.url, item.size_bytes)

@@ -7,7 +7,7 @@ quotes. This can only be decided from the start of the file, so such a file is o
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import BinaryIO, cast
@@ -36,6 +36,13 @@ class Lines:
 
 
 @dataclass(frozen=True, slots=True)
+class FileDigest:
+    """The SHA-256 (hex) of a whole file, after its last line."""
+
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
 class LongLine:
     """A line of more than MAX_LINE_BYTES: its first RAW_BYTES, and length and SHA-256 (hex) of the whole line."""
 
@@ -51,21 +58,21 @@ def read_lines(
     *,
     quoted_newlines: bool = False,
     most_bytes: int | None = None,
-    on_digest: Callable[[str], None] | None = None,
-) -> Iterator[Lines | LongLine]:
+    digest: bool = False,
+) -> Iterator[Lines | LongLine | FileDigest]:
     """Yield the lines that begin in the range, some thousand at a time; with `most_bytes` only those in about the first
-    `most_bytes` of a packed file, the last of which may be cut. If the range is a whole file, `on_digest` is called
-    with its SHA-256 at the end.
+    `most_bytes` of a packed file, the last of which may be cut. With `digest`, the last
+    item for a range that is a whole file is its FileDigest.
 
     Raises DataError naming the file if a packed stream is cut or damaged, or if the file does not have its planned
     length.
     """
     with filesystem(part.url).open_read(part.url) as file:
-        if part.whole and on_digest is not None:
+        if part.whole and digest:
             hashed = HashedFile(file)
             # reads like a BinaryIO, but is not declared as one
             yield from _lines_in(part, cast(BinaryIO, hashed), chunk_bytes, quoted_newlines, most_bytes)
-            on_digest(hashed.whole(part.url, part.length))
+            yield FileDigest(hashed.whole(part.url, part.length))
         else:
             yield from _lines_in(part, file, chunk_bytes, quoted_newlines, most_bytes)
 

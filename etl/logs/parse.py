@@ -6,7 +6,6 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 
 from etl import columns as c
 from etl.input.files import Range
-from etl.input.lines import CHUNK_BYTES, RAW_BYTES, LongLine, read_lines
+from etl.input.lines import CHUNK_BYTES, RAW_BYTES, FileDigest, LongLine, read_lines
 from etl.logs.fields import Form
 from etl.logs.values import Reasons, without_bom
 from etl.spark.tasks import MIN_ROWS, Items
@@ -126,8 +125,10 @@ def parse_ranges(works: Sequence[Work], parser: LineParser) -> Iterator[pa.Recor
         if held.names_differ(work):
             yield from _parsed(held, parser, schema, sums)
             held = _Held()
-        on_digest = partial(sums.add_file, work)
-        for lines in read_lines(work.part, quoted_newlines=parser.form.quoted_newlines, on_digest=on_digest):
+        for lines in read_lines(work.part, quoted_newlines=parser.form.quoted_newlines, digest=True):
+            if isinstance(lines, FileDigest):
+                sums.add_file(work, lines.sha256)
+                continue
             if isinstance(lines, LongLine):
                 sums.add(lines=1, bad=1, raw_bytes=len(lines.raw))
                 yield _batch(schema, BAD, [work], np.zeros(1, np.int64), **_long_columns(lines))

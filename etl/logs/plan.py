@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from etl import columns as c
 from etl.input.files import Range, Source, check_lines, find_sources, plan_ranges, source_name
-from etl.input.lines import MAX_LINE_BYTES, Lines, LongLine, read_lines
+from etl.input.lines import MAX_LINE_BYTES, Lines, read_lines
 from etl.logs import web
 from etl.logs.fields import DELIMITERS, TABLE_FORMATS, Form
 from etl.logs.parse import LineParser, Work
@@ -73,7 +73,7 @@ def _head(source: Source, quoted_newlines: bool) -> list[bytes]:
     """The first lines of a file; [] if the first one is too long."""
     part = Range(0, source.url, 0, min(HEAD_BYTES, source.size_bytes), source.codec)
     lines = read_lines(part, HEAD_BYTES, quoted_newlines=quoted_newlines, most_bytes=2 * MAX_LINE_BYTES)
-    first: Lines | LongLine | None = next(lines, None)
+    first = next(lines, None)
     if not isinstance(first, Lines):
         return []
     values: pa.Array = without_bom(first.values)

@@ -33,14 +33,19 @@ Batches = Iterable[pa.RecordBatch]
 
 
 @dataclass(frozen=True)
-class _Declared:
-    """A function for mapInArrow whose batches have its own column `names` and 32-bit offsets."""
+class _Mapped:
+    """A function for mapInArrow whose batches have its own column `names` and 32-bit offsets, under the session's
+    Hadoop settings.
+    """
 
     function: Callable[[Batches], Iterator[pa.RecordBatch]]
     names: tuple[str, ...]
+    settings: dict[str, str]
 
+    @in_task
     def __call__(self, batches: Batches) -> Iterator[pa.RecordBatch]:
-        return self.function(narrowed(batch.rename_columns(list(self.names))) for batch in batches)
+        set_hadoop_settings(self.settings)
+        yield from self.function(narrowed(batch.rename_columns(list(self.names))) for batch in batches)
 
 
 def mapped(df: DataFrame, function: Callable[[Batches], Iterator[pa.RecordBatch]], output: pa.Schema) -> DataFrame:
@@ -52,7 +57,7 @@ def mapped(df: DataFrame, function: Callable[[Batches], Iterator[pa.RecordBatch]
     names = tuple(df.columns)
     if any(set(name) & set(".`") for name in names):
         df = df.toDF(*(f"_{number}" for number in range(len(names))))
-    return df.mapInArrow(_Declared(function, names), ddl_of(output))
+    return df.mapInArrow(_Mapped(function, names, hadoop_settings()), ddl_of(output))
 
 
 def narrowed(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -220,13 +225,12 @@ def _rotated(values: NDArray[np.uint32], bits: int) -> NDArray[np.uint32]:
 COPY_BYTES = 4 << 20
 
 
-def partition_of_task(settings: dict[str, str]) -> int:
-    """The number of this task's partition; sets the Hadoop `settings` for the task."""
+def partition_of_task() -> int:
+    """The number of this task's partition."""
     from pyspark import TaskContext
 
     context = TaskContext.get()
     assert context is not None
-    set_hadoop_settings(settings)
     return context.partitionId()
 
 

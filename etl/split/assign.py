@@ -13,7 +13,6 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from etl import columns as c
-from etl.spark.errors import in_task
 from etl.spark.tasks import rows_too_large
 from etl.split.sampling import SAMPLED_OUT, WEIGHT, ClassWeights, Sampling
 from etl.split.splits import SplitSpec
@@ -108,7 +107,6 @@ class Assign:
         """The columns of the rows that come out."""
         return pa.schema([*_OWN, *self._stored.output])
 
-    @in_task
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Raises DataError for a null in an id column or a row that does not fit the schema."""
         for batch in batches:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from etl.spark.errors import in_task
 from etl.spark.tasks import mapped
 from etl.split.sampling import Sampling
 from etl.split.splits import SplitSpec, current_spelling
@@ -26,7 +25,6 @@ from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.formats.parquet_footer import read_published_footer
 from lockstep.storage.formats.tfrecord import record_offsets
 from lockstep.storage.fs import filesystem
-from lockstep.storage.settings import hadoop_settings, set_hadoop_settings
 from lockstep.storage.urls import absolute, join
 
 if TYPE_CHECKING:
@@ -134,7 +132,7 @@ def check_new_ids(rows: DataFrame, parent: Parent) -> None:
         for shard in split.shards
     )
     planned = rows.sparkSession.range(0, len(shards), 1, max(1, len(shards)))
-    old = mapped(planned, ReadIds(shards, hadoop_settings()), _IDS)
+    old = mapped(planned, ReadIds(shards), _IDS)
     again = rows.select(SAMPLE_ID).join(old, SAMPLE_ID, "left_semi").persist()
     try:
         count = again.count()
@@ -155,12 +153,9 @@ class ReadIds:
     """The function for mapInArrow: numbers of `shards` (URL, manifest entry) in, their sample ids out."""
 
     shards: tuple[tuple[str, ShardInfo], ...]
-    settings: dict[str, str]
 
-    @in_task
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Raises CorruptionError or DataError for a damaged shard."""
-        set_hadoop_settings(self.settings)
         for batch in batches:
             for number in batch.column("id").to_pylist():
                 yield from ids_of(*self.shards[number])

@@ -41,7 +41,6 @@ from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.dataset.manifest_entries import Counts, FileInfo, SplitInfo
 from lockstep.storage.documents import canonical_bytes
 from lockstep.storage.errors import ConfigError, DataError
-from lockstep.storage.settings import hadoop_settings
 from lockstep.storage.urls import absolute, several
 
 if TYPE_CHECKING:
@@ -349,7 +348,7 @@ def _built(
     blocks = None if job.target.parent is None else job.target.parent.block_records
     table = plan_shards(sizes, config.shard_bytes, config.row_group_bytes, blocks, alike=job.split.kind == "kfold")
     urls, compression = urls_of(origin), compression_of(config)
-    write = WriteShards(schema, config.fmt, table, staging.attempts, urls, hadoop_settings(), compression)
+    write = WriteShards(schema, config.fmt, table, staging.attempts, urls, compression)
     if full is None:
         splits, files = write_shards(staging.fs, paths, rows, table, write)
     else:

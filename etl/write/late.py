@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from etl import columns as c
 from etl.columns import PACKED, PLACE
 from etl.input.lines import RAW_BYTES
-from etl.spark.errors import in_task
 from etl.spark.session import described
 from etl.spark.tasks import mapped, partition_of_task, rows_too_large
 from etl.split.assign import Assign
@@ -215,10 +214,9 @@ class WriteLate:
     write: WriteShards
     late: LateImages
 
-    @in_task
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Write the shard of this partition, also an empty one. Raises what WriteShards raises."""
-        yield from self.rows(partition_of_task(self.write.settings), batches)
+        yield from self.rows(partition_of_task(), batches)
 
     def rows(self, partition: int, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Rows of _WRITTEN for the images of `partition`, the row of its shard first."""

@@ -15,7 +15,6 @@ import pyarrow.parquet as pq
 
 from etl import columns as c
 from etl.input.lines import NOT_COMBINED_LOG, NOT_COMMON_LOG
-from etl.spark.errors import in_task
 from etl.spark.session import described
 from etl.spark.tasks import COPY_BYTES, by_partition, mapped, partition_of_task, upload
 from etl.write.checks import refuse_existing
@@ -28,7 +27,6 @@ from lockstep.storage.documents import sha256_hex
 from lockstep.storage.errors import DataError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
-from lockstep.storage.settings import hadoop_settings
 from lockstep.storage.urls import absolute, basename, join, parent
 
 if TYPE_CHECKING:
@@ -62,14 +60,14 @@ def write_quarantine(
     from pyspark.sql import functions as f
 
     if count == 0:
-        table = WriteQuarantine(attempts, source_urls, {}).write(0, iter(()))
+        table = WriteQuarantine(attempts, source_urls).write(0, iter(()))
         results = table.to_pylist()
     else:
         parts = -(-max(raw_bytes, 1) // PART_BYTES)
         part = f.pmod(f.xxhash64(c.SOURCE, c.POSITION, c.PLACE), f.lit(parts)).cast("int")
         placed = by_partition(rows.select(*c.REJECTED.names), parts, part)
         ordered = placed.sortWithinPartitions(c.SOURCE, c.POSITION, c.PLACE)
-        write = WriteQuarantine(attempts, source_urls, hadoop_settings())
+        write = WriteQuarantine(attempts, source_urls)
         with described(rows.sparkSession, "write the rejected input"):
             results = [row.asDict() for row in mapped(ordered, write, _RESULT).collect()]
     results.sort(key=lambda row: row["part"])
@@ -90,12 +88,10 @@ class WriteQuarantine:
 
     attempts: str
     source_urls: tuple[str, ...]
-    settings: dict[str, str]
 
-    @in_task
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Write the file of this partition, also an empty one."""
-        yield self.write(partition_of_task(self.settings), batches)
+        yield self.write(partition_of_task(), batches)
 
     def write(self, part: int, batches: Iterable[pa.RecordBatch]) -> pa.RecordBatch:
         """Write the file of partition `part`; returns its row."""

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from etl import columns as c
-from etl.spark.errors import SameIdError, in_task
+from etl.spark.errors import SameIdError
 from etl.spark.session import described
 from etl.spark.tasks import COPY_BYTES, by_partition, mapped, partition_of_task, upload
 from lockstep.features.arrow import flat
@@ -147,13 +147,11 @@ class WriteShards:
     table: ShardTable
     attempts: str
     source_urls: tuple[str, ...]
-    settings: dict[str, str]
     compression: str | None = None
 
-    @in_task
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Write the shard of this partition, also an empty one."""
-        yield self.write(partition_of_task(self.settings), batches)
+        yield self.write(partition_of_task(), batches)
 
     def write(self, partition: int, batches: Iterable[pa.RecordBatch]) -> pa.RecordBatch:
         """Write the shard of `partition`; returns its row."""

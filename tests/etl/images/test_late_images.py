@@ -95,7 +95,7 @@ def test_sizes_and_records_are_those_of_pixels(tmp_path: Path, fmt: str) -> None
     for name in (c.SPLIT, c.KEY, c.POSITION, "sample_id"):
         assert wanted.column(name) == found.column(name) == thin.column(name)
     assert wanted.column(c.BYTES) == thin.column(c.BYTES) and found.column(c.BYTES).null_count == len(files)
-    write = WriteShards(SCHEMA, fmt, ShardTable((("train", 1, 16),)), tmp_path.as_uri(), ("in.tar",), {})
+    write = WriteShards(SCHEMA, fmt, ShardTable((("train", 1, 16),)), tmp_path.as_uri(), ("in.tar",))
     (early,) = write.write(0, [in_order(wanted)]).to_pylist()
     told = pa.Table.from_batches(
         WriteLate(write, LATE).rows(0, pa.Table.from_batches([in_order(found)]).to_batches(7))
@@ -115,7 +115,7 @@ def test_broken_images_are_missing_in_their_shard_and_told_once(tmp_path: Path) 
     files = [photo(1), cut(photo(2)), photo(1), photo(3), cut(photo(4))]
     assign = AssignLate.of(Assign(SCHEMA, ("name",), SplitSpec.parse("1/1"), 0, "tfrecord"), LATE)
     rows = in_order(assign.rows(given(files)))
-    write = WriteShards(SCHEMA, "tfrecord", ShardTable((("train", 1, 2),)), tmp_path.as_uri(), ("in.tar",), {})
+    write = WriteShards(SCHEMA, "tfrecord", ShardTable((("train", 1, 2),)), tmp_path.as_uri(), ("in.tar",))
     first, *told = pa.Table.from_batches(WriteLate(write, LATE).rows(0, [rows])).to_pylist()
     shard = first["shard"]
     assert (shard["records"], shard["rejected"], shard["rejected_bytes"]) == (3, 2, len(files[1]) + len(files[4]))
