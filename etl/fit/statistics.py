@@ -1,4 +1,7 @@
-"""Vocabularies, means and variances of the training split: exact, and the same for any parallelism."""
+"""Vocabularies, means and variances of the training split: exact, and the same for any parallelism.
+
+Decision record: docs/decisions/062-features.md.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The image job: image sets of any source become a dataset of pixels, or encoded images, and labels."""
+"""The image job: image sets of any source become a dataset of pixels, or encoded images, and labels.
+
+Decision record: docs/decisions/064-image-sources.md.
+"""
 
 from __future__ import annotations
 

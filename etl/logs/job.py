@@ -1,4 +1,7 @@
-"""The log job: web requests, or records of a declared schema, become a dataset."""
+"""The log job: web requests, or records of a declared schema, become a dataset.
+
+Decision record: docs/decisions/063-log-sources.md.
+"""
 
 from __future__ import annotations
 

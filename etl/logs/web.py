@@ -1,4 +1,7 @@
-"""Requests for pages out of a web server's log, whatever its format."""
+"""Requests for pages out of a web server's log, whatever its format.
+
+Decision record: docs/decisions/012-web-log.md.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""How records are split: by hash, independent of other records, or by counts over all records (stratified, time)."""
+"""How records are split: by hash, independent of other records, or by counts over all records (stratified, time).
+
+Decision record: docs/decisions/061-splits-and-leakage.md.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Both use counts over ranges of keys or times, which a few passes narrow down, so the driver holds some thousand numbers
 for any number of records, and no task sorts a whole class.
+
+Decision record: docs/decisions/061-splits-and-leakage.md.
 """
 
 from __future__ import annotations

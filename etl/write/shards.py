@@ -1,4 +1,7 @@
-"""The last pass, in tasks: each partition is written as a shard, under a unique name until the driver renames it."""
+"""The last pass, in tasks: each partition is written as a shard, under a unique name until the driver renames it.
+
+Decision record: docs/decisions/010-blocks-and-sizes.md.
+"""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def test_many_small_files_are_read_once_by_few_tasks(
         for what in (
             "read and parse the log",
             "make ids, splits and records",
-            "look for what is on two sides of the split",
+            "check for leakage between splits",
             "count vocabularies",
             "order the records and write the shards",
             "write the rejected input",
