@@ -133,8 +133,9 @@ class PlainAssign(Assign):
 class LateAssign(Assign):
     """Leaves the columns as they are, for LateShards to encode; only sizes are worked out."""
 
-    def ddl(self) -> str:
-        return self._columns().ddl()
+    @property
+    def output(self) -> pa.Schema:
+        return self._columns().output
 
     def rows(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         found = self._columns().rows(batch)
@@ -162,7 +163,7 @@ class LateShards(WriteShards):
                 records = pa.Array.from_buffers(pa.binary(), batch.num_rows, buffers)
                 yield batch.select([c.SHARD, c.KEY, c.SOURCE, c.POSITION, SAMPLE_ID]).append_column(c.RECORD, records)
 
-        write = WriteShards(schema, "tfrecord", self.table, self.attempts, self.source_urls, self.settings)
+        write = WriteShards(schema, "tfrecord", self.table, self.attempts, self.source_urls)
         return write.write(partition, encoded())
 
 

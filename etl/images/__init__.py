@@ -1,1 +1,1 @@
-"""Image sets: folders, tar, IDX, CIFAR and Parquet to records of pixels."""
+"""Image sets: folders, tar archives, IDX, CIFAR and Parquet become records of pixels or encoded images."""

@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100, binary version: records of fixed length, in *.bin files, packed or in the official archive.
+"""CIFAR-10 and CIFAR-100, binary version: records of fixed length in *.bin files, also packed or in the archive.
 
 CIFAR-10    1 byte class, then 3 x 1,024 bytes: the red, green and blue plane of 32 rows of 32 pixels
 CIFAR-100   1 byte coarse class, 1 byte fine class (the label), then the same
@@ -29,7 +29,7 @@ LABEL_BYTES = {"cifar10": 1, "cifar100": 2}
 NUM_CLASSES = {"cifar10": 10, "cifar100": 100}
 NAMES = {
     "cifar10": ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
-    # A label's number is all that a record holds: the names are told by a file beside the batches, if it is there.
+    # A record has only the number of its label: the names come from a file next to the batches, if there is one.
     "cifar100": (),
 }
 NAME_FILES = {"cifar100": "fine_label_names.txt"}
@@ -39,9 +39,9 @@ _TAR_MAGIC_AT, _TAR_MAGIC = 257, b"ustar"
 
 @dataclass(frozen=True, slots=True)
 class CifarPiece(Piece):
-    """`count` records of a file from the record `first` on; of a packed file alone all, however many (`count` None).
+    """`count` records of a file, starting with record `first`; all of a packed file (`count` None).
 
-    `offset` is where the file begins in what is unpacked from `url`: 0 unless it is a member of an archive.
+    `offset` is the position of the file in the unpacked bytes of `url`: 0 unless it is a member of an archive.
     """
 
     source: int
@@ -56,7 +56,7 @@ class CifarPiece(Piece):
     count: int | None
 
     def read(self, intake: Intake, num_classes: int | None) -> Iterator[pa.RecordBatch]:
-        """Raises DataError for a file that ends within a record."""
+        """Raises DataError for a file that ends inside a record."""
         assert num_classes is not None
         width = self.label_bytes + PIXELS
         step, number = max(1, r.BATCH_BYTES // width), self.first
@@ -80,23 +80,23 @@ class CifarPiece(Piece):
         stack = records[:, self.label_bytes :].reshape(-1, CHANNELS, SIDE, SIDE).transpose(0, 2, 3, 1)
         good = labels < num_classes
         positions = self.offset + numbers * records.shape[1]
-        told = {c.SOURCE: self.source, "name": self.name}
+        fixed = {c.SOURCE: self.source, "name": self.name}
         if good.any():
             columns = {c.OCCURRENCE: self.occurrence, c.SPLIT: self.split, "number": numbers[good]}
             columns |= {"image": r.pixel_rows(intake.stack(stack[good])), "label": labels[good]}
             columns |= {c.POSITION: positions[good], "kind": r.RECORD}
-            yield r.rows(int(good.sum()), {**told, **columns})
-        gather = r.Gather((), **told)
+            yield r.rows(int(good.sum()), {**fixed, **columns})
+        gather = r.Gather((), **fixed)
         for at in np.flatnonzero(~good).tolist():
             gather.bad(r.LABEL_OUT_OF_RANGE, int(positions[at]), records[at].tobytes())
         yield from gather.rest()
 
 
 def plan(inputs: Sequence[str], kind: str, *, given: bool, num_classes: int, split_bytes: int) -> ImagePlan:
-    """Find the *.bin files, in archives too, and check the lengths of those that are not packed alone.
+    """Find the *.bin files, also in archives, and check the lengths of those whose length is known.
 
-    Raises NotFoundError where there is none, DataError for a wrong length, for a name without a split if `given`, and
-    for a file of class names that does not name them all.
+    Raises NotFoundError if there is none, DataError for a wrong length, for a name without a split if `given`, and for
+    an incomplete file of class names.
     """
     names, names_file = NAMES[kind], NAME_FILES.get(kind)
     sources = [source for source in find_sources(inputs) if _is_archive(source) or _is_wanted(source, names_file)]
@@ -155,7 +155,7 @@ def plan(inputs: Sequence[str], kind: str, *, given: bool, num_classes: int, spl
 
 
 def _split_of(name: str) -> str | None:
-    """The official names: data_batch_1.bin ... are for training; test_batch.bin, train.bin and test.bin say it."""
+    """The split by the official names: data_batch_1.bin ... are for training, the others contain train or test."""
     return split_word(name) or ("train" if basename(name).startswith("data_batch") else None)
 
 
@@ -169,7 +169,7 @@ def _is_wanted(source: Source, names_file: str | None) -> bool:
 
 
 def _names(source: Source, offset: int, size: int | None, count: int) -> tuple[str, ...]:
-    """The names of the classes in order. Raises DataError for another number of them."""
+    """The names of the classes in order. Raises DataError for a wrong number of them."""
     with Forward(source.url, source.codec) as stream:
         data = stream.at(offset, MAX_NAMES_BYTES if size is None else min(size, MAX_NAMES_BYTES))
     names = tuple(data.decode("utf-8", errors="backslashreplace").split())
@@ -178,7 +178,7 @@ def _names(source: Source, offset: int, size: int | None, count: int) -> tuple[s
             f"{source.url} does not name the classes",
             got=f"{len(names)} names, {len(set(names))} of them different",
             allowed=f"{count} names, a line each",
-            next_step="Fetch the file again, or leave the file of the names out.",
+            next_step="Fetch the file again, or remove the file of the names.",
         )
     return names
 
@@ -189,7 +189,7 @@ def _is_archive(source: Source) -> bool:
 
 
 def _files(source: Source, names_file: str | None) -> Iterator[tuple[str, int, int | None]]:
-    """(name, offset, bytes or None where only reading tells) of each batch in a source, and of the file of names."""
+    """(name, offset, bytes or None if unknown before reading) of each batch in a source, and of the file of names."""
     if not _is_archive(source):
         yield source_name(source.url), 0, source.size_bytes if source.codec == PLAIN else None
         return
@@ -201,7 +201,7 @@ def _files(source: Source, names_file: str | None) -> Iterator[tuple[str, int, i
 
 def _wrong_length(url: str, got: int, width: int) -> DataError:
     return DataError(
-        f"{url} is no CIFAR batch",
+        f"{url} is not a CIFAR batch",
         got=f"{got} bytes",
         allowed=f"records of {width} bytes",
         next_step="Check --source (cifar10 or cifar100), or fetch the file again.",

@@ -1,4 +1,4 @@
-"""What `jobs.etl_images` is told, checked before anything is read."""
+"""The configuration of `jobs.etl_images`, checked before anything is read."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from etl.write.config import OutputConfig
 from etl.write.late import Intake
 from lockstep.features.images.decode import Limits
 from lockstep.features.images.resize import FITS, ROTATIONS
+from lockstep.features.schema.fields import Field, sample_id_field
+from lockstep.features.schema.schema import Schema
 from lockstep.storage.errors import require
 
 SOURCES = ("idx", "cifar10", "cifar100", "folder", "tar", "parquet")
@@ -25,22 +27,22 @@ _BYTE_CLASSES = {"idx": 256, **NUM_CLASSES}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImagesConfig(OutputConfig):
-    """Raises ConfigError for values that cannot be right."""
+    """The configuration of `jobs.etl_images`. Raises ConfigError for invalid values."""
 
     source: str = "idx"
     """idx, cifar10, cifar100: records of equal size; folder, tar, parquet: JPEG, PNG, GIF, TIFF and WebP files."""
     image_size: tuple[int, int] | None = None
-    """Height and width to bring images to; None keeps the size of idx and cifar, whose images all have one."""
+    """Height and width that images are resized to; None keeps the size of idx and cifar, whose images are all equal."""
     fit: str = "resize"
-    """How: resize, crop or pad, see lockstep.features.images.resize.fit."""
+    """How images get that size: resize, crop or pad, see lockstep.features.images.resize.fit."""
     rotate: int = 0
-    """Degrees clockwise: 0, 90, 180 or 270, before the size is changed."""
+    """Degrees clockwise, before the size is changed: 0, 90, 180 or 270."""
     channels: int | None = None
-    """1 (grey) or 3 (RGB); None keeps those of idx and cifar and gives 3 for files."""
+    """1 (grey) or 3 (RGB); None keeps those of idx and cifar, and means 3 for files."""
     store: str = "pixels"
-    """pixels, or encoded: the files' bytes, which a reader decodes and fits."""
+    """pixels, or encoded: the bytes of the files, which a reader decodes and resizes."""
     num_classes: int | None = None
-    """Labels are 0 to num_classes - 1, others are quarantined; None for 10 (cifar100: 100) or as many as have names."""
+    """Labels are 0 to num_classes - 1, others are quarantined; None for 10 (cifar100: 100) or the number of names."""
     image_column: str = "image"
     """Parquet: the column of encoded images; a struct's field as column.field."""
     label_column: str = "label"
@@ -61,7 +63,7 @@ class ImagesConfig(OutputConfig):
             self.store == "pixels" or self.rotate == 0,
             "--rotate",
             "with --store encoded",
-            "0: the bytes stay as they are",
+            "0: the bytes are stored unchanged",
         )
         require(1 <= self.max_pixels <= 1 << 28, "--max-pixels", str(self.max_pixels), "1 to 2^28")
         if self.num_classes is not None:
@@ -72,7 +74,7 @@ class ImagesConfig(OutputConfig):
             require(good, "--image-size", str(self.image_size), f"1 to {MAX_SIDE}")
         elif files:
             require(False, "--image-size", f"none with --source {self.source}", "HxW: files may have any size")
-        require(not self.bake, "--bake", "images", "--store pixels without it: pixels are what a model is fed")
+        require(not self.bake, "--bake", "images", "--store pixels without --bake: pixels are the inputs of a model")
         idle = (
             ("--fit", self.fit != "resize" and self.image_size is None, "--image-size"),
             ("--max-pixels", self.max_pixels != MAX_PIXELS and not files, f"--source {' or '.join(ENCODED)}"),
@@ -80,29 +82,46 @@ class ImagesConfig(OutputConfig):
             ("--label-column", self.label_column != "label" and self.source != "parquet", "--source parquet"),
         )
         for flag, does_nothing, needed in idle:
-            require(not does_nothing, flag, f"{flag} without {needed}", f"with {needed}, else it does nothing")
+            require(not does_nothing, flag, f"{flag} without {needed}", f"with {needed}, else it has no effect")
         column = self.split_spec.column
         require(column in (None, "label"), "--split", self.split, "a split without a column, or stratified:label:A/B")
 
     @property
     def label_count(self) -> int | None:
-        """How many labels that are numbers there are; None where that is not known before the files are."""
+        """The number of classes of numeric labels; None if it is only known after reading the files."""
         return self.num_classes or _DEFAULT_CLASSES.get(self.source)
 
     @property
     def late(self) -> bool:
-        """Whether images may become pixels only when they are written: what else follows from the number of records of
-        a class or of a time must know first which are broken.
+        """Whether images may become pixels only when they are written. Not if splits or weights depend on counts of
+        records: these need to know first which images are broken.
         """
         counted = self.weights != "none" or self.split_spec.kind in ("stratified", "time")
         return self.source in ENCODED and self.store == "pixels" and not counted
 
     @property
     def may_be_planned(self) -> bool:
-        """Whether all but the pixels may follow from names and headers: ids, splits by the id or the name, order."""
+        """Whether ids, splits and order depend only on names and headers: then the driver can plan shards."""
         split = self.split_spec
         hashed = split.kind in ("random", "kfold", "given") and split.column is None
         return self.source == "tar" and self.late and hashed and self.sample is None and self.append_to is None
+
+    def fields(self, shape: tuple[int, int, int] | None, num_classes: int) -> Schema:
+        """The fields of the dataset: pixels (height, width, channels) uint8, and the class. With --store encoded an
+        image is the bytes of its file, which a reader decodes and brings to that size.
+
+        `shape` is that of the input's images, None for files of any size.
+        """
+        if shape is None:
+            assert self.image_size is not None, "files of any size are brought to one"
+            shape = (*self.image_size, 3)
+        height, width, channels = self.intake.shape(*shape)
+        image = Field(name="image", dtype="uint8", shape=(height, width, channels))
+        if self.store == "encoded":
+            encoding = {"kind": "image", "height": height, "width": width, "channels": channels, "fit": self.fit}
+            image = Field(name="image", dtype="bytes", encoding=encoding)
+        label = Field(name="label", dtype="int64", kind="label", num_classes=num_classes)
+        return Schema((sample_id_field(), image, label))
 
     @property
     def intake(self) -> Intake:
@@ -117,12 +136,12 @@ class ImagesConfig(OutputConfig):
             limits=Limits(max_pixels=self.max_pixels),
         )
 
-    def told(self, class_names: Sequence[str]) -> dict[str, Any]:
-        """`to_json` with the names of the classes, which came to light."""
+    def with_classes(self, class_names: Sequence[str]) -> dict[str, Any]:
+        """`to_json` with the names of the classes, which are known after reading."""
         return {**self.to_json(), "class_names": list(class_names) or None}
 
     def to_json(self) -> dict[str, Any]:
-        """What the content of the dataset follows from, besides the input and the seed."""
+        """The settings that decide the content of the dataset, in addition to input and seed."""
         own: dict[str, Any] = {
             "job": "etl_images",
             "source": self.source,

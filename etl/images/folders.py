@@ -1,4 +1,4 @@
-"""Folders of class folders: each image a file of its own, many of them a task."""
+"""Image sets in folders of class folders: each image is a file, and a task reads many of them."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 MAX_FILES_A_PIECE = 2000
-_COLUMNS = (c.PACKED, c.SPLIT, "class", "name", "place", "length", "sha256")
+_COLUMNS = (c.PACKED, c.SPLIT, "class", "name", c.PLACE, c.LENGTH, c.SHA256)
 _EMPTY_SHA256 = hashlib.sha256(b"").hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class FolderPiece(Piece):
-    """Files of one folder: their places below it, with their sizes in bytes; -1 for what is no regular file."""
+    """Files of one folder: their paths below it and sizes in bytes; -1 for anything but a regular file."""
 
     source: int
     root: str
@@ -45,7 +45,7 @@ class FolderPiece(Piece):
     files: tuple[tuple[str, int], ...]
 
     def read(self, intake: Intake, num_classes: int | None) -> Iterator[pa.RecordBatch]:
-        """Raises DataError for a file whose length is not the planned one."""
+        """Raises DataError for a file that does not have its planned length."""
         gather = r.Gather(_COLUMNS, **{c.SOURCE: self.source, c.POSITION: 0, "number": 0, c.OCCURRENCE: 0})
         for place, size in self.files:
             self._take(place, size, intake, gather)
@@ -90,7 +90,7 @@ class FolderPiece(Piece):
 def plan(inputs: Sequence[str], *, split_bytes: int) -> ImagePlan:
     """List the files below each input, in order of their places.
 
-    Raises NotFoundError for what is missing, no folder, or without files, ConfigError for folders that overlap.
+    Raises NotFoundError for an input that is missing, not a folder, or empty, ConfigError for folders that overlap.
     """
     _refuse_overlap(inputs)
     sources, pieces = [], []
@@ -104,20 +104,20 @@ def plan(inputs: Sequence[str], *, split_bytes: int) -> ImagePlan:
 
 
 def _refuse_overlap(inputs: Sequence[str]) -> None:
-    """Each image is to be read once: no input is another, or lies in another."""
+    """Raise ConfigError if one input is, or is inside, another: each image must be read once."""
     places = [_place(url) for url in inputs]
     for (one, place), (other, above) in permutations(zip(inputs, places, strict=True), 2):
         if place[: len(above)] == above:
             raise ConfigError(
                 f"input {one} would be read twice",
-                got="given twice" if place == above else f"it lies in {other}",
-                allowed="folders of which none is or holds another",
-                next_step="Take one of them out of --input.",
+                got="given twice" if place == above else f"it is inside {other}",
+                allowed="separate folders, none inside another",
+                next_step="Remove one of them from --input.",
             )
 
 
 def _place(url: str) -> tuple[str, ...]:
-    """The same parts for every way of writing one folder's URL; a local link counts as what it leads to."""
+    """The same parts for all spellings of a folder's URL; a local link counts as its target."""
     scheme, authority, path = split_url(absolute(url))
     path = os.path.realpath(path) if scheme == "file" else os.path.normpath(path)
     return (scheme, authority, *(part for part in path.split("/") if part))
@@ -127,7 +127,7 @@ def _listed(url: str, root: str) -> list[tuple[str, int]]:
     fs = filesystem(root)
     if not fs.exists(root) or not fs.stat(root).is_dir:
         raise NotFoundError(
-            f"input {url} is no folder",
+            f"input {url} is not a folder",
             got="a file" if fs.exists(root) else "nothing there",
             allowed="a folder that holds a folder for each class",
             next_step="Check --input; a tar archive goes with --source tar.",
@@ -162,17 +162,16 @@ def _digest(url: str) -> str:
     return digest.hexdigest()
 
 
-_DDL = f"{c.SOURCE} int, lines binary, bytes bigint"
 _LINES = pa.schema([(c.SOURCE, pa.int32()), ("lines", pa.binary()), ("bytes", pa.int64())])
 
 
 def digest_trees(parsed: DataFrame, sources: Sequence[Source]) -> tuple[SourceInfo, ...]:
-    """Bytes and SHA-256 of each folder: over a line `SHA256 BYTES PLACE` for each file that was read, in order.
+    """Bytes and SHA-256 of each folder: the digest is over a line `SHA256 BYTES PATH` for each file, in order.
 
     `parsed` are rows of etl.images.source. Spark sorts them; the driver holds the lines of one partition.
     """
-    files = parsed.where(f"kind <> {DROPPED}").select(c.SOURCE, "place", "length", "sha256")
-    found = mapped(files.orderBy(c.SOURCE, "place"), lines_of, _DDL)
+    files = parsed.where(f"kind <> {DROPPED}").select(c.SOURCE, c.PLACE, c.LENGTH, c.SHA256)
+    found = mapped(files.orderBy(c.SOURCE, c.PLACE), lines_of, _LINES)
     digests, sizes = [hashlib.sha256() for _ in sources], [0 for _ in sources]
     for row in found.toLocalIterator():
         digests[row[c.SOURCE]].update(row["lines"])
@@ -195,8 +194,8 @@ def lines_of(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 
 def _lines(batch: pa.RecordBatch) -> pa.RecordBatch:
-    lengths = batch.column("length")
-    lines = pc.binary_join_element_wise(batch.column("sha256"), lengths.cast(pa.string()), batch.column("place"), " ")
+    lengths = batch.column(c.LENGTH)
+    lines = pc.binary_join_element_wise(batch.column(c.SHA256), lengths.cast(pa.string()), batch.column(c.PLACE), " ")
     text = "".join(line + "\n" for line in lines.to_pylist())
     row = {c.SOURCE: batch.column(c.SOURCE)[0].as_py(), "lines": text.encode(), "bytes": pc.sum(lengths).as_py()}
     return pa.RecordBatch.from_pylist([row], schema=_LINES)

@@ -1,8 +1,8 @@
-"""The IDX format of MNIST and its kin, plain or packed, checked byte for byte against what its header promises.
+"""The IDX format of MNIST, plain or packed; the length of a file is checked against its header.
 
 offset 0   two zero bytes, the type of the values (08: unsigned byte), the number of dimensions d
 offset 4   d big-endian uint32: the sizes; for images n, height, width (and channels), for labels n
-behind     the values in C order, nothing else
+then       the values in C order, nothing else
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from lockstep.storage.urls import absolute, parent
 _UNSIGNED_BYTE = 0x08
 MAX_SIDE = 4096
 MAX_RECORDS = (1 << 31) - 1
-# A packed file does not tell its length, so its header must not be able to ask for all memory.
+# The length of a packed file is not known, so its header must not be able to claim all memory.
 MAX_RECORD_BYTES = MAX_SIDE * MAX_SIDE * 4
 
 
 @dataclass(frozen=True, slots=True)
 class IdxFile:
-    """An IDX file of unsigned bytes: place, codec and dimensions, the first being the number of records."""
+    """An IDX file of unsigned bytes: URL, codec and dimensions, of which the first is the number of records."""
 
     url: str
     codec: str
@@ -44,7 +44,7 @@ class IdxFile:
 
     @property
     def header_bytes(self) -> int:
-        """Where the values begin."""
+        """The position of the values."""
         return 4 + 4 * len(self.shape)
 
     @property
@@ -58,7 +58,7 @@ class IdxFile:
         return self.header_bytes + self.shape[0] * self.record_bytes
 
     def position(self, record: int) -> int:
-        """Where a record begins, in decompressed bytes."""
+        """The position of a record, in decompressed bytes."""
         return self.header_bytes + record * self.record_bytes
 
 
@@ -86,15 +86,15 @@ def read_header(source: Source) -> IdxFile:
 def read_records(file: IdxFile, first: int, count: int, batch: int) -> Iterator[bytes]:
     """Yield the bytes of records `first` to `first + count`, `batch` records at a time.
 
-    A packed file is read through, to its end where the range ends there, so that a cut or overlong one is noticed.
-    Raises DataError.
+    A packed file is read from its start, and to its end if the range ends there, so that a wrong length is noticed.
+    Raises DataError for it.
     """
     with Forward(file.url, file.codec) as stream:
         for start in range(first, first + count, batch):
             wanted = min(batch, first + count - start) * file.record_bytes
             data = stream.at(file.position(start), wanted)
             if len(data) < wanted:
-                # What lies before the range was skipped, so where it ended is not known.
+                # The bytes before the range were skipped, so the end of the file is not known.
                 skipped = start == first > 0 and not data
                 raise _length(file, file.position(start) + len(data), "or fewer" if skipped else "")
             yield data
@@ -127,7 +127,7 @@ _GIVEN = {"train": "train", "t10k": "test", "test": "test"}
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """An image file and its label file, by their places among the sources, and the split that their name gives."""
+    """An image file and its label file, their numbers among the sources, and the split in their name."""
 
     images: IdxFile
     labels: IdxFile
@@ -139,7 +139,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class IdxPiece(Piece):
-    """`count` records of a pair from the record `first` on."""
+    """`count` records of a pair, starting with record `first`."""
 
     images_url: str
     images_codec: str
@@ -155,7 +155,7 @@ class IdxPiece(Piece):
     count: int
 
     def read(self, intake: Intake, num_classes: int | None) -> Iterator[pa.RecordBatch]:
-        """Raises DataError for files that are not as long as their headers say."""
+        """Raises DataError for files whose length is not that of their header."""
         assert num_classes is not None
         images = IdxFile(self.images_url, self.images_codec, tuple(self.shape))
         labels = IdxFile(self.labels_url, self.labels_codec, (images.shape[0],))
@@ -199,10 +199,10 @@ class IdxPiece(Piece):
                 "kind": r.BAD,
                 c.SOURCE: self.labels_source,
                 c.POSITION: numbers + labels.header_bytes,
-                "reason": r.LABEL_OUT_OF_RANGE,
-                "raw": raw,
-                "length": np.ones(len(label), dtype=np.int64),
-                "sha256": [hashlib.sha256(value).hexdigest() for value in raw],
+                c.REASON: r.LABEL_OUT_OF_RANGE,
+                c.RAW: raw,
+                c.LENGTH: np.ones(len(label), dtype=np.int64),
+                c.SHA256: [hashlib.sha256(value).hexdigest() for value in raw],
             },
         )
 
@@ -235,15 +235,15 @@ def pair_up(sources: Sequence[Source], given: bool) -> list[Pair]:
                 f"input {source.url} is not named like an IDX file",
                 got=name,
                 allowed="*images*idx3* and *labels*idx1*, plain, .gz, .bz2 or .zst",
-                next_step="Name the files as MNIST does, or leave this one out.",
+                next_step="Name the files as MNIST does, or remove this one.",
             )
         key = (parent(source.url), _KIND.sub(r"*\2idx", name))
         if kind.group(1) in found.setdefault(key, {}):
             raise ConfigError(
-                f"input {source.url} is there twice",
+                f"input {source.url} is given twice",
                 got="the same name plain and packed, or given twice",
                 allowed="one of them",
-                next_step="Take one of them out.",
+                next_step="Remove one of them.",
             )
         found[key][kind.group(1)] = number
     pairs: list[Pair] = []

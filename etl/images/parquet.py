@@ -1,4 +1,4 @@
-"""Parquet files with a column of encoded images and a column of labels, a row group a task."""
+"""Image sets in Parquet: a column of encoded images and a column of labels; a piece is a row group."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from lockstep.storage.fs import filesystem
 from lockstep.storage.urls import absolute
 
 _COLUMNS = (c.PACKED, c.POSITION, "number", "label", "class")
-_BATCH_ROWS = 64  # images of some MiB each must not come in thousands
+_BATCH_ROWS = 64  # images may have some MiB each
 
 
 @dataclass(frozen=True, slots=True)
 class ParquetPiece(Piece):
-    """One row group of a file, whose first row is the row `first` of the file; `columns` are dotted paths."""
+    """One row group of a file; its first row is the row `first` of the file. `columns` are dotted paths."""
 
     source: int
     url: str
@@ -62,7 +62,7 @@ class ParquetPiece(Piece):
     def _take(
         self, image: bytes | None, label: Any, number: int, intake: Intake, num_classes: int | None, gather: r.Gather
     ) -> None:
-        # A Parquet file tells no byte position of a row: its number stands for it.
+        # A row of a Parquet file has no byte position: its number takes this place.
         if image is None or label is None:
             gather.bad(r.NO_IMAGE if image is None else r.NO_LABEL, number, image or b"")
             return
@@ -82,9 +82,9 @@ class ParquetPiece(Piece):
 
 
 def plan(inputs: Sequence[str], *, image: str, label: str, given: bool, num_classes: int | None) -> ImagePlan:
-    """Read the footers: which row groups there are, and whether the columns are of types that are taken.
+    """Read the footers: find the row groups, and check the types of the columns.
 
-    Raises ConfigError for a missing or wrong column, DataError for what is no Parquet file and for files without rows.
+    Raises ConfigError for a missing or wrong column, DataError for other files than Parquet and for files without rows.
     """
     sources = find_sources(inputs)
     pieces: list[ParquetPiece] = []
@@ -120,7 +120,7 @@ def plan(inputs: Sequence[str], *, image: str, label: str, given: bool, num_clas
             "the inputs hold no record",
             got=f"{len(sources)} Parquet files without a row group",
             allowed="a row or more",
-            next_step="Check --input, and what wrote these files.",
+            next_step="Check --input, and the program that wrote these files.",
         )
     return ImagePlan(sources=sources, pieces=pieces, num_classes=num_classes if named == {False} else None)
 
@@ -148,7 +148,7 @@ def _labels_are_text(url: str, schema: pa.Schema, image: str, label: str) -> boo
     text = kind is not None and (pa.types.is_string(kind) or pa.types.is_large_string(kind))
     if not good_image or not (text or (kind is not None and pa.types.is_integer(kind))):
         raise ConfigError(
-            f"{url} has not the columns that --image-column and --label-column name",
+            f"{url} does not have the columns that --image-column and --label-column name",
             got=", ".join(f"{path}: {'not there' if kind is None else kind}" for path, kind in kinds.items()),
             allowed="a column of bytes and one of text or whole numbers; a struct's field as column.field",
             next_step=f"Columns are: {', '.join(f'{f.name} ({f.type})' for f in schema)[:500]}.",

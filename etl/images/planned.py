@@ -1,15 +1,16 @@
-"""Images of plain archives to shards in one Spark job: the driver plans each shard from names and headers alone.
+"""Planned shards: images of plain tar archives become shards in one Spark job (docs/decisions/064-image-sources.md).
 
-Ids, splits, order and sizes follow from a file's name and from the size of the pixels, so that no row has to pass
-through Spark: a task for each shard reads what the shard holds. The bytes are those of the general way
-(etl.images.job.run), which takes over where this one does not fit, and for all that ends in an error of the input.
+Ids, splits, order and sizes depend only on a file's name and the size of the pixels. So the driver plans each shard
+from the archives' headers, and no row passes through Spark: a task for each shard reads the shard's files. The bytes
+are those of the general way (etl.write.job.Input.write), which takes over for other inputs and for any error of the
+input.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -21,16 +22,17 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from etl import columns as c
+from etl.columns import LENGTH
 from etl.images.config import MAX_CLASSES, ImagesConfig
 from etl.images.planned_task import MAX_RAW_BYTES, MakeShards, PlannedShard, ShardMade, SourceFile
-from etl.images.source import BAD, DROPPED, ID_COLUMNS, LENGTH, OFFSET, OUTPUT, ImagePlan
+from etl.images.source import BAD, DROPPED, ID_COLUMNS, OFFSET, OUTPUT, ImagePlan
 from etl.input.files import DEFAULT_SPLIT_BYTES, infos_of
 from etl.spark.session import described
 from etl.spark.tasks import slices
 from etl.split.assign import Assign
-from etl.split.leakage import CONTENT, Leakage, Values, checks_of, told
-from etl.write.checks import check_schema
-from etl.write.dataset import Done, Job, compression_of, published
+from etl.split.leakage import CONTENT, Leakage, Values, checks_of, logged
+from etl.write.checks import Target, check_schema
+from etl.write.dataset import Done, Job, building, compression_of, publish
 from etl.write.late import AssignLate, LateImages, WriteLate
 from etl.write.quarantine import Origin
 from etl.write.shards import ShardTable, WriteShards, placed, plan_shards
@@ -46,35 +48,24 @@ from lockstep.storage.urls import absolute
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-# Each task may have to read all of the archives, where its files lie all over them.
+# Each task may have to read all archives if its files are spread over them.
 MAX_READS = 4
 FREE_READ_BYTES = 8 << 30
-MAX_HELD_BYTES = 256 << 20  # the encoded files of a shard, which its task holds at once
+MAX_HELD_BYTES = 256 << 20  # the encoded files of a shard, which its task holds in memory
 MAX_OPENED = 10_000  # archives times tasks that open them
 _SIGN = np.uint64(1 << 63)
 _LOW = np.uint64((1 << 32) - 1)
 _HALF = np.uint64(32)
-QUARANTINE = pa.schema(
-    [
-        ("source", pa.int32()),
-        ("position", pa.int64()),
-        ("place", pa.string()),
-        ("reason", pa.string()),
-        ("raw", pa.binary()),
-        ("length", pa.int64()),
-        ("sha256", pa.string()),
-    ]
-)
 
 
 class NotPlannable(Exception):
-    """This input, or this output, is for the general way."""
+    """This input, or this output, needs the general way."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """What is known before an image is looked at: `files` that should be images, rows of etl.images.source.FILES, and
-    what is rejected (rows of the quarantine) or dropped already.
+    """What is known from headers: `files` that should be images (rows of etl.images.source.FILES), and what is already
+    rejected (rows of etl.columns.REJECTED) or dropped.
     """
 
     files: pa.Table
@@ -83,7 +74,7 @@ class Known:
 
     @property
     def read(self) -> int:
-        """Records in all."""
+        """The number of records."""
         return len(self.files) + len(self.bad) + sum(self.dropped.values())
 
     @cached_property
@@ -93,27 +84,26 @@ class Known:
 
 
 def known_of(plan: ImagePlan, early: list[dict[str, Any]]) -> Known:
-    """Without what turned out to be rejected `early`."""
+    """What is known of a plan, without the files that were rejected `early`."""
     assert plan.files is not None
     files = plan.files.files
     if early:
-        out = _numbers(np.array([row["source"] for row in early]), np.array([row["position"] for row in early]))
+        out = _numbers(np.array([row[c.SOURCE] for row in early]), np.array([row[c.POSITION] for row in early]))
         every = _numbers(np.asarray(files.column(c.SOURCE)), np.asarray(files.column(c.POSITION)))
         files = files.filter(pa.array(~np.isin(every, out)))
     other = pa.Table.from_batches(plan.files.other, OUTPUT)
-    named = other.rename_columns([{c.SOURCE: "source", c.POSITION: "position"}.get(n, n) for n in other.column_names])
-    bad = named.filter(pc.equal(named.column("kind"), BAD)).select(QUARANTINE.names).to_pylist()
-    reasons = other.filter(pc.equal(other.column("kind"), DROPPED)).column("reason").to_pylist()
+    bad = other.filter(pc.equal(other.column("kind"), BAD)).select(c.REJECTED.names).to_pylist()
+    reasons = other.filter(pc.equal(other.column("kind"), DROPPED)).column(c.REASON).to_pylist()
     return Known(files, [*bad, *early], Counter(reasons))
 
 
 def _numbers(sources: NDArray[np.integer], positions: NDArray[np.integer]) -> NDArray[np.int64]:
-    """One number for each place in the archives: none of them is 2^48 bytes long."""
+    """One number for each position in the archives, none of which has 2^48 bytes."""
     return (sources.astype(np.int64) << 48) | positions.astype(np.int64)
 
 
 def refuse(config: ImagesConfig, known: Known) -> None:
-    """Raise NotPlannable for what ends in an error, which the general way tells, or is written in another way."""
+    """Raise NotPlannable for input that fails, which the general way reports, or that is written differently."""
     names = known.files.column("name")
     if not 2 <= len(known.classes) <= (config.num_classes or MAX_CLASSES):
         raise NotPlannable(f"{len(known.classes)} classes")
@@ -125,14 +115,14 @@ def refuse(config: ImagesConfig, known: Known) -> None:
 
 
 def refuse_bad(config: ImagesConfig, read: int, bad: int) -> None:
-    """Raise NotPlannable for more than --max-bad allows."""
+    """Raise NotPlannable for more rejected records than --max-bad allows."""
     if bad and Fraction(bad, read) > config.max_bad_share:
         raise NotPlannable(f"{bad} of {read} are bad")
 
 
 @dataclass(frozen=True)
 class ShardPlans:
-    """The shards of what is `known`; asking for them raises NotPlannable."""
+    """The shards of the known files; raises NotPlannable when they are asked for."""
 
     config: ImagesConfig
     plan: ImagePlan
@@ -146,7 +136,7 @@ class ShardPlans:
 
     @cached_property
     def _rows(self) -> pa.Table:
-        """Rows of etl.write.late.AssignLate without images, with the columns of FILES that say where these lie."""
+        """Rows of etl.write.late.AssignLate without images, with the columns of FILES that locate these."""
         config, files = self.config, self.known.files
         whole = Assign(self.schema, ID_COLUMNS, config.split_spec, config.seed, config.fmt)
         assign = replace(AssignLate.of(whole, self.late), carry=False)
@@ -171,7 +161,7 @@ class ShardPlans:
 
     @cached_property
     def table(self) -> ShardTable:
-        """The shards of each split, and of how many records their blocks are."""
+        """The number of shards of each split, and the records of a block."""
         config, split, rows = self.config, self.config.split_spec, self._rows
         found = rows.group_by(c.SPLIT).aggregate([(c.BYTES, "count"), (c.BYTES, "sum")])
         found = found.select([c.SPLIT, f"{c.BYTES}_count", f"{c.BYTES}_sum"])
@@ -189,14 +179,14 @@ class ShardPlans:
 
     @property
     def classes(self) -> dict[str, dict[str, int]]:
-        """The records of each class in each split, with those that turn out broken."""
+        """The records of each class in each split, including images that turn out to be broken."""
         found: dict[str, dict[str, int]] = {}
         for row in self._rows.group_by([c.SPLIT, "label"]).aggregate([("label", "count")]).to_pylist():
             found.setdefault(row[c.SPLIT], {})[str(row["label"])] = row["label_count"]
         return {name: dict(sorted(found[name].items())) for name in sorted(found)}
 
     def shards(self) -> list[PlannedShard]:
-        """What the task of each shard has to do."""
+        """The plan of each shard, for its task."""
         rows, table = self._rows, self.table
         keys, shards = np.asarray(rows.column(c.KEY)), np.zeros(len(rows), dtype=np.int64)
         base = 0
@@ -232,25 +222,20 @@ def shards_of(keys: NDArray[np.uint64], count: int) -> NDArray[np.uint64]:
 
 
 class _FoundEarly(Exception):
-    """Images that the general way rejects before it settles shards: what was planned with them has to be done again."""
+    """Images that the general way rejects before it plans shards: plan and write again without them."""
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         super().__init__(f"{len(rows)} images")
         self.rows = rows
 
 
-def run(
-    spark: SparkSession, config: ImagesConfig, plan: ImagePlan, schema_of: Callable[[int], Schema]
-) -> DatasetManifest:
-    """Plan, write and publish. `schema_of` gives the schema for a number of classes.
-
-    Raises NotPlannable, with nothing published, and the errors of etl.images.job.run.
-    """
+def run(spark: SparkSession, config: ImagesConfig, plan: ImagePlan) -> DatasetManifest:
+    """Plan, write and publish. Raises NotPlannable, with nothing published, and the errors of etl.images.job.run."""
     early: list[dict[str, Any]] = []
     while True:
         known = known_of(plan, early)
         refuse(config, known)
-        schema, _ = check_schema(config, schema_of(len(known.classes)))
+        schema = check_schema(config, config.fields(plan.shape, len(known.classes)))
         try:
             return _Planned(spark, ShardPlans(config, plan, known, schema)).published()
         except _FoundEarly as found:
@@ -274,23 +259,22 @@ class _Planned:
     def published(self) -> DatasetManifest:
         """Write and publish. Raises NotPlannable and _FoundEarly."""
         config, known, schema = self.plans.config, self.plans.known, self.plans.schema
-        origin = Origin(quarantine=self._frame(known.bad), created_config=config.told(known.classes))
-        config = replace(config, output=absolute(config.output))
-        job = Job(config, schema, ID_COLUMNS, config.split_spec, origin, None, None)
+        origin = Origin(quarantine=self._frame(known.bad), created_config=config.with_classes(known.classes))
+        job = Job(Target(config, schema, schema, None), ID_COLUMNS, origin)
         shards = self.plans.shards()
-        return published(job, lambda staging, _: self._done(staging, job, shards))
+        with building(job) as place:
+            return publish(place, job, self._done(place.staging, job, shards))
 
     def _done(self, staging: Staging, job: Job, shards: list[PlannedShard]) -> Done:
         plans, config, sources = self.plans, job.config, self.plans.plan.sources
         known, table = plans.known, plans.table
         urls = tuple(source.url for source in sources)
-        settings, compression = hadoop_settings(), compression_of(config)
-        write = WriteShards(job.schema, config.fmt, table, staging.attempts, urls, settings, compression)
-        make = MakeShards(WriteLate(write, plans.late), tuple(map(absolute, urls)))
+        write = WriteShards(job.schema, config.fmt, table, staging.attempts, urls, compression_of(config))
+        make = MakeShards(WriteLate(write, plans.late), tuple(map(absolute, urls)), hadoop_settings())
         files = [SourceFile(number, absolute(s.url), s.size_bytes) for number, s in enumerate(sources)]
         context = self.spark.sparkContext
         runs = slices([file.size_bytes for file in files], DEFAULT_SPLIT_BYTES, context.defaultParallelism)
-        # The longest of all may be the digest of an archive.
+        # First, since the digest of an archive may take longest.
         items: list[tuple[SourceFile | PlannedShard, ...]] = [tuple(files[run.start : run.stop]) for run in runs]
         items += [(shard,) for shard in shards]
         with described(self.spark, "make the images and write the shards"):
@@ -304,17 +288,17 @@ class _Planned:
         bad = [*known.bad, *broken]
         refuse_bad(plans.config, known.read, len(bad))
         if early:
-            raise _FoundEarly([row for row in broken if (row["source"], row["position"]) in early])
+            raise _FoundEarly([row for row in broken if (row[c.SOURCE], row[c.POSITION]) in early])
         paths = DatasetPaths(staging.root)
         splits, indexes = placed(staging.fs, paths, [shard.row for shard in made], table, config.fmt)
         if not all(any(shard.records for shard in split.shards) for split in splits.values()):
-            raise NotPlannable("a split with broken images alone")
+            raise NotPlannable("a split with only broken images")
         origin = replace(
             job.origin,
             sources=infos_of(sources, digests),
             read=known.read,
             quarantined=len(bad),
-            quarantined_raw_bytes=sum(len(row["raw"]) for row in bad),
+            quarantined_raw_bytes=sum(len(row[c.RAW]) for row in bad),
             quarantine=self._frame(bad),
         )
         return Done(
@@ -329,21 +313,21 @@ class _Planned:
         )
 
     def _leakage(self, job: Job, made: Sequence[ShardMade], records: Mapping[str, int]) -> Leakage:
-        """Records whose pixels are those of a record of another split; no id is there twice."""
+        """Records whose pixels equal those of a record of another split; ids are unique already."""
         keys = [np.frombuffer(shard.leaks, dtype=np.int64) for shard in made]
         splits = [number for number, (_, count, _) in enumerate(self.plans.table.splits) for _ in range(count)]
         sides = np.repeat(splits, [len(shard) for shard in keys])
         values = on_two_sides(np.concatenate(keys), sides)
         checks = checks_of(job.split, job.schema)
         found = {check: values.shared if check == CONTENT else 0 for check in checks}
-        return told(job.split, found, {CONTENT: values} if CONTENT in checks else {}, records)
+        return logged(job.split, found, {CONTENT: values} if CONTENT in checks else {}, records)
 
     def _frame(self, bad: list[dict[str, Any]]) -> DataFrame:
-        return self.spark.createDataFrame(pa.Table.from_pylist(bad, QUARANTINE))
+        return self.spark.createDataFrame(pa.Table.from_pylist(bad, c.REJECTED))
 
 
 def on_two_sides(keys: NDArray[np.int64], sides: NDArray[np.int64]) -> Values:
-    """The records' keys and the side that each is on: (n,) each."""
+    """The Values of records, from their keys and the numbers of their splits: (n,) each."""
     if not len(keys):
         return Values(0, {}, 0)
     order = np.lexsort((sides, keys))

@@ -1,7 +1,7 @@
-"""A task that makes a whole shard from its plan: it fetches the shard's images from their archives and writes them.
+"""The task that makes a whole shard from its plan: it reads the shard's images from their archives and writes them.
 
-Rows of the plan lie in the shard's order. The files are read in the order in which they lie, all of the shard's at
-once, so a task holds the encoded bytes of a shard.
+The rows of a plan are in the order of the shard. The files are read in the order of the archives, all of a shard before
+it is written, so a task holds the encoded bytes of a shard in memory.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 
 from etl import columns as c
-from etl.columns import PACKED, PLACE
-from etl.images.source import LENGTH, OFFSET
+from etl.columns import LENGTH, PACKED, PLACE
+from etl.images.source import OFFSET
 from etl.images.tar_format import cut_error
 from etl.input.files import digest_of
 from etl.spark.errors import in_task
@@ -26,16 +26,16 @@ from lockstep.features.schema.fields import SAMPLE_ID
 from lockstep.storage.fs import filesystem
 from lockstep.storage.settings import set_hadoop_settings
 
-# What lies less than this apart is read together: seeking in a remote file takes about as long as reading so much.
+# Files with a smaller gap are read together: a seek in a remote file takes about as long as reading this much.
 GAP_BYTES = 256 << 10
 READ_BYTES = 8 << 20
 BATCH_ROWS = 1024
-MAX_RAW_BYTES = 16 << 20  # of rejected content that a task hands to the driver
+MAX_RAW_BYTES = 16 << 20  # of rejected content that a task sends to the driver
 
 
 @dataclass(frozen=True)
 class PlannedShard:
-    """`plan` is one Arrow stream: KEY, SOURCE, POSITION, SAMPLE_ID, OFFSET, LENGTH and the fields that are no image."""
+    """`plan` is one Arrow stream: KEY, SOURCE, POSITION, SAMPLE_ID, OFFSET, LENGTH and all fields but the image."""
 
     shard: int
     plan: bytes
@@ -43,7 +43,7 @@ class PlannedShard:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """An input file whose digest is to be told, as it was found before."""
+    """An input file to be hashed, with the size found before."""
 
     number: int
     url: str
@@ -52,9 +52,9 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class ShardMade:
-    """The shard's row (etl.write.shards.RESULT_DDL), the leak keys of its records (int64, end to end), and what is
-    broken: rows of the quarantine. Of those, `early` are the (source, position) that would
-    have been found out before the shards were settled, had their images been read before.
+    """The shard's row (etl.write.shards.RESULT), the leak keys of its records (int64, concatenated), and its broken
+    images: rows of etl.columns.REJECTED. The (source, position) in `early` are of those that would have been found
+    before the shards were planned, had their images been read before.
     """
 
     row: Mapping[str, Any]
@@ -65,20 +65,21 @@ class ShardMade:
 
 @dataclass(frozen=True)
 class MakeShards:
-    """The function for mapPartitions, over several items at a time: PlannedShard in, ShardMade out, or None where too
-    much content is rejected to be handed over; SourceFile in, its row of etl.input.files out. `urls` are those of the
+    """The function for mapPartitions over groups of items. PlannedShard in: ShardMade out, or None if too much content
+    is rejected to send it to the driver. SourceFile in: its row of etl.input.files.DIGEST out. `urls` are those of the
     archives.
     """
 
     write: WriteLate
     urls: tuple[str, ...]
+    settings: dict[str, str]
 
     @in_task
     def __call__(
         self, groups: Iterable[tuple[PlannedShard | SourceFile, ...]]
     ) -> Iterator[ShardMade | dict[str, object] | None]:
-        """Raises what WriteLate raises, and DataError for an archive that is cut meanwhile."""
-        set_hadoop_settings(self.write.write.settings)
+        """Raises what WriteLate raises, and DataError for an archive that became shorter."""
+        set_hadoop_settings(self.settings)
         for item in itertools.chain.from_iterable(groups):
             if isinstance(item, SourceFile):
                 yield digest_of(item.number, item.url, item.size_bytes)
@@ -90,17 +91,17 @@ class MakeShards:
         with pa.ipc.open_stream(item.plan) as stream:
             plan = stream.read_all().combine_chunks()
         files = read_files(self.urls, plan)
-        told = self.write.rows(item.shard, self._batches(item.shard, plan, files))
-        row = next(told).column("shard")[0].as_py()
+        written = self.write.rows(item.shard, self._batches(item.shard, plan, files))
+        row = next(written).column("shard")[0].as_py()
         if row["rejected_bytes"] > MAX_RAW_BYTES:
             return None
         leaks, bad = [], []
-        for batch in told:
+        for batch in written:
             if batch.column(SAMPLE_ID).null_count:
-                bad += [_rejected(row) for row in batch.to_pylist()]
+                bad += batch.select(c.REJECTED.names).to_pylist()
             else:
                 leaks.append(np.asarray(batch.column(c.LEAK)).tobytes())
-        early = self._early(plan, files, {(row["source"], row["position"]) for row in bad}) if bad else ()
+        early = self._early(plan, files, {(row[c.SOURCE], row[c.POSITION]) for row in bad}) if bad else ()
         return ShardMade(row, b"".join(leaks), tuple(bad), early)
 
     def _batches(self, shard: int, plan: pa.Table, files: list[bytes]) -> Iterator[pa.RecordBatch]:
@@ -122,7 +123,7 @@ class MakeShards:
             yield batch
 
     def _early(self, plan: pa.Table, files: list[bytes], bad: set[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-        """Those that a first look, which reads headers and makes large images small, would have rejected."""
+        """The broken images that the general way rejects when it reads headers and resizes large images."""
         early = []
         places = zip(plan.column(c.SOURCE).to_pylist(), plan.column(c.POSITION).to_pylist(), strict=True)
         for place, data in zip(places, files, strict=True):
@@ -135,7 +136,7 @@ class MakeShards:
 
 
 def read_files(urls: Sequence[str], plan: pa.Table) -> list[bytes]:
-    """The content of each file of a plan, in its order. Raises DataError for an archive that ends before."""
+    """The content of each file of a plan, in its order. Raises DataError for an archive that is too short."""
     found = [b""] * plan.num_rows
     sources, positions, offsets, lengths = (
         np.asarray(plan.column(name)) for name in (c.SOURCE, c.POSITION, OFFSET, LENGTH)
@@ -159,12 +160,8 @@ def read_files(urls: Sequence[str], plan: pa.Table) -> list[bytes]:
     return found
 
 
-def _rejected(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {"source": row[c.SOURCE], "position": row[c.POSITION], **row["bad"]}
-
-
 def _joined(offsets: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[int, int]]:
-    """(first, last) of what is read together, of rising `offsets`: near to each other, and READ_BYTES or one file."""
+    """(first, last) of files that are read together, by rising `offsets`: with small gaps, READ_BYTES or one file."""
     ends = offsets + lengths
     far = np.flatnonzero(offsets[1:] - ends[:-1] > GAP_BYTES) + 1
     for first, last in itertools.pairwise([0, *far.tolist(), len(offsets)]):

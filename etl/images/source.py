@@ -1,4 +1,4 @@
-"""The image files of plain archives, known by their headers alone: what it takes to plan each shard on the driver."""
+"""What all sources of images share: rows, pieces, plans, lists of files, and what a path says of an image."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from etl.input.lines import RAW_BYTES
 from etl.split.splits import TEST, TRAIN, VALIDATION
 from etl.write.late import Intake
 
-# About 100 bytes each of the driver's memory. In the message that starts a shard's task, which Spark allows 128 MiB by
-# default, they are 52 bytes each: even if all of them lie in one shard, they fit.
+# A file takes about 100 bytes of the driver's memory, and 52 bytes in the message that starts a shard's task. Spark
+# allows 128 MiB for it by default, so all files fit even in one shard.
 MAX_FILES = 2_000_000
-OFFSET, LENGTH = "_offset", "_length"
+OFFSET = "_offset"
 FILES = pa.schema(
     [
         (c.SOURCE, pa.int32()),
         (c.POSITION, pa.int64()),
         (OFFSET, pa.int64()),
-        (LENGTH, pa.int64()),
+        (c.LENGTH, pa.int64()),
         (c.SPLIT, pa.string()),
         ("class", pa.string()),
         ("name", pa.string()),
     ]
 )
-_CHUNK_ROWS = 1 << 12  # as Python objects: more would only give the collector of garbage more to look through
+_CHUNK_ROWS = 1 << 12  # rows held as Python objects: more would only burden the garbage collector
 
 
 @dataclass(frozen=True)
 class ImageFiles:
-    """`files` has a row of FILES for each file that should be an image, in order of source and position; `other` the
-    rows of etl.images.source of what is rejected or left out by its header.
+    """`files` has a row of FILES for each file that should be an image, in order of source and position; `other` has
+    the rows of OUTPUT of files that are rejected or left out by their headers.
     """
 
     files: pa.Table
@@ -50,7 +50,7 @@ class ImageFiles:
 
     @classmethod
     def joined(cls, parts: list[ImageFiles | None]) -> ImageFiles | None:
-        """The files of all sources; None where those of one are not known."""
+        """The files of all sources; None if those of one are not known."""
         known = [part for part in parts if part is not None]
         if len(known) < len(parts):
             return None
@@ -58,7 +58,7 @@ class ImageFiles:
 
 
 class FileList:
-    """Rows of FILES, gathered one after another; the driver holds them as Arrow's columns, not as Python's objects."""
+    """Collects rows of FILES; the driver holds them as Arrow columns, not as Python objects."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[object, ...]] = []
@@ -95,13 +95,11 @@ UNSAFE_NAME = "unsafe_name"
 NOT_AN_IMAGE = "not_an_image"  # dropped: its name says so
 BATCH_BYTES = 4 << 20
 BATCH_ROWS = 4096
-# `place` is what stands behind the source's URL where a source is a folder; `class` the name that becomes a label.
+# `class` is the name that becomes a label.
 OUTPUT = pa.schema(
     [
         ("kind", pa.int32()),
-        (c.SOURCE, pa.int32()),
-        (c.POSITION, pa.int64()),
-        ("place", pa.string()),
+        *c.REJECTED,
         (c.OCCURRENCE, pa.int64()),
         (c.SPLIT, pa.string()),
         ("name", pa.string()),
@@ -110,21 +108,12 @@ OUTPUT = pa.schema(
         (PACKED, pa.bool_()),
         ("label", pa.int64()),
         ("class", pa.string()),
-        ("reason", pa.string()),
-        ("raw", pa.binary()),
-        ("length", pa.int64()),
-        ("sha256", pa.string()),
     ]
-)
-OUTPUT_DDL = (
-    f"kind int, {c.SOURCE} int, {c.POSITION} bigint, place string, {c.OCCURRENCE} bigint, {c.SPLIT} string,"
-    f" name string, number bigint, image binary, {PACKED} boolean, label bigint, class string, reason string,"
-    " raw binary, length bigint, sha256 string"
 )
 
 
 def rows(count: int, columns: dict[str, Any]) -> pa.RecordBatch:
-    """A batch of `count` rows of OUTPUT; a single value stands for all rows, a column not given is null."""
+    """A batch of `count` rows of OUTPUT; a single value is repeated for all rows, a column not given is null."""
     arrays = []
     for declared in OUTPUT:
         value = columns.get(declared.name)
@@ -143,9 +132,9 @@ def pixel_rows(stack: np.ndarray) -> pa.Array:
 
 
 class Gather:
-    """Collects one row after another and hands out batches of about BATCH_BYTES.
+    """Collects rows and makes batches of about BATCH_BYTES.
 
-    `columns` are those in which images differ, besides the image; `fixed` columns are the same in all rows.
+    `columns` are the columns that differ between images, except the image; `fixed` columns are equal in all rows.
     """
 
     def __init__(self, columns: tuple[str, ...], **fixed: Any) -> None:
@@ -162,28 +151,28 @@ class Gather:
         self._bytes += len(image)
 
     def bad(self, reason: str, position: int, raw: bytes, place: str | None = None) -> None:
-        """Add a rejected record whose bytes are all there."""
+        """Add a rejected record, all of whose bytes are given."""
         self.bad_part(reason, position, raw[:RAW_BYTES], len(raw), hashlib.sha256(raw).hexdigest(), place)
 
     def bad_part(
         self, reason: str, position: int, raw: bytes, length: int, sha256: str, place: str | None = None
     ) -> None:
         """Add a rejected record by the first bytes, the length and the SHA-256 of the whole."""
-        told = {"kind": BAD, "reason": reason, "raw": raw, "length": length, "sha256": sha256}
-        self._other.append({**told, c.POSITION: position, "place": place})
+        rejected = {c.POSITION: position, c.PLACE: place, c.REASON: reason, c.RAW: raw}
+        self._other.append({"kind": BAD, **rejected, c.LENGTH: length, c.SHA256: sha256})
         self._bytes += len(raw)
 
     def drop(self, reason: str, position: int, place: str | None = None) -> None:
-        """Add what is read and left out by a rule that `reason` names."""
-        self._other.append({"kind": DROPPED, "reason": reason, c.POSITION: position, "place": place})
+        """Add a record that is left out by a rule, which `reason` names."""
+        self._other.append({"kind": DROPPED, c.REASON: reason, c.POSITION: position, c.PLACE: place})
 
     def full(self) -> Iterator[pa.RecordBatch]:
-        """The batches that are due: none before enough has come together."""
+        """A batch if enough rows were collected, else nothing."""
         if self._bytes >= BATCH_BYTES or len(self._images) + len(self._other) >= BATCH_ROWS:
             yield from self.rest()
 
     def rest(self) -> Iterator[pa.RecordBatch]:
-        """What has come together since the last batch."""
+        """The rows since the last batch."""
         if self._images:
             values = dict(zip(self._columns, map(list, zip(*self._values, strict=True)), strict=True))
             yield rows(len(self._images), {**self._fixed, "kind": RECORD, "image": self._images, **values})
@@ -194,31 +183,31 @@ class Gather:
         self._images, self._values, self._other, self._bytes = [], [], [], 0
 
 
-MAX_STEP_BYTES = 8 << 20  # decoding takes ten times as long as reading: smaller pieces keep all cores busy to the end
+MAX_STEP_BYTES = 8 << 20  # decoding takes ten times as long as reading: small pieces keep all cores busy to the end
 
 
 class Piece(ABC):
-    """A part of the input; a frozen dataclass of plain values, since it travels as JSON."""
+    """A part of the input that one task reads; a frozen dataclass of plain values, since it is sent as JSON."""
 
     source: int
-    """The number of the file that it is read from (of two, the one with the images)."""
+    """The number of the file that it is read from (for two files, of the one with the images)."""
 
     @abstractmethod
     def read(self, intake: Intake, num_classes: int | None) -> Iterator[pa.RecordBatch]:
-        """The rows of etl.images.source. Labels that are numbers go to quarantine from `num_classes` on.
+        """The rows of OUTPUT. Numeric labels of `num_classes` or more are rejected.
 
-        Raises DataError for a file that is damaged or not as long as planned.
+        Raises DataError for a file that is damaged or does not have its planned length.
         """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImagePlan:
-    """Sources, pieces and what is known already.
+    """Sources, pieces and what is known before reading.
 
-    `shape` is (height, width, channels) before any operation, None for files of any size. `num_classes` is None where
-    classes are names, which come to light when all is read; `class_names` are those of labels that are numbers.
-    `records` is what the headers promise, None where they promise nothing. `trees` says that sources are folders.
-    `files` are those in plain archives, where they were listed.
+    `shape` is (height, width, channels) before any operation, None for files of any size. `num_classes` is None if
+    classes are names, which are known after reading; `class_names` are those of numeric labels. `records` is the number
+    in the headers, None if they have none. `trees` means that sources are folders. `files` are those of plain archives,
+    if they were listed.
     """
 
     sources: Sequence[Source]
@@ -232,13 +221,13 @@ class ImagePlan:
     files: ImageFiles | None = None
 
     def piece_bytes(self) -> list[int]:
-        """About how many bytes of input each piece has: its share of its file."""
+        """The approximate bytes of input of each piece: its share of its file."""
         counts = Counter(piece.source for piece in self.pieces)
         return [self.sources[piece.source].size_bytes // counts[piece.source] for piece in self.pieces]
 
 
 def step_bytes(split_bytes: int) -> int:
-    """Bytes of input for a task: what the caller asks for, or less."""
+    """Bytes of input for a task: `split_bytes`, or less."""
     return min(split_bytes, MAX_STEP_BYTES)
 
 
@@ -250,7 +239,7 @@ _OTHERS = frozenset((*_TEXTS, "pdf", "mat", "npy", "npz", "pkl", "bin", "db", "g
 
 
 class Place(NamedTuple):
-    """The split that a place names (or None), the class (or None), and the name by which the sample is known."""
+    """The split that a path names (or None), the class (or None), and the name from which the sample id is made."""
 
     split: str | None
     label: str | None
@@ -258,17 +247,17 @@ class Place(NamedTuple):
 
 
 def split_word(text: str) -> str | None:
-    """The split that a file's or folder's name tells by one of its words, the first that does: `cifar10_train.tar`."""
+    """The split that the name of a file or folder contains as a word, such as `cifar10_train.tar`; the first one."""
     return next((SPLITS[word] for word in re.split(r"[^a-z0-9]+", text.lower()) if word in SPLITS), None)
 
 
 def place_of(parts: Sequence[str], hint: str | None = None) -> Place:
-    """Read a relative path. The first folder named like a split is the split, and the folder in it the class; without
-    one, the class is the folder that the file lies in and the split `hint`, which the archive's or root's name gave.
+    """Read a relative path. The first folder named like a split is the split, and the folder in it the class. Without
+    one, the class is the folder of the file and the split is `hint`, from the name of the archive or root.
     """
     split, label, hinted = _of_folders(tuple(parts[:-1]), hint)
     name = "/".join(parts)
-    # With the hint in front, a sample has the same name whether its split is a folder or an archive of its own.
+    # With the hint in front, a sample has the same name if its split is a folder or a separate archive.
     return Place(split, label, f"{split}/{name}" if hinted and split else name)
 
 
@@ -283,7 +272,7 @@ def _of_folders(folders: tuple[str, ...], hint: str | None) -> tuple[str | None,
 
 
 def is_left_out(parts: Sequence[str]) -> bool:
-    """Whether a name says that there is no image: hidden, of another kind (.txt, .csv, ...), a system's side file."""
+    """Whether a name is not that of an image: hidden, another type (.txt, .csv, ...), a system's side file."""
     if parts[-1].startswith(".") or parts[-1] in _SIDE or _is_hidden(tuple(parts[:-1])):
         return True
     stem, dot, suffix = parts[-1].rpartition(".")

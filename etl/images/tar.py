@@ -1,4 +1,4 @@
-"""Tar archives of class folders, plain or packed: members are read where they lie, a stretch of them a task."""
+"""Image sets in tar archives of class folders, plain or packed: a piece is a range of members, read in place."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _SCANS_AT_ONCE = 8  # a scan waits for storage most of the time
 
 @dataclass(frozen=True, slots=True)
 class TarPiece(Piece):
-    """The members of an archive from byte `start` to `end`, borders of members; a packed archive whole, `end` None.
-    `to_end` is true for the last piece of an archive.
+    """The members of an archive from byte `start` to `end`, which are borders of members; `end` is None for a packed
+    archive, which is one piece. `to_end` is true for the last piece of an archive.
     """
 
     source: int
@@ -50,7 +50,7 @@ class TarPiece(Piece):
     split: str | None
 
     def read(self, intake: Intake, num_classes: int | None) -> Iterator[pa.RecordBatch]:
-        """Raises DataError with the byte position where the archive is damaged."""
+        """Raises DataError with the byte position if the archive is damaged."""
         gather = self.gather()
         with Forward(self.url, self.codec) as stream:
             for member in read_members(stream, self.url, self.start, self.end, to_end=self.to_end):
@@ -59,15 +59,15 @@ class TarPiece(Piece):
         yield from gather.rest()
 
     def gather(self) -> r.Gather:
-        """What rows of this archive are gathered in."""
+        """A collector for rows of this archive."""
         return r.Gather(_COLUMNS, **{c.SOURCE: self.source, "number": 0, c.OCCURRENCE: 0})
 
     def place(self, member: Member, gather: r.Gather) -> Place | None:
-        """Where the name of an image puts it; None for what its header alone has rejected or left out."""
+        """Split, class and name of an image by its path; None for a member that its header rejects or leaves out."""
         parts = member.parts
         if not member.is_file or not member.is_safe or not parts:
             reason = r.UNSAFE_NAME if member.is_file else r.NOT_A_FILE
-            # What a link says stands in its header, whose first part is the name.
+            # A link has only a header, which begins with its name.
             gather.bad(reason, member.position, member.name.encode()[:BLOCK])
             return None
         if is_left_out(parts):
@@ -96,11 +96,11 @@ class TarPiece(Piece):
 
 
 def plan(inputs: Sequence[str], *, split_bytes: int, listed: Limits | None = None) -> ImagePlan:
-    """Cut plain archives at borders of members; a packed one, which can only be read from its start, stays whole.
+    """Cut plain archives at borders of members; a packed one, which can only be read from its start, is one piece.
 
-    With `listed` the plan has the files too, where all that is to be known of them before they are decoded stands in
-    their headers: plain archives, each file in the folder of a class and within these limits, and not too many.
-    Raises NotFoundError for missing input and DataError for a plain archive that is none.
+    With `listed` the plan also has the files, if their headers are enough to know them: plain archives, each file in
+    the folder of a class and within these limits, and not too many. Raises NotFoundError for missing input and
+    DataError for a file that is not an archive.
     """
     sources = find_sources(inputs)
     step = step_bytes(split_bytes)
@@ -119,15 +119,15 @@ def plan(inputs: Sequence[str], *, split_bytes: int, listed: Limits | None = Non
 
 @dataclass
 class _Room:
-    """How many more members may be listed, of all archives together: none once those of one cannot be. Scans in several
-    threads may miscount by a few, which does not matter.
+    """How many more members of all archives may be listed: 0 as soon as those of one archive cannot be. Scans in
+    several threads may miscount by a few, which does not matter.
     """
 
     left: int
 
 
 class _Scan:
-    """One look at the headers of an archive, for where to cut it and, with `limits`, for the files in it."""
+    """Reads the headers of an archive once, to cut it and, with `limits`, to list its files."""
 
     def __init__(self, number: int, source: Source, limits: Limits | None, room: _Room) -> None:
         self._source, self._room, self._limits = source, room, limits if room.left else None
@@ -137,7 +137,7 @@ class _Scan:
         self._other: list[pa.RecordBatch] = []
 
     def stretches(self, step: int) -> Sequence[tuple[int, int | None]]:
-        """(start, end) of what one task reads at a time."""
+        """(start, end) of each piece."""
         source = self._source
         if source.codec != PLAIN:
             return [(0, None)]
@@ -147,7 +147,7 @@ class _Scan:
             return plan_stretches(stream, source.url, source.size_bytes, step, self._take)
 
     def files(self) -> ImageFiles | None:
-        """The files, after `stretches`; None where not all is known of them."""
+        """The files, after `stretches`; None if headers are not enough to know them."""
         if self._limits is None:
             return None
         self._other += self._gather.rest()
@@ -158,7 +158,7 @@ class _Scan:
             return
         place = self.piece.place(member, self._gather)
         self._room.left -= 1
-        # What has no class or is too long is rejected with a digest of its bytes, which a task had better read.
+        # A file without a class, or that is too long, is rejected with a digest of its bytes: tasks must read these.
         rejected = place is not None and (place.label is None or member.size > self._limits.max_file_bytes)
         if rejected or self._room.left < 0:
             self._room.left = 0
@@ -171,12 +171,12 @@ class _Scan:
 
 
 def _passed(stream: Forward, url: str, member: Member) -> tuple[bytes, str]:
-    """(first bytes, SHA-256) of a member that is too long to be held. Raises DataError where the archive ends in it."""
+    """(first bytes, SHA-256) of a member too long for memory. Raises DataError if the archive ends inside it."""
     digest, raw = hashlib.sha256(), stream.at(member.offset, min(RAW_BYTES, member.size))
     for at in range(0, member.size, CHUNK_BYTES):
         wanted = min(CHUNK_BYTES, member.size - at)
         data = stream.at(member.offset + at, wanted)
-        if len(data) < wanted:  # a header may claim 2**88 bytes, which nobody lives to count to
+        if len(data) < wanted:  # a header may claim up to 2**88 bytes
             raise cut_error(url, member.position, member.size)
         digest.update(data)
     return raw, digest.hexdigest()

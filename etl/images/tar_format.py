@@ -1,13 +1,13 @@
-"""The members of a tar archive, read in place: nothing is ever unpacked, so no name can reach outside.
+"""The members of a tar archive, read in place: nothing is unpacked to disk, so no name can reach outside.
 
-A member is a header of 512 bytes and its content, filled up to whole blocks of 512:
+A member is a header of 512 bytes and its content, padded to whole blocks of 512:
 
 offset   0 name (100)          124 size, octal or binary (12)     148 checksum, octal (8)    156 type (1)
-offset 257 "ustar" and version 345 prefix of the name (155; POSIX alone)
+offset 257 "ustar" and version 345 prefix of the name (155; only POSIX)
 
-Before it may stand headers that tell of the next one: L (GNU: a long name), x (POSIX: records "LENGTH KEY=VALUE").
-Behind the header of a sparse file (S, GNU) may stand blocks that its size does not count.
-Blocks of zeros end an archive; more may follow where archives were joined, and are read as well.
+Extension headers may come before it: L (GNU: a long name), x (POSIX: records "LENGTH KEY=VALUE"). After the header of a
+sparse file (S, GNU) may come blocks that its size does not include. Blocks of zeros end an archive; if archives were
+concatenated, more members follow, and are read too.
 """
 
 from __future__ import annotations
@@ -24,17 +24,21 @@ from lockstep.storage.errors import DataError
 BLOCK = 512
 MAX_EXTENSION_BYTES = 1 << 20
 MAX_NAME_BYTES = 4096
-MAX_PADDING_BYTES = 16 << 20  # archivers fill up to 10 KiB, some to a MiB; a hole of a TiB costs its maker nothing
+MAX_PADDING_BYTES = 16 << 20  # archivers pad to 10 KiB, some to a MiB; a sparse file of a TiB of zeros is free to make
 _FILES, _FOLDER, _LINKS = (b"0", b"\0", b"7"), b"5", (b"1", b"2", b"3", b"4", b"6")
 _EXTENSIONS = (b"L", b"K", b"x", b"g")
-_SPARSE, _SPARSE_MORE, _SPARSE_MORE_AGAIN = b"S", 482, 504  # GNU; a byte that says whether a block of the map follows
+_SPARSE, _SPARSE_MORE, _SPARSE_MORE_AGAIN = (
+    b"S",
+    482,
+    504,
+)  # GNU; the byte that says whether another block of the map follows
 _ADLER = 65521
 
 
 class Member(NamedTuple):
-    """One member that is no directory: where its own header lies, its name, and where its content lies.
+    """One member that is not a directory: the position of its header, its name, the position and size of its content.
 
-    `is_file` is False for links, devices, pipes, sparse files and anything else that is not plain content.
+    `is_file` is False for links, devices, pipes, sparse files and all other members without plain content.
     """
 
     position: int
@@ -45,7 +49,7 @@ class Member(NamedTuple):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The name's parts; a leading `./` is none of them."""
+        """The parts of the name, without a leading `./`."""
         parts = self.name.split("/")
         if "" in parts or "." in parts:
             parts = [part for part in parts if part not in ("", ".")]
@@ -53,7 +57,7 @@ class Member(NamedTuple):
 
     @property
     def is_safe(self) -> bool:
-        """Whether the name stays within a folder that it would be unpacked into."""
+        """Whether the name stays inside the folder into which it would be unpacked."""
         if self.name.startswith(("/", "\\")):
             return False
         return ".." not in self.name or ".." not in self.name.replace("\\", "/").split("/")
@@ -62,13 +66,13 @@ class Member(NamedTuple):
 def read_members(
     stream: Forward, url: str, start: int = 0, end: int | None = None, *, to_end: bool = True
 ) -> Iterator[Member]:
-    """Yield the members whose headers lie from `start` to `end`, both borders of members; None where nobody knows the
-    end, as of a packed archive. `to_end` says that the archive itself ends there.
+    """Yield the members whose headers are between `start` and `end`, both borders of members; `end` None means unknown,
+    as in a packed archive. `to_end` means that the archive ends there.
 
-    The caller may read a member's content from `stream` before it asks for the next. In a packed archive any size may
-    be claimed: whether the content is there is looked at when the next is asked for. Raises DataError with the byte
-    position for a header that is none, for a member that is cut, and for an archive without the zeros at its end: one
-    that is cut between two members would else be a whole, shorter one.
+    The caller may read a member's content from `stream` before it takes the next. The header of a packed archive may
+    claim any size: its content is checked when the next member is taken. Raises DataError with the byte position for an
+    invalid header, for a cut member, and for an archive without zeros at its end: one that is cut between two members
+    would otherwise look complete.
     """
     for _, member in _entries(stream, url, start, end, to_end):
         if member is not None:
@@ -78,9 +82,9 @@ def read_members(
 def plan_stretches(
     stream: Forward, url: str, size: int, step: int, take: Callable[[Member], None] | None = None
 ) -> list[tuple[int, int]]:
-    """Cut an unpacked archive of `size` bytes into stretches (start, end) of about `step` bytes, reading headers alone.
+    """Cut an unpacked archive of `size` bytes into ranges (start, end) of about `step` bytes; only headers are read.
 
-    `take` is called with each member on the way. Raises the errors of read_members.
+    `take` is called with each member. Raises the errors of read_members.
     """
     borders = [0]
     for begin, member in _entries(stream, url, 0, size, True):
@@ -96,45 +100,45 @@ def plan_stretches(
 def _entries(
     stream: Forward, url: str, start: int, end: int | None, to_end: bool
 ) -> Iterator[tuple[int, Member | None]]:
-    """(position of the first header that belongs to it, member or None for a directory) in order."""
-    position, begin, told, closed = start, start, dict[str, str](), False
+    """(position of the first header of a member, the member or None for a directory) in order."""
+    position, begin, extension, closed = start, start, dict[str, str](), False
     while end is None or position < end:
         block = stream.at(position, BLOCK)
         if not block:
             break
         if not block.strip(b"\0"):
-            closed, position = True, _behind_zeros(stream, url, position)
-            begin, told = position, {}  # what an extension said ends with the archive that it stands in
+            closed, position = True, _after_zeros(stream, url, position)
+            begin, extension = position, {}  # an extension is valid only in its own archive
             continue
         closed = False
         size, kind = _checked(block, url, position)
         data_at, has_data = position + BLOCK, kind not in (*_LINKS, _FOLDER)
         if kind == _SPARSE:
             data_at += _sparse_blocks(stream, url, position, block)
-        if has_data and kind not in _EXTENSIONS and "size" in told:
-            size = _pax_size(told["size"], url, position)
-        behind = data_at + (-(-size // BLOCK) * BLOCK if has_data else 0)
+        if has_data and kind not in _EXTENSIONS and "size" in extension:
+            size = _pax_size(extension["size"], url, position)
+        following = data_at + (-(-size // BLOCK) * BLOCK if has_data else 0)
         if has_data and end is not None and data_at + size > end:
             raise cut_error(url, position, size)
         if kind in _EXTENSIONS:
-            told |= _told(stream, url, position, size, kind)
-            position, begin = behind, behind if kind == b"g" and not told else begin
+            extension |= _extension(stream, url, position, size, kind)
+            position, begin = following, following if kind == b"g" and not extension else begin
             continue
-        name = told.get("path") or _name(block)
-        sparse = kind == _SPARSE or any(key.startswith("GNU.sparse") for key in told)
+        name = extension.get("path") or _name(block)
+        sparse = kind == _SPARSE or any(key.startswith("GNU.sparse") for key in extension)
         folder = kind == _FOLDER or (kind == b"\0" and name.endswith("/"))
         is_file = kind in _FILES and not sparse
         yield begin, None if folder else Member(position, name, is_file, data_at, size if has_data else 0)
         if has_data and size and end is None and not stream.at(data_at + size - 1, 1):
             raise cut_error(url, position, size)
-        position = begin = behind
-        told = {}
+        position = begin = following
+        extension = {}
     if to_end and not closed:
         raise _bad(url, position, "the end of the file", "blocks of zeros, which end an archive, or another member")
 
 
 def _sparse_blocks(stream: Forward, url: str, position: int, header: bytes) -> int:
-    """The bytes of the blocks that go on with a sparse file's map, between its header and its content."""
+    """The bytes of the blocks that continue a sparse file's map, between its header and its content."""
     found, more = 0, header[_SPARSE_MORE]
     while more:
         found += BLOCK
@@ -147,8 +151,8 @@ def _sparse_blocks(stream: Forward, url: str, position: int, header: bytes) -> i
     return found
 
 
-def _behind_zeros(stream: Forward, url: str, start: int) -> int:
-    """The position of the first block behind `start` that is not all zeros, or behind the last one."""
+def _after_zeros(stream: Forward, url: str, start: int) -> int:
+    """The position of the first block after `start` that is not all zeros, or the end."""
     position = start
     while position - start <= MAX_PADDING_BYTES:
         chunk = stream.at(position, CHUNK_BYTES)
@@ -160,7 +164,7 @@ def _behind_zeros(stream: Forward, url: str, start: int) -> int:
 
 
 def _checked(block: bytes, url: str, position: int) -> tuple[int, bytes]:
-    """(size, type) of a header whose checksum holds."""
+    """(size, type) of a header; raises DataError if its checksum is wrong."""
     if len(block) < BLOCK:
         raise _bad(url, position, f"the last {len(block)} bytes", "whole blocks of 512 bytes")
     try:
@@ -168,7 +172,7 @@ def _checked(block: bytes, url: str, position: int) -> tuple[int, bytes]:
         size = _number(block[124:136])
     except ValueError:
         raise _bad(url, position, block[:16].hex(" ") + " ...", "a tar header") from None
-    # The sum over all bytes, those of the checksum counted as spaces. Adler-32 holds it modulo 65521, in C.
+    # The sum over all bytes, with spaces in place of the checksum. Adler-32 computes it modulo 65521, in C.
     found = zlib.adler32(block[:148] + b" " * 8 + block[156:]) & 0xFFFF
     if found != (wanted + 1) % _ADLER and wanted != _signed_sum(block):
         raise _bad(url, position, "a checksum that does not hold", "a tar header")
@@ -176,20 +180,20 @@ def _checked(block: bytes, url: str, position: int) -> tuple[int, bytes]:
 
 
 def _signed_sum(block: bytes) -> int:
-    """The checksum as some old archivers took it, of signed bytes."""
+    """The checksum of some old archivers, over signed bytes."""
     values = np.frombuffer(block, dtype=np.int8).astype(np.int64)
     return int(values.sum() - values[148:156].sum()) + 8 * 32
 
 
 def _octal(field: bytes) -> int:
     text = field.partition(b"\0")[0].strip()
-    if not text.isdigit():  # int would also read signs and underscores
+    if not text.isdigit():  # int would also accept signs and underscores
         raise ValueError
     return int(text, 8)
 
 
 def _number(field: bytes) -> int:
-    """A size: octal digits, or big-endian binary behind a byte 0x80; an empty one, as for links, is 0."""
+    """A size: octal digits, or big-endian binary after a byte 0x80; an empty one, as for links, is 0."""
     if field[0] == 0x80:
         return int.from_bytes(field[1:], "big")
     return _octal(field) if field.strip(b"\0 ") else 0
@@ -202,12 +206,12 @@ def _name(block: bytes) -> str:
 
 
 def _text(raw: bytes) -> str:
-    """A name as text; bytes that are no UTF-8 are spelled out, so that it fits into any column."""
+    """A name as text; bytes that are not UTF-8 are escaped, so that it fits any column."""
     return raw[:MAX_NAME_BYTES].decode("utf-8", errors="backslashreplace")
 
 
-def _told(stream: Forward, url: str, position: int, size: int, kind: bytes) -> dict[str, str]:
-    """What an extension header says of the next member; a global one (g) says nothing that matters here."""
+def _extension(stream: Forward, url: str, position: int, size: int, kind: bytes) -> dict[str, str]:
+    """The values of an extension header for the next member; those of a global one (g) are not needed here."""
     if size > MAX_EXTENSION_BYTES:
         raise _bad(
             url, position, f"an extension header of {size} bytes", f"at most {MAX_EXTENSION_BYTES} bytes of extension"
@@ -241,7 +245,7 @@ def _pax_size(text: str, url: str, position: int) -> int:
 
 
 def cut_error(url: str, position: int, size: int) -> DataError:
-    """What to raise for a member whose content the archive does not hold whole; its header lies at `position`."""
+    """The error for a member whose content is not completely in the archive; its header is at `position`."""
     return _bad(url, position, f"a member of {size} bytes", "a member that ends within the archive")
 
 

@@ -1,8 +1,8 @@
-"""Lines of fields with a delimiter, taken apart by arithmetic over whole blocks of bytes: TSV, and CSV after RFC 4180.
+"""Lines of delimited fields, split by array operations over whole blocks of bytes: TSV, and CSV (RFC 4180).
 
-In TSV a quote is a character like any other. In CSV a field that begins with a quote ends with one, quotes inside it
-are doubled, and no other field holds one. Fields too many are passed over where all of them are empty, as some writers
-end each line with delimiters.
+In TSV a quote is an ordinary character. In CSV a field that begins with a quote ends with one, quotes inside it are
+doubled, and no other field has one. Surplus fields are ignored if all of them are empty, since some writers end each
+line with delimiters.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _QUOTE = ord('"')
 class Fields:
     """The fields of the g good lines among n: `values` holds them line after line, `width` each, without quotes.
 
-    `line` (n,) is each line's place among the good ones, -1 where refused; `empty` (g, width) says which fields hold
-    nothing, `quoted` (g, width) which stand in quotes, or None where none does.
+    `line` (n,) is each line's number among the good ones, -1 if refused; `empty` (g, width) marks empty fields,
+    `quoted` (g, width) fields in quotes, None if there are none.
     """
 
     width: int
@@ -46,8 +46,8 @@ class Fields:
 
 
 def split_fields(lines: pa.Array, log_format: str, width: int, reasons: Reasons) -> Fields:
-    """Take lines (n,) of UTF-8 strings apart into `width` fields each; adds to `reasons` for those that are ragged or
-    whose quotes are wrong.
+    """Split lines (n,) of UTF-8 strings into `width` fields each; adds to `reasons` for lines with another number of
+    fields or invalid quotes.
     """
     offsets, data = flat(lines)
     starts, stops = offsets[:-1], offsets[1:]
@@ -62,13 +62,13 @@ def split_fields(lines: pa.Array, log_format: str, width: int, reasons: Reasons)
     first = np.searchsorted(places, starts)
     extra = np.searchsorted(places, stops) - first - (width - 1)
     reasons.add(extra < 0, TOO_FEW)
-    # The delimiter behind the last wanted field is followed by delimiters alone where the fields too many are empty.
-    behind = places[np.minimum(first + width - 1, len(places) - 1)] if len(places) else np.zeros_like(first)
-    reasons.add((extra > 0) & (behind != stops - extra), TOO_MANY)
+    # If the surplus fields are empty, only delimiters follow the last wanted field.
+    after = places[np.minimum(first + width - 1, len(places) - 1)] if len(places) else np.zeros_like(first)
+    reasons.add((extra > 0) & (after != stops - extra), TOO_MANY)
     good = reasons.good
     ends = np.empty((int(good.sum()), width), dtype=np.int64)
     ends[:, :-1] = places[first[good][:, None] + np.arange(width - 1)]
-    ends[:, -1] = np.where(extra > 0, behind, stops)[good]
+    ends[:, -1] = np.where(extra > 0, after, stops)[good]
     begins = np.empty_like(ends)
     begins[:, 0] = starts[good]
     begins[:, 1:] = ends[:, :-1] + 1
@@ -87,10 +87,10 @@ def split_fields(lines: pa.Array, log_format: str, width: int, reasons: Reasons)
 def _quotes(
     data: NDArray[np.uint8], quotes: NDArray[np.bool_], offsets: NDArray[np.int64], delimiter: int, reasons: Reasons
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Which bytes stand inside quotes, and which quotes are no part of a field's text; refuses lines with wrong ones.
+    """Which bytes are inside quotes, and which quotes are not part of a field's text; refuses lines with invalid ones.
 
-    Quotes of a line open and close in turn. One that opens stands behind a delimiter, or behind one that closes: the
-    two are then one quote of the text. One that closes stands before a delimiter or one that opens.
+    Quotes of a line open and close in turn. An opening quote follows a delimiter, or a closing quote: the two are then
+    one quote of the text. A closing quote comes before a delimiter or an opening quote.
     """
     starts, stops = offsets[:-1], offsets[1:]
     before = _before(quotes)
@@ -111,7 +111,7 @@ def _quotes(
 
 
 def _before(marks: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """How many marks lie before each place: (n + 1,)."""
+    """The number of marks before each position: (n + 1,)."""
     counts = np.zeros(len(marks) + 1, dtype=np.int64)
     np.cumsum(marks, out=counts[1:])
     return counts
@@ -120,7 +120,7 @@ def _before(marks: NDArray[np.bool_]) -> NDArray[np.int64]:
 def _strings(lengths: NDArray[np.int64], data: NDArray[np.uint8]) -> pa.Array:
     offsets = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=offsets[1:])
-    # Parts of UTF-8 text cut at ASCII characters are UTF-8 again.
+    # UTF-8 text that is cut at ASCII characters is valid UTF-8.
     return pa.Array.from_buffers(pa.string(), len(lengths), [None, pa.py_buffer(offsets), pa.py_buffer(data)])
 
 
@@ -130,8 +130,8 @@ EMPTY_LINE = "empty_line"
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How the lines of a log are to be read. `null_texts` and `has_header` are for TSV and CSV, `quoted_newlines` (one
-    inside quotes is part of a record) is for CSV.
+    """The format of a log's lines. `null_texts` and `has_header` are for TSV and CSV; `quoted_newlines` (newlines
+    inside quotes are part of a record) is for CSV.
     """
 
     log_format: str
@@ -142,8 +142,8 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column to be read: its name in the file, the type wanted, whether it may be null, and whether an empty
-    string will do (it never does for other types).
+    """One column to be read: its name in the file, the wanted type, whether it may be null, and whether an empty string
+    is a value (never for other types).
     """
 
     name: str
@@ -153,7 +153,7 @@ class Column:
 
     @property
     def textual(self) -> bool:
-        """Whether its values are text, so that nothing and an empty value differ."""
+        """Whether its values are text, so that null and empty differ."""
         return pa.types.is_string(self.kind) or pa.types.is_binary(self.kind)
 
 
@@ -167,9 +167,9 @@ def read_table(
 ) -> dict[str, pa.Array]:
     """The columns of lines (n,) binary by name, each (n,), null in lines that `reasons` refuses or `drops` names.
 
-    `names` are the fields of a line in order (TSV and CSV). An empty field, and any of the null texts that is not in
-    quotes, is null where the column may be; in quotes, or where it may not, it is an empty string in a column of
-    strings; else it is missing.
+    `names` are the fields of a line in order (TSV and CSV). An empty field, or one of the null texts without quotes, is
+    null in a nullable column; an empty field in quotes, or in a column that is not nullable, is an empty string if the
+    column has text; otherwise the value is missing.
     """
     text, broken = as_text(lines)
     reasons.add(broken, NOT_UTF8)
@@ -228,8 +228,8 @@ def _column(
     elif column.textual and column.may_be_empty:
         none = np.zeros_like(empty)
     if null_texts:
-        said = np.asarray(pc.is_in(text, pa.array(null_texts, pa.string())), dtype=bool)
-        none = none | (said & ~quoted)
+        null = np.asarray(pc.is_in(text, pa.array(null_texts, pa.string())), dtype=bool)
+        none = none | (null & ~quoted)
     if none.any():
         text = pc.if_else(pa.array(~none), text, None)
         if not column.nullable:

@@ -1,9 +1,9 @@
 """JSON lines by Arrow's reader: one object a line, its fields by name, each of the declared type.
 
-Arrow's reader tells no place, fails as a whole and ends the process on some lines that are no object. So a line that
-could be anything else is looked at by Python's reader before, and a block that fails is halved until few lines are
-left, which Python's reader then judges one by one: only where it is sure, since what becomes of a line must not depend
-on its neighbours. On lines that are as they should be no Python runs.
+Arrow's reader does not say where it fails, fails for a whole block, and ends the process on some lines that are not
+objects. So Python's reader checks every line that could be something else first, and a block that fails is halved until
+few lines remain, which Python's reader then checks one by one. It refuses a line only if it is sure, since the result
+for a line must not depend on its neighbours. Valid lines never reach Python's reader.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ NOT_JSON = "not_json_object"
 DUPLICATE = "duplicate_key"
 FEW_LINES = 64
 _OBJECT = r"^[ \t\r]*\{.*\}[ \t\r]*$"
-# Within an object nothing but `,`, `]` or `}` follows the end of another, and no number is NaN or Infinity, which Arrow
-# would take; inside a string there may be anything.
+# In an object only `,`, `]` or `}` may follow the end of another, and no number is NaN or Infinity, which Arrow would
+# accept; a string may contain anything.
 _DOUBTFUL = r"\}[ \t\r]*[^ \t\r,\]}]|[:,\[][ \t\r]*-?(?:NaN|Inf)"
 _DIGITS = re.compile(r"-?[0-9]+")
 
@@ -47,7 +47,7 @@ def read_objects(lines: pa.Array, kinds: Kinds, reasons: Reasons) -> dict[str, p
 
     Other fields may hold anything. A field is refused (`bad_value`) for another JSON type than its own,
     an integer of more than 64 bits, a number with a fraction or exponent as integer, and a null inside a list. Adds to
-    `reasons` for lines that are no object and for one of these fields that is there twice.
+    `reasons` for lines that are not an object and for a field that occurs twice.
     """
     _refuse_others(lines, kinds, reasons)
     schema = pa.schema([(name, _read_as(kind)) for name, kind in kinds.items()])
@@ -126,7 +126,7 @@ def _table(lines: pa.Array, schema: pa.Schema) -> pa.Table | None:
 
 
 def why_not(line: str, kinds: Kinds, *, sure: bool = True, too_deep: Refusal | None = None) -> Refusal | None:
-    """Why a line is refused, by Python's reader; None where nothing speaks against it.
+    """Why Python's reader refuses a line, None if it does not.
 
     With `sure` only what Arrow's reader refuses for certain counts; `too_deep` is the answer for an object that is
     nested deeper than Python reads.
@@ -155,7 +155,7 @@ def _parsed(line: str) -> Any:
 
 
 def _written(value: Any) -> str:
-    """A value much as the line has it."""
+    """A value about as it is written in the line."""
     if isinstance(value, _Pairs):
         return "{...}"
     if isinstance(value, list):
@@ -168,11 +168,11 @@ def _refuse(constant: str) -> None:
 
 
 class _Number(str):
-    """A number as it is written."""
+    """A number with its digits."""
 
 
 class _Pairs:
-    """An object as its pairs, since a dict would forget what is there twice."""
+    """An object as its pairs, since a dict would drop a duplicate key."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         self.pairs = pairs
@@ -246,7 +246,7 @@ def _checked(name: str, kind: pa.DataType, values: pa.Array, lines: pa.Array, re
 def _detail(line: str, name: str, kind: pa.DataType) -> str:
     try:
         value = dict(_parsed(line).pairs)[name]
-    except (ValueError, RecursionError):  # what Arrow reads and Python does not
+    except (ValueError, RecursionError):  # Arrow accepts it, Python does not
         return not_of(kind, "a value")
     return not_of(kind, _written(value))
 

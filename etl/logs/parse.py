@@ -1,4 +1,4 @@
-"""The first pass over a log, in the tasks: ranges in; kept rows, refused lines and summaries of each range out."""
+"""The first pass over a log, in tasks: ranges in; kept rows, refused lines and summaries out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,30 +13,25 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from etl.columns import quoted
+from etl import columns as c
 from etl.input.files import Range
-from etl.input.lines import CHUNK_BYTES, RAW_BYTES, LongLine, read_lines
+from etl.input.lines import CHUNK_BYTES, RAW_BYTES, FileDigest, LongLine, read_lines
 from etl.logs.fields import Form
 from etl.logs.values import Reasons, without_bom
-from etl.spark.tasks import MIN_ROWS, EachSlice
+from etl.spark.tasks import MIN_ROWS, Items
 
 ROW, BAD, SUMMARY, DIGEST = 0, 1, 2, 3
 LINE_TOO_LONG = "line_too_long"
 NO_TIME = -(1 << 62)
 
-# One table for four kinds of rows, since a task has one output; columns of the other kinds are null. The parser's own
-# columns follow: theirs are names out of files, so these begin with `_`.
+# One table for four kinds of rows, since a task has one output; columns of the other kinds are null. The columns of the
+# parser follow: their names come from files, so these begin with `_`.
 _BASE = pa.schema(
     [
         ("_kind", pa.int32()),
-        ("_source", pa.int32()),
-        ("_position", pa.int64()),
         ("_file", pa.string()),
         ("_occurrence", pa.int64()),
-        ("_reason", pa.string()),
-        ("_raw", pa.binary()),
-        ("_length", pa.int64()),
-        ("_sha256", pa.string()),
+        *c.REJECTED,
         ("_lines", pa.int64()),
         ("_bad", pa.int64()),
         ("_dropped_lines", pa.int64()),
@@ -52,8 +46,8 @@ SUMMARY_COLUMNS = ("_kind", "_source", "_reason", *_BASE.names[_BASE.names.index
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a parser makes of n lines: its columns, each (n,), rubbish in lines that are refused or dropped; the largest
-    time among those that are not refused (NO_TIME without), and the least among those that are kept (None without).
+    """The result of a parser for n lines: columns, each (n,), undefined for lines that are refused or dropped; the
+    latest time of those that are not refused (NO_TIME if none), and the earliest of those that are kept (None if none).
     """
 
     columns: Mapping[str, pa.Array]
@@ -64,7 +58,7 @@ class Found:
 
 
 class LineParser(Protocol):
-    """What is kept of the lines of a log; a frozen object that Spark ships to the tasks."""
+    """The parser of a log's lines; a frozen object that Spark sends to the tasks."""
 
     @property
     def schema(self) -> pa.Schema:
@@ -80,7 +74,7 @@ class LineParser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A range, the names of its file's fields, and how the file is called in the records' ids."""
+    """A range, the names of its file's fields, and the name of the file in the records' ids."""
 
     part: Range
     names: tuple[str, ...] = ()
@@ -102,21 +96,16 @@ def output_schema(parser: LineParser) -> pa.Schema:
     return pa.schema([*_BASE, *parser.schema])
 
 
-def output_ddl(parser: LineParser) -> str:
-    """The same in Spark's notation."""
-    return ddl_of(output_schema(parser))
+@dataclass(frozen=True)
+class ParseLog:
+    """Reads and parses the ranges of a task: Works as JSON in, rows of output_schema out. Raises what read_lines
+    raises.
+    """
 
+    parser: LineParser
 
-class ParseLog(EachSlice):
-    """The function for mapInArrow: Works in, rows of output_schema out."""
-
-    def __init__(self, settings: dict[str, str], parser: LineParser) -> None:
-        super().__init__(settings)
-        self._parser = parser
-
-    def batches_of(self, items: Sequence[Mapping[str, Any]]) -> Iterator[pa.RecordBatch]:
-        """Read and parse the ranges of a task. Raises what read_lines raises."""
-        return parse_ranges([Work.from_json(item) for item in items], self._parser)
+    def __call__(self, items: Items) -> Iterator[pa.RecordBatch]:
+        return parse_ranges([Work.from_json(item) for item in items], self.parser)
 
 
 def parse_range(work: Work, parser: LineParser) -> Iterator[pa.RecordBatch]:
@@ -125,8 +114,8 @@ def parse_range(work: Work, parser: LineParser) -> Iterator[pa.RecordBatch]:
 
 
 def parse_ranges(works: Sequence[Work], parser: LineParser) -> Iterator[pa.RecordBatch]:
-    """The rows of some ranges: kept rows, refused lines, and last the summaries: what was read of all, what was dropped
-    for each reason, and length and SHA-256 of each file that is one range.
+    """The rows of some ranges: kept rows, refused lines, and at the end the summaries: what was read in total, what was
+    dropped for each reason, and length and SHA-256 of each file that is one range.
 
     Lines of small files are parsed together, since a call of the parser costs as much as a thousand lines.
     """
@@ -136,8 +125,10 @@ def parse_ranges(works: Sequence[Work], parser: LineParser) -> Iterator[pa.Recor
         if held.names_differ(work):
             yield from _parsed(held, parser, schema, sums)
             held = _Held()
-        on_digest = partial(sums.add_file, work)
-        for lines in read_lines(work.part, quoted_newlines=parser.form.quoted_newlines, on_digest=on_digest):
+        for lines in read_lines(work.part, quoted_newlines=parser.form.quoted_newlines, digest=True):
+            if isinstance(lines, FileDigest):
+                sums.add_file(work, lines.sha256)
+                continue
             if isinstance(lines, LongLine):
                 sums.add(lines=1, bad=1, raw_bytes=len(lines.raw))
                 yield _batch(schema, BAD, [work], np.zeros(1, np.int64), **_long_columns(lines))
@@ -155,7 +146,7 @@ def parse_ranges(works: Sequence[Work], parser: LineParser) -> Iterator[pa.Recor
 
 
 class _Held:
-    """Lines of some ranges that are to be parsed together."""
+    """Lines of some ranges, to be parsed together."""
 
     def __init__(self) -> None:
         self.works: list[Work] = []
@@ -178,7 +169,7 @@ class _Held:
             self._lines, self._bytes = self._lines + len(positions), self._bytes + values.nbytes
 
     def lines(self) -> tuple[NDArray[np.int64], NDArray[np.int64], pa.Array]:
-        """For each line (n,) which of `works` it is of, its position, and the line."""
+        """For each line (n,): the number of its range in `works`, its position, and the line."""
         owners = np.repeat(np.arange(len(self.works)), [len(part) for part in self._positions])
         values = self._values[0] if len(self._values) == 1 else pa.concat_arrays(self._values)
         return owners, np.concatenate(self._positions), values
@@ -186,7 +177,7 @@ class _Held:
 
 @dataclass
 class _Sums:
-    """What was counted of the ranges of a task, and the digests of its whole files."""
+    """The counts of a task's ranges, and the digests of its whole files."""
 
     lines: int = 0
     bad: int = 0
@@ -205,7 +196,7 @@ class _Sums:
         self.lines, self.bad, self.raw_bytes = self.lines + lines, self.bad + bad, self.raw_bytes + raw_bytes
 
     def add_found(self, found: Found) -> None:
-        """Count what a parser found."""
+        """Count the result of a parser."""
         good = found.reasons.good
         self.add(lines=len(good), bad=int((~good).sum()))
         self.dropped.update(found.drops.counts(good))
@@ -227,7 +218,7 @@ class _Sums:
 
 
 def _parsed(held: _Held, parser: LineParser, schema: pa.Schema, sums: _Sums) -> Iterator[pa.RecordBatch]:
-    """The rows of the lines that are held."""
+    """The rows of the held lines."""
     if not held.works:
         return
     works, (owners, positions, values) = held.works, held.lines()
@@ -285,20 +276,3 @@ def _long_columns(line: LongLine) -> dict[str, Any]:
         "_length": [line.length],
         "_sha256": [line.sha256],
     }
-
-
-def ddl_of(schema: pa.Schema) -> str:
-    """Columns in Spark's notation."""
-    return ", ".join(f"{quoted(field.name)} {ddl_type(field.type)}" for field in schema)
-
-
-def ddl_type(kind: pa.DataType) -> str:
-    """An Arrow type in Spark's notation."""
-    if pa.types.is_list(kind):
-        return f"array<{ddl_type(kind.value_type)}>"
-    if pa.types.is_timestamp(kind):
-        return "timestamp"
-    if pa.types.is_decimal(kind):
-        return f"decimal({kind.precision},{kind.scale})"
-    names = {"int32": "int", "int64": "bigint", "float": "float", "double": "double", "bool": "boolean"}
-    return names.get(str(kind), str(kind))  # string and binary are called so by both

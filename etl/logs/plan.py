@@ -1,4 +1,4 @@
-"""The plan of a log job: which files are read, in which format, and the fields that their first lines name."""
+"""The plan of a log job: the files, their format, and the fields that their first lines name."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ import pyarrow as pa
 
 from etl import columns as c
 from etl.input.files import Range, Source, check_lines, find_sources, plan_ranges, source_name
-from etl.input.lines import MAX_LINE_BYTES, Lines, LongLine, read_lines
+from etl.input.lines import MAX_LINE_BYTES, Lines, read_lines
 from etl.logs import web
 from etl.logs.fields import DELIMITERS, TABLE_FORMATS, Form
-from etl.logs.parse import LineParser, Work, ddl_type
+from etl.logs.parse import LineParser, Work
 from etl.logs.records import PLACE_COLUMNS, PLACE_SCHEMA, RecordLines, columns_for
 from etl.logs.values import without_bom
 from etl.logs.web import WebLines, roles
-from etl.split.sampling import Sampling
-from etl.write.checks import check_columns, check_schema
+from etl.write.append import Parent
+from etl.write.checks import Target, check_target
 from etl.write.config import LogsConfig
 from lockstep.features.schema.declare import load_schema
 from lockstep.features.schema.fields import SAMPLE_ID
@@ -36,9 +36,9 @@ MAX_NAMES = 10_000
 
 
 def names_in(source: Source, log_format: str, quoted_newlines: bool) -> tuple[str, ...]:
-    """The names in a file's header (TSV and CSV), or the keys of its first JSON objects, () where it has none early on.
+    """The names in a file's header (TSV and CSV), or the keys of its first JSON objects, () if it starts with none.
 
-    Raises DataError naming the file for a header that is none.
+    Raises DataError naming the file for an invalid header.
     """
     head = _head(source, quoted_newlines)
     if log_format == "json":
@@ -70,10 +70,10 @@ def kinds_in(source: Source) -> dict[str, pa.DataType]:
 
 
 def _head(source: Source, quoted_newlines: bool) -> list[bytes]:
-    """The first lines of a file; [] where its first line is longer than any."""
+    """The first lines of a file; [] if the first one is too long."""
     part = Range(0, source.url, 0, min(HEAD_BYTES, source.size_bytes), source.codec)
     lines = read_lines(part, HEAD_BYTES, quoted_newlines=quoted_newlines, most_bytes=2 * MAX_LINE_BYTES)
-    first: Lines | LongLine | None = next(lines, None)
+    first = next(lines, None)
     if not isinstance(first, Lines):
         return []
     values: pa.Array = without_bom(first.values)
@@ -85,7 +85,7 @@ def _fields(text: str, delimiter: str) -> list[str]:
 
 
 def _objects(lines: list[bytes]) -> list[dict[str, Any]]:
-    """The objects among the first lines; what is none will be told when it is read as a record."""
+    """The objects among the first lines; other lines are reported when they are read as records."""
     found = []
     for line in lines[:HEAD_LINES]:
         try:
@@ -102,13 +102,13 @@ def _bad_header(url: str, got: str) -> DataError:
         f"the first line of {url} names no fields",
         got=got,
         allowed=f"1 to {MAX_NAMES} names in UTF-8 with the format's delimiter between them",
-        next_step="Check --log-format; give the names by --columns where the file has no header.",
+        next_step="Check --log-format; name the fields by --columns if the file has no header.",
     )
 
 
 MAX_LISTED = 400  # characters of names in an error
-# In Spark's SQL: what is no name (raw strings, strings, comments), a name in backquotes, or a bare one. What stands
-# before a bracket is a function.
+# Tokens of Spark's SQL: strings and comments, a name in backquotes, or a bare name. A name before a bracket is a
+# function.
 _TOKEN = re.compile(
     r"""\br(?:'[^']*'|"[^"]*")|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|--[^\n]*|/\*.*?\*/"""
     r"""|`(?P<quoted>(?:[^`]|``)+)`|(?P<bare>\w+)(?!\w|\s*\()""",
@@ -118,54 +118,53 @@ _TOKEN = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The files, their ranges, and what becomes of the lines."""
+    """The files, their ranges, the parser of their lines, and the dataset that they become."""
 
     sources: tuple[Source, ...]
     work: tuple[Work, ...]
     parser: LineParser
-    schema: Schema
+    target: Target
     id_columns: tuple[str, ...]
 
     @property
-    def told(self) -> bool:
+    def combined(self) -> bool:
         """Whether requests name their referrer and user agent."""
-        return isinstance(self.parser, WebLines) and _told(self.parser.form)
+        return isinstance(self.parser, WebLines) and _is_combined(self.parser.form)
 
 
-def plan_of(config: LogsConfig) -> Plan:
-    """Find the files and read the names of their fields.
+def plan_of(config: LogsConfig, parent: Parent | None = None) -> Plan:
+    """Find the files and read the names of their fields; `parent` is the dataset that is continued.
 
-    Raises the errors of find_sources, check_lines, names_in and check_schema, and ConfigError for columns that are not
-    there.
+    Raises the errors of find_sources, check_lines, names_in and check_target, and ConfigError for missing columns.
     """
     header = config.log_format in ("tsv", "csv") and not config.columns
     form = Form(config.log_format, config.null_texts, header, config.quoted_newlines)
     if config.schema is None:
-        _check_asked(config, web.schema(_told(form)), web.ID_SCHEMA)
+        target = _target(config, web.schema(_is_combined(form)), web.ID_SCHEMA, parent)
         sources = find_sources(config.inputs, check_lines)
         names = [_names(source, config) for source in sources]
         if config.log_format in TABLE_FORMATS:
             for source, there in zip(sources, names, strict=True):
                 roles(there, source.url)
         work = _work(sources, names, config)
-        return Plan(tuple(sources), work, WebLines(form), web.schema(_told(form)), web.ID_COLUMNS)
+        return Plan(tuple(sources), work, WebLines(form), target, web.ID_COLUMNS)
     schema, id_columns = load_schema(config.schema), config.id_columns or PLACE_COLUMNS
     sources = find_sources(config.inputs, check_lines)
     names = [() if config.log_format == "json" else _names(source, config) for source in sources]
     kinds = kinds_in(sources[0]) if config.log_format == "json" else dict.fromkeys(names[0], pa.string())
     columns = columns_for(schema, id_columns, _others(config, schema, kinds), kinds, config.label, config.time_columns)
     parser = RecordLines(form, columns, config.time_columns)
-    _check_asked(config, schema, pa.schema([*PLACE_SCHEMA, *parser.schema]))
+    target = _target(config, schema, pa.schema([*PLACE_SCHEMA, *parser.schema]), parent)
     _check_columns(config, schema, parser, sources, names)
-    return Plan(tuple(sources), _work(sources, names, config), parser, schema, id_columns)
+    return Plan(tuple(sources), _work(sources, names, config), parser, target, id_columns)
 
 
-def _told(form: Form) -> bool:
+def _is_combined(form: Form) -> bool:
     return form.log_format == "combined"
 
 
 def _work(sources: Sequence[Source], names: Sequence[tuple[str, ...]], config: LogsConfig) -> tuple[Work, ...]:
-    """The ranges; files of one name are told apart by how many came before."""
+    """The ranges; files of equal name are numbered."""
     seen: Counter[str] = Counter()
     called = []
     for source in sources:
@@ -176,11 +175,11 @@ def _work(sources: Sequence[Source], names: Sequence[tuple[str, ...]], config: L
     return tuple(Work(part, names[part.source_index], *called[part.source_index]) for part in ranges)
 
 
-def _check_asked(config: LogsConfig, schema: Schema, read: pa.Schema) -> None:
-    """What can be told of rows with the columns `read` and those of the schema. Raises ConfigError."""
+def _target(config: LogsConfig, schema: Schema, read: pa.Schema, parent: Parent | None) -> Target:
+    """The dataset of rows with the columns `read` and those of the schema. Raises ConfigError."""
     made = {field.name: c.ddl_type(field) for field in schema if field.name != SAMPLE_ID}
-    check_columns(config, schema, {field.name: ddl_type(field.type) for field in read} | made)
-    check_schema(config, schema)
+    kinds = {field.name: c.spark_type(field.type) for field in read} | made
+    return check_target(config, schema, kinds, parent)
 
 
 def _names(source: Source, config: LogsConfig) -> tuple[str, ...]:
@@ -190,12 +189,12 @@ def _names(source: Source, config: LogsConfig) -> tuple[str, ...]:
 
 
 def _others(config: LogsConfig, schema: Schema, known: Iterable[str]) -> list[str]:
-    """Columns that only the label's expression, the split or the sample asks for."""
+    """Columns that only the label's expression, the split or the sample needs."""
     asked = names_asked(config.label or "")
     others = [name for name in known if name and not name.startswith("_") and name.lower() in asked]
     others += config.time_columns
     made = schema.label.name if schema.label is not None and config.label is not None else None
-    sampled = None if config.sample is None else Sampling.parse(config.sample).column
+    sampled = None if config.sampling is None else config.sampling.column
     others += [name for name in (config.split_spec.column, sampled) if name not in (None, made)]
     return list(dict.fromkeys(others))
 
@@ -210,14 +209,14 @@ def names_asked(expression: str) -> frozenset[str]:
 def columns_differ(
     url: str, log_format: str, there: Sequence[str], missing: Sequence[str], twice: Sequence[str]
 ) -> ConfigError:
-    """The error for a file with the columns `there` that lacks some that are asked for, or has them `twice`."""
+    """The error for a file with the columns `there` in which some wanted columns are `missing` or there `twice`."""
     faults = [f"{what} {_listed(names)}" for what, names in (("no column", missing), ("more than one", twice)) if names]
     other = next((name for name, mark in DELIMITERS.items() if name != log_format and there and mark in there[0]), None)
-    way = "Correct the flags that name columns, or the schema; --columns names fields anew."
+    way = "Correct the flags that name columns, or the schema; --columns renames fields."
     if len(there) == 1 and other is not None:
         way = f"The file looks like {other}: correct --log-format, which is {log_format}."
     return ConfigError(
-        f"{url} has not the columns asked for, each once",
+        f"{url} does not have the columns asked for, each once",
         got="; ".join(faults),
         allowed=f"its columns: {_listed([name for name in there if name])}",
         next_step=way,
@@ -246,14 +245,14 @@ def _check_columns(
     if odd or alike:
         raise ConfigError(
             f"a column cannot be called {', '.join(odd + alike)}",
-            got="a name that the dataset uses itself, or one that differs in its letters' case alone",
+            got="a name that the dataset uses itself, or one that differs from another only in case",
             allowed="names that do not begin with `_` and differ in more than case",
-            next_step="Name the fields anew by --columns.",
+            next_step="Rename the fields by --columns.",
         )
     if config.label is not None and schema.label is None:
         raise ConfigError(
             "--label is given, but the schema has no label",
             got=config.label,
             allowed="a field of kind label",
-            next_step="Declare one in the schema, or leave --label out.",
+            next_step="Declare one in the schema, or remove --label.",
         )

@@ -1,4 +1,4 @@
-"""Records of any table in TSV, CSV or JSON lines, by a declared schema: a click log, say."""
+"""Records of a declared schema in TSV, CSV or JSON lines, such as a click log."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 NO_LABEL = "no_label"
-PLACE_SCHEMA = pa.schema([("_file", pa.string()), ("_position", pa.int64())])  # of every record, beside its own columns
+PLACE_SCHEMA = pa.schema(
+    [("_file", pa.string()), ("_position", pa.int64())]
+)  # every record has these, in addition to its fields
 PLACE_COLUMNS = tuple(PLACE_SCHEMA.names)
 _WIDER = {"bigint": ("bigint", "int", "smallint", "tinyint"), "double": ("double", "float")}
 
 
 @dataclass(frozen=True, slots=True)
 class RecordLines:
-    """Keeps every record whose columns say what they must. Columns in `time_columns` become microseconds since 1970."""
+    """Keeps every record with valid columns. Columns in `time_columns` become microseconds since 1970."""
 
     form: Form
     columns: tuple[Column, ...]
@@ -36,7 +38,7 @@ class RecordLines:
 
     @property
     def schema(self) -> pa.Schema:
-        """The columns of a record, as they are kept."""
+        """The columns of a record and the types in which they are kept."""
         return pa.schema([(column.name, self._kept(column)) for column in self.columns])
 
     def parse(self, lines: pa.Array, names: Sequence[str]) -> Found:
@@ -46,14 +48,14 @@ class RecordLines:
         return Found({column.name: self._value(column, found[column.name]) for column in self.columns}, reasons, drops)
 
     def _value(self, column: Column, values: pa.Array) -> pa.Array:
-        if pa.types.is_list(column.kind):  # a list is never null: where there is none, it is empty
+        if pa.types.is_list(column.kind):  # a list is never null, but empty
             values = pc.coalesce(values, pa.scalar([], column.kind))
         return values.cast(self._kept(column))
 
     def _kept(self, column: Column) -> pa.DataType:
         if column.name in self.time_columns:
             return pa.int64()
-        # Read as numbers of 64 bits, handed on as the decimals that Spark has for them.
+        # Read as 64-bit numbers, passed on as decimals, which Spark has for them.
         listed = pa.types.is_list(column.kind)
         if (column.kind.value_type if listed else column.kind) != pa.uint64():
             return column.kind
@@ -68,10 +70,10 @@ def columns_for(
     label: str | None,
     time_columns: Sequence[str],
 ) -> tuple[Column, ...]:
-    """What to read: the fields of the schema (its label too, where no expression gives it), ids, and `others`.
+    """The columns to read: the fields of the schema (also the label, unless an expression gives it), ids, and `others`.
 
-    `kinds` are the types of columns that no field declares (text without); ids must say something in each record.
-    Raises ConfigError for a field that no text gives.
+    `kinds` are the types of columns that no field declares (text by default); ids must have a value in each record.
+    Raises ConfigError for a field that cannot be read from text.
     """
     found: dict[str, Column] = {}
     for field in schema:
@@ -86,7 +88,7 @@ def columns_for(
                 next_step="Correct the schema.",
             )
         kind = pa.timestamp("us") if timed else field.record_type
-        # An id's empty text is missing, not an id.
+        # An empty text counts as a missing id.
         nullable = (field.nullable or field.is_list) and field.name not in id_columns
         found[field.name] = Column(field.name, kind, nullable, may_be_empty=field.name not in id_columns)
     for name in (*id_columns, *others):
@@ -104,15 +106,15 @@ def label_kinds(schema: Schema) -> tuple[str, ...]:
 
 
 def rows_of(records: DataFrame, schema: Schema, parser: RecordLines, label: str | None, by_place: bool) -> DataFrame:
-    """Records with the label and the writer's columns; `by_place` where file and position are the id."""
+    """Records with the label and the writer's columns; `by_place` if file and position are the id."""
     names = [c.quoted(name) for name in parser.schema.names]
     kept = records.selectExpr(*names, "_file", "_position", "_source", *(["_occurrence"] if by_place else []))
     if label is None or schema.label is None:
         return kept
     wanted, called = c.ddl_type(schema.label), c.quoted(schema.label.name)
-    told = kept.selectExpr("*", f"CAST(({label}) AS {wanted}) AS `_label`")
-    if schema.label.name in told.columns:
-        told = told.drop(schema.label.name)
-    return told.withColumnRenamed("_label", schema.label.name).selectExpr(
+    labelled = kept.selectExpr("*", f"CAST(({label}) AS {wanted}) AS `_label`")
+    if schema.label.name in labelled.columns:
+        labelled = labelled.drop(schema.label.name)
+    return labelled.withColumnRenamed("_label", schema.label.name).selectExpr(
         "*", f"IF({called} IS NULL, '{NO_LABEL}', NULL) AS _dropped"
     )

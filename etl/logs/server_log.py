@@ -3,8 +3,8 @@
     host ident user [09/Jul/1995:00:00:00 -0400] "GET /path?query HTTP/1.0" 200 6245
 
 Host and ident are anything without spaces, the user too or in quotes; an HTTP/0.9 request has no protocol; status and
-size may be `-`. Fields behind these (Nginx writes some) are passed over: each one word or one quoted string. A quote in
-a quoted string is written \\"; what servers escape stays as it stands in the log.
+size may be `-`. Further fields (Nginx writes some) are ignored: each one word or one quoted string. A quote in a quoted
+string is written \\"; escapes stay as the server wrote them.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ def seconds_of_stamps(stamps: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.b
 def seconds_of_text(text: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Seconds since 1970 UTC of strings (n,), and which of them are a time between the years 1 and 9999.
 
-    A time is a number of seconds (a fraction is cut off downwards), a web server's stamp, in brackets or not, or
-    ISO 8601.
+    A time is a number of seconds (rounded down), a web server's stamp, in brackets or not, or ISO 8601.
     """
     text = pc.fill_null(text, "")
     seconds, good = np.zeros(len(text), dtype=np.int64), np.zeros(len(text), dtype=bool)
@@ -67,7 +66,7 @@ def seconds_of_text(text: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.bool_
 
 
 def in_range(seconds: NDArray[np.int64], good: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Times and which are good, with those outside the years 1 to 9999 taken out; what is not good becomes 0."""
+    """Times and which are valid; times outside the years 1 to 9999 are not. Invalid times become 0."""
     good = good & (seconds >= _FIRST) & (seconds <= _LAST)
     return np.where(good, seconds, 0), good
 
@@ -131,7 +130,7 @@ def _seconds(stamps: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.b
     return local - sign * (offset // 100 * 3600 + offset % 100 * 60), good
 
 
-# RE2 has a fast engine for expressions of four groups at most whose every choice the next character decides.
+# RE2 has a fast engine for expressions of at most four groups in which the next character decides every choice.
 QUOTED = r'(?:[^"\\]|\\.)*'
 MORE = rf'(?: (?:[^\s"]\S*|"{QUOTED}"))*'
 _FRONT = r'^(?P<host>\S+) \S+ (?:[^\s"]\S*|"[^"]*") \[(?P<stamp>[^\]]*)\] '
@@ -190,7 +189,7 @@ def readable(lines: pa.Array, reasons: Reasons) -> pa.Array:
 
 
 def requests_of(front: pa.Array, rest: pa.Array, reasons: Reasons, no_such_log: str) -> Requests:
-    """Requests from structs of (host, stamp, request) and (status) strings, null where a line has not the form."""
+    """Requests from structs of (host, stamp, request) and (status) strings, null if a line does not match."""
     time, shaped, timely = seconds_of_stamps(part(front, "stamp"))
     reasons.add(~shaped, no_such_log)
     reasons.add(~timely, BAD_TIME)
@@ -208,7 +207,7 @@ def requests_of(front: pa.Array, rest: pa.Array, reasons: Reasons, no_such_log: 
 
 
 def asked(requests: pa.Array) -> tuple[pa.Array, pa.Array, pa.Array]:
-    """Methods, pages and queries of request lines; all "" where there is no target, such as for `-`."""
+    """Methods, pages and queries of request lines; all "" if there is no target, such as for `-`."""
     parts = pc.extract_regex(requests, pattern=_PLAIN)
     odd = pc.is_null(parts)
     rest = pc.extract_regex(requests.filter(odd), pattern=_ODD)
@@ -221,7 +220,7 @@ def asked(requests: pa.Array) -> tuple[pa.Array, pa.Array, pa.Array]:
 
 
 def target_parts(targets: pa.Array) -> tuple[pa.Array, pa.Array]:
-    """Pages and queries: what stands before and behind the first `?`."""
+    """Pages and queries: the parts before and after the first `?`."""
     pieces = pc.extract_regex(targets, pattern=r"^(?P<page>[^?]*)\??(?P<query>.*)$")
     return pc.fill_null(part(pieces, "page"), ""), pc.fill_null(part(pieces, "query"), "")
 

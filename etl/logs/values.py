@@ -1,4 +1,4 @@
-"""Why rows of a batch are refused, as small numbers; the first reason that a row is given stays."""
+"""Conversion of text to values, and the reasons for which rows of a batch are refused; the first reason counts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _TYPES = {"float": "float32", "double": "float64", "binary": "bytes"}
 
 
 def bad_value(name: str) -> str:
-    """The reason of a record whose column `name` says no value of its type."""
+    """The reason of a record whose column `name` has no valid value of its type."""
     return f"bad_value:{name}"
 
 
 def not_of(kind: pa.DataType, value: str) -> str:
-    """The detail of `bad_value`: a value, as it is written in the record, that is none of the type wanted."""
+    """The detail of `bad_value`: the value as written in the record, and the type wanted."""
     return f"{value if len(value) <= _SHOWN else value[:_SHOWN] + '...'} is no {_called(kind)}"
 
 
@@ -38,7 +38,7 @@ def _called(kind: pa.DataType) -> str:
 
 
 def missing_value(name: str) -> str:
-    """The reason of a record whose column `name` says nothing, though it must."""
+    """The reason of a record whose required column `name` is missing."""
     return f"missing_value:{name}"
 
 
@@ -54,7 +54,7 @@ class Reasons:
         return len(self._codes)
 
     def add(self, where: NDArray[np.bool_], reason: str, details: Mapping[int, str] | None = None) -> None:
-        """Refuse the rows `where` (n,) for `reason`, unless they are refused already; `details` by row."""
+        """Refuse the rows `where` (n,) for `reason`, unless they have a reason already; `details` by row."""
         if not where.any():
             return
         if reason not in self._names:
@@ -71,14 +71,14 @@ class Reasons:
         return self._codes == self._names.index(reason)
 
     def replace(self, other: Reasons, where: NDArray[np.bool_]) -> None:
-        """Forget what the rows `where` (n,) are refused for, and refuse what `other` does, whose rows they are."""
+        """Replace the reasons of the rows `where` (n,) by those of `other`, which is about these rows."""
         self._codes[where] = 0
         self._details = {row: detail for row, detail in self._details.items() if not where[row]}
         self.take_from(other, np.flatnonzero(where))
 
     @property
     def good(self) -> NDArray[np.bool_]:
-        """Which rows nothing was said against: (n,) bool."""
+        """Which rows are not refused: (n,) bool."""
         return self._codes == 0
 
     def names(self, where: NDArray[np.bool_]) -> pa.Array:
@@ -102,7 +102,7 @@ class Reasons:
         return [self._names[code] for code in self._codes.tolist()]
 
     def take_from(self, other: Reasons, places: NDArray[np.int64]) -> None:
-        """Refuse what `other` refuses; its rows lie at `places` (m,) among these."""
+        """Refuse the rows that `other` refuses; its rows are at `places` (m,) of these."""
         details = {int(places[row]): detail for row, detail in other._details.items()}
         for code, name in enumerate(other._names):
             if name is not None:
@@ -136,9 +136,9 @@ def without_bom(lines: pa.Array) -> pa.Array:
 
 
 def cast_where_possible(values: pa.Array, kind: pa.DataType) -> tuple[pa.Array, NDArray[np.bool_]]:
-    """Cast values; returns the result, null where a value will not do, and where that is: (n,) bool.
+    """Cast values; returns the result, null for invalid values, and which are invalid: (n,) bool.
 
-    A batch that fails is halved until the values at fault are alone: b of n cost about 2 b log2(n / b) casts more.
+    A batch that fails is halved until each invalid value is by itself: b of n cost about 2 b log2(n / b) more casts.
     """
     return halved(values, lambda part: part.cast(kind), kind)
 
@@ -146,7 +146,7 @@ def cast_where_possible(values: pa.Array, kind: pa.DataType) -> tuple[pa.Array, 
 def halved(
     values: pa.Array, work: Callable[[pa.Array], pa.Array], kind: pa.DataType
 ) -> tuple[pa.Array, NDArray[np.bool_]]:
-    """What `work` makes of values, null of type `kind` for each value alone that it raises ArrowInvalid for."""
+    """The result of `work` for values, null of type `kind` for each value for which it raises ArrowInvalid."""
     done: list[pa.Array] = []
     broken = np.zeros(len(values), dtype=bool)
     pending = [(0, len(values))]
@@ -165,12 +165,12 @@ def halved(
 
 
 def as_values(text: pa.Array, kind: pa.DataType) -> tuple[pa.Array, NDArray[np.bool_]]:
-    """Strings (n,) as values of type `kind`, null where a string says none of that type, and where that is.
+    """Strings (n,) as values of type `kind`, null for strings that are not such values, and which these are.
 
     Integers are decimal digits with a sign or none and fit 64 bits; floats are decimal and not beyond the type's
     largest, or nan and inf in any case; booleans are 1, true, t, yes and 0, false, f, no in any case; times are ISO
-    8601 (a date, or date and time with a blank or T between), in UTC unless they name their offset. Blanks around any
-    of these say nothing.
+    8601 (a date, or date and time with a blank or T between), in UTC unless they name their offset. Blanks around them
+    are ignored.
     """
     if pa.types.is_string(kind):
         return text, np.zeros(len(text), dtype=bool)
@@ -191,7 +191,7 @@ def as_values(text: pa.Array, kind: pa.DataType) -> tuple[pa.Array, NDArray[np.b
 
 
 def _too_large(text: pa.Array, values: pa.Array) -> NDArray[np.bool_]:
-    """Where digits became infinite, which Arrow does not mind."""
+    """The values that became infinite, which Arrow accepts."""
     infinite = pc.fill_null(pc.is_inf(values), False)
     if not pc.any(infinite).as_py():
         return np.zeros(len(text), dtype=bool)
@@ -214,7 +214,7 @@ def _booleans(text: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
 
 
 def _times(text: pa.Array, kind: pa.DataType) -> tuple[pa.Array, NDArray[np.bool_]]:
-    """Times of which some name their offset and some do not: Arrow's cast wants all of one sort."""
+    """Times with and without an offset: Arrow's cast accepts only one kind at a time."""
     zoned, broken = cast_where_possible(text, pa.timestamp(kind.unit, "UTC"))
     plain, still = cast_where_possible(text.filter(pa.array(broken)), pa.timestamp(kind.unit))
     if len(plain):

@@ -1,4 +1,7 @@
-"""Requests for pages out of a web server's log, whatever its format."""
+"""Requests for pages out of a web server's log, whatever its format.
+
+Decision record: docs/decisions/012-web-log.md.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,8 @@ from lockstep.storage.errors import DataError
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-# What a browser fetches by itself while it shows a page, and what it downloads instead of one. Text, HTML, scripts
-# on the server (.pl, no suffix) and mistyped suffixes are pages: a visitor asked for them.
+# Files that a browser fetches by itself to show a page, and downloads. Text, HTML, scripts on the server (.pl, no
+# suffix) and mistyped suffixes are pages: a visitor asked for them.
 ASSET_SUFFIXES = (
     "gif", "jpg", "jpeg", "png", "xbm", "bmp", "ico", "svg", "css", "js",
     "mpg", "mpeg", "avi", "mov", "wav", "au", "mp3", "mp4", "zip", "gz", "z", "tar", "exe", "woff", "woff2",
@@ -34,7 +37,7 @@ NOT_A_PAGE = "not_a_page"
 CENSORED = "censored"
 ID_COLUMNS = ("visitor", "page", "time", "query")
 ID_SCHEMA = pa.schema([(name, pa.int64() if name == "time" else pa.string()) for name in ID_COLUMNS])
-TOLD = ("referrer", "agent")  # what the combined format says besides
+COMBINED = ("referrer", "agent")  # the columns that only the combined format has
 LABEL = "stays"
 LABEL_TYPES = ("boolean",)
 LABEL_ALLOWED = "a boolean SQL expression over visitor, page, query, time and log_end; NULL means censored"
@@ -63,18 +66,18 @@ def _tokens(name: str, max_size: int) -> Field:
     return Field(name=name, dtype="string", shape=(None,), encoding=_vocabulary(f"{name}.json", max_size, 5))
 
 
-def label_columns(told: bool) -> str:
-    """What a label may ask of a request, in Spark's notation; `told` as for `schema`."""
-    texts = ", ".join(f"{name} string" for name in ("visitor", "page", "query", *(TOLD if told else ())))
-    return f"{texts}, time bigint, log_end bigint"
+def label_schema(combined: bool) -> pa.Schema:
+    """The columns that a label's expression may use; `combined` as for `schema`."""
+    texts = [(name, pa.string()) for name in ("visitor", "page", "query", *(COMBINED if combined else ()))]
+    return pa.schema([*texts, ("time", pa.int64()), ("log_end", pa.int64())])
 
 
-def schema(told: bool = False) -> Schema:
-    """The fields of a web log's dataset; `told`: the log names referrer and user agent (the combined format).
+def schema(combined: bool = False) -> Schema:
+    """The fields of a web log's dataset; `combined`: the log names referrer and user agent.
 
-    The visitor is in none of them: a host's name is no business of a model.
+    The visitor is not one of them: a model should not learn host names.
     """
-    more = tuple(_tokens(f"{name}_tokens", 500) for name in TOLD) if told else ()
+    more = tuple(_tokens(f"{name}_tokens", 500) for name in COMBINED) if combined else ()
     return Schema(
         (
             sample_id_field(),
@@ -94,7 +97,7 @@ def schema(told: bool = False) -> Schema:
     )
 
 
-# Order among requests of one second follows the log. Every window ends at the row itself, so nothing later enters.
+# Requests of one second are in the order of the log. Every window ends at the row itself, so it sees nothing later.
 _PAST = "(PARTITION BY visitor ORDER BY time, _source, _position ROWS BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW)"
 _ORDER = "(PARTITION BY visitor ORDER BY time, _source, _position)"
 _SAME = "(PARTITION BY visitor, page, time, query ORDER BY _source, _position)"
@@ -131,18 +134,18 @@ _COLUMNS = (
 )
 
 
-def rows_of(pages: DataFrame, label: str, log_end: int, told: bool = False) -> DataFrame:
-    """Page requests (visitor, page, query, time, _source, _position; with `told` referrer and agent) with label,
+def rows_of(pages: DataFrame, label: str, log_end: int, combined: bool = False) -> DataFrame:
+    """Page requests (visitor, page, query, time, _source, _position; with `combined` referrer and agent) with label,
     features and the writer's columns.
     """
-    more = TOLD if told else ()
+    more = COMBINED if combined else ()
     seen = pages.select("visitor", "page", "query", "time", *more, "_source", "_position")
     labelled = seen.selectExpr("*", f"{log_end}L AS log_end").selectExpr("*", f"({label}) AS {LABEL}")
     words = [f"array_distinct(slice({_WORDS.format(name)}, 1, 64)) AS {name}_tokens" for name in more]
     return labelled.selectExpr(*_WINDOWS).selectExpr(*_COLUMNS, *words)
 
 
-# In order of preference; letters' case says nothing.
+# In order of preference; upper and lower case are equal.
 NAMES: Mapping[str, tuple[str, ...]] = {
     "visitor": ("visitor", "host", "remote_addr", "remote_host", "client_ip", "clientip", "ip"),
     "time": ("time", "timestamp", "@timestamp", "time_iso8601", "time_local", "msec"),
@@ -152,13 +155,13 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "status": ("status", "response", "status_code"),
 }
 _NEEDED = (("visitor",), ("time",), ("status",), ("method", "target"))
-_NUMBER, _WHOLE = pa.decimal128(38, 12), pa.decimal128(18, 0)  # for these Arrow takes JSON's numbers and "200" alike
+_NUMBER, _WHOLE = pa.decimal128(38, 12), pa.decimal128(18, 0)  # which Arrow reads from numbers and from strings of JSON
 
 
 def roles(names: Sequence[str], url: str) -> dict[str, str]:
     """Which column is the visitor, the time, the status, and the method and target or the whole request line.
 
-    Raises DataError naming the file `url` where one is missing.
+    Raises DataError naming the file `url` if one is missing.
     """
     lower = {name.lower(): name for name in reversed(names)}
     found = {
@@ -170,13 +173,13 @@ def roles(names: Sequence[str], url: str) -> dict[str, str]:
     needed = [*_NEEDED[:3], ("request",) if whole else _NEEDED[3]]
     missing = [role for group in needed for role in group if role not in found]
     if missing:
-        told = "; ".join(f"{role}: {', '.join(NAMES[role])}" for role in missing)
+        known = "; ".join(f"{role}: {', '.join(NAMES[role])}" for role in missing)
         other = next((kind for kind, mark in DELIMITERS.items() if len(names) == 1 and mark in names[0]), None)
         way = "Give --schema for records of another kind, or --columns where the file has no header."
         raise DataError(
             f"input {url} holds no web requests: no column for {', '.join(missing)}",
             got=f"columns {', '.join(names)[:500]}",
-            allowed=told,
+            allowed=known,
             next_step=way if other is None else f"The file looks like {other}: correct --log-format.",
         )
     return {role: found[role] for group in needed for role in group}
@@ -226,8 +229,8 @@ def _read(
 
     if form.log_format != "json":
         return read(lines, pa.string(), reasons, drops)
-    # JSON has times as numbers and as strings, and Arrow reads a number out of a string too, by a grammar of its own.
-    # So each line that may hold a string is read as text first, whatever its neighbours hold.
+    # JSON has times as numbers and as strings, and Arrow also reads numbers from strings, with its own grammar. So each
+    # line that may have a string is read as text first, independent of its neighbours.
     text = np.asarray(_text_time(lines, columns["time"]), dtype=bool)
     parts, places = [], []
     for where, kind in ((text, pa.string()), (~text, _NUMBER)):
@@ -248,14 +251,14 @@ def _read(
 
 
 def _in_seconds(found: dict[str, pa.Array]) -> dict[str, pa.Array]:
-    """Times as text, if they were numbers as whole seconds."""
+    """Times as text; numbers become whole seconds."""
     time = found["time"]
     whole = pc.floor(time).cast(pa.decimal128(38, 0)).cast(pa.string()) if pa.types.is_decimal(time.type) else time
     return {**found, "time": whole}
 
 
 def _text_time(lines: pa.Array, name: str) -> pa.Array:
-    """Where the field may be a string: where it seems one, or a name may be written with escapes."""
+    """The lines whose field may be a string: it looks like one, or a name may be written with escapes."""
     escaped = "".join(f"\\x{{{ord(letter):x}}}" for letter in name)
     return pc.match_substring_regex(lines, rf'"{escaped}"[ \t\r]*:[ \t\r]*"|\\u')
 
@@ -265,15 +268,15 @@ _TEXTS = ("visitor", "page", "query")
 
 @dataclass(frozen=True, slots=True)
 class WebLines:
-    """Keeps the requests for pages; TSV, CSV and JSON hold the columns that etl.logs.web knows."""
+    """Keeps the requests for pages; TSV, CSV and JSON have the columns of NAMES."""
 
     form: Form
 
     @property
     def schema(self) -> pa.Schema:
         """The columns of a request."""
-        told = ("referrer", "agent") if self.form.log_format == "combined" else ()
-        texts = [(name, pa.string()) for name in (*_TEXTS, *told)]
+        more = COMBINED if self.form.log_format == "combined" else ()
+        texts = [(name, pa.string()) for name in (*_TEXTS, *more)]
         return pa.schema([*texts, ("time", pa.int64())])
 
     def parse(self, lines: pa.Array, names: Sequence[str]) -> Found:

@@ -1,12 +1,12 @@
-"""Petastorm 0.13.1 on today's pyarrow, numpy and Python, which have dropped names that it asks for.
+"""Petastorm 0.13.1 on today's pyarrow, numpy and Python, which dropped names that it imports.
 
     from etl.petastorm import enable
     enable()
     from petastorm import make_batch_reader
 
-`enable()` gives those names to Petastorm's own modules while they are imported; every other module goes on seeing
-pyarrow and numpy as they are. docs/decisions/066-petastorm.md says how, docs/petastorm.md what works. Importing this
-package loads no Petastorm, Spark or TensorFlow.
+`enable()` adds those names for Petastorm's own modules while they are imported; all other modules see pyarrow and numpy
+unchanged. docs/decisions/066-petastorm.md describes how, docs/petastorm.md what works. Importing this package loads
+neither Petastorm nor Spark nor TensorFlow.
 """
 
 from etl.petastorm.imports import enable

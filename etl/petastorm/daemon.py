@@ -1,4 +1,4 @@
-"""Spark's Python workers with Petastorm's names, for jobs whose tasks use Petastorm.
+"""Python workers of Spark in which Petastorm can be imported, for jobs whose tasks use it.
 
 Started by Spark under `--conf spark.python.daemon.module=etl.petastorm.daemon`.
 """

@@ -1,4 +1,4 @@
-"""How Petastorm's modules, and no others, see names that pyarrow, numpy and Python have dropped."""
+"""The import hook through which only Petastorm's modules see names that pyarrow, numpy and Python dropped."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PETASTORM = "petastorm"
 def enable() -> None:
     """Make `import petastorm` work in this process and in the workers of its process pool; a second call does nothing.
 
-    Raises ConfigError where parts of Petastorm were imported before.
+    Raises ConfigError if parts of Petastorm were imported before.
     """
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
@@ -43,7 +43,7 @@ def enable() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds Petastorm's modules as Python does, and has them run with an `import` of their own."""
+    """Finds Petastorm's modules as Python does, and runs them with their own `import`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -76,7 +76,7 @@ def _import(
     if level or not any(key.partition(".")[0] == top for key in given):
         return builtins.__import__(name, globals, locals, fromlist or (), level)
     if name not in given or _is_there(name):
-        builtins.__import__(name, globals, locals, fromlist or ())  # loads what is there, complains of what is not
+        builtins.__import__(name, globals, locals, fromlist or ())  # loads the module, or raises if there is none
     if not fromlist:
         return names_of(top)
     return names_of(name) if name in given else sys.modules[name]
@@ -84,7 +84,7 @@ def _import(
 
 @cache
 def names_of(name: str) -> ModuleType:
-    """The module `name` as Petastorm sees it: all that is in it, and what was given to it."""
+    """The module `name` as Petastorm sees it: its own names and the added ones."""
     return _Names(name)
 
 
@@ -100,11 +100,13 @@ class _Names(ModuleType):
                 self.__dict__[key.rpartition(".")[2]] = names_of(key)
 
     def __getattr__(self, name: str) -> Any:
-        # What the module has got since then, such as a part of it that was imported later.
+        # Names that the module got later, such as a submodule that was imported since.
         return getattr(importlib.import_module(self.__name__), name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return names_of, (self.__name__,)  # Petastorm's functions travel to Spark's tasks with the names they use
+        return names_of, (
+            self.__name__,
+        )  # Petastorm's functions are pickled for Spark's tasks with the names that they use
 
 
 @cache
@@ -145,7 +147,7 @@ def _given() -> dict[str, dict[str, Any]]:
 
 
 def repair(module: ModuleType) -> None:
-    """Set right what is wrong in a module of Petastorm that was just imported; most are left as they are."""
+    """Repair a module of Petastorm that was just imported; most need nothing."""
     if module.__name__ == "petastorm.arrow_reader_worker":
         module.ArrowReaderWorker._load_rows_with_predicate = _load_rows_with_predicate
     elif module.__name__ == "petastorm.workers_pool.thread_pool":
@@ -155,16 +157,16 @@ def repair(module: ModuleType) -> None:
 
 
 def _wait_for_work(pool_class: Any) -> None:
-    """Let a worker of the thread pool be done only once all work was handed out.
+    """Let a worker of the thread pool count as done only after all work was handed out.
 
-    Petastorm asks whether its threads are idle and then whether all work was handed out: where all of it is handed out
-    in between, the reader ends at once and the rows are lost. And it passes over a thread that has no work yet, so that
-    one seed gives several orders. On a loaded machine each of the two made tests of Petastorm's own fail.
+    Petastorm checks whether its threads are idle and then whether all work was handed out: if all of it is handed out
+    in between, the reader ends at once and rows are lost. It also skips a thread that has no work yet, so one seed
+    gives several orders. On a loaded machine both made Petastorm's own tests fail.
     """
     plain = pool_class.current_worker_done
 
     def current_worker_done(pool: Any, worker_id: int) -> bool:
-        # Work and results go round the threads in one order: who has no work yet is the next to get some.
+        # Work and results pass through the threads in one order: a thread without work yet is the next to get some.
         handed_out = pool._ventilator is None or pool._ventilator.completed()
         return handed_out and plain(pool, worker_id)
 
@@ -172,7 +174,7 @@ def _wait_for_work(pool_class: Any) -> None:
 
 
 def _end_late(pool_class: Any) -> None:
-    """The same for the end of the process pool, which looks at its own counts first."""
+    """The same for the process pool, which checks its own counts first."""
     plain = pool_class.start
 
     def start(pool: Any, worker_class: Any, worker_args: Any = None, ventilator: Any = None) -> None:
@@ -186,7 +188,7 @@ class _LateVentilator:
         self._pool, self._ventilator = pool, ventilator
 
     def completed(self) -> bool:
-        """Whether all work was handed out and, asked after that, all of it is done."""
+        """Whether all work was handed out and then, in this order of checks, all of it is done."""
         handed_out = bool(self._ventilator.completed())
         return handed_out and self._pool._ventilated_items == self._pool._ventilated_items_processed
 
@@ -195,11 +197,11 @@ class _LateVentilator:
 
 
 def _load_rows_with_predicate(worker: Any, file: object, piece: Any, predicate: Any, drop: tuple[int, int]) -> Any:
-    """The rows of a piece that a predicate takes, with the values that lie in the file.
+    """The rows of a piece that match a predicate, with the values of the file.
 
     Petastorm sets the other rows to None before it drops them, which turns integers into floats (a sample id loses its
-    last bits), and it shuffles the columns of the predicate otherwise than the rest. Returns a table, or [] where no
-    row matches. Raises ValueError for fields that the schema lacks.
+    last bits), and it shuffles the predicate's columns differently from the others. Returns a table, or [] if no row
+    matches. Raises ValueError for fields that the schema does not have.
     """
     known = {field.name for field in worker._schema.fields.values()}
     wanted = set(predicate.get_fields())
@@ -219,12 +221,12 @@ def _load_rows_with_predicate(worker: Any, file: object, piece: Any, predicate: 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows in place of a piece of the dataset."""
+    """Rows that stand in for a piece of the dataset."""
 
     table: pa.Table
 
     def read(self, columns: object, partitions: object) -> pa.Table:
-        """What was read and filtered already; the caller drops what it did not ask for."""
+        """The filtered rows; the caller drops columns that it did not ask for."""
         return self.table
 
 

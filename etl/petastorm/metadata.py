@@ -1,8 +1,8 @@
-"""`--petastorm`: the footer files by which Petastorm's make_reader knows a Parquet dataset's fields and row groups.
+"""`--petastorm`: the metadata files from which Petastorm's make_reader takes a dataset's fields and row groups.
 
 `_common_metadata` holds the columns as a Parquet footer with two entries: the row groups of each file, and a pickle of
-a Unischema. One lies at the root, whose reader sees all splits and the column `split`, and one in each split. A
-directory that has the file without both entries can be read by neither reader of Petastorm: each is written whole.
+a Unischema. One is at the root, for a reader of all splits with the column `split`, and one in each split. Neither
+reader of Petastorm can read a directory whose file lacks one of the entries, so each file has both.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ ROW_GROUPS = b"dataset-toolkit.num_row_groups_per_file.v1"
 
 
 def check_petastorm(schema: Schema, fmt: str) -> None:
-    """Raise ConfigError where Petastorm's make_reader could not read a dataset of this schema and format.
+    """Raise ConfigError if Petastorm's make_reader cannot read a dataset of this schema and format.
 
-    It makes a namedtuple of each row, so that names must be Python's.
+    It makes a namedtuple of each row, so names must be identifiers of Python.
     """
     if fmt != "parquet":
         raise ConfigError(
@@ -50,14 +50,14 @@ def check_petastorm(schema: Schema, fmt: str) -> None:
                 f"Petastorm's make_reader cannot name field `{field.name}`",
                 got=repr(field.name),
                 allowed=f"letters, digits and `_`, no word of Python's, not `{SPLIT_COLUMN}`",
-                next_step="Rename the column, or leave --petastorm out.",
+                next_step="Rename the column, or remove --petastorm.",
             )
 
 
 def write_petastorm_metadata(
     fs: FileSystem, root_url: str, schema: Schema, splits: Mapping[str, SplitInfo]
 ) -> dict[str, FileInfo]:
-    """Write `_common_metadata` at the root and in each split; returns them as the manifest lists them, by path.
+    """Write `_common_metadata` at the root and in each split; returns the manifest's entries by path.
 
     The same bytes for the same schema and shards. Raises ConfigError as check_petastorm does, and ExistsError.
     """
@@ -87,7 +87,7 @@ def _pickled(schema: Schema, *, with_split: bool) -> bytes:
     enable()
     from petastorm.unischema import Unischema, UnischemaField
 
-    # Names are interned, as a pickle says an object a second time by its identity: else equal schemas might differ.
+    # Interned, since a pickle refers to repeated objects by identity: otherwise equal schemas might differ in bytes.
     fields = [UnischemaField(SPLIT_COLUMN, np.str_, (), None, False)] if with_split else []
     for field in schema:
         shape = (None,) if field.is_list else ()
@@ -98,7 +98,7 @@ def _pickled(schema: Schema, *, with_split: bool) -> bytes:
 
 
 def _numpy_type(field: Field) -> type:
-    """What Petastorm makes a value of: `type(value)`, with lists as arrays."""
+    """The numpy type that Petastorm uses for a field's values."""
     kind = field.arrow_type
     if pa.types.is_list(kind):
         kind = kind.value_type

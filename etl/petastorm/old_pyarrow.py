@@ -1,4 +1,4 @@
-"""pyarrow.localfs and pyarrow.hdfs as Petastorm knew them, over this project's own storage."""
+"""pyarrow.localfs, pyarrow.hdfs and pyarrow.parquet.ParquetDataset as Petastorm expects them, over our storage."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 def connect(host: str = "default", port: int = 8020, user: str | None = None) -> HadoopFileSystem:
     """The file system of a NameNode, of a name service, or of fs.defaultFS ("default").
 
-    A NameNode of a name service that HADOOP_CONF_DIR describes stands for the service, so that a failover is survived.
+    A NameNode of a name service in HADOOP_CONF_DIR is replaced by the service, so that readers survive a failover.
     Raises ConfigError for another `user` than the one that this process is.
     """
     settings = hadoop_settings()
@@ -52,7 +52,7 @@ def connect(host: str = "default", port: int = 8020, user: str | None = None) ->
 
 
 def _as_os_errors(function: Callable[P, T]) -> Callable[P, T]:
-    """Petastorm looks for OSError where a file system fails."""
+    """Turns errors of storage into OSError, which Petastorm expects."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -67,7 +67,7 @@ def _as_os_errors(function: Callable[P, T]) -> Callable[P, T]:
 
 
 class _Files:
-    """Files by their paths, in fsspec's manner as far as Petastorm asks for it; each error is an OSError."""
+    """The part of fsspec's interface that Petastorm uses; each error is an OSError."""
 
     _scheme: ClassVar[str]
 
@@ -76,17 +76,17 @@ class _Files:
 
     @_as_os_errors
     def open(self, path: str, mode: str = "rb") -> BinaryIO:
-        """Open a file to read ("rb"), or to write anew ("wb")."""
+        """Open a file to read ("rb"), or to write a new one ("wb")."""
         fs, url = self._place(path)
         if mode == "rb":
             return fs.open_read(url)
         if mode != "wb":
-            raise ValueError(f"mode {mode!r} of {url}: rb and wb are there")
+            raise ValueError(f"mode {mode!r} of {url}: only rb and wb are supported")
         return _Written(fs, url)
 
     @_as_os_errors
     def exists(self, path: str) -> bool:
-        """Whether a file or directory is there."""
+        """Whether a file or directory exists."""
         fs, url = self._place(path)
         return fs.exists(url)
 
@@ -118,7 +118,7 @@ class _Files:
 
     @_as_os_errors
     def delete(self, path: str, recursive: bool = False) -> None:
-        """Delete a file or directory; what is not there is left so."""
+        """Delete a file or directory; a missing one is ignored."""
         fs, url = self._place(path)
         fs.delete(url, recursive=recursive)
 
@@ -145,12 +145,12 @@ class HadoopFileSystem(_Files):
 
 
 def _rebuild(kind: type[_Files], authority: str, settings: Mapping[str, str]) -> _Files:
-    set_hadoop_settings(settings)  # a worker of the process pool gets those that this process was handed
+    set_hadoop_settings(settings)  # a worker of the process pool gets the settings of this process
     return kind(authority)
 
 
 class _Written(io.BytesIO):
-    """A small file, put in its place whole when it is closed, and not at all after an exception inside `with`."""
+    """A small file that is written when it is closed, and not at all after an exception inside `with`."""
 
     def __init__(self, fs: FileSystem, url: str) -> None:
         super().__init__()
@@ -189,14 +189,14 @@ Keys = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True)
 class PartitionSet:
-    """A column that directories name: `split=train` is the value `train` of `split`. `keys` are in order of paths."""
+    """A column in directory names: `split=train` is the value `train` of `split`. `keys` are in order of paths."""
 
     name: str
     keys: list[str] = field(default_factory=list)
 
     @property
     def dictionary(self) -> pa.Array:
-        """The values: int64 where all of them are whole numbers, else strings."""
+        """The values: int64 if all of them are whole numbers, else strings."""
         values = [None if key == NULL else key for key in self.keys]
         try:
             return pa.array([None if value is None else int(value) for value in values], type=pa.int64())
@@ -216,7 +216,7 @@ class ParquetPartitions:
         return {level.name for level in self.levels}
 
     def key(self, depth: int, name: str, value: str) -> tuple[str, int]:
-        """The place of a value among those of its column, which is added where it is new."""
+        """The index of a value in its column, to which a new value is added."""
         if depth == len(self.levels):
             self.levels.append(PartitionSet(name))
         level = self.levels[depth]
@@ -242,7 +242,7 @@ class ParquetPartitions:
 
 
 class ParquetDatasetPiece:
-    """A file, or one row group of it, with the places of its directories' values among the partitions'."""
+    """A file, or one row group of it, with the indices of its directories' values in the partitions."""
 
     def __init__(
         self,
@@ -271,7 +271,7 @@ class ParquetDatasetPiece:
                 table = file.read_row_group(self.row_group, columns=names, use_threads=use_threads)
         for depth, (name, place) in enumerate(self.partition_keys):
             if partitions is None:
-                raise ValueError(f"{self.path} lies in partitions; give `partitions` to read it")
+                raise ValueError(f"{self.path} is in partitions; give `partitions` to read it")
             value = partitions[depth].dictionary[place]
             table = table.append_column(name, pa.repeat(value, table.num_rows))
         return table
@@ -287,7 +287,7 @@ class ParquetDataset:
     Names that begin with `_` or `.` are left out, but the footers `_metadata` and `_common_metadata` of the directory
     are `metadata` and `common_metadata` (None where they are not there). `filters` choose by partition columns:
     [(column, operator, value), ...], all of which must hold, or a list of such lists, one of which must.
-    Raises OSError for what is not there, DataError for files beside directories, ConfigError for other filters.
+    Raises OSError for missing paths, DataError for files next to directories, ConfigError for other filters.
     """
 
     def __init__(
@@ -331,7 +331,7 @@ class ParquetDataset:
         seen = [entry for entry in seen if not entry[1].startswith(("_", "."))]
         if len({kind for _, _, kind in seen}) > 1:
             raise DataError(
-                f"{folder} holds files beside directories",
+                f"{folder} holds files next to directories",
                 got=", ".join(name for _, name, _ in seen[:5]),
                 allowed="Parquet files, or directories of them",
                 next_step="Give one of the directories, or a list of files.",
@@ -370,7 +370,7 @@ class ParquetDataset:
 
 
 def _fsspec_like(filesystem: Any) -> Any:
-    """What has ls, isdir, isfile and open as fsspec defines them: ours, fsspec's, or one of pyarrow's, wrapped."""
+    """A file system with the ls, isdir, isfile and open of fsspec: ours, fsspec's, or one of pyarrow's, wrapped."""
     import pyarrow.fs as pafs
 
     if filesystem is None:

@@ -1,1 +1,1 @@
-"""From rows to a published dataset: staging, shards, quarantine, commit."""
+"""From rows to a published dataset: checks, staging, shards, quarantine, publication."""

@@ -1,4 +1,4 @@
-"""An append: a new dataset that continues another one and fits beside it, without a record of it."""
+"""Appends: a new dataset that continues another one, so that both can be used together; no record is in both."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from etl.spark.errors import in_task
+from etl.spark.tasks import mapped
 from etl.split.sampling import Sampling
-from etl.split.splits import SplitSpec
+from etl.split.splits import SplitSpec, current_spelling
 from etl.write.config import WriteConfig
 from lockstep.features.encode.bake import raw_schema
 from lockstep.features.examples.foreign import decode_foreign_frames
@@ -25,13 +25,12 @@ from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.formats.parquet_footer import read_published_footer
 from lockstep.storage.formats.tfrecord import record_offsets
 from lockstep.storage.fs import filesystem
-from lockstep.storage.settings import hadoop_settings, set_hadoop_settings
 from lockstep.storage.urls import absolute, join
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-CLASS_COUNTS = "class_counts"  # in created_by.config: what balanced weights follow from
+CLASS_COUNTS = "class_counts"  # in created_by.config: the counts that balanced weights are computed from
 MAX_CHAIN = 1000
 _FLAGS = {name: f"--{name}" for name in ("weights", "sample", "format", "split", "seed")}
 _IDS = pa.schema([(SAMPLE_ID, pa.int64())])
@@ -39,70 +38,75 @@ _IDS = pa.schema([(SAMPLE_ID, pa.int64())])
 
 @dataclass(frozen=True)
 class Parent:
-    """The dataset that an append names, and those that it continues itself, nearest first."""
+    """The dataset that an append continues, and those that it continues itself, nearest first."""
 
     chain: tuple[tuple[str, DatasetManifest], ...]
 
     @property
+    def url(self) -> str:
+        """Where the parent is."""
+        return self.chain[0][0]
+
+    @property
+    def manifest(self) -> DatasetManifest:
+        """The parent's manifest."""
+        return self.chain[0][1]
+
+    @property
     def block_records(self) -> dict[str, int]:
-        """Records of a block by split: the same in all datasets of a chain, so that one plan covers them."""
-        return {name: split.block_records for name, split in self.chain[0][1].splits.items()}
+        """Records of a block, by split: equal in all datasets of a chain, so that one epoch plan covers them."""
+        return {name: split.block_records for name, split in self.manifest.splits.items()}
 
     @property
     def class_counts(self) -> dict[str, int]:
-        """The records of each class that the weights were made for, by the text of the class."""
-        return dict(self.chain[0][1].created_by["config"][CLASS_COUNTS])  # open_parent has looked at them
+        """The records of each class that the weights were computed for, by the text of the class."""
+        return dict(self.manifest.created_by["config"][CLASS_COUNTS])  # open_parent checked them
 
     def to_json(self) -> dict[str, Any]:
         """The manifest's `parent`."""
-        url, manifest = self.chain[0]
-        return {"url": url, "digest": manifest.digest}
+        return {"url": self.url, "digest": self.manifest.digest}
+
+    def check_schema(self, schema: Schema) -> None:
+        """Raise ConfigError for a schema that is not the parent's."""
+        different = schema.differences(raw_schema(Schema.from_json(self.manifest.schema)))
+        if different:
+            raise _other(self.url, "schema", f"the schema of {self.url}", different)
 
     def fitted(self) -> dict[str, bytes]:
-        """The parent's fitted files by name: an append is encoded as what it continues."""
-        url, manifest = self.chain[0]
-        fs = filesystem(url)
-        listed = {path: info for path, info in manifest.files.items() if path.startswith("_fitted/")}
+        """The parent's fitted files by name: an append is encoded with its parent's statistics."""
+        url, fs = self.url, filesystem(self.url)
+        listed = {path: info for path, info in self.manifest.files.items() if path.startswith("_fitted/")}
         return {path.removeprefix("_fitted/"): read_checked(fs, url, path, info) for path, info in listed.items()}
 
 
-def open_parent(url: str, config: WriteConfig, schema: Schema | None) -> Parent:
-    """The dataset at `url` and all before it.
+def open_parent(url: str, config: WriteConfig) -> Parent:
+    """The dataset at `url` and all that it continues.
 
-    Raises ConfigError where sample or class counts that it says of itself cannot be read; where weights, sample, form
-    of features, schema, format, split or seed are not those of the dataset to be made (weights and sample where the
-    parent says them; `schema` None is not known yet); and where it has weights but does not say of which classes.
-    DataError where one before has changed.
+    Raises ConfigError if `config` asks for other weights, sample, form of features, format, split or seed than the
+    parent has (weights and sample only where its manifest names them), if its manifest holds a sample or class counts
+    that cannot be read, or if it has weights and no class counts. Raises DataError if an earlier dataset has changed.
     """
     url = absolute(url)
     chain = [(url, load_dataset(url))]
     first = chain[0][1]
     stored, above = first.created_by["config"], Schema.from_json(first.schema)
-    same, raw = f"the schema of {url}", raw_schema(above)
-    told = {
-        # Before the schema, which differs too where one of the two has weights.
+    settings = {
         "weights": (stored.get("weights", config.weights), config.weights),
         "sample": _samples(_sample_of(url, stored.get("sample", config.sample)), config.sample),
         "form of features": (_form(baked=any(field.is_baked for field in above)), _form(baked=config.bake)),
-        "schema": (same, (schema or raw).differences(raw) or same),
         "format": (first.format, config.fmt),
         "split": (_split_text(stored.get("split")), config.split_spec.text),
         "seed": (first.created_by["seed"], config.seed),
     }
-    for what, (theirs, ours) in told.items():
+    for what, (theirs, ours) in settings.items():
         if theirs != ours:
-            raise ConfigError(
-                f"{url} cannot be continued: its {what} is another one",
-                got=_setting(what, ours),
-                allowed=_setting(what, theirs),
-                next_step=f"{_way(what, theirs)}, or make a dataset of its own without --append-to.",
-            )
+            raise _other(url, what, theirs, ours)
     if config.weights == "balanced" and CLASS_COUNTS not in stored:
         raise ConfigError(
-            f"{url} cannot be continued: it does not say how many records of each class its weights were made for",
+            f"{url} cannot be continued: its manifest does not name the class counts of its weights",
             got=f"no {CLASS_COUNTS} in its created_by.config",
             allowed="a dataset made with --weights balanced by this version or a later one",
-            next_step="Make a dataset of its own without --append-to.",
+            next_step="Make a separate dataset without --append-to.",
         )
     if config.weights == "balanced":
         _check_counts(url, stored[CLASS_COUNTS])
@@ -120,7 +124,7 @@ def open_parent(url: str, config: WriteConfig, schema: Schema | None) -> Parent:
 
 
 def check_new_ids(rows: DataFrame, parent: Parent) -> None:
-    """Raise DataError where a sample id of `rows` is one of the parent's or of those before it."""
+    """Raise DataError if a sample id of `rows` is in the parent or in a dataset before it."""
     shards = tuple(
         (join(url, shard.path), replace(shard, block_offsets=(), unpacked_offsets=None))
         for url, manifest in parent.chain
@@ -128,17 +132,17 @@ def check_new_ids(rows: DataFrame, parent: Parent) -> None:
         for shard in split.shards
     )
     planned = rows.sparkSession.range(0, len(shards), 1, max(1, len(shards)))
-    old = planned.mapInArrow(ReadIds(shards, hadoop_settings()), f"{SAMPLE_ID} bigint")
+    old = mapped(planned, ReadIds(shards), _IDS)
     again = rows.select(SAMPLE_ID).join(old, SAMPLE_ID, "left_semi").persist()
     try:
         count = again.count()
         if count:
             first = [row[SAMPLE_ID] for row in again.orderBy(SAMPLE_ID).limit(2).collect()]
             raise DataError(
-                f"{count} records are in {parent.chain[0][0]} already, or in what it continues",
+                f"{count} records are in {parent.url} already, or in what it continues",
                 got=", ".join(f"sample id {sample & (1 << 64) - 1:016x}" for sample in first),
                 allowed="records that are new",
-                next_step="Leave the old input out of --input.",
+                next_step="Remove the old input from --input.",
             )
     finally:
         again.unpersist()
@@ -146,15 +150,12 @@ def check_new_ids(rows: DataFrame, parent: Parent) -> None:
 
 @dataclass(frozen=True)
 class ReadIds:
-    """The function for mapInArrow: numbers of `shards` (URL, what the manifest says) in, their sample ids out."""
+    """The function for mapInArrow: numbers of `shards` (URL, manifest entry) in, their sample ids out."""
 
     shards: tuple[tuple[str, ShardInfo], ...]
-    settings: dict[str, str]
 
-    @in_task
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Raises CorruptionError or DataError for a shard that is damaged."""
-        set_hadoop_settings(self.settings)
+        """Raises CorruptionError or DataError for a damaged shard."""
         for batch in batches:
             for number in batch.column("id").to_pylist():
                 yield from ids_of(*self.shards[number])
@@ -163,7 +164,8 @@ class ReadIds:
 def ids_of(url: str, shard: ShardInfo) -> Iterator[pa.RecordBatch]:
     """The sample ids of a shard, in batches with the one column `sample_id`.
 
-    Memory: some MiB or the largest record. Raises CorruptionError for a shard that is damaged or has other records.
+    Memory: some MiB or the largest record. Raises CorruptionError for a shard that is damaged or has another number of
+    records than its manifest says.
     """
     fs, count = filesystem(url), 0
     for ids in _ids_of_parquet(fs, url, shard) if shard.footer_sha256 is not None else _ids_of_tfrecord(fs, url):
@@ -205,7 +207,7 @@ def _ids_of_tfrecord(fs: FileSystem, url: str) -> Iterator[pa.Array]:
 
 
 def _sample_of(url: str, stored: object) -> str | None:
-    """The parent's `sample`, which anybody may have written."""
+    """The parent's `sample`; checked, since the manifest may have been edited."""
     if stored is None:
         return None
     try:
@@ -228,12 +230,21 @@ def _odd(url: str, name: str, stored: object, allowed: str) -> ConfigError:
         f"{url} cannot be continued: its manifest has a created_by.config.{name} that cannot be read",
         got=repr(stored)[:500],
         allowed=allowed,
-        next_step="Make a dataset of its own without --append-to.",
+        next_step="Make a separate dataset without --append-to.",
+    )
+
+
+def _other(url: str, what: str, theirs: object, ours: object) -> ConfigError:
+    return ConfigError(
+        f"{url} cannot be continued: its {what} is another one",
+        got=_setting(what, ours),
+        allowed=_setting(what, theirs),
+        next_step=f"{_way(what, theirs)}, or make a separate dataset without --append-to.",
     )
 
 
 def _setting(what: str, value: object) -> str:
-    """A setting as the command line says it, where a flag alone decides it."""
+    """A setting as a flag of the command line, if one flag decides it."""
     flag = _FLAGS.get(what)
     if flag is None:
         return str(value)[:500]
@@ -246,7 +257,7 @@ def _way(what: str, theirs: object) -> str:
 
 
 def _samples(theirs: str | None, ours: str | None) -> tuple[str | None, str | None]:
-    """Both texts; ours twice where theirs says the same shares in another way."""
+    """Both texts; ours twice if theirs means the same shares."""
     if theirs is None or ours is None:
         return theirs, ours
     one, two = Sampling.parse(theirs), Sampling.parse(ours)
@@ -255,11 +266,11 @@ def _samples(theirs: str | None, ours: str | None) -> tuple[str | None, str | No
 
 
 def _form(*, baked: bool) -> str:
-    return "what a model is fed (--bake)" if baked else "as they came, without --bake"
+    return "inputs of a model (--bake)" if baked else "the features themselves, without --bake"
 
 
 def _split_text(stored: object) -> str:
     try:
-        return SplitSpec.parse(str(stored)).text
+        return SplitSpec.parse(current_spelling(str(stored))).text
     except ConfigError:  # of a dataset that ETL has not made
-        return "none that is told"
+        return "unknown"

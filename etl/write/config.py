@@ -1,10 +1,10 @@
-"""What an ETL job is told, checked before anything is read."""
+"""The configurations of the ETL jobs, checked before anything is read."""
 
 from __future__ import annotations
 
 import posixpath
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -18,7 +18,7 @@ from lockstep.storage.urls import absolute, several, split_url
 DEFAULT_SHARD_BYTES = 128 << 20
 WEIGHTS = ("none", "balanced")
 NOT_KEPT = "none"
-"""The --quarantine of rejected input that is not kept."""
+"""The value of --quarantine with which rejected input is not kept."""
 LOG_FORMATS = ("common", "combined", "tsv", "csv", "json")
 _SIDE = re.compile(r"[0-9]{1,9}")
 LABEL_WINDOW_S = 1800
@@ -27,25 +27,25 @@ DEFAULT_LABEL = (
     f"CASE WHEN time + {LABEL_WINDOW_S} > log_end THEN NULL ELSE count(*) OVER"
     f" (PARTITION BY visitor ORDER BY time RANGE BETWEEN 1 FOLLOWING AND {LABEL_WINDOW_S} FOLLOWING) > 0 END"
 )
-"""NULL, whatever is seen, for each request whose window the log does not cover: that a visit continues is seen at once,
-that it ended only after the whole window, so labels of the last window would nearly all be true.
+"""NULL for each request whose window the log does not cover. That a visit continues can be seen at once, that it ended
+only after the whole window: without the NULLs, nearly all labels of the last window would be true.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WriteConfig:
-    """What is told of a dataset to write, whatever its input. Raises ConfigError for values that cannot be right."""
+    """How a dataset is written, for any input. Raises ConfigError for invalid values."""
 
     output: str
-    """The dataset's URL; must not exist."""
+    """URL of the dataset; must not exist."""
     fmt: str = "tfrecord"
     """tfrecord or parquet."""
     compression: str = "none"
-    """none or gzip, of TFRecord shards; pages of Parquet shards are always packed (zstd)."""
+    """none or gzip, for TFRecord shards; pages of Parquet shards are always compressed (zstd)."""
     split: str = "80/20"
     """See SplitSpec."""
     shard_bytes: int = DEFAULT_SHARD_BYTES
-    """Encoded bytes of a shard at most, on average over a split; before compression."""
+    """Maximum of the encoded bytes of a shard, on average over a split; before compression."""
     row_group_bytes: int | None = None
     """Bytes of a Parquet row group on average, uncompressed; None for 2 MiB and at least 64 row groups a split."""
     seed: int = 0
@@ -53,21 +53,21 @@ class WriteConfig:
     sample: str | None = None
     """See Sampling: the share of records of common classes to keep for training; None keeps all."""
     weights: str = "none"
-    """`balanced` adds a field `weight` with which all classes of the label weigh alike in training (1 for a class that
-    training has not); `none` adds none."""
+    """`balanced` adds a field `weight` that gives all classes of the label equal weight in training (1 for a class that
+    is not in training); `none` adds none."""
     quarantine: str | None = None
-    """Where rejected input goes: None for the dataset's own folder, `none` for nowhere, or a URL that is free."""
+    """Where rejected input goes: None for the dataset's folder, `none` for nowhere, or a URL that does not exist."""
     append_to: str | None = None
-    """URL of the dataset that this one continues; None for a dataset of its own."""
+    """URL of the dataset that this one continues; None for a separate dataset."""
     clean: bool = False
-    """Whether to remove first what killed jobs left beside the output."""
+    """Whether to remove first what killed jobs left next to the output."""
     petastorm: bool = False
-    """Whether to write the metadata of Petastorm's make_reader too (Parquet; docs/petastorm.md)."""
+    """Whether to write also the metadata for Petastorm's make_reader (Parquet; docs/petastorm.md)."""
     bake: bool = False
-    """Whether shards hold what a model is fed, in place of the features as they came (docs/features.md)."""
+    """Whether shards hold the inputs of a model instead of the features (docs/features.md)."""
     label_window: int | None = None
     """With a time split: how far a label looks ahead of its record, in seconds, or in the unit of a column of whole
-    numbers. Records whose label looks into the next split are left out; None leaves none out."""
+    numbers. Records whose label looks into the next split are left out; with None no record is."""
 
     def __post_init__(self) -> None:
         require(self.fmt in FORMATS, "--format", self.fmt, ", ".join(FORMATS))
@@ -85,14 +85,14 @@ class WriteConfig:
         require(self.quarantine is None or bool(self.quarantine), "--quarantine", "nothing", "a URL or none")
         if self.quarantine not in (None, NOT_KEPT):
             apart = not _nested(self.output, str(self.quarantine))
-            require(apart, "--quarantine", str(self.quarantine), f"a place beside {self.output}")
+            require(apart, "--quarantine", str(self.quarantine), f"a place outside of {self.output}")
         spec = SplitSpec.parse(self.split)
         if self.label_window is not None:
             require(self.label_window >= 0, "--label-window", str(self.label_window), "0 or more")
             require(spec.kind == "time", "--label-window", f"--split {self.split}", "--split time:...")
         if self.append_to is not None:
             require(
-                spec.kind != "time", "--append-to", self.split, "another split: the border in time was the parent's"
+                spec.kind != "time", "--append-to", self.split, "another split: a border in time belongs to the parent"
             )
         if self.sample is not None:
             Sampling.parse(self.sample)
@@ -103,17 +103,22 @@ class WriteConfig:
         return SplitSpec.parse(self.split)
 
     @property
+    def sampling(self) -> Sampling | None:
+        """`sample`, parsed."""
+        return None if self.sample is None else Sampling.parse(self.sample)
+
+    @property
     def window(self) -> int | None:
-        """`label_window`, or what it is by default."""
+        """`label_window`, or its default."""
         return self.label_window
 
-    def write_options(self) -> dict[str, Any]:
-        """The arguments of write_dataset that this says."""
-        names = [field.name for field in fields(WriteConfig) if field.name != "output"]
-        return {name: getattr(self, name) for name in names}
+    @property
+    def stored_window(self) -> int | None:
+        """`window` for the column that decides the split as it is stored."""
+        return self.window
 
     def to_json(self) -> dict[str, Any]:
-        """What the content of the dataset follows from, besides the input and the seed."""
+        """The settings that decide the content of the dataset, in addition to input and seed."""
         return {
             "format": self.fmt,
             "compression": self.compression,
@@ -131,12 +136,12 @@ class WriteConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputConfig(WriteConfig):
-    """What the ETL jobs that read files are told. Raises ConfigError for values that cannot be right."""
+    """The configuration of the ETL jobs that read files. Raises ConfigError for invalid values."""
 
     inputs: tuple[str, ...]
-    """Files or directories (read in order of their names; what begins with `_` or `.` is left out)."""
+    """Files or directories (read in order of file names, without those that begin with `_` or `.`)."""
     max_bad: str = "1%"
-    """The largest share of quarantined records that still counts as a success, as a percentage or a fraction."""
+    """The largest share of rejected records with which the job still succeeds, as a percentage or a fraction."""
     split_bytes: int = DEFAULT_SPLIT_BYTES
     """Bytes of input that one task reads; never changes the output."""
 
@@ -153,25 +158,25 @@ class OutputConfig(WriteConfig):
         return parse_share(self.max_bad)
 
     def to_json(self) -> dict[str, Any]:
-        """What the content of the dataset follows from, besides the input and the seed."""
+        """The settings that decide the content of the dataset, in addition to input and seed."""
         return {**super(OutputConfig, self).to_json(), "max_bad": self.max_bad}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogsConfig(OutputConfig):
-    """What `jobs.etl_logs` is told."""
+    """The configuration of `jobs.etl_logs`."""
 
     log_format: str = "common"
     """common or combined (Apache, Nginx), tsv, csv, or json (an object a line)."""
     label: str | None = None
-    """A SQL expression; NULL leaves the record out. Over visitor, page, query, time and log_end (seconds since 1970,
-    UTC) for web requests, None for DEFAULT_LABEL; over the columns of a table, None for the schema's label column."""
+    """A SQL expression; NULL leaves the record out. For web requests over visitor, page, query, time and log_end
+    (seconds since 1970, UTC), None for DEFAULT_LABEL; with a schema over the columns, None for its label column."""
     schema: str | None = None
     """Text or URL of a declared schema (lockstep.features.schema.declare): the input is such records, not web
     requests.
     """
     id_columns: tuple[str, ...] = ()
-    """With a schema: the columns that name a record; none: its place, the file's name and the byte position."""
+    """With a schema: the columns that identify a record; none: the file's name and the byte position."""
     columns: tuple[str, ...] = ()
     """TSV and CSV: the names of a line's fields; none: each file's first line names them."""
     time_columns: tuple[str, ...] = ()
@@ -179,7 +184,7 @@ class LogsConfig(OutputConfig):
     null_texts: tuple[str, ...] = ()
     """TSV and CSV: texts that mean null, besides an empty field."""
     quoted_newlines: bool = False
-    """CSV: a newline inside quotes is part of a record. Then a file is one task's work, however large."""
+    """CSV: a newline inside quotes is part of a record. Then one task reads the whole file."""
 
     def __post_init__(self) -> None:
         super(LogsConfig, self).__post_init__()
@@ -203,7 +208,7 @@ class LogsConfig(OutputConfig):
             not self.split_spec.given,
             "--split",
             self.split,
-            "80/20 or group:COLUMN:80/20: a log does not name its split",
+            "80/20 or group:COLUMN:80/20: a log does not name splits",
         )
 
     @property
@@ -213,15 +218,17 @@ class LogsConfig(OutputConfig):
         web = self.schema is None and self.label is None and (spec.kind, spec.column) == ("time", TIME_COLUMN)
         return LABEL_WINDOW_S if self.label_window is None and web else self.label_window
 
-    def write_options(self) -> dict[str, Any]:
-        """The arguments of write_dataset that this says."""
-        # What --time-columns names is in ISO 8601 to the user, and in microseconds from here on.
-        scale = 1_000_000 if self.split_spec.column in self.time_columns else 1
-        window = None if self.window is None else scale * self.window
-        return {**super(LogsConfig, self).write_options(), "label_window": window}
+    @property
+    def stored_window(self) -> int | None:
+        """`window` for the column that decides the split as it is stored: a column of `time_columns` is in ISO 8601 in
+        the input and in microseconds in the dataset.
+        """
+        if self.window is None:
+            return None
+        return self.window * (1_000_000 if self.split_spec.column in self.time_columns else 1)
 
     def to_json(self) -> dict[str, Any]:
-        """What the content of the dataset follows from, besides the input, the seed and the schema."""
+        """The settings that decide the content of the dataset, in addition to input, seed and schema."""
         web = {"label": self.label or DEFAULT_LABEL}
         table = {
             "label": self.label,
@@ -247,7 +254,7 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def _nested(one: str, other: str) -> bool:
-    """Whether two URLs name one place, or one lies in the other."""
+    """Whether two URLs are equal, or one is inside the other."""
     first, second = (split_url(absolute(url)) for url in (one, other))
     paths = [posixpath.normpath("/" + path.lstrip("/")) for _, _, path in (first, second)]
     return first[:2] == second[:2] and posixpath.commonpath(paths) in paths

@@ -1,4 +1,4 @@
-"""Any data frame as rows of the writer: its columns' types as fields, by rules that narrow nothing."""
+"""A data frame as rows of the writer: column types become field types, without loss of values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DTYPES = {
     "binary": "bytes",
 }
 UINT64 = "decimal(20,0)"  # what Spark reads a Parquet file's unsigned numbers of 64 bits as
-# Casts that keep each value, whatever it is.
+# Casts that keep every value.
 _WIDER = {
     "bigint": ("tinyint", "smallint", "int"),
     "double": ("float",),
@@ -86,7 +86,7 @@ def infer_schema(
                 shape=(None,) if is_list else (),
                 kind="label" if is_label else "feature",
                 nullable=nullable[name] and not is_list and not is_label,
-                # What only tells rows apart says nothing of others; most tables' ids may be null to Spark, besides.
+                # An id says nothing about other rows; besides, Spark takes the ids of most tables for nullable.
                 encoding={"kind": "ignore"} if name in id_columns and not is_label else None,
             )
         )
@@ -102,10 +102,10 @@ def prepared(
     also: Sequence[str] = (),
 ) -> tuple[DataFrame, Schema]:
     """`df` with just the columns that the writer uses, each of its type, and the schema, inferred where it is None.
-    `also` names columns that are looked at besides those of schema, ids and split.
+    `also` names further columns to keep.
 
-    Without `_source` and `_position` all rows are taken to come from one place, and their ids to be unique. Raises
-    ConfigError for a missing column or one of another type.
+    Without `_source` and `_position` all rows count as from one place, with unique ids. Raises ConfigError for a
+    missing column or one of another type.
     """
     from pyspark.sql import functions as f
 
@@ -118,7 +118,9 @@ def prepared(
             f"the schema's label is not `{label}`", got=got, allowed=label, next_step="Declare it so, or leave one out."
         )
     if not id_columns:
-        raise ConfigError("no id columns", got="none", allowed="one or more", next_step="Name what tells rows apart.")
+        raise ConfigError(
+            "no id columns", got="none", allowed="one or more", next_step="Name the columns that identify a row."
+        )
     have = dict(df.dtypes)
     wanted = {field.name: c.ddl_type(field) for field in schema if field.name != SAMPLE_ID}
     placed = c.SOURCE in have or c.POSITION in have
@@ -149,7 +151,7 @@ def prepared(
 
 
 def named_repeats(df: DataFrame, id_columns: Sequence[str]) -> SameIdError | None:
-    """The error that names ids which several rows of `df` have, or None; a null is no id."""
+    """The error that names ids which several rows of `df` have, or None. Null is not an id."""
     from pyspark.sql import functions as f
 
     kept = df.where(f.col(c.DROPPED).isNull()) if c.DROPPED in df.columns else df
@@ -160,10 +162,10 @@ def named_repeats(df: DataFrame, id_columns: Sequence[str]) -> SameIdError | Non
     rows = found.limit(MAX_NAMED).collect()
     if not rows:
         return None
-    told = (", ".join(f"{name} = {row[name]!r}" for name in id_columns) + f" in {row['_rows']} rows" for row in rows)
+    repeats = (", ".join(f"{name} = {row[name]!r}" for name in id_columns) + f" in {row['_rows']} rows" for row in rows)
     return SameIdError(
         "rows have the same id columns",
-        got="; ".join(told),
+        got="; ".join(repeats),
         allowed=f"{', '.join(id_columns)} unique, since the rows of a table have no order to number them by",
         next_step="Name more id columns, or take each row only once (SELECT DISTINCT).",
     )
@@ -174,7 +176,7 @@ def _check_frame(df: DataFrame) -> None:
         raise ConfigError(
             "a data frame of Spark Connect cannot be written as a dataset",
             got=type(df).__module__,
-            allowed="a data frame of a classic session, whose driver runs this code",
+            allowed="a data frame of a classic session, in whose driver this code runs",
             next_step="Start the session with spark-submit or a master.",
         )
     counts = Counter(name.lower() for name in df.columns)  # Spark takes Name and name for one
@@ -200,16 +202,16 @@ def _as(name: str, got: str, kind: str) -> Column:
 
 
 def _way(kind: str) -> str:
-    """What to take in place of a column of a type that is not stored, with {0} for its name."""
+    """What to use instead of a column whose type cannot be stored, with {0} for its name."""
     if c.nested_list(kind):
         return "flatten({0}), with transform({0}, part -> size(part)) as a second column for the lengths,"
     return _INSTEAD.get(kind.partition("(")[0].partition("<")[0], "a column of one of those types")
 
 
 def _held(name: str, column: Column, kind: DataType, kept: Column) -> Column:
-    """The column, or a DataError out of the task where it is null in a row that is kept, or holds a null in a list.
+    """The column, which raises DataError in the task if it is null in a row that is kept, or has a null in a list.
 
-    A writer of Parquet would take both for nothing.
+    Written to Parquet, both would be lost without an error.
     """
     from pyspark.sql import functions as f
 

@@ -1,7 +1,8 @@
-"""Images that travel as files and become pixels in the task that writes them: a JPEG is shorter than what it holds.
+"""Late images: they are shuffled as encoded files and become pixels in the task that writes them.
 
-How many shards there are is settled before, by the size of the pixels that each header promises. An image that turns
-out broken only then is missing in its shard, and counted as rejected like those that were found broken before.
+A JPEG is smaller than its pixels, so caches and shuffles hold less (docs/decisions/064-image-sources.md). The number of
+shards is decided before, from the size of the pixels that each header promises. An image that turns out to be broken
+only then is missing in its shard and counted as rejected, like those that were found broken before.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -23,14 +24,14 @@ from numpy.typing import NDArray
 from etl import columns as c
 from etl.columns import PACKED, PLACE
 from etl.input.lines import RAW_BYTES
-from etl.spark.errors import in_task
 from etl.spark.session import described
 from etl.spark.tasks import mapped, partition_of_task, rows_too_large
 from etl.split.assign import Assign
 from etl.split.leakage import CONTENT, checks_of
 from etl.split.splits import SplitSpec
-from etl.write.quarantine import Origin
-from etl.write.shards import RESULT, RESULT_DDL, ShardTable, WriteShards, ordered, placed
+from etl.write.config import OutputConfig
+from etl.write.quarantine import Origin, check_bad
+from etl.write.shards import RESULT, ShardTable, WriteShards, ordered, placed
 from lockstep.features.encode.hashing import hash_values
 from lockstep.features.examples.codec import RecordEncoder
 from lockstep.features.images.decode import ImageError, Limits, checked_header, decode
@@ -50,11 +51,12 @@ _MAX_GROWTH = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Intake:
-    """The operations, in this order: decode and EXIF orientation, channels, `degrees` clockwise, `how` to `size`.
+    """The operations on an image, in this order: decode with EXIF orientation, channels, rotation by `degrees`
+    clockwise, `how` to `size`.
 
-    `size` is (height, width), None for the size that images have; `channels` 1 or 3, None for what they have;
-    `keep` leaves encoded images as they are once they are known to decode; `late` leaves those to the task that writes
-    them that are shorter than their pixels.
+    `size` is (height, width), None to keep the images' size; `channels` is 1 or 3, None to keep theirs; with `keep`
+    encoded images stay files, after a check that they decode; with `late` the task that writes an image decodes it if
+    its file is smaller than its pixels.
     """
 
     size: tuple[int, int] | None
@@ -66,7 +68,7 @@ class Intake:
     limits: Limits = field(default_factory=Limits)
 
     def shape(self, height: int, width: int, channels: int) -> tuple[int, int, int]:
-        """(height, width, channels) of what becomes of an image."""
+        """(height, width, channels) of an image after all operations."""
         turned = (width, height) if self.degrees in (90, 270) else (height, width)
         return (*(self.size or turned), self.channels or channels)
 
@@ -78,21 +80,21 @@ class Intake:
         return images if self.size is None else fit(images, *self.size, self.how)
 
     def hand_on(self, data: bytes) -> tuple[bytes, bool]:
-        """An encoded image in the form in which it travels, and whether that is `data`, to be taken later. Raises
-        ImageError where its header or, if it is taken now, all of it is not what it should be.
+        """An encoded image in the form in which it is shuffled, and whether that is still `data`. Raises ImageError if
+        its header, or if it is decoded now its content, is not valid.
         """
         if self.late and self.size is not None:
             assert self.channels is not None
             pixels = self.size[0] * self.size[1] * self.channels
             header = checked_header(data, self.limits)
-            # A large picture is made small here: few tasks write, and each would decode for a long time.
+            # Large pictures are resized here: few tasks write, and each would take long to decode them.
             sides = (header.height or self.limits.max_pixels) * (header.width or 1)
             if len(data) < pixels and sides * self.channels <= _MAX_GROWTH * pixels:
                 return data, True
         return self.take(data), False
 
     def take(self, data: bytes) -> bytes:
-        """An encoded image: its pixels in C order, or `data` itself where it is kept. Raises ImageError."""
+        """The pixels of an encoded image in C order, or with `keep` `data` itself. Raises ImageError."""
         assert self.channels is not None
         pixels = decode(data, self.channels, self.limits)
         if self.keep:
@@ -103,41 +105,19 @@ class Intake:
 
 
 CHUNK_BYTES = 4 << 20
-# What became of a shard, of an image that could not be made, or of one that could: two of these three are null. Of an
-# image that could, its split and leak key; of each where it comes from.
-WRITTEN_DDL = (
-    f"shard struct<{RESULT_DDL}, rejected bigint, rejected_bytes bigint>,"
-    f" bad struct<{PLACE} string, reason string, raw binary, length bigint, sha256 string>,"
-    f" {c.SPLIT} string, {c.SOURCE} int, {c.POSITION} bigint, {SAMPLE_ID} bigint, {c.LEAK} bigint"
-)
 _SHARD = pa.struct([*RESULT, ("rejected", pa.int64()), ("rejected_bytes", pa.int64())])
-_BAD = pa.struct(
-    [
-        (PLACE, pa.string()),
-        ("reason", pa.string()),
-        ("raw", pa.binary()),
-        ("length", pa.int64()),
-        ("sha256", pa.string()),
-    ]
-)
+# One table for three kinds of rows, since a task has one output: a shard, a rejected image, and the id, split and leak
+# key of an image that was made. Columns of the other kinds are null.
 _WRITTEN = pa.schema(
-    [
-        ("shard", _SHARD),
-        ("bad", _BAD),
-        (c.SPLIT, pa.string()),
-        (c.SOURCE, pa.int32()),
-        (c.POSITION, pa.int64()),
-        (SAMPLE_ID, pa.int64()),
-        (c.LEAK, pa.int64()),
-    ]
+    [("shard", _SHARD), *c.REJECTED, (c.SPLIT, pa.string()), (SAMPLE_ID, pa.int64()), (c.LEAK, pa.int64())]
 )
 
 
 @dataclass(frozen=True)
 class LateImages:
-    """Which field is made late, and how: its column holds pixels, or files where PACKED is true.
+    """The field that is made late, and how: its column holds pixels, or encoded files where PACKED is true.
 
-    `content` says that the leak key is a hash of the pixels, which nobody knows before.
+    `content` means that the leak key is a hash of the pixels, which are not known before.
     """
 
     field: Field
@@ -150,14 +130,14 @@ class LateImages:
         return math.prod(side for side in self.field.shape if side is not None)
 
     def stand_in(self, count: int) -> pa.Array:
-        """A column of `count` values of the pixels' length, for sizes alone: nobody may look at their content."""
+        """A column of `count` values of the pixels' length, only for sizes: their content must not be read."""
         ends = pa.py_buffer(np.arange(count + 1, dtype=np.int64) * self.size)
         nothing = pa.py_buffer(b"\0")
         content = pa.foreign_buffer(nothing.address, count * self.size, nothing)
         return pa.Array.from_buffers(pa.large_binary(), count, [None, ends, content])
 
     def made(self, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, list[dict[str, Any]]]:
-        """The rows whose image could be made, with its pixels; and the others, as rows of the quarantine."""
+        """The rows whose image is valid, with its pixels; and the others, as rows of etl.columns.REJECTED."""
         values = batch.column(self.field.name).to_pylist()
         bad: list[dict[str, Any]] = []
         for at, packed in enumerate(batch.column(PACKED).to_pylist()):
@@ -180,15 +160,15 @@ class LateImages:
 
 
 def _rejected(batch: pa.RecordBatch, at: int, reason: str, data: bytes) -> dict[str, Any]:
-    place = {name: batch.column(name)[at].as_py() for name in (c.SOURCE, c.POSITION)}
-    told = {PLACE: batch.column(PLACE)[at].as_py(), "reason": reason, "raw": data[:RAW_BYTES]}
-    return {**place, "bad": {**told, "length": len(data), "sha256": hashlib.sha256(data).hexdigest()}}
+    place = {name: batch.column(name)[at].as_py() for name in (c.SOURCE, c.POSITION, PLACE)}
+    whole = {c.LENGTH: len(data), c.SHA256: hashlib.sha256(data).hexdigest()}
+    return {**place, c.REASON: reason, c.RAW: data[:RAW_BYTES], **whole}
 
 
 @dataclass(frozen=True, kw_only=True)
 class AssignLate(Assign):
-    """Assign for rows whose `late` field is not made yet: nothing is encoded. With `carry` that column comes out too,
-    and PACKED and PLACE beside it, but BYTES is null; without, that column need not be there.
+    """Assign for rows whose `late` field is not made yet: nothing is encoded. With `carry` the rows also have that
+    column, PACKED and PLACE, and BYTES is null; without, the input need not have that column.
     """
 
     late: LateImages
@@ -200,10 +180,11 @@ class AssignLate(Assign):
         same = {field.name: getattr(assign, field.name) for field in fields(Assign)}
         return cls(**same, late=late, carry=True)
 
-    def ddl(self) -> str:
-        """The rows that come out, in Spark's notation."""
-        more = f", `{self.late.field.name}` binary, {PACKED} boolean, {PLACE} string" if self.carry else ""
-        return self._narrow.ddl() + more
+    @property
+    def output(self) -> pa.Schema:
+        """The columns of the rows that come out."""
+        more = [(self.late.field.name, pa.binary()), (PACKED, pa.bool_()), (PLACE, pa.string())]
+        return pa.schema([*self._narrow.output, *(map(pa.field, *zip(*more, strict=True)) if self.carry else ())])
 
     def _kept(self, batch: pa.RecordBatch, ids: NDArray[np.int64], splits: pa.StringArray) -> pa.RecordBatch:
         found = self._narrow._kept(batch, ids, splits)
@@ -228,24 +209,23 @@ class AssignLate(Assign):
 
 @dataclass(frozen=True)
 class WriteLate:
-    """The function for mapInArrow: rows of AssignLate in the order of their shard in, rows of WRITTEN_DDL out."""
+    """The function for mapInArrow: rows of AssignLate in the order of their shard in, rows of _WRITTEN out."""
 
     write: WriteShards
     late: LateImages
 
-    @in_task
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Write the shard of this partition, also an empty one. Raises what WriteShards raises."""
-        yield from self.rows(partition_of_task(self.write.settings), batches)
+        yield from self.rows(partition_of_task(), batches)
 
     def rows(self, partition: int, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """What becomes of the images of `partition`, in the order of WRITTEN_DDL, its shard's row first."""
+        """Rows of _WRITTEN for the images of `partition`, the row of its shard first."""
         split = self.write.table.locate(partition)[0]
-        with tempfile.TemporaryFile(prefix="lockstep-told-") as file, pa.ipc.new_stream(file, _WRITTEN) as told:
+        with tempfile.TemporaryFile(prefix="lockstep-late-") as file, pa.ipc.new_stream(file, _WRITTEN) as written:
             counts = {"rejected": 0, "rejected_bytes": 0}
-            row = self.write.write(partition, self._made(batches, split, told, counts)).to_pylist()[0]
+            row = self.write.write(partition, self._made(batches, split, written, counts)).to_pylist()[0]
             yield pa.RecordBatch.from_pylist([{"shard": {**row, **counts}}], schema=_WRITTEN)
-            told.close()
+            written.close()
             file.seek(0)
             yield from pa.ipc.open_stream(file)
 
@@ -253,7 +233,7 @@ class WriteLate:
         self,
         batches: Iterable[pa.RecordBatch],
         split: str,
-        told: pa.ipc.RecordBatchStreamWriter,
+        written: pa.ipc.RecordBatchStreamWriter,
         counts: dict[str, int],
     ) -> Iterator[pa.RecordBatch]:
         encoder = RecordEncoder(self.write.schema)
@@ -262,19 +242,19 @@ class WriteLate:
             for start in range(0, whole.num_rows, step):
                 batch, bad = self.late.made(whole.slice(start, step))
                 if bad:
-                    told.write_batch(pa.RecordBatch.from_pylist(bad, schema=_WRITTEN))
+                    written.write_batch(pa.RecordBatch.from_pylist(bad, schema=_WRITTEN))
                     counts["rejected"] += len(bad)
-                    counts["rejected_bytes"] += sum(len(row["bad"]["raw"]) for row in bad)
+                    counts["rejected_bytes"] += sum(len(row[c.RAW]) for row in bad)
                 if not batch.num_rows:
                     continue
                 names = (c.SOURCE, c.POSITION, SAMPLE_ID, c.LEAK)
                 known = {c.SPLIT: pa.repeat(split, len(batch)), **{name: batch.column(name) for name in names}}
-                told.write_batch(_filled(known, len(batch)))
+                written.write_batch(_filled(known, len(batch)))
                 yield batch if self.write.fmt == "parquet" else _encoded(batch, encoder)
 
 
 def _encoded(batch: pa.RecordBatch, encoder: RecordEncoder) -> pa.RecordBatch:
-    """The rows with their framed records, which lie in the encoder's buffer until it is used again."""
+    """The rows with their framed records, which are in the encoder's buffer until its next use."""
     data, offsets = encoder.encode(batch)
     if len(data) >= 1 << 31:
         raise rows_too_large(len(data), len(batch))
@@ -293,19 +273,9 @@ def _filled(known: dict[str, pa.Array], count: int) -> pa.RecordBatch:
 
 
 @dataclass(frozen=True)
-class Late:
-    """Images that are made late. `check` is asked before anything is published whether an origin with all that was
-    rejected will do, and raises DataError where not.
-    """
-
-    images: LateImages
-    check: Callable[[Origin], None]
-
-
-@dataclass(frozen=True)
 class Written:
-    """Shards and their indexes; the origin with what was rejected on the way; and `rows`, an id, split and leak key for
-    each record.
+    """Shards and indexes; the origin with images that were rejected while writing; and `rows`, an id, split and leak
+    key for each record.
     """
 
     splits: dict[str, SplitInfo]
@@ -315,7 +285,7 @@ class Written:
 
 
 def has_late_content(split: SplitSpec, schema: Schema) -> bool:
-    """Whether the leak key is a hash of the pixels, which nobody has before they are made."""
+    """Whether the leak key is a hash of the pixels, which are not known before they are made."""
     return CONTENT in checks_of(split, schema)
 
 
@@ -325,24 +295,27 @@ def write_late(
     rows: DataFrame,
     table: ShardTable,
     write: WriteShards,
-    late: Late,
+    late: LateImages,
+    config: OutputConfig,
     origin: Origin,
     stack: ExitStack,
 ) -> Written:
-    """Make the images of `rows` (AssignLate's, with images), write them and move each shard and index to its place.
+    """Make the images of `rows` (of AssignLate, with images), write them, and rename each shard and index to its place.
 
-    What the tasks told stays cached until `stack` ends. Raises DataError where a split has only broken images, and
-    what `late.check` raises.
+    The results of the tasks stay cached until `stack` ends. Raises DataError if a split has only broken images, and
+    what check_bad raises for all rejected images.
     """
     carried = [field.name for field in write.schema if field.name != SAMPLE_ID]
     columns = (c.SHARD, c.KEY, c.SOURCE, c.POSITION, SAMPLE_ID, c.LEAK, PACKED, PLACE, *carried)
-    task = WriteLate(write, late.images)
-    found = mapped(ordered(rows, table, columns), task, WRITTEN_DDL).persist()
+    task = WriteLate(write, late)
+    found = mapped(ordered(rows, table, columns), task, _WRITTEN).persist()
     stack.callback(found.unpersist)
     with described(rows.sparkSession, "make the images, order them and write the shards"):
         results = found.where("shard IS NOT NULL").select("shard.*").collect()
-    whole = _told(origin, found, results)
-    late.check(whole)
+    whole = _with_rejected(origin, found, results)
+    assert whole.quarantine is not None and whole.read is not None
+    urls = [source.url for source in whole.sources]
+    check_bad(config, whole.quarantine, urls, whole.quarantined, whole.read)
     splits, files = placed(fs, paths, results, table, write.fmt)
     _refuse_empty(splits)
     return Written(splits, files, whole, found.where(f"{SAMPLE_ID} IS NOT NULL"))
@@ -359,19 +332,19 @@ def _refuse_empty(splits: Mapping[str, SplitInfo]) -> None:
             )
 
 
-def _told(origin: Origin, found: DataFrame, results: Sequence[Row]) -> Origin:
-    """The origin with what the writing tasks rejected among the rest."""
+def _with_rejected(origin: Origin, found: DataFrame, results: Sequence[Row]) -> Origin:
+    """The origin with the images that the writing tasks rejected."""
     rejected = sum(row["rejected"] for row in results)
     if not rejected:
         return origin
-    bad = found.where("bad IS NOT NULL").selectExpr(f"{c.SOURCE} AS source", f"{c.POSITION} AS position", "bad.*")
-    # WriteLate takes its shard from the task's number, and a union numbers anew. Where a lost block of `found` is made
-    # again, the exchange keeps it one task a shard.
-    bad = bad.repartition("source", "position")
+    bad = found.where(f"{c.REASON} IS NOT NULL").select(*c.REJECTED.names)
+    # WriteLate takes its shard from the task's number, and a union renumbers tasks. If a lost block of `found` is
+    # computed again, this exchange keeps one task a shard.
+    bad = bad.repartition(c.SOURCE, c.POSITION)
     before = origin.quarantine
     return replace(
         origin,
         quarantined=origin.quarantined + rejected,
         quarantined_raw_bytes=origin.quarantined_raw_bytes + sum(row["rejected_bytes"] for row in results),
-        quarantine=bad if before is None else before.select(*bad.columns).unionByName(bad),
+        quarantine=bad if before is None else before.select(*c.REJECTED.names).union(bad),
     )

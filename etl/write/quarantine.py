@@ -1,4 +1,4 @@
-"""Rejected input, kept for whoever wants to know why: Parquet files of source, position, reason and raw bytes."""
+"""The quarantine: rejected input in Parquet files, with source, position, reason and raw bytes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from etl import columns as c
 from etl.input.lines import NOT_COMBINED_LOG, NOT_COMMON_LOG
-from etl.spark.errors import in_task
 from etl.spark.session import described
-from etl.spark.tasks import by_partition, partition_of_task, upload
+from etl.spark.tasks import by_partition, mapped, partition_of_task, upload
 from etl.write.checks import refuse_existing
 from etl.write.config import NOT_KEPT, OutputConfig, WriteConfig
 from etl.write.shards import RUN_AGAIN, move
@@ -27,11 +27,10 @@ from lockstep.storage.documents import sha256_hex
 from lockstep.storage.errors import DataError
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import write_file
-from lockstep.storage.settings import hadoop_settings
 from lockstep.storage.urls import absolute, basename, join, parent
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, Row
 
 SCHEMA = pa.schema(
     [
@@ -43,7 +42,6 @@ SCHEMA = pa.schema(
         pa.field("sha256", pa.string(), nullable=False),
     ]
 )
-RESULT_DDL = "part int, path string, rows bigint, bytes bigint, sha256 string"
 _RESULT = pa.schema(
     [("part", pa.int32()), ("path", pa.string()), ("rows", pa.int64()), ("bytes", pa.int64()), ("sha256", pa.string())]
 )
@@ -54,27 +52,24 @@ GROUP_ROWS = 1024
 def write_quarantine(
     rows: DataFrame, *, count: int, raw_bytes: int, attempts: str, source_urls: tuple[str, ...]
 ) -> list[tuple[str, FileInfo]]:
-    """Write `rows` (source int, position, reason, raw, length, sha256); returns attempt URLs and digests in order.
+    """Write `rows`, whose columns are etl.columns.REJECTED; returns attempt URLs and digests in order.
 
-    `rows` may have a `place`: where a source is a folder, the path of the file below it, told behind the source's URL.
-    The number of files follows from `raw_bytes`, a row's file from a hash of its place, and rows lie in order of
-    source and position: the same bytes however Spark cuts the work. No rows give one empty file.
+    The number of files follows from `raw_bytes`, a row's file from a hash of where it comes from, and rows are sorted
+    by source, position and place: the same bytes however Spark cuts the work. No rows give one empty file.
     """
     from pyspark.sql import functions as f
 
     if count == 0:
-        table = WriteQuarantine(attempts, source_urls, {}).write(0, iter(()))
+        table = WriteQuarantine(attempts, source_urls).write(0, iter(()))
         results = table.to_pylist()
     else:
         parts = -(-max(raw_bytes, 1) // PART_BYTES)
-        if "place" not in rows.columns:
-            rows = rows.withColumn("place", f.lit(None).cast("string"))
-        part = f.pmod(f.xxhash64("source", "position", "place"), f.lit(parts)).cast("int")
-        placed = rows.select("source", "position", "place", "reason", "raw", "length", "sha256")
-        ordered = by_partition(placed, parts, part).sortWithinPartitions("source", "position", "place")
-        write = WriteQuarantine(attempts, source_urls, hadoop_settings())
+        part = f.pmod(f.xxhash64(c.SOURCE, c.POSITION, c.PLACE), f.lit(parts)).cast("int")
+        placed = by_partition(rows.select(*c.REJECTED.names), parts, part)
+        ordered = placed.sortWithinPartitions(c.SOURCE, c.POSITION, c.PLACE)
+        write = WriteQuarantine(attempts, source_urls)
         with described(rows.sparkSession, "write the rejected input"):
-            results = [row.asDict() for row in ordered.mapInArrow(write, RESULT_DDL).collect()]
+            results = [row.asDict() for row in mapped(ordered, write, _RESULT).collect()]
     results.sort(key=lambda row: row["part"])
     found = sum(row["rows"] for row in results)
     if found != count:
@@ -89,16 +84,14 @@ def write_quarantine(
 
 @dataclass(frozen=True)
 class WriteQuarantine:
-    """The function for mapInArrow: a partition's rows in order in, one row of RESULT_DDL out."""
+    """The function for mapInArrow: a partition's sorted rows in, one row of _RESULT out."""
 
     attempts: str
     source_urls: tuple[str, ...]
-    settings: dict[str, str]
 
-    @in_task
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Write the file of this partition, also an empty one."""
-        yield self.write(partition_of_task(self.settings), batches)
+        yield self.write(partition_of_task(), batches)
 
     def write(self, part: int, batches: Iterable[pa.RecordBatch]) -> pa.RecordBatch:
         """Write the file of partition `part`; returns its row."""
@@ -118,12 +111,12 @@ class WriteQuarantine:
 
 
 def _groups(batches: Iterable[pa.RecordBatch], urls: tuple[str, ...]) -> Iterator[pa.Table]:
-    """Rows in groups of GROUP_ROWS, whatever batches Spark hands over: the file's bytes follow from the groups."""
+    """Rows in groups of GROUP_ROWS for any batches that Spark delivers: the bytes of the file depend on the groups."""
     held: list[dict[str, object]] = []
     for batch in batches:
         for row in batch.to_pylist():
-            place = row.pop("place")
-            held.append({**row, "source": urls[row["source"]] if place is None else join(urls[row["source"]], place)})
+            values = {name: row[f"_{name}"] for name in SCHEMA.names}
+            held.append({**values, "source": _file(urls, row)})
             if len(held) == GROUP_ROWS:
                 yield pa.Table.from_pylist(held, schema=SCHEMA)
                 held = []
@@ -132,12 +125,12 @@ def _groups(batches: Iterable[pa.RecordBatch], urls: tuple[str, ...]) -> Iterato
 
 
 log = logging.getLogger(__name__)
-REFUSED_RECORDS = 1000  # enough to see what is wrong; with RAW_BYTES of each they are one file
+REFUSED_RECORDS = 1000  # enough to see the cause; with RAW_BYTES each they fit one file
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where a data frame's rows come from, for counts, quarantine and the manifest; `read` None: as many as it has."""
+    """Where a data frame's rows come from, for counts, quarantine and manifest; `read` None: the number of its rows."""
 
     sources: tuple[SourceInfo, ...] = ()
     read: int | None = None
@@ -149,7 +142,7 @@ class Origin:
 
 
 def write_fitted(staging: Staging, documents: Mapping[str, bytes]) -> dict[str, FileInfo]:
-    """Write fitted files by name below `_fitted/`; returns what the manifest lists."""
+    """Write fitted files by name below `_fitted/`; returns their manifest entries."""
     files = {}
     for name, data in sorted(documents.items()):
         write_file(staging.fs, DatasetPaths(staging.root).fitted(name), data)
@@ -158,12 +151,12 @@ def write_fitted(staging: Staging, documents: Mapping[str, bytes]) -> dict[str, 
 
 
 def quarantine_apart(config: WriteConfig) -> Staging:
-    """The folder of rejected input at the place of its own that `config` names; with `clean`, after what killed jobs
-    left there is gone. Raises ExistsError where the place is not free.
+    """The folder of rejected input at the separate URL that `config` names; with `clean`, after removing what killed
+    jobs left there. Raises ExistsError if the URL is taken.
     """
     apart = Staging(str(config.quarantine), mode=0o700, part_of=config.output)
     if config.clean:
-        with Staging(apart.url) as clock:  # its sign tells the time of that file system
+        with Staging(apart.url) as clock:  # the time of its sign is the time of that file system
             now_ms = clock.signed_ms()
             clean(apart.fs, apart.url, now_ms)
             clean_quarantine(apart.fs, apart.url, config.output, now_ms)
@@ -172,7 +165,7 @@ def quarantine_apart(config: WriteConfig) -> Staging:
 
 
 def place_quarantine(staging: Staging, folder: str, origin: Origin, urls: tuple[str, ...]) -> dict[str, FileInfo]:
-    """Write the rejected input of `origin` as files of `folder`, which nobody else may read; returns their digests."""
+    """Write the rejected input of `origin` to `folder`, which only its owner may read; returns the digests."""
     assert origin.quarantine is not None
     staging.fs.mkdirs(folder, mode=0o700)
     written = write_quarantine(
@@ -191,32 +184,31 @@ def place_quarantine(staging: Staging, folder: str, origin: Origin, urls: tuple[
 
 
 def keep_refused(config: WriteConfig, bad_rows: DataFrame, urls: Sequence[str], bad: int) -> str | None:
-    """Keep the first REFUSED_RECORDS of the `bad` records in `bad_rows`, for which a job is refused, as a quarantine
-    beside its output, or beside the place that --quarantine names; returns the URL.
+    """Keep the first REFUSED_RECORDS of the `bad` records, for which a job fails, as a quarantine next to its output,
+    or next to the URL of --quarantine; returns the URL.
 
-    The folder is published whole by one rename, only its owner may read it (mode 0700), and it replaces the one that an
-    earlier job kept for the same output; `forget_refused` removes it. None where rejected input is not kept, or where
-    this fails, which is logged: the job then ends with the error of its input all the same.
+    One rename publishes the folder, only its owner may read it (mode 0700), and it replaces the one of an earlier job
+    for the same output; `forget_refused` removes it. Returns None if rejected input is not kept, or if this fails,
+    which is logged: the job then still ends with the error about its input.
     """
     if config.quarantine == NOT_KEPT:
         return None
     url = _refused(config)
-    named = [name for name in ("source", "place", "position") if name in bad_rows.columns]
-    rows = bad_rows.orderBy(*named).limit(REFUSED_RECORDS)
+    rows = bad_rows.orderBy(c.SOURCE, c.PLACE, c.POSITION).limit(REFUSED_RECORDS)
     try:
         with Staging(url, mode=0o700, part_of=config.output) as staging:
             origin = Origin(quarantine=rows, quarantined=min(bad, REFUSED_RECORDS), quarantined_raw_bytes=PART_BYTES)
             place_quarantine(staging, staging.root, origin, tuple(urls))
             remove_refused(staging.fs, url, config.output)
             staging.publish(None)
-    except Exception as error:  # of storage or of Spark; the error that says what is wrong with the input comes next
+    except Exception as error:  # of storage or Spark; the error about the input comes next
         log.warning("the rejected records were not kept in %s: %s", url, error)
         return None
     return url
 
 
 def forget_refused(config: WriteConfig) -> None:
-    """Remove what an earlier job kept of the input that this one, whose dataset is published, has read."""
+    """Remove what an earlier, failed job kept for this output, which is published now."""
     url = _refused(config)
     remove_refused(filesystem(url), url, config.output)
 
@@ -227,18 +219,17 @@ def _refused(config: WriteConfig) -> str:
 
 
 def check_bad(config: OutputConfig, bad_rows: DataFrame, urls: Sequence[str], bad: int, read: int) -> None:
-    """Raise DataError where more of the records than --max-bad is bad, naming the first three places, and where the
-    first of these records are kept.
+    """Raise DataError if a larger share of the records is bad than --max-bad allows. The error names the first three
+    and where the first REFUSED_RECORDS are kept.
 
-    `bad_rows` has source (an index into `urls`), position, reason, raw, length and sha256, and where a source is a
-    folder `place`, the path of the file below it.
+    `bad_rows` has the columns etl.columns.REJECTED; a source is an index into `urls`.
     """
     if bad == 0 or Fraction(bad, read) <= config.max_bad_share:
         return
-    named = [name for name in ("source", "place", "position") if name in bad_rows.columns]
-    first = bad_rows.orderBy(*named).select(*named, "reason").limit(3).collect()
-    places = "; ".join(_place(urls, row.asDict()) for row in first)
-    step = way_out({row["reason"] for row in first}, all_bad=bad == read)
+    order = (c.SOURCE, c.PLACE, c.POSITION)
+    first = bad_rows.orderBy(*order).select(*order, c.REASON).limit(3).collect()
+    places = "; ".join(f"{_file(urls, row)} at byte {row[c.POSITION]}: {row[c.REASON]}" for row in first)
+    step = way_out({row[c.REASON] for row in first}, all_bad=bad == read)
     kept = keep_refused(config, bad_rows, urls, bad)
     if kept is not None:
         which = "the bad records" if bad <= REFUSED_RECORDS else f"the first {REFUSED_RECORDS} bad records"
@@ -252,13 +243,13 @@ def check_bad(config: OutputConfig, bad_rows: DataFrame, urls: Sequence[str], ba
 
 
 def way_out(reasons: Set[str], *, all_bad: bool) -> str:
-    """What to do about records that are bad for `reasons`. Where no line has its format, the format is not theirs."""
+    """What to do about records that are bad for `reasons`. If no line has the format, the format is probably wrong."""
     if all_bad and reasons <= {NOT_COMMON_LOG, NOT_COMBINED_LOG}:
-        return "Say by --log-format what the input is (common is what it is read as by itself), or check --input."
-    return "Check that the input is what the job reads; raise --max-bad to go on with the rest."
+        return "Give the format of the input by --log-format (the default is common), or check --input."
+    return "Check that the input is what the job reads; raise --max-bad to continue with the rest."
 
 
-def _place(urls: Sequence[str], row: Mapping[str, Any]) -> str:
-    url = urls[row["source"]]
-    below = row.get("place")
-    return f"{url if below is None else join(url, below)} at byte {row['position']}: {row['reason']}"
+def _file(urls: Sequence[str], row: Row | Mapping[str, Any]) -> str:
+    """The URL of the file that a rejected record comes from."""
+    url = urls[row[c.SOURCE]]
+    return url if row[c.PLACE] is None else join(url, row[c.PLACE])

@@ -1,4 +1,7 @@
-"""The last pass, in the tasks: a partition is a shard, written under a name of its own that the driver changes."""
+"""The last pass, in tasks: each partition is written as a shard, under a unique name until the driver renames it.
+
+Decision record: docs/decisions/010-blocks-and-sizes.md.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from etl import columns as c
-from etl.spark.errors import SameIdError, in_task
+from etl.spark.errors import SameIdError
 from etl.spark.session import described
 from etl.spark.tasks import by_partition, mapped, partition_of_task, upload
 from lockstep.features.arrow import flat
@@ -47,9 +50,9 @@ def write_parquet(file: IO[bytes], schema: Schema, batches: Iterable[pa.RecordBa
 
 
 def parquet_options(schema: Schema) -> dict[str, Any]:
-    """How Parquet is written: zstd, each page with its checksum, nothing that depends on time or place.
+    """Options of Parquet files: zstd, a checksum for each page, nothing that depends on time or host.
 
-    Tensors are pixels or embeddings that a dictionary cannot shrink: it is left out for them.
+    No dictionary for tensors: they are pixels or embeddings, which a dictionary does not make smaller.
     """
     plain = [field.name for field in schema if not field.is_tensor]
     return {
@@ -93,10 +96,6 @@ def _range(file: IO[bytes], offset: int, length: int) -> bytes:
 
 
 RUN_AGAIN = "Run the job again; if it fails again, the session changes what Spark does with rows: report its settings."
-RESULT_DDL = (
-    "shard int, path string, records bigint, bytes bigint, sha256 string, crc32c string, footer_sha256 string,"
-    " blocks array<bigint>, unpacked array<bigint>, index_path string, index_bytes bigint, index_sha256 string"
-)
 RESULT = pa.schema(
     [
         ("shard", pa.int32()),
@@ -117,7 +116,7 @@ RESULT = pa.schema(
 
 @dataclass(frozen=True)
 class ShardTable:
-    """How partitions and shards correspond: split by split; per split its name, number of shards and block size."""
+    """Which partition is which shard, split by split: name of the split, number of its shards, records of a block."""
 
     splits: tuple[tuple[str, int, int], ...]
 
@@ -132,12 +131,12 @@ class ShardTable:
             if partition < count:
                 return name, partition, count, block_records
             partition -= count
-        raise AssertionError(f"no shard {partition} behind {self.splits}")
+        raise AssertionError(f"no shard {partition} after {self.splits}")
 
 
 @dataclass(frozen=True)
 class WriteShards:
-    """The function for mapInArrow: a partition's rows in order in, one row of RESULT_DDL out.
+    """The function for mapInArrow: a partition's sorted rows in, one row of RESULT out.
 
     Raises SameIdError for two rows with one sample id, naming both.
     """
@@ -147,13 +146,11 @@ class WriteShards:
     table: ShardTable
     attempts: str
     source_urls: tuple[str, ...]
-    settings: dict[str, str]
     compression: str | None = None
 
-    @in_task
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Write the shard of this partition, also an empty one."""
-        yield self.write(partition_of_task(self.settings), batches)
+        yield self.write(partition_of_task(), batches)
 
     def write(self, partition: int, batches: Iterable[pa.RecordBatch]) -> pa.RecordBatch:
         """Write the shard of `partition`; returns its row."""
@@ -224,7 +221,7 @@ class WriteShards:
             if not batch.num_rows:
                 continue
             keys = np.asarray(batch.column(c.KEY)).view(np.uint64) ^ np.uint64(1 << 63)
-            ends = [int(keys[0]), int(keys[-1])]  # keys rise, so the ends speak for all
+            ends = [int(keys[0]), int(keys[-1])]  # keys are sorted, so the ends are enough
             inside = all(shard_of(key, count) == shard for key in ends)
             named = pc.min_max(batch.column(c.SHARD)).as_py()
             if not inside or (keys[1:] < keys[:-1]).any() or named != {"min": partition, "max": partition}:
@@ -251,22 +248,22 @@ class WriteShards:
             f"two records have one sample id, {sample & (1 << 64) - 1:016x}",
             got=f"{self.source_urls[source]} at {position}, {self.source_urls[other]} at {other_position}",
             allowed="a sample id for each record of a dataset",
-            next_step="Name more id columns, or take the record in twice only once.",
+            next_step="Name more id columns, or remove one of the two records.",
         )
 
 
 BLOCK_BYTES = 2 << 20
-# Labels that are counted class by class: booleans and small whole numbers, so that the driver gets few rows.
+# Labels that are counted class by class: booleans and small whole numbers, so that few rows reach the driver.
 FEW_CLASSES = "^(true|false|[0-9]{1,3})$"
 MIN_BLOCKS = 64  # docs/decisions/010-blocks-and-sizes.md
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What rows of etl.split.assign come to: `splits` are (records, encoded bytes) by split, `dropped` rows by reason,
-    and `classes` the records of each class of the label by split.
+    """The sizes of rows of etl.split.assign: `splits` are (records, encoded bytes) by split, `dropped` is the number of
+    rows by reason, `classes` the records of each class of the label by split.
 
-    Classes are texts. A split that has several values of the label, some of them beyond FEW_CLASSES, has none here.
+    Classes are texts. A split with several values of the label, of which some do not match FEW_CLASSES, has no classes.
     """
 
     splits: Mapping[str, tuple[int, int]]
@@ -313,9 +310,9 @@ def plan_shards(
 ) -> ShardTable:
     """The shards of each split from its (records, encoded bytes).
 
-    `row_group_bytes` is the size of a block on average where it is asked for; `blocks` has the records of a block where
-    they are settled already (an append takes them from its parent); `alike` gives all splits the smallest blocks, so
-    that folds can be trained on together.
+    `row_group_bytes` is the average size of a block, if it is set; `blocks` has the records of a block for splits where
+    they are fixed (an append takes them from its parent); `alike` gives all splits the smallest blocks, so that folds
+    can be trained on together.
     """
     records = {name: block_records(count, size, row_group_bytes) for name, (count, size) in sizes.items()}
     if alike:
@@ -325,8 +322,8 @@ def plan_shards(
 
 
 def block_records(records: int, encoded_bytes: int, block_bytes: int | None = None) -> int:
-    """Records in a block of a split: `block_bytes` on average; by default 2 MiB, but MIN_BLOCKS blocks or more, to have
-    some to permute.
+    """Records in a block of a split: `block_bytes` on average; by default 2 MiB, with at least MIN_BLOCKS blocks, so
+    that there are enough to permute.
     """
     if block_bytes is not None:
         return max(1, block_bytes * records // max(encoded_bytes, 1))
@@ -336,16 +333,16 @@ def block_records(records: int, encoded_bytes: int, block_bytes: int | None = No
 def write_shards(
     fs: FileSystem, paths: DatasetPaths, rows: DataFrame, table: ShardTable, write: WriteShards
 ) -> tuple[dict[str, SplitInfo], dict[str, FileInfo]]:
-    """Write the rows that are not dropped and move each shard and index to its place below `paths.root`."""
+    """Write the rows that are not dropped, and rename each shard and index to its place below `paths.root`."""
     names = [field.name for field in write.schema if field.name != SAMPLE_ID] if write.fmt == "parquet" else [c.RECORD]
     columns = (c.SHARD, c.KEY, c.SOURCE, c.POSITION, SAMPLE_ID, *names)
     with described(rows.sparkSession, "order the records and write the shards"):
-        results = mapped(ordered(rows, table, columns), write, RESULT_DDL).collect()
+        results = mapped(ordered(rows, table, columns), write, RESULT).collect()
     return placed(fs, paths, results, table, write.fmt)
 
 
 def ordered(rows: DataFrame, table: ShardTable, columns: Sequence[str]) -> DataFrame:
-    """`columns` of the rows that are not dropped, SHARD among them: a partition for each shard, in its order."""
+    """`columns`, SHARD among them, of the rows that are not dropped: a sorted partition for each shard."""
     from pyspark.sql import functions as f
 
     base, shard = 0, None
@@ -363,7 +360,7 @@ def ordered(rows: DataFrame, table: ShardTable, columns: Sequence[str]) -> DataF
 def placed(
     fs: FileSystem, paths: DatasetPaths, results: Sequence[Row | Mapping[str, Any]], table: ShardTable, fmt: str
 ) -> tuple[dict[str, SplitInfo], dict[str, FileInfo]]:
-    """Move the shards and indexes that tasks told of (rows of RESULT_DDL) to their places below `paths.root`."""
+    """Rename the shards and indexes that tasks wrote (rows of RESULT) to their places below `paths.root`."""
     results = sorted(results, key=lambda row: row["shard"])
     numbers = [row["shard"] for row in results]
     if numbers != list(range(table.total)):
@@ -408,6 +405,6 @@ def _shard_of(count: int) -> Any:
 
 
 def move(fs: FileSystem, source: str, target: str) -> None:
-    """Give what a task wrote its place, in a folder that may not be there yet."""
+    """Rename a file that a task wrote; makes the folder if it does not exist."""
     fs.mkdirs(parent(target))
     fs.rename_new(source, target)

@@ -1,4 +1,4 @@
-"""The folder in which a dataset is built: signed by its job, kept alive, published by one rename or removed."""
+"""Staging folders, in which datasets are built: signed by the job, published by one rename or removed; and --clean."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ BEAT_S = 30.0
 
 
 class Staging:
-    """A signed folder beside the dataset `url`, from `with` to its end; `publish` gives it the dataset's name.
+    """A context with a signed folder next to the dataset `url`; `publish` renames it to the dataset's name.
 
-    The sign names the job and is written anew every `beat_s` seconds, so that a folder whose sign is old is known to
-    belong to nobody (etl.write.staging). Without `publish` the folder is removed at the end, whatever ended the block.
-    What is published for the dataset `part_of` keeps its sign, which names that, until `keep`.
+    The sign names the job and is rewritten every `beat_s` seconds: a folder with an old sign belongs to a dead job and
+    may be cleaned. Without `publish` the folder is removed at the end of the context. A folder that is published as a
+    part of the dataset `part_of` keeps its sign, which names the dataset, until `keep`.
     """
 
     def __init__(self, url: str, beat_s: float = BEAT_S, mode: int = 0o755, part_of: str | None = None) -> None:
@@ -41,7 +41,7 @@ class Staging:
         self.job = f"etl-{secrets.token_hex(8)}"
         self.root = DatasetPaths(self.url).staging(self.job)
         self.attempts = join(self.root, ".attempts")
-        """Where tasks put what the driver moves."""
+        """Where tasks write files that the driver renames."""
         self._sign = join(self.root, SIGN_NAME)
         self._beat_s, self._mode, self._beats, self._published = beat_s, mode, 0, False
         self._part_of = None if part_of is None else absolute(part_of)
@@ -67,32 +67,32 @@ class Staging:
             self.fs.discard(self.root)
 
     def publish(self, manifest: bytes | None) -> None:
-        """Write the manifest (if there is to be one), last of all, and rename the folder.
+        """Write the manifest (if there is one) last, and rename the folder.
 
-        Raises ExistsError where the name is taken, and StorageError where the folder was taken away in the meantime.
+        Raises ExistsError if the name is taken, StorageError if the folder was removed meanwhile.
         """
         self._stop()
         self.fs.delete(self.attempts, recursive=True)
         self._check()
         if manifest is not None:
             write_file(self.fs, DatasetPaths(self.root).manifest, manifest)
-        self._check()  # a folder that was removed between would now hold a manifest and nothing else
+        self._check()  # if the folder was removed in between, it would now hold only a manifest
         if self._part_of is None:
             self.fs.delete(self._sign)
         publish_directory(self.fs, self.root, self.url)
         self._published = True
 
     def keep(self) -> None:
-        """Take the sign out of what was published: the dataset that it is part of is published too."""
+        """Remove the sign of the published folder, after the dataset that it is part of was published."""
         self.fs.discard(join(self.url, SIGN_NAME))
 
     def withdraw(self) -> None:
-        """Remove what `publish` published: the job failed after all."""
+        """Remove the published folder: the job failed after `publish`."""
         if self._published:
             self.fs.discard(self.url)
 
     def may_be_published(self, manifest: bytes) -> bool:
-        """Whether the dataset `url` has this manifest; true too where that cannot be read."""
+        """Whether the dataset `url` has this manifest; also True if that cannot be read."""
         try:
             return self.fs.read_bytes(DatasetPaths(self.url).manifest) == manifest
         except NotFoundError:
@@ -102,7 +102,7 @@ class Staging:
             return True
 
     def signed_ms(self) -> int:
-        """When the sign was last written, in the file system's own time."""
+        """When the sign was last written, by the clock of the file system."""
         return self.fs.stat(self._sign).mtime_ms
 
     def _stop(self) -> None:
@@ -115,7 +115,7 @@ class Staging:
             try:
                 self._check()
                 self._write()
-            except LockstepError as error:  # the job itself meets the same storage, and raises
+            except LockstepError as error:  # the job uses the same storage, and raises
                 log.warning("the sign of %s was not rewritten: %s", self.root, error.what)
 
     def _check(self) -> None:
@@ -125,10 +125,10 @@ class Staging:
             sign = None
         if sign is None or sign.get("job") != self.job:
             raise StorageError(
-                f"{self.root} was taken from this job",
+                f"{self.root} was removed while this job used it",
                 got="no sign of this job in it",
-                allowed="a folder that nobody else touches",
-                next_step="Run the job again; --clean of another job removes what has not been signed for a while.",
+                allowed="a folder that only this job changes",
+                next_step="Run the job again; --clean of another job removes folders that were not signed for a while.",
             )
 
     def _write(self) -> None:
@@ -142,16 +142,16 @@ class Staging:
             "pid": os.getpid(),
             "beats": self._beats,
         }
-        told = {} if self._part_of is None else {"part_of": self._part_of}
-        write_file(self.fs, self._sign, seal({**sign, **told}), exclusive=False)
+        if self._part_of is not None:
+            sign["part_of"] = self._part_of
+        write_file(self.fs, self._sign, seal(sign), exclusive=False)
 
 
 def publish_beside(staging: Staging, manifest: bytes, apart: Staging | None) -> None:
-    """Publish `apart` (a dataset's quarantine at a URL of its own) and then the dataset: both, or neither.
+    """Publish `apart` (the quarantine at a separate URL) and then the dataset: both, or neither.
 
-    Raises what Staging.publish raises. A dataset that was renamed before its publication failed, such as by a
-    read-back without an answer, keeps its quarantine. A kill in between leaves a quarantine that etl.write.staging
-    knows.
+    Raises what Staging.publish raises. If the publication fails after the dataset was renamed, such as when the
+    read-back gets no answer, the quarantine stays. A kill in between leaves a quarantine that is_unfinished recognises.
     """
     if apart is not None:
         apart.publish(None)
@@ -165,7 +165,7 @@ def publish_beside(staging: Staging, manifest: bytes, apart: Staging | None) -> 
         apart.keep()
 
 
-# A job signs every 30 s. Twenty signs missed is longer than a NameNode's failover or a paused JVM.
+# A job signs every 30 s. Twenty missed signs are longer than a NameNode's failover or a JVM's pause.
 DEAD_AFTER_S = 600.0
 _FOLDER = re.compile(r"_staging-(?P<job>etl-[0-9a-f]{16})(?P<dead>[.]dead)?")
 _DEAD = ".dead"
@@ -173,8 +173,8 @@ _DEAD = ".dead"
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A staging folder whose job is gone: its URL, the output it was for ("" where only the manifest is left), and
-    for how many seconds it has not been signed.
+    """A staging folder of a dead job: its URL, the output that it was for ("" if only the manifest remains), and the
+    seconds since it was last signed.
     """
 
     url: str
@@ -183,7 +183,7 @@ class Leftover:
 
 
 def leftovers(fs: FileSystem, output: str, now_ms: int, dead_after_s: float = DEAD_AFTER_S) -> list[Leftover]:
-    """What lies beside `output` in a folder of the name and with the sign of an ETL job, unsigned for `dead_after_s`
+    """The folders next to `output` that have the name and the sign of an ETL job and were not signed for `dead_after_s`
     seconds. `now_ms` is the time by the clock of that file system.
     """
     folder = parent(absolute(output))
@@ -199,10 +199,10 @@ def leftovers(fs: FileSystem, output: str, now_ms: int, dead_after_s: float = DE
 
 
 def clean(fs: FileSystem, output: str, now_ms: int, dead_after_s: float = DEAD_AFTER_S) -> list[Leftover]:
-    """Remove the leftovers beside `output` and say which; returns those removed.
+    """Remove the leftovers next to `output` and log them; returns those removed.
 
-    Each is renamed first: should its job live after all, it loses the folder at one moment and ends with an error,
-    and publishes nothing. One that the storage does not let us read or remove is logged and stays.
+    Each is renamed first: if its job is still alive, it loses the folder at one moment, ends with an error and
+    publishes nothing. A folder that storage does not let us read or remove is logged and stays.
     """
     removed = []
     for item in leftovers(fs, output, now_ms, dead_after_s):
@@ -213,28 +213,28 @@ def clean(fs: FileSystem, output: str, now_ms: int, dead_after_s: float = DEAD_A
 
 
 def is_unfinished(fs: FileSystem, url: str, output: str) -> bool:
-    """Whether a quarantine at a place of its own was published by a job that was killed before its dataset `output`
-    was.
+    """Whether the quarantine at a separate URL was published by a job that was killed before it published its dataset
+    `output`.
     """
     return _unfinished(fs, url, output) is not None
 
 
 def clean_quarantine(fs: FileSystem, url: str, output: str, now_ms: int, dead_after_s: float = DEAD_AFTER_S) -> None:
-    """Remove such a quarantine from `url`, where it was not signed for `dead_after_s` seconds, and say so. One that the
-    storage does not let us remove is logged and stays.
+    """Remove such a quarantine from `url` if it was not signed for `dead_after_s` seconds, and log it. If storage does
+    not let us remove it, that is logged and it stays.
     """
     found = _unfinished(fs, url, output)
     if found is None or now_ms - found[1] < dead_after_s * 1000:
         return
-    # The name of a staging folder: should this be killed too, the rest is found beside the next output.
+    # The name of a staging folder: if this job is killed too, --clean of a later job finds the rest.
     dead = DatasetPaths(absolute(url)).staging(found[0]) + _DEAD
     if _removed(fs, url, dead):
         log.warning("clean: removed %s, the rejected input of a dataset that was never published", url)
 
 
 def remove_refused(fs: FileSystem, url: str, output: str) -> None:
-    """Remove what an earlier job, refused for too much bad input, kept for `output` at `url`. What is there of anybody
-    else stays, and so does what the storage does not let us read or remove, which is logged.
+    """Remove what an earlier job, which failed for too much bad input, kept for `output` at `url`. Anything else there
+    stays; so does what storage does not let us read or remove, which is logged.
     """
     try:
         found = _part_of(fs, url, output)
@@ -246,8 +246,8 @@ def remove_refused(fs: FileSystem, url: str, output: str) -> None:
 
 
 def _removed(fs: FileSystem, url: str, dead: str) -> bool:
-    """Rename a folder to `dead`, delete it, and return whether this job did: another may have been faster, and the
-    storage may refuse it, which is logged.
+    """Rename a folder to `dead` and delete it. Returns False if another job was faster, or if storage refused it, which
+    is logged.
     """
     try:
         if url != dead:
@@ -261,7 +261,7 @@ def _removed(fs: FileSystem, url: str, dead: str) -> bool:
 
 
 def _unfinished(fs: FileSystem, url: str, output: str) -> tuple[str, int] | None:
-    """The job that its sign names and when it was signed (ms); None for anything else, and where the dataset is."""
+    """The job in the sign and when it was signed (ms); None for any other folder, and if the dataset exists."""
     found, dataset = _part_of(fs, url, output), absolute(output)
     return None if found is None or filesystem(dataset).exists(dataset) else found
 
@@ -269,7 +269,7 @@ def _unfinished(fs: FileSystem, url: str, output: str) -> tuple[str, int] | None
 def _part_of(fs: FileSystem, url: str, output: str) -> tuple[str, int] | None:
     """The job that signed a folder for the dataset `output`, and when (ms); None for anything else.
 
-    Whoever can write there can name any dataset in a sign: one that is not `output` is not asked for, wherever it lies.
+    Any user who can write there can name any dataset in a sign, so one that is not `output` is never opened.
     """
     sign = join(url, SIGN_NAME)
     try:
@@ -282,10 +282,10 @@ def _part_of(fs: FileSystem, url: str, output: str) -> tuple[str, int] | None:
 
 
 def _signed(fs: FileSystem, folder: FileStat, job: str) -> tuple[str, int] | None:
-    """The output that a folder's sign names and when it was signed (ms); None for a folder that is not ours.
+    """The output in a folder's sign and when it was signed (ms); None for a folder that is not ours.
 
-    A job's last steps are manifest, removal of the sign, rename: a folder without a sign but with a whole manifest of
-    ours is such a one.
+    The last steps of a job are: write the manifest, remove the sign, rename. So a folder without a sign but with a
+    valid manifest is also ours.
     """
     sign, manifest = join(folder.url, SIGN_NAME), join(folder.url, MANIFEST_NAME)
     try:

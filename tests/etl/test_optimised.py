@@ -73,7 +73,7 @@ def rows(shard, keys):
 
 def write(partition, batches):
     with tempfile.TemporaryDirectory() as folder:
-        return WriteShards(NULLABLE, "tfrecord", TABLE, folder, ("in",), {{}}).write(partition, batches)
+        return WriteShards(NULLABLE, "tfrecord", TABLE, folder, ("in",)).write(partition, batches)
 
 def archive():
     with tempfile.NamedTemporaryFile() as file:

@@ -28,8 +28,7 @@ from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError, DataError, ExistsError, NotFoundError
 from lockstep.storage.formats.tfrecord import parse_records
 from lockstep.storage.verify import verify
-
-from .conftest import NASA, large_offsets, nasa_lines, run, tree
+from tests.etl.conftest import NASA, large_offsets, nasa_lines, run, tree
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -162,7 +161,7 @@ def test_many_small_files_are_read_once_by_few_tasks(
         for what in (
             "read and parse the log",
             "make ids, splits and records",
-            "look for what is on two sides of the split",
+            "check for leakage between splits",
             "count vocabularies",
             "order the records and write the shards",
             "write the rejected input",

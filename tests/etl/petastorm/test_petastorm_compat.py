@@ -275,7 +275,7 @@ def test_pieces_leave_out_what_is_hidden(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "what"),
     [
-        (["x.parquet", "a/y.parquet"], "beside directories"),  # which of them is the data?
+        (["x.parquet", "a/y.parquet"], "next to directories"),  # which of them is the data?
         (["a=1/x.parquet", "b=1/y.parquet"], "one level"),
     ],
 )

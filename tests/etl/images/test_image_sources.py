@@ -18,8 +18,8 @@ from lockstep.features.schema.schema import Schema
 from lockstep.storage.dataset.manifest import DatasetManifest
 from lockstep.storage.errors import ConfigError, DataError
 from lockstep.storage.verify import verify
+from tests.etl.conftest import large_offsets
 
-from .conftest import large_offsets
 from .test_image_pieces import FILES, GOOD, REASONS, make_tar, make_tree, picture, pixels
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def test_encoded_images_and_names_that_come_twice(spark: SparkSession, tmp_path:
     job.run(spark, config(more, tmp_path / "more", **told))
     assert {row["label"] for row in pq.read_table(tmp_path / "more", columns=["label"]).to_pylist()} == {1}
     other = make_tar(tmp_path / "4.tar", {"c/1.png": picture(1)})
-    with pytest.raises(DataError, match="has not all classes"):
+    with pytest.raises(DataError, match="does not have all classes"):
         job.run(spark, config(other, tmp_path / "other", **{**told, "inputs": (str(other),)}))
 
 

@@ -120,7 +120,10 @@ def test_a_job_signs_again_and_again(tmp_path: Path) -> None:
 
 
 def test_a_job_whose_folder_was_cleaned_publishes_nothing(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="was taken from this job"), Staging(str(tmp_path / "out")) as staging:
+    with (
+        pytest.raises(StorageError, match="while this job used it"),
+        Staging(str(tmp_path / "out")) as staging,
+    ):
         assert clean(staging.fs, staging.url, now_ms() + 3_600_000)
         staging.publish(b"{}")
     assert not list(tmp_path.iterdir())
@@ -137,7 +140,10 @@ def test_nor_one_whose_folder_is_cleaned_while_it_writes_the_manifest(
         write_file(fs, url, data, **options)
 
     monkeypatch.setattr("etl.write.staging.write_file", write)
-    with pytest.raises(StorageError, match="was taken from this job"), Staging(str(tmp_path / "out")) as staging:
+    with (
+        pytest.raises(StorageError, match="while this job used it"),
+        Staging(str(tmp_path / "out")) as staging,
+    ):
         staging.publish(b"{}")
     assert not list(tmp_path.iterdir())
 
