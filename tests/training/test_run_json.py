@@ -71,7 +71,7 @@ FREE: dict[str, Any] = {
 
 def test_each_field_is_compared_or_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     named = {field.name for field in fields(TrainConfig)}
-    several = {"run", "datasets", "mix"}  # of a mixture: tests/training/test_weights.py
+    several = {"run", "datasets", "mix"}  # of a mixture: tests/training/results/test_weights.py
     assert named - several == REFUSED.keys() | FREE.keys(), "a new field: may a later call change it?"
     manifest = write_table(tmp_path / "data", records={"train": 96, "test": 64})
     given = TrainConfig(
