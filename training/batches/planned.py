@@ -19,7 +19,7 @@ from training.batches.feed import DEADLINE_S, Batch
 from training.batches.training_set import TrainingSet
 from training.config import CACHE_BYTES, READ_AHEAD_BYTES, BadImages, Verify
 from training.plan.epoch_plan import DEFAULT_WINDOW_BYTES
-from training.plan.make_plan import make_plan
+from training.plan.make_plan import make_plan, refuse_rotation
 from training.plan.mixture import MixedPlan, Plan
 from training.reading.background import ReadAhead
 from training.reading.open import verify_share
@@ -72,7 +72,6 @@ class PlannedBatches:
         mix: Sequence[int] | None = None,
         interleave: int = 1,
         cache_groups: int | None = None,
-        cache_rotation: int | None = None,
         augment: str | Sequence[str] = (),
         bad_images: BadImages = "refuse",
         read_ahead_bytes: int = READ_AHEAD_BYTES,
@@ -106,7 +105,6 @@ class PlannedBatches:
                 window_bytes=window_bytes,
                 interleave=interleave,
                 cache_groups=cache_groups,
-                cache_rotation=cache_rotation,
             )
             plan.rows(rank, num_ranks)  # refused here, not in the first iteration
             signature = opened.encoder.signature
@@ -160,6 +158,7 @@ class PlannedBatches:
     def check(self, identity: object) -> None:
         """Raise DataError naming the first field in which a stored `identity` is that of other batches."""
         mine, stored = self.identity(), identity if isinstance(identity, dict) else {}
+        refuse_rotation(stored, "the state")
         for name in sorted(mine.keys() | stored.keys()):
             if mine.get(name) != stored.get(name):
                 raise DataError(
@@ -219,7 +218,7 @@ def numpy_batches(
     """One rank's part of each global batch as NumPy arrays, from `start_step` on.
 
     `options` are those of PlannedBatches.open: global_batch, epochs (default: without end), seed, rank, num_ranks,
-    lanes, window_bytes, mix, interleave, cache_groups, cache_rotation, augment, bad_images, read_ahead_bytes, cache,
+    lanes, window_bytes, mix, interleave, cache_groups, augment, bad_images, read_ahead_bytes, cache,
     cache_bytes, verify. All ranks together get each sample of an epoch once; batch k is the same
     at any num_ranks and after any start. A Batch holds `x` by feature name, `y`, `sample_ids`, `epochs` and `weight`,
     n_r rows each. Raises what PlannedBatches.open and its `batches` raise.

@@ -46,7 +46,7 @@ def check_plan(plan: EpochPlan) -> None:
         )
     right = plan.interleave is None or 2 <= plan.interleave < MOST
     _check(plan, "interleave", right, "an integer from 2 up, below 2^63, or none")
-    check_cache_groups(plan.global_batch, plan.lanes, plan.cache_groups, plan.cache_rotation)
+    check_cache_groups(plan.global_batch, plan.lanes, plan.cache_groups)
 
 
 def _check(plan: EpochPlan, name: str, right: bool, allowed: str) -> None:
@@ -61,7 +61,7 @@ def _check(plan: EpochPlan, name: str, right: bool, allowed: str) -> None:
 
 __all__ = ["EpochPlan", "Run", "default_lanes"]
 DEFAULT_WINDOW_BYTES = 8 << 20
-LATER_KEYS = ("cache_groups", "cache_rotation", "interleave")
+LATER_KEYS = ("cache_groups", "interleave")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +88,6 @@ class EpochPlan:
     """C: blocks stay in C groups, each read by L / C neighbouring lanes (training.plan.order); None is no
     groups.
     """
-    cache_rotation: int | None = None
-    """K: every K epochs the groups are made anew; None is never."""
     interleave: int | None = None
     """B, from 2 up: a lane reads in so many places of its span at once (training.plan.order); None is one
     place.
@@ -109,7 +107,7 @@ class EpochPlan:
         root = derive_key(self.dataset_digest.encode(), f"plan {self.version} {self.split}", self.seed)
         orders: EveryOrder = Orders(table, root)
         if self.cache_groups is not None:
-            orders = CacheGroups(table, root, self.group_starts, self.cache_rotation)
+            orders = CacheGroups(table, root, self.group_starts)
         if self.interleave is not None:
             piece = max(1, self.window_records // self.interleave)
             orders = InterleavedLanes(orders, self.lane_span, self.lanes, self.interleave, piece)
@@ -129,7 +127,6 @@ class EpochPlan:
         groups: int | None = None,
         window_bytes: int = DEFAULT_WINDOW_BYTES,
         cache_groups: int | None = None,
-        cache_rotation: int | None = None,
         interleave: int | None = None,
     ) -> Self:
         """The plan for a split. `lanes` None means `default_lanes`; `groups` are the lane groups of ghost BatchNorm.
@@ -152,7 +149,6 @@ class EpochPlan:
             lanes=lanes,
             window_records=max(1, window_bytes * info.records // (lanes * disk_bytes)),
             cache_groups=cache_groups,
-            cache_rotation=cache_rotation,
             interleave=interleave,
         )
 

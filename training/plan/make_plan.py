@@ -18,11 +18,33 @@ NUMBERS = {"global_batch": 1, "lanes": 1, "window_records": 1, "version": 0}  # 
 def plan_from(identity: Mapping[str, Any], manifest: DatasetManifest, where: str = "a stored plan") -> Plan:
     """The plan that `identity` describes, over what it was made for; `where` says in what file it stands.
 
-    Raises DataError naming what differs, or file and field of what no plan has.
+    Raises DataError naming what differs, or file and field of what no plan has, ConfigError as `refuse_rotation`.
     """
+    refuse_rotation(identity, where)
     if isinstance(manifest, MixedManifest):
         return _mixed_plan(identity, manifest.mixed, manifest.digest, where)
     return _epoch_plan(identity, manifest, where)
+
+
+def refuse_rotation(identity: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError for the stored plan of a run that an older version began with --cache-rotation.
+
+    Without a rotation its later epochs would have other batches.
+    """
+    stored = [identity, *(part for part in _parts_of(identity) if isinstance(part, Mapping))]
+    rotation = next((found["cache_rotation"] for found in stored if "cache_rotation" in found), None)
+    if rotation is not None:
+        raise ConfigError(
+            f"{where}: --cache-rotation was removed, so this version cannot make the batches of this plan",
+            got=f"cache_rotation = {rotation!r}",
+            allowed="a plan without it: cache groups keep their blocks in all epochs",
+            next_step="Use the version that began the run, or begin another run with --init-from.",
+        )
+
+
+def _parts_of(identity: Mapping[str, Any]) -> Sequence[Any]:
+    parts = identity.get("parts")
+    return parts if isinstance(parts, list) else ()
 
 
 def _epoch_plan(identity: Any, manifest: DatasetManifest, where: str) -> EpochPlan:

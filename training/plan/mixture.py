@@ -48,7 +48,6 @@ class MixedPlan:
         groups: int | None = None,
         window_bytes: int = DEFAULT_WINDOW_BYTES,
         cache_groups: int | None = None,
-        cache_rotation: int | None = None,
         interleave: int | None = None,
     ) -> Self:
         """The plan for a split of each dataset; `window_bytes` is shared by the datasets as the batch is."""
@@ -67,7 +66,6 @@ class MixedPlan:
                 groups=groups,
                 window_bytes=max(1, window_bytes * ratio // sum(ratios)),
                 cache_groups=cache_groups,
-                cache_rotation=cache_rotation,
                 interleave=interleave,
             )
             for manifest, ratio in zip(manifests, ratios, strict=True)

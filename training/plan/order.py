@@ -164,15 +164,15 @@ class EveryOrder(Protocol):
 class Orders:
     """Every epoch's order; the one last made and its neighbours are kept. Safe to ask from several threads."""
 
-    def __init__(self, table: BlockTable, root: bytes, purpose: str = "blocks") -> None:
-        self._table, self._root, self._purpose = table, root, purpose
+    def __init__(self, table: BlockTable, root: bytes) -> None:
+        self._table, self._root = table, root
         self._kept: dict[int, EpochOrder] = {}
 
     def order(self, epoch: int) -> EpochOrder:
         """One epoch's order."""
         order = self._kept.get(epoch)
         if order is None:
-            key = derive_key(self._root, self._purpose, epoch)
+            key = derive_key(self._root, "blocks", epoch)
             order = EpochOrder(self._table, BlockPermutation(key, self._table.num_blocks))
             # Lanes are at most one sample apart, so two neighbours are in use at a time; others only cost memory.
             for old in list(self._kept):
@@ -189,20 +189,20 @@ class Orders:
 _MOST_LANES = 4096  # that are looked at for an advice
 
 
-def check_cache_groups(global_batch: int, lanes: int, groups: int | None, rotation: int | None) -> None:
-    """Raise ConfigError where C does not divide L, or K is without C or not from 1 up."""
-    if groups is None and rotation is not None:
-        raise _refuse("a rotation without groups", f"--cache-groups with --cache-rotation {rotation}")
+def check_cache_groups(global_batch: int, lanes: int, groups: int | None) -> None:
+    """Raise ConfigError where C does not divide L."""
     if groups is not None and (groups < 1 or lanes % groups):
-        units = max(1, groups)
-        first = -(-lanes // units) * units
-        near = range(first, min(global_batch, _MOST_LANES) + 1, units)
+        least = max(1, groups)
+        first = -(-lanes // least) * least
+        near = range(first, min(global_batch, _MOST_LANES) + 1, least)
         more = next((f"{number}" for number in near if global_batch % number == 0), None)
         more = more or f"{first} with a --global-batch that is a multiple of {first}"
-        hint = f"--cache-groups {largest_divisor(lanes, units)} or --lanes {more}"
-        raise _refuse(f"{groups} cache groups of {lanes} lanes", hint)
-    if rotation is not None and not 1 <= rotation < 1 << 63:
-        raise _refuse(f"a rotation every {rotation} epochs", "--cache-rotation 1 or more, below 2^63, or none")
+        raise ConfigError(
+            "cache groups and lanes do not fit together",
+            got=f"{groups} cache groups of {lanes} lanes",
+            allowed="cache groups that divide the lanes",
+            next_step=f"Use --cache-groups {largest_divisor(lanes, least)} or --lanes {more}.",
+        )
 
 
 class CacheGroups:
@@ -211,11 +211,10 @@ class CacheGroups:
     Safe to ask from several threads.
     """
 
-    def __init__(
-        self, table: BlockTable, root: bytes, starts: Callable[[int], list[int]], rotation: int | None
-    ) -> None:
-        self._base = Orders(table, root, "cache groups")
-        self._root, self._starts, self._rotation = root, starts, rotation
+    def __init__(self, table: BlockTable, root: bytes, starts: Callable[[int], list[int]]) -> None:
+        # One order deals the blocks to the groups in all epochs, so that a group keeps its blocks.
+        self._base = EpochOrder(table, BlockPermutation(derive_key(root, "cache groups", 0), table.num_blocks))
+        self._root, self._starts = root, starts
         self._kept: dict[tuple[int, int], GroupOrder] = {}
 
     def runs(self, epoch: int, start: int, stop: int) -> list[Run]:
@@ -231,22 +230,12 @@ class CacheGroups:
     def _order(self, epoch: int, group: int, start: int, stop: int) -> GroupOrder:
         order = self._kept.get((epoch, group))
         if order is None:
-            base = self._base.order(epoch // self._rotation if self._rotation else 0)
-            order = GroupOrder(base, start, stop, derive_key(self._root, "group's blocks", epoch, group))
+            order = GroupOrder(self._base, start, stop, derive_key(self._root, "group's blocks", epoch, group))
             for old in list(self._kept):
                 if abs(old[0] - epoch) > 1:  # lanes are at most one sample apart: never two epochs
                     self._kept.pop(old, None)
             self._kept[epoch, group] = order
         return order
-
-
-def _refuse(got: str, hint: str) -> ConfigError:
-    return ConfigError(
-        "cache groups and lanes do not fit together",
-        got=got,
-        allowed="cache groups that divide the lanes, made anew every 1 or more epochs",
-        next_step=f"Use {hint}.",
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,6 @@ def cases(draw: st.DrawFn) -> Case:
             lanes=lanes,
             window_records=draw(st.integers(1, 9)),
             cache_groups=groups,
-            cache_rotation=draw(st.sampled_from([None, 2])) if groups else None,
         )
         for number, ratio in enumerate(ratios)
     )
@@ -261,7 +260,6 @@ def test_what_is_stored_is_what_comes_back_or_refused(urls: list[str]) -> None:
         ("lanes", 3, "the file is no plan"),  # a number, but none that divides the batch
         ("interleave", "2", "the file: interleave is"),
         ("interleave", 1, "the file is no plan"),  # one place is never stored
-        ("cache_rotation", 2, "the file is no plan"),  # without groups
     ],
 )
 def test_a_damaged_plan_is_told_with_file_and_field(urls: list[str], name: str, stored: object, told: str) -> None:
@@ -276,6 +274,17 @@ def test_a_damaged_plan_is_told_with_file_and_field(urls: list[str], name: str, 
         plan_from({**plan.identity(), "parts": parts}, mixed, "the file")
     with pytest.raises(DataError, match="the file: part 0 is not"):
         plan_from({**plan.identity(), "parts": [7, *parts[1:]]}, mixed, "the file")
+
+
+def test_the_plan_of_a_run_with_a_rotation_is_refused(urls: list[str]) -> None:
+    mixed = open_mixture(urls, "train")[1]
+    plan = plan_for(mixed, config(urls, cache_groups=2))
+    assert isinstance(plan, MixedPlan)
+    old = [{**part.identity(), "cache_rotation": 2} for part in plan.parts]
+    for stored, manifest in ((old[0], mixed.mixed[0]), ({**plan.identity(), "parts": old}, mixed)):
+        with pytest.raises(ConfigError, match=r"^the file: --cache-rotation was removed") as caught:
+            plan_from(stored, manifest, "the file")
+        assert caught.value.got == "cache_rotation = 2"
 
 
 def test_what_cannot_be_mixed(urls: list[str], tmp_path: Path) -> None:
