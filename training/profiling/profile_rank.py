@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lockstep.storage.errors import ConfigError, LockstepError
+from lockstep.storage.errors import ConfigError
 from lockstep.storage.urls import split_url
 from training.batches.augmenting import augmentation_of, labels_of
-from training.batches.tf_dataset import PREFETCH_BATCHES, FeedPipeline, to_device
+from training.batches.tf_dataset import PREFETCH_BATCHES, FeedPipeline
 from training.batches.training_set import Feed, TrainingSet
 from training.config import TrainConfig, lane_groups
 from training.control.client import ControlClient
@@ -28,14 +28,12 @@ from training.control.protocol import OPENING
 from training.exchange.exchange import Exchange
 from training.profiling.verdict import CACHED, CACHED_ALONE, COLD, COLD_ALONE, SYNTHETIC
 from training.rank.callbacks import RunCallbacks
-from training.rank.memory import arena_bytes
 from training.rank.metrics import StepClock
-from training.rank.prepare import distributed, prepare, split
+from training.rank.prepare import RankModel, agreement_on
 from training.reading.reader import ReadOptions
 from training.run.checkpoint import HostBuffer
 from training.run.metrics import PARTS
 from training.steps import model_state
-from training.steps.distribute import exchange_of
 from training.world import World
 
 
@@ -48,7 +46,7 @@ class ProfileLoop:
         self._control, self._exchange, self._kind = control, exchange, kind
         self._first, self._settling, self._steps = first, settling, steps
         self._rows: list[dict[str, Any]] = []
-        self.clock = StepClock(self, rank, lambda: exchange.waited_s)
+        self.clock = StepClock(self, rank, exchange)
         self._done = 0
         self._began = self._ended = (0.0, 0.0)
 
@@ -89,14 +87,7 @@ class ProfileLoop:
 
     def step_ends(self, epoch: int) -> None:
         """Count it; the measuring begins and ends here."""
-        agreement = self._exchange.agreement
-        if agreement is None or agreement.step != self._exchange.step:
-            raise LockstepError(
-                "a step was not exchanged between the ranks",
-                got="a train_step that does not call optimizer.apply_gradients once",
-                allowed="one call a step",
-                next_step="Call self.optimizer.apply_gradients or apply once in the model's train_step.",
-            )
+        agreement = agreement_on(self._exchange, self._exchange.step)
         self._done += 1
         self.clock.ends(self._first + self._done)
         self._control.beat(agreement.step, f"measure steps: {self._kind}")
@@ -231,25 +222,19 @@ class ProfileRank(AbstractContextManager["ProfileRank"]):
         with ExitStack() as stack:
             context.control.beat(0, OPENING)
             self._data = stack.enter_context(ProfileData(config, context.world, context.payload["plan"]))
-            plan, rows, groups = self._data.plan, self._data.near.rows, lane_groups(config)
-            self._augmentation = augmentation_of(config, plan, self._data.signature)
-            context.control.beat(0, "build the model")
-            prepared = prepare(config, plan, labels_of(config, self._data.signature), rows, groups)
-            self._model = prepared.model
-            context.control.beat(0, "join the ranks")
-            self._comm = context.communicator(arena_bytes=arena_bytes(self._model))
-            self._comm.deadline_s = config.stall_limit_s
-            self._step = distributed(config, plan, prepared, self._comm, rows, groups)
-            self._exchange = exchange_of(self._model.optimizer)
-            self._exchange.skips_any = config.non_finite == "skip" and not self._exchange.skips_non_finite
+            plan, signature = self._data.plan, self._data.signature
+            self._augmentation = augmentation_of(config, plan, signature)
+            self._rank_model = RankModel(context, config, plan, labels_of(config, signature), self._data.near.rows)
+            self._model, self._comm = self._rank_model.model, self._rank_model.communicator
+            self._exchange = self._rank_model.exchange
             stack.callback(self._exchange.close)
             self._stack = stack.pop_all()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:  # the exchange's thread may wait for ranks that will never come
-            self._comm.abort(str(error))
+        if error is not None:
+            self._rank_model.abort(error)
         self._stack.close()
 
     def run(self) -> dict[str, Any]:
@@ -257,9 +242,7 @@ class ProfileRank(AbstractContextManager["ProfileRank"]):
         repeats, cores, ranks_of_host, state_bytes, copy_s}.
         """
         control, payload, plan = self._context.control, self._context.payload, self._data.plan
-        group = self._comm.group(range(self._comm.num_ranks))
-        group.deadline_s = self._config.stall_limit_s
-        self._step.install(self._model, group)
+        self._rank_model.install_step()
         if self._comm.num_ranks > 1:
             model_state.derive_seeds(self._model, self._config.seed, 0, self._comm.rank)
         chunk = self._largest(self._data.near.chunk_steps)
@@ -322,24 +305,9 @@ class ProfileRank(AbstractContextManager["ProfileRank"]):
     def _fit(
         self, dataset: tf.data.Dataset, loop: ProfileLoop, pipeline: FeedPipeline | None = None
     ) -> dict[str, float]:
-        micro = self._config.micro_batches
-        dataset = split(dataset, micro).apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
+        callbacks = loop.callbacks(self._model, self._config.micro_batches)
         self._comm.barrier()
-        try:
-            self._model.fit(
-                to_device(dataset),
-                epochs=1,
-                steps_per_epoch=loop.all_steps * micro,
-                callbacks=loop.callbacks(self._model, micro),
-                verbose=0,
-                shuffle=False,
-            )
-        except Exception as error:
-            # TensorFlow repeats the text of an exception in Python code, not the exception.
-            cause = self._exchange.fault() or self._step.error or (pipeline and pipeline.failure) or error
-            if cause is error:
-                raise
-            raise cause from None
+        self._rank_model.fit(dataset, loop.all_steps, callbacks, pipeline=pipeline)
         return loop.result()
 
     def _loop(self, kind: str, first: int, settling: int) -> ProfileLoop:

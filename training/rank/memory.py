@@ -6,18 +6,12 @@ import math
 from collections.abc import Iterable
 
 import keras
-import psutil
 import tensorflow as tf
 
 STEP_BYTES = 100 << 20  # the traced step, buffers of batches: 70 to 110 MiB from 20 thousand to 56 million parameters
 SAVED = 1.25  # of weights and optimizer's state: Keras makes a .keras file in a buffer that grows
 ARENA_BYTES = 64 << 20  # of a small model: gaps between buffers, what measures the links
 SPARE_BYTES = 700 << 20  # a process that has imported TensorFlow
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process now."""
-    return int(psutil.Process().memory_info().rss)
 
 
 def variable_bytes(variables: Iterable[keras.Variable]) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+import psutil
 
 from training.control.client import ControlClient
 from training.reading.reader import SplitReader
@@ -23,23 +24,31 @@ class Told(Protocol):
         """`kind` is metrics, `fields` {rows: [row]}."""
 
 
+class Waiting(Protocol):
+    """An exchange of gradients."""
+
+    @property
+    def waited_s(self) -> float:
+        """How long the last step stood still for the all-reduce, in seconds."""
+
+
 class StepClock:
     """Rows {kind: time, rank, step, steps, data_s, compute_s, exchange_s, checkpoint_s, other_s} of one rank, seconds.
 
     `step` is the last one of the row, `steps` how many it sums up. `data_s` is how long a step had begun before its
     batch was there, `exchange_s` how long the step stood still for the all-reduce (what ran beside the backward pass
     costs nothing and is not in it), `compute_s` the rest of the steps, `other_s` what lay between them: callbacks,
-    ends of epochs. `waited()` returns the exchange's wait of the last step in seconds.
+    ends of epochs.
     """
 
     def __init__(
         self,
         control: Told,
         rank: int,
-        waited: Callable[[], float],
+        exchange: Waiting,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._control, self._rank, self._waited, self._now = control, rank, waited, now
+        self._control, self._rank, self._exchange, self._now = control, rank, exchange, now
         self._ready: dict[int, float] = {}
         self._begun: float | None = None
         self._steps = self._last_step = 0
@@ -61,7 +70,7 @@ class StepClock:
         self._begun = None
         ready = self._ready.pop(step - 1, begun)
         data = min(max(0.0, ready - begun), now - begun)
-        exchange = min(self._waited(), now - begun - data)
+        exchange = min(self._exchange.waited_s, now - begun - data)
         self._sums["data_s"] += data
         self._sums["exchange_s"] += exchange
         self._sums["compute_s"] += now - begun - data - exchange
@@ -190,6 +199,5 @@ def reading_row(readers: Sequence[SplitReader], rank: int, step: int) -> dict[st
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM."""
-    with open("/proc/self/statm", "rb") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    """Resident memory of this process now."""
+    return int(psutil.Process().memory_info().rss)

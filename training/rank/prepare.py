@@ -1,4 +1,4 @@
-"""A run's model, ready to train: built, its learning rate scaled, its optimizer told of micro-batches."""
+"""A run's model on one rank: built, joined to the other ranks, and trained by Keras' `fit`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,23 @@ import keras
 import tensorflow as tf
 
 from lockstep.features.schema.signature import Signature
-from lockstep.storage.errors import ConfigError
+from lockstep.storage.errors import ConfigError, LockstepError
+from training.batches.tf_dataset import FeedPipeline, to_device
 from training.comm.base import Communicator
 from training.comm.tree_sums import TreeSums
-from training.config import TrainConfig, check_metric
+from training.config import TrainConfig, check_metric, lane_groups
+from training.control.context import RankContext
+from training.exchange.agreement import Agreement
+from training.exchange.exchange import Exchange
 from training.models import ModelOptions, build
 from training.plan.lane_count import units_of
 from training.plan.mixture import Plan
+from training.rank.callbacks import RunCallbacks
+from training.rank.memory import arena_bytes, reckoned_bytes
+from training.rank.metrics import resident_bytes
 from training.steps.batchnorm import normalisations, statistics_of
 from training.steps.canonical import CanonicalStep
-from training.steps.distribute import distribute, steps_of
+from training.steps.distribute import distribute, exchange_of, steps_of
 from training.steps.model_state import build_all
 from training.steps.optimizers import Scaled, scale_learning_rate
 from training.steps.rank_step import RankStep
@@ -151,3 +158,88 @@ def distributed(
         same_start=not config.canonical,  # shares of 1 add up to no whole; the run compares weights by itself
     )
     return step
+
+
+def agreement_on(exchange: Exchange, step: int) -> Agreement:
+    """What the ranks agreed on in optimizer step `step`, which has just ended.
+
+    Raises LockstepError where the model's train_step has exchanged no gradients, or more than once.
+    """
+    agreement = exchange.agreement
+    if agreement is None or agreement.step != step:
+        raise LockstepError(
+            f"step {step} was not exchanged between the ranks",
+            got="a train_step that does not call optimizer.apply_gradients once",
+            allowed="one call a step",
+            next_step="Call self.optimizer.apply_gradients or apply once in the model's train_step.",
+        )
+    return agreement
+
+
+class RankModel:
+    """The compiled model of one rank, joined to the other ranks, whose gradients its optimizer sums.
+
+    Every rank makes the same calls in the same order. `rows` are the rank's samples of each global batch.
+    """
+
+    def __init__(self, context: RankContext, config: TrainConfig, plan: Plan, signature: Signature, rows: int) -> None:
+        control, world, groups = context.control, context.world, lane_groups(config)
+        self._config = config
+        control.beat(0, "build the model")
+        before_bytes = resident_bytes()
+        prepared = prepare(config, plan, signature, rows, groups)
+        self.model, self.callbacks, self.learning_rate = prepared.model, prepared.callbacks, prepared.learning_rate
+        if world.is_leader and not tf.config.list_physical_devices("GPU"):  # on a GPU the model is in its own memory
+            needed = reckoned_bytes(before_bytes, self.model, world.num_ranks, spare=config.spare)
+            control.request("memory", config.stall_limit_s, rank_mib=needed >> 20)
+        control.beat(0, "join the ranks")
+        self.communicator = context.communicator(arena_bytes=arena_bytes(self.model))
+        self.communicator.deadline_s = config.stall_limit_s
+        self._step = distributed(config, plan, prepared, self.communicator, rows, groups)
+        self.exchange = exchange_of(self.model.optimizer)
+        # With a scaled loss the optimizer itself skips steps whose gradients the scale made too large.
+        self.exchange.skips_any = config.non_finite == "skip" and not self.exchange.skips_non_finite
+
+    def install_step(self) -> None:
+        """Give the model the train step that computes this rank's part of a global batch."""
+        group = self.communicator.group(range(self.communicator.num_ranks))
+        group.deadline_s = self._config.stall_limit_s
+        self._step.install(self.model, group)
+
+    def fit(
+        self,
+        dataset: tf.data.Dataset,
+        steps: int,
+        callbacks: RunCallbacks,
+        *,
+        epoch: int = 0,
+        pipeline: FeedPipeline | None = None,
+    ) -> None:
+        """Train `steps` optimizer steps as one epoch of Keras. Raises the first cause of a failure.
+
+        `dataset` are the rank's batches: those of `pipeline`, if it is given.
+        """
+        micro_batches = self._config.micro_batches
+        # Keras restarts a dataset of known length at the end of an epoch, and would read it twice.
+        endless = tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
+        try:
+            self.model.fit(
+                to_device(split(dataset, micro_batches).apply(endless)),
+                initial_epoch=epoch,
+                epochs=epoch + 1,
+                steps_per_epoch=steps * micro_batches,
+                callbacks=callbacks,
+                verbose=0,
+                shuffle=False,
+            )
+        except Exception as error:
+            # TensorFlow repeats only the text of an exception that Python code raised.
+            failed_input = None if pipeline is None else pipeline.failure
+            cause = self.exchange.fault() or self._step.error or failed_input or error
+            if cause is error:
+                raise
+            raise cause from None
+
+    def abort(self, error: BaseException) -> None:
+        """End the exchange, whose thread may wait for ranks that will never come."""
+        self.communicator.abort(str(error))
