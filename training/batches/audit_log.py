@@ -1,4 +1,4 @@
-"""Which sample went into which step: written by each rank, and checked along a run's chain of checkpoints.
+"""The audit that each rank writes: which sample went into which step. `training.results.audit` checks it.
 
 A file is CSV with a header: step (the optimizer step, from 1: the file of checkpoint N ends with step N), epoch (from
 0) and sample id, 16 hex digits of its 64 bits read as unsigned. Rows lie in step order, within a step in lane order.
@@ -7,21 +7,15 @@ Of a mixture a fourth column says which dataset a sample is of (from 0), and the
 
 from __future__ import annotations
 
-import re
 import threading
 
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.storage.errors import CorruptionError
 from training.batches.feed import Batch
 
 HEADER = b"step,epoch,sample_id\n"
 MIXED_HEADER = b"step,epoch,sample_id,dataset\n"
-_LINE = re.compile(rb"([0-9]{1,18}),([0-9]{1,18}),([0-9a-f]{16})")  # numbers that an int64 holds
-_MIXED_LINE = re.compile(_LINE.pattern + rb",([0-9]{1,18})")
-_ROW = np.dtype([("step", np.int64), ("epoch", np.int64), ("id", np.int64), ("dataset", np.int64)])
-Rows = npt.NDArray[np.void]
 
 
 def sample_hex(sample_id: int) -> str:
@@ -65,22 +59,3 @@ class AuditLog:
             for number, epochs, ids in parts
             for epoch, sample in zip(epochs.tolist(), ids.tolist(), strict=True)
         )
-
-
-def parse_audit(data: bytes, *, file: str) -> Rows:
-    """Rows (n,) of int64 fields step, epoch, id, dataset (0 where there is one). Raises CorruptionError naming file and
-    row for anything else."""
-    header = MIXED_HEADER if data.startswith(MIXED_HEADER) else HEADER
-    if not data.startswith(header) or not data.endswith(b"\n"):
-        what = "an audit without its header or cut in a line"
-        raise CorruptionError(what, file=file, got=repr(data[:40]), allowed=f"{HEADER!r} and whole lines")
-    lines, row_form = data[len(header) :].split(b"\n")[:-1], _MIXED_LINE if header is MIXED_HEADER else _LINE
-    rows = np.zeros(len(lines), dtype=_ROW)
-    for number, line in enumerate(lines):
-        cells = row_form.fullmatch(line)
-        if cells is None:
-            raise CorruptionError("a row of an audit cannot be read", file=file, record=number, got=repr(line[:60]))
-        value = int(cells[3], 16)
-        signed = value - (1 << 64) if value >> 63 else value
-        rows[number] = (int(cells[1]), int(cells[2]), signed, int(cells[4]) if header is MIXED_HEADER else 0)
-    return rows

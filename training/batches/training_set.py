@@ -34,18 +34,14 @@ def left_over(plan: EpochPlan, reader: SplitReader, epochs: int, steps: int | No
     ids: dict[tuple[int, int], int] = {}
     for (shard, _), wanted in records.items():
         first = min(wanted)
-        rows = reader.read(Run(shard, first, max(wanted) - first + 1))
-        found = _ids(rows.column(_id_column(reader)))
+        found = sample_ids(reader, Run(shard, first, max(wanted) - first + 1))
         ids |= {(shard, record): int(found[record - first]) for record in wanted}
     return [(epoch, ids[run.shard, run.first_record]) for epoch, run in places]
 
 
-def _id_column(reader: SplitReader) -> str:
-    return reader.schema.id_field.name
-
-
-def _ids(column: object) -> npt.NDArray[np.int64]:
-    return np.asarray(column, dtype=np.int64)
+def sample_ids(reader: SplitReader, run: Run) -> npt.NDArray[np.int64]:
+    """The sample ids of the records of a run, (n,)."""
+    return np.asarray(reader.read(run).column(reader.schema.id_field.name), dtype=np.int64)
 
 
 Feed = RankFeed | MixedFeed

@@ -19,7 +19,7 @@ import tensorflow as tf
 from lockstep.storage.errors import ConfigError
 from lockstep.storage.urls import split_url
 from training.batches.augmenting import augmentation_of, labels_of
-from training.batches.tf_dataset import PREFETCH_BATCHES, FeedPipeline
+from training.batches.tf_dataset import PREFETCH_BATCHES, FeedPipeline, pipeline_options
 from training.batches.training_set import Feed, TrainingSet
 from training.config import TrainConfig, lane_groups
 from training.control.client import ControlClient
@@ -286,9 +286,7 @@ class ProfileRank(AbstractContextManager["ProfileRank"]):
         """One batch, the first, without end."""
         with FeedPipeline(self._data.near, 0, 1, None, self._augmentation) as pipeline:
             batch = next(iter(pipeline.dataset))
-        options = tf.data.Options()
-        options.autotune.enabled = False  # as in FeedPipeline
-        return tf.data.Dataset.from_tensors(batch).repeat().with_options(options)
+        return tf.data.Dataset.from_tensors(batch).repeat().with_options(pipeline_options())
 
     def _next_cold_place(self) -> int:
         place = self._cold_place

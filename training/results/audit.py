@@ -1,12 +1,11 @@
-"""Which sample went into which step: written by each rank, and checked along a run's chain of checkpoints.
+"""Checks the audits of a run, along its chain of checkpoints: was each sample of each epoch used exactly once?
 
-A file is CSV with a header: step (the optimizer step, from 1: the file of checkpoint N ends with step N), epoch (from
-0) and sample id, 16 hex digits of its 64 bits read as unsigned. Rows lie in step order, within a step in lane order.
-Of a mixture a fourth column says which dataset a sample is of (from 0), and the epoch is that dataset's own.
+`training.batches.audit_log` writes the files and describes their format.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,8 +18,8 @@ from lockstep.storage.files.interface import FileSystem
 from lockstep.storage.fs import filesystem
 from lockstep.storage.publish import is_temporary
 from lockstep.storage.urls import join
-from training.batches.audit_log import _ROW, Rows, parse_audit, sample_hex
-from training.batches.training_set import TrainingSet, _id_column, _ids
+from training.batches.audit_log import HEADER, MIXED_HEADER, sample_hex
+from training.batches.training_set import TrainingSet, sample_ids
 from training.config import LANE_GROUPS
 from training.plan.epoch_plan import EpochPlan
 from training.plan.mixture import MixedPlan, Plan
@@ -29,6 +28,30 @@ from training.reading.reader import SplitReader
 from training.run.lineage import CheckpointRef, chain_of, epochs_asked, find_tip, read_claims
 from training.run.paths import RunPaths, audit_step_of
 from training.run.run_json import read_run
+
+_LINE = re.compile(rb"([0-9]{1,18}),([0-9]{1,18}),([0-9a-f]{16})")  # numbers that an int64 holds
+_MIXED_LINE = re.compile(_LINE.pattern + rb",([0-9]{1,18})")
+ROW = np.dtype([("step", np.int64), ("epoch", np.int64), ("id", np.int64), ("dataset", np.int64)])
+Rows = npt.NDArray[np.void]
+
+
+def parse_audit(data: bytes, *, file: str) -> Rows:
+    """Rows (n,) of int64 fields step, epoch, id, dataset (0 where there is one). Raises CorruptionError naming file and
+    row for anything else."""
+    header = MIXED_HEADER if data.startswith(MIXED_HEADER) else HEADER
+    if not data.startswith(header) or not data.endswith(b"\n"):
+        what = "an audit without its header or cut in a line"
+        raise CorruptionError(what, file=file, got=repr(data[:40]), allowed=f"{HEADER!r} and whole lines")
+    lines, row_form = data[len(header) :].split(b"\n")[:-1], _MIXED_LINE if header is MIXED_HEADER else _LINE
+    rows = np.zeros(len(lines), dtype=ROW)
+    for number, line in enumerate(lines):
+        cells = row_form.fullmatch(line)
+        if cells is None:
+            raise CorruptionError("a row of an audit cannot be read", file=file, record=number, got=repr(line[:60]))
+        value = int(cells[3], 16)
+        signed = value - (1 << 64) if value >> 63 else value
+        rows[number] = (int(cells[1]), int(cells[2]), signed, int(cells[4]) if header is MIXED_HEADER else 0)
+    return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +91,7 @@ def check_audit(
     file order, so that the check does not rest on the plan but for which samples are left over. Of the datasets of a
     mixture but the first, the epochs that have begun are checked.
     """
-    rows = np.concatenate([np.zeros(0, dtype=_ROW), *(_load(audit) for audit in audits)])
+    rows = np.concatenate([np.zeros(0, dtype=ROW), *(_load(audit) for audit in audits)])
     readers = [readers] if isinstance(readers, SplitReader) else readers
     if not isinstance(plan, MixedPlan):
         return _check(plan, readers[0], rows, steps, epochs)
@@ -92,7 +115,7 @@ def check_audit(
 def all_ids(reader: SplitReader) -> npt.NDArray[np.int64]:
     """The sample ids of a split in file order, (n,)."""
     blocks: list[Run] = [reader.table.run(block) for block in range(reader.table.num_blocks)]
-    return np.concatenate([_ids(reader.read(run).column(_id_column(reader))) for run in blocks])
+    return np.concatenate([sample_ids(reader, run) for run in blocks])
 
 
 def _check(plan: EpochPlan, reader: SplitReader, rows: Rows, steps: int, epochs: int, suffix: str = "") -> AuditReport:

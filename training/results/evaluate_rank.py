@@ -20,6 +20,7 @@ from lockstep.storage.dataset.manifest import load_dataset
 from lockstep.storage.errors import ConfigError
 from training.batches.augmenting import labels_of, soft_labels
 from training.batches.feed import eval_batches, eval_rows
+from training.batches.tf_dataset import ArrayPipeline, Arrays
 from training.batches.training_set import TrainingSet
 from training.comm.base import Communicator
 from training.config import TrainConfig
@@ -68,14 +69,17 @@ def run(context: RankContext, config: TrainConfig) -> dict[str, Any]:
     watched = _Watched(split.encoder)
     batches = eval_batches(split.reader, watched, world.rank, world.num_ranks, payload["batch"])
     kept = payload["kept"] and tuple(payload["kept"])
-    share, outputs = _Share(batches, watched, baseline), _Outputs(model, OutputForm(_takes_logits(model), kept=kept))
+    share = _Share(batches, watched, baseline, signature)
+    outputs = _Outputs(model, OutputForm(_takes_logits(model), kept=kept))
     model.reset_metrics()
     start, stop = eval_rows(split.reader, world.rank, world.num_ranks, payload["batch"])
     if start < stop:  # a rank without a batch has nothing to do until the sums
+        steps = -(-(stop - start) // payload["batch"])
+        pipeline = ArrayPipeline(signature, share.next_arrays, 0, steps, rows=None)  # the split's last batch is shorter
         try:
-            model.evaluate(share.dataset(signature), steps=-(-(stop - start) // payload["batch"]), verbose=0)
+            model.evaluate(pipeline.dataset, steps=steps, verbose=0)
         except Exception as error:
-            raise share.failure or error from None
+            raise pipeline.failure or error from None
     context.control.beat(1, "put the ranks' rows together")
     samples = np.array([share.samples], np.int64)
     comm.all_reduce(samples)
@@ -171,24 +175,25 @@ class _Outputs:
 
 
 class _Share:
-    """This rank's batches as a tf.data pipeline; the baseline sees each batch as it passes."""
+    """This rank's batches, one after another; the baseline sees each batch as it passes."""
 
-    def __init__(self, batches: Iterator[Encoded], watched: _Watched, baseline: Baseline | None) -> None:
-        self._batches, self._watched, self._baseline = batches, watched, baseline
+    def __init__(
+        self, batches: Iterator[Encoded], watched: _Watched, baseline: Baseline | None, signature: Signature
+    ) -> None:
+        self._batches, self._watched, self._baseline, self._signature = batches, watched, baseline, signature
         self._seen: list[tuple[NDArray[Any], NDArray[np.float32] | None, NDArray[np.float32] | None]] = []
         self.samples = 0
-        self.failure: BaseException | None = None
 
-    def dataset(self, signature: Signature) -> tf.data.Dataset:
-        """(x by name, y), with weights (x, y, weights); uneven last batch; to be gone through once."""
-        specs: Any = {n: tf.TensorSpec((None, *s.shape), s.dtype) for n, s in signature.features.items()}
-        if signature.label is not None:
-            others = [spec for spec in (signature.label, signature.weight) if spec is not None]
-            specs = (specs, *(tf.TensorSpec((None, *spec.shape), spec.dtype) for spec in others))
-        options = tf.data.Options()
-        options.autotune.enabled = False  # TensorFlow 2.21's holds up the end of an iteration
-        generator = partial(self._generate, signature)
-        return tf.data.Dataset.from_generator(generator, output_signature=specs).with_options(options)
+    def next_arrays(self, number: int) -> Arrays:
+        """The features, label and weight of the next batch, in the signature's order."""
+        batch = next(self._batches)
+        labels = soft_labels(batch.y, self._signature)
+        self.samples += len(batch.sample_id)
+        if labels is not None:
+            predicted = None if self._baseline is None else self._baseline.predict(self._watched.rows)
+            self._seen.append((labels, batch.weight, predicted))
+        others = [array for array in (labels, batch.weight) if array is not None]
+        return [*(batch.x[name] for name in self._signature.features), *others]
 
     def labels_and_weights(self) -> Floats:
         """(n, 2): each row's label, of one-hot ones the class, and its weight, 1 where there is none."""
@@ -215,20 +220,6 @@ class _Share:
                 safe = np.clip(shown, 1e-7, 1 - 1e-7)
                 shown = np.log(safe / (1 - safe)) if form.binary else np.log(safe)
             yield labels, shown, weights
-
-    def _generate(self, signature: Signature) -> Iterator[Any]:
-        try:
-            for batch in self._batches:
-                labels = soft_labels(batch.y, signature)
-                self.samples += len(batch.sample_id)
-                if labels is not None:
-                    predicted = None if self._baseline is None else self._baseline.predict(self._watched.rows)
-                    self._seen.append((labels, batch.weight, predicted))
-                others = [array for array in (labels, batch.weight) if array is not None]
-                yield (batch.x, *others) if others else batch.x
-        except Exception as error:
-            self.failure = error  # TensorFlow repeats only the text; the caller raises this one
-            raise
 
 
 def _joined(parts: Iterable[Floats | None], form: OutputForm) -> Floats:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from lockstep.storage.errors import ConfigError, DataError
 from tests.training._tiny import write_images, write_table
-from training.batches.audit_log import parse_audit
 from training.batches.feed import MixedFeed
 from training.batches.training_set import TrainingSet
 from training.config import TrainConfig
@@ -22,7 +21,7 @@ from training.plan.datasets import open_mixture
 from training.plan.epoch_plan import EpochPlan
 from training.plan.make_plan import plan_from
 from training.plan.mixture import MixedPlan, check_ratios, lowest
-from training.results.audit import check_audit
+from training.results.audit import check_audit, parse_audit
 from training.world import World
 
 Sample = tuple[int, int, int]  # dataset, epoch, position
