@@ -31,7 +31,7 @@ from training.control.protocol import Role, Tag, error_to_json, is_final
 from training.control.task import RankTask
 from training.world import World
 
-LOOK_EVERY_S = 1.0
+PARENT_LOOK_EVERY_S = 1.0
 
 
 def is_stopped(pid: int) -> bool:
@@ -47,8 +47,8 @@ def end_with_stopped_parent(parent: int, limit_s: float) -> None:
     """End this process at once when `parent` has been stopped for `limit_s` seconds; never returns."""
     stopped_s = 0.0  # by our own looks: a rank that was stopped too begins to count when it wakes
     while stopped_s < limit_s:
-        time.sleep(min(LOOK_EVERY_S, limit_s))
-        stopped_s = stopped_s + min(LOOK_EVERY_S, limit_s) if is_stopped(parent) else 0.0
+        time.sleep(min(PARENT_LOOK_EVERY_S, limit_s))
+        stopped_s = stopped_s + min(PARENT_LOOK_EVERY_S, limit_s) if is_stopped(parent) else 0.0
     if select.select([], [sys.stderr], [], 0.0)[1]:  # a pipe that nobody empties may be full
         print(f"[rank: its parent process {parent} has been stopped for {limit_s:.0f} s]", file=sys.stderr, flush=True)
     os._exit(1)

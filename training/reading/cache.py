@@ -278,7 +278,7 @@ _USED_AGAIN_S = 5.0  # a use is written down so often at most
 
 
 @dataclass(frozen=True, slots=True)
-class BlockPlace:
+class BlockId:
     """Bytes start..stop-1 of a shard of a dataset, by its digest."""
 
     dataset: str
@@ -337,17 +337,17 @@ class BlockCache:
         self._epochs.append(time.time())
         self.folder.epoch_began(self._epochs[-3] - 2 * _USED_AGAIN_S)
 
-    def get(self, place: BlockPlace, start: int, stop: int) -> bytes | None:
+    def get(self, block: BlockId, start: int, stop: int) -> bytes | None:
         """Bytes start..stop-1 (counted in the shard) of a block; None where they are not there or were changed."""
-        key = place.key
-        path = self.folder.path(_folder_of(place.dataset), key.hex()[:40])
+        key = block.key
+        path = self.folder.path(_folder_of(block.dataset), key.hex()[:40])
         try:
             # Opening a pipe that lies there would wait for a writer without end.
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
             return None
         try:
-            found = _read(descriptor, key, place.stop - place.start, start - place.start, stop - place.start)
+            found = _read(descriptor, key, block.stop - block.start, start - block.start, stop - block.start)
             with suppress(OSError):  # of a folder that can only be read
                 if found is not None and time.time() - os.fstat(descriptor).st_mtime > _USED_AGAIN_S:
                     os.utime(descriptor)
@@ -358,12 +358,12 @@ class BlockCache:
             os.close(descriptor)
         if found is None:
             self.add(damaged=1)
-            self.drop(place, why="do not match their digest")
+            self.drop(block, why="do not match their digest")
         return found
 
-    def drop(self, place: BlockPlace, *, why: str) -> None:
+    def drop(self, block: BlockId, *, why: str) -> None:
         """Remove a block, and say so."""
-        path = self.folder.path(_folder_of(place.dataset), place.key.hex()[:40])
+        path = self.folder.path(_folder_of(block.dataset), block.key.hex()[:40])
         try:
             os.unlink(path)
         except FileNotFoundError:
@@ -373,14 +373,14 @@ class BlockCache:
             return
         log.warning(
             "the cached bytes %d to %d of %s %s: removed from %s, and read from the dataset again",
-            place.start, place.stop, place.shard, why, path,
+            block.start, block.stop, block.shard, why, path,
         )  # fmt: skip
 
-    def put(self, place: BlockPlace, data: bytes | memoryview) -> bool:
+    def put(self, block: BlockId, data: bytes | memoryview) -> bool:
         """Keep a block; False where there is no room, or the disk does not take it."""
         if self._off:
             return False
-        key, dataset = place.key, _folder_of(place.dataset)
+        key, dataset = block.key, _folder_of(block.dataset)
         head = _head(key, data)
         reserved: Reserved | None = None
         try:

@@ -153,7 +153,7 @@ class ReadHints:
         self._urgent = key
         return True
 
-    def to_place(self, among: int) -> Hint | None:
+    def without_extent(self, among: int) -> Hint | None:
         """The first of the next `among` hints whose extent nobody knows or looks for."""
         return next((hint for hint in islice(self._queue.values(), among) if not hint.asked), None)
 
@@ -212,7 +212,7 @@ class Extents(Protocol):
     def extent(self, first_record: int, count: int) -> tuple[int, int]:
         """First byte of what must be read for some records, and the one after its last."""
 
-    def unit(self, first_record: int, count: int) -> tuple[int, int]:
+    def records_read(self, first_record: int, count: int) -> tuple[int, int]:
         """The records that are read for these: themselves, or the block that can only be read whole."""
 
 
@@ -279,7 +279,7 @@ class BlockFetcher:
 
     def hint(self, shard: int, first: int, count: int) -> None:
         """Say that these records will be read, after what was said before. Returns at once."""
-        first, count = self._shards[shard].unit(first, count)
+        first, count = self._shards[shard].records_read(first, count)
         with self._lock:
             if not self._closed and self._hints.add(shard, first, count):
                 self._start()
@@ -301,7 +301,7 @@ class BlockFetcher:
         """
         began = time.monotonic()
         start, stop = self._shards[shard].extent(first, count)
-        key = (shard, self._shards[shard].unit(first, count)[0])
+        key = (shard, self._shards[shard].records_read(first, count)[0])
         try:
             with self._lock:
                 data = self._fetched(key, shard, start, stop, began + self._deadline_s)
@@ -388,7 +388,7 @@ class BlockFetcher:
                 while True:
                     if self._closed:
                         return
-                    hint = self._hints.to_place(SOON_A_THREAD * self._threads)
+                    hint = self._hints.without_extent(SOON_A_THREAD * self._threads)
                     job = self._hints.next_range(self._ranges, self.range_bytes)
                     if hint is not None or job is not None:
                         break
@@ -401,9 +401,9 @@ class BlockFetcher:
             if job is not None:
                 self._read(job)
             elif hint is not None:
-                self._place(hint)
+                self._find_extents(hint)
 
-    def _place(self, first: Hint) -> None:
+    def _find_extents(self, first: Hint) -> None:
         """Find the bytes of a hint and of those that go on from it, as far as a range may reach.
 
         Without the lock, since an index may have to be read; and told all at once, so that they come in one range.

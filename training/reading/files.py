@@ -16,7 +16,7 @@ import numpy as np
 from lockstep.storage.errors import StorageTimeoutError
 from lockstep.storage.files.interface import FileSystem, IntoMemory, RangeFile
 from training.reading.buffer_pool import Slabs
-from training.reading.cache import BlockCache, BlockPlace
+from training.reading.cache import BlockCache, BlockId
 
 MOST_OPEN = 64  # of files that no thread reads just now; a file of HDFS keeps where its blocks lie, a local one is open
 
@@ -152,7 +152,7 @@ class CachedBytes:
     def drop(self, shard: int, start: int, stop: int) -> None:
         """Remove blocks that turned out to be wrong though they match their digests: they came so from the dataset."""
         for block in self._blocks(shard, start, stop):
-            self.cache.drop(self._place(shard, block), why="do not fit the records' checksums")
+            self.cache.drop(self._block_id(shard, block), why="do not fit the records' checksums")
 
     def _blocks(self, shard: int, start: int, stop: int) -> range:
         edges = self._shards[shard].edges
@@ -160,13 +160,13 @@ class CachedBytes:
             return range(0)
         return range(bisect_right(edges, start) - 1, bisect_left(edges, stop))
 
-    def _place(self, shard: int, block: int) -> BlockPlace:
+    def _block_id(self, shard: int, block: int) -> BlockId:
         own = self._shards[shard]
-        return BlockPlace(own.dataset, own.path, int(own.edges[block]), int(own.edges[block + 1]))
+        return BlockId(own.dataset, own.path, int(own.edges[block]), int(own.edges[block + 1]))
 
     def _cached(self, shard: int, block: int, start: int, stop: int) -> bytes | None:
-        place = self._place(shard, block)
-        return self.cache.get(place, max(start, place.start), min(stop, place.stop))
+        block_id = self._block_id(shard, block)
+        return self.cache.get(block_id, max(start, block_id.start), min(stop, block_id.stop))
 
     def _claim(self, shard: int, blocks: Sequence[int]) -> None:
         """Wait until no other thread reads one of these, then say that this one does: all at once, so that no two
@@ -200,16 +200,16 @@ class CachedBytes:
         return fetched
 
     def _fetch(self, shard: int, start: int, stop: int, blocks: list[int], found: dict[int, bytes | None]) -> None:
-        places = [self._place(shard, block) for block in blocks]
-        begin, end = places[0].start, places[-1].stop
+        block_ids = [self._block_id(shard, block) for block in blocks]
+        begin, end = block_ids[0].start, block_ids[-1].stop
         keeps = self.cache.keeps  # asked once: what is cut off here cannot be kept below
         if not keeps:  # nothing is gained by the rest of the blocks
             begin, end = max(begin, start), min(end, stop)
         data = memoryview(self._files.read(shard, begin, end))
-        for block, place in zip(blocks, places, strict=True):
+        for block, block_id in zip(blocks, block_ids, strict=True):
             if keeps:
-                self.cache.put(place, data[place.start - begin : place.stop - begin])
-            found[block] = bytes(data[max(start, place.start) - begin : min(stop, place.stop) - begin])
+                self.cache.put(block_id, data[block_id.start - begin : block_id.stop - begin])
+            found[block] = bytes(data[max(start, block_id.start) - begin : min(stop, block_id.stop) - begin])
 
     def _count(self, size: int) -> None:
         with self._changed:

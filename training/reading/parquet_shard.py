@@ -38,7 +38,7 @@ class ParquetShard:
         edges = (*self._extents[:, 0].tolist(), *self._extents[-1:, 1].tolist())
         return edges if all(a < b for a, b in pairwise(edges)) else ()
 
-    def unit(self, first_record: int, count: int) -> tuple[int, int]:
+    def records_read(self, first_record: int, count: int) -> tuple[int, int]:
         """First record and number of those that are read for some of a block: all of it."""
         first = first_record - first_record % self._block_records
         return first, min(self._block_records, self._info.records - first)

@@ -106,8 +106,8 @@ class Block:
     """How many of its rows no run that was read had."""
     hinted: int = 0
     """Rows that hints named since it is kept, less those that were read: it must still be there for them."""
-    unit: object = None
-    """What training.batches.decode made of its rows; kept with them, since the block is read strip by strip."""
+    prepared: object = None
+    """What training.batches.decode made of the rows: it reads a block strip by strip, and makes it once."""
 
 
 class SplitReader:

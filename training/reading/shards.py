@@ -92,7 +92,7 @@ class TFRecordShard:
         """Where blocks begin, and where the last one ends."""
         return self._info.block_edges
 
-    def unit(self, first_record: int, count: int) -> tuple[int, int]:
+    def records_read(self, first_record: int, count: int) -> tuple[int, int]:
         """First record and number of those that are read for some: just these."""
         return first_record, count
 
@@ -170,7 +170,7 @@ class GzipShard:
         """Where blocks begin in the file, and where the last one ends."""
         return self._edges
 
-    def unit(self, first_record: int, count: int) -> tuple[int, int]:
+    def records_read(self, first_record: int, count: int) -> tuple[int, int]:
         """First record and number of those that are read for some of a block: all of it."""
         first = first_record - first_record % self._block_records
         return first, min(self._block_records, self._info.records - first)

@@ -28,7 +28,7 @@ from tests.training._tiny import write_images, write_table
 from training.plan.order import Run
 from training.reading import cache as block_cache
 from training.reading import cache as cache_folder
-from training.reading.cache import FOLDER, LIVE, LOCK, TEMPORARY, BlockCache, BlockPlace
+from training.reading.cache import FOLDER, LIVE, LOCK, TEMPORARY, BlockCache, BlockId
 from training.reading.files import ShardFiles
 from training.reading.open import OpenSplit
 from training.reading.reader import ReadOptions, SplitReader
@@ -36,8 +36,8 @@ from training.reading.reader import ReadOptions, SplitReader
 DATA = np.random.default_rng(0).integers(0, 256, 600_000, dtype=np.uint8).tobytes()
 
 
-def place(start: int, stop: int, dataset: str = "a" * 64) -> BlockPlace:
-    return BlockPlace(dataset, "split=train/part-00000.tfrecord", start, stop)
+def place(start: int, stop: int, dataset: str = "a" * 64) -> BlockId:
+    return BlockId(dataset, "split=train/part-00000.tfrecord", start, stop)
 
 
 def opened(folder: Path, limit: int = 1 << 20, *datasets: str) -> BlockCache:
@@ -163,14 +163,14 @@ def test_what_a_dead_writer_left_is_swept_and_what_a_living_one_writes_is_counte
 
 WRITER = """
 import sys
-from training.reading.cache import BlockCache, BlockPlace
+from training.reading.cache import BlockCache, BlockId
 cache = BlockCache(sys.argv[1], 400_000)
 cache.reads("a" * 64)
 print("ready", flush=True)
 number = 0
 while True:
     data = bytes([number % 251]) * 20_000
-    at = BlockPlace("a" * 64, "shard", number * 20_000, (number + 1) * 20_000)
+    at = BlockId("a" * 64, "shard", number * 20_000, (number + 1) * 20_000)
     found = cache.get(at, at.start, at.stop)
     assert found in (None, data), number
     if found is None:
@@ -203,7 +203,7 @@ def test_a_kill_at_any_moment_leaves_a_cache_that_others_use(tmp_path: Path) -> 
     cache = opened(tmp_path, 400_000)
     assert not list(tmp_path.rglob(f"{TEMPORARY}*"))
     found = [
-        cache.get(BlockPlace("a" * 64, "shard", n * 20_000, n * 20_000 + 20_000), n * 20_000, n * 20_000 + 1)
+        cache.get(BlockId("a" * 64, "shard", n * 20_000, n * 20_000 + 20_000), n * 20_000, n * 20_000 + 1)
         for n in range(40)
     ]
     assert any(found) and all(byte in (None, bytes([n % 251])) for n, byte in enumerate(found))

@@ -22,7 +22,7 @@ CONTENT = bytes(np.random.default_rng(0).integers(0, 256, 40_000, dtype=np.uint8
 class Shard:
     """Records of ten bytes."""
 
-    def unit(self, first: int, count: int) -> tuple[int, int]:
+    def records_read(self, first: int, count: int) -> tuple[int, int]:
         return first, count
 
     def extent(self, first: int, count: int) -> tuple[int, int]:
